@@ -1,0 +1,151 @@
+"""The one family of errors that quantkit raises on purpose.
+
+An error says what is wrong in five fields, in the order a reader needs them: a stable `code`, `where` it happened,
+the offending `value`, the `rule` it breaks and the `remedy`. The command line prints it as one line and leaves with
+`exit`; `--json` prints the same five fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+
+class QuantkitError(Exception):
+    """Something the user can act on. Exit code 2: wrong use or wrong input.
+
+    Args:
+        code: stable, lower-case, hyphenated; scripts match on it.
+        where: file, layer, key or option.
+        value: what was found there.
+        rule: what has to hold.
+        remedy: what to do about it.
+    """
+
+    exit: ClassVar[int] = 2
+
+    def __init__(self, code: str, *, where: str = "", value: object = "", rule: str = "", remedy: str = "") -> None:
+        self.code = code
+        self.where = where
+        self.value = str(value)
+        self.rule = rule
+        self.remedy = remedy
+        super().__init__(self.line())
+
+    def line(self) -> str:
+        """The whole error on one line: `[code] where: value; rule; remedy`."""
+        parts = [part for part in (self.value, self.rule, self.remedy) if part]
+        head = f"{self.where}: " if self.where else ""
+        return f"[{self.code}] {head}{'; '.join(parts)}".replace("\n", " ")
+
+    def as_dict(self) -> dict[str, str]:
+        """The `error` object of the `--json` envelope."""
+        return {
+            "code": self.code,
+            "where": self.where,
+            "value": self.value,
+            "rule": self.rule,
+            "remedy": self.remedy,
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.as_dict()))
+
+
+def _rebuild(kind: type[QuantkitError], fields: dict[str, str]) -> QuantkitError:
+    return kind(**fields)
+
+
+class InputError(QuantkitError):
+    """A file, model, recipe or option is not what it has to be. Exit code 2."""
+
+
+class GateError(QuantkitError):
+    """The work was done and failed what it was held to: a gate, a check, a comparison, `--strict`. Exit code 1."""
+
+    exit: ClassVar[int] = 1
+
+
+class Inconclusive(QuantkitError):
+    """The measurement was too noisy to decide. Exit code 3."""
+
+    exit: ClassVar[int] = 3
+
+
+class Stopped(QuantkitError):
+    """Stopped safely (signal, disk full); what is done is kept and `--resume` goes on. Exit code 75."""
+
+    exit: ClassVar[int] = 75
+
+
+class MissingDependency(QuantkitError):
+    """An optional package is not installed. Exit code 2.
+
+    Args:
+        package: the name to import.
+        extra: the quantkit extra that brings it.
+        purpose: what it is needed for.
+    """
+
+    def __init__(self, package: str, *, extra: str, purpose: str) -> None:
+        super().__init__(
+            "missing-dependency",
+            where=package,
+            value=f"{package} is not installed",
+            rule=f"{purpose} needs it",
+            remedy=f"pip install 'quantkit[{extra}]'",
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild_plain, (self.as_dict(),))
+
+
+def _rebuild_plain(fields: dict[str, str]) -> QuantkitError:
+    return QuantkitError(**fields)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A remedy for a misspelt name: the closest known one, then all of them.
+
+    >>> did_you_mean("awq-int5", ["awq-int4", "float"])
+    "did you mean 'awq-int4'? known: awq-int4, float"
+    """
+    import difflib
+
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    guess = f"did you mean {close[0]!r}? " if close else ""
+    return f"{guess}known: {', '.join(names) or 'none'}"
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str], *, where: str = "") -> InputError:
+    """The error for a name that nothing goes by."""
+    return InputError(
+        f"unknown-{kind}",
+        where=where,
+        value=f"no {kind} is called {name!r}",
+        remedy=did_you_mean(name, known),
+    )
+
+
+def from_validation(error: Any, *, where: str, code: str, known: Mapping[str, Iterable[str]] | None = None) -> InputError:
+    """One line out of a pydantic ValidationError: the first problem, and how many more there are.
+
+    Args:
+        error: a `pydantic.ValidationError`.
+        where: the file or option that was validated.
+        code: the code of the resulting error.
+        known: dotted location (without list indices) -> the keys allowed there, for a did-you-mean.
+    """
+    problems = error.errors()
+    first = problems[0]
+    parts = [str(part) for part in first["loc"]]
+    place = ".".join(parts)
+    remedy = ""
+    if first["type"] == "extra_forbidden" and known is not None:
+        parent = ".".join(part for part in parts[:-1] if not part.isdigit())
+        if parent in known:
+            remedy = did_you_mean(parts[-1], known[parent])
+    value = "unknown key" if first["type"] == "extra_forbidden" else f"got {first.get('input')!r:.120}"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return InputError(code, where=f"{where}: {place}", value=value, rule=f"{first['msg']}{more}", remedy=remedy)

@@ -1,0 +1,51 @@
+"""Plain floating-point formats: a cast, no scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quantkit.formats import QuantTensor
+from quantkit.recipe import WeightScheme
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A floating-point dtype that torch has.
+
+    Args:
+        name: its name in recipes and in torch.
+        bits: stored bits of one value.
+    """
+
+    name: str
+    bits: int
+
+    def quantize(self, weight: torch.Tensor, scheme: WeightScheme) -> QuantTensor:
+        """Round to nearest even in this dtype; the scale is 1."""
+        import torch
+
+        return QuantTensor(weight.to(getattr(torch, self.name)), torch.ones(1, 1), None, scheme)
+
+    def dequantize(self, tensor: QuantTensor) -> torch.Tensor:
+        """[N, K] float32."""
+        return tensor.codes.float()
+
+    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """Little-endian bytes, uint8 [N, K * bits / 8]."""
+        import torch
+
+        return codes.contiguous().view(torch.uint8).reshape(codes.shape[0], -1)
+
+    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+        """The inverse of `pack`."""
+        import torch
+
+        return packed.contiguous().view(getattr(torch, self.name)).reshape(packed.shape[0], columns)
+
+    def bits_per_weight(self, shape: tuple[int, int], scheme: WeightScheme) -> float:
+        """The dtype's width."""
+        return float(self.bits)

@@ -1,0 +1,163 @@
+"""Uniform integer formats of any width up to 8 bits.
+
+    symmetric:   q = clip(round(w / s), -2^(b-1), 2^(b-1) - 1)            s = max|w| / (2^(b-1) - 0.5)
+    asymmetric:  q = clip(round(w / s) + z, -2^(b-1), 2^(b-1) - 1)        s = (max - min) / (2^b - 1)
+
+where min <= 0 <= max, so that zero is a code. Rounding is to nearest, ties to even (torch.round). The scale is rounded
+to the dtype it is stored in *before* codes are chosen, so that what is read back is what was decided on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quantkit.errors import InputError
+from quantkit.formats import QuantTensor
+from quantkit.recipe import WeightScheme
+
+if TYPE_CHECKING:
+    import torch
+
+
+def groups_of(columns: int, scheme: WeightScheme) -> int:
+    """How many scales a row has: [4096, 4096] in groups of 128 has 32.
+
+    Raises:
+        InputError: `group-indivisible`.
+    """
+    if scheme.granularity in ("tensor", "channel"):
+        return 1
+    group = scheme.group or columns
+    if columns % group:
+        fitting = [size for size in (256, 192, 128, 96, 64, 48, 32, 16) if columns % size == 0 and size <= group]
+        use = f"use {fitting[0]}, or " if fitting else "use "
+        raise InputError(
+            "group-indivisible",
+            value=f"group {group}, K {columns}",
+            rule="group divides K",
+            remedy=f"{use}on_indivisible: keep or pad",
+        )
+    return columns // group
+
+
+def stored(scale: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+    """The scale in its storage dtype; never zero, never infinite there."""
+    import torch
+
+    dtype = getattr(torch, scheme.scale)
+    limits = torch.finfo(dtype)
+    # the smallest normal number: a subnormal scale has too few bits to divide by
+    return scale.clamp(min=limits.tiny, max=limits.max).to(dtype)
+
+
+@dataclass(frozen=True)
+class IntegerFormat:
+    """A uniform integer format.
+
+    Args:
+        name: its name in recipes.
+        bits: 1 to 8.
+    """
+
+    name: str
+    bits: int
+
+    @property
+    def low(self) -> int:
+        """Smallest code."""
+        return -(2 ** (self.bits - 1))
+
+    @property
+    def high(self) -> int:
+        """Largest code."""
+        return int(2 ** (self.bits - 1)) - 1
+
+    def parameters(
+        self, low: torch.Tensor, high: torch.Tensor, scheme: WeightScheme
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scale and zero point for values between `low` and `high`.
+
+        Args:
+            low, high: any one shape, float32.
+
+        Returns:
+            scale (stored dtype) and zero (int8, None when symmetric), of that shape.
+        """
+        import torch
+
+        if scheme.symmetric:
+            top = torch.maximum(-low, high)
+            return stored(top / (2 ** (self.bits - 1) - 0.5), scheme), None
+        low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+        scale = stored((high - low) / (2**self.bits - 1), scheme)
+        zero = torch.round(self.low - low / scale.float()).clamp(self.low, self.high)
+        return scale, zero.to(torch.int8)
+
+    def encode(self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+        """Nearest codes, int8; `scale` and `zero` broadcast against `weight`."""
+        import torch
+
+        codes = torch.round(weight.float() / scale.float())
+        if zero is not None:
+            codes = codes + zero.float()
+        return codes.clamp(self.low, self.high).to(torch.int8)
+
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+        """`(codes - zero) * scale` in float32, by broadcasting."""
+        values = codes.float() if zero is None else codes.float() - zero.float()
+        return values * scale.float()
+
+    def quantize(self, weight: torch.Tensor, scheme: WeightScheme) -> QuantTensor:
+        """Round [N, K] to nearest, each range from the smallest to the largest weight it covers."""
+        rows, columns = weight.shape
+        groups = groups_of(columns, scheme)
+        parts = weight.float().reshape(rows, groups, columns // groups)
+        low, high = parts.amin(dim=2), parts.amax(dim=2)
+        if scheme.granularity == "tensor":
+            low, high = low.amin().reshape(1, 1), high.amax().reshape(1, 1)
+        scale, zero = self.parameters(low, high, scheme)
+        codes = self.encode(parts, scale.unsqueeze(2), None if zero is None else zero.unsqueeze(2))
+        return QuantTensor(codes.reshape(rows, columns), scale, zero, scheme)
+
+    def dequantize(self, tensor: QuantTensor) -> torch.Tensor:
+        """[N, K] float32."""
+        rows, columns = tensor.shape
+        groups = tensor.scale.shape[1]
+        codes = tensor.codes.reshape(rows, groups, columns // groups)
+        zero = None if tensor.zero is None else tensor.zero.unsqueeze(2)
+        return self.decode(codes, tensor.scale.unsqueeze(2), zero).reshape(rows, columns)
+
+    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """Unsigned codes (code - low), least significant bit first, rows padded to whole bytes.
+
+        int8 [N, K] -> uint8 [N, ceil(K * bits / 8)]; int4 [4096, 4096] -> [4096, 2048].
+        """
+        import torch
+
+        rows, columns = codes.shape
+        unsigned = codes.to(torch.int16) - self.low
+        shifts = torch.arange(self.bits, dtype=torch.int16)
+        bits = ((unsigned.unsqueeze(2) >> shifts) & 1).reshape(rows, columns * self.bits)
+        bits = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 8)).reshape(rows, -1, 8)
+        places = torch.arange(8, dtype=torch.int16)
+        return (bits << places).sum(dim=2).to(torch.uint8)
+
+    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+        """uint8 [N, ceil(K * bits / 8)] -> int8 [N, K]."""
+        import torch
+
+        rows = packed.shape[0]
+        places = torch.arange(8, dtype=torch.int16)
+        bits = ((packed.to(torch.int16).unsqueeze(2) >> places) & 1).reshape(rows, -1)[:, : columns * self.bits]
+        shifts = torch.arange(self.bits, dtype=torch.int16)
+        unsigned = (bits.reshape(rows, columns, self.bits) << shifts).sum(dim=2)
+        return (unsigned + self.low).to(torch.int8)
+
+    def bits_per_weight(self, shape: tuple[int, int], scheme: WeightScheme) -> float:
+        """Codes, scales and packed zero points: int4 in groups of 64, asymmetric, float16 scales: 4.3125."""
+        rows, columns = shape
+        scales = 1 if scheme.granularity == "tensor" else rows * groups_of(columns, scheme)
+        scale_bits = 32 if scheme.scale == "float32" else 16
+        zero_bits = 0 if scheme.symmetric else self.bits
+        return self.bits + scales * (scale_bits + zero_bits) / (rows * columns)

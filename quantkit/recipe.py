@@ -1,0 +1,354 @@
+"""A recipe: what to do to a model. One flat YAML, validated whole before torch is imported.
+
+The schema is closed: an unknown key, pass, format or setting is an error that names the known ones, so a typo never
+yields an empty recipe. `Recipe.load` also validates the settings of every pass, because pass modules are torch-free.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from quantkit import content, registry
+from quantkit.errors import InputError, did_you_mean, from_validation
+
+ModelKind = Literal["decoder", "encoder", "vision"]
+Granularity = Literal["tensor", "channel", "group", "token", "block"]
+# exactly one pass of a recipe decides the codes of the weights
+ASSIGNERS = ("rtn", "gptq", "round", "hqq")
+
+
+class Closed(BaseModel):
+    """Base of every document: unknown keys are errors, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WeightScheme(Closed):
+    """How the weights of one linear, [N, K], are stored.
+
+    Args:
+        format: a name from `quantkit list formats`.
+        granularity: what shares a scale: the whole `tensor` (scale [1, 1]), an output `channel` ([N, 1]) or a `group`
+            of consecutive inputs ([N, K/group]). `[4096, 4096]` in groups of 128 has scale `[4096, 32]`.
+        group: inputs per group; only with `granularity: group`.
+        symmetric: without a zero point.
+        scale: dtype the scale is stored in. A bfloat16 model stores bfloat16 scales instead of float16 ones, because
+            its runtimes read them so.
+    """
+
+    format: str
+    granularity: Granularity = "channel"
+    group: int | None = Field(default=None, gt=0)
+    symmetric: bool = True
+    scale: Literal["float32", "float16", "bfloat16"] = "float16"
+
+    @field_validator("format")
+    @classmethod
+    def _known_format(cls, value: str) -> str:
+        if value not in registry.names("formats"):
+            raise ValueError(f"no format is called {value!r}; {did_you_mean(value, registry.names('formats'))}")
+        return value
+
+    @model_validator(mode="after")
+    def _group_with_group(self) -> Self:
+        if (self.granularity == "group") != (self.group is not None):
+            raise ValueError("`group` goes with `granularity: group`, and only with it")
+        return self
+
+
+class ActivationScheme(Closed):
+    """How activations are quantized: dynamically per token, or with scales fixed by calibration."""
+
+    format: str
+    granularity: Granularity = "token"
+    dynamic: bool = True
+    symmetric: bool = True
+    group: int | None = Field(default=None, gt=0)
+
+
+class CacheScheme(Closed):
+    """How the KV cache is stored."""
+
+    format: str
+    granularity: Literal["tensor", "head", "channel", "token"] = "tensor"
+    symmetric: bool = True
+
+
+class Scheme(Closed):
+    """The default for the linears inside blocks."""
+
+    weights: WeightScheme | None = None
+    activations: ActivationScheme | None = None
+    kv_cache: CacheScheme | None = None
+
+
+class CalibrationChoice(Closed):
+    """Which calibration set, and how much of it.
+
+    Args:
+        set: a shipped name or a path (folder with `card.yaml`, `.txt`, `.jsonl`, `.parquet`, `datasets` folder).
+        samples: sequences.
+        tokens: tokens a sequence.
+    """
+
+    set: str = "prose-en"
+    samples: int = Field(default=16, gt=0)
+    tokens: int = Field(default=512, gt=0)
+
+
+class Override(Closed):
+    """Another weight scheme for the layers that a glob matches; it must match something.
+
+    `weights: null` keeps those layers in high precision; a mapping replaces the named fields of the default scheme.
+    """
+
+    match: str
+    weights: dict[str, Any] | None = None
+
+
+class PassStep(Closed):
+    """One pass with its validated settings."""
+
+    name: str
+    settings: Any = None
+
+
+class ExportStep(Closed):
+    """One destination with its options."""
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Gates(Closed):
+    """What must hold for the result to be accepted. Names end in `_max` or `_min`.
+
+    Args:
+        kl_max: mean KL divergence from the original, nats a token.
+        top1_agreement_min: share of positions whose most likely token is the original's.
+        perplexity_ratio_max: perplexity over the original's.
+        bits_per_weight_max: of the quantized layers, scales and zero points counted.
+    """
+
+    kl_max: float | None = None
+    top1_agreement_min: float | None = None
+    perplexity_ratio_max: float | None = None
+    bits_per_weight_max: float | None = None
+
+
+def _steps(value: Any) -> list[tuple[str, dict[str, Any]]]:
+    """`[{awq: {grid: 20}}, "rtn"]` -> `[("awq", {"grid": 20}), ("rtn", {})]`."""
+    if not isinstance(value, list):
+        raise ValueError("must be a list of {name: settings}")
+    steps = []
+    for item in value:
+        if isinstance(item, str):
+            item = {item: {}}
+        if not (isinstance(item, dict) and len(item) == 1):
+            raise ValueError(f"each entry is one name with its settings, got {item!r}")
+        name, settings = next(iter(item.items()))
+        if not isinstance(settings, dict | None):
+            raise ValueError(f"the settings of {name} are a mapping, got {settings!r}")
+        steps.append((str(name), settings or {}))
+    return steps
+
+
+class Recipe(Closed):
+    """What to do: an ordered list of passes with settings, what to export, what must hold."""
+
+    schema_: Annotated[Literal[1], Field(alias="schema")] = 1
+    name: str = ""
+    summary: str
+    models: list[ModelKind] = Field(default=["decoder", "encoder"], min_length=1)
+    seed: int = Field(default=0, ge=0)
+    calibration: CalibrationChoice = CalibrationChoice()
+    scheme: Scheme = Scheme()
+    keep: list[str] = ["embeddings", "lm_head"]
+    overrides: list[Override] = []
+    on_indivisible: Literal["error", "keep", "pad"] = "error"
+    passes: list[PassStep] = []
+    export: list[ExportStep] = Field(default=[ExportStep(name="checkpoint")], min_length=1)
+    gates: Gates = Gates()
+
+    @field_validator("passes", mode="before")
+    @classmethod
+    def _read_passes(cls, value: Any) -> list[PassStep]:
+        steps = []
+        for name, settings in _steps(value):
+            if name not in registry.names("passes"):
+                raise ValueError(f"no pass is called {name!r}; {did_you_mean(name, registry.names('passes'))}")
+            model = registry.load("passes", name).Settings
+            try:
+                steps.append(PassStep(name=name, settings=model(**settings)))
+            except ValidationError as error:
+                problem = error.errors()[0]
+                key = ".".join(str(part) for part in problem["loc"])
+                known = did_you_mean(key, model.model_fields) if problem["type"] == "extra_forbidden" else ""
+                raise ValueError(f"pass {name}: {key}: {problem['msg']}; {known}".rstrip("; ")) from None
+        return steps
+
+    @field_validator("export", mode="before")
+    @classmethod
+    def _read_export(cls, value: Any) -> list[ExportStep]:
+        steps = []
+        for name, options in _steps(value):
+            if name not in registry.names("export"):
+                raise ValueError(f"no exporter is called {name!r}; {did_you_mean(name, registry.names('export'))}")
+            registry.load("export", name).Options(**options)
+            steps.append(ExportStep(name=name, options=options))
+        return steps
+
+    @model_validator(mode="after")
+    def _one_assigner(self) -> Self:
+        assigners = [step.name for step in self.passes if step.name in ASSIGNERS]
+        if self.passes and self.scheme.weights is not None and len(assigners) != 1:
+            found = ", ".join(assigners) or "none"
+            raise ValueError(f"exactly one of {', '.join(ASSIGNERS)} assigns the codes; found {found}")
+        if self.scheme.weights is not None and not self.passes:
+            raise ValueError("a weight scheme needs a pass that assigns the codes; add `rtn: {}`")
+        return self
+
+    @classmethod
+    def load(cls, reference: str | Path, changes: Sequence[str] = ()) -> Recipe:
+        """Read a shipped recipe by name or a file by path, apply `--set` changes, validate everything.
+
+        Args:
+            reference: a bare shipped name, or a path.
+            changes: `PATH=YAML`; PATH begins with a top-level key of the recipe or with a pass name.
+
+        Raises:
+            InputError: unknown name, unreadable YAML, unknown key, wrong value: one line, with a did-you-mean.
+        """
+        path = content.find("recipes", str(reference))
+        return cls.from_dict(read_yaml(path), name=path.stem, where=str(reference), changes=changes)
+
+    @classmethod
+    def from_dict(cls, data: Any, *, name: str, where: str = "recipe", changes: Sequence[str] = ()) -> Recipe:
+        """Validate a mapping as a recipe. Raises InputError (`recipe-invalid`)."""
+        if not isinstance(data, dict):
+            raise InputError("recipe-invalid", where=where, value="not a mapping", rule="a recipe is a YAML mapping")
+        for change in changes:
+            data = apply_change(data, change)
+        try:
+            return cls.model_validate({**data, "name": name})
+        except ValidationError as error:
+            raise from_validation(error, where=where, code="recipe-invalid", known=known_keys(cls)) from None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The contract's form, which `from_dict` reads back."""
+        data = self.model_dump(mode="json", by_alias=True, exclude={"passes", "export", "schema_"})
+        passes = [{step.name: step.settings.model_dump(mode="json")} for step in self.passes]
+        return {
+            "schema": 1,
+            **data,
+            "passes": passes,
+            "export": [{step.name: step.options} for step in self.export],
+        }
+
+    def weights_for(self, layer: str) -> WeightScheme | None:
+        """The weight scheme of a layer by its full name; the last override that matches wins; None keeps it."""
+        scheme = self.scheme.weights
+        for override in self.overrides:
+            if fnmatchcase(layer, override.match):
+                if override.weights is None:
+                    scheme = None
+                else:
+                    base = scheme.model_dump() if scheme is not None else {}
+                    if override.weights.get("granularity", "group") != "group":
+                        base.pop("group", None)
+                    scheme = WeightScheme.model_validate({**base, **override.weights})
+        return scheme
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, list[str]]:
+    """Dotted location -> the keys allowed there, through nested documents."""
+    found = {prefix.rstrip("."): [field.alias or name for name, field in model.model_fields.items()]}
+    for name, field in model.model_fields.items():
+        for inner in _models_in(field.annotation):
+            found.update(known_keys(inner, f"{prefix}{field.alias or name}."))
+    return found
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from _models_in(part)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice, which plain YAML silently resolves to the last."""
+
+
+def _unique_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    seen = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=deep)  # type: ignore[no-untyped-call]
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} given twice", key_node.start_mark)
+        seen.add(key)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def read_yaml(path: Path) -> Any:
+    """Parse a YAML file safely.
+
+    Raises:
+        InputError: `yaml-invalid` with the line, or `file-unreadable`.
+    """
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        problem = getattr(error, "problem", None) or str(error)
+        raise InputError("yaml-invalid", where=place, value=problem, remedy="mend the YAML") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("file-unreadable", where=str(path), value=str(error), remedy="check the file") from None
+
+
+def apply_change(data: dict[str, Any], change: str) -> dict[str, Any]:
+    """A copy of a recipe's mapping with one `PATH=YAML` applied.
+
+    PATH begins with a top-level key (`scheme.weights.group=64`) or with the name of a pass in it (`awq.grid=40`).
+
+    Raises:
+        InputError: `set-invalid`.
+    """
+    path, equals, text = change.partition("=")
+    if not equals or not path:
+        raise InputError("set-invalid", where="--set", value=change, rule="PATH=YAML", remedy="e.g. awq.grid=40")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise InputError("set-invalid", where=f"--set {path}", value=text, rule="the value is YAML") from None
+    keys = path.split(".")
+    steps = _steps(data.get("passes") or [])
+    names = [name for name, _ in steps]
+    top = [field.alias or name for name, field in Recipe.model_fields.items() if name != "name"]
+    if keys[0] in names and len(keys) > 1:
+        passes = [{name: _with(settings, keys[1:], value) if name == keys[0] else settings} for name, settings in steps]
+        return {**data, "passes": passes}
+    if keys[0] in top:
+        return _with(data, keys, value)
+    raise InputError(
+        "set-invalid",
+        where=f"--set {path}",
+        value=f"{keys[0]!r} is neither a key of the recipe nor one of its passes",
+        remedy=did_you_mean(keys[0], [*top, *names]),
+    )
+
+
+def _with(data: Any, keys: list[str], value: Any) -> dict[str, Any]:
+    inner = data if isinstance(data, dict) else {}
+    return {**inner, keys[0]: value if len(keys) == 1 else _with(inner.get(keys[0]), keys[1:], value)}
