@@ -1,20 +1,33 @@
-"""Finds the three folders of content that users read and edit: recipes, calibration sets, targets.
+"""Finds and reads the content that users edit: recipes, calibration sets, targets.
 
 They stand at the top of a clone, and inside the package (`quantkit/content/...`) of an installed wheel. A shipped thing
 goes by a bare word; a user's own file starts with `/`, `./` or `../`, or has a suffix. The two are never confused: a
 bare word is never looked up as a path, a path never as a shipped name.
+
+Every document is YAML with a closed schema: a key given twice or a key nobody knows is an error.
 """
 
 from __future__ import annotations
 
+import typing
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict
 
 from quantkit.errors import InputError, unknown_name
 
 Kind = Literal["recipes", "calibration", "export"]
 _SINGULAR = {"recipes": "recipe", "calibration": "calibration", "export": "target"}
+
+
+class Closed(BaseModel):
+    """Base of every document: unknown keys are errors, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @cache
@@ -61,3 +74,53 @@ def find(kind: Kind, reference: str) -> Path:
         raise unknown_name(_SINGULAR[kind], reference, names(kind))
     root = folder(kind)
     return root / reference / "card.yaml" if kind == "calibration" else root / f"{reference}.yaml"
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, list[str]]:
+    """Dotted location -> the keys allowed there, through nested documents."""
+    found = {prefix.rstrip("."): [field.alias or name for name, field in model.model_fields.items()]}
+    for name, field in model.model_fields.items():
+        for inner in _models_in(field.annotation):
+            found.update(known_keys(inner, f"{prefix}{field.alias or name}."))
+    return found
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from _models_in(part)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice, which plain YAML silently resolves to the last."""
+
+
+def _unique_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    seen = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=deep)  # type: ignore[no-untyped-call]
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} given twice", key_node.start_mark)
+        seen.add(key)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def read_yaml(path: Path) -> Any:
+    """Parse a YAML file safely.
+
+    Raises:
+        InputError: `yaml-invalid` with the line, or `file-unreadable`.
+    """
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        problem = getattr(error, "problem", None) or str(error)
+        raise InputError("yaml-invalid", where=place, value=problem, remedy="mend the YAML") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("file-unreadable", where=str(path), value=str(error), remedy="check the file") from None

@@ -6,28 +6,22 @@ yields an empty recipe. `Recipe.load` also validates the settings of every pass,
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from quantkit import content, registry
+from quantkit.content import Closed, known_keys, read_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
 
 ModelKind = Literal["decoder", "encoder", "vision"]
 Granularity = Literal["tensor", "channel", "group", "token", "block"]
 # exactly one pass of a recipe decides the codes of the weights
 ASSIGNERS = ("rtn", "gptq", "round", "hqq")
-
-
-class Closed(BaseModel):
-    """Base of every document: unknown keys are errors, values are frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class WeightScheme(Closed):
@@ -148,9 +142,8 @@ def _steps(value: Any) -> list[tuple[str, dict[str, Any]]]:
     if not isinstance(value, list):
         raise ValueError("must be a list of {name: settings}")
     steps = []
-    for item in value:
-        if isinstance(item, str):
-            item = {item: {}}
+    for entry in value:
+        item = {entry: {}} if isinstance(entry, str) else entry
         if not (isinstance(item, dict) and len(item) == 1):
             raise ValueError(f"each entry is one name with its settings, got {item!r}")
         name, settings = next(iter(item.items()))
@@ -170,10 +163,10 @@ class Recipe(Closed):
     seed: int = Field(default=0, ge=0)
     calibration: CalibrationChoice = CalibrationChoice()
     scheme: Scheme = Scheme()
-    keep: list[str] = ["embeddings", "lm_head"]
-    overrides: list[Override] = []
+    keep: list[str] = Field(default=["embeddings", "lm_head"])
+    overrides: list[Override] = Field(default=[])
     on_indivisible: Literal["error", "keep", "pad"] = "error"
-    passes: list[PassStep] = []
+    passes: list[PassStep] = Field(default=[])
     export: list[ExportStep] = Field(default=[ExportStep(name="checkpoint")], min_length=1)
     gates: Gates = Gates()
 
@@ -265,56 +258,6 @@ class Recipe(Closed):
                         base.pop("group", None)
                     scheme = WeightScheme.model_validate({**base, **override.weights})
         return scheme
-
-
-def known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, list[str]]:
-    """Dotted location -> the keys allowed there, through nested documents."""
-    found = {prefix.rstrip("."): [field.alias or name for name, field in model.model_fields.items()]}
-    for name, field in model.model_fields.items():
-        for inner in _models_in(field.annotation):
-            found.update(known_keys(inner, f"{prefix}{field.alias or name}."))
-    return found
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in typing.get_args(annotation):
-        yield from _models_in(part)
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice, which plain YAML silently resolves to the last."""
-
-
-def _unique_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    seen = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=deep)  # type: ignore[no-untyped-call]
-        if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} given twice", key_node.start_mark)
-        seen.add(key)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
-
-
-_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
-
-
-def read_yaml(path: Path) -> Any:
-    """Parse a YAML file safely.
-
-    Raises:
-        InputError: `yaml-invalid` with the line, or `file-unreadable`.
-    """
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        problem = getattr(error, "problem", None) or str(error)
-        raise InputError("yaml-invalid", where=place, value=problem, remedy="mend the YAML") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("file-unreadable", where=str(path), value=str(error), remedy="check the file") from None
 
 
 def apply_change(data: dict[str, Any], change: str) -> dict[str, Any]:
