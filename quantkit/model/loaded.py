@@ -1,0 +1,47 @@
+"""A model that is in memory already, seen as a stream of blocks: what `Pipeline.apply` works on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import InputError
+from quantkit.model.stream import Calls, find_blocks, record_calls, returns_tuple
+
+
+class LoadedModel:
+    """An `nn.Module` with its weights. Its stack of like layers is the blocks; without one, the whole is one block.
+
+    Args:
+        model: quantized in place by whoever works on its blocks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model.eval()
+        try:
+            self.path: str | None = find_blocks(model)
+        except InputError:
+            self.path = None
+        count = len(self.model.get_submodule(self.path)) if self.path else 1  # type: ignore[arg-type]
+        self.block_names = [f"{self.path}.{index}" for index in range(count)] if self.path else [""]
+
+    def load(self, index: int) -> nn.Module:
+        """The block itself, not a copy."""
+        return self.model.get_submodule(self.block_names[index])
+
+    @torch.no_grad()
+    def begin(self, ids: Tensor, chunk: int) -> Calls:
+        """Hidden states before block 0 for token `ids` [samples, tokens]; for a single block, `ids` is its input."""
+        calls = Calls(hidden=torch.empty(0), chunk=chunk)
+        if self.path is None:
+            calls.hidden = ids
+            calls.arguments = {part.shape[0]: [((), {})] for part in ids.split(chunk)}
+            return calls
+        as_tuple = returns_tuple(self.model, self.path, self.load(0), ids)
+        parts = []
+        for part in ids.split(chunk):
+            hidden, arguments = record_calls(self.model, self.path, part, as_tuple=as_tuple)
+            parts.append(hidden)
+            calls.arguments.setdefault(part.shape[0], arguments)
+        calls.hidden = torch.cat(parts)
+        return calls

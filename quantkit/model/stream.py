@@ -1,0 +1,287 @@
+"""One block in memory at a time: a model's forward pass, cut at its decoder or encoder layers.
+
+A transformer is `rest -> block 0 -> block 1 -> ... -> rest`. The skeleton (no weights) runs once with every block
+replaced by a recorder, which notes how the model calls its blocks (masks, rotary tables, per-layer options) and hands
+the hidden states through. From then on blocks are loaded, run on all hidden states and dropped, one after the other, so
+memory is one block plus activations whatever the model's size. Which module holds the blocks is found, not listed: the
+`ModuleList` of like children that owns most of the parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import InputError
+from quantkit.model.open import Source, parameter_names
+
+
+class BlockStream(Protocol):
+    """What the pipeline needs of a model: its blocks by number, and how they are called."""
+
+    block_names: list[str]
+
+    def load(self, index: int) -> nn.Module:
+        """Block `index` with its weights, float32, eval mode."""
+
+    def begin(self, ids: Tensor, chunk: int) -> Calls:
+        """Hidden states [samples, tokens, width] before block 0, and how each block is called."""
+
+
+@dataclass
+class Calls:
+    """The first block's input, and the other arguments of every block.
+
+    Args:
+        hidden: [samples, tokens, width] float32.
+        chunk: sequences per forward.
+        arguments: batch size -> one (args, kwargs) a block.
+    """
+
+    hidden: Tensor
+    chunk: int
+    arguments: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def run(self, block: nn.Module, index: int, hidden: Tensor) -> Tensor:
+        """The block's output on one chunk, [at most chunk, tokens, width]."""
+        args, kwargs = self.arguments[hidden.shape[0]][index]
+        return primary(block(hidden, *args, **kwargs))
+
+    def chunks(self, hidden: Tensor) -> Iterator[Tensor]:
+        """`hidden` in forwards' worth."""
+        yield from hidden.split(self.chunk)
+
+    @torch.no_grad()
+    def run_all(self, block: nn.Module, index: int, hidden: Tensor) -> Tensor:
+        """The block's output on everything, [samples, tokens, width]."""
+        return torch.cat([self.run(block, index, part) for part in self.chunks(hidden)])
+
+
+def primary(output: Any) -> Tensor:
+    """The hidden states out of what a block returns: a tensor, or a tuple that begins with it."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def find_blocks(model: nn.Module) -> str:
+    """The path of the `ModuleList` whose children are the blocks, such as `model.layers`.
+
+    Raises:
+        InputError: `blocks-not-found`.
+    """
+    best, most = "", 0
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) == 0:
+            continue
+        if len({type(child) for child in module}) == 1:
+            size = sum(parameter.numel() for parameter in module.parameters())
+            if size > most:
+                best, most = path, size
+    if not best:
+        raise InputError(
+            "blocks-not-found",
+            where=type(model).__name__,
+            value="no list of like layers",
+            rule="a transformer is a stack of blocks",
+        )
+    return best
+
+
+class _Recorder(nn.Module):
+    """Stands where a block stands, notes how it is called and returns its input in the block's way."""
+
+    def __init__(self, block: nn.Module, as_tuple: bool) -> None:
+        super().__init__()
+        self.__dict__["stands_for"] = block  # not a submodule: its weights are not there
+        self.as_tuple = as_tuple
+        self.hidden: Tensor | None = None
+        self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["stands_for"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Note the call; the hidden states go through unchanged."""
+        if "hidden_states" in kwargs:
+            hidden = kwargs.pop("hidden_states")
+        else:
+            hidden, args = args[0], args[1:]
+        self.hidden, self.call = hidden, (args, kwargs)
+        return (hidden,) if self.as_tuple else hidden
+
+
+class _AllRecorded(Exception):
+    """Ends the skeleton's forward after the last block: what follows is not needed."""
+
+
+class _LastRecorder(_Recorder):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        super().forward(*args, **kwargs)
+        raise _AllRecorded
+
+
+def record_calls(
+    model: nn.Module, path: str, ids: Tensor, *, as_tuple: bool, count: int | None = None
+) -> tuple[Tensor, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """Run a model whose blocks need no weights and note how each is called.
+
+    Args:
+        model: everything but the blocks has its weights.
+        path: of the `ModuleList` of blocks.
+        ids: [samples, tokens].
+        as_tuple: whether blocks return a tuple (else a tensor).
+        count: how many blocks to note; None is all.
+
+    Returns:
+        the hidden states before block 0, and (args, kwargs) of each block.
+    """
+    parent, _, leaf = path.rpartition(".")
+    owner = model.get_submodule(parent)
+    blocks = model.get_submodule(path)
+    assert isinstance(blocks, nn.ModuleList)
+    chosen = list(blocks)[:count]
+    recorders = [_Recorder(block, as_tuple) for block in chosen[:-1]] + [_LastRecorder(chosen[-1], as_tuple)]
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    setattr(owner, leaf, nn.ModuleList(recorders))
+    try:
+        model(input_ids=ids, **options)
+    except _AllRecorded:
+        pass
+    finally:
+        setattr(owner, leaf, blocks)
+    assert recorders[0].hidden is not None
+    return recorders[0].hidden.clone(), [recorder.call for recorder in recorders]
+
+
+@torch.no_grad()
+def returns_tuple(model: nn.Module, path: str, first: nn.Module, ids: Tensor) -> bool:
+    """Whether the blocks return a tuple: run `first`, block 0 with its weights, on a few tokens."""
+    few = ids[:1, :4]
+    hidden, calls = record_calls(model, path, few, as_tuple=False, count=1)
+    args, kwargs = calls[0]
+    return isinstance(first(hidden, *args, **kwargs), tuple)
+
+
+def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
+    """Put a parameter or buffer, by its dotted name, in the place of one without data."""
+    parent, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(parent)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+    else:
+        owner._buffers[leaf] = value
+
+
+class StreamedModel:
+    """A model on disk, block by block.
+
+    Args:
+        source: an opened model.
+        dtype: what it is computed in.
+    """
+
+    def __init__(self, source: Source, dtype: torch.dtype = torch.float32) -> None:
+        self.source = source
+        self.dtype = dtype
+        self.skeleton = source.skeleton()
+        self.path = find_blocks(self.skeleton)
+        blocks = self.skeleton.get_submodule(self.path)
+        assert isinstance(blocks, nn.ModuleList)
+        self.blocks = blocks
+        self.block_names = [f"{self.path}.{index}" for index in range(len(blocks))]
+        self.files = parameter_names(source, self.skeleton)
+        self.as_tuple = False
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter by its name in the skeleton, in the compute dtype."""
+        value = self.source.weights.read(self.files[name])
+        return value.to(self.dtype) if value.is_floating_point() else value
+
+    def load(self, index: int) -> nn.Module:
+        """Block `index` with its weights, in eval mode."""
+        block = copy.deepcopy(self.blocks[index])
+        prefix = self.block_names[index] + "."
+        for name, value in [*block.named_parameters(), *block.named_buffers()]:
+            if value.is_meta:
+                set_tensor(block, name, self.tensor(prefix + name))
+        return block.eval()
+
+    def rest_names(self) -> list[str]:
+        """The parameters outside the blocks, as the skeleton names them; tied ones under each of their names."""
+        return [name for name in self.files if not name.startswith(f"{self.path}.")]
+
+    def rest(self) -> nn.Module:
+        """The model with weights everywhere but in its blocks. The caller drops it when done."""
+        blocks = self.skeleton.get_submodule(self.path)
+        model = copy.deepcopy(self.skeleton, {id(blocks): blocks})
+        loaded: dict[str, Tensor] = {}
+        for name in self.rest_names():
+            file = self.files[name]
+            if file not in loaded:
+                loaded[file] = self.tensor(name)
+            set_tensor(model, name, loaded[file])
+        return model.eval()
+
+    @torch.no_grad()
+    def begin(self, ids: Tensor, chunk: int) -> Calls:
+        """Hidden states before block 0 for `ids` [samples, tokens], and how each block is called."""
+        model = self.rest()
+        self.as_tuple = returns_tuple(model, self.path, self.load(0), ids)
+        parts: list[Tensor] = []
+        calls = Calls(hidden=torch.empty(0), chunk=chunk)
+        for part in ids.split(chunk):
+            hidden, arguments = record_calls(model, self.path, part, as_tuple=self.as_tuple)
+            parts.append(hidden.to(self.dtype))
+            calls.arguments.setdefault(part.shape[0], arguments)
+        calls.hidden = torch.cat(parts)
+        return calls
+
+    @torch.no_grad()
+    def run(self, ids: Tensor, chunk: int = 4) -> Tensor:
+        """The last block's output for `ids` [samples, tokens]: [samples, tokens, width], one block in memory."""
+        calls = self.begin(ids, chunk)
+        hidden = calls.hidden
+        for index in range(len(self.block_names)):
+            hidden = calls.run_all(self.load(index), index, hidden)
+        return hidden
+
+
+class Head:
+    """What follows the last block: final norm and language-model head, run on hidden states.
+
+    The model's own forward runs with a single stand-in block that returns the hidden states it is given, so that final
+    norms, logit scales and soft caps are whatever the model's class makes of them.
+    """
+
+    def __init__(self, model: nn.Module, path: str, *, as_tuple: bool) -> None:
+        parent, _, leaf = path.rpartition(".")
+        blocks = model.get_submodule(path)
+        assert isinstance(blocks, nn.ModuleList)
+        stands = list(blocks)
+        self.player = _Player(stands[0], as_tuple)
+        through = [_Recorder(block, as_tuple) for block in stands[1:]]
+        setattr(model.get_submodule(parent), leaf, nn.ModuleList([self.player, *through]))
+        self.model = model
+
+    @torch.no_grad()
+    def __call__(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Logits [samples, tokens, vocabulary] (or the encoder's last hidden states) for the last block's output."""
+        self.player.plays = hidden
+        output = self.model(input_ids=ids)
+        return output.logits if hasattr(output, "logits") else output[0]
+
+
+class _Player(_Recorder):
+    plays: Tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.plays,) if self.as_tuple else self.plays

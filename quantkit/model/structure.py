@@ -1,0 +1,130 @@
+"""The structure of a block, traced by running it: which linears share an input, in which order they run.
+
+Linears that receive the very same tensor share an input: one Hessian, one scale, one fused operation. Nothing is known
+about any architecture; a batch runs through the block and hooks note what each linear was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a matrix product with a 2-D weight that can be quantized: Linear, or GPT-2's Conv1D."""
+    weight = getattr(module, "weight", None)
+    named = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return named and isinstance(weight, Tensor) and weight.dim() == 2
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the weight is stored [K, N], as Conv1D does, instead of [N, K]."""
+    return not isinstance(module, nn.Linear)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight as [N, K]: outputs by inputs. A view; not to be written to."""
+    weight = module.weight.detach()  # type: ignore[operator, union-attr]
+    return weight.T if is_transposed(module) else weight  # type: ignore[union-attr, return-value]
+
+
+def set_weight(module: nn.Module, weight: Tensor) -> None:
+    """Replace a linear's weight by [N, K] values, kept in its dtype."""
+    value = weight.T if is_transposed(module) else weight
+    old = module.weight
+    module.weight = nn.Parameter(value.to(old.dtype).contiguous(), requires_grad=False)  # type: ignore[arg-type, union-attr]
+
+
+@dataclass(frozen=True)
+class SharedInput:
+    """Linears that receive the same tensor, in the order they run.
+
+    Args:
+        members: their names within the block, such as `self_attn.q_proj`.
+        features: K, the width of the shared input.
+    """
+
+    members: tuple[str, ...]
+    features: int
+
+    @property
+    def name(self) -> str:
+        """The first member, which names the group."""
+        return self.members[0]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What tracing found.
+
+    Args:
+        groups: shared inputs in the order they run.
+        idle: linears that never ran on the traced batch (an expert that was never routed to).
+        order: every leaf module that ran, in order, each once.
+    """
+
+    groups: tuple[SharedInput, ...]
+    idle: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """All linears that ran, in order."""
+        return tuple(member for group in self.groups for member in group.members)
+
+
+@dataclass
+class _Seen:
+    inputs: list[tuple[Tensor, int, list[str]]] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+
+    def note(self, name: str, value: Tensor) -> None:
+        for tensor, version, members in self.inputs:
+            # the tensor is kept alive, so that its memory cannot have been given to another; its version tells whether
+            # it was written to in between
+            same_view = tensor.data_ptr() == value.data_ptr() and tensor.shape == value.shape
+            if same_view and tensor.stride() == value.stride() and version == value._version:
+                if name not in members:
+                    members.append(name)
+                return
+        self.inputs.append((value, value._version, [name]))
+
+
+@torch.no_grad()
+def trace(block: nn.Module, run: Callable[[], object]) -> Structure:
+    """The structure of a block, from one run of it.
+
+    Args:
+        block: with weights.
+        run: runs the block once, on anything that reaches all of it.
+    """
+    seen = _Seen()
+    leaves = {name: module for name, module in block.named_modules() if not list(module.children())}
+    hooks = []
+
+    def note_linear(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, args: seen.note(name, args[0])
+
+    def note_order(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def note(_: nn.Module, __: tuple[Tensor, ...]) -> None:
+            if name not in seen.order:
+                seen.order.append(name)
+
+        return note
+
+    linears = [name for name, module in leaves.items() if is_linear(module)]
+    for name, module in leaves.items():
+        hooks.append(module.register_forward_pre_hook(note_order(name)))
+        if name in linears:
+            hooks.append(module.register_forward_pre_hook(note_linear(name)))
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    groups = tuple(SharedInput(tuple(members), tensor.shape[-1]) for tensor, _, members in seen.inputs)
+    ran = {member for group in groups for member in group.members}
+    return Structure(groups, tuple(name for name in linears if name not in ran), tuple(seen.order))

@@ -1,0 +1,86 @@
+"""Tiny random models of many architectures, from transformers' own config classes. For plumbing, never for quality."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from torch import nn
+
+VOCABULARY = 96
+_LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+# name -> (model class, config class, its settings)
+ARCHITECTURES: dict[str, tuple[str, str, dict[str, object]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA),
+    "llama-tied": ("LlamaForCausalLM", "LlamaConfig", {**_LLAMA, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _LLAMA),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_LLAMA, "head_dim": 16}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**_LLAMA, "sliding_window": 8}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_LLAMA, "head_dim": 16, "sliding_window": 8}),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**_LLAMA, "head_dim": 16, "sliding_window": 8}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", _LLAMA),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    ),
+    "opt": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "ffn_dim": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+            "word_embed_proj_dim": 64,
+            "pad_token_id": 0,
+        },
+    ),
+    "bert": (
+        "BertModel",
+        "BertConfig",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+        },
+    ),
+}
+
+
+def tiny(name: str, seed: int = 0, **changes: object) -> nn.Module:
+    """A random model whose norms are not all ones, so that folds have something to fold."""
+    model_class, config_class, settings = ARCHITECTURES[name]
+    config = getattr(transformers, config_class)(**{**settings, **changes})
+    torch.manual_seed(seed)
+    model = getattr(transformers, model_class)(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            else:
+                parameter.mul_(3.0)
+    return model
+
+
+def ids(samples: int = 4, tokens: int = 24, seed: int = 0) -> torch.Tensor:
+    """Random token ids [samples, tokens]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (samples, tokens), generator=generator)
