@@ -9,6 +9,7 @@ Every document is YAML with a closed schema: a key given twice or a key nobody k
 
 from __future__ import annotations
 
+import os
 import typing
 from collections.abc import Iterator
 from functools import cache
@@ -44,6 +45,18 @@ def folder(kind: Kind) -> Path:
     raise InputError(
         "content-missing", where=kind, value="not found in the package or beside it", remedy="reinstall quantkit"
     )
+
+
+def cache_dir() -> Path:
+    """The user's folder for what can be made again (converted models, hashes, measured figures); not created here.
+
+    `$QUANTKIT_CACHE`, else `$XDG_CACHE_HOME/quantkit`, else `~/.cache/quantkit`.
+    """
+    if own := os.environ.get("QUANTKIT_CACHE"):
+        return Path(own).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "quantkit"
+    return Path.home() / ".cache" / "quantkit"
 
 
 def names(kind: Kind) -> list[str]:

@@ -1,0 +1,7 @@
+"""From a reference to blocks in memory: opening a model, streaming its layers, tracing its structure.
+
+`open_model` (open.py) turns a folder, `hf:org/name` or an alias into a `Source`: config, tokenizer, an empty skeleton
+on the meta device and the strict, lazy `Weights` (weights.py) that fill it block by block. `alias.py` lists the shipped
+models, `gguf.py` converts the one that comes as GGUF. Nothing here unpickles a file, and a model's own code runs only
+where the user said so.
+"""

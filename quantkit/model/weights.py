@@ -1,0 +1,461 @@
+"""Strict, lazy reading of safetensors files, and a streaming writer.
+
+A file is `<u64 n, little-endian><n bytes of JSON><data>`; the JSON maps a tensor's name to its dtype, shape and
+`data_offsets` [start, end) in the data; see https://github.com/huggingface/safetensors#format.
+A header is somebody else's claim, so all of it is checked before a byte of data is read: every tensor's
+`bits(dtype) x product(shape) = 8 (end - start)`, and the tensors, sorted by start, tile the data without overlap,
+gap or rest.
+
+Memory: `Weights.read` holds one tensor, in memory of its own (no map of the whole file), `write_safetensors` likewise.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import InputError, Stopped
+
+if TYPE_CHECKING:
+    import torch
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+HEADER_LIMIT = 100_000_000  # the format's own limit
+_METADATA = "__metadata__"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_TORCH_NAMES = {  # format's name -> (bytes of an element, torch's name)
+    "BOOL": (1, "bool"),
+    "U8": (1, "uint8"),
+    "I8": (1, "int8"),
+    "F8_E4M3": (1, "float8_e4m3fn"),
+    "F8_E5M2": (1, "float8_e5m2"),
+    "F8_E8M0": (1, "float8_e8m0fnu"),
+    "U16": (2, "uint16"),
+    "I16": (2, "int16"),
+    "F16": (2, "float16"),
+    "BF16": (2, "bfloat16"),
+    "U32": (4, "uint32"),
+    "I32": (4, "int32"),
+    "F32": (4, "float32"),
+    "U64": (8, "uint64"),
+    "I64": (8, "int64"),
+    "F64": (8, "float64"),
+}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`"BF16"` -> `torch.bfloat16`."""
+    import torch
+
+    found: torch.dtype = getattr(torch, _TORCH_NAMES[name][1])
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> `"BF16"`; KeyError for a dtype that the format does not have."""
+    plain = str(dtype).removeprefix("torch.")
+    return {torch_name: name for name, (_, torch_name) in _TORCH_NAMES.items()}[plain]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a shard: (`start`, `end`) are byte offsets in the file itself, not in its data section."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: str
+    start: int
+    end: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on disk."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All tensors of a model folder by name, none of them read yet.
+
+    `shards` holds file names in the order in which the index first names them.
+    """
+
+    entries: dict[str, Entry]
+    folder: Path
+    shards: list[str]
+
+    @classmethod
+    def open(cls, folder: Path) -> Weights:
+        """Reads and checks the header of every shard.
+
+        `model.safetensors` if it is there (as transformers does), else `model.safetensors.index.json` and its shards.
+        A symbolic link may not lead out of the folder, save from a hub cache's `snapshots/<revision>` to its `blobs`.
+
+        Raises:
+            InputError: `weights-absent`, `weights-pickle`, `weights-missing-shard`, `weights-outside`, `weights-empty`,
+                `weights-header`, `weights-duplicate`, `weights-name`, `weights-dtype`, `weights-shape`,
+                `weights-overlap`, `weights-gap`, `weights-truncated`, `weights-trailing`, `weights-index`.
+        """
+        if (folder / SINGLE).is_symlink() or (folder / SINGLE).exists():
+            found = read_header(checked_file(folder, SINGLE), SINGLE)
+            return cls({entry.name: entry for entry in found}, folder, [SINGLE])
+        if not (folder / INDEX).exists():
+            raise _no_weights(folder)
+        weight_map = _read_index(checked_file(folder, INDEX))
+        shards = list(dict.fromkeys(weight_map.values()))
+        paths = {shard: checked_file(folder, shard) for shard in shards}
+        entries = {}
+        for shard in shards:
+            for entry in read_header(paths[shard], shard):
+                if weight_map.get(entry.name) != shard:
+                    there = weight_map.get(entry.name)
+                    raise _bad(
+                        "weights-index",
+                        f"{shard}: {entry.name}",
+                        f"the shard holds it, the index places it {f'in {there}' if there else 'nowhere'}",
+                        "the index and the shards name the same tensors",
+                    )
+                entries[entry.name] = entry
+        for name, shard in weight_map.items():
+            if name not in entries:
+                raise _bad(
+                    "weights-index",
+                    f"{INDEX}: {name}",
+                    f"{shard} holds no such tensor",
+                    "the index and the shards name the same tensors",
+                )
+        return cls(entries, folder, shards)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor as stored (dtype and shape of its entry), in memory of its own.
+
+        Raises:
+            InputError: `weights-nonfinite` where a float tensor holds NaN or infinity, `weights-truncated` where the
+                file has become shorter since it was opened.
+        """
+        import torch
+
+        entry = self.entries[name]
+        raw = torch.empty(entry.bytes, dtype=torch.uint8)
+        with (self.folder / entry.shard).open("rb") as file:
+            file.seek(entry.start)
+            got = file.readinto(_view(raw)) if entry.bytes else 0
+        if got != entry.bytes:
+            raise _bad(
+                "weights-truncated",
+                f"{entry.shard}: {name}",
+                f"{got} of {entry.bytes} bytes",
+                "the file changed while in use",
+            )
+        tensor = raw.view(torch_dtype(entry.dtype)).reshape(entry.shape)
+        _check_finite(tensor, f"{entry.shard}: {name}")
+        return tensor
+
+    def total_bytes(self) -> int:
+        """Bytes of all tensors, without the headers."""
+        return sum(entry.bytes for entry in self.entries.values())
+
+
+def checked_file(folder: Path, name: str) -> Path:
+    """The regular file `name` directly in `folder`; what leads out of the folder is refused.
+
+    Raises:
+        InputError: `weights-outside` (a path in the name, or a link that leaves), `weights-missing-shard`.
+    """
+    if name in ("", ".", "..") or any(char in name for char in "/\\\0"):
+        raise _bad("weights-outside", repr(name), "has a path in it", "a model's files stand in its own folder")
+    path = folder / name
+    home = folder.resolve()
+    real = path.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":  # the hub cache: snapshots/<revision>/x -> ../../blobs/<hash>
+        allowed.append(home.parent.parent / "blobs")
+    if not any(real.is_relative_to(place) for place in allowed):
+        raise _bad(
+            "weights-outside",
+            name,
+            f"is a link to {real}",
+            "a model's files stand in its own folder",
+            "copy the file into it",
+        )
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        raise _bad(
+            "weights-missing-shard", name, f"no such file in {folder}", "", "copy or download it again"
+        ) from None
+    if not stat.S_ISREG(mode):
+        raise _bad("weights-missing-shard", name, "is not a regular file")
+    return path
+
+
+def read_header(path: Path, shard: str) -> list[Entry]:
+    """The checked entries of one safetensors file, in header order; `shard` is the name they are reported under."""
+    size = path.stat().st_size
+    if size == 0:
+        raise _bad("weights-empty", shard, "0 bytes", "", "copy or download it again")
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length < 2 or length > HEADER_LIMIT:
+            raise _bad(
+                "weights-header",
+                shard,
+                f"header length {length if size >= 8 else 'cut off'}, file of {size} bytes",
+                f"a safetensors file begins with its header's length, 2 to {HEADER_LIMIT}",
+            )
+        if 8 + length > size:
+            raise _bad("weights-truncated", shard, f"{size} bytes, the header alone ends at {8 + length}", "", _AGAIN)
+        header = strict_json(file.read(length), shard)
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _bad("weights-header", f"{shard}: {_METADATA}", f"{metadata!r:.80}", "maps strings to strings")
+    entries = [_entry(name, claim, shard, 8 + length) for name, claim in header.items()]
+    _check_tiling(entries, shard, 8 + length, size)
+    return entries
+
+
+def strict_json(raw: bytes, where: str, code: str = "weights-header") -> dict[str, Any]:
+    """A JSON object without duplicate keys (`weights-duplicate`), at any depth; else an InputError of that code."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in items:
+            if key in found:
+                raise _bad("weights-duplicate", f"{where}: {key}", "stands there twice", "a key stands once")
+            found[key] = value
+        return found
+
+    try:
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=pairs)
+    except (ValueError, RecursionError) as problem:
+        raise _bad(code, where, f"not JSON: {problem}") from None
+    if not isinstance(parsed, dict):
+        raise _bad(code, where, f"a JSON {type(parsed).__name__}", "it is a JSON object")
+    return parsed
+
+
+def _entry(name: str, claim: Any, shard: str, base: int) -> Entry:
+    where = f"{shard}: {name!r:.120}"
+    if not name or ".." in name or name.startswith(".") or any(c in "/\\" or not c.isprintable() for c in name):
+        raise _bad("weights-name", where, "has a path or control character in it", "a tensor's name is no path")
+    if not isinstance(claim, dict) or set(claim) != {"dtype", "shape", "data_offsets"}:
+        raise _bad("weights-header", where, f"{claim!r:.80}", "an entry has exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = claim["dtype"], claim["shape"], claim["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _TORCH_NAMES:
+        raise _bad("weights-dtype", where, f"{dtype!r:.40}", f"known: {', '.join(_TORCH_NAMES)}")
+    if not _naturals(shape):
+        raise _bad("weights-header", where, f"shape {shape!r:.80}", "a list of integers, none negative")
+    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _bad("weights-header", where, f"data_offsets {offsets!r:.80}", "two integers, 0 <= start <= end")
+    start, end = offsets
+    need = _TORCH_NAMES[dtype][0] * math.prod(shape)
+    if need != end - start:
+        raise _bad("weights-shape", where, f"{dtype} {shape} needs {need} bytes, the offsets hold {end - start}")
+    return Entry(name, dtype, tuple(shape), shard, base + start, base + end)
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _check_tiling(entries: list[Entry], shard: str, base: int, size: int) -> None:
+    at, before = base, "the header"
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.end)):
+        if entry.end > size:
+            raise _bad(
+                "weights-truncated",
+                f"{shard}: {entry.name}",
+                f"ends at byte {entry.end}, the file at {size}",
+                "",
+                _AGAIN,
+            )
+        if entry.start < at:
+            raise _bad("weights-overlap", f"{shard}: {entry.name}", f"shares {at - entry.start} bytes with {before}")
+        if entry.start > at:
+            raise _bad("weights-gap", f"{shard}: {entry.name}", f"{entry.start - at} unclaimed bytes after {before}")
+        at, before = entry.end, entry.name
+    if at != size:
+        raise _bad("weights-trailing", shard, f"{size - at} bytes after the last tensor", "the tensors fill the file")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    if path.stat().st_size == 0:
+        raise _bad("weights-empty", INDEX, "0 bytes", "", _AGAIN)
+    index = strict_json(path.read_bytes(), INDEX, "weights-index")
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise _bad("weights-index", INDEX, f"weight_map {weight_map!r:.80}", "maps every tensor's name to its shard")
+    for name, shard in weight_map.items():
+        if not shard.endswith(".safetensors"):
+            raise _bad("weights-index", f"{INDEX}: {name}", f"{shard!r}", "a shard is a .safetensors file")
+    return weight_map
+
+
+def _check_finite(tensor: torch.Tensor, where: str) -> None:
+    import torch
+
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.float()
+    # the extremes propagate NaN, and need no mask as large as the tensor
+    low, high = torch.aminmax(tensor)
+    if torch.isfinite(low) and torch.isfinite(high):
+        return
+    nan, inf = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
+    raise _bad(
+        "weights-nonfinite",
+        where,
+        f"{nan} NaN and {inf} infinite of {tensor.numel()} values",
+        "weights are finite",
+        "the checkpoint is damaged: download or train it again",
+    )
+
+
+def _no_weights(folder: Path) -> InputError:
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+    if pickled:
+        return _bad(
+            "weights-pickle",
+            str(folder),
+            f"only pickled weights ({pickled[0]})",
+            "quantkit never unpickles: a pickle can run any code",
+            "convert to safetensors where you trust the file: model.save_pretrained(folder)",
+        )
+    return _bad("weights-absent", str(folder), f"neither {SINGLE} nor {INDEX}", "a model's weights are safetensors")
+
+
+_AGAIN = "copy or download it again"
+
+
+def _bad(code: str, where: str, value: str, rule: str = "", remedy: str = "") -> InputError:
+    return InputError(code, where=where, value=value, rule=rule, remedy=remedy)
+
+
+Header = tuple[str, str, tuple[int, ...]]
+
+
+def write_safetensors(
+    path: Path,
+    headers: Iterable[Header],
+    producer: Callable[[str], torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> str:
+    """Writes one safetensors file with one tensor in memory at a time, and returns the file's sha256.
+
+    The file appears under `path` complete or not at all (temporary name beside it, fsync, rename). Tensors are laid
+    out, and asked for, by falling element size (so that each is aligned to its own element, as the reference writer
+    does), in the given order among equals.
+
+    Args:
+        path: the file to write; one that exists is replaced.
+        headers: (name, dtype as in `Entry`, shape) of every tensor.
+        producer: name -> the tensor, of just that dtype and shape, on any device.
+        metadata: strings to strings; `{"format": "pt"}` by default, which transformers insists on.
+
+    Raises:
+        Stopped: `disk-full`.
+        InputError: `not-writable`.
+        ValueError: a name given twice, or a tensor that is not what its header says: a bug in the caller.
+    """
+    listed = sorted(headers, key=lambda header: -_TORCH_NAMES[header[1]][0])
+    layout: dict[str, Any] = {_METADATA: dict({"format": "pt"} if metadata is None else metadata)}
+    at = 0
+    for name, dtype, shape in listed:
+        if name in layout:
+            raise ValueError(f"{name} is given twice")
+        end = at + _TORCH_NAMES[dtype][0] * math.prod(shape)
+        layout[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(layout, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+
+    def chunks() -> Iterator[memoryview]:
+        yield memoryview(len(text).to_bytes(8, "little"))
+        yield memoryview(text)
+        for name, dtype, shape in listed:
+            yield _raw(producer(name), name, dtype, shape)
+
+    return write_atomic(path, chunks())
+
+
+def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
+    """Writes chunks to `path`, complete or not at all, durable on return; returns the sha256 of what was written.
+
+    Raises:
+        Stopped: `disk-full`. InputError: `not-writable`.
+    """
+    digest = hashlib.sha256()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with disk_errors(path):
+        try:
+            with temporary.open("wb") as file:
+                for chunk in chunks:
+                    digest.update(chunk)
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(path.parent)
+    return digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns what a file system answers into `Stopped` (disk-full) or `InputError` (not-writable)."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Stopped(
+                "disk-full",
+                where=str(path),
+                value="no space left on the device",
+                remedy="free some space, then --resume",
+            ) from problem
+        if problem.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise InputError(
+                "not-writable",
+                where=str(path),
+                value=os.strerror(problem.errno),
+                remedy="choose a folder you may write to",
+            ) from problem
+        raise
+
+
+def _raw(tensor: torch.Tensor, name: str, dtype: str, shape: tuple[int, ...]) -> memoryview:
+    import torch
+
+    if dtype_name(tensor.dtype) != dtype or tuple(tensor.shape) != tuple(shape):
+        raise ValueError(
+            f"{name}: the header says {dtype} {tuple(shape)}, got {dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+        )
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return _view(flat.view(torch.uint8))
+
+
+def _view(raw: torch.Tensor) -> memoryview:
+    array: Any = raw.numpy()
+    return memoryview(array)
