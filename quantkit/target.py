@@ -1,0 +1,376 @@
+"""A target: where a model will run. Hardware figures with their source, formats by runtime, shapes to build for.
+
+The schema is closed, as a recipe's. A figure whose value is `auto` is not stated but measured: `quantkit doctor
+--write` puts what it found into the user's cache, and `Target.load` reads it there. Until then it stays `auto`:
+unmeasured, said to be so, and never guessed.
+
+Whether a runtime computes in a format is a cell of the target's own table; all targets' cells together are the
+format-by-hardware matrix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+
+from quantkit import content, registry
+from quantkit.content import Closed, known_keys, read_yaml
+from quantkit.errors import InputError, did_you_mean, from_validation
+
+State = Literal["native", "emulated", "absent"]
+# what arithmetic units multiply; not storage formats: float32 weights may be computed in tf32
+ComputeType = Literal["fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp4", "int8", "int4"]
+# a target speaks of formats and runtimes that quantkit cannot write or drive itself; a file in `formats/` or
+# `runtimes/` makes its name known too
+_FLOATS = ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "mxfp8", "nvfp4")
+_INTEGERS = ("int8", "int4", "int3", "int2")
+_RUNTIMES = ("torch", "onnxruntime", "tensorrt", "tensorrt_rtx", "vllm", "llama_cpp")
+
+
+def _formats() -> list[str]:
+    return sorted({*_FLOATS, *_INTEGERS, *registry.names("formats")})
+
+
+def _runtimes() -> list[str]:
+    return sorted({*_RUNTIMES, *registry.names("runtimes")})
+
+
+class Figure(Closed):
+    """One number about the hardware, with where it is from.
+
+    Args:
+        value: in `unit`; `auto` until `quantkit doctor --write` has measured it.
+        unit: `B`, `B/s`, `flop/s` (floating point) or `op/s` (integers); a multiplication with its addition counts two.
+        source: the document, or how it is measured.
+    """
+
+    value: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["auto"]
+    unit: Literal["B", "B/s", "flop/s", "op/s"]
+    source: str = Field(min_length=1)
+    _measured: bool = PrivateAttr(default=False)
+
+    @property
+    def number(self) -> float | None:
+        """The value, or None while it is unmeasured."""
+        return None if self.value == "auto" else self.value
+
+    @property
+    def state(self) -> Literal["stated", "measured", "unmeasured"]:
+        """Stated in the target's file, measured on this user's machine, or not measured yet."""
+        if self.value == "auto":
+            return "unmeasured"
+        return "measured" if self._measured else "stated"
+
+    def measured(self, value: float, source: str) -> Figure:
+        """The same figure with the value that was measured for it."""
+        figure = Figure(value=value, unit=self.unit, source=source)
+        figure._measured = True
+        return figure
+
+
+class Arch(Closed):
+    """What the machine is.
+
+    Args:
+        vendor: who made it, or the instruction set for a generic CPU.
+        sm: CUDA compute capability, for NVIDIA GPUs: "8.9".
+        isa: what a CPU's kernels may use, as `quantkit doctor` names it; `auto` is whatever the machine has.
+    """
+
+    vendor: Literal["nvidia", "amd", "intel", "x86", "arm", "apple"]
+    sm: Annotated[str, Field(pattern=r"^\d+\.\d$")] | None = None
+    isa: list[str] | Literal["auto"] | None = None
+
+
+class Memory(Closed):
+    """Memory that holds the weights: how much, how fast it is read, and the cache before it."""
+
+    capacity: Figure
+    read_bandwidth: Figure
+    last_level_cache: Figure
+
+    @model_validator(mode="after")
+    def _units(self) -> Self:
+        for name, unit in (("capacity", "B"), ("read_bandwidth", "B/s"), ("last_level_cache", "B")):
+            if getattr(self, name).unit != unit:
+                raise ValueError(f"{name} is in {unit}, not {getattr(self, name).unit}")
+        return self
+
+
+class Cell(Closed):
+    """Whether one runtime on this target computes in one format.
+
+    Args:
+        state: `native`: a kernel reads the stored form. `emulated`: it runs, but the weights are expanded to floats
+            first, so nothing is gained in speed. `absent`: it does not run.
+        symmetric_only: a zero point is refused.
+        source: how this is known.
+    """
+
+    state: State
+    symmetric_only: bool = False
+    source: str = Field(min_length=1)
+
+
+class Profile(Closed):
+    """A range of shapes that an engine is built for, each as minimum, optimum, maximum.
+
+    `{name: decode, batch: [1, 8, 64], length: [1, 1, 1], context: [1, 512, 2048]}`: one new token at a time, up to 64
+    sequences, up to 2048 tokens before it.
+    """
+
+    name: str
+    batch: tuple[int, int, int]
+    length: tuple[int, int, int]
+    context: tuple[int, int, int]
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for name, least in (("batch", 1), ("length", 1), ("context", 0)):
+            low, best, high = getattr(self, name)
+            if not least <= low <= best <= high:
+                raise ValueError(f"{name} is [minimum, optimum, maximum], from {least} up, got {[low, best, high]}")
+        return self
+
+
+class Target(Closed):
+    """Where a model will run. `name` is the file's stem."""
+
+    schema_: Annotated[Literal[1], Field(alias="schema")] = 1
+    name: str = ""
+    summary: str
+    kind: Literal["gpu", "cpu"]
+    arch: Arch
+    memory: Memory
+    compute: dict[ComputeType, Figure] = Field(min_length=1)
+    formats: dict[str, dict[str, Cell]] = Field(min_length=1)
+    runtimes: list[str] = Field(min_length=1)
+    baseline: Literal["fp32", "bf16", "fp16"]
+    build: dict[str, dict[str, bool | int | float | str]] = Field(default={})
+    profiles: list[Profile] = Field(default=[])
+    batches: list[Annotated[int, Field(gt=0)]] = Field(min_length=1)
+
+    @field_validator("formats")
+    @classmethod
+    def _known_formats(cls, value: dict[str, dict[str, Cell]]) -> dict[str, dict[str, Cell]]:
+        for name, cells in value.items():
+            if name not in _formats():
+                raise ValueError(f"no format is called {name!r}; {did_you_mean(name, _formats())}")
+            for runtime in cells:
+                _known_runtime(runtime)
+        return value
+
+    @field_validator("runtimes")
+    @classmethod
+    def _known_runtimes(cls, value: list[str]) -> list[str]:
+        for runtime in value:
+            _known_runtime(runtime)
+        if len(set(value)) != len(value):
+            raise ValueError("a runtime is named twice")
+        return value
+
+    @field_validator("build")
+    @classmethod
+    def _known_builders(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for runtime in value:
+            _known_runtime(runtime)
+        return value
+
+    @field_validator("compute")
+    @classmethod
+    def _compute_units(cls, value: dict[ComputeType, Figure]) -> dict[ComputeType, Figure]:
+        for name, figure in value.items():
+            unit = "op/s" if name.startswith("int") else "flop/s"
+            if figure.unit != unit:
+                raise ValueError(f"{name} is in {unit}, not {figure.unit}")
+        return value
+
+    @field_validator("batches")
+    @classmethod
+    def _rising(cls, value: list[int]) -> list[int]:
+        if sorted(set(value)) != value:
+            raise ValueError("batches rise, none twice")
+        return value
+
+    @model_validator(mode="after")
+    def _arch_of_kind(self) -> Self:
+        if (self.arch.vendor == "nvidia") != (self.arch.sm is not None):
+            raise ValueError("arch: `sm` goes with `vendor: nvidia`, and only with it")
+        if (self.kind == "cpu") != (self.arch.isa is not None):
+            raise ValueError("arch: `isa` goes with `kind: cpu`, and only with it")
+        if self.baseline not in self.compute:
+            raise ValueError(f"baseline {self.baseline} has no figure in compute: {', '.join(sorted(self.compute))}")
+        return self
+
+    @classmethod
+    def load(cls, reference: str | Path) -> Target:
+        """Read a shipped target by name or a file by path, validate it, fill in what the doctor has measured.
+
+        Raises:
+            InputError: unknown name, unreadable YAML, unknown key, wrong value or unit: one line, with a did-you-mean.
+        """
+        path = content.find("export", str(reference))
+        target = cls.from_dict(read_yaml(path), name=path.stem, where=str(reference))
+        return target.resolve(read_measured(target.name))
+
+    @classmethod
+    def from_dict(cls, data: Any, *, name: str, where: str = "target") -> Target:
+        """Validate a mapping as a target, without looking for measured figures; InputError `target-invalid`."""
+        if not isinstance(data, dict):
+            raise InputError("target-invalid", where=where, value="not a mapping", rule="a target is a YAML mapping")
+        known = known_keys(cls)
+        # the keys between are free (a compute type, a format, a runtime), so nested tables get their keys by hand
+        known |= {f"compute.{key}": list(Figure.model_fields) for key in _mapping(data.get("compute"))}
+        for key, cells in _mapping(data.get("formats")).items():
+            known |= {f"formats.{key}.{runtime}": list(Cell.model_fields) for runtime in _mapping(cells)}
+        known[""] = [key for key in known[""] if key != "name"]
+        try:
+            return cls.model_validate({**data, "name": name})
+        except ValidationError as error:
+            raise from_validation(error, where=where, code="target-invalid", known=known) from None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The contract's form, which `from_dict` reads back; for the manifest."""
+        data = self.model_dump(mode="json", by_alias=True, exclude={"schema_"})
+        return {"schema": 1, **data}
+
+    def figures(self) -> dict[str, Figure]:
+        """Every figure by its dotted place: `memory.read_bandwidth`, `compute.int8`, ..."""
+        memory = {f"memory.{name}": getattr(self.memory, name) for name in Memory.model_fields}
+        return {**memory, **{f"compute.{name}": figure for name, figure in self.compute.items()}}
+
+    def unmeasured(self) -> list[str]:
+        """The places that still wait for `quantkit doctor --write`."""
+        return [place for place, figure in self.figures().items() if figure.state == "unmeasured"]
+
+    def resolve(self, measured: Mapping[str, Any]) -> Target:
+        """A copy with `auto` figures filled in.
+
+        Args:
+            measured: what `read_measured` returns; an empty mapping leaves every `auto` as it is.
+        """
+        values, source = measured.get("figures", {}), str(measured.get("source", "measured"))
+        new = {
+            place: figure.measured(float(values[place]), source)
+            for place, figure in self.figures().items()
+            if figure.value == "auto" and values.get(place) is not None
+        }
+        memory = self.memory.model_copy(
+            update={place.removeprefix("memory."): new[place] for place in new if place.startswith("memory.")}
+        )
+        compute = {name: new.get(f"compute.{name}", figure) for name, figure in self.compute.items()}
+        isa = measured.get("isa") if self.arch.isa == "auto" else None
+        arch = self.arch.model_copy(update={"isa": isa}) if isa else self.arch
+        return self.model_copy(update={"memory": memory, "compute": compute, "arch": arch})
+
+    def supports(self, format: str, runtime: str | None = None) -> Cell:  # noqa: A002 (the word of the contract)
+        """The cell of a format and a runtime (default: the target's first); what is not in the table is absent."""
+        runtime = runtime or self.runtimes[0]
+        cell = self.formats.get(format, {}).get(runtime)
+        return cell or Cell(state="absent", source=f"the table of {self.name or 'the target'} has no such cell")
+
+    def check(self, formats: Iterable[tuple[str, bool]], runtime: str | None = None) -> None:
+        """Refuse what this target cannot run; emulated formats pass, slow as they are.
+
+        Args:
+            formats: (format, symmetric) of everything that a recipe stores.
+            runtime: default: the target's first.
+
+        Raises:
+            InputError: `target-cannot-run`, with the cell's source and the formats that do run.
+        """
+        runtime = runtime or self.runtimes[0]
+        where = self.name or "target"
+        if runtime not in self.runtimes:
+            raise InputError(
+                "target-cannot-run",
+                where=where,
+                value=f"runtime {runtime}",
+                rule="a target runs the runtimes it lists",
+                remedy=did_you_mean(runtime, self.runtimes),
+            )
+        for name, symmetric in formats:
+            cell = self.supports(name, runtime)
+            if cell.state == "absent":
+                raise InputError(
+                    "target-cannot-run",
+                    where=where,
+                    value=f"format {name} does not run in {runtime}",
+                    rule=f"source: {cell.source}",
+                    remedy=self._instead(name, runtime),
+                )
+            if cell.symmetric_only and not symmetric:
+                raise InputError(
+                    "target-cannot-run",
+                    where=where,
+                    value=f"asymmetric {name} does not run in {runtime}",
+                    rule=f"only symmetric {name} does; source: {cell.source}",
+                    remedy="set scheme.weights.symmetric=true, or use another runtime",
+                )
+
+    def _instead(self, name: str, runtime: str) -> str:
+        native = [other for other in self.formats if self.supports(other, runtime).state == "native"]
+        others = [other for other in self.runtimes if self.supports(name, other).state != "absent"]
+        parts = [f"{runtime} computes natively in {', '.join(native)}" if native else ""]
+        parts.append(f"{name} runs in {', '.join(others)}" if others else "")
+        return "; or: ".join(part for part in parts if part) or "choose another target"
+
+
+def _known_runtime(name: str) -> None:
+    if name not in _runtimes():
+        raise ValueError(f"no runtime is called {name!r}; {did_you_mean(name, _runtimes())}")
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def measured_path(name: str) -> Path:
+    """Where the doctor's figures for a target of that name stand: `<cache>/doctor/<name>.json`."""
+    return content.cache_dir() / "doctor" / f"{name}.json"
+
+
+def read_measured(name: str) -> dict[str, Any]:
+    """What `write_measured` wrote: `figures` (place -> value), `isa`, `source`; empty when nothing was measured.
+
+    A file that cannot be read counts as not measured: the doctor will write it anew.
+    """
+    try:
+        data = json.loads(measured_path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(data, dict) or data.get("schema") != 1:
+        return {}
+    figures = {
+        place: value
+        for place, value in _mapping(data.get("figures")).items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    }
+    return {**data, "figures": figures}
+
+
+def write_measured(name: str, data: Mapping[str, Any]) -> Path:
+    """Write the doctor's figures atomically: a reader sees the old file or the new one, whole.
+
+    Raises:
+        InputError: `cache-unwritable`.
+    """
+    path = measured_path(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as part:
+            json.dump({"schema": 1, **data}, part, indent=1, allow_nan=False)
+            part.flush()
+            os.fsync(part.fileno())
+        Path(part.name).replace(path)
+    except OSError as error:
+        raise InputError(
+            "cache-unwritable", where=str(path), value=str(error), remedy="set QUANTKIT_CACHE to a writable folder"
+        ) from None
+    return path
