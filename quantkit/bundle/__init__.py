@@ -1,0 +1,37 @@
+"""The bundle: its manifest, its crash-safe building, its verification. Torch-free."""
+
+from quantkit.bundle.build import Build
+from quantkit.bundle.bundle import Bundle
+from quantkit.bundle.disk import stopping_when_full
+from quantkit.bundle.manifest import (
+    CalibrationEntry,
+    Check,
+    Decision,
+    FileEntry,
+    LayerEntry,
+    Manifest,
+    ModelEntry,
+    SourceEntry,
+    Verdict,
+    content_sha256,
+    inventory,
+    role_of,
+)
+
+__all__ = [
+    "Build",
+    "Bundle",
+    "CalibrationEntry",
+    "Check",
+    "Decision",
+    "FileEntry",
+    "LayerEntry",
+    "Manifest",
+    "ModelEntry",
+    "SourceEntry",
+    "Verdict",
+    "content_sha256",
+    "inventory",
+    "role_of",
+    "stopping_when_full",
+]

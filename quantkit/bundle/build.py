@@ -1,0 +1,418 @@
+"""Building a bundle so that it can be killed at any moment and resumed.
+
+    <out>.partial/lock          held by the one process that builds (flock: the kernel frees it when that is killed)
+    <out>.partial/build.json    the fingerprint: what is being built from what
+    <out>.partial/work/         journal.jsonl, block files, hidden states: gone at the end
+    <out>.partial/bundle/       the files of the bundle to be; renamed to <out> at the end
+
+A step is committed by: fsync its files, rename them into place, fsync the folders, append one line to the journal,
+fsync the journal. The line is the commit: files without one are deleted at the next opening, and a torn last line, or
+a line whose files are not there in their size, is dropped with all that follow.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from quantkit.bundle.bundle import Bundle
+from quantkit.bundle.disk import disk_full, fsync, fsync_tree, is_disk_full, stopping_when_full, walk, write_atomic
+from quantkit.bundle.manifest import MANIFEST, Manifest
+from quantkit.errors import InputError, QuantkitError
+
+_FINGERPRINT = "build.json"
+_JOURNAL = "journal.jsonl"
+
+
+class Build:
+    """The folder in which one bundle is being built; a context manager.
+
+    Leaving it on an error keeps what was committed, for `--resume`, or deletes the folder if nothing was.
+
+    Args:
+        out: the bundle's final name.
+        folder: `<out>.partial`, beside it, so that a rename is possible.
+        finished: the bundle, when resuming something that had been finished already. Nothing is left to build then.
+            If the process was killed after the partial folder was gone, nothing here can tell whether that bundle is
+            the one asked for: compare its manifest with the request.
+    """
+
+    def __init__(self, out: Path, lock: int, finished: Bundle | None = None) -> None:
+        """Use `Build.open`."""
+        self.out = out
+        self.folder = _partial(out)
+        self.finished = finished
+        self._lock = lock
+        self._steps: list[dict[str, Any]] = []
+
+    @property
+    def bundle(self) -> Path:
+        """The files of the bundle to be."""
+        return self.folder / "bundle"
+
+    @property
+    def work(self) -> Path:
+        """What only the building needs."""
+        return self.folder / "work"
+
+    @classmethod
+    def open(cls, out: str | Path, fingerprint: Mapping[str, Any], *, resume: bool) -> Build:
+        """Start a build, or go on with one.
+
+        Args:
+            out: the final name of the bundle; its parents are made.
+            fingerprint: JSON; everything that the result depends on. Another one cannot resume.
+            resume: go on with what is there; with nothing there, start.
+
+        Raises:
+            InputError: `out-exists`, `out-not-writable`, `unfinished-build`, `resume-mismatch`, `build-locked`.
+            Stopped: `disk-full`.
+        """
+        final = Path.cwd() / Path(out).expanduser()
+        try:
+            with stopping_when_full(final):
+                return cls._open(final, json.loads(json.dumps(fingerprint)), resume)
+        except OSError as error:
+            raise InputError(
+                "out-not-writable",
+                where=str(final),
+                value=error.strerror or str(error),
+                rule="the bundle is built beside its final name",
+                remedy="choose another --out",
+            ) from None
+
+    @classmethod
+    def _open(cls, out: Path, fingerprint: Any, resume: bool) -> Build:
+        folder = _partial(out)
+        if os.path.lexists(out) and not resume:
+            raise _exists(out)
+        if os.path.lexists(out) and not folder.exists():
+            return cls(out, -1, _finished(out))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        build = cls(out, _acquire(folder))
+        try:
+            build._begin(fingerprint, resume)
+        except BaseException:
+            build._release()
+            raise
+        return build
+
+    def _begin(self, fingerprint: Any, resume: bool) -> None:
+        begun = self.folder / _FINGERPRINT
+        if begun.exists():
+            if not resume:
+                raise InputError(
+                    "unfinished-build",
+                    where=str(self.folder),
+                    value="a build of this name was not finished",
+                    rule="one folder, one build",
+                    remedy="go on with --resume, or delete the folder",
+                )
+            _same(json.loads(begun.read_text(encoding="utf-8")), fingerprint, self.folder)
+        else:
+            self._refuse_foreign()
+        if os.path.lexists(self.out):
+            # killed after the last rename, before all that was left of the building was removed
+            finished = _finished(self.out) if resume else None
+            self._remove()
+            self._release()
+            if finished is None:
+                raise _exists(self.out)
+            self.finished = finished
+        elif begun.exists():
+            self._recover()
+        else:
+            try:
+                self._start(fingerprint)
+            except BaseException:
+                self._remove()
+                raise
+
+    def _refuse_foreign(self) -> None:
+        """A folder that happens to have our name is nothing to build in, and nothing to delete."""
+        ours = {"lock", "work", "bundle", f".{_FINGERPRINT}.tmp"}
+        foreign = sorted(path.name for path in self.folder.iterdir() if path.name not in ours)
+        if foreign:
+            (self.folder / "lock").unlink()
+            raise InputError(
+                "unfinished-build",
+                where=str(self.folder),
+                value=f"holds {foreign[0]!r}, which no build put there",
+                rule="the build needs this name",
+                remedy="move the folder away, or choose another --out",
+            )
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let go of the lock; on an error, delete a folder in which nothing was committed."""
+        nothing_done = not self._steps and self._lock >= 0
+        if error is not None and nothing_done and self.folder.exists():
+            self._remove()
+        self._release()
+        if isinstance(error, Exception) and not isinstance(error, QuantkitError) and is_disk_full(error):
+            raise disk_full(self.folder, error) from error
+
+    def done(self) -> dict[str, dict[str, Any]]:
+        """The records of the committed steps, in order."""
+        return {step["key"]: step["record"] for step in self._steps}
+
+    def temporary(self, name: str) -> Path:
+        """A place to write a file before it is committed; its folder exists."""
+        path = self.work / "temporary" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def commit(
+        self, key: str, record: Mapping[str, Any], files: Mapping[Path, Path], *, remove: Iterable[Path] = ()
+    ) -> None:
+        """Make a step permanent: all of it, or, if killed meanwhile, none.
+
+        Args:
+            key: names the step; once.
+            record: JSON; what `done` gives back.
+            files: temporary path -> final path, both under `folder`. A final path is written once: a later step never
+                replaces the file of an earlier one, which a resume may need.
+            remove: files of earlier steps that no later step needs (the hidden states before this block).
+
+        Raises:
+            ValueError: a key or a path that is taken.
+            Stopped: `disk-full`.
+        """
+        finals = [self._name(final) for final in files.values()]
+        removed = [self._name(path) for path in remove]
+        taken = {name for step in self._steps for name in step["files"]}
+        if key in self.done():
+            raise ValueError(f"step {key!r} is committed already")
+        if taken & set(finals):
+            raise ValueError(f"{sorted(taken & set(finals))[0]} belongs to an earlier step")
+        with stopping_when_full(self.folder):
+            sizes = {}
+            for (temporary, final), name in zip(files.items(), finals, strict=True):
+                sizes[name] = temporary.stat().st_size
+                fsync(temporary)
+                self._make(final.parent)
+                temporary.replace(final)
+            for parent in sorted({final.parent for final in files.values()}):
+                fsync(parent)
+            step = {"key": key, "record": dict(record), "files": sizes, "removed": removed}
+            self._append(step)
+        self._steps.append(step)
+        for path in removed:
+            (self.folder / path).unlink(missing_ok=True)
+
+    def finish(self, manifest: Manifest) -> Bundle:
+        """Write the manifest, give the bundle its final name, remove what was needed to build it.
+
+        Raises:
+            ValueError: the manifest does not list just the files that are there.
+            InputError: `out-exists`, made by someone else meanwhile.
+            Stopped: `disk-full`.
+        """
+        listed = {entry.path: entry.bytes for entry in manifest.files}
+        there = {path.relative_to(self.bundle).as_posix(): os.lstat(path).st_size for path in walk(self.bundle)}
+        there.pop(MANIFEST, None)
+        if listed != there:
+            differing = sorted(name for name in listed.keys() | there.keys() if listed.get(name) != there.get(name))
+            raise ValueError(f"the manifest and the folder differ in {differing}")
+        with stopping_when_full(self.folder):
+            write_atomic(self.bundle / MANIFEST, manifest.as_bytes())
+            fsync_tree(self.bundle)
+            if os.path.lexists(self.out):
+                raise _exists(self.out)
+            self.bundle.rename(self.out)
+            fsync(self.out.parent)
+        self._remove()
+        self._release()
+        return Bundle(self.out, manifest)
+
+    def _start(self, fingerprint: Any) -> None:
+        for place in (self.work, self.bundle):
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
+        write_atomic(self.folder / _FINGERPRINT, json.dumps(fingerprint, indent=1).encode())
+        fsync(self.folder.parent)
+
+    def _recover(self) -> None:
+        """Read the journal, drop what did not get all the way, delete every file that no step claims."""
+        self.work.mkdir(exist_ok=True)
+        self.bundle.mkdir(exist_ok=True)
+        journal = self.work / _JOURNAL
+        raw = journal.read_bytes() if journal.exists() else b""
+        steps, ends = _whole_lines(raw)
+        count = len(steps)
+        while count and not self._holds(steps[:count]):
+            count -= 1
+        self._steps = steps[:count]
+        kept = ends[count - 1] if count else 0
+        if kept != len(raw):
+            with journal.open("r+b") as stream:
+                stream.truncate(kept)
+                os.fsync(stream.fileno())
+        live = _live(self._steps).keys() | {self._name(journal)}
+        for place in (self.work, self.bundle):
+            for path in list(walk(place)):
+                if self._name(path) not in live:
+                    path.unlink()
+
+    def _holds(self, steps: list[dict[str, Any]]) -> bool:
+        for name, size in _live(steps).items():
+            try:
+                if (self.folder / name).stat().st_size != size:
+                    return False
+            except OSError:
+                return False
+        return True
+
+    def _append(self, step: dict[str, Any]) -> None:
+        journal = self.work / _JOURNAL
+        new = not journal.exists()
+        start = 0 if new else journal.stat().st_size
+        line = json.dumps(step, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            with journal.open("ab") as stream:
+                stream.write(line.encode())
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError:
+            # a half line would spoil the next one
+            os.truncate(journal, start)
+            raise
+        if new:
+            fsync(self.work)
+
+    def _make(self, folder: Path) -> None:
+        """A folder and its parents, their names durable."""
+        made = []
+        while not folder.exists():
+            made.append(folder)
+            folder = folder.parent
+        for place in reversed(made):
+            place.mkdir()
+            fsync(place.parent)
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.folder).as_posix()
+
+    def _remove(self) -> None:
+        # the fingerprint goes last but for the lock: a folder without it is nobody's unfinished build
+        for place in (self.work, self.bundle):
+            shutil.rmtree(place, ignore_errors=True)
+        (self.folder / _FINGERPRINT).unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _release(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(f"{out.name}.partial")
+
+
+def _exists(out: Path) -> InputError:
+    return InputError(
+        "out-exists",
+        where=str(out),
+        value="exists already",
+        rule="nothing is overwritten",
+        remedy="choose another --out, or delete it",
+    )
+
+
+def _finished(out: Path) -> Bundle:
+    try:
+        return Bundle.load(out)
+    except InputError:
+        raise _exists(out) from None
+
+
+def _acquire(folder: Path) -> int:
+    """The lock of a build folder, which is made if it is missing; the descriptor holds it."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        try:
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:  # another build finished and removed the folder just now
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock).st_ino == (folder / "lock").stat().st_ino:
+                return lock
+            os.close(lock)
+        except FileNotFoundError:
+            os.close(lock)
+        except BlockingIOError:
+            os.close(lock)
+            raise InputError(
+                "build-locked",
+                where=str(folder),
+                value="another process is building here",
+                rule="one folder, one build at a time",
+                remedy="wait for it, or choose another --out",
+            ) from None
+
+
+def _whole_lines(raw: bytes) -> tuple[list[dict[str, Any]], list[int]]:
+    """The steps of a journal up to the first torn line, and where each of their lines ends."""
+    steps: list[dict[str, Any]] = []
+    ends: list[int] = []
+    position = 0
+    for line in raw.splitlines(keepends=True):
+        position += len(line)
+        try:
+            step = json.loads(line)
+            step["key"], step["record"], step["files"], step["removed"]
+        except (ValueError, KeyError, TypeError):
+            break
+        if not line.endswith(b"\n"):
+            break
+        steps.append(step)
+        ends.append(position)
+    return steps, ends
+
+
+def _live(steps: list[dict[str, Any]]) -> dict[str, int]:
+    """File -> size of what these steps have left behind."""
+    live: dict[str, int] = {}
+    for step in steps:
+        live.update(step["files"])
+        for name in step["removed"]:
+            live.pop(name, None)
+    return live
+
+
+def _same(before: Any, now: Any, folder: Path) -> None:
+    """Raises `resume-mismatch` for the first key in which two fingerprints differ."""
+    difference = _first_difference(before, now, "")
+    if difference is not None:
+        key, old, new = difference
+        raise InputError(
+            "resume-mismatch",
+            where=f"{folder}: {key}",
+            value=f"the build was begun with {old!r:.80}, now it is {new!r:.80}",
+            rule="a resumed build does what was begun",
+            remedy="repeat the first command with --resume, or delete the folder",
+        )
+
+
+def _first_difference(before: Any, now: Any, key: str) -> tuple[str, Any, Any] | None:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in [*before, *(name for name in now if name not in before)]:
+            inner = f"{key}.{name}" if key else name
+            found = _first_difference(before.get(name), now.get(name), inner)
+            if found is not None:
+                return found
+        return None
+    return None if before == now else (key, before, now)

@@ -1,0 +1,117 @@
+"""A bundle: the folder that a compile leaves, opened by its manifest."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit import registry
+from quantkit.bundle.disk import sha256, stopping_when_full, write_atomic
+from quantkit.bundle.manifest import MANIFEST, MEASUREMENTS, Check, FileEntry, Manifest, content_sha256, role_of
+from quantkit.bundle.verify import verify_files
+from quantkit.errors import InputError
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A finished bundle on disk.
+
+    Args:
+        path: its folder.
+        manifest: the parsed `manifest.json`.
+    """
+
+    path: Path
+    manifest: Manifest
+
+    @classmethod
+    def load(cls, path: str | Path) -> Bundle:
+        """Open a bundle; reads the manifest only.
+
+        Raises:
+            InputError: `not-a-bundle`, `unfinished-build`, `manifest-invalid`, `manifest-schema`.
+        """
+        folder = Path(path).expanduser()
+        if not (folder / MANIFEST).is_file():
+            partial = folder.with_name(f"{folder.name}.partial")
+            if not folder.exists() and partial.is_dir():
+                raise InputError(
+                    "unfinished-build",
+                    where=str(folder),
+                    value=f"only {partial.name} is there",
+                    remedy="finish it: the same compile command with --resume",
+                )
+            raise InputError(
+                "not-a-bundle",
+                where=str(folder),
+                value=f"no {MANIFEST} in it" if folder.is_dir() else "no such folder",
+                rule="a bundle is the folder that `quantkit compile` leaves",
+                remedy="check the path",
+            )
+        return cls(folder, Manifest.read(folder / MANIFEST))
+
+    @property
+    def model_folder(self) -> Path:
+        """The folder that transformers and vLLM load."""
+        return self.path / "model"
+
+    @property
+    def measurements(self) -> list[dict[str, Any]]:
+        """The rows of `measurements.jsonl`; empty when nothing was measured.
+
+        Raises:
+            InputError: `measurements-invalid` with the line.
+        """
+        path = self.path / MEASUREMENTS
+        if not path.is_file():
+            return []
+        rows = []
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                raise InputError(
+                    "measurements-invalid",
+                    where=f"{path}:{number}",
+                    value=line[:80],
+                    rule="one JSON object a line",
+                    remedy="measure again",
+                )
+            rows.append(row)
+        return rows
+
+    def model(self, **settings: Any) -> Any:
+        """The quantized model as torch runs it; needs the `compile` extra."""
+        return registry.load("runtimes", "torch").load(self, **settings)
+
+    def verify(self) -> list[Check]:
+        """Every file there, unchanged, and none besides: one check each; `ok` says whether it holds."""
+        return verify_files(self.path, self.manifest)
+
+    def put(self, name: str, data: bytes) -> Bundle:
+        """Add or replace one file (measurements, report), then the manifest that lists it.
+
+        Only for what is not part of the bundle's identity. Killed between the two, `verify` names the file and the
+        same call mends it.
+
+        Raises:
+            ValueError: the file is deterministic content.
+            Stopped: `disk-full`.
+        """
+        role, deterministic = role_of(name)
+        if deterministic:
+            raise ValueError(f"{name} is content, which never changes after the build")
+        path = self.path / name
+        with stopping_when_full(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, data)
+            entry = FileEntry(path=name, bytes=len(data), sha256=sha256(path), role=role, deterministic=False)
+            files = sorted([*(old for old in self.manifest.files if old.path != name), entry], key=lambda old: old.path)
+            manifest = self.manifest.model_copy(update={"files": files})
+            assert content_sha256(files) == manifest.content_sha256
+            write_atomic(self.path / MANIFEST, manifest.as_bytes())
+        return Bundle(self.path, manifest)

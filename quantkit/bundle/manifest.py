@@ -1,0 +1,264 @@
+"""`manifest.json`: what a bundle is, how it was made, and the hash of every file in it.
+
+    content_sha256 = sha256 of the lines "<sha256>  <path>\\n" of the deterministic files, sorted by path
+
+which is what `sha256sum` prints for them, hashed once more: anyone can check it without this package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from quantkit.bundle.disk import sha256, walk
+from quantkit.errors import InputError, from_validation
+
+MANIFEST = "manifest.json"
+MEASUREMENTS = "measurements.jsonl"
+SCHEMA = 1
+
+
+class _Closed(BaseModel):
+    """Unknown keys are errors, values are frozen, numbers are finite: what is absent is null, never NaN."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
+
+
+class SourceEntry(_Closed):
+    """Where the model came from.
+
+    Args:
+        ref: as it was given: `alias:smollm2-135m`, `hf:org/name`, a path.
+        sha256: of the source's weights.
+        dtype: of the source's weights.
+        was: what it was before, when the source is itself a conversion: `gguf Q4_1`.
+    """
+
+    ref: str
+    sha256: str
+    dtype: str
+    was: str | None = None
+
+
+class ModelEntry(_Closed):
+    """Which model."""
+
+    name: str
+    kind: Literal["decoder", "encoder", "vision"]
+    source: SourceEntry
+
+
+class CalibrationEntry(_Closed):
+    """What the passes saw; `ids_sha256` is over the token ids as used."""
+
+    set: str
+    split: str
+    ids_sha256: str
+    samples: int
+    tokens: int
+
+
+class LayerEntry(_Closed):
+    """One quantized layer: shape [N, K], its scheme, stored bits per weight, relative weight error."""
+
+    name: str
+    shape: list[int]
+    scheme: dict[str, Any]
+    bits_per_weight: float
+    error: float | None = None
+
+
+class FileEntry(_Closed):
+    """One file of the bundle.
+
+    Args:
+        path: inside the bundle, with forward slashes.
+        bytes: its size.
+        sha256: of its content.
+        role: weights, config, tokenizer, onnx, engine, gguf, measurements, report, card, other.
+        deterministic: whether the same inputs give the same content; only these enter `content_sha256`.
+        for: what the file is tied to (an engine: device and runtime version); null for what runs anywhere.
+    """
+
+    path: str
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    role: str
+    deterministic: bool
+    for_: str | dict[str, Any] | None = Field(default=None, alias="for")
+
+    @field_validator("path")
+    @classmethod
+    def _inside(cls, value: str) -> str:
+        parts = PurePosixPath(value).parts
+        plain = str(PurePosixPath(*parts)) == value and "\\" not in value and "\0" not in value
+        if not parts or not plain or value.startswith("/") or ".." in parts or value == MANIFEST:
+            raise ValueError("must be a plain relative path inside the bundle, and not the manifest itself")
+        return value
+
+
+class Decision(_Closed):
+    """Something that was done otherwise than asked, with its reason."""
+
+    pass_: str = Field(alias="pass")
+    code: str
+    where: str
+    from_: Any = Field(default=None, alias="from")
+    to: Any = None
+    reason: str
+
+
+class Check(_Closed):
+    """One thing that was verified: a value held against its limit.
+
+    `where` says which files or layers failed; it is for the reader, and not part of the stored document.
+    """
+
+    name: str
+    value: float | None
+    limit: float | None
+    ok: bool
+    where: str = Field(default="", exclude=True)
+
+
+class Verdict(_Closed):
+    """Whether it was worth it, on the target."""
+
+    answer: str
+    batch: int | None = None
+    format: str | None = None
+    because: list[str] = Field(default_factory=list)
+    forecast: bool = False
+
+
+class Manifest(_Closed):
+    """The document `manifest.json`, schema 1."""
+
+    schema_: Literal[1] = Field(default=1, alias="schema")
+    quantkit: str
+    content_sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    state: Literal["complete", "gate_failed"]
+    model: ModelEntry
+    recipe: dict[str, Any]
+    target: dict[str, Any] | None
+    calibration: CalibrationEntry | None
+    seed: int
+    threads: int
+    isa: str
+    device: dict[str, Any]
+    versions: dict[str, str]
+    created: str
+    layers: list[LayerEntry]
+    files: list[FileEntry]
+    decisions: list[Decision]
+    checks: list[Check]
+    verdict: Verdict | None
+
+    @model_validator(mode="after")
+    def _unique_paths(self) -> Self:
+        paths = [entry.path for entry in self.files]
+        if len(set(paths)) != len(paths):
+            twice = next(path for path in paths if paths.count(path) > 1)
+            raise ValueError(f"{twice!r} is listed twice")
+        return self
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Parse a `manifest.json`.
+
+        Raises:
+            InputError: `manifest-invalid` (not JSON, unknown key, wrong value), `manifest-schema` (a later one).
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(
+                "manifest-invalid",
+                where=str(path),
+                value=str(error),
+                rule="a manifest is a JSON object",
+                remedy="make the bundle again",
+            ) from None
+        if not isinstance(data, dict):
+            raise InputError(
+                "manifest-invalid", where=str(path), value=f"a {type(data).__name__}", rule="a manifest is an object"
+            )
+        if data.get("schema") != SCHEMA:
+            raise InputError(
+                "manifest-schema",
+                where=str(path),
+                value=f"schema {data.get('schema')!r}",
+                rule=f"this quantkit reads schema {SCHEMA}",
+                remedy="use the version of quantkit that wrote it",
+            )
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise from_validation(error, where=str(path), code="manifest-invalid") from None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The contract's form."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def as_bytes(self) -> bytes:
+        """The file's content."""
+        return (json.dumps(self.as_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def content_sha256(files: Iterable[FileEntry]) -> str:
+    """The identity of a bundle: the hash of its deterministic files' hashes and paths."""
+    lines = sorted((entry.path, entry.sha256) for entry in files if entry.deterministic)
+    return hashlib.sha256("".join(f"{digest}  {path}\n" for path, digest in lines).encode()).hexdigest()
+
+
+def role_of(path: str) -> tuple[str, bool]:
+    """(role, deterministic) of a file by where it stands in a bundle.
+
+    >>> role_of("model/model-00001-of-00002.safetensors")
+    ('weights', True)
+    >>> role_of("measurements.jsonl")
+    ('measurements', False)
+    """
+    place, name = PurePosixPath(path).parts[0], PurePosixPath(path).name
+    if place == "model":
+        if name.endswith(".safetensors"):
+            return "weights", True
+        tokenizer = name.startswith(("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template"))
+        return ("tokenizer" if tokenizer or name.endswith(".model") else "config"), True
+    roles = {
+        "onnx": ("onnx", True),
+        "gguf": ("gguf", True),
+        "engine": ("engine", False),
+        MEASUREMENTS: ("measurements", False),
+        "report.html": ("report", False),
+        "README.md": ("card", False),
+    }
+    return roles.get(place, ("other", False))
+
+
+def inventory(folder: Path) -> list[FileEntry]:
+    """The entries of all files of a bundle but its manifest, hashed, sorted by path.
+
+    Raises:
+        InputError: `bundle-link`, something that is not a plain file.
+    """
+    entries = []
+    for path in walk(folder):
+        name = path.relative_to(folder).as_posix()
+        if name == MANIFEST:
+            continue
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError("bundle-link", where=name, value="a link or device", rule="a bundle holds plain files")
+        role, deterministic = role_of(name)
+        entries.append(
+            FileEntry(path=name, bytes=status.st_size, sha256=sha256(path), role=role, deterministic=deterministic)
+        )
+    return sorted(entries, key=lambda entry: entry.path)

@@ -1,0 +1,169 @@
+"""The bundle's document: what it holds, what it refuses, what verification finds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_build import compile_fake
+
+from quantkit.bundle import Bundle, Manifest, content_sha256
+from quantkit.errors import InputError
+
+EXAMPLE: dict[str, Any] = {
+    "schema": 1,
+    "quantkit": "0.1.0",
+    "content_sha256": "a" * 64,
+    "state": "complete",
+    "model": {
+        "name": "smollm2-135m",
+        "kind": "decoder",
+        "source": {"ref": "alias:smollm2-135m", "sha256": "ab", "dtype": "float32", "was": "gguf Q4_1"},
+    },
+    "recipe": {"schema": 1},
+    "target": {},
+    "calibration": {"set": "prose-en", "split": "calib", "ids_sha256": "cd", "samples": 128, "tokens": 512},
+    "seed": 0,
+    "threads": 2,
+    "isa": "avx512_vnni",
+    "device": {"id": "x"},
+    "versions": {"torch": "2.13.0"},
+    "created": "2025-01-01T00:00:00Z",
+    "layers": [{"name": "q", "shape": [576, 576], "scheme": {}, "bits_per_weight": 4.31, "error": 0.013}],
+    "files": [
+        {
+            "path": "model/model.safetensors",
+            "bytes": 1,
+            "sha256": "b" * 64,
+            "role": "weights",
+            "deterministic": True,
+            "for": None,
+        }
+    ],
+    "decisions": [
+        {"pass": "gptq", "code": "damping-raised", "where": "q", "from": 0.01, "to": 0.1, "reason": "not positive"}
+    ],
+    "checks": [{"name": "reload.onnxruntime", "value": 3e-6, "limit": 1e-4, "ok": True}],
+    "verdict": {"answer": "ship_up_to", "batch": 8, "format": None, "because": ["faster"], "forecast": False},
+}
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return compile_fake(tmp_path / "out", resume=False, steps=2, size=50)
+
+
+def test_the_contract_round_trips_key_by_key(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(EXAMPLE))
+    read = Manifest.read(path)
+    assert read.as_dict() == EXAMPLE
+    assert list(read.as_dict()) == list(EXAMPLE)
+    assert json.loads(read.as_bytes()) == EXAMPLE
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"schema": 2}, "manifest-schema"),
+        ({"schema": None}, "manifest-schema"),
+        ({"state": "done"}, "manifest-invalid"),
+        ({"extra": 1}, "manifest-invalid"),
+        ({"content_sha256": "abc"}, "manifest-invalid"),
+        ({"checks": [{"name": "x", "value": float("nan"), "limit": 1, "ok": True}]}, "manifest-invalid"),
+        ({"files": EXAMPLE["files"] * 2}, "manifest-invalid"),
+        *(
+            ({"files": [{**EXAMPLE["files"][0], "path": path}]}, "manifest-invalid")
+            for path in ("../x", "/etc/passwd", "a/../b", "", ".", "manifest.json", "a//b", "a\\b", "./a")
+        ),
+    ],
+)
+def test_what_is_not_a_manifest_is_refused_in_one_line(tmp_path: Path, change: dict[str, Any], code: str) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({**EXAMPLE, **change}))
+    with pytest.raises(InputError) as caught:
+        Bundle.load(tmp_path)
+    assert caught.value.code == code
+    assert "\n" not in caught.value.line()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00\xff"])
+def test_a_manifest_that_is_not_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text, encoding="latin-1")
+    with pytest.raises(InputError, match="manifest-invalid"):
+        Bundle.load(tmp_path)
+
+
+def test_a_folder_that_is_no_bundle(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(InputError, match="not-a-bundle"):
+            Bundle.load(path)
+
+
+def test_content_sha256_is_what_sha256sum_would_say(bundle: Bundle) -> None:
+    lines = ""
+    for path in sorted((bundle.path / "model").iterdir()):
+        lines += f"{hashlib.sha256(path.read_bytes()).hexdigest()}  model/{path.name}\n"
+    assert bundle.manifest.content_sha256 == hashlib.sha256(lines.encode()).hexdigest()
+    # the order of the list, and what is not deterministic, do not enter
+    assert content_sha256(reversed(bundle.manifest.files)) == bundle.manifest.content_sha256
+
+
+def _failed(bundle: Bundle) -> dict[str, str]:
+    return {check.name: check.where for check in Bundle.load(bundle.path).verify() if not check.ok}
+
+
+def test_verify_names_what_is_wrong(bundle: Bundle, tmp_path: Path) -> None:
+    assert _failed(bundle) == {}
+    shard = bundle.path / "model/0.safetensors"
+    good = shard.read_bytes()
+
+    shard.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    assert _failed(bundle) == {"files.sha256": "model/0.safetensors"}
+    shard.write_bytes(good[:-1])
+    assert _failed(bundle) == {"files.size": "model/0.safetensors"}
+    shard.unlink()
+    assert _failed(bundle) == {"files.present": "model/0.safetensors"}
+
+    # the right bytes behind a link that leaves the bundle are not in the bundle
+    outside = tmp_path / "outside"
+    outside.write_bytes(good)
+    shard.symlink_to(outside)
+    assert _failed(bundle) == {"files.present": "model/0.safetensors", "files.links": "model/0.safetensors"}
+    shard.unlink()
+    shard.write_bytes(good)
+
+    (bundle.path / "model/extra.py").touch()
+    (bundle.path / "away").symlink_to("/")
+    assert _failed(bundle) == {"files.unlisted": "away, model/extra.py", "files.links": "away"}
+
+
+def test_verify_finds_an_edited_manifest(bundle: Bundle) -> None:
+    path = bundle.path / "manifest.json"
+    data = json.loads(path.read_text())
+    data["files"] = [entry for entry in data["files"] if entry["path"] != "model/1.safetensors"]
+    path.write_text(json.dumps(data))
+    assert _failed(bundle) == {"files.unlisted": "model/1.safetensors", "content_sha256": "manifest.json"}
+
+
+def test_measurements(bundle: Bundle) -> None:
+    assert bundle.measurements == [{"name": "size.bytes", "value": 1}]
+    changed = bundle.put("measurements.jsonl", b'{"a": 1}\n{"a": 2}\n')
+    assert changed.measurements == [{"a": 1}, {"a": 2}]
+    assert changed == Bundle.load(bundle.path)
+    assert changed.manifest.content_sha256 == bundle.manifest.content_sha256
+    assert _failed(changed) == {}
+    with pytest.raises(ValueError, match="never changes"):
+        changed.put("model/config.json", b"{}")
+    (bundle.path / "measurements.jsonl").write_text('{"a": 1}\nnonsense\n')
+    with pytest.raises(InputError, match=r"measurements-invalid.*jsonl:2"):
+        _ = bundle.measurements
+
+
+def test_torch_free() -> None:
+    code = "import sys, quantkit.bundle; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
