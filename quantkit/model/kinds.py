@@ -1,0 +1,107 @@
+"""Which class a config means, and what kind of model that is: decoder, encoder or vision.
+
+The class is the first of `architectures`; where a config does not say, transformers' own table from `model_type` does.
+The kind follows from what the class takes (`input_modalities`) and gives (a language-model head or not).
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any, Literal
+
+from quantkit.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Kind = Literal["decoder", "encoder", "vision"]
+
+
+def class_name(config: dict[str, Any], where: str) -> str:
+    """The name of the class that a config.json means.
+
+    Raises:
+        InputError: `config-invalid` (neither `architectures` nor `model_type` of use), `architecture-unknown`.
+    """
+    stated = config.get("architectures")
+    if stated is not None and not (isinstance(stated, list) and all(isinstance(name, str) for name in stated)):
+        raise InputError(
+            "config-invalid", where=where, value=f"architectures {stated!r:.80}", rule="a list of class names"
+        )
+    if stated:
+        return str(stated[0])
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise InputError(
+            "config-invalid",
+            where=where,
+            value="neither architectures nor model_type",
+            rule="one of them says what the model is",
+            remedy='add "architectures": ["..."] as in the original config',
+        )
+    from transformers.models.auto import modeling_auto as auto
+
+    tables = [auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES]
+    if model_type not in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:  # BERT has a causal class too, but is an encoder
+        tables.append(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    tables.append(auto.MODEL_MAPPING_NAMES)
+    for table in tables:
+        if found := table.get(model_type):
+            return str(found if isinstance(found, str) else found[0])
+    raise _unknown(f"model_type {model_type!r}", model_type, auto.MODEL_MAPPING_NAMES, where)
+
+
+def native_class(name: str) -> type[PreTrainedModel] | None:
+    """transformers' own class of that name, or None."""
+    import transformers
+
+    found = getattr(transformers, name, None) if name.isidentifier() else None
+    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        return found
+    return None
+
+
+def unknown_architecture(name: str, where: str) -> InputError:
+    """The error for a class that the installed transformers does not have, with its nearest."""
+    from transformers.models.auto import modeling_auto as auto
+
+    known = [*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()]
+    return _unknown(name, name, {name: None for name in known if isinstance(name, str)}, where)
+
+
+def kind_of(model_class: type[PreTrainedModel], config: dict[str, Any], where: str) -> Kind:
+    """The kind of a model.
+
+    Raises:
+        InputError: `architecture-unsupported`: encoder-decoders, models of several modalities, of sound.
+    """
+    name = model_class.__name__
+    takes = model_class.input_modalities
+    takes = {takes} if isinstance(takes, str) else set(takes)
+    both = config.get("is_encoder_decoder", getattr(model_class.config_class, "is_encoder_decoder", False))
+    if takes == {"image"}:
+        return "vision"
+    if takes == {"text"} and name.endswith(("ForCausalLM", "LMHeadModel")):
+        return "decoder"
+    if takes == {"text"} and not both:
+        return "encoder"
+    raise InputError(
+        "architecture-unsupported",
+        where=where,
+        value=f"{name} takes {' and '.join(sorted(takes))}{' through an encoder and a decoder' if both else ''}",
+        rule="a decoder, an encoder or an image model",
+        remedy="open one of its parts, saved as a model of its own",
+    )
+
+
+def _unknown(value: str, word: str, known: dict[str, Any], where: str) -> InputError:
+    import transformers
+
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    return InputError(
+        "architecture-unknown",
+        where=where,
+        value=value,
+        rule=f"transformers {transformers.__version__} does not know it",
+        remedy=(f"did you mean {close[0]}? " if close else "") + "a newer transformers may know it",
+    )
