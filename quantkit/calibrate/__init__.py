@@ -1,0 +1,1 @@
+"""Calibration sets to token ids to statistics."""

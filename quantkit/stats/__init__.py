@@ -1,0 +1,1 @@
+"""Intervals and tests, used by measure, tune and nightly alike."""

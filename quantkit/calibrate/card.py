@@ -1,0 +1,173 @@
+"""The card of a calibration set: where the data is from, under which licence, which file is which split.
+
+    calibration/prose-en/card.yaml + calib.txt, tune.txt, eval.txt
+
+Passes see `calib`; `tune` alone may guide a choice; `eval` is for scoring and nothing else. A file is read only if its
+bytes have the length and the sha256 that the card states, so a set that changed cannot be mistaken for the one that
+figures were made on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+
+from quantkit.content import Closed, known_keys, read_yaml
+from quantkit.errors import InputError, did_you_mean, from_validation
+
+Split = Literal["calib", "tune", "eval"]
+
+
+class Source(Closed):
+    """Where the data is from. `retrieved`: a date. `cut`: what was taken of it, and how the splits were parted."""
+
+    title: str = Field(min_length=1)
+    retrieved: datetime.date | str
+    author: str | None = None
+    url: str | None = None
+    cut: str | None = None
+
+
+class SplitFile(Closed):
+    """One file of one split; `path` lies inside the card's folder."""
+
+    split: Split
+    path: str
+    bytes: int = Field(gt=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+    @field_validator("path")
+    @classmethod
+    def _inside(cls, value: str) -> str:
+        path = PurePosixPath(value)
+        if not value or path.is_absolute() or ".." in path.parts or "\\" in value:
+            raise ValueError("a path inside the card's folder, without `..`")
+        return value
+
+
+class Sampling(Closed):
+    """How documents become sequences: joined, chopped into equal lengths, the rest dropped, shuffled.
+
+    Args:
+        special_tokens: let the tokenizer put its own tokens around every document.
+        shuffle: draw the sequences from all over the text rather than from its beginning.
+        seed: of that draw; for `calib` the recipe's seed goes into it too.
+    """
+
+    pack: Literal["concatenate"] = "concatenate"
+    drop_remainder: Literal[True] = True
+    special_tokens: bool = False
+    shuffle: bool = True
+    seed: int = Field(default=0, ge=0)
+
+
+class Preprocess(Closed):
+    """Images only. Shapes in pixels; mean and std per channel of values in 0..1."""
+
+    resize: int = Field(gt=0)
+    crop: int = Field(gt=0)
+    mean: list[float]
+    std: list[float]
+    layout: Literal["NCHW", "NHWC"] = "NCHW"
+
+
+class Card(Closed):
+    """A calibration set's card."""
+
+    schema_: Annotated[Literal[1], Field(alias="schema")]
+    summary: str = Field(min_length=1)
+    kind: Literal["text", "tokens", "images", "pairs"]
+    source: Source
+    licence: str = Field(min_length=1)
+    files: list[SplitFile] = Field(min_length=1)
+    sampling: Sampling = Sampling()
+    preprocess: Preprocess | None = None
+    _folder: Path = PrivateAttr(default=Path())
+
+    @model_validator(mode="after")
+    def _splits_apart(self) -> Self:
+        paths = [file.path for file in self.files]
+        hashes = [file.sha256 for file in self.files]
+        if len(set(paths)) < len(paths) or len(set(hashes)) < len(hashes):
+            raise ValueError("the same file stands in `files` twice; splits are disjoint")
+        return self
+
+    @classmethod
+    def load(cls, path: Path) -> Card:
+        """Read and validate `card.yaml`, or the one in a folder.
+
+        Raises:
+            InputError: `card-invalid` with a did-you-mean, `yaml-invalid`, `file-unreadable`.
+        """
+        if path.is_dir():
+            path = path / "card.yaml"
+        data = read_yaml(path)
+        if not isinstance(data, dict):
+            raise InputError("card-invalid", where=str(path), value="not a mapping", rule="a card is a YAML mapping")
+        try:
+            card = cls.model_validate(data)
+        except ValidationError as error:
+            raise from_validation(error, where=str(path), code="card-invalid", known=known_keys(cls)) from None
+        card._folder = path.parent
+        return card
+
+    @property
+    def name(self) -> str:
+        """The name of the card's folder."""
+        return self._folder.resolve().name
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the card was read from."""
+        return self._folder
+
+    def read(self, split: Split) -> list[tuple[Path, bytes]]:
+        """The files of a split with their bytes, in the card's order, each checked against the card.
+
+        Raises:
+            InputError: `calibration-split` (the card has no such split), `calibration-checksum`, `file-missing`,
+                `file-unreadable`.
+        """
+        files = [file for file in self.files if file.split == split]
+        if not files:
+            has = sorted({file.split for file in self.files})
+            raise InputError(
+                "calibration-split",
+                where=str(self._folder / "card.yaml"),
+                value=f"no file for the split {split!r}",
+                rule=f"the card has {', '.join(has)}",
+                remedy="add one, or use another set",
+            )
+        return [self._read(file) for file in files]
+
+    def _read(self, file: SplitFile) -> tuple[Path, bytes]:
+        path = self._folder / file.path
+        if not path.resolve().is_relative_to(self._folder.resolve()):
+            raise InputError("card-invalid", where=str(path), value="a link that leads out of the card's folder")
+        data = read_bytes(path)
+        found = hashlib.sha256(data).hexdigest()
+        if len(data) != file.bytes or found != file.sha256:
+            raise InputError(
+                "calibration-checksum",
+                where=str(path),
+                value=f"{len(data)} bytes, sha256 {found[:12]}…",
+                rule=f"the card says {file.bytes} bytes, sha256 {file.sha256[:12]}…",
+                remedy="restore the file, or write the new figures into the card",
+            )
+        return path, data
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a file. Raises InputError (`file-missing`, `file-unreadable`)."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        near = did_you_mean(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else ""
+        raise InputError("file-missing", where=str(path), value="no such file", remedy=near) from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError("file-unreadable", where=str(path), value=reason, remedy="check the file") from None

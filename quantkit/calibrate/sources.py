@@ -1,0 +1,242 @@
+"""Reads calibration data of any accepted kind: texts, or token ids used as given.
+
+    .txt            documents parted by blank lines
+    .jsonl          one object a line with `text`, or with an `input_ids` list (a bare list of ids also counts)
+    .json           a list of such objects or lists
+    .parquet        a column `text` or `input_ids`
+    a folder        written by `datasets.Dataset.save_to_disk`
+
+Where both are there, `input_ids` wins: somebody has tokenized on purpose. Every problem is one clear error that names
+the line.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quantkit.errors import InputError, MissingDependency
+
+SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
+# what Hugging Face calls the three splits
+_DATASET_SPLITS = {"calib": ("calib", "train"), "tune": ("tune", "validation"), "eval": ("eval", "test")}
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Documents, in order. `joiner` stands between two of them when they are put together."""
+
+    documents: tuple[str, ...]
+    joiner: str = "\n\n"
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Token id lists, in order, and where each stands (`calib.jsonl:3`)."""
+
+    rows: tuple[list[int], ...]
+    places: tuple[str, ...]
+
+
+def parse(data: bytes, *, suffix: str, where: str) -> Texts | Ids:
+    """The content of one file.
+
+    Raises:
+        InputError: `calibration-suffix`, `calibration-empty`, `calibration-not-text`, `calibration-json`,
+            `calibration-fields`, `calibration-mixed`, `calibration-ids`, `calibration-unreadable`.
+    """
+    if suffix not in SUFFIXES:
+        raise InputError(
+            "calibration-suffix",
+            where=where,
+            value=f"cannot read {suffix or 'a file without a suffix'}",
+            rule=f"one of {', '.join(SUFFIXES)}, or a folder",
+            remedy="rename or convert it",
+        )
+    if not data.strip():
+        raise _empty(where)
+    if suffix == ".parquet":
+        return _parquet(data, where)
+    text = _decode(data, where)
+    if suffix == ".jsonl":
+        # not splitlines(), which also parts at U+2028 and its like, and those may stand inside a JSON string
+        lines = enumerate(text.split("\n"), start=1)
+        return _records(((f"{where}:{n}", _json(line, f"{where}:{n}")) for n, line in lines if line.strip()), where)
+    if suffix == ".json":
+        items = _json(text, where)
+        if not isinstance(items, list):
+            raise InputError("calibration-json", where=where, value="not a list", rule="a list of id lists or objects")
+        return _records(((f"{where}[{n}]", item) for n, item in enumerate(items)), where)
+    return Texts(tuple(part for part in re.split(r"\n[^\S\n]*\n\s*", text.strip()) if part))
+
+
+def is_dataset(folder: Path) -> bool:
+    """Whether a folder was written by `save_to_disk`."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def read_dataset(folder: Path, split: Literal["calib", "tune", "eval"], *, where: str) -> tuple[Texts | Ids, bool]:
+    """A `datasets` folder's content, and whether it has splits of its own (then it is the one asked for).
+
+    Raises:
+        InputError: `calibration-unreadable`, `calibration-split`, `calibration-fields`, `calibration-empty`.
+        MissingDependency: datasets is not installed.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise MissingDependency("datasets", extra="compile", purpose="a datasets folder") from None
+    try:
+        data = datasets.load_from_disk(str(folder))
+    except Exception as error:  # whatever the files provoke in Arrow, the user's remedy is one
+        raise _unreadable(where, error) from None
+    own_splits = isinstance(data, datasets.DatasetDict)
+    if own_splits:
+        found = [name for name in _DATASET_SPLITS[split] if name in data]
+        if not found and len(data) == 1:
+            found, own_splits = list(data), False
+        if not found:
+            raise InputError(
+                "calibration-split",
+                where=where,
+                value=f"none of {', '.join(_DATASET_SPLITS[split])}",
+                rule=f"it has {', '.join(sorted(data))}",
+                remedy=f"save a split named {split!r}",
+            )
+        data = data[found[0]]
+    column = _column(list(data.column_names), where)
+    try:
+        values = list(data.select_columns([column]).with_format(None)[column])
+    except Exception as error:
+        raise _unreadable(where, error) from None
+    return _columnar(column, values, where), own_splits
+
+
+def _parquet(data: bytes, where: str) -> Texts | Ids:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise MissingDependency("pyarrow", extra="compile", purpose="a .parquet file") from None
+    try:
+        file = pyarrow.parquet.ParquetFile(io.BytesIO(data))
+        names = list(file.schema_arrow.names)
+    except Exception as error:
+        raise _unreadable(where, error) from None
+    column = _column(names, where)
+    try:
+        values = file.read(columns=[column]).column(column).to_pylist()
+    except Exception as error:
+        raise _unreadable(where, error) from None
+    return _columnar(column, values, where)
+
+
+def _column(names: list[str], where: str) -> str:
+    for wanted in ("input_ids", "text"):
+        if wanted in names:
+            return wanted
+    raise InputError(
+        "calibration-fields",
+        where=where,
+        value=f"columns {', '.join(map(repr, names)) or 'none'}",
+        rule="a column `text` or `input_ids`",
+        remedy="rename the column",
+    )
+
+
+def _columnar(column: str, values: list[Any], where: str) -> Texts | Ids:
+    return _records(((f"{where}: row {n}", {column: value}) for n, value in enumerate(values)), where)
+
+
+def _records(records: Iterable[tuple[str, Any]], where: str) -> Texts | Ids:
+    texts: list[str] = []
+    rows: list[list[int]] = []
+    places: list[str] = []
+    for place, record in records:
+        value = {"input_ids": record} if isinstance(record, list) else record
+        if isinstance(value, dict) and "input_ids" in value:
+            rows.append(_id_list(value["input_ids"], place))
+            places.append(place)
+        elif isinstance(value, dict) and isinstance(value.get("text"), str):
+            texts.append(value["text"])
+        else:
+            raise _no_fields(value, place)
+        if texts and rows:
+            raise InputError(
+                "calibration-mixed",
+                where=place,
+                value="texts and input_ids in one file",
+                rule="all lines have `text`, or all have `input_ids`",
+                remedy="part them into two files",
+            )
+    if rows:
+        return Ids(tuple(rows), tuple(places))
+    # a document that occurs twice must not end up on both sides of a split
+    documents = tuple(dict.fromkeys(text for text in texts if text.strip()))
+    if not documents:
+        raise _empty(where)
+    return Texts(documents)
+
+
+def _id_list(value: Any, place: str) -> list[int]:
+    # bool is an int to Python, not to the person who wrote `true`
+    if isinstance(value, list) and all(type(item) is int for item in value):
+        return value
+    wrong = next((item for item in value if type(item) is not int), None) if isinstance(value, list) else value
+    raise InputError(
+        "calibration-ids", where=place, value=f"{wrong!r:.60}", rule="`input_ids` is a flat list of whole numbers"
+    )
+
+
+def _no_fields(value: Any, place: str) -> InputError:
+    if isinstance(value, dict):
+        kinds = ", ".join(f"{key!r:.40}: {type(item).__name__}" for key, item in list(value.items())[:6])
+        found = f"keys {kinds or 'none'}"
+    else:
+        found = f"{value!r:.60}"
+    return InputError(
+        "calibration-fields",
+        where=place,
+        value=found,
+        rule="an object with `text` (a string) or `input_ids` (a list)",
+        remedy="rename the key",
+    )
+
+
+def _json(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, ValueError) else "nested too deeply"
+        raise InputError(
+            "calibration-json", where=place, value=reason, rule="valid JSON; in a .jsonl, one object a line"
+        ) from None
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _not_text(where, f"byte 0x{data[error.start]:02x} at {error.start} is not UTF-8") from None
+    if "\x00" in text:
+        raise _not_text(where, f"a zero byte at character {text.index(chr(0))}")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _not_text(where: str, found: str) -> InputError:
+    return InputError(
+        "calibration-not-text", where=where, value=found, rule="text is UTF-8", remedy="convert it, or give a .parquet"
+    )
+
+
+def _empty(where: str) -> InputError:
+    return InputError("calibration-empty", where=where, value="no text and no ids in it", remedy="give another file")
+
+
+def _unreadable(where: str, error: Exception) -> InputError:
+    reason = str(error).split("\n", 1)[0][:200] or type(error).__name__
+    return InputError("calibration-unreadable", where=where, value=reason, remedy="check the file, or write it anew")

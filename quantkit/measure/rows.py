@@ -1,0 +1,204 @@
+"""One measurement, one row: the contract of `measurements.jsonl`.
+
+A number never travels without its unit, its spread, what it was measured on and with. What is absent is null; NaN and
+infinity are refused, on the way in and on the way out.
+
+`baseline.ratio` says how many times better the subject is than its baseline: baseline/value where lower is better,
+value/baseline where higher is. Above 1 the subject wins, whatever the quantity.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from quantkit.bundle.disk import stopping_when_full, write_atomic
+from quantkit.content import Closed, known_keys
+from quantkit.errors import InputError, did_you_mean, from_validation
+
+NAMES = (
+    *(f"accuracy.{x}" for x in ("perplexity", "kl", "top1_agreement", "next_word")),
+    *(f"accuracy.{x}" for x in ("top1", "top5", "recall_at_1", "cosine")),
+    *(f"size.{x}" for x in ("bytes", "bits_per_weight")),
+    *(f"latency.{x}" for x in ("prefill", "decode_step", "op")),
+    *(f"throughput.{x}" for x in ("prefill", "decode")),
+    *(f"bandwidth.{x}" for x in ("effective", "saved")),
+    "memory.peak",
+    "energy.token",
+    *(f"ceiling.{x}" for x in ("read", "copy", "compute", "launch")),
+    *(f"tax.{x}" for x in ("total", "streaming", "decode", "activation", "launch", "break_even")),
+)
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Interval = tuple[Finite, Finite]
+
+
+class _Part(Closed):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Baseline(_Part):
+    """What the value is set against; `ratio` above 1: the subject is better."""
+
+    subject: str
+    value: Finite
+    ratio: Finite | None = None
+    ratio_ci95: Interval | None = None
+
+
+class Operation(_Part):
+    """One matrix product of a tax row: activation [M, K] by weight [N, K], in seconds."""
+
+    layer: str | None = None
+    K: int | None = None
+    N: int | None = None
+    M: int | None = None
+    format: str | None = None
+    bound_s: Finite | None = None
+    hp_bound_s: Finite | None = None
+    hp_s: Finite | None = None
+    raw_s: Finite | None = None
+
+
+class Device(_Part):
+    """What it was measured on; `id` tells two machines of one name apart."""
+
+    id: str
+    kind: Literal["cpu", "gpu"]
+    name: str
+
+
+class Data(_Part):
+    """What it was measured with. `sha256` is of the token ids, `items` the scored positions."""
+
+    set: str
+    split: Literal["calib", "tune", "eval"]
+    sha256: str
+    items: int = Field(gt=0)
+
+
+class Row(_Part):
+    """One measurement.
+
+    Args:
+        name: one of `NAMES`.
+        value: null where it is not defined, and `flags` says why.
+        unit: SI or `B`, `bit`, `nat`; `1` for a plain number.
+        stat: what the value is of its n observations: `mean`, `median`, `total`, ...
+        better: which way is better; null where neither is.
+        quantiles: `p50`, `p90`, `p99` of the n observations.
+        ci95: 95 % interval of the value.
+        n: observations.
+        aa_spread: what two measurements of one thing differ by, as a share.
+        subject: `content_sha256` of the bundle measured.
+        baseline: what it is set against.
+        batch: sequences at once.
+        shape: other sizes, e.g. `{"new_tokens": 1, "context": 256}`.
+        op: of rows about one operation.
+        runtime: that executed it.
+        settings: of that runtime.
+        resident_bytes: what the weights take in memory there.
+        device: that it ran on; null where nothing ran (sizes).
+        versions: package -> version.
+        data: of accuracy rows.
+        flags: what a reader must know before trusting it.
+    """
+
+    schema_: Annotated[Literal[1], Field(alias="schema")] = 1
+    name: str
+    value: Finite | None
+    unit: str = Field(min_length=1)
+    stat: str | None = None
+    better: Literal["lower", "higher"] | None = None
+    quantiles: dict[Annotated[str, Field(pattern=r"^p\d{1,2}(\.\d+)?$")], Finite] | None = None
+    ci95: Interval | None = None
+    n: int | None = Field(default=None, gt=0)
+    aa_spread: Finite | None = None
+    subject: str
+    baseline: Baseline | None = None
+    batch: int | None = Field(default=None, gt=0)
+    shape: dict[str, int] | None = None
+    op: Operation | None = None
+    runtime: str | None = None
+    settings: dict[str, str | bool | int | Finite | None] = Field(default_factory=dict)
+    resident_bytes: int | None = Field(default=None, ge=0)
+    device: Device | None = None
+    versions: dict[str, str] = Field(default_factory=dict)
+    data: Data | None = None
+    flags: list[str] = Field(default_factory=list)
+
+    @field_validator("name")
+    @classmethod
+    def _known_name(cls, value: str) -> str:
+        if value not in NAMES:
+            raise ValueError(f"no measurement is called {value!r}; {did_you_mean(value, NAMES)}")
+        return value
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for interval in (self.ci95, self.baseline.ratio_ci95 if self.baseline else None):
+            if interval is not None and interval[0] > interval[1]:
+                raise ValueError(f"an interval runs from low to high, got {list(interval)}")
+        return self
+
+    def as_dict(self) -> dict[str, Any]:
+        """The contract's form: every key, in the contract's order."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def line(self) -> str:
+        """The row as one line of JSON, without the newline."""
+        return json.dumps(self.as_dict(), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a `measurements.jsonl`, in order.
+
+    Raises:
+        InputError: `measurements-invalid` with the line number, or `file-unreadable`.
+    """
+    return list(_read(path))
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows as JSON lines, whole or not at all: a reader never sees half a file.
+
+    Raises:
+        InputError: `file-unwritable`.
+        Stopped: `disk-full`.
+    """
+    data = "".join(f"{row.line()}\n" for row in rows).encode()
+    try:
+        with stopping_when_full(path):
+            write_atomic(path, data)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError("file-unwritable", where=str(path), value=reason, remedy="check the folder") from None
+
+
+def _read(path: Path) -> Iterator[Row]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("file-unreadable", where=str(path), value=str(error), remedy="check the file") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            data = json.loads(line, parse_constant=_refuse)
+        except (ValueError, RecursionError) as error:
+            raise InputError(
+                "measurements-invalid", where=where, value=str(error), rule="one JSON object a line"
+            ) from None
+        try:
+            yield Row.model_validate(data)
+        except ValidationError as error:
+            raise from_validation(error, where=where, code="measurements-invalid", known=known_keys(Row)) from None
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no JSON number; what is absent is null")
