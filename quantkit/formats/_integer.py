@@ -66,7 +66,7 @@ class IntegerFormat:
     @property
     def low(self) -> int:
         """Smallest code."""
-        return -(2 ** (self.bits - 1))
+        return -int(2 ** (self.bits - 1))
 
     @property
     def high(self) -> int:
@@ -117,6 +117,14 @@ class IntegerFormat:
         if scheme.granularity == "tensor":
             low, high = low.amin().reshape(1, 1), high.amax().reshape(1, 1)
         scale, zero = self.parameters(low, high, scheme)
+        return self.nearest(weight, scale, zero, scheme)
+
+    def nearest(
+        self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: WeightScheme
+    ) -> QuantTensor:
+        """Round [N, K] to the nearest codes under given ranges: scale and zero [N, G] or [1, 1]."""
+        rows, columns = weight.shape
+        parts = weight.float().reshape(rows, scale.shape[1], columns // scale.shape[1])
         codes = self.encode(parts, scale.unsqueeze(2), None if zero is None else zero.unsqueeze(2))
         return QuantTensor(codes.reshape(rows, columns), scale, zero, scheme)
 

@@ -16,7 +16,7 @@ Proved: on every block, in float64, with random scales in 0.25..4, the block's o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -141,21 +141,29 @@ def disagreement(before: Tensor, after: Tensor) -> float:
     return float((before - after).abs().max().item() / (top or 1.0))
 
 
-@torch.no_grad()
 def prove(block: nn.Module, structure: Structure, fold: Fold, call: Call, seed: int = 0) -> float:
-    """How far a block's outputs move when the fold is applied with random scales in 0.25..4, in float64.
+    """How far a block's outputs move when one fold is applied; see `prove_all`."""
+    return prove_all(block, structure, {fold.group: fold}, call, seed)
+
+
+@torch.no_grad()
+def prove_all(block: nn.Module, structure: Structure, folds: Mapping[str, Fold], call: Call, seed: int = 0) -> float:
+    """How far a block's outputs move when folds are applied with random scales in 0.25..4, in float64.
 
     Returns:
-        the relative disagreement; the fold holds if it is at most 1e-10.
+        the relative disagreement; the folds hold if it is at most 1e-10.
     """
     exact = copy.deepcopy(block).double()
     twice = call.double()
     generator = torch.Generator().manual_seed(seed)
-    scales = torch.exp2(torch.rand(fold.channels, generator=generator, dtype=torch.float64) * 4 - 2)
-    group = next(group for group in structure.groups if group.name == fold.group)
-    with InDouble():
+    groups = {group.name: group for group in structure.groups}
+    with InDouble():  # type: ignore[no-untyped-call]
         before = twice(exact)
-        apply(exact, fold, group, scales)
+        for name, fold in folds.items():
+            scales = torch.exp2(torch.rand(fold.channels, generator=generator, dtype=torch.float64) * 4 - 2)
+            if name not in groups or groups[name].features != fold.index.numel():
+                return float("inf")
+            apply(exact, fold, groups[name], scales)
         return disagreement(before, twice(exact))
 
 
@@ -227,7 +235,7 @@ class _Probe:
         if producer is not None:
             hooks.append(self.block.get_submodule(producer).register_forward_hook(gain))
         try:
-            with InDouble():
+            with InDouble():  # type: ignore[no-untyped-call]
                 self.call(self.block)
         finally:
             for hook in hooks:

@@ -66,7 +66,8 @@ class Calls:
 
 def primary(output: Any) -> Tensor:
     """The hidden states out of what a block returns: a tensor, or a tuple that begins with it."""
-    return output[0] if isinstance(output, tuple) else output
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
 
 
 def find_blocks(model: nn.Module) -> str:
@@ -203,17 +204,18 @@ class StreamedModel:
 
     def tensor(self, name: str) -> Tensor:
         """A parameter by its name in the skeleton, in the compute dtype."""
-        value = self.source.weights.read(self.files[name])
+        value: Tensor = self.source.weights.read(self.files[name])
         return value.to(self.dtype) if value.is_floating_point() else value
 
     def load(self, index: int) -> nn.Module:
         """Block `index` with its weights, in eval mode."""
-        block = copy.deepcopy(self.blocks[index])
+        block: nn.Module = copy.deepcopy(self.blocks[index])
         prefix = self.block_names[index] + "."
         for name, value in [*block.named_parameters(), *block.named_buffers()]:
             if value.is_meta:
                 set_tensor(block, name, self.tensor(prefix + name))
-        return block.eval()
+        block.eval()
+        return block
 
     def rest_names(self) -> list[str]:
         """The parameters outside the blocks, as the skeleton names them; tied ones under each of their names."""
@@ -231,11 +233,18 @@ class StreamedModel:
             set_tensor(model, name, loaded[file])
         return model.eval()
 
+    def _learn(self, model: nn.Module, ids: Tensor) -> None:
+        self.as_tuple = returns_tuple(model, self.path, self.load(0), ids)
+
+    def learn_calls(self, ids: Tensor) -> None:
+        """Find out what blocks return, without running the model: for who only needs its head."""
+        self._learn(self.rest(), ids)
+
     @torch.no_grad()
     def begin(self, ids: Tensor, chunk: int) -> Calls:
         """Hidden states before block 0 for `ids` [samples, tokens], and how each block is called."""
         model = self.rest()
-        self.as_tuple = returns_tuple(model, self.path, self.load(0), ids)
+        self._learn(model, ids)
         parts: list[Tensor] = []
         calls = Calls(hidden=torch.empty(0), chunk=chunk)
         for part in ids.split(chunk):
@@ -277,7 +286,8 @@ class Head:
         """Logits [samples, tokens, vocabulary] (or the encoder's last hidden states) for the last block's output."""
         self.player.plays = hidden
         output = self.model(input_ids=ids)
-        return output.logits if hasattr(output, "logits") else output[0]
+        answer: Tensor = output.logits if hasattr(output, "logits") else output[0]
+        return answer
 
 
 class _Player(_Recorder):

@@ -1,0 +1,69 @@
+"""Passes, one a file: each changes a block and says what it changed.
+
+A pass module is torch-free at import and exposes `PASS`; its mathematics is in `solvers/` as functions of tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from pydantic import BaseModel
+
+from quantkit.bundle import Decision
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.statistics import Stats
+    from quantkit.model.block import Block
+
+
+@dataclass
+class Outcome:
+    """What a pass did to a block.
+
+    Args:
+        changed: whether anything is different now.
+        decisions: what was done otherwise than asked, or not at all, each with its reason.
+        errors: linear -> relative weight error, from the pass that assigned the codes.
+    """
+
+    changed: bool
+    decisions: list[Decision] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+
+
+class Pass(Protocol):
+    """One transformation of the model.
+
+    Attributes:
+        name: as in recipes; the file's stem.
+        paper: where it is from.
+        scope: `block`, or `model` for what reaches every block: it is then applied to each block as it loads, and to
+            the rest of the model by `run_rest`.
+        needs: statistics: "hessian", "absmax", "inputs", "original_outputs".
+        requires, ensures: facts about a block: "codes" (assigned), "unassigned", "folded".
+        Settings: closed pydantic model of its settings.
+    """
+
+    name: str
+    paper: str
+    scope: Literal["block", "model"]
+    needs: frozenset[str]
+    requires: frozenset[str]
+    ensures: frozenset[str]
+    Settings: type[BaseModel]
+
+    def run(self, block: Block, stats: Stats, settings: Any) -> Outcome:
+        """Change the block in place."""
+
+
+def declined(name: str, block: str, reason: str, code: str = "nothing-to-do") -> Outcome:
+    """A pass that found nothing to do, with its reason."""
+    return Outcome(False, [decision(name, code, block, reason)])
+
+
+def decision(name: str, code: str, where: str, reason: str, before: object = None, after: object = None) -> Decision:
+    """A recorded decision."""
+    return Decision.model_validate(
+        {"pass": name, "code": code, "where": where, "from": before, "to": after, "reason": reason}
+    )

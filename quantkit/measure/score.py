@@ -1,0 +1,121 @@
+"""Score a candidate against its original on held-out text, both streamed block by block."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from quantkit import content
+from quantkit.calibrate.sets import TokenSet
+from quantkit.measure.accuracy import Accuracy, Items, data_of
+from quantkit.measure.rows import Device, Row
+from quantkit.plan import machine
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.model.stream import StreamedModel
+
+
+def original_states(model: StreamedModel, tokens: TokenSet) -> Tensor:
+    """The original's last hidden states, [samples, tokens, width], computed once and kept in the user's cache.
+
+    The cache key is all they depend on: source, token ids, versions, instruction set and threads.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    key = {
+        "source": model.source.sha256,
+        "ids": tokens.sha256,
+        "versions": machine.versions(),
+        "isa": machine.isa(),
+        "threads": torch.get_num_threads(),
+    }
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    path = content.cache_dir() / "states" / f"{name}.safetensors"
+    if path.is_file():
+        model.learn_calls(tokens.ids[:1, :8])
+        return load_file(path)["hidden"]
+    hidden = model.run(tokens.ids)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{hashlib.sha256(str(id(path)).encode()).hexdigest()[:8]}.tmp")
+        save_file({"hidden": hidden}, temporary)
+        temporary.replace(path)
+    except OSError:
+        # a cache that cannot be written costs time, not the result
+        temporary.unlink(missing_ok=True)
+    return hidden
+
+
+def score(original: StreamedModel, candidate: StreamedModel, tokens: TokenSet) -> Items:
+    """Every position of `tokens` under both models; memory is one block, two heads and two sequences of logits."""
+    from quantkit.model.stream import Head
+
+    before = original_states(original, tokens)
+    after = candidate.run(tokens.ids)
+    heads = [Head(model.rest(), model.path, as_tuple=model.as_tuple) for model in (original, candidate)]
+    accuracy = Accuracy()
+    for index in range(tokens.ids.shape[0]):
+        ids = tokens.ids[index : index + 1]
+        logits = [head(hidden[index : index + 1], ids)[0] for head, hidden in zip(heads, (before, after), strict=True)]
+        accuracy.add(ids[0], logits[0], logits[1])
+    return accuracy.items()
+
+
+def cosine(original: StreamedModel, candidate: StreamedModel, tokens: TokenSet) -> Tensor:
+    """For encoders, which have no next word: the cosine between both models' mean-pooled outputs, [samples]."""
+    import torch
+
+    pooled = []
+    for hidden in (original_states(original, tokens), candidate.run(tokens.ids)):
+        pooled.append(hidden.mean(dim=1).double())
+    return torch.nn.functional.cosine_similarity(pooled[0], pooled[1])
+
+
+def rows(
+    original: StreamedModel,
+    candidate: StreamedModel,
+    tokens: TokenSet,
+    *,
+    subject: str,
+    runtime: str,
+    settings: Mapping[str, Any] | None = None,
+) -> tuple[list[Row], Items | None]:
+    """The accuracy rows of a candidate, and what was found at each position (None for encoders)."""
+    device = Device.model_validate(machine.device())
+    if original.source.kind == "decoder":
+        items = score(original, candidate, tokens)
+        found = items.rows(
+            subject=subject,
+            baseline=original.source.sha256,
+            runtime=runtime,
+            data=data_of(tokens),
+            device=device,
+            versions=machine.versions(),
+            settings=settings,
+        )
+        return found, items
+    values = cosine(original, candidate, tokens)
+    half = 1.96 * float(values.std()) / len(values) ** 0.5
+    mean = float(values.mean())
+    row = Row(
+        name="accuracy.cosine",
+        value=mean,
+        unit="1",
+        stat="mean",
+        better="higher",
+        quantiles={"p50": float(values.median())},
+        ci95=(mean - half, mean + half),
+        n=len(values),
+        subject=subject,
+        runtime=runtime,
+        settings=dict(settings or {}),
+        device=device,
+        versions=machine.versions(),
+        data=data_of(tokens),
+    )
+    return [row], None

@@ -1,0 +1,105 @@
+"""A block as passes see it: linears by name, schemes, folds, and the codes assigned so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from quantkit import registry
+from quantkit.formats import QuantTensor
+from quantkit.model import fold as folds
+from quantkit.model.fold import Fold
+from quantkit.model.structure import SharedInput, Structure, set_weight, weight_of
+from quantkit.recipe import WeightScheme
+
+
+@dataclass
+class Block:
+    """One decoder or encoder layer, with weights, while it is being worked on.
+
+    Args:
+        name: its full name, such as `model.layers.3`; empty when the whole model is the block.
+        index: its number.
+        module: with float32 weights; passes change it in place.
+        structure: what tracing found.
+        folds: shared input's name -> where its scale can go, proved on this block.
+        declined: shared input's name -> why there is no fold.
+        schemes: linear -> how its weight is to be stored; None leaves it in high precision.
+        dtype: what unquantized tensors of this block will be stored in.
+        seed: for passes that draw random numbers.
+        tensors: linear -> its codes; what `assign` was given.
+    """
+
+    name: str
+    index: int
+    module: nn.Module
+    structure: Structure
+    folds: Mapping[str, Fold]
+    declined: Mapping[str, str]
+    schemes: Mapping[str, WeightScheme | None]
+    dtype: torch.dtype
+    seed: int = 0
+    tensors: dict[str, QuantTensor] = field(default_factory=dict)
+
+    def full_name(self, linear: str) -> str:
+        """`self_attn.q_proj` -> `model.layers.3.self_attn.q_proj`."""
+        return f"{self.name}.{linear}" if self.name else linear
+
+    def linears(self) -> list[str]:
+        """The linears that are to be quantized, in the order they run."""
+        return [name for name in self.structure.linears if self.schemes.get(name) is not None]
+
+    def groups(self) -> list[SharedInput]:
+        """The shared inputs with at least one linear to quantize, with only those members."""
+        found = []
+        for group in self.structure.groups:
+            members = tuple(name for name in group.members if self.schemes.get(name) is not None)
+            if members:
+                found.append(SharedInput(members, group.features))
+        return found
+
+    def scheme(self, linear: str) -> WeightScheme:
+        """The scheme of a linear that is to be quantized."""
+        scheme = self.schemes[linear]
+        assert scheme is not None
+        return scheme
+
+    def weight(self, linear: str) -> Tensor:
+        """The current weight [N, K + padding], float32; not to be written to."""
+        weight = weight_of(self.module.get_submodule(linear)).float()
+        group = self.scheme(linear).group
+        return torch.nn.functional.pad(weight, (0, -weight.shape[1] % group)) if group else weight
+
+    def assign(self, linear: str, tensor: QuantTensor) -> float:
+        """Decide the codes of a linear; from here on the block computes with what they stand for.
+
+        Returns:
+            the relative weight error, `||W - dequantize(codes)||² / ||W||²`.
+        """
+        weight = weight_of(self.module.get_submodule(linear)).float()
+        values = registry.load("formats", tensor.scheme.format).dequantize(tensor)[:, : weight.shape[1]]
+        self.tensors[linear] = tensor
+        set_weight(self.module.get_submodule(linear), values)
+        energy = float(weight.double().square().sum())
+        return float((weight - values).double().square().sum()) / (energy or 1.0)
+
+    def fold(self, group: SharedInput, scales: Tensor) -> Tensor:
+        """Multiply the group's inputs' columns by `scales` [channels] and divide the producer by them.
+
+        Args:
+            group: one with an entry in `folds`.
+            scales: one for each of the producer's output channels.
+
+        Returns:
+            the scales that were applied (a norm's weight is rounded to its stored dtype first).
+        """
+        fold = self.folds[self.group_name(group)]
+        whole = next(each for each in self.structure.groups if each.name == fold.group)
+        return folds.apply(self.module, fold, whole, scales, self.dtype)
+
+    def group_name(self, group: SharedInput) -> str:
+        """The name of the shared input as tracing found it, of which `group` may hold only some members."""
+        return next(each.name for each in self.structure.groups if group.name in each.members)

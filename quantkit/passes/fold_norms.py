@@ -1,0 +1,58 @@
+"""Fold a norm's weight into the linears behind it, so that their columns are comparable.
+
+    W (w * n(x)) = (W diag(w)) n(x)
+
+With the norm's weight at one, the linears alone say how much an input matters. Exact; declined where a weight is too
+close to zero to divide by, and where something besides the linears reads the norm's output.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quantkit.content import Closed
+from quantkit.passes import Outcome, decision, declined
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.statistics import Stats
+    from quantkit.model.block import Block
+
+_SMALLEST = 1e-4
+
+
+class FoldNorms:
+    """See the module."""
+
+    name = "fold_norms"
+    paper = ""
+    scope = "block"
+    needs: frozenset[str] = frozenset()
+    requires = frozenset({"unassigned"})
+    ensures = frozenset({"folded"})
+
+    class Settings(Closed):
+        """None."""
+
+    def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
+        """Divide each norm by its own weight."""
+        outcome = Outcome(False)
+        for group in block.groups():
+            fold = block.folds.get(block.group_name(group))
+            if fold is None or fold.form == "linear":
+                continue
+            weight = block.module.get_parameter(f"{fold.producer}.weight").detach()
+            scales = weight + 1.0 if fold.form == "one_plus_weight" else weight
+            if float(scales.abs().min()) < _SMALLEST:
+                where = f"{block.name}.{fold.producer}"
+                outcome.decisions.append(
+                    decision(self.name, "norm-kept", where, f"a weight below {_SMALLEST:g} cannot be divided by")
+                )
+                continue
+            block.fold(group, scales)
+            outcome.changed = True
+        if not outcome.changed and not outcome.decisions:
+            return declined(self.name, block.name, "no norm feeds linears alone in this block")
+        return outcome
+
+
+PASS = FoldNorms()

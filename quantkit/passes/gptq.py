@@ -1,0 +1,104 @@
+"""GPTQ: second-order rounding, each column making up for the errors of those before it.
+
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2023,
+arXiv 2210.17323. The solver is `solvers/gptq.py`. Here: one Hessian and one factor per shared input, taken in the order
+in which the block runs, so that each linear is fitted to the inputs it will really see.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from quantkit.content import Closed
+from quantkit.passes import Outcome, decision
+from quantkit.recipe import WeightScheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.calibrate.statistics import InputStats, Stats
+    from quantkit.model.block import Block
+    from quantkit.model.structure import SharedInput
+
+
+class Gptq:
+    """See the module."""
+
+    name = "gptq"
+    paper = "arXiv 2210.17323"
+    scope = "block"
+    needs = frozenset({"hessian"})
+    requires = frozenset({"unassigned"})
+    ensures = frozenset({"codes"})
+
+    class Settings(Closed):
+        """How codes are chosen.
+
+        Args:
+            damping: added to the Hessian's diagonal, as a share of its mean; raised, with a record, if need be.
+            act_order: choose the columns that matter most first; the ranges stay static groups.
+            range: how the range of a group is chosen: `minmax`, `mse`, or `hessian` (squared error weighted by the
+                Hessian's diagonal).
+            sweeps: rounds of coordinate descent over the codes afterwards.
+            refit: fit the scales to the codes between sweeps.
+        """
+
+        damping: float = Field(default=0.01, ge=0)
+        act_order: bool = True
+        range: Literal["minmax", "mse", "hessian"] = "mse"
+        sweeps: int = Field(default=0, ge=0)
+        refit: bool = True
+
+    def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
+        """Assign codes to every linear of the block, stage by stage."""
+        from quantkit.passes.solvers.gptq import Factor, factor, gptq_shared
+
+        outcome = Outcome(True)
+
+        def visit(whole: SharedInput, seen: InputStats) -> None:
+            members = [name for name in whole.members if block.schemes.get(name) is not None]
+            if not members:
+                return
+            schemes: dict[WeightScheme, list[str]] = {}
+            for name in members:
+                schemes.setdefault(block.scheme(name), []).append(name)
+            factors: dict[int, Factor] = {}
+            for scheme, names in schemes.items():
+                weights = [block.weight(name) for name in names]
+                width = weights[0].shape[1]
+                if width not in factors:
+                    factors[width] = solved = factor(
+                        padded(seen.hessian, width), damping=settings.damping, act_order=settings.act_order
+                    )
+                    if solved.raised:
+                        reason = f"the Hessian of {seen.tokens} tokens had no Cholesky factor"
+                        where = block.full_name(whole.name)
+                        outcome.decisions.append(
+                            decision(self.name, "damping-raised", where, reason, settings.damping, solved.damping)
+                        )
+                results = gptq_shared(
+                    weights,
+                    factors[width],
+                    scheme,
+                    range=settings.range,
+                    sweeps=settings.sweeps,
+                    refit=settings.refit,
+                )
+                for name, result in zip(names, results, strict=True):
+                    outcome.errors[name] = block.assign(name, result.tensor)
+
+        stats.staged(visit)
+        return outcome
+
+
+def padded(hessian: Tensor, width: int) -> Tensor:
+    """A Hessian [K, K] for weights that were filled up with columns of zeros: [width, width]."""
+    import torch
+
+    missing = width - hessian.shape[0]
+    return torch.nn.functional.pad(hessian, (0, missing, 0, missing)) if missing else hessian
+
+
+PASS = Gptq()

@@ -1,0 +1,140 @@
+"""What is asked of a compile, validated as a whole before torch is imported."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit import content, registry
+from quantkit.errors import InputError
+from quantkit.recipe import Recipe
+from quantkit.target import Target
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One compile.
+
+    Args:
+        model: alias, folder or `hf:org/name`.
+        recipe: validated.
+        target: validated.
+        out: the bundle's name; None chooses `./<model>--<recipe>`, then `-2`, ...
+        resume: go on with an unfinished build.
+        strict: a decision that was not asked for is an error.
+        trust_remote_code: allow a model's own code to run.
+    """
+
+    model: str
+    recipe: Recipe
+    target: Target
+    out: Path | None = None
+    resume: bool = False
+    strict: bool = False
+    trust_remote_code: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        model: str = DEFAULT_MODEL,
+        *,
+        recipe: str | Path | Recipe = "awq-int4",
+        target: str | Path | Target | None = None,
+        calibration: str | Path | None = None,
+        out: str | Path | None = None,
+        changes: Sequence[str] = (),
+        resume: bool = False,
+        strict: bool = False,
+        trust_remote_code: bool = False,
+    ) -> Request:
+        """Read and check recipe, target and calibration set. Nothing heavy is imported.
+
+        Args:
+            model: alias, folder or `hf:org/name`.
+            recipe: name, path or `Recipe`.
+            target: name, path or `Target`; None is the shipped target of this machine's processor.
+            calibration: name or path; replaces the recipe's set.
+            out: the bundle's name.
+            changes: `PATH=YAML` changes to the recipe.
+            resume, strict, trust_remote_code: see `Request`.
+
+        Raises:
+            InputError: anything that is not what it has to be.
+        """
+        chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe, changes)
+        if isinstance(recipe, Recipe) and changes:
+            chosen = Recipe.from_dict(recipe.as_dict(), name=recipe.name, changes=changes)
+        if calibration is not None:
+            kept = chosen.calibration.model_copy(update={"set": str(calibration)})
+            chosen = chosen.model_copy(update={"calibration": kept})
+        content.find("calibration", chosen.calibration.set)
+        aimed = target if isinstance(target, Target) else Target.load(target or this_machine())
+        check_target(chosen, aimed)
+        where = None if out is None else Path(out)
+        if where is not None and where.exists() and not resume:
+            raise InputError(
+                "out-exists",
+                where=str(where),
+                value="exists already",
+                rule="nothing is overwritten",
+                remedy="choose another --out, or delete it",
+            )
+        return cls(model, chosen, aimed, where, resume, strict, trust_remote_code)
+
+
+def this_machine() -> str:
+    """The shipped target of this machine's processor."""
+    return "cpu-arm" if platform.machine().lower() in ("aarch64", "arm64") else "cpu-x86"
+
+
+def stored_formats(recipe: Recipe) -> list[tuple[str, bool]]:
+    """(format, symmetric) of everything that a recipe stores."""
+    schemes = [recipe.scheme.weights] if recipe.scheme.weights is not None else []
+    schemes += [recipe.weights_for(override.match) for override in recipe.overrides if override.weights]  # type: ignore[misc]
+    found: dict[tuple[str, bool], None] = {(scheme.format, scheme.symmetric): None for scheme in schemes if scheme}
+    for part in (recipe.scheme.activations, recipe.scheme.kv_cache):
+        if part is not None:
+            found[part.format, part.symmetric] = None
+    return list(found)
+
+
+def check_target(recipe: Recipe, target: Target) -> None:
+    """Refuse a recipe that none of the runtimes which read its exports can run on the target.
+
+    Raises:
+        InputError: `target-cannot-run`.
+    """
+    formats = stored_formats(recipe)
+    for step in recipe.export:
+        read_by = [name for name in registry.load("export", step.name).runtimes if name in target.runtimes]
+        problems: list[InputError] = []
+        for runtime in read_by:
+            try:
+                target.check(formats, runtime)
+            except InputError as problem:
+                problems.append(problem)
+            else:
+                break
+        else:
+            if problems:
+                raise problems[0]
+            target.check([], str(next(iter(registry.load("export", step.name).runtimes))))
+
+
+def default_out(model: str, recipe: str, *, resume: bool) -> Path:
+    """`./<model>--<recipe>`, or with `-2`, `-3`, ... where that is taken; when resuming, the latest unfinished one."""
+    base = f"{model}--{recipe}"
+    if resume:
+        unfinished = sorted(Path().glob(f"{base}*.partial"), key=lambda path: path.stat().st_mtime)
+        if unfinished:
+            return Path(unfinished[-1].name.removesuffix(".partial"))
+    number = 1
+    while True:
+        path = Path(base if number == 1 else f"{base}-{number}")
+        if not path.exists() and not Path(f"{path}.partial").exists():
+            return path
+        number += 1

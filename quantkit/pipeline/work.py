@@ -1,0 +1,209 @@
+"""The loop over blocks: load, trace, run every pass, hand the outputs to the next block.
+
+Block outer, pass inner: a block is finished before the next is loaded, and the next sees what the quantized
+ones put out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.bundle import Decision
+from quantkit.calibrate.statistics import Stats
+from quantkit.errors import InputError
+from quantkit.model import fold, structure
+from quantkit.model.block import Block
+from quantkit.model.fold import Call, Fold
+from quantkit.model.stream import BlockStream, Calls
+from quantkit.model.structure import Structure
+from quantkit.passes import Pass, decision
+from quantkit.recipe import WeightScheme
+
+# what one forward may take for activations; a run over more sequences goes in chunks
+ACTIVATION_BYTES = 768 * 2**20
+# tensors of the widest activation alive at one time, roughly
+_ALIVE = 6
+
+
+@dataclass(frozen=True)
+class Step:
+    """A pass with its settings."""
+
+    run: Pass
+    settings: Any
+
+
+@dataclass
+class Worked:
+    """One finished block.
+
+    Args:
+        block: with its codes and its changed module.
+        hidden: its output on the calibration set; None when no pass looks at data.
+        decisions: of its passes.
+        errors: linear's full name -> relative weight error.
+    """
+
+    block: Block
+    hidden: Tensor | None
+    decisions: list[Decision] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+
+
+class _ProvedFolds(Mapping[str, Fold]):
+    """The folds of a block, found and proved when first asked for: most recipes need none.
+
+    Blocks are alike, so what held on the last one is proved here all at once; only if that fails are they searched for.
+    """
+
+    def __init__(self, module: nn.Module, traced: Structure, call: Call, like: Mapping[str, Fold]) -> None:
+        self._module, self._structure, self._call, self._like = module, traced, call, like
+        self.asked = False
+
+    @cached_property
+    def found(self) -> tuple[Mapping[str, Fold], Mapping[str, str]]:
+        """Folds, and reasons where there are none."""
+        self.asked = True
+        if self._like and fold.prove_all(self._module, self._structure, self._like, self._call) <= fold.TOLERANCE:
+            missing = [group.name for group in self._structure.groups if group.name not in self._like]
+            return self._like, dict.fromkeys(missing, "as in the block before")
+        return fold.find(self._module, self._structure, self._call)
+
+    def __getitem__(self, name: str) -> Fold:
+        return self.found[0][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.found[0])
+
+    def __len__(self) -> int:
+        return len(self.found[0])
+
+
+class _Reasons(Mapping[str, str]):
+    """Why there is no fold, as lazily."""
+
+    def __init__(self, folds: _ProvedFolds) -> None:
+        self._folds = folds
+
+    def __getitem__(self, name: str) -> str:
+        return self._folds.found[1][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._folds.found[1])
+
+    def __len__(self) -> int:
+        return len(self._folds.found[1])
+
+
+def chunk_size(widest: int, tokens: int) -> int:
+    """How many sequences of `tokens` go through one forward when the widest activation has `widest` features."""
+    return max(1, ACTIVATION_BYTES // (widest * tokens * 4 * _ALIVE))
+
+
+def looks_at_data(steps: Sequence[Step]) -> bool:
+    """Whether any pass needs the calibration set."""
+    return any(step.run.needs for step in steps)
+
+
+def check_order(steps: Sequence[Step]) -> None:
+    """Refuse an order in which a pass lacks what it requires.
+
+    Raises:
+        InputError: `pass-order`.
+    """
+    facts = {"unassigned"}
+    for step in steps:
+        missing = step.run.requires - facts
+        if missing:
+            raise InputError(
+                "pass-order",
+                where=f"passes: {step.run.name}",
+                value=f"needs {', '.join(sorted(missing))}",
+                rule="a pass comes after what it requires, and before codes are assigned if it changes weights",
+                remedy=f"move {step.run.name} to another place",
+            )
+        facts |= step.run.ensures
+        if "codes" in step.run.ensures:
+            facts.discard("unassigned")
+
+
+def work(
+    stream: BlockStream,
+    steps: Sequence[Step],
+    schemes: Mapping[str, WeightScheme],
+    ids: Tensor | None,
+    *,
+    probe_ids: Tensor,
+    widest: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    start: int = 0,
+    hidden: Tensor | None = None,
+    on_start: Callable[[Calls], None] | None = None,
+) -> Iterator[Worked]:
+    """Run every pass on every block, one block at a time.
+
+    Args:
+        stream: the model.
+        steps: the passes, in order.
+        schemes: linear's full name -> how to store it; those not named stay in high precision.
+        ids: [samples, tokens] to calibrate on; None when no pass looks at data.
+        probe_ids: a few tokens to trace blocks and prove folds with.
+        widest: the largest number of features of any activation.
+        dtype: what unquantized tensors will be stored in.
+        seed: for passes that draw random numbers.
+        start: the first block to work on; earlier ones are done.
+        hidden: the input of block `start` on `ids`, when resuming.
+        on_start: called with the calls before the first block.
+
+    Yields:
+        each block when it is finished; the caller commits it before asking for the next.
+    """
+    probe = stream.begin(probe_ids, probe_ids.shape[0])
+    calls: Calls | None = None
+    if ids is not None and looks_at_data(steps):
+        calls = stream.begin(ids, chunk_size(widest, ids.shape[1]))
+        hidden = calls.hidden if hidden is None else hidden
+        if on_start is not None:
+            on_start(calls)
+    like: Mapping[str, Fold] = {}
+    for index in range(start, len(stream.block_names)):
+        module = stream.load(index)
+        args, kwargs = probe.arguments[probe_ids.shape[0]][index]
+        call = Call(probe.hidden, args, kwargs)
+        traced = structure.trace(module, lambda module=module, call=call: call(module))  # type: ignore[misc]
+        folds = _ProvedFolds(module, traced, call, like)
+        name = stream.block_names[index]
+        prefix = f"{name}." if name else ""
+        block = Block(
+            name=name,
+            index=index,
+            module=module,
+            structure=traced,
+            folds=folds,
+            declined=_Reasons(folds),
+            schemes={linear: schemes.get(prefix + linear) for linear in traced.linears},
+            dtype=dtype,
+            seed=seed,
+        )
+        stats = Stats(module, traced.groups, calls or probe, index, hidden if hidden is not None else probe.hidden)
+        worked = Worked(block, None)
+        for linear in traced.idle:
+            if schemes.get(prefix + linear) is not None:
+                reason = "no token reached it while the block was traced; it stays in high precision"
+                worked.decisions.append(decision("trace", "never-ran", prefix + linear, reason))
+        for step in steps:
+            outcome = step.run.run(block, stats, step.settings)
+            worked.decisions += outcome.decisions
+            worked.errors.update({prefix + linear: error for linear, error in outcome.errors.items()})
+        if folds.asked:
+            like = dict(folds)
+        if calls is not None:
+            hidden = worked.hidden = stats.settled()
+        yield worked
