@@ -176,7 +176,18 @@ def names_of(source: Source, skeleton: PreTrainedModel) -> Names:
     return match_names(source.weights, skeleton)
 
 
-def _open_folder(path: Path, ref: str, name: str, trust: bool, *, was: str | None, notes: list[str]) -> Source:
+def open_written(folder: Path) -> Source:
+    """Opens the checkpoint of a bundle, quantized or not, to check it; its `dtype` is the config's.
+
+    Raises:
+        InputError: as `open_model`, but for `already-quantized`.
+    """
+    return _open_folder(folder, f"path:{folder.name}", folder.name, False, was=None, notes=[], written=True)
+
+
+def _open_folder(
+    path: Path, ref: str, name: str, trust: bool, *, was: str | None, notes: list[str], written: bool = False
+) -> Source:
     if not (path / "config.json").exists():
         raise InputError(
             "config-missing",
@@ -185,9 +196,11 @@ def _open_folder(path: Path, ref: str, name: str, trust: bool, *, was: str | Non
             rule="a model folder has config.json, safetensors and tokenizer files",
             remedy="model.save_pretrained(folder) writes all of it",
         )
-    config = strict_json(checked_file(path, "config.json").read_bytes(), f"{ref}: config.json", "config-invalid")
+    config = strict_json(
+        checked_file(path, "config.json").read_bytes(), f"{ref}: config.json", "config-invalid", "config-invalid"
+    )
     for key in _QUANTIZED_KEYS:
-        if config.get(key):
+        if config.get(key) and not written:
             raise _already_quantized(ref, f"{key} in config.json")
     model_class = _model_class(config, path, ref, trust)
     loaded = _load_config(path, ref, trust)
@@ -203,7 +216,7 @@ def _open_folder(path: Path, ref: str, name: str, trust: bool, *, was: str | Non
     kind = kind_of(model_class, config, ref)
     weights = Weights.open(path)
     for tensor in weights.entries:
-        if tensor.endswith(_QUANTIZED_NAMES):
+        if tensor.endswith(_QUANTIZED_NAMES) and not written:
             raise _already_quantized(ref, f"a tensor {tensor}")
     return Source(
         ref=ref,
@@ -211,7 +224,9 @@ def _open_folder(path: Path, ref: str, name: str, trust: bool, *, was: str | Non
         name=name,
         kind=kind,
         config=config,
-        dtype=_stored_dtype(weights, ref),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        if written
+        else _stored_dtype(weights, ref),
         was=was,
         notes=notes,
         sha256=_identity(path, weights, trust),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -188,12 +188,20 @@ class StreamedModel:
     Args:
         source: an opened model.
         dtype: what it is computed in.
+        prepare: changes the skeleton before names are matched, e.g. to the layout of a quantized checkpoint.
     """
 
-    def __init__(self, source: Source, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        source: Source,
+        dtype: torch.dtype = torch.float32,
+        prepare: Callable[[nn.Module], None] | None = None,
+    ) -> None:
         self.source = source
         self.dtype = dtype
-        self.skeleton = source.skeleton()
+        self.skeleton: nn.Module = source.skeleton()
+        if prepare is not None:
+            prepare(self.skeleton)
         self.path = find_blocks(self.skeleton)
         blocks = self.skeleton.get_submodule(self.path)
         assert isinstance(blocks, nn.ModuleList)

@@ -1,0 +1,127 @@
+"""PyTorch with transformers and compressed-tensors: loads a bundle's checkpoint as anyone else would.
+
+compressed-tensors keeps the weights packed until the first forward, then expands all of them to floats; so this runtime
+proves that a checkpoint is right, and shows what it costs in accuracy, but saves no memory and no time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from quantkit.bundle import Bundle
+from quantkit.errors import InputError, MissingDependency
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from quantkit.model.stream import StreamedModel
+
+
+class TorchRuntime:
+    """See the module."""
+
+    name = "torch"
+
+    def load(self, bundle: Bundle, **settings: Any) -> Any:
+        """The whole model through `from_pretrained`, in the dtype of its config, eval mode.
+
+        Args:
+            bundle: verified or not; only safetensors are read.
+            settings: passed to `from_pretrained`.
+
+        Raises:
+            MissingDependency: transformers.
+            InputError: `bundle-without-checkpoint`.
+        """
+        try:
+            import transformers
+        except ImportError:
+            raise MissingDependency("transformers", extra="compile", purpose="loading a bundle in torch") from None
+        folder = self.folder(bundle)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        model_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel)
+        options = {"dtype": "auto", "use_safetensors": True, "local_files_only": True, **settings}
+        return model_class.from_pretrained(folder, **options).eval()
+
+    def folder(self, bundle: Bundle) -> Path:
+        """The checkpoint's folder."""
+        if not (bundle.model_folder / "config.json").is_file():
+            raise InputError(
+                "bundle-without-checkpoint",
+                where=str(bundle.path),
+                value="no model/config.json",
+                rule="this runtime loads the checkpoint",
+                remedy="compile with `export: [checkpoint: {}]`",
+            )
+        return bundle.model_folder
+
+    def stream(self, folder: Path) -> StreamedModel:
+        """A checkpoint block by block, expanded by compressed-tensors' own code."""
+        from quantkit.runtimes._reloaded import ReloadedModel
+
+        return ReloadedModel(folder)
+
+    def generate(
+        self,
+        bundle: Bundle,
+        prompt: str,
+        *,
+        new_tokens: int = 64,
+        sample: bool = False,
+        seed: int = 0,
+        chat: bool = False,
+    ) -> dict[str, Any]:
+        """Continue a prompt.
+
+        Args:
+            bundle: a decoder's.
+            prompt: text.
+            new_tokens: at most.
+            sample: draw from the distribution instead of taking the most likely token.
+            seed: of the drawing.
+            chat: wrap the prompt in the model's chat template (rendered by transformers in a Jinja sandbox).
+
+        Returns:
+            `text`, `tokens` (how many) and `seconds`.
+        """
+        import time
+
+        import torch
+        from transformers import AutoTokenizer
+
+        if bundle.manifest.model.kind != "decoder":
+            raise InputError(
+                "not-a-decoder",
+                where=str(bundle.path),
+                value=f"a {bundle.manifest.model.kind}",
+                rule="only decoders generate text",
+            )
+        tokenizer = AutoTokenizer.from_pretrained(self.folder(bundle), local_files_only=True)
+        model = self.load(bundle)
+        if chat:
+            messages = [{"role": "user", "content": prompt}]
+            inputs = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        else:
+            inputs = tokenizer(prompt, return_tensors="pt")
+        if inputs["input_ids"].shape[1] == 0:
+            raise InputError("prompt-empty", where="--prompt", value="no token", rule="a prompt has at least one token")
+        torch.manual_seed(seed)
+        started = time.perf_counter()
+        with torch.no_grad():
+            output = model.generate(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                max_new_tokens=new_tokens,
+                do_sample=sample,
+            )
+        made = output[0, inputs["input_ids"].shape[1] :]
+        return {
+            "text": tokenizer.decode(made, skip_special_tokens=True),
+            "tokens": int(made.numel()),
+            "seconds": time.perf_counter() - started,
+        }
+
+
+RUNTIME = TorchRuntime()
