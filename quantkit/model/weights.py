@@ -240,14 +240,16 @@ def read_header(path: Path, shard: str) -> list[Entry]:
     return entries
 
 
-def strict_json(raw: bytes, where: str, code: str = "weights-header") -> dict[str, Any]:
-    """A JSON object without duplicate keys (`weights-duplicate`), at any depth; else an InputError of that code."""
+def strict_json(
+    raw: bytes, where: str, code: str = "weights-header", duplicate: str = "weights-duplicate"
+) -> dict[str, Any]:
+    """A JSON object without duplicate keys, at any depth; else an InputError of the code given for each."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in items:
             if key in found:
-                raise _bad("weights-duplicate", f"{where}: {key}", "stands there twice", "a key stands once")
+                raise _bad(duplicate, f"{where}: {key}", "stands there twice", "a key stands once")
             found[key] = value
         return found
 
@@ -448,7 +450,7 @@ def disk_errors(path: Path) -> Iterator[None]:
                 "disk-full",
                 where=str(path),
                 value="no space left on the device",
-                remedy="free some space, then --resume",
+                remedy="free some space and run it again (a compile goes on with --resume)",
             ) from problem
         if problem.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise InputError(
