@@ -81,8 +81,8 @@ def kind_of(model_class: type[PreTrainedModel], config: dict[str, Any], where: s
     both = config.get("is_encoder_decoder", getattr(model_class.config_class, "is_encoder_decoder", False))
     if takes == {"image"}:
         return "vision"
-    if takes == {"text"} and name.endswith(("ForCausalLM", "LMHeadModel")):
-        return "decoder"
+    if name.endswith(("ForCausalLM", "LMHeadModel")) and not {"vision_config", "audio_config"} & set(config):
+        return "decoder"  # Gemma3ForCausalLM inherits a claim to images; what it has no tower for, it does not take
     if takes == {"text"} and not both:
         return "encoder"
     raise InputError(

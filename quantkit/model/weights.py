@@ -256,7 +256,7 @@ def strict_json(
     try:
         parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=pairs)
     except (ValueError, RecursionError) as problem:
-        raise _bad(code, where, f"not JSON: {problem}") from None
+        raise _bad(code, where, f"not JSON: {problem}", "it is a JSON object", _AGAIN) from None
     if not isinstance(parsed, dict):
         raise _bad(code, where, f"a JSON {type(parsed).__name__}", "it is a JSON object")
     return parsed
