@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from quantkit.calibrate.sources import Ids, Texts, parse, read_dataset
+from quantkit.errors import InputError
+
+
+def lines(*records: object) -> bytes:
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def parquet(**columns: object) -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), buffer)
+    return buffer.getvalue()
+
+
+def test_text_is_parted_at_blank_lines():
+    data = "\ufeffone\nstill one\r\n \r\ntwo\n\n\n\nthree\n".encode()
+    assert parse(data, suffix=".txt", where="a.txt") == Texts(("one\nstill one", "two", "three"))
+
+
+def test_lines_of_text():
+    # a line separator inside a string does not end the line
+    data = '{"text": "a\u2028b", "id": 3}\n\n{"text": ""}\n{"text": "c"}\n{"text": "c"}'.encode()
+    assert parse(data, suffix=".jsonl", where="a.jsonl") == Texts(("a\u2028b", "c"))
+
+
+@pytest.mark.parametrize(
+    "data, suffix",
+    [
+        (lines({"input_ids": [1, 2]}, {"input_ids": [3], "text": "kept aside"}), ".jsonl"),
+        (lines([1, 2], [3]), ".jsonl"),
+        (b"[[1, 2], [3]]", ".json"),
+        (parquet(input_ids=[[1, 2], [3]], text=["x", "y"]), ".parquet"),
+    ],
+)
+def test_ids_as_given(data, suffix):
+    found = parse(data, suffix=suffix, where="a")
+    assert isinstance(found, Ids)
+    assert found.rows == ([1, 2], [3])
+
+
+def test_parquet_of_text():
+    assert parse(parquet(text=["a", "b"], n=[1, 2]), suffix=".parquet", where="a") == Texts(("a", "b"))
+
+
+@pytest.mark.parametrize(
+    "data, suffix, code, message",
+    [
+        (b"", ".txt", "calibration-empty", "a.txt"),
+        (b" \n\t\n", ".txt", "calibration-empty", "a\\."),
+        (b"", ".parquet", "calibration-empty", "a\\."),
+        (b'{"text": " "}', ".jsonl", "calibration-empty", "a\\."),
+        (b"[]", ".json", "calibration-empty", "a\\."),
+        (b"fine \xff\xfe", ".txt", "calibration-not-text", "0xff at 5"),
+        ("utf-16".encode("utf-16"), ".txt", "calibration-not-text", "UTF-8"),
+        (b"PK\x03\x04\x00\x00", ".txt", "calibration-not-text", "zero byte"),
+        (b"\x89PNG", ".jsonl", "calibration-not-text", "a\\."),
+        (b"text", ".docx", "calibration-suffix", ".txt, .jsonl"),
+        (b"text", "", "calibration-suffix", "without a suffix"),
+        (b'{"text": "a"}\n{"text": ', ".jsonl", "calibration-json", "a.jsonl:2"),
+        (b"[" * 100_000, ".jsonl", "calibration-json", "a\\."),
+        (b'{"a": 1}', ".json", "calibration-json", "not a list"),
+        (b'{"text": "a"}\n\n{"txt": "b", "n": 1}', ".jsonl", "calibration-fields", "a.jsonl:3.*'txt': str, 'n': int"),
+        (b'{"text": 5}', ".jsonl", "calibration-fields", "'text': int"),
+        (b'"just a string"', ".jsonl", "calibration-fields", "a\\."),
+        (b'{"text": "a"}\n{"input_ids": [1]}', ".jsonl", "calibration-mixed", "a.jsonl:2"),
+        (b'{"input_ids": [1, 2.5]}', ".jsonl", "calibration-ids", "2.5"),
+        (b'{"input_ids": [1, true]}', ".jsonl", "calibration-ids", "True"),
+        (b'{"input_ids": "1 2"}', ".jsonl", "calibration-ids", "a\\."),
+        (b'{"input_ids": [[1, 2]]}', ".jsonl", "calibration-ids", "a\\."),
+        (b"PAR1 not really", ".parquet", "calibration-unreadable", "a\\."),
+    ],
+)
+def test_bad_files(data, suffix, code, message):
+    with pytest.raises(InputError, match=message) as caught:
+        parse(data, suffix=suffix, where=f"a{suffix}")
+    assert caught.value.code == code
+    assert "\n" not in str(caught.value)
+
+
+def test_parquet_without_the_column():
+    with pytest.raises(InputError, match="'body', 'n'") as caught:
+        parse(parquet(body=["a"], n=[1]), suffix=".parquet", where="a")
+    assert caught.value.code == "calibration-fields"
+    with pytest.raises(InputError, match="row 1"):
+        parse(parquet(text=["a", None]), suffix=".parquet", where="a")
+
+
+def test_dataset_folder(tmp_path):
+    import datasets
+
+    train = datasets.Dataset.from_dict({"text": ["a", "b"], "n": [1, 2]})
+    test = datasets.Dataset.from_dict({"text": ["c"], "n": [3]})
+    train.save_to_disk(tmp_path / "plain")
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "splits")
+    assert read_dataset(tmp_path / "plain", "calib", where="plain") == (Texts(("a", "b")), False)
+    assert read_dataset(tmp_path / "splits", "eval", where="splits") == (Texts(("c",)), True)
+    with pytest.raises(InputError, match=r"tune, validation.*test, train") as caught:
+        read_dataset(tmp_path / "splits", "tune", where="splits")
+    assert caught.value.code == "calibration-split"
+    for shard in (tmp_path / "plain").glob("*.arrow"):
+        shard.write_bytes(b"nothing of the kind")
+    with pytest.raises(InputError) as caught:
+        read_dataset(tmp_path / "plain", "calib", where="plain")
+    assert caught.value.code == "calibration-unreadable"
