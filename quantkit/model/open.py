@@ -237,7 +237,10 @@ def _open_folder(
 
 
 def _from_path(ref: str) -> Path:
-    path = Path(ref).expanduser().resolve()
+    try:
+        path = Path(ref).expanduser().resolve()
+    except RuntimeError:  # ~nobody
+        path = Path(ref)
     if not path.exists():
         raise InputError("file-missing", where=ref, value="no such folder", remedy="check the path")
     if not path.is_dir():

@@ -186,7 +186,8 @@ def checked_file(folder: Path, name: str) -> Path:
     """The regular file `name` directly in `folder`; what leads out of the folder is refused.
 
     Raises:
-        InputError: `weights-outside` (a path in the name, or a link that leaves), `weights-missing-shard`.
+        InputError: `weights-outside` (a path in the name, or a link that leaves), `weights-missing-shard`,
+            `file-unreadable`.
     """
     if name in ("", ".", "..") or any(char in name for char in "/\\\0"):
         raise _bad("weights-outside", repr(name), "has a path in it", "a model's files stand in its own folder")
@@ -212,6 +213,8 @@ def checked_file(folder: Path, name: str) -> Path:
         ) from None
     if not stat.S_ISREG(mode):
         raise _bad("weights-missing-shard", name, "is not a regular file")
+    if not os.access(path, os.R_OK):
+        raise _bad("file-unreadable", name, f"may not be read in {folder}", "", "change its permissions")
     return path
 
 

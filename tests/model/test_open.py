@@ -374,6 +374,14 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     assert refused(folder).code == "weights-outside"
 
 
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path / "model")
+    monkeypatch.setattr(
+        "os.access", lambda path, mode: Path(path).name != "model.safetensors"
+    )  # root may read anything
+    assert refused(folder).code == "file-unreadable"
+
+
 # references -----------------------------------------------------------------------------------------------------------
 
 
@@ -393,6 +401,7 @@ def test_a_misspelt_alias(tmp_path: Path) -> None:
 
 def test_a_path_that_is_not_there_or_no_folder(tmp_path: Path) -> None:
     assert refused("./nowhere").code == "file-missing"
+    assert refused("~nobody-by-that-name/model").code == "file-missing"
     (tmp_path / "model.onnx").write_bytes(b"1")
     assert refused(tmp_path / "model.onnx").code == "not-a-folder"
 

