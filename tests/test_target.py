@@ -1,0 +1,217 @@
+"""Targets: what ships is valid and sourced; what is wrong is one clear line; measured figures come from the cache."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from quantkit import content
+from quantkit.errors import InputError
+from quantkit.target import Target, measured_path, read_measured, write_measured
+
+SHIPPED = content.names("export")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def shipped(name: str) -> dict[str, Any]:
+    return copy.deepcopy(yaml.safe_load(content.find("export", name).read_text(encoding="utf-8")))
+
+
+def test_what_ships() -> None:
+    gpus = ["a100", "h100", "h200", "jetson-orin", "l4", "rtx-4090"]
+    assert set(SHIPPED) == {*gpus, "apple-m3", "cpu-arm", "cpu-x86"}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_target_is_whole(name: str) -> None:
+    target = Target.load(name)
+    assert target.name == name
+    assert set(target.formats) >= {"float32", "float16", "bfloat16", "int8", "int4", "fp8_e4m3", "nf4"}
+    for format_, cells in target.formats.items():
+        if format_ in {"float32", "int8", "int4"}:
+            assert set(target.runtimes) <= set(cells), f"{format_} says nothing of a runtime of the target"
+    stated = [figure for figure in target.figures().values() if figure.state == "stated"]
+    assert all(figure.number for figure in stated)
+    for compute, figure in target.compute.items():  # nothing with sparsity or in TFLOP slipped in
+        assert figure.number is None or 1e12 < figure.number < 3e15, compute
+    assert "4.0e9" not in json.dumps(target.as_dict()), "YAML read a number as text"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_as_dict_reads_back(name: str) -> None:
+    target = Target.load(name)
+    data = target.as_dict()
+    assert next(iter(data)) == "schema"
+    assert Target.from_dict({key: value for key, value in data.items() if key != "name"}, name=name) == target
+
+
+def test_l4_is_the_contract_of_the_design() -> None:
+    target = Target.load("l4")
+    assert target.runtimes[0] == "tensorrt_rtx"
+    assert target.arch.sm == "8.9"
+    assert (target.memory.capacity.number, target.memory.read_bandwidth.number) == (24e9, 3e11)
+    assert target.build["tensorrt_rtx"] == {"workspace": 4.0e9, "optimization_level": 3}
+    assert target.batches == [1, 2, 4, 8, 16, 32, 64]
+    assert target.supports("int4") == target.supports("int4", "tensorrt_rtx")
+    assert target.supports("int4").symmetric_only
+    assert target.supports("int4", "onnxruntime").state == "absent"
+    assert target.supports("int3").state == "absent"
+
+
+@pytest.mark.parametrize(
+    ("change", "place", "says"),
+    [
+        ({"sumary": "x"}, "sumary", "did you mean 'summary'"),
+        ({"memory": {"bandwidth": {}}}, "memory.bandwidth", "read_bandwidth"),
+        ({"memory": {"read_bandwidth": {"unit": "GB/s"}}}, "memory.read_bandwidth.unit", "'B/s'"),
+        ({"memory": {"read_bandwidth": {"unit": "B"}}}, "memory", "read_bandwidth is in B/s, not B"),
+        ({"memory": {"capacity": {"value": "automatic"}}}, "memory.capacity.value", "automatic"),
+        ({"memory": {"capacity": {"value": -1.0}}}, "memory.capacity.value", "greater than 0"),
+        ({"memory": {"capacity": {"value": float("nan")}}}, "memory.capacity.value", "nan"),
+        ({"memory": {"capacity": {"source": ""}}}, "memory.capacity.source", "at least 1 character"),
+        ({"compute": {"int8": {"unit": "flop/s"}}}, "compute", "int8 is in op/s, not flop/s"),
+        ({"compute": {"fp16": {"sauce": "x"}}}, "compute.fp16.sauce", "did you mean 'source'"),
+        ({"compute": {"float16": {}}}, "compute.float16", "fp16"),
+        ({"formats": {"in4": {}}}, "formats", "did you mean 'int4'"),
+        ({"formats": {"int4": {"tensor_rt": {"state": "native", "source": "x"}}}}, "formats", "'tensorrt"),
+        ({"formats": {"int4": {"torch": {"state": "fast"}}}}, "formats.int4.torch.state", "'native'"),
+        ({"formats": {"int4": {"torch": {"symetric_only": True}}}}, "symetric_only", "did you mean 'symmetric_only'"),
+        ({"runtimes": ["torhc"]}, "runtimes", "did you mean 'torch'"),
+        ({"runtimes": ["torch", "torch"]}, "runtimes", "twice"),
+        ({"runtimes": []}, "runtimes", "at least 1"),
+        ({"build": {"torhc": {}}}, "build", "did you mean 'torch'"),
+        ({"baseline": "fp64"}, "baseline", "'fp32'"),
+        ({"batches": [8, 1]}, "batches", "rise"),
+        ({"kind": "cpu"}, "", "`isa` goes with `kind: cpu`"),
+        ({"arch": {"sm": None}}, "", "`sm` goes with `vendor: nvidia`"),
+        ({"arch": {"sm": "sm_89"}}, "arch.sm", "pattern"),
+        ({"schema": 2}, "schema", "1"),
+    ],
+)
+def test_bad_input_is_one_clear_line(tmp_path: Path, change: dict[str, Any], place: str, says: str) -> None:
+    def merge(into: dict[str, Any], part: dict[str, Any]) -> None:
+        for key, value in part.items():
+            if isinstance(value, dict) and isinstance(into.get(key), dict):
+                merge(into[key], value)
+            else:
+                into[key] = value
+
+    data = shipped("l4")
+    merge(data, change)
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(data), encoding="utf-8")
+    with pytest.raises(InputError) as caught:
+        Target.load(str(path))
+    assert caught.value.code == "target-invalid"
+    assert place in caught.value.where
+    assert says in caught.value.line()
+    assert "\n" not in caught.value.line()
+
+
+def test_a_profile_runs_from_minimum_to_maximum() -> None:
+    data = shipped("l4")
+    data["profiles"][0]["batch"] = [8, 1, 64]
+    with pytest.raises(InputError, match=r"batch is \[minimum, optimum, maximum\]"):
+        Target.from_dict(data, name="l4")
+
+
+def test_unknown_target_is_guessed() -> None:
+    with pytest.raises(InputError, match="did you mean 'cpu-x86'") as caught:
+        Target.load("cpu-x68")
+    assert caught.value.code == "unknown-target"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("- 1\n", "target-invalid"), ("a: [1\n", "yaml-invalid"), ("kind: gpu\nkind: cpu\n", "yaml-invalid")],
+)
+def test_a_file_that_is_no_target(tmp_path: Path, text: str, code: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError) as caught:
+        Target.load(path)
+    assert caught.value.code == code
+
+
+def test_auto_stays_unmeasured_until_the_doctor_has_been() -> None:
+    before = Target.load("cpu-x86")
+    assert before.memory.read_bandwidth.state == "unmeasured"
+    assert before.memory.read_bandwidth.number is None
+    assert "memory.read_bandwidth" in before.unmeasured()
+
+    figures = {"memory.read_bandwidth": 2.5e10, "compute.fp32": 1e11}
+    write_measured("cpu-x86", {"source": "measured on a toy", "isa": ["avx2"], "figures": figures})
+    after = Target.load("cpu-x86")
+    assert after.memory.read_bandwidth.number == 2.5e10
+    assert after.memory.read_bandwidth.state == "measured"
+    assert after.memory.read_bandwidth.source == "measured on a toy"
+    assert after.arch.isa == ["avx2"]
+    assert after.compute["fp32"].number == 1e11
+    assert after.unmeasured() == ["memory.capacity", "memory.last_level_cache", "compute.int8"]
+    assert before.memory.read_bandwidth.value == "auto", "the first one must not have changed"
+
+
+def test_a_stated_figure_is_never_replaced() -> None:
+    write_measured("l4", {"source": "x", "figures": {"memory.read_bandwidth": 1.0}})
+    assert Target.load("l4").memory.read_bandwidth.number == 3e11
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 2}', '{"schema": 1, "figures": {"compute.fp32": "fast"}}'])
+def test_a_broken_cache_counts_as_not_measured(text: str) -> None:
+    path = measured_path("cpu-x86")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert Target.load("cpu-x86").compute["fp32"].state == "unmeasured"
+
+
+def test_the_cache_is_written_whole_or_not_at_all() -> None:
+    write_measured("cpu-x86", {"figures": {"compute.fp32": 1.0}})
+    with pytest.raises(ValueError, match="JSON"):
+        write_measured("cpu-x86", {"figures": {"compute.fp32": float("nan")}})
+    assert read_measured("cpu-x86")["figures"] == {"compute.fp32": 1.0}
+    assert [path.name for path in measured_path("cpu-x86").parent.iterdir()] == ["cpu-x86.json"]
+
+
+def test_a_cache_that_cannot_be_written_says_what_to_do(cache: Path) -> None:
+    cache.write_text("a file where the folder should be")
+    with pytest.raises(InputError, match="QUANTKIT_CACHE") as caught:
+        write_measured("cpu-x86", {"figures": {}})
+    assert caught.value.code == "cache-unwritable"
+
+
+def test_check_passes_what_runs_and_what_is_emulated() -> None:
+    target = Target.load("l4")
+    target.check([("int4", True), ("float16", True), ("nf4", True)])
+    target.check([("int4", False)], runtime="torch")
+    Target.load("cpu-x86").check([("int4", False), ("int8", True)])
+
+
+@pytest.mark.parametrize(
+    ("formats", "runtime", "says"),
+    [
+        ([("int2", True)], None, ["int2", "l4", "tensorrt_rtx", "refuses it", "natively in float32"]),
+        ([("int8", True), ("int4", False)], None, ["asymmetric int4", "zero point is refused", "symmetric=true"]),
+        ([("int4", True)], "onnxruntime", ["runtime onnxruntime", "known:", "torch"]),
+        ([("mxfp4", True)], None, ["mxfp4", "no such cell", "mxfp4 runs in llama_cpp"]),
+        ([("nf4", True)], "llama_cpp", ["nf4", "IQ4_NL", "nf4 runs in tensorrt_rtx, torch, vllm"]),
+    ],
+)
+def test_check_refuses_with_format_target_runtime_source_and_remedy(
+    formats: list[tuple[str, bool]], runtime: str | None, says: list[str]
+) -> None:
+    with pytest.raises(InputError) as caught:
+        Target.load("l4").check(formats, runtime)
+    assert caught.value.code == "target-cannot-run"
+    assert caught.value.exit == 2
+    for part in says:
+        assert part in caught.value.line()
