@@ -1,0 +1,105 @@
+"""Quantize and compile a model, and prove on the target whether it was worth it.
+
+    import quantkit
+    bundle = quantkit.compile("smollm2-135m", recipe="awq-int4")
+    bundle.measurements
+
+Importing this package is cheap: torch and the rest are imported by what needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from quantkit.bundle import Bundle
+    from quantkit.errors import QuantkitError
+    from quantkit.pipeline import Pipeline
+    from quantkit.recipe import Recipe
+    from quantkit.target import Target
+
+__all__ = ["Bundle", "Pipeline", "QuantkitError", "Recipe", "Target", "compile", "load", "measure"]
+
+_HOMES = {
+    "Bundle": "quantkit.bundle",
+    "Pipeline": "quantkit.pipeline",
+    "QuantkitError": "quantkit.errors",
+    "Recipe": "quantkit.recipe",
+    "Target": "quantkit.target",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'quantkit' has no attribute {name!r}")
+
+
+def compile(  # noqa: A001 (the word of the command line)
+    model: str = "smollm2-135m",
+    recipe: str | Path | Recipe = "awq-int4",
+    target: str | Path | Target | None = None,
+    *,
+    calibration: str | Path | None = None,
+    out: str | Path | None = None,
+    changes: Sequence[str] = (),
+    resume: bool = False,
+    strict: bool = False,
+    trust_remote_code: bool = False,
+) -> Bundle:
+    """Compile a model into a bundle on disk.
+
+    Args:
+        model: an alias, a Hugging Face folder (`./folder`) or `hf:org/name`.
+        recipe: a shipped name, a path, or a `Recipe`.
+        target: a shipped name, a path, or a `Target`; None is this machine's processor.
+        calibration: a shipped set or a path, instead of the recipe's.
+        out: the bundle's folder; None chooses `./<model>--<recipe>`, then `-2`, ...
+        changes: `PATH=YAML` changes to the recipe, e.g. `["scheme.weights.group=32"]`.
+        resume: go on with an unfinished build.
+        strict: a decision that the recipe did not ask for is an error.
+        trust_remote_code: allow a model's own code to run.
+
+    Raises:
+        QuantkitError: with code, where, value, rule and remedy.
+    """
+    from quantkit.pipeline import Request, compile_model
+
+    request = Request.of(
+        model,
+        recipe=recipe,
+        target=target,
+        calibration=calibration,
+        out=out,
+        changes=changes,
+        resume=resume,
+        strict=strict,
+        trust_remote_code=trust_remote_code,
+    )
+    return compile_model(request).bundle
+
+
+def load(path: str | Path) -> Bundle:
+    """Open a bundle. Raises InputError if it is none."""
+    from quantkit.bundle import Bundle
+
+    return Bundle.load(path)
+
+
+def measure(bundle: Bundle | str | Path, baseline: str | None = None) -> list[dict[str, Any]]:
+    """Measure a bundle's accuracy and size again; the rows also go into its `measurements.jsonl`.
+
+    Args:
+        bundle: or its path.
+        baseline: the model to compare with; None is the one it was made from.
+    """
+    from quantkit.pipeline import measure_bundle
+
+    return [
+        row.as_dict() for row in measure_bundle(load(bundle) if not hasattr(bundle, "manifest") else bundle, baseline)
+    ]

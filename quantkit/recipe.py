@@ -128,12 +128,14 @@ class Gates(Closed):
         kl_max: mean KL divergence from the original, nats a token.
         top1_agreement_min: share of positions whose most likely token is the original's.
         perplexity_ratio_max: perplexity over the original's.
+        cosine_min: mean cosine between an encoder's and the original's pooled outputs.
         bits_per_weight_max: of the quantized layers, scales and zero points counted.
     """
 
     kl_max: float | None = None
     top1_agreement_min: float | None = None
     perplexity_ratio_max: float | None = None
+    cosine_min: float | None = None
     bits_per_weight_max: float | None = None
 
 

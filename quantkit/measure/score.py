@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quantkit import content
@@ -38,7 +38,8 @@ def original_states(model: StreamedModel, tokens: TokenSet) -> Tensor:
     path = content.cache_dir() / "states" / f"{name}.safetensors"
     if path.is_file():
         model.learn_calls(tokens.ids[:1, :8])
-        return load_file(path)["hidden"]
+        kept: Tensor = load_file(path)["hidden"]
+        return kept
     hidden = model.run(tokens.ids)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,18 +52,24 @@ def original_states(model: StreamedModel, tokens: TokenSet) -> Tensor:
     return hidden
 
 
-def score(original: StreamedModel, candidate: StreamedModel, tokens: TokenSet) -> Items:
+def score(
+    original: StreamedModel, candidate: StreamedModel, tokens: TokenSet, progress: Callable[[float], None] | None = None
+) -> Items:
     """Every position of `tokens` under both models; memory is one block, two heads and two sequences of logits."""
+    tell = progress or (lambda done: None)
     from quantkit.model.stream import Head
 
     before = original_states(original, tokens)
+    tell(0.3)
     after = candidate.run(tokens.ids)
+    tell(0.6)
     heads = [Head(model.rest(), model.path, as_tuple=model.as_tuple) for model in (original, candidate)]
     accuracy = Accuracy()
     for index in range(tokens.ids.shape[0]):
         ids = tokens.ids[index : index + 1]
         logits = [head(hidden[index : index + 1], ids)[0] for head, hidden in zip(heads, (before, after), strict=True)]
         accuracy.add(ids[0], logits[0], logits[1])
+        tell(0.6 + 0.4 * (index + 1) / tokens.ids.shape[0])
     return accuracy.items()
 
 
@@ -70,10 +77,8 @@ def cosine(original: StreamedModel, candidate: StreamedModel, tokens: TokenSet) 
     """For encoders, which have no next word: the cosine between both models' mean-pooled outputs, [samples]."""
     import torch
 
-    pooled = []
-    for hidden in (original_states(original, tokens), candidate.run(tokens.ids)):
-        pooled.append(hidden.mean(dim=1).double())
-    return torch.nn.functional.cosine_similarity(pooled[0], pooled[1])
+    before, after = original_states(original, tokens), candidate.run(tokens.ids)
+    return torch.nn.functional.cosine_similarity(before.mean(dim=1).double(), after.mean(dim=1).double())
 
 
 def rows(
@@ -84,11 +89,12 @@ def rows(
     subject: str,
     runtime: str,
     settings: Mapping[str, Any] | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> tuple[list[Row], Items | None]:
     """The accuracy rows of a candidate, and what was found at each position (None for encoders)."""
     device = Device.model_validate(machine.device())
     if original.source.kind == "decoder":
-        items = score(original, candidate, tokens)
+        items = score(original, candidate, tokens, progress)
         found = items.rows(
             subject=subject,
             baseline=original.source.sha256,

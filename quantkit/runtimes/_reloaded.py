@@ -1,53 +1,104 @@
-"""A written checkpoint, block by block, as transformers and compressed-tensors understand it.
+"""A written checkpoint, block by block, with weights expanded by compressed-tensors' own code.
 
-What `from_pretrained` does for the whole model at once happens here for one block at a time: transformers builds the
-classes, compressed-tensors lays out its parameters (`apply_quantization_config`, `compress_model`) and expands them
-(`decompress_module`). Only the reading of tensors is ours, so memory stays one block.
+`from_pretrained` expands a whole model at once; here each linear is expanded when its block is loaded, by the very
+call that transformers makes for it (`BaseCompressor.decompress`), so memory stays one block. transformers builds the
+classes; only the reading of tensors is ours.
 """
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor
 
 from quantkit.model.open import open_written
 from quantkit.model.stream import StreamedModel
+from quantkit.model.weights import Entry, Weights
+
+_PACKED = ".weight_packed"
 
 
-class ReloadedModel(StreamedModel):
-    """See the module.
+def reloaded(folder: Path) -> StreamedModel:
+    """A checkpoint, packed or dense, as a stream of blocks."""
+    source = open_written(folder)
+    config = source.config.get("quantization_config")
+    if config is not None:
+        source = replace(source, weights=ExpandedWeights.of(source.weights, config, source.dtype))
+    return StreamedModel(source)
+
+
+@dataclass(frozen=True)
+class ExpandedWeights(Weights):
+    """Packed weights seen as the dense ones they stand for: `X.weight` instead of `X.weight_packed` and companions.
 
     Args:
-        folder: a checkpoint, quantized by compressed-tensors or dense.
+        stored: what is in the files.
+        schemes: compressed-tensors' config groups.
+        dtype: of the model; expanded weights are cast to it, as transformers does.
     """
 
-    def __init__(self, folder: Path) -> None:
-        source = open_written(folder)
-        self._config = source.config.get("quantization_config")
-        super().__init__(source, prepare=self._lay_out if self._config else None)
+    stored: Weights
+    schemes: tuple[Any, ...]
+    dtype: torch.dtype
 
-    def _lay_out(self, skeleton: nn.Module) -> None:
-        """What transformers' quantizer does before it loads weights."""
-        from compressed_tensors.compressors import ModelCompressor
-        from compressed_tensors.quantization import apply_quantization_config
-        from transformers.utils.quantization_config import CompressedTensorsConfig
+    @classmethod
+    def of(cls, stored: Weights, config: Mapping[str, Any], dtype: str) -> ExpandedWeights:
+        """The view for a `quantization_config` of config.json."""
+        entries: dict[str, Entry] = {}
+        prefixes = [name.removesuffix(_PACKED) for name in stored.entries if name.endswith(_PACKED)]
+        companions = {f"{prefix}.weight_{part}" for prefix in prefixes for part in ("scale", "zero_point", "shape")}
+        for name, entry in stored.entries.items():
+            if name.endswith(_PACKED):
+                dense = f"{name.removesuffix(_PACKED)}.weight"
+                rows, columns = (int(size) for size in stored.read(f"{dense}_shape"))
+                entries[dense] = replace(entry, name=dense, dtype="F32", shape=(rows, columns))
+            elif name not in companions:
+                entries[name] = entry
+        return cls(entries, stored.folder, stored.shards, stored, _schemes(config), getattr(torch, dtype))
 
-        config = CompressedTensorsConfig(**self._config)  # type: ignore[arg-type]
-        config.post_init()
-        compressor = ModelCompressor.from_compression_config(config)
-        apply_quantization_config(skeleton, copy.deepcopy(compressor.quantization_config), run_compressed=False)
-        compressor.compress_model(skeleton)
-        compressor.remove_decompression_hook(skeleton)
+    def read(self, name: str) -> Tensor:
+        """A tensor as the loaded model has it."""
+        prefix = name.removesuffix(".weight")
+        if prefix + _PACKED not in self.stored.entries:
+            return self.stored.read(name)
+        from compressed_tensors.compressors import BaseCompressor
 
-    def load(self, index: int) -> nn.Module:
-        """Block `index`, expanded to floats by compressed-tensors."""
-        block = super().load(index)
-        if self._config:
-            from compressed_tensors.compressors.base import decompress_module
+        scheme = _scheme_of(prefix, self.schemes)
+        parts = {
+            part: self.stored.read(f"{prefix}.{part}")
+            for part in ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+            if f"{prefix}.{part}" in self.stored.entries
+        }
+        if scheme.weights.symmetric:
+            # transformers casts scales to the model's dtype when it keeps the packed layout
+            parts["weight_scale"] = parts["weight_scale"].to(self.dtype)
+        compressor = BaseCompressor.get_value_from_registry(str(scheme.format))
+        weight: Tensor = compressor.decompress(parts, scheme)["weight"]
+        return weight.to(self.dtype)
 
-            for module in block.modules():
-                if getattr(module, "quantization_scheme", None) is not None:
-                    decompress_module(module)
-        return block
+
+def _schemes(config: Mapping[str, Any]) -> tuple[Any, ...]:
+    from compressed_tensors.quantization import QuantizationConfig
+
+    known = QuantizationConfig.model_fields.keys()
+    parsed = QuantizationConfig.model_validate({key: value for key, value in config.items() if key in known})
+    groups = list(parsed.config_groups.values())
+    for group in groups:
+        group.format = group.format or parsed.format
+    return tuple(groups)
+
+
+def _scheme_of(prefix: str, schemes: Sequence[Any]) -> Any:
+    """The group that names the layer, else the one for all of its class."""
+    for scheme in schemes:
+        if any(
+            prefix == target or prefix.endswith(f".{target}") or fnmatchcase(prefix, target)
+            for target in scheme.targets
+        ):
+            return scheme
+    return schemes[0]

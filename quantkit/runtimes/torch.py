@@ -57,9 +57,9 @@ class TorchRuntime:
 
     def stream(self, folder: Path) -> StreamedModel:
         """A checkpoint block by block, expanded by compressed-tensors' own code."""
-        from quantkit.runtimes._reloaded import ReloadedModel
+        from quantkit.runtimes._reloaded import reloaded
 
-        return ReloadedModel(folder)
+        return reloaded(folder)
 
     def generate(
         self,

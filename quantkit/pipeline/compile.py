@@ -1,0 +1,481 @@
+"""Model + recipe + target -> bundle: the order of things.
+
+    validate -> open -> lay out -> [block: passes -> commit] -> export -> reload and check -> score -> gates -> bundle
+
+Everything that can be refused is refused before the first block is touched. Every step that took time is committed, so a
+killed compile goes on where it was and ends with the same `content_sha256`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import quantkit
+from quantkit import registry
+from quantkit.bundle import (
+    Build,
+    Bundle,
+    CalibrationEntry,
+    Check,
+    Decision,
+    LayerEntry,
+    Manifest,
+    ModelEntry,
+    SourceEntry,
+    content_sha256,
+    inventory,
+    stopping_when_full,
+)
+from quantkit.bundle.manifest import MEASUREMENTS
+from quantkit.errors import GateError, InputError, Stopped
+from quantkit.measure.rows import Row, write_rows
+from quantkit.measure.size import size_rows
+from quantkit.pipeline import tokens
+from quantkit.pipeline.gates import judge
+from quantkit.pipeline.layers import AS_ASKED, Layers, lay_out
+from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.request import Request, default_out
+from quantkit.plan import machine
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.sets import TokenSet
+    from quantkit.model.finished import Finished
+    from quantkit.model.open import Source
+    from quantkit.model.stream import StreamedModel
+    from quantkit.pipeline.work import Step, Worked
+
+# a few tokens are enough to trace a block and to prove its folds
+_PROBE = (2, 12)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compile yields.
+
+    Args:
+        bundle: on disk.
+        rows: its measurements.
+        seconds: `quantize_cpu` (processor seconds from calibration to packed weights) and `total` (wall clock).
+        memory_peak_bytes: the most that this process had resident.
+        warnings: what a reader must know about the figures.
+    """
+
+    bundle: Bundle
+    rows: list[Row]
+    seconds: Mapping[str, float | None]
+    memory_peak_bytes: int
+    warnings: list[str]
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """What was done otherwise than asked."""
+        return self.bundle.manifest.decisions
+
+    def as_dict(self) -> dict[str, Any]:
+        """`result` of the `--json` envelope."""
+        manifest = self.bundle.manifest
+        return {
+            "bundle": str(self.bundle.path),
+            "content_sha256": manifest.content_sha256,
+            "state": manifest.state,
+            "verdict": manifest.verdict.model_dump(mode="json") if manifest.verdict else None,
+            "measurements": [row.as_dict() for row in self.rows],
+            "checks": [check.model_dump(mode="json") for check in manifest.checks],
+            "seconds": dict(self.seconds),
+            "memory_peak_bytes": self.memory_peak_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request whose every input was opened and found good; nothing has been written."""
+
+    request: Request
+    source: Source
+    stream: StreamedModel
+    layers: Layers
+    steps: list[Step]
+    calibration: TokenSet | None
+    scoring: TokenSet
+    out: Path
+    decisions: list[Decision]
+
+
+def prepare(request: Request) -> Prepared:
+    """Open and check everything a compile needs.
+
+    Raises:
+        InputError: anything that would make it fail later.
+    """
+    from quantkit.model.open import open_model
+    from quantkit.model.stream import StreamedModel
+    from quantkit.pipeline.work import Step, check_order, looks_at_data
+
+    recipe = request.recipe
+    source = open_model(request.model, trust_remote_code=request.trust_remote_code)
+    if source.kind not in recipe.models:
+        raise InputError(
+            "model-kind",
+            where=source.ref,
+            value=f"a {source.kind}",
+            rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
+            remedy="choose another recipe, or add the kind to its `models`",
+        )
+    stream = StreamedModel(source)
+    layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype)
+    steps = [Step(registry.load("passes", step.name), step.settings) for step in recipe.passes]
+    check_order(steps)
+    for step in recipe.export:
+        registry.load("export", step.name).accepts(step.options, layers.schemes, layers.plain, layers.padded())
+    decisions = list(layers.decisions)
+    calibration, scoring = tokens.load(recipe, source, calibrate=looks_at_data(steps), decisions=decisions)
+    out = request.out or default_out(source.name, recipe.name, resume=request.resume)
+    return Prepared(request, source, stream, layers, steps, calibration, scoring, out, decisions)
+
+
+def compile_model(request: Request, progress: Progress | None = None) -> Compiled:
+    """Compile a model into a bundle.
+
+    Raises:
+        InputError: something is not what it has to be.
+        GateError: a check failed (nothing is delivered), or `--strict` and a decision was taken.
+        Stopped: interrupted or disk full; what is done is kept.
+    """
+    progress = progress or Progress()
+    started = time.perf_counter()
+    prepared = prepare(request)
+    progress.plan(expected_seconds(prepared))
+    for note in prepared.source.notes:
+        progress.note(note)
+    if request.strict:
+        _refuse(prepared.decisions)
+    build = Build.open(prepared.out, fingerprint(prepared), resume=request.resume)
+    if build.finished is not None:
+        return _finished(build.finished, prepared)
+    try:
+        with build:
+            return _Compilation(prepared, build, progress, started).run()
+    except KeyboardInterrupt:
+        raise Stopped(
+            "interrupted",
+            where=str(prepared.out),
+            value=f"{len(build.done())} steps are kept",
+            remedy="the same command with --resume goes on",
+        ) from None
+
+
+def fingerprint(prepared: Prepared) -> dict[str, Any]:
+    """Everything that a bundle's content depends on."""
+    import torch
+
+    versions = machine.versions()
+    relevant = ("python", "torch", "transformers", "compressed-tensors", "safetensors", "numpy")
+    return {
+        "quantkit": quantkit.__version__,
+        "model": prepared.source.ref,
+        "source": prepared.source.sha256,
+        "recipe": prepared.request.recipe.as_dict(),
+        "calibration": prepared.calibration.sha256 if prepared.calibration else None,
+        "scoring": prepared.scoring.sha256,
+        "threads": torch.get_num_threads(),
+        "isa": machine.isa(),
+        "versions": {name: versions[name] for name in relevant if name in versions},
+    }
+
+
+def expected_seconds(prepared: Prepared) -> dict[str, float]:
+    """A first guess of what each stage takes, from its matrix products; the progress corrects it as it goes."""
+    import torch
+
+    rate = 35e9 * torch.get_num_threads()
+    weights = sum(rows * columns for rows, columns in prepared.layers.shapes.values())
+    scored = prepared.scoring.ids.numel()
+    seen = prepared.calibration.ids.numel() if prepared.calibration else 0
+    stages = {}
+    if prepared.steps:
+        passes = sum(1 + 2 * bool(step.run.needs) for step in prepared.steps)
+        stages["quantize"] = 1.0 + passes * 2 * weights * seen / rate + weights / 2e7
+    stages["export"] = 1.0 + weights / 1e8
+    stages["check"] = 2.0 + weights / 1e8
+    stages["score"] = 2.0 + (4 * weights + 4 * _head_size(prepared)) * scored / rate
+    return stages
+
+
+def _head_size(prepared: Prepared) -> int:
+    config = prepared.source.config
+    return int(config.get("vocab_size", 0)) * int(config.get("hidden_size", config.get("n_embd", 0)))
+
+
+def _refuse(decisions: list[Decision]) -> None:
+    """`--strict`: a decision that the recipe did not ask for is an error."""
+    unasked = [decision for decision in decisions if decision.code != AS_ASKED]
+    if unasked:
+        first = unasked[0]
+        raise GateError(
+            "strict",
+            where=first.where,
+            value=f"{first.pass_}: {first.code}",
+            rule=f"--strict allows no decision beyond the recipe; {first.reason} ({len(unasked)} in all)",
+            remedy="write it into the recipe (keep, overrides, settings), or leave --strict out",
+        )
+
+
+def _finished(bundle: Bundle, prepared: Prepared) -> Compiled:
+    """A resume of what had been finished already."""
+    manifest = bundle.manifest
+    asked = prepared.request.recipe.as_dict()
+    if manifest.recipe != asked or manifest.model.source.sha256 != prepared.source.sha256:
+        raise InputError(
+            "out-exists",
+            where=str(bundle.path),
+            value="a finished bundle of another model or recipe",
+            rule="nothing is overwritten",
+            remedy="choose another --out, or delete it",
+        )
+    rows = [Row.model_validate(row) for row in bundle.measurements]
+    seconds = {"quantize_cpu": None, "total": 0.0}
+    return Compiled(bundle, rows, seconds, peak_bytes(), list(prepared.source.notes))
+
+
+def peak_bytes() -> int:
+    """The most that this process has had resident."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class _Compilation:
+    """The stages of one compile, in order; the state between them is what is on disk."""
+
+    def __init__(self, prepared: Prepared, build: Build, progress: Progress, started: float) -> None:
+        self.prepared = prepared
+        self.build = build
+        self.progress = progress
+        self.started = started
+        self.quantize_cpu = 0.0
+
+    def run(self) -> Compiled:
+        """All stages."""
+        prepared, request = self.prepared, self.prepared.request
+        with stopping_when_full(self.build.folder):
+            if prepared.steps:
+                self._quantize()
+            records = [record for key, record in self.build.done().items() if key.startswith("block-")]
+            decisions = [*prepared.decisions, *(Decision.model_validate(x) for r in records for x in r["decisions"])]
+            layers = [LayerEntry.model_validate(x) for record in records for x in record["layers"]]
+            if request.strict:
+                _refuse(decisions)
+            self._export()
+            files = inventory(self.build.bundle)
+            subject = content_sha256(files)
+            checks = self._check()
+            rows, judged = self._score(subject, layers, files)
+            checks += judged
+            failed = [check for check in judged if not check.ok]
+            manifest = self._manifest(decisions, layers, checks, subject, "gate_failed" if failed else "complete")
+            self._card(manifest, rows)
+            manifest = manifest.model_copy(update={"files": inventory(self.build.bundle)})
+        bundle = self.build.finish(manifest)
+        warnings = list(prepared.source.notes)
+        warnings += prepared.calibration.notes if prepared.calibration else ()
+        seconds = {"quantize_cpu": self.quantize_cpu, "total": time.perf_counter() - self.started}
+        return Compiled(bundle, rows, seconds, peak_bytes(), warnings)
+
+    def _quantize(self) -> None:
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        from quantkit.model import finished
+        from quantkit.pipeline.work import work
+
+        prepared, build = self.prepared, self.build
+        count = len(prepared.stream.block_names)
+        start = sum(key.startswith("block-") for key in build.done())
+        if start == count:
+            return
+        spent = time.process_time()
+        hidden_file = build.work / f"hidden-{start - 1:04}.safetensors"
+        hidden = load_file(hidden_file)["hidden"] if hidden_file.exists() else None
+        generator = torch.Generator().manual_seed(prepared.request.recipe.seed)
+        probe_ids = torch.randint(0, tokens.vocabulary(prepared.source), _PROBE, generator=generator)
+        self.progress.at("quantize", start / count, f"block {start + 1} of {count}")
+        for worked in work(
+            prepared.stream,
+            prepared.steps,
+            prepared.layers.schemes,
+            prepared.calibration.ids if prepared.calibration else None,
+            probe_ids=probe_ids,
+            widest=prepared.layers.widest,
+            dtype=getattr(torch, prepared.source.dtype),
+            seed=prepared.request.recipe.seed,
+            start=start,
+            hidden=hidden,
+        ):
+            index = worked.block.index
+            result = build.temporary("block.safetensors")
+            named = {worked.block.full_name(name): tensor for name, tensor in worked.block.tensors.items()}
+            finished.save(result, named, self._changed(worked))
+            files = {result: build.work / f"block-{index:04}.safetensors"}
+            if worked.hidden is not None:
+                states = build.temporary("hidden.safetensors")
+                save_file({"hidden": worked.hidden}, states)
+                files[states] = build.work / f"hidden-{index:04}.safetensors"
+            before = build.work / f"hidden-{index - 1:04}.safetensors"
+            remove = [before] if before.exists() else []
+            build.commit(f"block-{index:04}", self._record(worked), files, remove=remove)
+            self.progress.at("quantize", (index + 1) / count, f"block {min(index + 2, count)} of {count}")
+        self.quantize_cpu += time.process_time() - spent
+
+    def _changed(self, worked: Worked) -> dict[str, Any]:
+        """The block's parameters that folds changed, in the dtype they are stored in."""
+        import torch
+
+        stream = self.prepared.stream
+        dtype = getattr(torch, self.prepared.source.dtype)
+        quantized = {f"{name}.weight" for name in worked.block.tensors}
+        found = {}
+        for name, value in worked.block.module.named_parameters():
+            full = worked.block.full_name(name)
+            if name not in quantized and full in stream.files:
+                stored = value.detach().to(dtype)
+                if not torch.equal(stored, stream.tensor(full).to(dtype)):
+                    found[full] = stored
+        return found
+
+    def _record(self, worked: Worked) -> dict[str, Any]:
+        layers = []
+        for name, tensor in worked.block.tensors.items():
+            full = worked.block.full_name(name)
+            form = registry.load("formats", tensor.scheme.format)
+            rows, columns = self.prepared.layers.shapes[full]
+            padded = (rows, tensor.shape[1])
+            entry = LayerEntry(
+                name=full,
+                shape=[rows, columns],
+                scheme=tensor.scheme.model_dump(mode="json"),
+                bits_per_weight=form.bits_per_weight(padded, tensor.scheme) * padded[1] / columns,
+                error=worked.errors.get(full),
+            )
+            layers.append(entry.model_dump(mode="json"))
+        return {
+            "layers": layers,
+            "decisions": [decision.model_dump(mode="json", by_alias=True) for decision in worked.decisions],
+        }
+
+    def _results(self) -> Finished:
+        from quantkit.model.finished import Finished
+
+        files = sorted(self.build.work.glob("block-*.safetensors"))
+        return Finished(files, self.prepared.layers.schemes)
+
+    def _export(self) -> None:
+        spent = time.process_time()
+        results = self._results()
+        for number, step in enumerate(self.prepared.request.recipe.export):
+            self.progress.at("export", number / len(self.prepared.request.recipe.export), step.name)
+            registry.load("export", step.name).write(
+                self.build.bundle, self.prepared.source, self.prepared.stream, results, step.options
+            )
+        self.progress.at("export", 1.0)
+        self.quantize_cpu += time.process_time() - spent
+
+    def _check(self) -> list[Check]:
+        """Load every export again in somebody else's library and compare; a mismatch ends the compile."""
+        checks: list[Check] = []
+        results = self._results()
+        for step in self.prepared.request.recipe.export:
+            self.progress.at("check", 0.0, f"reloading the {step.name}")
+            checks += registry.load("export", step.name).check(
+                self.build.bundle, self.prepared.source, self.prepared.stream, results, step.options
+            )
+        self.progress.at("check", 1.0)
+        failed = [check for check in checks if not check.ok]
+        if failed:
+            raise GateError(
+                "check-failed",
+                where=failed[0].where or failed[0].name,
+                value=f"{failed[0].name} is {failed[0].value}",
+                rule=f"at most {failed[0].limit}",
+                remedy="the export is not what was decided on; nothing was delivered. Please report it",
+            )
+        return checks
+
+    def _score(self, subject: str, layers: list[LayerEntry], files: list[Any]) -> tuple[list[Row], list[Check]]:
+        from quantkit.measure import score
+
+        prepared = self.prepared
+        self.progress.at("score", 0.0, f"{prepared.scoring.items} positions of {prepared.scoring.name}")
+        reloaded = registry.load("runtimes", "torch").stream(self.build.bundle / "model")
+        rows, items = score.rows(
+            prepared.stream,
+            reloaded,
+            prepared.scoring,
+            subject=subject,
+            runtime="torch",
+            settings={"dtype": "float32"},
+            progress=lambda done: self.progress.at("score", done),
+        )
+        if items is not None:
+            items.save(self.build.bundle / "items.safetensors")
+        if prepared.source.was:
+            flag = f"source-was-{prepared.source.was.replace(' ', '-').lower()}"
+            rows = [row.model_copy(update={"flags": [*row.flags, flag]}) for row in rows]
+        rows += size_rows(
+            layers,
+            files,
+            subject=subject,
+            baseline=prepared.source.sha256,
+            baseline_bytes=prepared.source.weights.total_bytes(),
+        )
+        write_rows(self.build.bundle / MEASUREMENTS, rows)
+        return rows, judge(prepared.request.recipe.gates, rows)
+
+    def _manifest(
+        self, decisions: list[Decision], layers: list[LayerEntry], checks: list[Check], subject: str, state: Any
+    ) -> Manifest:
+        import torch
+
+        prepared, recipe = self.prepared, self.prepared.request.recipe
+        source, seen = prepared.source, prepared.calibration
+        calibration = None
+        if seen is not None:
+            calibration = CalibrationEntry(
+                set=seen.name,
+                split=seen.split,
+                ids_sha256=seen.sha256,
+                samples=seen.ids.shape[0],
+                tokens=seen.ids.shape[1],
+            )
+        origin = SourceEntry(ref=source.ref, sha256=source.sha256, dtype=source.dtype, was=source.was)
+        return Manifest(
+            quantkit=quantkit.__version__,
+            content_sha256=subject,
+            state=state,
+            model=ModelEntry(name=source.name, kind=source.kind, source=origin),
+            recipe=recipe.as_dict(),
+            target=prepared.request.target.as_dict(),
+            calibration=calibration,
+            seed=recipe.seed,
+            threads=torch.get_num_threads(),
+            isa=machine.isa(),
+            device=dict(machine.device()),
+            versions=machine.versions(),
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            layers=layers,
+            files=inventory(self.build.bundle),
+            decisions=decisions,
+            checks=checks,
+            verdict=None,
+        )
+
+    def _card(self, manifest: Manifest, rows: list[Row]) -> None:
+        from quantkit.report.card import card
+
+        text = card(manifest, rows, self.prepared.source.notes)
+        (self.build.bundle / "README.md").write_text(text, encoding="utf-8")

@@ -1,0 +1,91 @@
+"""The same passes on an `nn.Module` that is in memory: `quantkit.Pipeline([...]).apply(model, inputs)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quantkit import registry
+from quantkit.bundle import Decision
+from quantkit.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from quantkit.formats import QuantTensor
+
+
+class Pipeline:
+    """Passes in an order, to be applied to a module.
+
+    Pipeline(["fold_norms", {"gptq": {"damping": 0.02}}], weights={"format": "int4", "granularity": "group", "group": 64})
+
+    Args:
+        passes: names, or {name: settings}; exactly one of them assigns the codes.
+        weights: the weight scheme, as in a recipe.
+        overrides, keep, on_indivisible, seed: as in a recipe.
+
+    Raises:
+        InputError: unknown pass or setting, wrong scheme.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[str | Mapping[str, Any]],
+        *,
+        weights: Mapping[str, Any] | None = None,
+        overrides: Sequence[Mapping[str, Any]] = (),
+        keep: Sequence[str] = (),
+        on_indivisible: str = "error",
+        seed: int = 0,
+    ) -> None:
+        data = {
+            "schema": 1,
+            "summary": "a pipeline",
+            "models": ["decoder", "encoder", "vision"],
+            "passes": [dict(step) if isinstance(step, Mapping) else step for step in passes],
+            "scheme": {"weights": dict(weights or {"format": "int8"})},
+            "overrides": [dict(override) for override in overrides],
+            "keep": list(keep),
+            "on_indivisible": on_indivisible,
+            "seed": seed,
+        }
+        self.recipe = Recipe.from_dict(data, name="pipeline", where="Pipeline")
+        self.tensors: dict[str, QuantTensor] = {}
+        self.decisions: list[Decision] = []
+
+    def apply(self, model: nn.Module, inputs: Tensor) -> nn.Module:
+        """Quantize a module in place: its weights become the values that the codes stand for.
+
+        Args:
+            model: a transformers model (its layers are the blocks) or any other module (one block).
+            inputs: token ids [samples, tokens] for a transformer; for another module, its input [samples, ...].
+
+        Returns:
+            the same module. `self.tensors` holds the codes by layer, `self.decisions` what was done otherwise.
+        """
+        from quantkit.model.loaded import LoadedModel
+        from quantkit.pipeline.layers import lay_out
+        from quantkit.pipeline.work import Step, check_order, work
+
+        stream = LoadedModel(model)
+        dtype = next(model.parameters()).dtype
+        layers = lay_out(self.recipe, model, stream.block_names, str(dtype).removeprefix("torch."))
+        steps = [Step(registry.load("passes", step.name), step.settings) for step in self.recipe.passes]
+        check_order(steps)
+        self.tensors, self.decisions = {}, list(layers.decisions)
+        probe = inputs[:2, :12] if stream.path is not None else inputs[:2]
+        for worked in work(
+            stream,
+            steps,
+            layers.schemes,
+            inputs,
+            probe_ids=probe,
+            widest=layers.widest,
+            dtype=dtype,
+            seed=self.recipe.seed,
+        ):
+            self.decisions += worked.decisions
+            for name, tensor in worked.block.tensors.items():
+                self.tensors[worked.block.full_name(name)] = tensor
+        return model

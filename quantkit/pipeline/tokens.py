@@ -1,0 +1,94 @@
+"""Which tokens calibrate and which score; what calibrates never scores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from quantkit.bundle import Decision
+from quantkit.errors import InputError
+from quantkit.passes import decision
+from quantkit.recipe import Recipe
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.sets import TokenSet
+    from quantkit.model.open import Source
+
+# positions that accuracy is scored on, at least
+SCORED = 6000
+# scored on where a calibration set has nothing left to score
+_FALLBACK = "prose-en"
+_IDS = (".jsonl", ".json", ".parquet")
+
+
+def sequence_length(recipe: Recipe, source: Source, decisions: list[Decision]) -> int:
+    """Tokens a sequence: the recipe's, or as many as the model has positions."""
+    tokens = recipe.calibration.tokens
+    positions = source.config.get("max_position_embeddings", source.config.get("n_positions"))
+    if isinstance(positions, int) and tokens > positions:
+        reason = f"the model has {positions} positions"
+        decisions.append(decision("calibrate", "sequences-shortened", "calibration.tokens", reason, tokens, positions))
+        return positions
+    return tokens
+
+
+def load(
+    recipe: Recipe, source: Source, *, calibrate: bool, decisions: list[Decision]
+) -> tuple[TokenSet | None, TokenSet]:
+    """What to calibrate on (None if no pass looks at data), and what to score on.
+
+    Args:
+        recipe: its calibration choice and seed.
+        source: whose tokenizer and vocabulary.
+        calibrate: whether any pass needs the calibration set.
+        decisions: gets what was done otherwise than asked.
+
+    Raises:
+        InputError: of `load_tokens`; `nothing-to-score-on`.
+    """
+    from quantkit.calibrate.sets import load_tokens
+
+    choice = recipe.calibration
+    try:
+        tokenizer = source.tokenizer()
+    except InputError as error:
+        if error.code != "tokenizer-missing" or not choice.set.endswith(_IDS):
+            raise
+        tokenizer = None
+    tokens = sequence_length(recipe, source, decisions)
+    common: dict[str, Any] = {"tokenizer": tokenizer, "tokens": tokens, "vocab_size": vocabulary(source)}
+    calibration = None
+    if calibrate:
+        calibration = load_tokens(choice.set, "calib", samples=choice.samples, seed=recipe.seed, **common)
+    samples = -(-SCORED // max(tokens - 1, 1))
+    problem = "it is too short to score on"
+    try:
+        scoring = load_tokens(choice.set, "eval", samples=samples, seed=recipe.seed, **common)
+        if calibration is None or not _overlap(calibration, scoring):
+            return calibration, scoring
+        problem = "it has nothing that calibration did not see"
+    except InputError as error:
+        if error.code != "calibration-short":
+            raise
+    if tokenizer is None or choice.set == _FALLBACK:
+        raise InputError(
+            "nothing-to-score-on",
+            where=choice.set,
+            value=problem,
+            rule=f"accuracy is scored on at least {SCORED} positions that did not calibrate",
+            remedy="give a longer set, or one with an eval split, or a model folder with a tokenizer",
+        )
+    decisions.append(decision("score", "scored-elsewhere", choice.set, problem, choice.set, _FALLBACK))
+    return calibration, load_tokens(_FALLBACK, "eval", samples=samples, seed=recipe.seed, **common)
+
+
+def vocabulary(source: Source) -> int:
+    """Token ids lie below it."""
+    size = source.config.get("vocab_size")
+    if isinstance(size, int):
+        return size
+    return int(source.skeleton().get_input_embeddings().weight.shape[0])  # type: ignore[operator, union-attr, arg-type]
+
+
+def _overlap(calibration: TokenSet, scoring: TokenSet) -> bool:
+    seen = {tuple(row) for row in calibration.ids.tolist()}
+    return any(tuple(row) in seen for row in scoring.ids.tolist())
