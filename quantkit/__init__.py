@@ -100,6 +100,5 @@ def measure(bundle: Bundle | str | Path, baseline: str | None = None) -> list[di
     """
     from quantkit.pipeline import measure_bundle
 
-    return [
-        row.as_dict() for row in measure_bundle(load(bundle) if not hasattr(bundle, "manifest") else bundle, baseline)
-    ]
+    opened = load(bundle) if isinstance(bundle, str | Path) else bundle
+    return [row.as_dict() for row in measure_bundle(opened, baseline)]

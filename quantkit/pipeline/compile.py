@@ -2,8 +2,8 @@
 
     validate -> open -> lay out -> [block: passes -> commit] -> export -> reload and check -> score -> gates -> bundle
 
-Everything that can be refused is refused before the first block is touched. Every step that took time is committed, so a
-killed compile goes on where it was and ends with the same `content_sha256`.
+Everything that can be refused is refused before the first block is touched. Every step that took time is committed, so
+a killed compile goes on where it was and ends with the same `content_sha256`.
 """
 
 from __future__ import annotations

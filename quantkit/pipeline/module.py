@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Pipeline:
     """Passes in an order, to be applied to a module.
 
-    Pipeline(["fold_norms", {"gptq": {"damping": 0.02}}], weights={"format": "int4", "granularity": "group", "group": 64})
+    scheme = {"format": "int4", "granularity": "group", "group": 64}
+    Pipeline(["fold_norms", {"gptq": {"damping": 0.02}}], weights=scheme).apply(model, ids)
 
     Args:
         passes: names, or {name: settings}; exactly one of them assigns the codes.
@@ -39,6 +40,7 @@ class Pipeline:
         on_indivisible: str = "error",
         seed: int = 0,
     ) -> None:
+        """Validate passes and scheme; torch is not imported."""
         data = {
             "schema": 1,
             "summary": "a pipeline",

@@ -1,0 +1,1 @@
+"""Runtimes, one a file: load a bundle, run it, say what was used."""

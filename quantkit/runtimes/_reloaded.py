@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +95,7 @@ def _schemes(config: Mapping[str, Any]) -> tuple[Any, ...]:
 def _scheme_of(prefix: str, schemes: Sequence[Any]) -> Any:
     """The group that names the layer, else the one for all of its class."""
     for scheme in schemes:
-        if any(
-            prefix == target or prefix.endswith(f".{target}") or fnmatchcase(prefix, target)
-            for target in scheme.targets
-        ):
-            return scheme
+        for target in scheme.targets:
+            if prefix == target or prefix.endswith(f".{target}") or target.endswith(f".{prefix}"):
+                return scheme
     return schemes[0]
