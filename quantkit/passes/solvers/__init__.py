@@ -1,0 +1,27 @@
+"""Solvers: functions of tensors (weight, Hessian, scheme) that know no model, file or progress bar.
+
+Throughout, a linear computes `y = W x` with `W` [N, K]; `X` [T, K] holds the inputs of T calibration tokens and
+`H = Xᵀ X` [K, K] is its Hessian: a weight error `D` [N, K] costs `tr(D H Dᵀ) = ||X Dᵀ||²` at the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch's kernels on one thread, and on as many as before afterwards.
+
+    Solvers work on vectors too short to share out: a second thread costs more than it brings, and one alone makes
+    sums and Cholesky factors the same on every machine of an instruction set.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

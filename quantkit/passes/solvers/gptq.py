@@ -1,0 +1,348 @@
+"""GPTQ: codes chosen one input at a time, each choice making up for the errors of those before it.
+
+The output error of codes `Q` against weights `W` [N, K] on inputs with Hessian `H = Xᵀ X` is `tr(D H Dᵀ)`, `D = Q - W`.
+With `H = M Mᵀ`, M upper triangular, it is `||D M||²`, and column j of `D M` holds only d_0 … d_j:
+
+    (D M)_j = M_jj (d_j + sum_{i<j} d_i M_ij / M_jj)        so        q_j = round(w_j - sum_{i<j} d_i M_ij / M_jj)
+
+This is the update of the paper (Frantar et al., "GPTQ", 2023, arXiv 2210.17323) without its inverse: there
+`U = chol(H⁻¹)`, here `M = U⁻¹` directly, one Cholesky of the reversed matrix. Choosing in this order is Babai's nearest
+plane for the lattice of codes (Chen et al., "The Geometry of LLM Quantization", 2025).
+
+- Columns go in order of falling `H_jj` (activation order): what counts most is rounded while most columns are left to
+  make up for it. Ranges are fixed before (static groups), so codes stay in the order of the weights.
+- Columns of a block are chosen one by one for all rows at once; what earlier blocks pass on arrives in one matrix
+  product a block. Weights that share an input go through together, with one factor.
+- Sweeps of coordinate descent follow: with all other codes fixed, the best q_j is `round(w_j + d_j - (D H)_j / H_jj)`,
+  and the best scale of a group has a closed form (Behdin et al., "QuantEase", 2023, arXiv 2309.01885).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from quantkit.errors import InputError
+from quantkit.formats import QuantTensor
+from quantkit.formats._integer import IntegerFormat, groups_of, stored
+from quantkit.passes.solvers import one_thread, ranges
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.recipe import WeightScheme
+
+Range = Literal["minmax", "mse", "hessian", "pivots"]
+
+# how often damping may be raised (tenfold each time) before the Hessian is given up
+_ATTEMPTS = 6
+# columns chosen one by one before the others hear of it; small enough that a block stays in the cache
+_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A damped Hessian, and its factor in the order in which columns are chosen.
+
+    Args:
+        hessian: [K, K] float32, damped, in the order of the weights.
+        order: [K], the columns in the order in which they are chosen.
+        unit: [K, K] upper triangular with unit diagonal, `M_ij / M_jj` in that order.
+        pivots: [K], `M_jj²`: what a squared error of column j costs once all later ones made up for it.
+        damping: the share of the mean diagonal that was added.
+        raised: how often it had to be raised for the factor to exist.
+    """
+
+    hessian: Tensor
+    order: Tensor
+    unit: Tensor
+    pivots: Tensor
+    damping: float
+    raised: int
+
+
+@dataclass(frozen=True)
+class GptqResult:
+    """What a solve yields.
+
+    Args:
+        tensor: codes, scales and zero points.
+        damping: the share of the Hessian's mean diagonal that was added to it.
+        raised: how often that had to be raised for the Cholesky factor to exist; to be recorded unless 0.
+        error: `tr(D H Dᵀ)` with the damped Hessian: the squared output error summed over the calibration tokens.
+    """
+
+    tensor: QuantTensor
+    damping: float
+    raised: int
+    error: float
+
+
+def factor(hessian: Tensor, *, damping: float = 0.01, act_order: bool = True) -> Factor:
+    """Damp a Hessian and factor it; damping is raised tenfold until that succeeds.
+
+    Args:
+        hessian: [K, K], symmetric, `Xᵀ X` of the inputs, in any scale. Inputs never seen (zero diagonal) are allowed.
+        damping: share of the mean diagonal added to the diagonal.
+        act_order: choose columns in order of falling diagonal (ties in order of index), else from left to right.
+
+    Raises:
+        InputError: `hessian-nonfinite`; `hessian-not-positive` when no damping helps.
+    """
+    if not bool(torch.isfinite(hessian).all()):
+        raise InputError(
+            "hessian-nonfinite",
+            value=f"{int((~torch.isfinite(hessian)).sum())} of {hessian.numel()} entries are NaN or infinite",
+            rule="the activations of the calibration text have to be finite",
+            remedy="compute in float32, or leave this layer in high precision with an override",
+        )
+    diagonal = hessian.diagonal().float()
+    mean = float(diagonal.mean())
+    if mean <= 0:  # no input was ever seen: plain rounding is the best there is, and what an identity yields
+        hessian, mean = torch.eye(len(diagonal)), 1.0
+    order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(len(diagonal))
+    backwards = order.flip(0)
+    reordered = hessian.float()[backwards][:, backwards]
+    share = damping
+    for raised in range(_ATTEMPTS):
+        added = torch.zeros_like(diagonal)
+        added += share * mean
+        # a column without any input costs nothing; some cost keeps it at the nearest code
+        added[diagonal <= 0] += mean
+        damped = reordered.clone()
+        damped.diagonal().add_(added[backwards])
+        lower, info = torch.linalg.cholesky_ex(damped)
+        if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
+            upper = lower.flip(0, 1)
+            pivots = upper.diagonal()
+            whole = hessian.float().clone()
+            whole.diagonal().add_(added)
+            return Factor(whole, order, upper / pivots, pivots.square(), share, raised)
+        share = max(share * 10, 1e-4)
+    raise InputError(
+        "hessian-not-positive",
+        value=f"no Cholesky factor with damping up to {share / 10:g}",
+        rule="a Hessian is a sum of squares",
+        remedy="use more calibration text, or leave this layer in high precision with an override",
+    )
+
+
+def gptq(
+    weight: Tensor,
+    hessian: Tensor | Factor,
+    scheme: WeightScheme,
+    *,
+    damping: float = 0.01,
+    act_order: bool = True,
+    range: Range = "mse",  # noqa: A002
+    sweeps: int = 0,
+    refit: bool = True,
+) -> GptqResult:
+    """Codes of one weight [N, K]; see `gptq_shared`."""
+    return gptq_shared(
+        [weight], hessian, scheme, damping=damping, act_order=act_order, range=range, sweeps=sweeps, refit=refit
+    )[0]
+
+
+def gptq_shared(
+    weights: Sequence[Tensor],
+    hessian: Tensor | Factor,
+    scheme: WeightScheme,
+    *,
+    damping: float = 0.01,
+    act_order: bool = True,
+    range: Range = "mse",  # noqa: A002
+    sweeps: int = 0,
+    refit: bool = True,
+) -> list[GptqResult]:
+    """Codes of weights that receive the same input, with one factor of their Hessian.
+
+    Args:
+        weights: each [N_i, K], of any float dtype; never modified.
+        hessian: [K, K] of their input, or its `Factor` (then `damping` and `act_order` were given there).
+        scheme: an integer format, any granularity and symmetry; for all the weights.
+        damping: share of the Hessian's mean diagonal added to it.
+        act_order: choose columns in order of falling diagonal of the Hessian.
+        range: how each group's grid is placed: `minmax`, `mse` (searched) or `hessian` (searched, weighted by diag H).
+        sweeps: rounds of coordinate descent on the codes afterwards.
+        refit: also refit the scales in these rounds.
+
+    Returns:
+        One result a weight, in their order.
+
+    Raises:
+        InputError: `hessian-nonfinite`, `hessian-not-positive`, `group-indivisible`, `format-not-integer`.
+    """
+    form = ranges.integer_format(scheme)
+    with one_thread():
+        solved = hessian if isinstance(hessian, Factor) else factor(hessian, damping=damping, act_order=act_order)
+        rows, columns = [weight.shape[0] for weight in weights], weights[0].shape[1]
+        group = columns // groups_of(columns, scheme)
+        # one row a column of the weights: what is done for a column of all the weights is then one vector operation
+        target = torch.cat([weight.float() for weight in weights]).T.contiguous()
+        scale, zero = _place(target, rows, group, scheme, solved, range)
+        codes, errors, delta = _choose(target, solved, scale, zero, group, form)
+        if sweeps:
+            free = refit and scheme.granularity != "tensor"
+            errors = _descend(target, codes, delta, solved.hessian, scale, zero, group, form, scheme, sweeps, free)
+        if zero is not None:
+            codes += zero.repeat_interleave(group, dim=0)
+        return [
+            GptqResult(
+                _tensor(code, grid, None if zero is None else shift, scheme),
+                solved.damping,
+                solved.raised,
+                float(error.double().sum()),
+            )
+            for code, grid, shift, error in zip(
+                torch.split(codes, rows, dim=1),
+                torch.split(scale, rows, dim=1),
+                torch.split(scale if zero is None else zero, rows, dim=1),
+                torch.split(errors, rows),
+                strict=True,
+            )
+        ]
+
+
+def _tensor(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: WeightScheme) -> QuantTensor:
+    """Transposed parts [K, N], [G, N] as a `QuantTensor`."""
+    if scheme.granularity == "tensor":
+        scale, zero = scale[:, :1], None if zero is None else zero[:, :1]
+    return QuantTensor(
+        codes.T.contiguous().to(torch.int8),
+        scale.T.contiguous().to(getattr(torch, scheme.scale)),
+        None if zero is None else zero.T.contiguous().to(torch.int8),
+        scheme,
+    )
+
+
+def _place(
+    target: Tensor, rows: list[int], group: int, scheme: WeightScheme, solved: Factor, kind: Range
+) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero [G, N] float32 of the weights that lie side by side in target [K, N]."""
+    search = ranges.Search(steps=0, refinements=0) if kind == "minmax" else ranges.Search()
+    importance = None
+    if kind == "hessian":
+        importance = solved.hessian.diagonal().contiguous()
+    elif kind == "pivots":
+        importance = torch.empty_like(solved.pivots)
+        importance[solved.order] = solved.pivots
+    if scheme.granularity != "tensor":
+        scale, zero = ranges.transposed(target, group, scheme, importance, search)
+        return scale.float(), None if zero is None else zero.float()
+    scales, zeros = [], []
+    for part in torch.split(target, rows, dim=1):
+        scale, zero = ranges.searched(part.T, scheme, importance, search)
+        scales.append(scale.float().expand(1, part.shape[1]))
+        if zero is not None:
+            zeros.append(zero.float().expand(1, part.shape[1]))
+    return torch.cat(scales, dim=1), torch.cat(zeros, dim=1) if zeros else None
+
+
+def _choose(
+    target: Tensor, solved: Factor, scale: Tensor, zero: Tensor | None, group: int, form: IntegerFormat
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One pass over the columns.
+
+    Args:
+        target: [K, N], the weights transposed.
+        scale, zero: [G, N] float32.
+        group: inputs a group.
+
+    Returns:
+        codes less zero [K, N] float32, the cost of each row [N], and `D` [K, N]; all in the order of the weights.
+    """
+    columns, rows = target.shape
+    ordered = target[solved.order]
+    groups = (solved.order // group).tolist()
+    inverse = (1 / scale).unbind(0)
+    steps = scale.unbind(0)
+    lowest, highest = _bounds(form, zero, len(steps))
+    codes, delta = torch.empty_like(ordered), torch.empty_like(ordered)
+    code_rows, delta_rows, wanted = codes.unbind(0), delta.unbind(0), ordered.unbind(0)
+    cost = torch.zeros(rows)
+    for start in range(0, columns, _BLOCK):
+        stop = min(start + _BLOCK, columns)
+        pending = torch.addmm(ordered[start:stop], solved.unit[:start, start:stop].T, delta[:start], alpha=-1)
+        within = solved.unit[start:stop, start:stop]
+        for offset, aim in enumerate(pending.unbind(0)):
+            column = start + offset
+            place = groups[column]
+            code, error = code_rows[column], delta_rows[column]
+            torch.mul(aim, inverse[place], out=code).round_()
+            torch.clamp(code, lowest[place], highest[place], out=code)
+            torch.mul(code, steps[place], out=error).sub_(wanted[column])
+            if column + 1 < stop:
+                pending[offset + 1 :].addr_(within[offset, offset + 1 :], error, alpha=-1)
+        missed = ordered[start:stop].add(delta[start:stop]).sub_(pending).square_()
+        cost += solved.pivots[start:stop] @ missed
+    back = torch.empty_like(solved.order)
+    back[solved.order] = torch.arange(columns)
+    return codes[back], cost, delta[back]
+
+
+def _bounds(form: IntegerFormat, zero: Tensor | None, groups: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The least and greatest code less zero of each group: vectors [N], or numbers when there is no zero point."""
+    if zero is None:
+        return [float(form.low)] * groups, [float(form.high)] * groups
+    return (form.low - zero).unbind(0), (form.high - zero).unbind(0)
+
+
+def _descend(
+    target: Tensor,
+    codes: Tensor,
+    delta: Tensor,
+    hessian: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    group: int,
+    form: IntegerFormat,
+    scheme: WeightScheme,
+    sweeps: int,
+    refit: bool,
+) -> Tensor:
+    """Coordinate descent on codes, and on scales if `refit`; codes, delta and scale are updated in place.
+
+    Returns:
+        The cost of each row [N].
+    """
+    columns = target.shape[0]
+    gradient = hessian @ delta
+    pull = (hessian / hessian.diagonal()).contiguous()  # pull[i, j] = H_ij / H_jj
+    lowest, highest = _bounds(form, zero, scale.shape[0])
+    free = torch.empty(target.shape[1])
+    for _ in range(sweeps):
+        for start in range(0, columns, min(group, 64)):
+            stop = min(start + min(group, 64), columns)
+            place = start // group
+            block, local = slice(start, stop), gradient[start:stop]
+            before = delta[block].clone()
+            if refit and group <= 64:
+                bent = hessian[block, block] @ codes[block]
+                along = (codes[block] * local).sum(dim=0)
+                step = scale[place] - along / (codes[block] * bent).sum(dim=0)
+                fits = torch.isfinite(step) & (step > 0)
+                step = torch.where(fits, stored(torch.where(fits, step, scale[place]), scheme).float(), scale[place])
+                change = step - scale[place]
+                local = torch.addcmul(local, change, bent)
+                delta[block].addcmul_(change, codes[block])
+                scale[place] = step
+            # what each column would add to its error if it could: -gradient / curvature
+            wish = local / hessian.diagonal()[block].unsqueeze(1)
+            inside = pull[block, block]
+            inverse = scale[place].reciprocal()
+            for offset, slope in enumerate(wish.unbind(0)):
+                column = start + offset
+                code, error = codes[column], delta[column]
+                torch.add(target[column], error, out=free).sub_(slope).mul_(inverse).round_()
+                torch.clamp(free, lowest[place], highest[place], out=code)
+                torch.mul(code, scale[place], out=free).sub_(target[column])
+                moved = free - error
+                error.copy_(free)
+                if column + 1 < stop:
+                    wish[offset + 1 :].addr_(inside[offset, offset + 1 :], moved)
+            gradient.addmm_(hessian[:, block], delta[block] - before)
+    return (gradient * delta).sum(dim=0)

@@ -1,0 +1,183 @@
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit import registry
+from quantkit.errors import InputError
+from quantkit.formats._integer import IntegerFormat
+from quantkit.passes.solvers import gptq as solver
+from quantkit.passes.solvers import one_thread
+from quantkit.passes.solvers.gptq import factor, gptq, gptq_shared
+from quantkit.recipe import WeightScheme
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "reference"))
+from gptq_oracle import cost, wanted
+
+INT4 = registry.load("formats", "int4")
+
+
+def scheme(granularity="group", group=16, symmetric=False, name="int4", scale="float16"):
+    return WeightScheme(
+        format=name,
+        granularity=granularity,
+        group=group if granularity == "group" else None,
+        symmetric=symmetric,
+        scale=scale,
+    )
+
+
+def problem(rows, columns, tokens=256, seed=0, outlier=True):
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.eye(columns) + 0.3 * torch.randn(columns, columns, generator=generator)
+    inputs = torch.randn(tokens, columns, generator=generator) @ mix
+    if outlier:
+        inputs[:, columns // 3] *= 20
+    return torch.randn(rows, columns, generator=generator), inputs.T @ inputs
+
+
+def read(result):
+    return registry.load("formats", result.tensor.scheme.format).dequantize(result.tensor)
+
+
+SCHEMES = [
+    scheme(),
+    scheme(symmetric=True),
+    scheme("channel"),
+    scheme("channel", symmetric=True),
+    scheme("tensor"),
+    scheme("tensor", symmetric=True, scale="float32"),
+    scheme(name="int8"),
+]
+
+
+@pytest.mark.parametrize("choice", SCHEMES, ids=lambda s: f"{s.format}-{s.granularity}-{s.symmetric}")
+@pytest.mark.parametrize("act_order", [True, False])
+@pytest.mark.parametrize("shape", [(1, 16), (3, 48), (17, 80)])
+def test_each_code_is_the_nearest_to_what_its_column_asked_for(choice, act_order, shape):
+    weight, hessian = problem(*shape)
+    solved = factor(hessian, damping=0.02, act_order=act_order)
+    result = gptq(weight, solved, choice)
+    asked = wanted(weight, read(result), solved.hessian, solved.order)
+    form = registry.load("formats", choice.format)
+    groups = result.tensor.scale.shape[1]
+    step = result.tensor.scale.double().repeat_interleave(shape[1] // groups, dim=1)
+    zero = 0 if result.tensor.zero is None else result.tensor.zero.double().repeat_interleave(shape[1] // groups, dim=1)
+    ideal = (asked / step + zero).clamp(form.low, form.high)
+    assert result.tensor.codes.dtype == torch.int8
+    assert float((result.tensor.codes.double() - ideal).abs().max()) <= 0.5 + 1e-3
+    assert result.error == pytest.approx(cost(weight, read(result), solved.hessian), rel=1e-3)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_any_width_stays_in_its_range(bits, monkeypatch):
+    monkeypatch.setattr(solver.ranges, "integer_format", lambda _: IntegerFormat("any", bits))
+    weight, hessian = problem(5, 32)
+    for symmetric in (True, False):
+        codes = gptq(weight, hessian, scheme(symmetric=symmetric)).tensor.codes
+        assert int(codes.min()) >= -(2 ** (bits - 1))
+        assert int(codes.max()) <= 2 ** (bits - 1) - 1
+
+
+@pytest.mark.parametrize("choice", [scheme(), scheme("channel", symmetric=True), scheme("tensor")], ids=str)
+def test_beats_rounding_to_nearest_with_the_same_ranges(choice):
+    weight, hessian = problem(24, 96)
+    nearest = cost(weight, INT4.dequantize(INT4.quantize(weight, choice)), hessian)
+    assert cost(weight, read(gptq(weight, hessian, choice, range="minmax")), hessian) < 0.7 * nearest
+
+
+def test_activation_order_and_blocks_of_any_size_agree(monkeypatch):
+    weight, hessian = problem(9, 100)
+    whole = gptq(weight, hessian, scheme(group=20))
+    monkeypatch.setattr(solver, "_BLOCK", 7)
+    parts = gptq(weight, hessian, scheme(group=20))
+    # sums in another order may tip a tie, and a tipped tie changes what follows: the cost stays
+    assert parts.error == pytest.approx(whole.error, rel=0.02)
+    assert (parts.tensor.codes != whole.tensor.codes).float().mean() < 0.05
+
+
+def test_weights_that_share_an_input_are_solved_as_if_alone():
+    first, hessian = problem(8, 64)
+    second = torch.randn(5, 64, generator=torch.Generator().manual_seed(9)) * 3
+    for choice in (scheme(), scheme("tensor"), scheme("channel", symmetric=True)):
+        together = gptq_shared([first, second], hessian, choice)
+        for weight, result in zip((first, second), together, strict=True):
+            alone = gptq(weight, hessian, choice)
+            assert torch.equal(alone.tensor.scale, result.tensor.scale)
+            assert (alone.tensor.codes != result.tensor.codes).float().mean() < 0.02
+            assert alone.error == pytest.approx(result.error, rel=0.01)
+
+
+def test_the_same_twice_and_on_any_number_of_threads():
+    weight, hessian = problem(64, 128)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(gptq(weight, hessian, scheme()))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0].tensor.codes, results[1].tensor.codes)
+    assert results[0].error == results[1].error
+
+
+def test_inputs_are_not_modified():
+    weight, hessian = problem(6, 32)
+    copies = weight.clone(), hessian.clone()
+    gptq(weight, hessian, scheme())
+    assert torch.equal(weight, copies[0])
+    assert torch.equal(hessian, copies[1])
+
+
+def test_dead_inputs_keep_their_nearest_code():
+    weight, hessian = problem(6, 32, outlier=False)
+    dead = [3, 17]
+    hessian[dead] = 0
+    hessian[:, dead] = 0
+    result = gptq(weight, hessian, scheme(), range="minmax")
+    nearest = INT4.quantize(weight, scheme())
+    assert torch.equal(result.tensor.codes[:, dead], nearest.codes[:, dead])
+    empty = gptq(weight, torch.zeros(32, 32), scheme(), range="minmax")
+    assert torch.equal(empty.tensor.codes, nearest.codes)
+
+
+def test_damping_is_raised_and_said_when_the_factor_fails():
+    weight, _ = problem(4, 32)
+    indefinite = torch.eye(32)
+    indefinite[0, 1] = indefinite[1, 0] = 1.05
+    result = gptq(weight, indefinite, scheme(), damping=0.001)
+    assert result.raised > 0
+    assert result.damping == pytest.approx(0.1)
+    assert gptq(weight, torch.eye(32), scheme(), damping=0.001).raised == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_hessian_that_is_not_finite_is_an_error(bad):
+    weight, hessian = problem(4, 32)
+    hessian[2, 2] = bad
+    with pytest.raises(InputError) as caught:
+        gptq(weight, hessian, scheme())
+    assert caught.value.code == "hessian-nonfinite"
+
+
+def test_a_hessian_that_no_damping_saves_is_an_error():
+    with pytest.raises(InputError) as caught:
+        gptq(torch.randn(4, 32), torch.eye(32) - 1e6 * (torch.ones(32, 32) - torch.eye(32)), scheme())
+    assert caught.value.code == "hessian-not-positive"
+
+
+def test_float_formats_are_refused():
+    with pytest.raises(InputError) as caught:
+        gptq(torch.randn(4, 32), torch.eye(32), scheme("channel", symmetric=True, name="float16"))
+    assert caught.value.code == "format-not-integer"
+
+
+def test_one_thread_restores_the_count_after_an_error():
+    before = torch.get_num_threads()
+    with pytest.raises(ZeroDivisionError), one_thread():
+        assert torch.get_num_threads() == 1
+        _ = 1 / 0
+    assert torch.get_num_threads() == before
