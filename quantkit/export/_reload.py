@@ -1,0 +1,370 @@
+"""Does somebody else's library load the checkpoint as the values that we meant?
+
+    max |loaded - expected| / max |expected| <= 1e-4
+
+of the logits on one batch, both sides by the same class of plain transformers in the model's own dtype: `loaded` from
+the folder, with whatever expands it; `expected` from dense tensors that are computed from the codes. Missing,
+unexpected and mismatched keys fail as well. And the same of every packed linear, expanded by compressed-tensors' own
+code: that takes one tensor at a time, so it covers a model of any size, where logits are compared on its first blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit import registry
+from quantkit.bundle import Bundle, Check
+from quantkit.errors import GateError, InputError, QuantkitError
+from quantkit.export import _packed
+from quantkit.model.weights import Weights, strict_json
+from quantkit.recipe import WeightScheme
+
+if TYPE_CHECKING:
+    import torch
+
+LIMIT = 1e-4
+# logits of the whole model are compared if its dense weights take no more than this, else those of its first blocks
+WHOLE_BYTES = 640 * 2**20
+FEW = 2
+_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a loader should end up with.
+
+    Args:
+        names: tensors of the dense model, by their names in the files.
+        read: name -> value.
+        packed: prefix in the files -> scheme, of the packed linears.
+        leftover: tensors of the files that the class does not use.
+    """
+
+    names: Sequence[str]
+    read: Callable[[str], torch.Tensor]
+    packed: Mapping[str, WeightScheme]
+    leftover: Collection[str] = ()
+
+
+def loading_dtype(config: Mapping[str, Any], stored: str) -> torch.dtype:
+    """The dtype that transformers loads in by default: what the config says, else what the weights are stored in."""
+    import torch
+
+    name = str(config.get("dtype") or config.get("torch_dtype") or stored).removeprefix("torch.")
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else getattr(torch, stored)  # type: ignore[no-any-return]
+
+
+def check(
+    folder: Path,
+    wanted: Expected,
+    *,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    blocks: int | None = None,
+) -> list[Check]:
+    """All checks of a checkpoint; the later ones only if the earlier ones hold."""
+    weights = Weights.open(folder)
+    checks = [*_stored(weights, wanted.packed)]
+    if wanted.packed and all(found.ok for found in checks):
+        checks.append(_expanded(folder, weights, wanted))
+    if all(found.ok for found in checks):
+        if blocks is None:
+            blocks = FEW if _dense_bytes(weights) > WHOLE_BYTES else None
+        checks.append(reload(folder, wanted, inputs=inputs, blocks=blocks))
+    return checks
+
+
+def check_bundle(
+    path: Path, *, inputs: Mapping[str, torch.Tensor] | None = None, blocks: int | None = None
+) -> list[Check]:
+    """`check` of a finished bundle, by its own manifest."""
+    bundle = Bundle.load(path)
+    folder = bundle.model_folder
+    if not (folder / "config.json").is_file():
+        return []
+    weights = Weights.open(folder)
+    schemes = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in bundle.manifest.layers}
+    prefixes = [name.removesuffix(_packed.PACKED) for name in weights.entries if name.endswith(_packed.PACKED)]
+    packed = {prefix: _scheme_of(prefix, schemes) for prefix in prefixes}
+    config = _config_json(folder)
+    dtype = loading_dtype(config, bundle.manifest.model.source.dtype)
+    single = len(_packed.kinds(packed.values())) == 1
+
+    def expected(name: str) -> torch.Tensor:
+        prefix = name.removesuffix(".weight")
+        if prefix in packed and name not in weights.entries:
+            return _packed.as_loaded(_packed.read_back(prefix, packed[prefix], weights.read), dtype, single=single)
+        return weights.read(name)
+
+    # what is not packed may be something that the source held and its class did not use
+    plain = [name for name in weights.entries if name.rpartition(".")[0] not in packed or name.endswith(".bias")]
+    names = [*plain, *(f"{prefix}.weight" for prefix in packed)]
+    return check(folder, Expected(names, expected, packed, plain), inputs=inputs, blocks=blocks)
+
+
+def demand(checks: Sequence[Check]) -> None:
+    """Raise for the first check that does not hold.
+
+    Raises:
+        GateError: `reload-mismatch`.
+    """
+    for found in checks:
+        if not found.ok:
+            raise GateError(
+                "reload-mismatch",
+                where=found.name,
+                value=found.where or found.value,
+                rule=f"at most {found.limit:g}" if found.limit is not None else "",
+                remedy="the export is not what was decided on: report it, with the versions of transformers and "
+                "compressed-tensors",
+            )
+
+
+def reload(
+    folder: Path,
+    wanted: Expected,
+    *,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    blocks: int | None = None,
+) -> Check:
+    """The check `reload.transformers`: logits of what `from_pretrained` gives against those of the expected model.
+
+    Args:
+        folder: the checkpoint.
+        wanted: the expected model.
+        inputs: keyword arguments of the forward; a fixed batch of ids by default.
+        blocks: only the first so many layers, so that memory stays bounded; None is all.
+    """
+    with _quiet():
+        model_class = _class(folder)
+        try:
+            loaded, problem = _load(model_class, folder, blocks, wanted.leftover)
+            if problem:
+                return _judge("reload.transformers", None, problem)
+            inputs = inputs or _batch(loaded.config)
+            found, dtype = _run(loaded, inputs), loaded.dtype
+            del loaded
+        except QuantkitError:
+            raise
+        except Exception as trouble:  # whatever another library makes of a file that is wrong
+            return _judge(
+                "reload.transformers", None, f"{type(trouble).__name__}: {' '.join(str(trouble).split())[:200]}"
+            )
+        state = {name: wanted.read(name) for name in wanted.names if blocks is None or _block(name) < blocks}
+        reference, info = model_class.from_pretrained(
+            None,
+            config=_config(folder, blocks, dense=True),
+            state_dict=state,
+            dtype=dtype,
+            output_loading_info=True,
+        )
+        del state
+        if info["missing_keys"]:
+            return _judge("reload.transformers", None, f"missing {sorted(info['missing_keys'])[0]}")
+        expected = _run(reference, inputs)
+    return _judge("reload.transformers", _difference(found, expected), "logits")
+
+
+def _stored(weights: Weights, packed: Mapping[str, WeightScheme]) -> list[Check]:
+    """`scales.finite` and `bits_per_weight.checkpoint`, of what is on disk."""
+    if not packed:
+        return []
+    bad: list[str] = []
+    bits, planned, slack, count = 0, 0.0, 0, 0
+    for prefix, scheme in packed.items():
+        if not _scale_is_good(weights, prefix):
+            bad.append(prefix)
+        rows, columns = (int(size) for size in weights.read(prefix + _packed.SHAPE))
+        parts = (prefix + part for part in (_packed.PACKED, _packed.SCALE, _packed.ZERO))
+        bits += sum(8 * weights.entries[part].bytes for part in parts if part in weights.entries)
+        form = registry.load("formats", scheme.format)
+        planned += form.bits_per_weight((rows, columns), scheme) * rows * columns
+        # a row of codes, and a column of zero points, is padded to whole 32-bit words; one zero point takes a byte
+        groups = weights.entries[prefix + _packed.SCALE].shape[-1]
+        slack += 31 * rows + (0 if scheme.symmetric else 31 * groups)
+        count += rows * columns
+    holds = planned <= bits + 1e-6 * count and bits <= planned + slack
+    return [
+        Check(name="scales.finite", value=len(bad), limit=0, ok=not bad, where=", ".join(bad[:3])),
+        Check(
+            name="bits_per_weight.checkpoint",
+            value=bits / count,
+            limit=(planned + slack) / count,
+            ok=holds,
+            where="" if holds else f"planned {planned / count:.4f}",
+        ),
+    ]
+
+
+def _scale_is_good(weights: Weights, prefix: str) -> bool:
+    try:
+        scale = weights.read(prefix + _packed.SCALE)
+    except QuantkitError:  # not finite
+        return False
+    return bool((scale.float() > 0).all())
+
+
+def _expanded(folder: Path, weights: Weights, wanted: Expected) -> Check:
+    """`reload.compressed_tensors`: every packed linear, expanded by the library's own code."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    raw = _config_json(folder).get("quantization_config") or {}
+    config = QuantizationConfig.model_validate(raw)
+    groups = list(config.config_groups.values())
+    compressor = BaseCompressor.get_value_from_registry(config.format)
+    parts = (_packed.PACKED, _packed.SCALE, _packed.ZERO, _packed.SHAPE)
+    worst, place = 0.0, ""
+    for prefix in wanted.packed:
+        named = [group for group in groups if any(_same(prefix, target) for target in group.targets)]
+        expected = wanted.read(f"{prefix}.weight")
+        state = {part[1:]: weights.read(prefix + part) for part in parts if prefix + part in weights.entries}
+        if not raw.get("dequantize"):
+            state["weight_scale"] = state["weight_scale"].to(expected.dtype)
+        try:
+            values = compressor.decompress(state, (named or groups)[0])["weight"].to(expected.dtype)
+            difference = _difference(values.float(), expected.float()) if values.shape == expected.shape else math.inf
+        except (RuntimeError, ValueError, AssertionError) as trouble:
+            return _judge("reload.compressed_tensors", None, f"{prefix}: {' '.join(str(trouble).split())[:160]}")
+        if not difference <= worst:
+            worst, place = difference, prefix
+            if not math.isfinite(difference):
+                break
+    return _judge("reload.compressed_tensors", worst, place)
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+def _judge(name: str, value: float | None, where: str) -> Check:
+    finite = value if value is not None and math.isfinite(value) else None
+    ok = finite is not None and finite <= LIMIT
+    return Check(name=name, value=finite, limit=LIMIT, ok=ok, where="" if ok else where)
+
+
+def _dense_bytes(weights: Weights) -> int:
+    """Of the model in 32-bit floats: 4-bit codes become eight times as large."""
+    return sum(8 * entry.bytes if entry.dtype == "I32" else entry.bytes for entry in weights.entries.values())
+
+
+def _scheme_of(prefix: str, schemes: Mapping[str, WeightScheme]) -> WeightScheme:
+    """By name; the files may lack, or have, the base model's prefix."""
+    for name, scheme in schemes.items():
+        if _same(name, prefix):
+            return scheme
+    raise InputError(
+        "layer-unlisted",
+        where=prefix,
+        value="is packed, but not among the manifest's layers",
+        rule="the manifest lists every quantized layer",
+        remedy="make the bundle again",
+    )
+
+
+def _same(name: str, other: str) -> bool:
+    """Whether two names are one but for the base model's prefix, which the files may lack or have."""
+    return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
+
+
+def _block(name: str) -> int:
+    """The number of the block that a tensor belongs to; -1 outside of blocks."""
+    found = _NUMBER.search(name)
+    return int(found.group(1)) if found else -1
+
+
+def _config_json(folder: Path) -> dict[str, Any]:
+    return strict_json((folder / "config.json").read_bytes(), "config.json", "config-invalid")
+
+
+def _class(folder: Path) -> Any:
+    from quantkit.model.kinds import class_name, native_class
+
+    name = class_name(_config_json(folder), str(folder))
+    found = native_class(name)
+    if found is None:
+        raise InputError(
+            "remote-code",
+            where=str(folder),
+            value=f"{name} is not transformers' own",
+            rule="such a model is not checked",
+        )
+    return found
+
+
+def _config(folder: Path, blocks: int | None, *, dense: bool = False) -> Any:
+    """The config, cut to the first blocks; `dense` without the quantization."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if dense and hasattr(config, "quantization_config"):
+        del config.quantization_config
+    if blocks is not None:
+        inner = config.get_text_config()
+        count = inner.num_hidden_layers
+        for key, value in list(vars(inner).items()):
+            # one entry a layer: layer_types and the like
+            if isinstance(value, list) and len(value) == count:
+                setattr(inner, key, value[:blocks])
+        inner.num_hidden_layers = min(blocks, count)
+    return config
+
+
+def _load(model_class: Any, folder: Path, blocks: int | None, leftover: Collection[str]) -> tuple[Any, str]:
+    """The model as plain transformers loads it, and what is wrong with its keys."""
+    model, info = model_class.from_pretrained(
+        folder, config=_config(folder, blocks), dtype="auto", local_files_only=True, output_loading_info=True
+    )
+    unexpected = {
+        name
+        for name in info["unexpected_keys"]
+        if (blocks is None or _block(name) < blocks) and not any(_same(name, other) for other in leftover)
+    }
+    for kind, names in (
+        ("missing", info["missing_keys"]),
+        ("unexpected", unexpected),
+        ("mismatched", info["mismatched_keys"]),
+    ):
+        if names:
+            return model, f"{len(names)} {kind} keys, first {sorted(str(name) for name in names)[0]}"
+    return model, ""
+
+
+def _batch(config: Any) -> dict[str, torch.Tensor]:
+    """Two sequences of 24 tokens, always the same."""
+    import torch
+
+    inner = config.get_text_config()
+    length = min(24, getattr(inner, "max_position_embeddings", None) or 24)
+    ids = torch.arange(2 * length).mul(7919).remainder(inner.vocab_size).reshape(2, length)
+    return {"input_ids": ids}
+
+
+def _run(model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    import torch
+
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(**inputs)[0]
+    return found.float()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No loading reports and bars in the middle of our own output; put back as it was."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,332 @@
+"""A folder that plain transformers, with compressed-tensors, and vLLM load.
+
+The shards are the source's: same names, same tensors in each, so that what was in one file stays in one file. Each is
+written with one tensor in memory. A quantized linear's `X.weight` becomes the tensors of `_packed.py`; with
+`layout: dense` it stays one tensor, holding the values that the codes stand for, which loads wherever the source does.
+Tokenizer, generation config, chat template and licence are carried over as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from quantkit import registry
+from quantkit.bundle import Check
+from quantkit.content import Closed
+from quantkit.errors import InputError, MissingDependency
+from quantkit.export import _packed, _reload
+from quantkit.model.weights import INDEX, SINGLE, checked_file, torch_dtype, write_atomic, write_safetensors
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantkit.model.finished import Finished
+    from quantkit.model.open import Source
+    from quantkit.model.stream import StreamedModel
+    from quantkit.recipe import WeightScheme
+
+# weights in any other form, code, and what describes the source rather than the result
+_LEFT_BEHIND = {
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".ot", ".onnx", ".xml"),
+    *(".gguf", ".tflite", ".npz", ".npy", ".mlmodel", ".tar", ".gz", ".zip", ".py", ".pyc", ".so"),
+}
+_REPLACED = {"config.json", "README.md", INDEX}
+
+Header = tuple[str, str, tuple[int, ...]]
+
+
+class CheckpointOptions(Closed):
+    """Settings of `export: - checkpoint: {…}`.
+
+    Args:
+        layout: `pack-quantized` (compressed-tensors), or `dense`: dequantized, in the source's dtype.
+    """
+
+    layout: Literal["pack-quantized", "dense"] = "pack-quantized"
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A checkpoint to be written, shard by shard.
+
+    Args:
+        source: what the weights come from where nothing changed them.
+        finished: what the passes decided, by the skeleton's names.
+        files: parameter of the skeleton -> tensor of the files.
+        linears: linears of the skeleton -> whether their weight is stored [K, N].
+        options: the layout.
+    """
+
+    source: Source
+    finished: Finished
+    files: Mapping[str, str]
+    linears: Mapping[str, bool]
+    options: CheckpointOptions
+
+    @property
+    def packed(self) -> dict[str, WeightScheme]:
+        """Prefix in the files -> scheme, of the linears that are stored packed."""
+        if self.options.layout == "dense":
+            return {}
+        schemes = self.finished.schemes
+        return {self.files[f"{linear}.weight"].removesuffix(".weight"): schemes[linear] for linear in schemes}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model is loaded in."""
+        return _reload.loading_dtype(self.source.config, self.source.dtype)
+
+    @property
+    def shards(self) -> list[str]:
+        """The file names to write."""
+        return self.source.weights.shards
+
+    @property
+    def _quantized(self) -> dict[str, str]:
+        """Tensor of the files -> the linear that is quantized."""
+        return {self.files[f"{linear}.weight"]: linear for linear in self.finished.schemes}
+
+    @property
+    def _changed(self) -> dict[str, str]:
+        """Tensor of the files -> the parameter that has a new value."""
+        return {self.files[name]: name for name in self.finished.changed}
+
+    def headers(self, shard: str) -> list[Header]:
+        """What a shard will hold, in the source's order."""
+        quantized = self._quantized
+        found: list[Header] = []
+        for entry in self.source.weights.entries.values():
+            if entry.shard != shard:
+                continue
+            if entry.name in quantized and self.options.layout == "pack-quantized":
+                scheme = self.finished.schemes[quantized[entry.name]]
+                rows, columns = entry.shape
+                found += _packed.headers(entry.name.removesuffix(".weight"), (rows, columns), scheme)
+            else:
+                found.append((entry.name, entry.dtype, entry.shape))
+        return found
+
+    def write_shard(self, shard: str, path: Path) -> str:
+        """Write one shard and return its sha256.
+
+        Raises:
+            InputError: `scale-inexact`, `layout-unsupported`.
+            Stopped: `disk-full`.
+        """
+        producer = _Producer(self)
+        return write_safetensors(path, self.headers(shard), producer)
+
+    def write_rest(self, folder: Path) -> None:
+        """Write config.json, the index, and what is carried over."""
+        config = dict(self.source.config)
+        if not config.keys() & {"dtype", "torch_dtype"}:
+            # else a loader takes the dtype of the first tensor it finds, which may be a scale
+            config["dtype"] = self.source.dtype
+        schemes = self.finished.schemes
+        if schemes and self.options.layout == "pack-quantized":
+            others = [name for name in self.linears if name not in schemes]
+            config["quantization_config"] = _packed.quantization_config(schemes, others)
+        write_atomic(folder / "config.json", [_json(config)])
+        if self.shards != [SINGLE]:
+            placed = {header[0]: shard for shard in self.shards for header in self.headers(shard)}
+            total = sum(_size(header) for shard in self.shards for header in self.headers(shard))
+            write_atomic(folder / INDEX, [_json({"metadata": {"total_size": total}, "weight_map": placed})])
+        for path, name in carried(self.source.path):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(folder / name, [path.read_bytes()])
+
+    def write(self, folder: Path) -> None:
+        """Write everything."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for shard in self.shards:
+            self.write_shard(shard, folder / shard)
+        self.write_rest(folder)
+
+    def expected(self, name: str) -> torch.Tensor:
+        """What a loader has to have under a name of the files; from the codes, and not from what was written."""
+        quantized = self._quantized
+        if name in quantized and self.options.layout == "pack-quantized":
+            single = len(_packed.kinds(self.finished.schemes.values())) == 1
+            return _packed.as_loaded(self.finished.quantized(quantized[name]), self.dtype, single=single)
+        return self.dense(name)
+
+    def dense(self, name: str) -> torch.Tensor:
+        """A tensor of the dense model, in the dtype and shape it has in the source."""
+        entry = self.source.weights.entries[name]
+        quantized, changed = self._quantized, self._changed
+        if name in quantized:
+            return self._values(quantized[name], entry.shape).to(torch_dtype(entry.dtype))
+        if name in changed:
+            return self.finished.tensor(changed[name]).to(torch_dtype(entry.dtype))
+        return self.source.weights.read(name)
+
+    def _values(self, linear: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """What a linear's codes stand for, float32, without padding, as its weight lies in the files."""
+        tensor = self.finished.quantized(linear)
+        values: torch.Tensor = registry.load("formats", tensor.scheme.format).dequantize(tensor)
+        if self.linears[linear]:
+            return values[:, : shape[0]].T.contiguous()
+        return values[:, : shape[1]].contiguous()
+
+
+class _Producer:
+    """Name -> tensor of a shard. Keeps the last linear's tensors, which are asked for one after the other."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._quantized = writer._quantized
+        self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
+
+    def __call__(self, name: str) -> torch.Tensor:
+        import torch
+
+        writer = self._writer
+        entries = writer.source.weights.entries
+        if name in entries:
+            return writer.dense(name)
+        prefix = name.rpartition(".")[0]
+        entry = entries[f"{prefix}.weight"]
+        if name.endswith(_packed.SHAPE):
+            return torch.tensor(entry.shape, dtype=torch.int64)
+        if self._last[0] != prefix:
+            tensor = writer.finished.quantized(self._quantized[entry.name])
+            self._last = (prefix, _packed.quantized_tensors(prefix, tensor, writer.dtype))
+        return self._last[1][name]
+
+
+def _size(header: Header) -> int:
+    return math.prod(header[2]) * torch_dtype(header[1]).itemsize
+
+
+def _json(data: Mapping[str, Any]) -> bytes:
+    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def carried(folder: Path) -> Iterator[tuple[Path, str]]:
+    """(file, name in the new folder) of what goes along unchanged: tokenizer, generation config, template, licence.
+
+    Links that lead out of the folder, hidden files, code and other weights stay behind.
+    """
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+        for name in sorted(names):
+            path = Path(place, name)
+            relative = path.relative_to(folder).as_posix()
+            weights = name.endswith(".index.json") or path.suffix.lower() in _LEFT_BEHIND
+            if weights or relative in _REPLACED or name.startswith("."):
+                continue
+            try:
+                yield checked_file(path.parent, name), relative
+            except InputError:
+                continue
+
+
+class Checkpoint:
+    """The exporter. `runtimes`: what loads the result."""
+
+    name = "checkpoint"
+    runtimes = ("torch",)
+    Options = CheckpointOptions
+
+    def accepts(
+        self,
+        options: Mapping[str, Any],
+        schemes: Mapping[str, WeightScheme],
+        plain: Collection[str],
+        padded: Collection[str],
+    ) -> None:
+        """Refuse, before any work, what the layout cannot hold.
+
+        Args:
+            options: of the recipe's export step.
+            schemes: linear -> scheme.
+            plain: the linears that are `torch.nn.Linear`.
+            padded: the linears whose last group is filled up.
+
+        Raises:
+            InputError: `layout-unsupported`, naming the first layer.
+            MissingDependency: compressed-tensors.
+        """
+        if CheckpointOptions(**options).layout == "dense" or not schemes:
+            return
+        for linear, scheme in schemes.items():
+            reason = "its weight is stored [K, N]" if linear not in plain else ""
+            reason = f"its last group of {scheme.group} is padded" if linear in padded else reason
+            if reason:
+                raise InputError(
+                    "layout-unsupported",
+                    where=linear,
+                    value=reason,
+                    rule="compressed-tensors packs torch.nn.Linear whose groups divide K",
+                    remedy="export: checkpoint: {layout: dense}",
+                )
+        try:
+            _packed.quantization_config(schemes, [])
+        except ImportError:
+            raise MissingDependency("compressed_tensors", extra="compile", purpose="a packed checkpoint") from None
+
+    def writer(self, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]) -> Writer:
+        """Prepare an export."""
+        from quantkit.model.structure import is_linear, is_transposed
+
+        modules = stream.skeleton.named_modules()
+        linears = {name: is_transposed(module) for name, module in modules if is_linear(module)}
+        return Writer(source, results, stream.files, linears, CheckpointOptions(**options))
+
+    def write(
+        self, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]
+    ) -> None:
+        """Write `model/` of a bundle.
+
+        Raises:
+            InputError: `scale-inexact`, `layout-unsupported`.
+            Stopped: `disk-full`.
+        """
+        self.writer(source, stream, results, options).write(bundle / "model")
+
+    def check(
+        self,
+        bundle: Path,
+        source: Source | None = None,
+        stream: StreamedModel | None = None,
+        results: Finished | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        inputs: Mapping[str, torch.Tensor] | None = None,
+        blocks: int | None = None,
+    ) -> list[Check]:
+        """Load what was written in other people's code and hold it against the codes that were decided on.
+
+        Args:
+            bundle: its folder.
+            source, stream, results, options: as for `write`. Without them, for a finished bundle, the expected values
+                are our own reading of the stored codes.
+            inputs: keyword arguments of a forward; a fixed batch of ids by default.
+            blocks: compare the outputs of only so many layers; by default all of a small model, two of a large one.
+
+        Returns:
+            checks `scales.finite`, `bits_per_weight.checkpoint`, `reload.compressed_tensors` (every linear) and
+            `reload.transformers` (the logits); `where` says what is wrong with one that is not `ok`.
+
+        Raises:
+            InputError: it is not a bundle.
+        """
+        if source is None or stream is None or results is None:
+            return _reload.check_bundle(Path(bundle), inputs=inputs, blocks=blocks)
+        writer = self.writer(source, stream, results, options or {})
+        wanted = _reload.Expected(
+            names=list(source.weights.entries),
+            read=writer.expected,
+            packed=writer.packed,
+            leftover=[name for name in source.weights.entries if name not in set(writer.files.values())],
+        )
+        return _reload.check(bundle / "model", wanted, inputs=inputs, blocks=blocks)
+
+
+EXPORT = Checkpoint()

@@ -1,0 +1,482 @@
+"""The checkpoint: what is written, what transformers and compressed-tensors make of it, what the checks catch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantkit import registry
+from quantkit.bundle import Bundle, Check, LayerEntry, Manifest, ModelEntry, SourceEntry, content_sha256, inventory
+from quantkit.errors import GateError, InputError
+from quantkit.export import _packed, _reload
+from quantkit.export.checkpoint import EXPORT
+from quantkit.formats import QuantTensor
+from quantkit.model import finished
+from quantkit.model.finished import Finished
+from quantkit.model.open import Source, open_model
+from quantkit.model.stream import StreamedModel
+from quantkit.recipe import WeightScheme
+
+ASYMMETRIC = {"granularity": "group", "group": 32, "symmetric": False}
+
+
+def scheme(form: str = "int4", **fields: Any) -> WeightScheme:
+    return WeightScheme(format=form, **{**({} if fields else ASYMMETRIC), **fields})
+
+
+def quantize(weight: Tensor, how: WeightScheme) -> QuantTensor:
+    found: QuantTensor = registry.load("formats", how.format).quantize(weight.float(), how)
+    return found
+
+
+def llama(
+    folder: Path, dtype: torch.dtype = torch.float32, *, tied: bool = True, shards: int = 1, **changes: Any
+) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        **{
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 128,
+            "tie_word_embeddings": tied,
+            **changes,
+        }
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(dtype)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    model.save_pretrained(folder, max_shard_size=size // shards + 20_000 if shards > 1 else "1GB")
+    return folder
+
+
+@dataclass
+class Exported:
+    folder: Path
+    source: Source
+    stream: StreamedModel
+    results: Finished
+    options: dict[str, Any]
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    def check(self, **settings: Any) -> list[Check]:
+        return EXPORT.check(self.folder, self.source, self.stream, self.results, self.options, **settings)
+
+    def weight(self, linear: str) -> Tensor:
+        return self.source.weights.read(self.stream.files[f"{linear}.weight"])
+
+
+def export(path: Path, folder: Path, schemes: Any, **options: Any) -> Exported:
+    """Round every linear of the blocks (all by one scheme, or by a function of the name), and change a norm."""
+    source = open_model(str(path))
+    stream = StreamedModel(source)
+    blocks = tuple(f"{name}." for name in stream.block_names)
+    from quantkit.model.structure import is_linear, is_transposed
+
+    tensors, chosen = {}, {}
+    for name, module in stream.skeleton.named_modules():
+        how = schemes(name) if callable(schemes) else schemes
+        if name.startswith(blocks) and is_linear(module) and how is not None:
+            weight = source.weights.read(stream.files[f"{name}.weight"])
+            tensors[name] = quantize(weight.T if is_transposed(module) else weight, how)
+            chosen[name] = how
+    changed = {}
+    for name in stream.files:
+        if name.endswith("post_attention_layernorm.weight"):
+            changed[name] = source.weights.read(stream.files[name]) * 1.5
+    file = folder.parent / f"{folder.name}-block.safetensors"
+    folder.mkdir()
+    finished.save(file, tensors, changed)
+    exported = Exported(folder, source, stream, Finished([file], chosen), options)
+    EXPORT.write(folder, source, stream, exported.results, options)
+    return exported
+
+
+def by_name(checks: list[Check]) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+SCHEMES = {
+    "group-asymmetric": scheme(),
+    "group-symmetric": scheme(granularity="group", group=32, symmetric=True),
+    "channel-asymmetric": scheme(granularity="channel", symmetric=False),
+    "channel-symmetric": scheme(granularity="channel"),
+    "tensor-asymmetric": scheme(granularity="tensor", symmetric=False),
+    "tensor-symmetric": scheme(granularity="tensor"),
+    "int8-channel": scheme("int8", granularity="channel"),
+    "int8-group-asymmetric": scheme("int8", **ASYMMETRIC),
+    "float32-scales": scheme(scale="float32", **ASYMMETRIC),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("source") / "tiny")
+
+
+@pytest.mark.parametrize("how", SCHEMES.values(), ids=SCHEMES)
+def test_plain_transformers_loads_what_was_decided(tmp_path: Path, tiny: Path, how: WeightScheme) -> None:
+    from transformers import AutoModelForCausalLM
+
+    exported = export(tiny, tmp_path / "out", how)
+    checks = by_name(exported.check())
+    assert list(checks) == [
+        "scales.finite",
+        "bits_per_weight.checkpoint",
+        "reload.compressed_tensors",
+        "reload.transformers",
+    ]
+    assert all(check.ok for check in checks.values()), checks
+    assert checks["reload.transformers"].value == 0
+
+    # and once more without any of our own code on the way
+    model, info = AutoModelForCausalLM.from_pretrained(exported.model, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    ids = torch.arange(20).reshape(1, 20)
+    with torch.no_grad():
+        loaded = model(ids).logits
+        reference = AutoModelForCausalLM.from_pretrained(tiny)
+        for linear in exported.results.schemes:
+            tensor = exported.results.quantized(linear)
+            values = registry.load("formats", how.format).dequantize(tensor)
+            reference.get_submodule(linear).weight.copy_(values)
+        for layer in reference.model.layers:
+            layer.post_attention_layernorm.weight.mul_(1.5)
+        # float16 scales are multiplied in float16 by the loader; 2^-11 a weight, averaged over 64 and more of them
+        bound = 1e-5 if how.scale == "float32" else 5e-4
+        expected = reference(ids).logits
+    assert float((loaded - expected).abs().max() / expected.abs().max()) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_half_precision_sources(tmp_path: Path, dtype: torch.dtype, symmetric: bool) -> None:
+    name = str(dtype).removeprefix("torch.")
+    how = scheme(granularity="group", group=32, symmetric=symmetric, scale=name)
+    exported = export(llama(tmp_path / "source", dtype, tied=False), tmp_path / "out", how)
+    checks = exported.check()
+    assert all(check.ok for check in checks)
+    assert by_name(checks)["reload.transformers"].value == 0
+    stored = load_file(exported.model / "model.safetensors")
+    assert stored["model.layers.0.mlp.up_proj.weight_scale"].dtype is dtype
+    assert stored["lm_head.weight"].dtype is dtype
+
+
+def test_scales_that_the_model_cannot_hold_are_refused(tmp_path: Path) -> None:
+    path = llama(tmp_path / "source", torch.bfloat16)
+    with pytest.raises(InputError, match=r"scale-inexact.*float16 scales in a bfloat16 model.*scale=bfloat16"):
+        export(path, tmp_path / "out", scheme())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_shards_stay_as_they_were(tmp_path: Path, tied: bool) -> None:
+    exported = export(llama(tmp_path / "source", tied=tied, shards=3), tmp_path / "out", scheme())
+    assert len(exported.source.weights.shards) == 3
+    index = json.loads((exported.model / "model.safetensors.index.json").read_text())
+    source = json.loads((tmp_path / "source/model.safetensors.index.json").read_text())["weight_map"]
+    total, seen = 0, {}
+    for shard in sorted({*source.values()}):
+        for name, tensor in load_file(exported.model / shard).items():
+            seen[name] = shard
+            total += tensor.numel() * tensor.element_size()
+            origin = name.partition(".weight_")[0] + ".weight" if ".weight_" in name else name
+            assert source[origin] == shard
+    assert index["weight_map"] == seen
+    assert index["metadata"]["total_size"] == total
+    assert ("lm_head.weight" in seen) is not tied
+    assert all(check.ok for check in exported.check())
+
+
+def test_config_is_what_vllm_and_transformers_read(tmp_path: Path, tiny: Path) -> None:
+    exported = export(tiny, tmp_path / "out", scheme())
+    config = json.loads((exported.model / "config.json").read_text())
+    before = json.loads((tiny / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    assert config == before
+    assert quantization["quant_method"] == "compressed-tensors"
+    assert quantization["format"] == "pack-quantized"
+    assert quantization["quantization_status"] == "compressed"
+    assert quantization["ignore"] == ["lm_head"]
+    (group,) = quantization["config_groups"].values()
+    assert group["targets"] == ["Linear"]
+    assert group["weights"]["num_bits"] == 4
+    assert (group["weights"]["group_size"], group["weights"]["symmetric"]) == (32, False)
+
+
+def test_several_symmetric_schemes(tmp_path: Path, tiny: Path) -> None:
+    def mixed(name: str) -> WeightScheme | None:
+        if name.endswith("o_proj"):
+            return None
+        return scheme("int8", granularity="channel") if "mlp" in name else SCHEMES["group-symmetric"]
+
+    exported = export(tiny, tmp_path / "out", mixed)
+    config = json.loads((exported.model / "config.json").read_text())["quantization_config"]
+    targets = {group["weights"]["num_bits"]: group["targets"] for group in config["config_groups"].values()}
+    assert sorted(targets) == [4, 8]
+    assert "model.layers.1.mlp.down_proj" in targets[8]
+    assert not any("o_proj" in target for names in targets.values() for target in names)
+    checks = exported.check()
+    assert all(check.ok for check in checks), checks
+
+
+def test_what_the_layout_cannot_hold_is_refused_before_any_work() -> None:
+    mixed = {"a": scheme(), "b": scheme("int8", granularity="channel")}
+    refused: list[tuple[dict[str, WeightScheme], set[str], list[str], str]] = [
+        (mixed, {"a", "b"}, [], "zero points"),
+        ({"a": scheme()}, set(), [], r"\[K, N\]"),
+        ({"a": scheme()}, {"a"}, ["a"], "padded"),
+        ({"a": scheme("float16", granularity="channel")}, {"a"}, [], "float16"),
+    ]
+    for schemes, plain, padded, reason in refused:
+        with pytest.raises(InputError, match=f"layout-unsupported.*{reason}"):
+            EXPORT.accepts({}, schemes, plain, padded)
+        EXPORT.accepts({"layout": "dense"}, schemes, plain, padded)
+    EXPORT.accepts({}, {"a": scheme()}, {"a"}, [])
+    with pytest.raises(ValueError, match="layout"):
+        EXPORT.Options(layout="packed")
+    with pytest.raises(ValueError, match="Extra inputs"):
+        EXPORT.Options(shape=1)  # type: ignore[call-arg]
+
+
+def test_dense_equals_the_source_where_nothing_was_decided(tmp_path: Path) -> None:
+    path = llama(tmp_path / "source", torch.bfloat16, shards=3)
+    source = open_model(str(path))
+    stream = StreamedModel(source)
+    for number, options in enumerate([{}, {"layout": "dense"}]):
+        out = tmp_path / f"out{number}"
+        out.mkdir()
+        EXPORT.write(out, source, stream, Finished([], {}), options)
+        for shard in source.weights.shards:
+            before, after = load_file(path / shard), load_file(out / "model" / shard)
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[name].view(torch.int16), after[name].view(torch.int16)) for name in before)
+        assert json.loads((out / "model/config.json").read_text()) == json.loads((path / "config.json").read_text())
+        assert all(check.ok for check in EXPORT.check(out, source, stream, Finished([], {}), options))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_dense_of_families_that_store_otherwise(tmp_path: Path, family: str) -> None:
+    """GPT-2 stores [K, N] and its files lack the base model's prefix; BERT has a pooler and biases."""
+    import transformers
+
+    torch.manual_seed(0)
+    if family == "gpt2":
+        config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=64)
+        model: Any = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.BertConfig(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, vocab_size=128
+        )
+        model = transformers.BertModel(config)
+    model.save_pretrained(tmp_path / "source")
+    exported = export(tmp_path / "source", tmp_path / "out", scheme(), layout="dense")
+    checks = exported.check()
+    assert [check.name for check in checks] == ["reload.transformers"]
+    assert checks[0].value == 0
+    linear = next(iter(exported.results.schemes))
+    stored = load_file(exported.model / "model.safetensors")[exported.stream.files[f"{linear}.weight"]]
+    values = registry.load("formats", "int4").dequantize(exported.results.quantized(linear))
+    assert torch.equal(stored, values.T if family == "gpt2" else values)
+    if family == "bert":
+        packed = export(tmp_path / "source", tmp_path / "packed", scheme())
+        assert all(check.ok for check in packed.check())
+
+
+def _spoil(exported: Exported, change: Any) -> dict[str, Check]:
+    path = exported.model / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return by_name(exported.check())
+
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+def test_a_wrong_scale_is_found(tmp_path: Path, tiny: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{UP}.weight_scale"][3, 1] *= 1.01
+
+    checks = _spoil(export(tiny, tmp_path / "out", scheme()), change)
+    assert not checks["reload.compressed_tensors"].ok
+    assert checks["reload.compressed_tensors"].where == UP
+    with pytest.raises(GateError, match=f"reload-mismatch.*{UP}"):
+        _reload.demand(list(checks.values()))
+
+
+def test_the_logits_find_it_too(tmp_path: Path, tiny: Path) -> None:
+    exported = export(tiny, tmp_path / "out", scheme())
+    path = exported.model / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.input_layernorm.weight"] *= 1.01
+    save_file(tensors, path, metadata={"format": "pt"})
+    checks = by_name(exported.check())
+    assert checks["reload.compressed_tensors"].ok
+    assert not checks["reload.transformers"].ok
+    # the first block alone is as it should be
+    assert by_name(exported.check(blocks=1))["reload.transformers"].value == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_scale_that_is_no_scale_is_found(tmp_path: Path, tiny: Path, value: float) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{UP}.weight_scale"][3, 1] = value
+
+    checks = _spoil(export(tiny, tmp_path / "out", scheme()), change)
+    assert not checks["scales.finite"].ok
+    assert checks["scales.finite"].where == UP
+
+
+def test_missing_and_unexpected_tensors_are_found(tmp_path: Path, tiny: Path) -> None:
+    exported = export(tiny, tmp_path / "out", scheme())
+    checks = _spoil(exported, lambda tensors: tensors.pop("model.layers.0.input_layernorm.weight"))
+    assert not checks["reload.transformers"].ok
+    assert "missing" in checks["reload.transformers"].where
+    EXPORT.write(exported.folder, exported.source, exported.stream, exported.results, {})
+    checks = _spoil(exported, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.bias": torch.ones(96)}))
+    assert "unexpected" in checks["reload.transformers"].where
+
+
+def test_swapped_codes_are_found(tmp_path: Path, tiny: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        packed = tensors[f"{UP}.weight_packed"]
+        tensors[f"{UP}.weight_packed"] = packed.flip(0).contiguous()
+
+    assert not _spoil(export(tiny, tmp_path / "out", scheme()), change)["reload.compressed_tensors"].ok
+
+
+@pytest.mark.parametrize("how", ["group-asymmetric", "group-symmetric"])
+def test_only_the_first_blocks(tmp_path: Path, how: str) -> None:
+    path = llama(tmp_path / "source", num_hidden_layers=4, shards=3)
+    exported = export(path, tmp_path / "out", SCHEMES[how])
+    check = by_name(exported.check(blocks=2))["reload.transformers"]
+    assert (check.ok, check.value) == (True, 0)
+
+
+def _bundle(exported: Exported) -> Bundle:
+    files = inventory(exported.folder)
+    layers = [
+        LayerEntry(name=name, shape=list(exported.weight(name).shape), scheme=how.model_dump(), bits_per_weight=4.0)
+        for name, how in exported.results.schemes.items()
+    ]
+    source = SourceEntry(ref="path:tiny", sha256="0" * 64, dtype="float32")
+    manifest = Manifest(
+        quantkit="0.1.0",
+        content_sha256=content_sha256(files),
+        state="complete",
+        model=ModelEntry(name="tiny", kind="decoder", source=source),
+        recipe={},
+        target=None,
+        calibration=None,
+        seed=0,
+        threads=1,
+        isa="",
+        device={},
+        versions={},
+        created="",
+        layers=layers,
+        files=files,
+        decisions=[],
+        checks=[],
+        verdict=None,
+    )
+    (exported.folder / "manifest.json").write_bytes(manifest.as_bytes())
+    return Bundle.load(exported.folder)
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "dense"}], ids=["packed", "dense"])
+def test_a_finished_bundle_is_checked_without_its_source(tmp_path: Path, tiny: Path, options: dict[str, str]) -> None:
+    bundle = _bundle(export(tiny, tmp_path / "out", scheme(), **options))
+    assert all(check.ok for check in bundle.verify())
+    checks = by_name(EXPORT.check(bundle.path))
+    assert all(check.ok for check in checks.values())
+    assert checks["reload.transformers"].value == 0
+    if options:
+        return
+    path = bundle.path / "model/config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 16
+    path.write_text(json.dumps(config))
+    assert not all(check.ok for check in EXPORT.check(bundle.path))
+
+
+def test_writing_twice_gives_the_same_bytes(tmp_path: Path, tiny: Path) -> None:
+    first = inventory(export(tiny, tmp_path / "one", scheme()).folder)
+    second = inventory(export(tiny, tmp_path / "two", scheme()).folder)
+    assert first == second
+
+
+def test_what_is_carried_over(tmp_path: Path) -> None:
+    path = llama(tmp_path / "source")
+    for name in ("tokenizer.json", "chat_template.jinja", "LICENSE", "generation_config.json", "1_Pooling/config.json"):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(name)
+    for name in ("README.md", "modeling_evil.py", "pytorch_model.bin", ".git/config", "onnx/model.onnx", ".hidden"):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(name)
+    (tmp_path / "secret").write_text("secret")
+    (path / "link.txt").symlink_to(tmp_path / "secret")
+    model = export(path, tmp_path / "out", scheme()).model
+    found = {file.relative_to(model).as_posix() for file in model.rglob("*") if file.is_file()}
+    assert found == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "LICENSE",
+        "generation_config.json",
+        "1_Pooling/config.json",
+    }
+    assert (model / "chat_template.jinja").read_text() == "chat_template.jinja"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 17), (17, 3), (33, 40), (8, 4095)])
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_packing_agrees_with_the_library_and_is_its_own_inverse(
+    bits: int, shape: tuple[int, int], granularity: Any, symmetric: bool
+) -> None:
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    torch.manual_seed(bits)
+    how = scheme(f"int{bits}", granularity=granularity, symmetric=symmetric, scale="float32")
+    tensor = quantize(torch.randn(shape), how)
+    stored = _packed.quantized_tensors("x", tensor, torch.float32)
+    assert [(name, tuple(value.shape)) for name, value in stored.items()] == [
+        (name, size) for name, _, size in _packed.headers("x", shape, how)
+    ]
+    assert torch.equal(unpack_from_int32(stored["x.weight_packed"], bits, torch.Size(shape)), tensor.codes)
+    if not symmetric and granularity == "channel":
+        zero = unpack_from_int32(stored["x.weight_zero_point"], bits, torch.Size((shape[0], 1)), packed_dim=0)
+        assert torch.equal(zero, tensor.zero)
+    back = _packed.read_back("x", how, stored.__getitem__)
+    assert torch.equal(back.codes, tensor.codes)
+    assert torch.equal(back.scale, tensor.scale)
+    assert back.zero is None if symmetric else torch.equal(back.zero, tensor.zero)
+    # the same bytes as the format's own packing, rows filled up to whole words
+    reference = registry.load("formats", f"int{bits}").pack(tensor.codes)
+    assert torch.equal(stored["x.weight_packed"].view(torch.uint8)[:, : reference.shape[1]], reference)
+
+
+def test_torch_free_at_import() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys\nfrom quantkit import registry\nregistry.load('export', 'checkpoint').Options()\n"
+    code += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'compressed_tensors')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
