@@ -1,17 +1,25 @@
-"""Sole owner of the order of things: from a request to a bundle."""
+"""Sole owner of the order of things: from a request to a bundle.
+
+Importing this package is cheap: a request is validated whole before torch is imported.
+"""
 
 from __future__ import annotations
 
-from quantkit.pipeline.compile import Compiled, compile_model, expected_seconds, fingerprint, prepare
-from quantkit.pipeline.measure import measure_bundle
-from quantkit.pipeline.module import Pipeline
-from quantkit.pipeline.progress import Progress
-from quantkit.pipeline.request import DEFAULT_MODEL, Request
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quantkit.pipeline.compile import Compiled, Prepared, compile_model, expected_seconds, fingerprint, prepare
+    from quantkit.pipeline.measure import measure_bundle
+    from quantkit.pipeline.module import Pipeline
+    from quantkit.pipeline.progress import Progress
+    from quantkit.pipeline.request import DEFAULT_MODEL, Request
 
 __all__ = [
     "DEFAULT_MODEL",
     "Compiled",
     "Pipeline",
+    "Prepared",
     "Progress",
     "Request",
     "compile_model",
@@ -20,3 +28,17 @@ __all__ = [
     "measure_bundle",
     "prepare",
 ]
+
+_HOMES = {
+    "DEFAULT_MODEL": "request",
+    "Request": "request",
+    "Progress": "progress",
+    "Pipeline": "module",
+    "measure_bundle": "measure",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module(f"quantkit.pipeline.{_HOMES.get(name, 'compile')}"), name)
+    raise AttributeError(f"module 'quantkit.pipeline' has no attribute {name!r}")
