@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from quantkit.recipe import WeightScheme
 
-Range = Literal["minmax", "mse", "hessian", "pivots"]
+Range = Literal["minmax", "mse", "hessian", "pivots", "output"]
 
 # how often damping may be raised (tenfold each time) before the Hessian is given up
 _ATTEMPTS = 6
@@ -230,6 +230,8 @@ def _place(
     elif kind == "pivots":
         importance = torch.empty_like(solved.pivots)
         importance[solved.order] = solved.pivots
+    elif kind == "output" and scheme.granularity != "tensor":
+        importance = ranges.blocks(solved.hessian, group)
     if scheme.granularity != "tensor":
         scale, zero = ranges.transposed(target, group, scheme, importance, search)
         return scale.float(), None if zero is None else zero.float()

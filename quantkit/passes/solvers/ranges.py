@@ -98,6 +98,34 @@ def searched(
     return _by_rows(weight, scheme, importance, search or Search())
 
 
+def for_output(
+    weight: Tensor, scheme: WeightScheme, hessian: Tensor, search: Search | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Like `searched`, but each group's error is measured at the output: `d H_gg dᵀ`, as if other groups were exact.
+
+    Args:
+        weight: [N, K] of any float dtype.
+        scheme: granularity, symmetry and scale dtype; per tensor only the diagonal of the Hessian is used.
+        hessian: [K, K].
+        search: how far to look.
+
+    Raises:
+        InputError: `group-indivisible`, `format-not-integer`.
+    """
+    if scheme.granularity == "tensor":
+        return searched(weight, scheme, hessian.diagonal(), search)
+    length = weight.shape[1] // groups_of(weight.shape[1], scheme)
+    scale, zero = transposed(weight.float().T.contiguous(), length, scheme, blocks(hessian, length), search or Search())
+    return scale.T.contiguous(), None if zero is None else zero.T.contiguous()
+
+
+def blocks(hessian: Tensor, length: int) -> Tensor:
+    """The blocks on the diagonal of [K, K]: [K / length, length, length] float32."""
+    return torch.stack(
+        [hessian[at : at + length, at : at + length].float() for at in range(0, hessian.shape[0], length)]
+    )
+
+
 def _by_rows(
     weight: Tensor, scheme: WeightScheme, importance: Tensor | None, search: Search
 ) -> tuple[Tensor, Tensor | None]:
@@ -120,7 +148,7 @@ def transposed(
         target: [K, N] float32.
         length: weights of a column that share a scale; divides K.
         scheme: symmetry and scale dtype.
-        importance: [K] float32 or None.
+        importance: [K] float32, or the blocks of a Hessian [K / length, length, length], or None.
         search: how far to look.
 
     Returns:
@@ -132,7 +160,9 @@ def transposed(
     zero = None if scheme.symmetric else torch.empty(groups, columns, dtype=torch.int8)
     step = max(1, _CHUNK // length)
     for group in range(groups):
-        costs = None if importance is None else importance[group * length : (group + 1) * length]
+        costs = None
+        if importance is not None:
+            costs = importance[group] if importance.dim() == 3 else importance[group * length : (group + 1) * length]
         for start in range(0, columns, step):
             part = target[group * length : (group + 1) * length, start : start + step].contiguous()
             best, shift = _search(part, costs, scheme, form, search)
@@ -153,6 +183,12 @@ def _search(
     exact, codes, error = torch.empty_like(part), torch.empty_like(part), torch.empty_like(part)
     weights = torch.ones(part.shape[0]) if costs is None else costs
 
+    def total(left: Tensor, right: Tensor) -> Tensor:
+        """The sums of left * costs * right, [n]; overwrites left."""
+        if weights.dim() == 2:
+            return left.mul_(weights @ right).sum(dim=0)
+        return weights @ left.mul_(right)
+
     def measure(step: Tensor, shift: Tensor | None) -> Tensor:
         """Leaves codes less zero in `codes`; what each column costs [n]."""
         width = step.float()
@@ -161,8 +197,8 @@ def _search(
             torch.clamp(exact, form.low, form.high, out=codes)
         else:
             torch.clamp(exact, form.low - shift.float(), form.high - shift.float(), out=codes)
-        torch.sub(codes.round_(), exact, out=error).square_()
-        return (weights @ error) * width.square()
+        torch.sub(codes.round_(), exact, out=error)
+        return total(error, error) * width.square()
 
     least = measure(scale, zero)
     for number in range(search.steps):
@@ -172,7 +208,7 @@ def _search(
     for _ in range(search.refinements):
         measure(scale, zero)
         # the scale that fits these codes best; a group of zeros keeps its own
-        fitted = (weights @ torch.mul(codes, part, out=error)) / (weights @ torch.square(codes, out=exact))
+        fitted = total(error.copy_(codes), part) / total(exact.copy_(codes), codes)
         fitted = torch.where(torch.isfinite(fitted) & (fitted > 0), fitted, scale.float())
         tried = stored(fitted, scheme)
         scale, zero, least = _better(measure(tried, zero), tried, zero, scale, zero, least)

@@ -1,8 +1,6 @@
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from reference.gptq_oracle import cost, wanted
 
 from quantkit import registry
 from quantkit.errors import InputError
@@ -11,9 +9,6 @@ from quantkit.passes.solvers import gptq as solver
 from quantkit.passes.solvers import one_thread
 from quantkit.passes.solvers.gptq import factor, gptq, gptq_shared
 from quantkit.recipe import WeightScheme
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "reference"))
-from gptq_oracle import cost, wanted
 
 INT4 = registry.load("formats", "int4")
 

@@ -1,0 +1,167 @@
+"""AWQ: scale inputs so that what matters most is rounded most finely, then clip what stretches the grid.
+
+Dividing the inputs by `s` [K] and multiplying the columns of `W` by it changes nothing before rounding. After it, an
+error on column k is divided by `s_k`:
+
+    D(s) = decode(encode(W diag(s))) diag(s)⁻¹ - W        cost(s) = tr(D H Dᵀ)        s_k = m_k^α / normalisation
+
+`m_k` is how large input k usually is, and α is searched on a grid in [0, 1]; α = 0 changes nothing, so the result is
+never worse than plain rounding under this cost. One number a group of linears is fitted, which is why it carries over
+to other text so well. (Lin et al., "AWQ", 2024, arXiv 2306.00978. There the cost is measured on activations; `H` says
+the same for all tokens at once. After scaling, the Hessian is `diag(s)⁻¹ H diag(s)⁻¹`: nothing has to be run again.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantkit.errors import InputError
+from quantkit.formats._integer import groups_of
+from quantkit.passes.solvers import one_thread, ranges
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.recipe import WeightScheme
+
+
+@dataclass(frozen=True)
+class AwqScales:
+    """What a search yields.
+
+    Args:
+        scales: [K] float32, positive; multiply the columns of the weights, divide the inputs. All ones when nothing
+            that was tried costs less.
+        alpha: the exponent that won.
+        cost: `tr(D H Dᵀ)` summed over the weights, with these scales.
+        plain: the same without scales.
+    """
+
+    scales: Tensor
+    alpha: float
+    cost: float
+    plain: float
+
+
+def search_scales(
+    weights: Sequence[Tensor],
+    hessian: Tensor,
+    scheme: WeightScheme,
+    *,
+    grid: int = 20,
+    magnitude: Tensor | None = None,
+    producers: Tensor | None = None,
+) -> AwqScales:
+    """The scales, among powers of the inputs' magnitude, with which rounding to nearest costs least.
+
+    Args:
+        weights: each [N_i, K], of any float dtype, that receive the same input; never modified.
+        hessian: [K, K] of that input.
+        scheme: an integer format, any granularity and symmetry.
+        grid: how many α above 0, up to 1, are tried.
+        magnitude: [K], how large each input usually is (the paper's mean |x|); the root of the Hessian's diagonal
+            when left out.
+        producers: [K] integers: which channel of the module that absorbs the scale each input comes from. Inputs from
+            one channel (grouped heads repeat them) share a scale. None: each its own.
+
+    Raises:
+        InputError: `hessian-nonfinite`, `group-indivisible`, `format-not-integer`.
+    """
+    if not bool(torch.isfinite(hessian).all()):
+        raise InputError(
+            "hessian-nonfinite",
+            value=f"{int((~torch.isfinite(hessian)).sum())} of {hessian.numel()} entries are NaN or infinite",
+            rule="the activations of the calibration text have to be finite",
+            remedy="compute in float32, or leave this layer in high precision with an override",
+        )
+    with one_thread():
+        target = torch.cat([weight.float() for weight in weights]).T.contiguous()
+        rows = [weight.shape[0] for weight in weights]
+        size = _shared(hessian.diagonal().float().clamp(min=0).sqrt() if magnitude is None else magnitude, producers)
+        symmetric = hessian.float()
+        best = AwqScales(torch.ones_like(size), 0.0, *([_cost(target, rows, None, symmetric, scheme)] * 2))
+        for number in range(1, grid + 1):
+            scales = _power(size, number / grid)
+            cost = _cost(target, rows, scales, symmetric, scheme)
+            if cost < best.cost:
+                best = AwqScales(scales, number / grid, cost, best.plain)
+        return best
+
+
+def transformed(hessian: Tensor, scales: Tensor) -> Tensor:
+    """The Hessian of inputs divided by `scales`: `diag(s)⁻¹ H diag(s)⁻¹`, [K, K] float32."""
+    return hessian.float() / scales / scales.unsqueeze(1)
+
+
+def clip(weight: Tensor, hessian: Tensor, scheme: WeightScheme, search: ranges.Search | None = None) -> Tensor:
+    """The weight [N, K] cut to the ends of the grids that cost least at the output of each group.
+
+    A group's cost is `d H_gg dᵀ` with the block of the Hessian that belongs to it, as if all others were exact. What
+    rounds the result with min-max ranges then uses these grids.
+
+    Raises:
+        InputError: `group-indivisible`, `format-not-integer`.
+    """
+    form = ranges.integer_format(scheme)
+    with one_thread():
+        scale, zero = ranges.for_output(weight, scheme, hessian, search)
+    parts = weight.float().reshape(
+        -1,
+        scale.shape[1] if scheme.granularity != "tensor" else 1,
+        weight.shape[1] // groups_of(weight.shape[1], scheme),
+    )
+    width = scale.float().unsqueeze(2)
+    if zero is None:
+        # where min-max of a symmetric grid puts its ends: half a step beyond the greatest code
+        edge = width * (2 ** (form.bits - 1) - 0.5)
+        cut = parts.clamp(-edge, edge)
+    else:
+        shift = zero.float().unsqueeze(2)
+        cut = parts.clamp((form.low - shift) * width, (form.high - shift) * width)
+    return cut.reshape(weight.shape)
+
+
+def _power(size: Tensor, alpha: float) -> Tensor:
+    """`m^α`, centred so that the largest and smallest scale are each other's inverse; inputs never seen get 1."""
+    seen = size > 0
+    scales = size.clamp(min=1e-4 * float(size.max()) + 1e-30).pow(alpha)
+    if not bool(seen.any()):
+        return torch.ones_like(size)
+    centre = (scales[seen].max() * scales[seen].min()).sqrt()
+    return torch.where(seen, scales / centre, torch.ones_like(scales))
+
+
+def _shared(size: Tensor, producers: Tensor | None) -> Tensor:
+    """The magnitude of each input's producer: the root mean square over the inputs that come from it."""
+    if producers is None:
+        return size.float()
+    count = int(producers.max()) + 1
+    total = torch.zeros(count).index_add_(0, producers, size.float().square())
+    times = torch.zeros(count).index_add_(0, producers, torch.ones(len(size)))
+    return (total / times.clamp(min=1)).sqrt()[producers]
+
+
+def _cost(target: Tensor, rows: list[int], scales: Tensor | None, hessian: Tensor, scheme: WeightScheme) -> float:
+    """`tr(D H Dᵀ)` of rounding target [K, N] to nearest, scaled."""
+    scaled = target if scales is None else target * scales.unsqueeze(1)
+    columns = target.shape[0]
+    plain = ranges.Search(steps=0, refinements=0)
+    form = ranges.integer_format(scheme)
+    total = 0.0
+    for part, original in zip(torch.split(scaled, rows, dim=1), torch.split(target, rows, dim=1), strict=True):
+        if scheme.granularity == "tensor":
+            scale, zero = ranges.transposed(part.reshape(-1, 1), part.numel(), scheme, None, plain)
+        else:
+            scale, zero = ranges.transposed(part, columns // groups_of(columns, scheme), scheme, None, plain)
+        grouped = part.reshape(scale.shape[0], -1, part.shape[1])
+        width, shift = scale.unsqueeze(1), None if zero is None else zero.unsqueeze(1)
+        error = form.decode(form.encode(grouped, width, shift), width, shift).reshape(part.shape)
+        if scales is not None:
+            error = error / scales.unsqueeze(1)
+        error = error - original
+        total += float(torch.linalg.vecdot(error, hessian @ error, dim=0).double().sum())
+    return total

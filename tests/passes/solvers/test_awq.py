@@ -1,0 +1,107 @@
+import pytest
+import torch
+from reference.gptq_oracle import cost
+
+from quantkit import registry
+from quantkit.errors import InputError
+from quantkit.passes.solvers.awq import clip, search_scales, transformed
+from quantkit.passes.solvers.gptq import gptq
+from quantkit.recipe import WeightScheme
+
+INT4 = registry.load("formats", "int4")
+
+
+def scheme(granularity="group", symmetric=False, group=16):
+    return WeightScheme(
+        format="int4", granularity=granularity, group=group if granularity == "group" else None, symmetric=symmetric
+    )
+
+
+def problem(rows=24, columns=64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(512, columns, generator=generator)
+    inputs[:, ::9] *= 30
+    return torch.randn(rows, columns, generator=generator), inputs
+
+
+def rounded(weight, choice):
+    return INT4.dequantize(INT4.quantize(weight, choice))
+
+
+CASES = [scheme(g, s) for g in ("tensor", "channel", "group") for s in (True, False)]
+
+
+@pytest.mark.parametrize("choice", CASES, ids=lambda s: f"{s.granularity}-{s.symmetric}")
+def test_the_cost_is_the_outputs_squared_error_and_falls(choice):
+    weight, inputs = problem()
+    other = torch.randn(7, 64, generator=torch.Generator().manual_seed(5))
+    found = search_scales([weight, other], inputs.T @ inputs, choice, grid=8)
+    assert found.alpha > 0
+    assert found.cost < 0.8 * found.plain
+    plain, scaled = 0.0, 0.0
+    for part in (weight, other):
+        exact = inputs.double() @ part.double().T
+        plain += float((inputs.double() @ rounded(part, choice).double().T - exact).square().sum())
+        served = (inputs / found.scales).double() @ rounded(part * found.scales, choice).double().T
+        scaled += float((served - exact).square().sum())
+    assert found.plain == pytest.approx(plain, rel=1e-3)
+    assert found.cost == pytest.approx(scaled, rel=1e-3)
+
+
+def test_nothing_to_gain_leaves_ones():
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    found = search_scales([weight], torch.eye(64), scheme())
+    assert found.alpha == 0
+    assert torch.equal(found.scales, torch.ones(64))
+    assert found.cost == found.plain
+
+
+def test_tied_inputs_share_a_scale_and_dead_ones_are_left_alone():
+    weight, inputs = problem()
+    producers = torch.arange(64) // 4
+    found = search_scales([weight], inputs.T @ inputs, scheme(), producers=producers)
+    tied = found.scales.reshape(16, 4)
+    assert found.alpha > 0
+    assert torch.equal(tied, tied[:, :1].expand(16, 4))
+    inputs[:, 7] = 0
+    found = search_scales([weight], inputs.T @ inputs, scheme())
+    assert float(found.scales[7]) == 1
+    assert bool((found.scales > 0).all()) and bool(torch.isfinite(found.scales).all())
+
+
+def test_the_hessian_of_scaled_inputs():
+    _, inputs = problem()
+    scales = torch.rand(64, generator=torch.Generator().manual_seed(2)) + 0.5
+    divided = inputs / scales
+    torch.testing.assert_close(transformed(inputs.T @ inputs, scales), divided.T @ divided, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("choice", CASES, ids=lambda s: f"{s.granularity}-{s.symmetric}")
+def test_clipping_lowers_the_error_at_the_output(choice):
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(24, 64, generator=generator)
+    weight[:, 5] *= 8
+    inputs = torch.randn(512, 64, generator=generator)
+    inputs[:, 5] *= 0.05
+    hessian = inputs.T @ inputs
+    cut = clip(weight, hessian, choice)
+    assert float((cut.abs() - weight.abs()).max()) <= 1e-6
+    assert cost(weight, rounded(cut, choice), hessian) < 0.9 * cost(weight, rounded(weight, choice), hessian)
+
+
+def test_scales_serve_the_other_assigner_too():
+    weight, inputs = problem()
+    hessian = inputs.T @ inputs
+    found = search_scales([weight], hessian, scheme())
+    scaled = gptq(weight * found.scales, transformed(hessian, found.scales), scheme())
+    served = INT4.dequantize(scaled.tensor) / found.scales
+    assert cost(weight, served, hessian) < 0.9 * found.cost
+
+
+def test_a_hessian_that_is_not_finite_is_an_error():
+    weight, inputs = problem()
+    hessian = inputs.T @ inputs
+    hessian[0, 0] = float("nan")
+    with pytest.raises(InputError) as caught:
+        search_scales([weight], hessian, scheme())
+    assert caught.value.code == "hessian-nonfinite"
