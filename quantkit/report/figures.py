@@ -1,0 +1,224 @@
+"""The figures of a bundle as lines: before, after, and how sure one can be. Terminal and card share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quantkit.bundle import Check, Decision, Manifest
+from quantkit.errors import MissingDependency
+from quantkit.measure.accuracy import standard_error
+from quantkit.measure.rows import Row
+from quantkit.report import words
+
+_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
+_GATE = "gate."
+
+_Form = Callable[[float], str]
+_Maker = Callable[[Row, float], "Line"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table: `before` is the original's, empty where the figure is about both."""
+
+    label: str
+    before: str
+    after: str
+    remark: str
+
+
+def lines(rows: Sequence[Row], *, layers: int = 0, dtype: str = "") -> list[Line]:
+    """Size and accuracy of a bundle.
+
+    Args:
+        rows: its measurements; several exports give several lines each, told apart by their runtime.
+        layers: how many were quantized.
+        dtype: of the source.
+    """
+    runtimes = {row.runtime for row in rows if row.runtime}
+    found = []
+    for name, make in _MAKERS.items():
+        for row in rows:
+            if row.name != name or row.value is None:
+                continue
+            line = make(row, row.value)
+            if name == "size.bits_per_weight":
+                original = _BITS.get(dtype)
+                line = Line(
+                    line.label, str(original or ""), line.after, f"in {words.plural(layers, 'quantized layer')}"
+                )
+            if len(runtimes) > 1 and row.runtime:
+                line = Line(f"{line.label} ({row.runtime})", line.before, line.after, line.remark)
+            found.append(line)
+    return found
+
+
+def _bytes(row: Row, value: float) -> Line:
+    before, remark = "", ""
+    if row.baseline is not None:
+        before = words.size(row.baseline.value)
+        ratio = row.baseline.ratio
+        if ratio is not None:
+            remark = f"{ratio:.2f}× smaller" if ratio >= 1 else f"{1 / ratio:.2f}× larger"
+            remark = "the same" if f"{ratio:.2f}" == "1.00" else remark
+    return Line("weights on disk", before, words.size(value), remark)
+
+
+def _bits(row: Row, value: float) -> Line:
+    return Line("bits per weight", "", words.figure(value, 3), "")
+
+
+def _perplexity(row: Row, value: float) -> Line:
+    if row.baseline is None:
+        return Line("perplexity", "", words.figure(value), _interval(row.ci95, words.figure))
+    remark = ""
+    if row.baseline.ratio:
+        # a row's ratio says how many times better it is; perplexity is read the other way round
+        remark = f"{1 / row.baseline.ratio:.3f} times the original's"
+        if row.baseline.ratio_ci95 and row.baseline.ratio_ci95[0] > 0:
+            low, high = row.baseline.ratio_ci95
+            remark += f" ({1 / high:.3f} to {1 / low:.3f})"
+    return Line("perplexity", words.figure(row.baseline.value), words.figure(value), remark)
+
+
+def _next_word(row: Row, value: float) -> Line:
+    if row.baseline is None:
+        return Line("next word right", "", words.percent(value), _interval(row.ci95, words.percent))
+    points = f"{100 * (value - row.baseline.value):+.1f} points".replace("-", "−")
+    return Line("next word right", words.percent(row.baseline.value), words.percent(value), points)
+
+
+def _agreement(row: Row, value: float) -> Line:
+    return Line("same most likely word", "", words.percent(value), _interval(row.ci95, words.percent))
+
+
+def _kl(row: Row, value: float) -> Line:
+    try:
+        error = standard_error(row)
+    except MissingDependency:  # the interval is in the row; only the error behind it needs scipy
+        error = None
+    remark = f"± {words.figure(error, 2)} nats" if error is not None else _interval(row.ci95, words.figure) or "nats"
+    return Line("KL divergence", "", words.figure(value, 3), remark)
+
+
+def _share(label: str) -> _Maker:
+    def line(row: Row, value: float) -> Line:
+        before = words.percent(row.baseline.value) if row.baseline is not None else ""
+        return Line(label, before, words.percent(value), _interval(row.ci95, words.percent))
+
+    return line
+
+
+def _cosine(row: Row, value: float) -> Line:
+    return Line("cosine to the original", "", words.figure(value, 5), _interval(row.ci95, lambda x: words.figure(x, 5)))
+
+
+def _interval(interval: tuple[float, float] | None, form: _Form) -> str:
+    return f"{form(interval[0])} to {form(interval[1])}" if interval else ""
+
+
+# in the order they are shown
+_MAKERS = {
+    "size.bytes": _bytes,
+    "size.bits_per_weight": _bits,
+    "accuracy.perplexity": _perplexity,
+    "accuracy.kl": _kl,
+    "accuracy.top1_agreement": _agreement,
+    "accuracy.next_word": _next_word,
+    "accuracy.top1": _share("top-1 accuracy"),
+    "accuracy.top5": _share("top-5 accuracy"),
+    "accuracy.recall_at_1": _share("recall at 1"),
+    "accuracy.cosine": _cosine,
+}
+
+
+def scored(rows: Sequence[Row]) -> str:
+    """What accuracy was measured on and how its intervals are made; empty where none was."""
+    row = next((row for row in rows if row.data is not None), None)
+    if row is None or row.data is None:
+        return ""
+    sequences = (row.shape or {}).get("sequences")
+    unit = "sequences" if row.name == "accuracy.cosine" else "positions"
+    among = f" in {words.plural(sequences, 'sequence')}" if sequences else ""
+    what = f"{row.data.items:,} {unit} of {row.data.set} ({row.data.split}){among}"
+    return f"{what}; intervals are 95 %, ± is one standard error"
+
+
+def gates(checks: Sequence[Check]) -> list[Check]:
+    """The checks that are gates of the recipe."""
+    return [check for check in checks if check.name.startswith(_GATE)]
+
+
+def other_checks(checks: Sequence[Check]) -> list[Check]:
+    """The checks that every bundle has to pass."""
+    return [check for check in checks if not check.name.startswith(_GATE)]
+
+
+def relation(check: Check) -> str:
+    """A check as it is read: `kl_max 0.143 ≤ 0.5`."""
+    if check.value is None or check.limit is None:
+        return ""
+    sign = "≥" if check.name.endswith("_min") else "≤"
+    if not check.ok:
+        sign = {"≥": "<", "≤": ">"}[sign]
+    return f"{words.figure(check.value, 3)} {sign} {check.limit:g}"
+
+
+def short(check: Check) -> str:
+    """A check's name without the part that its heading says already."""
+    return check.name.removeprefix(_GATE)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Decisions of one kind: how many, and the first of them."""
+
+    count: int
+    first: Decision
+
+
+def grouped(decisions: Sequence[Decision]) -> list[Group]:
+    """Decisions by pass and code, in the order of their first appearance."""
+    found: dict[tuple[str, str], list[Decision]] = {}
+    for decision in decisions:
+        found.setdefault((decision.pass_, decision.code), []).append(decision)
+    return [Group(len(group), group[0]) for group in found.values()]
+
+
+def change(decision: Decision) -> str:
+    """What a decision changed: `0.01 → 0.1`; empty where it says nothing."""
+    if decision.from_ is None and decision.to is None:
+        return ""
+    if decision.to is None:
+        return f"instead of {decision.from_}"
+    return f"{decision.from_} → {decision.to}"
+
+
+_NO_VERDICT = "none yet: latency has not been measured, so nothing says whether it is faster"
+_ANSWERS = {
+    "ship_it": "ship it",
+    "ship_up_to": "ship it up to batch {batch}",
+    "do_not_quantize": "do not quantize here",
+    "use_instead": "use {format} instead",
+}
+
+
+def verdict(manifest: Manifest) -> tuple[str, list[str]]:
+    """(the verdict in words, what decided it)."""
+    given = manifest.verdict
+    if given is None:
+        return _NO_VERDICT, []
+    text = _ANSWERS.get(given.answer, given.answer.replace("_", " "))
+    text = text.format(batch=given.batch, format=given.format)
+    return (f"forecast: {text}" if given.forecast else text), list(given.because)
+
+
+def scheme_of(scheme: dict[str, object]) -> str:
+    """A weight scheme in words: `int4, group 64, asymmetric, float16 scales`."""
+    parts = [str(scheme.get("format"))]
+    group = scheme.get("group")
+    parts.append(f"group {group}" if group else f"per {scheme.get('granularity')}")
+    parts.append("symmetric" if scheme.get("symmetric") else "asymmetric")
+    parts.append(f"{scheme.get('scale')} scales")
+    return ", ".join(parts)

@@ -1,0 +1,87 @@
+"""Numbers as people read them: sizes, times, counts, paths. Decimal units, never more digits than mean something."""
+
+from __future__ import annotations
+
+import math
+
+_SIZES = ("B", "kB", "MB", "GB", "TB")
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units.
+
+    >>> size(538_090_408)
+    '538 MB'
+    >>> size(4_200_000_000)
+    '4.20 GB'
+    """
+    power = 0
+    while abs(count) >= 999.5 and power < len(_SIZES) - 1:
+        count, power = count / 1000, power + 1
+    return f"{figure(count, 3)} {_SIZES[power]}"
+
+
+def rate(value: float, unit: str) -> str:
+    """A rate or a size with its unit: `rate(3e11, "B/s")` is `300 GB/s`."""
+    if unit == "B":
+        return size(value)
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= factor:
+            return f"{figure(value / factor, 3)} {prefix}{unit}"
+    return f"{figure(value, 3)} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """A time in the units one would say it in.
+
+    >>> duration(0.42), duration(41), duration(72), duration(4_000)
+    ('0.4 s', '41 s', '1 min 12 s', '1 h 07 min')
+    """
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        minutes, rest = divmod(whole, 60)
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, rest = divmod(round(seconds / 60), 60)
+    return f"{hours} h {rest:02} min"
+
+
+def about(seconds: float) -> str:
+    """A time that is a guess, rounded as guesses are.
+
+    >>> about(3), about(43), about(100), about(700)
+    ('a few seconds', 'about 45 s', 'about 1 min 40 s', 'about 12 min')
+    """
+    if seconds < 5:
+        return "a few seconds"
+    step = 5 if seconds < 60 else 10 if seconds < 300 else 60
+    return f"about {duration(max(step, round(seconds / step) * step))}"
+
+
+def figure(value: float, digits: int = 4) -> str:
+    """A number with so many significant digits, without an exponent where that can be read.
+
+    >>> figure(4.3125, 5), figure(16.9234), figure(0.000003)
+    ('4.3125', '16.92', '3e-06')
+    """
+    if value == 0:
+        return "0"
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) < 1e-4 or abs(value) >= 1e15:
+        return f"{value:.{max(digits - 2, 0)}g}"
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    return f"{round(value, places):,.{max(places, 0)}f}"
+
+
+def percent(share: float, places: int = 1) -> str:
+    """`percent(0.8214)` is `82.1 %`."""
+    return f"{100 * share:.{places}f} %"
+
+
+def plural(count: int, word: str) -> str:
+    """`plural(1, "layer")` is `1 layer`, `plural(210, "layer")` is `210 layers`."""
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
