@@ -128,7 +128,9 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, where: str = "")
     )
 
 
-def from_validation(error: Any, *, where: str, code: str, known: Mapping[str, Iterable[str]] | None = None) -> InputError:
+def from_validation(
+    error: Any, *, where: str, code: str, known: Mapping[str, Iterable[str]] | None = None
+) -> InputError:
     """One line out of a pydantic ValidationError: the first problem, and how many more there are.
 
     Args:

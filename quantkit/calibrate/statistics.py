@@ -1,9 +1,9 @@
 """What the passes see of real life: the inputs of each shared input, while a block runs on the calibration set.
 
-A run is *staged*: when execution reaches the first linear of a shared input, its statistics are complete and the pass may
-change the linears before they run, so that what follows in the block already sees quantized linears. If all sequences
-fit into one forward, the forward simply pauses there, and one run serves all stages and yields the block's output as well.
-Else every stage replays the block up to its point, chunk by chunk, so that memory stays bounded.
+A run is *staged*: when execution reaches the first linear of a shared input, its statistics are complete and the pass
+may change the linears before they run, so that what follows in the block already sees quantized linears. If all
+sequences fit into one forward, the forward simply pauses there, and one run serves all stages and yields the block's
+output as well. Else every stage replays the block up to its point, chunk by chunk, so that memory stays bounded.
 
 Sums are deterministic: a fixed number of partials, in a fixed order, whatever the number of threads that add them up.
 """
@@ -139,7 +139,6 @@ class Stats:
         return self.outputs
 
     def _pausing(self, visit: Visit) -> None:
-        hooks = []
         waiting = {group.name: group for group in self.groups}
 
         def pause(group: SharedInput) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -149,8 +148,9 @@ class Stats:
 
             return hook
 
-        for group in self.groups:
-            hooks.append(self.module.get_submodule(group.name).register_forward_pre_hook(pause(group)))
+        hooks = [
+            self.module.get_submodule(group.name).register_forward_pre_hook(pause(group)) for group in self.groups
+        ]
         try:
             self.outputs = self.calls.run(self.module, self.index, self.hidden)
         finally:

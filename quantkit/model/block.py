@@ -30,6 +30,8 @@ class Block:
         schemes: linear -> how its weight is to be stored; None leaves it in high precision.
         dtype: what unquantized tensors of this block will be stored in.
         seed: for passes that draw random numbers.
+        fuses: whether any destination gains from linears that are stored as one.
+        fusions: linears to be stored as one.
         tensors: linear -> its codes; what `assign` was given.
     """
 
@@ -42,6 +44,8 @@ class Block:
     schemes: Mapping[str, WeightScheme | None]
     dtype: torch.dtype
     seed: int = 0
+    fuses: bool = False
+    fusions: list[tuple[str, ...]] = field(default_factory=list)
     tensors: dict[str, QuantTensor] = field(default_factory=dict)
 
     def full_name(self, linear: str) -> str:

@@ -1,4 +1,4 @@
-"""The tensors that the passes have decided, block by block on disk: codes of quantized linears, and whatever a fold changed.
+"""What the passes have decided, block by block on disk: codes of quantized linears, and whatever a fold changed.
 
 What is not here is as in the source. Exporters read from this and from the source, one tensor at a time.
 """

@@ -1,8 +1,8 @@
 """Folds: where a scale on a linear's inputs can be absorbed by what produces them, found by probing and then proved.
 
-For an input x of linears W and any s > 0, `W x = (W diag(s)) (x / s)`. The division is free if the producer of x absorbs
-it: a norm divides its weight, a linear its output rows, provided that everything in between commutes with a gain per
-channel (attention's value path, with grouped heads; the product gate * up; ReLU).
+For an input x of linears W and any s > 0, `W x = (W diag(s)) (x / s)`. The division is free if the producer of x
+absorbs it: a norm divides its weight, a linear its output rows, provided that everything in between commutes with a
+gain per channel (attention's value path, with grouped heads; the product gate * up; ReLU).
 
 Found: multiply the outputs of a candidate producer by distinct random gains, in float64, and look at x. If the path
 commutes, every channel x_j is its old self times exactly one of the gains, which names the producer's channel. Where

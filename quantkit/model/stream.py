@@ -34,6 +34,16 @@ class BlockStream(Protocol):
         """Hidden states [samples, tokens, width] before block 0, and how each block is called."""
 
 
+class Transform(Protocol):
+    """An exact change of the whole model, made as its parts load: a rotation, an untying, a permutation."""
+
+    def block(self, index: int, block: nn.Module) -> None:
+        """Change a block in place."""
+
+    def rest(self, model: nn.Module) -> None:
+        """Change what lies outside the blocks in place."""
+
+
 @dataclass
 class Calls:
     """The first block's input, and the other arguments of every block.
@@ -209,6 +219,7 @@ class StreamedModel:
         self.block_names = [f"{self.path}.{index}" for index in range(len(blocks))]
         self.files = parameter_names(source, self.skeleton)
         self.as_tuple = False
+        self.transforms: list[Transform] = []
 
     def tensor(self, name: str) -> Tensor:
         """A parameter by its name in the skeleton, in the compute dtype."""
@@ -222,6 +233,8 @@ class StreamedModel:
         for name, value in [*block.named_parameters(), *block.named_buffers()]:
             if value.is_meta:
                 set_tensor(block, name, self.tensor(prefix + name))
+        for transform in self.transforms:
+            transform.block(index, block)
         block.eval()
         return block
 
@@ -239,7 +252,15 @@ class StreamedModel:
             if file not in loaded:
                 loaded[file] = self.tensor(name)
             set_tensor(model, name, loaded[file])
+        for transform in self.transforms:
+            transform.rest(model)
         return model.eval()
+
+    def value(self, model: nn.Module, name: str) -> Tensor:
+        """A parameter or buffer of `model` by its name."""
+        parent, _, leaf = name.rpartition(".")
+        found: Tensor = getattr(model.get_submodule(parent), leaf)
+        return found.detach()
 
     def _learn(self, model: nn.Module, ids: Tensor) -> None:
         self.as_tuple = returns_tuple(model, self.path, self.load(0), ids)

@@ -15,6 +15,7 @@ from quantkit.bundle import Decision
 if TYPE_CHECKING:
     from quantkit.calibrate.statistics import Stats
     from quantkit.model.block import Block
+    from quantkit.model.stream import StreamedModel, Transform
 
 
 @dataclass
@@ -38,8 +39,8 @@ class Pass(Protocol):
     Attributes:
         name: as in recipes; the file's stem.
         paper: where it is from.
-        scope: `block`, or `model` for what reaches every block: it is then applied to each block as it loads, and to
-            the rest of the model by `run_rest`.
+        scope: `block`, or `model` for what reaches every block: its `transform` is then applied to each block, and to
+            the rest of the model, as they load.
         needs: statistics: "hessian", "absmax", "inputs", "original_outputs".
         requires, ensures: facts about a block: "codes" (assigned), "unassigned", "folded".
         Settings: closed pydantic model of its settings.
@@ -54,7 +55,10 @@ class Pass(Protocol):
     Settings: type[BaseModel]
 
     def run(self, block: Block, stats: Stats, settings: Any) -> Outcome:
-        """Change the block in place."""
+        """Change the block in place. Of scope `block`."""
+
+    def transform(self, model: StreamedModel, settings: Any, seed: int) -> Transform:
+        """What to do to each block and to the rest as they load, seeded or in closed form. Of scope `model`."""
 
 
 def declined(name: str, block: str, reason: str, code: str = "nothing-to-do") -> Outcome:

@@ -132,6 +132,9 @@ def prepare(request: Request) -> Prepared:
     layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype)
     steps = [Step(registry.load("passes", step.name), step.settings) for step in recipe.passes]
     check_order(steps)
+    for chosen in steps:
+        if chosen.run.scope == "model":
+            stream.transforms.append(chosen.run.transform(stream, chosen.settings, recipe.seed))
     for step in recipe.export:
         registry.load("export", step.name).accepts(step.options, layers.schemes, layers.plain, layers.padded())
     decisions = list(layers.decisions)
@@ -298,6 +301,7 @@ class _Compilation:
         count = len(prepared.stream.block_names)
         start = sum(key.startswith("block-") for key in build.done())
         if start == count:
+            self._finish_rest()
             return
         spent = time.process_time()
         hidden_file = build.work / f"hidden-{start - 1:04}.safetensors"
@@ -314,6 +318,7 @@ class _Compilation:
             widest=prepared.layers.widest,
             dtype=getattr(torch, prepared.source.dtype),
             seed=prepared.request.recipe.seed,
+            fuses=any(registry.load("export", step.name).fuses for step in prepared.request.recipe.export),
             start=start,
             hidden=hidden,
         ):
@@ -330,7 +335,38 @@ class _Compilation:
             remove = [before] if before.exists() else []
             build.commit(f"block-{index:04}", self._record(worked), files, remove=remove)
             self.progress.at("quantize", (index + 1) / count, f"block {min(index + 2, count)} of {count}")
+        self._finish_rest()
         self.quantize_cpu += time.process_time() - spent
+
+    def _finish_rest(self) -> None:
+        """Commit what passes of scope `model` changed outside the blocks: embeddings, last norm, head."""
+        import torch
+
+        from quantkit.model import finished
+
+        stream, build = self.prepared.stream, self.build
+        if not stream.transforms or "rest" in build.done():
+            return
+        dtype = getattr(torch, self.prepared.source.dtype)
+        model = stream.rest()
+        found: dict[str, Any] = {}
+        by_file: dict[str, Any] = {}
+        for name in stream.rest_names():
+            value = stream.value(model, name).to(dtype)
+            if stream.files[name] in by_file and not torch.equal(by_file[stream.files[name]], value):
+                raise InputError(
+                    "tied-apart",
+                    where=name,
+                    value="a pass changed one of two tied tensors",
+                    rule="tied tensors are stored once",
+                    remedy="untie the model first",
+                )
+            by_file[stream.files[name]] = value
+            if not torch.equal(value, stream.tensor(name).to(dtype)):
+                found[name] = value.contiguous()
+        result = build.temporary("rest.safetensors")
+        finished.save(result, {}, found)
+        build.commit("rest", {}, {result: build.work / "rest.safetensors"})
 
     def _changed(self, worked: Worked) -> dict[str, Any]:
         """The block's parameters that folds changed, in the dtype they are stored in."""
@@ -365,13 +401,14 @@ class _Compilation:
             layers.append(entry.model_dump(mode="json"))
         return {
             "layers": layers,
+            "fusions": [[worked.block.full_name(name) for name in members] for members in worked.block.fusions],
             "decisions": [decision.model_dump(mode="json", by_alias=True) for decision in worked.decisions],
         }
 
     def _results(self) -> Finished:
         from quantkit.model.finished import Finished
 
-        files = sorted(self.build.work.glob("block-*.safetensors"))
+        files = sorted([*self.build.work.glob("block-*.safetensors"), *self.build.work.glob("rest.safetensors")])
         return Finished(files, self.prepared.layers.schemes)
 
     def _export(self) -> None:
@@ -408,12 +445,13 @@ class _Compilation:
 
     def _score(self, subject: str, layers: list[LayerEntry], files: list[Any]) -> tuple[list[Row], list[Check]]:
         from quantkit.measure import score
+        from quantkit.model.stream import StreamedModel
 
         prepared = self.prepared
         self.progress.at("score", 0.0, f"{prepared.scoring.items} positions of {prepared.scoring.name}")
         reloaded = registry.load("runtimes", "torch").stream(self.build.bundle / "model")
         rows, items = score.rows(
-            prepared.stream,
+            StreamedModel(prepared.source) if prepared.stream.transforms else prepared.stream,
             reloaded,
             prepared.scoring,
             subject=subject,

@@ -143,6 +143,7 @@ def work(
     widest: int,
     dtype: torch.dtype,
     seed: int = 0,
+    fuses: bool = False,
     start: int = 0,
     hidden: Tensor | None = None,
     on_start: Callable[[Calls], None] | None = None,
@@ -158,6 +159,7 @@ def work(
         widest: the largest number of features of any activation.
         dtype: what unquantized tensors will be stored in.
         seed: for passes that draw random numbers.
+        fuses: whether any destination gains from linears that are stored as one.
         start: the first block to work on; earlier ones are done.
         hidden: the input of block `start` on `ids`, when resuming.
         on_start: called with the calls before the first block.
@@ -172,6 +174,7 @@ def work(
         hidden = calls.hidden if hidden is None else hidden
         if on_start is not None:
             on_start(calls)
+    block_steps = [step for step in steps if step.run.scope == "block"]
     like: Mapping[str, Fold] = {}
     for index in range(start, len(stream.block_names)):
         module = stream.load(index)
@@ -191,6 +194,7 @@ def work(
             schemes={linear: schemes.get(prefix + linear) for linear in traced.linears},
             dtype=dtype,
             seed=seed,
+            fuses=fuses,
         )
         stats = Stats(module, traced.groups, calls or probe, index, hidden if hidden is not None else probe.hidden)
         worked = Worked(block, None)
@@ -198,7 +202,7 @@ def work(
             if schemes.get(prefix + linear) is not None:
                 reason = "no token reached it while the block was traced; it stays in high precision"
                 worked.decisions.append(decision("trace", "never-ran", prefix + linear, reason))
-        for step in steps:
+        for step in block_steps:
             outcome = step.run.run(block, stats, step.settings)
             worked.decisions += outcome.decisions
             worked.errors.update({prefix + linear: error for linear, error in outcome.errors.items()})
