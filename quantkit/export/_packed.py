@@ -8,8 +8,7 @@ A matrix [N, K] of b-bit codes in G groups becomes
     weight_shape       int64 [2]                   N, K
 
 so that [4096, 4096] in 4 bits and groups of 128 is int32 [4096, 512], [4096, 32] and [512, 32].
-Written with the library's own packer; read back with ours, which shares no code with it, so that a check means
-something.
+Packed and unpacked by our own code, so that what compressed-tensors makes of it is an independent check.
 See `compressed_tensors/compressors/pack_quantized`.
 """
 
@@ -81,7 +80,6 @@ def quantized_tensors(prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> d
         InputError: `scale-inexact`, a scale that `dtype` cannot hold; `layout-unsupported`.
     """
     import torch
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     scheme, bits = tensor.scheme, bits_of(tensor.scheme)
     stored = tensor.scale.to(getattr(torch, scheme.scale))
@@ -95,11 +93,11 @@ def quantized_tensors(prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> d
         )
     whole = scheme.granularity == "tensor"
     found = {
-        prefix + PACKED: pack_to_int32(tensor.codes, bits),
+        prefix + PACKED: _pack(tensor.codes, bits),
         prefix + SCALE: stored.reshape(1) if whole else stored,
     }
     if tensor.zero is not None:
-        found[prefix + ZERO] = tensor.zero.reshape(1) if whole else pack_to_int32(tensor.zero, bits, packed_dim=0)
+        found[prefix + ZERO] = tensor.zero.reshape(1) if whole else _pack(tensor.zero.T, bits).T.contiguous()
     found[prefix + SHAPE] = torch.tensor(tensor.shape, dtype=torch.int64)
     return found
 
@@ -115,6 +113,29 @@ def read_back(prefix: str, scheme: WeightScheme, read: Callable[[str], torch.Ten
         return QuantTensor(codes, scale.reshape(1, 1), zero, scheme)
     zero = None if scheme.symmetric else _unpack(read(prefix + ZERO).T.contiguous(), bits, rows).T
     return QuantTensor(codes, scale, zero, scheme)
+
+
+def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """int8 [N, K] -> int32 [N, ceil(K b / 32)], rows filled up with zero bits."""
+    import torch
+
+    rows, columns = codes.shape
+    words = math.ceil(columns * bits / 32)
+    if bits in (4, 8):
+        # whole bytes at once: this is every weight of a model
+        packed = codes.contiguous().view(torch.uint8) + 2 ** (bits - 1)
+        missing = words * 32 // bits - columns
+        if missing:
+            packed = torch.nn.functional.pad(packed & (2**bits - 1), (0, missing))
+        if bits == 4:
+            # a pair of bytes is 0000 bbbb 0000 aaaa; its low byte is to be bbbb aaaa
+            pairs = (packed & 15).reshape(-1).view(torch.int16)
+            packed = (pairs | (pairs >> 4)).to(torch.uint8)
+    else:
+        packed = registry.load("formats", f"int{bits}").pack(codes)
+        packed = torch.nn.functional.pad(packed, (0, 4 * words - packed.shape[1]))
+    found: torch.Tensor = packed.reshape(-1).view(torch.int32).reshape(rows, words)
+    return found
 
 
 def _unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:

@@ -176,12 +176,15 @@ class Writer:
 
 
 class _Producer:
-    """Name -> tensor of a shard. Keeps the last linear's tensors, which are asked for one after the other."""
+    """Name -> tensor of a shard, each asked for once.
+
+    The writer asks by element size, so a linear's scales come long after its codes; they wait, being small.
+    """
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self._quantized = writer._quantized
-        self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
+        self._waiting: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str) -> torch.Tensor:
         import torch
@@ -194,10 +197,10 @@ class _Producer:
         entry = entries[f"{prefix}.weight"]
         if name.endswith(_packed.SHAPE):
             return torch.tensor(entry.shape, dtype=torch.int64)
-        if self._last[0] != prefix:
+        if name not in self._waiting:
             tensor = writer.finished.quantized(self._quantized[entry.name])
-            self._last = (prefix, _packed.quantized_tensors(prefix, tensor, writer.dtype))
-        return self._last[1][name]
+            self._waiting.update(_packed.quantized_tensors(prefix, tensor, writer.dtype))
+        return self._waiting.pop(name)
 
 
 def _size(header: Header) -> int:
@@ -231,7 +234,8 @@ class Checkpoint:
     """The exporter. `runtimes`: what loads the result."""
 
     name = "checkpoint"
-    runtimes = ("torch",)
+    runtimes = ("torch", "vllm")
+    fuses = False
     Options = CheckpointOptions
 
     def accepts(
