@@ -9,6 +9,7 @@ from quantkit.bundle import Check, Decision, Manifest
 from quantkit.errors import MissingDependency
 from quantkit.measure.accuracy import standard_error
 from quantkit.measure.rows import Row
+from quantkit.model.alias import ALIASES
 from quantkit.report import words
 
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
@@ -75,7 +76,7 @@ def _perplexity(row: Row, value: float) -> Line:
     remark = ""
     if row.baseline.ratio:
         # a row's ratio says how many times better it is; perplexity is read the other way round
-        remark = f"{1 / row.baseline.ratio:.3f} times the original's"
+        remark = f"{1 / row.baseline.ratio:.3f} times"
         if row.baseline.ratio_ci95 and row.baseline.ratio_ci95[0] > 0:
             low, high = row.baseline.ratio_ci95
             remark += f" ({1 / high:.3f} to {1 / low:.3f})"
@@ -142,7 +143,7 @@ def scored(rows: Sequence[Row]) -> str:
     unit = "sequences" if row.name == "accuracy.cosine" else "positions"
     among = f" in {words.plural(sequences, 'sequence')}" if sequences else ""
     what = f"{row.data.items:,} {unit} of {row.data.set} ({row.data.split}){among}"
-    return f"{what}; intervals are 95 %, ± is one standard error"
+    return f"{what}; intervals 95 %, ± standard error"
 
 
 def gates(checks: Sequence[Check]) -> list[Check]:
@@ -193,6 +194,14 @@ def change(decision: Decision) -> str:
     if decision.to is None:
         return f"instead of {decision.from_}"
     return f"{decision.from_} → {decision.to}"
+
+
+def notes(manifest: Manifest) -> list[str]:
+    """What a reader of a bundle's figures must know about its source, wherever they are shown."""
+    alias = ALIASES.get(manifest.model.source.ref.removeprefix("alias:"))
+    if alias is not None:
+        return [alias.note]
+    return [f"the source was converted from {manifest.model.source.was}"] if manifest.model.source.was else []
 
 
 _NO_VERDICT = "none yet: latency has not been measured, so nothing says whether it is faster"

@@ -1,0 +1,520 @@
+"""The command line: thin commands over the library, one way out for every result and every error.
+
+A command returns an `Answer`; `run` prints it, as text or, under `--json`, as the one object on stdout. All that
+libraries print meanwhile goes to stderr. Heavy imports stand in the commands: help, `list` and `show` need none.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import quantkit
+from quantkit.errors import GateError, InputError, MissingDependency, QuantkitError, Stopped
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from quantkit.bundle import Bundle, Check, Manifest
+    from quantkit.calibrate.sets import TokenSet
+    from quantkit.pipeline import Prepared
+
+SCHEMA = "quantkit/1"
+# what the `compile` extra brings; a command that misses one says so instead of failing to import
+_OPTIONAL = {
+    *("torch", "transformers", "tokenizers", "scipy", "datasets", "compressed_tensors", "accelerate", "gguf"),
+    *("psutil", "pyarrow", "pandas"),
+}
+_QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "DATASETS_VERBOSITY": "error",
+    "TQDM_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Quantize and compile a model, and measure on the target whether it was worth it.",
+    epilog="Exit codes: 0 fine; 1 a gate, check or --strict failed; 2 wrong use or input; 3 too noisy to decide; "
+    "75 stopped safely, go on with --resume. Start with: quantkit compile --recipe awq-int4",
+)
+
+
+@dataclass
+class Answer:
+    """What a command has to say.
+
+    Args:
+        result: of the envelope; JSON.
+        shown: the same for people.
+        decisions: of the envelope.
+        warnings: of the envelope.
+        error: where the work was done and did not hold.
+    """
+
+    result: Any
+    shown: Sequence[RenderableType] = ()
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    error: QuantkitError | None = None
+
+
+def command(work: Callable[..., Answer]) -> Callable[..., Callable[[], Answer]]:
+    """A command that typer parses and `run` executes, outside of typer's own handling of errors and signals."""
+
+    @functools.wraps(work)
+    def parsed(**options: Any) -> Callable[[], Answer]:
+        return functools.partial(work, **options)
+
+    app.command(name=work.__name__.rstrip("_"))(parsed)
+    return parsed
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, on failure too.")]
+BundlePath = Annotated[Path, typer.Argument(metavar="BUNDLE", help="The folder of a bundle.", show_default=False)]
+
+
+@command
+def compile(  # noqa: A001 (the word of the command line)
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="An alias, a folder (./folder) or hf:org/name.")
+    ] = "smollm2-135m",
+    recipe: Annotated[str, typer.Option(metavar="NAME|PATH", help="A shipped recipe or a path.")] = "awq-int4",
+    target: Annotated[
+        str | None, typer.Option(metavar="NAME|PATH", help="A shipped target or a path; default: this processor.")
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|PATH", help="A shipped set or a path (.txt, .jsonl, .parquet, folder); default: the recipe's."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The bundle's folder; default: ./MODEL--RECIPE, then -2, ...")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=YAML", help="Change the recipe: scheme.weights.group=32."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a build that was stopped.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Any decision beyond the recipe is an error.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")
+    ] = False,
+    as_json: Json = False,
+) -> Answer:
+    """Quantize a model into a bundle, load it again, score it."""
+    from quantkit.pipeline import Request
+    from quantkit.plan import machine
+    from quantkit.report import progress as display
+    from quantkit.report import terminal
+
+    request = Request.of(
+        model,
+        recipe=recipe,
+        target=target,
+        calibration=calibration,
+        out=out,
+        changes=set_ or (),
+        resume=resume,
+        strict=strict,
+        trust_remote_code=trust_remote_code,
+    )
+    with _progress() as progress:
+        progress.begin(f"opening {model}", display.first_guess(model, request.recipe, machine.cores()))
+        from quantkit.pipeline import compile_model, prepare
+
+        if dry_run:
+            prepared = prepare(request)
+            plan = _plan(prepared)
+            return Answer(plan, terminal.planned(plan), plan["decisions"], list(prepared.source.notes))
+        compiled = compile_model(request, progress)
+    manifest = compiled.bundle.manifest
+    shown = terminal.summary(
+        compiled.bundle.path,
+        manifest,
+        compiled.rows,
+        compiled.warnings,
+        seconds=compiled.seconds,
+        memory_peak_bytes=compiled.memory_peak_bytes,
+    )
+    taken = [decision.model_dump(mode="json", by_alias=True) for decision in compiled.decisions]
+    return Answer(compiled.as_dict(), shown, taken, compiled.warnings, _failed_gate(manifest))
+
+
+@command
+def measure(
+    bundle: BundlePath,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL|BUNDLE", help="A model or a bundle to compare with; default: what it was made from."
+        ),
+    ] = None,
+    runtime: Annotated[str, typer.Option(metavar="NAME", help="What runs it; see `quantkit list runtimes`.")] = "torch",
+    as_json: Json = False,
+) -> Answer:
+    """Score and weigh a bundle again."""
+    from quantkit import registry
+    from quantkit.report import figures, terminal
+
+    opened = quantkit.load(bundle)
+    if not hasattr(registry.load("runtimes", runtime, where="--runtime"), "stream"):
+        rule = "accuracy is measured block by block"
+        raise InputError("runtime-unsupported", where="--runtime", value=runtime, rule=rule, remedy="use torch")
+    with _progress() as progress:
+        progress.begin(f"scoring {bundle}", 60.0)
+        from quantkit.pipeline import measure_bundle
+
+        rows = measure_bundle(opened, baseline, progress)
+    notes = figures.notes(opened.manifest)
+    result = {
+        "bundle": str(opened.path),
+        "content_sha256": opened.manifest.content_sha256,
+        "measurements": [row.as_dict() for row in rows],
+    }
+    return Answer(result, terminal.measured(opened.path, opened.manifest, rows, notes), warnings=notes)
+
+
+@command
+def verify(bundle: BundlePath, as_json: Json = False) -> Answer:
+    """Check every file of a bundle, then load it again."""
+    from quantkit.report import terminal
+
+    opened = quantkit.load(bundle)
+    with _progress() as progress:
+        progress.begin(f"verifying {bundle}")
+        found = opened.verify()
+        reloaded, notes = _reload(opened) if all(check.ok for check in found) else ([], ["not loaded: files differ"])
+    found = [*found, *reloaded]
+    failed = next((check for check in found if not check.ok), None)
+    error = None
+    if failed is not None:
+        error = GateError(
+            "verify-failed",
+            where=failed.where or str(bundle),
+            value=f"{failed.name} is {failed.value}",
+            rule=f"it is {failed.limit}" if failed.limit == 0 else f"at most {failed.limit}",
+            remedy="fetch or compile the bundle again",
+        )
+    result = {
+        "bundle": str(opened.path),
+        "content_sha256": opened.manifest.content_sha256,
+        "checks": [{**check.model_dump(mode="json"), "where": check.where} for check in found],
+    }
+    return Answer(result, terminal.verified(opened.path, opened.manifest, found, notes), warnings=notes, error=error)
+
+
+@command
+def list_(
+    kind: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="KIND", help="recipes, passes, formats, exporters, targets, calibrations, models or runtimes."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> Answer:
+    """What there is, by kind."""
+    from quantkit.report import catalog, terminal
+
+    found = catalog.listing(kind)
+    return Answer(found, terminal.listing(found))
+
+
+@command
+def show(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A name from `quantkit list`, or a path (./...).", show_default=False)
+    ],
+    as_json: Json = False,
+) -> Answer:
+    """One thing in full: whatever `list` names, or a bundle."""
+    from quantkit import content
+    from quantkit.bundle.manifest import MANIFEST
+    from quantkit.measure.rows import Row
+    from quantkit.report import catalog, figures, terminal
+
+    if content.is_path(name) and (Path(name).expanduser() / MANIFEST).is_file():
+        opened = quantkit.load(name)
+        notes = figures.notes(opened.manifest)
+        rows = [Row.model_validate(row) for row in opened.measurements]
+        result = {"kind": "bundle", "manifest": opened.manifest.as_dict(), "measurements": opened.measurements}
+        return Answer(result, terminal.summary(opened.path, opened.manifest, rows, notes), warnings=notes)
+    entries = [catalog.find_file(Path(name).expanduser())] if content.is_path(name) else catalog.find(name)
+    shown = [part for entry in entries for part in terminal.entry(entry)]
+    return Answer([{"kind": entry.kind, "name": entry.name, **entry.data} for entry in entries], shown)
+
+
+@command
+def doctor(
+    target: Annotated[
+        str | None, typer.Option(metavar="NAME|PATH", help="The target whose figures are wanted; default: this one.")
+    ] = None,
+    write: Annotated[bool, typer.Option("--write", help="Keep the measured figures for this user.")] = False,
+    as_json: Json = False,
+) -> Answer:
+    """What this machine is, and can do at best."""
+    from quantkit.measure.doctor import doctor as examine
+    from quantkit.pipeline.request import this_machine
+    from quantkit.report import terminal
+    from quantkit.target import Target
+
+    aimed = Target.load(target or this_machine())
+    with _progress() as progress:
+        progress.begin("measuring this machine", 10.0 if aimed.kind == "cpu" else None)
+        report = examine(aimed, write=write)
+    return Answer(report, terminal.machine(report), warnings=report["warnings"])
+
+
+@command
+def generate(
+    bundle: BundlePath,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="The text to go on from.", show_default=False)],
+    runtime: Annotated[str, typer.Option(metavar="NAME", help="What runs it; see `quantkit list runtimes`.")] = "torch",
+    new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to add at most.")] = 64,
+    sample: Annotated[bool, typer.Option("--sample", help="Draw, instead of the most likely token.")] = False,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the drawing.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    as_json: Json = False,
+) -> Answer:
+    """Let a bundle's model go on from a prompt."""
+    from rich.text import Text
+
+    from quantkit import registry
+
+    opened = quantkit.load(bundle)
+    runner = registry.load("runtimes", runtime, where="--runtime")
+    with _progress() as progress:
+        progress.begin(f"loading {bundle}", 15.0)
+        made = runner.generate(opened, prompt, new_tokens=new_tokens, sample=sample, seed=seed, chat=chat)
+    text = made["text"] if chat else f"{prompt}{made['text']}"
+    return Answer({"prompt": prompt, **made}, [Text(text)])
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"quantkit {quantkit.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main() -> None:
+    """The entry point of the command `quantkit`."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            # a terminal without ✓ or × gets a question mark, not an error
+            stream.reconfigure(errors="replace")
+    signal.signal(signal.SIGTERM, _interrupt)
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # whoever read has enough; without this, Python complains once more while it shuts down
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse, execute, print; the exit code."""
+    name = next((argument for argument in arguments if not argument.startswith("-")), "")
+    as_json = "--json" in arguments
+    out = sys.stdout
+    answer = Answer(None)
+    try:
+        parsed = typer.main.get_command(app).main(list(arguments), prog_name="quantkit", standalone_mode=False)
+        if not callable(parsed):
+            return int(parsed or 0)
+        as_json = bool(getattr(parsed, "keywords", {}).get("as_json"))
+        with redirect_stdout(sys.stderr):
+            answer = parsed()
+    except (Exception, KeyboardInterrupt) as problem:
+        answer.error = _as_error(problem, name)
+        if answer.error.code == "internal-error" and os.environ.get("QUANTKIT_TRACEBACK"):
+            traceback.print_exc()
+    code = answer.error.exit if answer.error else 0
+    with suppress(BrokenPipeError):
+        _print(answer, name, code, out, as_json=as_json)
+    return code
+
+
+def _print(answer: Answer, name: str, code: int, out: IO[str], *, as_json: bool) -> None:
+    if as_json:
+        print(_envelope(answer, name, code), file=out, flush=True)
+    elif answer.shown:
+        from quantkit.report import terminal
+
+        terminal.write(answer.shown, out)
+        out.flush()
+    if answer.error is not None:
+        print(f"error: {answer.error.line()}", file=sys.stderr)
+
+
+def _envelope(answer: Answer, name: str, code: int) -> str:
+    """The one object that `--json` prints, on one line."""
+    envelope = {
+        "schema": SCHEMA,
+        "command": name,
+        "exit": code,
+        "result": answer.result,
+        "decisions": answer.decisions,
+        "warnings": answer.warnings,
+        "error": answer.error.as_dict() if answer.error else None,
+    }
+    return json.dumps(envelope, ensure_ascii=False, allow_nan=False, default=str)
+
+
+def _as_error(problem: BaseException, name: str) -> QuantkitError:
+    """Any exception as one that says what to do."""
+    if isinstance(problem, QuantkitError):
+        return problem
+    where = f"quantkit {name}".strip()
+    if hasattr(problem, "format_message"):  # wrong use, as typer finds it; which class it is depends on its version
+        message = str(problem.format_message()).rstrip(".")
+        return InputError("usage", where=where, value=message, remedy=f"see `{where} --help`")
+    if isinstance(problem, KeyboardInterrupt | typer.Abort):
+        return Stopped("interrupted", where=where, value="nothing is left half-written")
+    if isinstance(problem, ImportError) and (package := (problem.name or "").split(".")[0]) in _OPTIONAL:
+        return MissingDependency(package, extra="compile", purpose=f"`{where}`")
+    if isinstance(problem, OSError) and problem.strerror:
+        place = str(problem.filename or where)
+        return InputError("os-error", where=place, value=problem.strerror, remedy="check the path and its permissions")
+    return InputError(
+        "internal-error",
+        where=where,
+        value=f"{type(problem).__name__}: {problem}",
+        rule="this is a mistake in quantkit",
+        remedy="QUANTKIT_TRACEBACK=1 shows where; please report it",
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """A progress that shows itself on stderr."""
+    from quantkit.pipeline.progress import Progress
+    from quantkit.report.progress import Display
+
+    class Shown(Display, Progress):
+        """The display, as the pipeline knows it."""
+
+    with Shown(sys.stderr, live=sys.stderr.isatty()) as shown:
+        yield shown
+
+
+def _plan(prepared: Prepared) -> dict[str, Any]:
+    """What a compile would do: the result of `--dry-run`."""
+    from quantkit import registry
+    from quantkit.pipeline import expected_seconds
+    from quantkit.report import figures
+
+    source, layers, recipe = prepared.source, prepared.layers, prepared.request.recipe
+    counts: dict[str, list[float]] = {}
+    for name, scheme in layers.schemes.items():
+        rows, columns = layers.shapes[name]
+        padded = (rows, columns + -columns % scheme.group) if scheme.group else (rows, columns)
+        bits = registry.load("formats", scheme.format).bits_per_weight(padded, scheme) * padded[1] / columns
+        found = counts.setdefault(figures.scheme_of(scheme.model_dump(mode="json")), [0, 0, 0.0])
+        found[0] += 1
+        found[1] += rows * columns
+        found[2] += rows * columns * bits
+    asked = recipe.as_dict()
+    return {
+        "model": {
+            "name": source.name,
+            "ref": source.ref,
+            "kind": source.kind,
+            "dtype": source.dtype,
+            "was": source.was,
+            "bytes": source.weights.total_bytes(),
+        },
+        "recipe": recipe.name,
+        "target": prepared.request.target.name,
+        "schemes": [
+            {"scheme": scheme, "layers": int(count), "bits_per_weight": bits / weights}
+            for scheme, (count, weights, bits) in counts.items()
+        ],
+        "kept": [name for name in layers.shapes if name not in layers.schemes] if layers.schemes else [],
+        "passes": asked["passes"],
+        "export": asked["export"],
+        "calibration": _tokens(prepared.calibration) if prepared.calibration else None,
+        "scoring": _tokens(prepared.scoring),
+        "seconds": expected_seconds(prepared),
+        "out": str(prepared.out),
+        "decisions": [decision.model_dump(mode="json", by_alias=True) for decision in prepared.decisions],
+        "notes": list(source.notes),
+    }
+
+
+def _tokens(tokens: TokenSet) -> dict[str, Any]:
+    samples, length = tokens.ids.shape
+    return {"set": tokens.name, "split": tokens.split, "samples": samples, "tokens": length}
+
+
+def _reload(bundle: Bundle) -> tuple[list[Check], list[str]]:
+    """Each export's own checks; what could not be run is a note."""
+    from quantkit import registry
+
+    found: list[Check] = []
+    try:
+        import torch  # noqa: F401
+
+        for step in bundle.manifest.recipe.get("export", []):
+            found += registry.load("export", next(iter(step))).check(bundle.path)
+    except ImportError as problem:
+        note = f"not loaded: {problem.name} is not installed (pip install 'quantkit[compile]'); files and hashes hold"
+        return found, [note]
+    return found, []
+
+
+def _failed_gate(manifest: Manifest) -> GateError | None:
+    """The error of a bundle whose gate failed."""
+    from quantkit.report import figures
+
+    failed = [check for check in figures.gates(manifest.checks) if not check.ok]
+    if manifest.state == "complete" or not failed:
+        return None
+    first = failed[0]
+    more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+    return GateError(
+        "gate-failed",
+        where=f"{first.name}{more}",
+        value=f"{first.value:.6g}",
+        rule=f"{'at least' if first.name.endswith('_min') else 'at most'} {first.limit:g}",
+        remedy="the bundle is kept; use another recipe, or change the gate if that is good enough",
+    )

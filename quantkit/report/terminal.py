@@ -1,0 +1,306 @@
+"""What a command prints: results in, rich renderables out. Nothing here prints, computes or reads files.
+
+Text from outside (names, reasons, paths) never passes through rich's markup. Everything fits 80 columns by wrapping;
+paths and commands, which are there to be copied, are never broken.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from quantkit.bundle import Check, Decision, Manifest
+from quantkit.measure.rows import Row
+from quantkit.report import figures, words
+from quantkit.report.catalog import Entry
+
+_MARK = {True: ("✓", "green"), False: ("✗", "bold red")}
+_DIM = "dim"
+_CLASSES = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel"}
+
+
+def write(renderables: Iterable[RenderableType], file: IO[str]) -> None:
+    """Print renderables: in colour on a terminal, plain elsewhere."""
+    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    with console.capture() as captured:
+        for renderable in renderables:
+            # text that must not be wrapped is to be copied: it may run over the edge
+            console.print(renderable, soft_wrap=isinstance(renderable, Text) and bool(renderable.no_wrap))
+    # tables fill their lines up with spaces
+    file.write("".join(f"{line.rstrip(' ')}\n" for line in captured.get().split("\n")[:-1]))
+
+
+def summary(
+    path: Path,
+    manifest: Manifest,
+    rows: Sequence[Row],
+    notes: Sequence[str] = (),
+    *,
+    seconds: Mapping[str, float | None] | None = None,
+    memory_peak_bytes: int | None = None,
+) -> list[RenderableType]:
+    """A bundle on one screen: what it is, what it costs, what held, what was decided, what to do next.
+
+    Args:
+        path: of the bundle.
+        manifest: its.
+        rows: its measurements.
+        notes: what a reader must know about the figures; stands right under them.
+        seconds: `quantize_cpu` and `total`, where it has just been made.
+        memory_peak_bytes: of the process that made it.
+    """
+    ok = manifest.state == "complete"
+    mark, style = _MARK[ok]
+    recipe = str(manifest.recipe.get("name", ""))
+    target = str((manifest.target or {}).get("name", ""))
+    title = Text.assemble((f"{mark} ", style), (manifest.model.name, "bold"), f", {recipe}, for {target}")
+    if not ok:
+        title.append(": a gate failed", "bold red")
+    found: list[RenderableType] = [Text(), title, _copied(f"  {path}"), Text()]
+    found.append(Padding(_figures(manifest, rows), (0, 0, 0, 2)))
+    if about := figures.scored(rows):
+        found.append(Padding(Text(f"scored on {about}", _DIM), (0, 0, 0, 2)))
+    found += [Padding(_marked("!", "bold yellow", note), (0, 0, 0, 2)) for note in notes]
+    found += [Text(), Padding(_facts(manifest, seconds, memory_peak_bytes), (0, 0, 0, 2)), Text()]
+    return found + _next(path, manifest)
+
+
+def _figures(manifest: Manifest, rows: Sequence[Row]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=_DIM)
+    table.add_column("")
+    table.add_column("original", justify="right", no_wrap=True)
+    table.add_column("quantized" if manifest.layers else "bundle", justify="right", no_wrap=True)
+    table.add_column("")
+    for line in figures.lines(rows, layers=len(manifest.layers), dtype=manifest.model.source.dtype):
+        table.add_row(line.label, line.before, Text(line.after, "bold"), Text(line.remark))
+    return table
+
+
+def _facts(manifest: Manifest, seconds: Mapping[str, float | None] | None, memory: int | None) -> Table:
+    """Gates, checks, decisions, verdict, cost: a heading and what is to be said under it."""
+    table = _pairs()
+    judged = figures.gates(manifest.checks)
+    table.add_row("gates", _lines([_check(check) for check in judged]) if judged else Text("none set", _DIM))
+    others = figures.other_checks(manifest.checks)
+    if others:
+        table.add_row("checks", _lines([_check(check) for check in others]))
+    table.add_row("decisions", decisions(manifest.decisions))
+    answer, because = figures.verdict(manifest)
+    table.add_row("verdict", _lines([Text(answer), *(Text(reason, _DIM) for reason in because)]))
+    if seconds is not None:
+        parts = []
+        if seconds.get("total") is not None:
+            parts.append(f"{words.duration(seconds['total'] or 0)} in all")
+        if seconds.get("quantize_cpu"):
+            parts.append(f"{words.duration(seconds['quantize_cpu'] or 0)} of processor time to quantize")
+        if memory:
+            parts.append(f"peak memory {words.size(memory)}")
+        table.add_row("took", ", ".join(parts))
+    return table
+
+
+def decisions(taken: Sequence[Decision]) -> RenderableType:
+    """What was done otherwise than asked, grouped, each group with its first example and its reason."""
+    if not taken:
+        return Text("none: everything was done as the recipe says", _DIM)
+    shown = []
+    for group in figures.grouped(taken):
+        first = group.first
+        text = Text.assemble((f"{group.count} × {first.code}", "yellow"), f" ({first.pass_}), ")
+        text.append(f"{'first ' if group.count > 1 else ''}{first.where}: ")
+        if changed := figures.change(first):
+            text.append(f"{changed}; ")
+        text.append(first.reason)
+        shown.append(text)
+    return _lines(shown)
+
+
+def checks(found: Sequence[Check]) -> list[RenderableType]:
+    """Checks one under the other, with what is wrong where one fails."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for check in found:
+        mark, style = _MARK[check.ok]
+        table.add_row(Text(mark, style), check.name, figures.relation(check), Text(check.where, _DIM))
+    return [Padding(table, (0, 0, 0, 2))]
+
+
+def verified(path: Path, manifest: Manifest, found: Sequence[Check], notes: Sequence[str]) -> list[RenderableType]:
+    """What `verify` found."""
+    failed = [check for check in found if not check.ok]
+    mark, style = _MARK[not failed]
+    outcome = f"{len(failed)} of {len(found)} checks failed" if failed else f"all {len(found)} checks hold"
+    head = Text.assemble((f"{mark} ", style), (manifest.model.name, "bold"), f": {outcome}")
+    identity = Text(f"  content_sha256 {manifest.content_sha256}", _DIM, no_wrap=True)
+    shown: list[RenderableType] = [head, _copied(f"  {path}"), identity, *checks(found)]
+    return shown + [Padding(_marked("!", "bold yellow", note), (0, 0, 0, 2)) for note in notes]
+
+
+def measured(path: Path, manifest: Manifest, rows: Sequence[Row], notes: Sequence[str]) -> list[RenderableType]:
+    """What `measure` found."""
+    head = Text.assemble((manifest.model.name, "bold"), f", {manifest.recipe.get('name', '')}")
+    shown: list[RenderableType] = [head, _copied(f"  {path}"), Text(), Padding(_figures(manifest, rows), (0, 0, 0, 2))]
+    if about := figures.scored(rows):
+        shown.append(Padding(Text(f"scored on {about}", _DIM), (0, 0, 0, 2)))
+    return shown + [Padding(_marked("!", "bold yellow", note), (0, 0, 0, 2)) for note in notes]
+
+
+def planned(plan: Mapping[str, Any]) -> list[RenderableType]:
+    """What a compile would do; `plan` is the result of `--dry-run` as the envelope has it."""
+    model = plan["model"]
+    head = Text.assemble(("would compile ", _DIM), (str(model["name"]), "bold"), f" with {plan['recipe']}")
+    table = _pairs()
+    was = f", converted from {model['was']}" if model["was"] else ""
+    weights = words.size(model["bytes"])
+    table.add_row("model", f"{model['ref']}, a {model['kind']}, {weights} of {model['dtype']}{was}")
+    table.add_row("target", str(plan["target"]))
+    lines = []
+    for scheme in plan["schemes"]:
+        what = f"{words.plural(scheme['layers'], 'layer')}, {words.figure(scheme['bits_per_weight'], 3)} bits a weight"
+        lines.append(Text(f"{what}: {scheme['scheme']}"))
+    if plan["kept"]:
+        more = f" and {len(plan['kept']) - 3} more" if len(plan["kept"]) > 3 else ""
+        lines.append(Text(f"{len(plan['kept'])} kept as they are: {', '.join(plan['kept'][:3])}{more}"))
+    table.add_row("layers", _lines(lines) if lines else Text("none is quantized", _DIM))
+    table.add_row("passes", _lines([Text(_call(step)) for step in plan["passes"]]) if plan["passes"] else "none")
+    seen = plan["calibration"]
+    table.add_row("calibrates on", _tokens(seen) if seen else "nothing: no pass looks at data")
+    table.add_row("scores on", _tokens(plan["scoring"]))
+    table.add_row("exports", ", ".join(_call(step) for step in plan["export"]))
+    if plan["decisions"]:
+        table.add_row("decisions", decisions([Decision.model_validate(entry) for entry in plan["decisions"]]))
+    total = sum(plan["seconds"].values())
+    stages = ", ".join(f"{name} {words.duration(value)}" for name, value in plan["seconds"].items())
+    table.add_row("takes", f"{words.about(total)} ({stages})")
+    shown: list[RenderableType] = [head, Text(), Padding(table, (0, 0, 0, 2))]
+    shown += [Padding(_marked("!", "bold yellow", note), (0, 0, 0, 2)) for note in plan["notes"]]
+    return [*shown, Text(), _copied(f"  would write {plan['out']}"), Text("  nothing was written", _DIM)]
+
+
+def listing(kinds: Mapping[str, Mapping[str, str]]) -> list[RenderableType]:
+    """What there is of each kind: names and summaries."""
+    width = max((len(name) for found in kinds.values() for name in found), default=1)
+    shown: list[RenderableType] = []
+    for kind, found in kinds.items():
+        if len(kinds) > 1:
+            shown += [Text(kind, "bold")]
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(width=width, no_wrap=True)
+        table.add_column()
+        for name, about in found.items():
+            table.add_row(Text(name, "cyan"), Text(about))
+        shown += [Padding(table, (0, 0, 0, 2 if len(kinds) > 1 else 0)), *([Text()] if len(kinds) > 1 else [])]
+    return shown[:-1] if len(kinds) > 1 else shown
+
+
+def entry(found: Entry) -> list[RenderableType]:
+    """One thing: what it is, its facts one under the other, and the text that defines it."""
+    head = Text.assemble((found.name, "bold"), (f"  {found.kind}", _DIM))
+    shown: list[RenderableType] = [head, Text(found.summary)]
+    if found.facts:
+        table = _pairs()
+        for label, value in found.facts:
+            table.add_row(label, Text(value))
+        shown += [Text(), Padding(table, (0, 0, 0, 2))]
+    if found.source:
+        shown += [Text(), *(_copied(line) for line in found.source.rstrip().splitlines())]
+    return shown
+
+
+def machine(report: Mapping[str, Any]) -> list[RenderableType]:
+    """What the doctor found."""
+    about = report["machine"]
+    table = _pairs()
+    table.add_row("processor", f"{about['device']['name']}, {words.plural(about['cores'], 'core')}")
+    table.add_row("instructions", ", ".join(about["isa"]))
+    table.add_row("memory", f"{words.size(about['memory_limit'])} for this process")
+    if about.get("last_level_cache"):
+        table.add_row("last-level cache", words.size(about["last_level_cache"]))
+    gpus = about.get("gpus") or []
+    table.add_row(
+        "GPUs", ", ".join(str(gpu.get("name", gpu)) for gpu in gpus) or str(about.get("gpus_absent") or "none")
+    )
+    packages = about.get("packages", {})
+    missing = [name for name, version in packages.items() if version is None]
+    table.add_row("packages", ", ".join(f"{name} {version}" for name, version in packages.items() if version))
+    if missing:
+        table.add_row("not installed", Text(", ".join(missing), _DIM))
+    ceilings = Table.grid(padding=(0, 2, 0, 0))
+    for row in report["measurements"]:
+        value = words.rate(row["value"], row["unit"]) if row["value"] is not None else "not measured"
+        kind = row["settings"].get("compute_type")
+        ceilings.add_row(f"{row['name'].removeprefix('ceiling.')}{f' {kind}' if kind else ''}", Text(value, "bold"))
+    shown: list[RenderableType] = [Text("this machine", "bold"), Padding(table, (0, 0, 0, 2))]
+    if report["measurements"]:
+        shown += [Text(), Text("measured ceilings", "bold"), Padding(ceilings, (0, 0, 0, 2))]
+    shown += [Text(), Text.assemble(("target ", _DIM), (str(report["target"]), "bold"))]
+    if report["written"]:
+        shown.append(_copied(f"  figures written to {report['written']}"))
+    elif report["figures"]:
+        shown.append(Text(f"  {words.plural(len(report['figures']), 'figure')} measured; `--write` keeps them", _DIM))
+    if report["unmeasured"]:
+        shown.append(Padding(Text(f"not measured: {', '.join(report['unmeasured'])}", _DIM), (0, 0, 0, 2)))
+    return shown + [Padding(_marked("!", "bold yellow", note), (0, 0, 0, 2)) for note in report["warnings"]]
+
+
+def _next(path: Path, manifest: Manifest) -> list[RenderableType]:
+    place = shlex.quote(_near(path))
+    commands = [f"quantkit verify {place}"]
+    if manifest.model.kind == "decoder":
+        commands.append(f'quantkit generate {place} --prompt "The capital of France is"')
+    auto = _CLASSES.get(manifest.model.kind, "AutoModel")
+    commands.append(f"{auto}.from_pretrained({str(Path(_near(path)) / 'model')!r})  # Python, transformers")
+    return [Text("  next", "bold"), *(_copied(f"    {command}") for command in commands)]
+
+
+def _near(path: Path) -> str:
+    """A path as one would type it here: relative where it lies below the current folder."""
+    try:
+        return f"./{path.resolve().relative_to(Path.cwd().resolve())}"
+    except (ValueError, OSError):
+        return str(path)
+
+
+def _check(check: Check) -> Text:
+    mark, style = _MARK[check.ok]
+    return Text.assemble((mark, style), f" {figures.short(check)} {figures.relation(check)}".rstrip())
+
+
+def _call(step: Mapping[str, Any]) -> str:
+    name, settings = next(iter(step.items()))
+    inner = ", ".join(f"{key}: {value}" for key, value in (settings or {}).items())
+    return f"{name} ({inner})" if inner else str(name)
+
+
+def _tokens(tokens: Mapping[str, Any]) -> str:
+    return f"{tokens['set']} ({tokens['split']}), {tokens['samples']} sequences of {tokens['tokens']} tokens"
+
+
+def _pairs() -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style=_DIM, no_wrap=True)
+    table.add_column()
+    return table
+
+
+def _marked(mark: str, style: str, text: str) -> Table:
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_row(Text(mark, style), Text(text))
+    return table
+
+
+def _lines(texts: Sequence[Text]) -> Table:
+    table = Table.grid()
+    for text in texts:
+        table.add_row(text)
+    return table
+
+
+def _copied(text: str) -> Text:
+    return Text(text, no_wrap=True)
