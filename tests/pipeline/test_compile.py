@@ -1,0 +1,239 @@
+"""The whole way on tiny random models: every architecture, resume, determinism, strictness, scope `model`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import zoo
+
+from quantkit.bundle import Bundle
+from quantkit.errors import GateError, InputError, QuantkitError
+from quantkit.pipeline import Request, compile_model, prepare
+from quantkit.recipe import Recipe
+
+
+def recipe(*passes: object, name: str = "tiny", layout: str = "pack-quantized", **changes: object) -> Recipe:
+    data = {
+        "schema": 1,
+        "summary": "a test",
+        "calibration": {"set": "prose-en", "samples": 6, "tokens": 32},
+        "scheme": {"weights": {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}},
+        "passes": list(passes) or [{"rtn": {}}],
+        "export": [{"checkpoint": {"layout": layout}}],
+    }
+    return Recipe.from_dict({**data, **changes}, name=name)
+
+
+def save(folder: Path, tokenizer: transformers.PreTrainedTokenizerBase, name: str = "llama", **changes: object) -> Path:
+    """A tiny model folder whose vocabulary fits the byte tokenizer."""
+    model = zoo.tiny(name, **{"vocab_size": len(tokenizer), **changes})
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: transformers.PreTrainedTokenizerBase) -> Path:
+    return save(tmp_path_factory.mktemp("models") / "llama.tiny", byte_tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def few_scored_positions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 300)
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+
+
+def run(model: Path, chosen: Recipe, out: Path, **options: object) -> Bundle:
+    return compile_model(Request.of(str(model), recipe=chosen, out=out, **options)).bundle  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+def test_every_architecture_from_folder_to_checked_bundle(
+    name: str, tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
+    folder = save(tmp_path / "m.odel", byte_tokenizer, name)
+    layout = "dense" if name == "gpt2" else "pack-quantized"
+    bundle = run(folder, recipe("fold_norms", "gptq", layout=layout), tmp_path / "out")
+    assert bundle.manifest.state == "complete"
+    assert {check.name for check in bundle.manifest.checks} >= {"reload.transformers"}
+    assert all(check.ok for check in bundle.manifest.checks)
+    assert len(bundle.manifest.layers) == {"phi3": 12, "gpt2": 12, "opt": 18, "bert": 18}.get(name, 21)
+    expected = "accuracy.cosine" if name == "bert" else "accuracy.kl"
+    assert expected in {row["name"] for row in bundle.measurements}
+    assert not [check for check in bundle.verify() if not check.ok]
+    # somebody else's program gets finite numbers out of it
+    model = bundle.model()
+    with torch.no_grad():
+        assert torch.isfinite(model(input_ids=zoo.ids())[0]).all()
+
+
+def test_packed_and_dense_layout_hold_the_same_numbers(llama: Path, tmp_path: Path) -> None:
+    packed = run(llama, recipe("gptq"), tmp_path / "packed").model(dtype=torch.float32)
+    dense = run(llama, recipe("gptq", layout="dense"), tmp_path / "dense").model(dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(packed(input_ids=zoo.ids())[0], dense(input_ids=zoo.ids())[0])
+
+
+def test_two_runs_give_the_same_content(llama: Path, tmp_path: Path) -> None:
+    first = run(llama, recipe("fold_norms", "gptq"), tmp_path / "a")
+    second = run(llama, recipe("fold_norms", "gptq"), tmp_path / "b")
+    assert first.manifest.content_sha256 == second.manifest.content_sha256
+    other = run(llama, recipe("rtn"), tmp_path / "c")
+    assert other.manifest.content_sha256 != first.manifest.content_sha256
+
+
+def test_the_float_recipe_carries_the_source_over_exactly(llama: Path, tmp_path: Path) -> None:
+    bundle = run(llama, Recipe.load("float", ["calibration.tokens=32"]), tmp_path / "out")
+    rows = {row["name"]: row["value"] for row in bundle.measurements}
+    assert rows["accuracy.kl"] == pytest.approx(0.0, abs=1e-9)
+    assert rows["accuracy.top1_agreement"] == 1.0
+    assert (bundle.model_folder / "model.safetensors").read_bytes()[8:] == (llama / "model.safetensors").read_bytes()[8:]
+
+
+def test_a_bfloat16_source_gets_bfloat16_scales_and_says_so(
+    tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
+    folder = tmp_path / "bf.16"
+    zoo.tiny("llama", vocab_size=len(byte_tokenizer)).to(torch.bfloat16).save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
+    bundle = run(folder, recipe("gptq"), tmp_path / "out")
+    assert [decision.code for decision in bundle.manifest.decisions].count("scale-dtype") == 1
+    assert {layer.scheme["scale"] for layer in bundle.manifest.layers} == {"bfloat16"}
+    with pytest.raises(GateError, match="scale-dtype"):
+        run(folder, recipe("gptq"), tmp_path / "strict", strict=True)
+    assert not (tmp_path / "strict").exists()
+
+
+def test_sharded_sources_stay_sharded(tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    folder = tmp_path / "shar.ded"
+    zoo.tiny("llama", vocab_size=len(byte_tokenizer)).save_pretrained(folder, max_shard_size="120KB")
+    byte_tokenizer.save_pretrained(folder)
+    bundle = run(folder, recipe("rtn"), tmp_path / "out")
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert sorted(path.name for path in bundle.model_folder.glob("*.safetensors")) == shards
+
+
+@pytest.mark.parametrize(("how", "layers"), [("keep", 18), ("pad", 21)])
+def test_what_does_not_divide_is_kept_or_padded_as_asked(
+    how: str, layers: int, tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
+    folder = save(tmp_path / "m.odel", byte_tokenizer, "llama", intermediate_size=80)
+    layout = "dense" if how == "pad" else "pack-quantized"
+    bundle = run(folder, recipe("gptq", on_indivisible=how, layout=layout), tmp_path / "out")
+    assert len(bundle.manifest.layers) == layers
+    codes = {decision.code for decision in bundle.manifest.decisions}
+    assert codes == ({"kept"} if how == "keep" else {"padded"})
+    with pytest.raises(InputError, match=r"group 32, K 80.*use 16") as caught:
+        run(folder, recipe("gptq"), tmp_path / "error")
+    assert caught.value.code == "group-indivisible"
+    assert not (tmp_path / "error.partial").exists()
+
+
+def test_overrides_and_keep_name_layers(llama: Path, tmp_path: Path) -> None:
+    chosen = recipe("rtn", keep=["*.k_proj"], overrides=[{"match": "*.down_proj", "weights": None}])
+    bundle = run(llama, chosen, tmp_path / "out", strict=True)
+    names = {layer.name.rpartition(".")[2] for layer in bundle.manifest.layers}
+    assert names == {"q_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
+    with pytest.raises(InputError, match="matches no layer"):
+        prepare(Request.of(str(llama), recipe=recipe("rtn", keep=["*.nothing"]), out=tmp_path / "x"))
+
+
+def test_a_failed_gate_keeps_the_bundle_and_says_so(llama: Path, tmp_path: Path) -> None:
+    bundle = run(llama, recipe("rtn", gates={"kl_max": 1e-9}), tmp_path / "out")
+    assert bundle.manifest.state == "gate_failed"
+    gate = next(check for check in bundle.manifest.checks if check.name == "gate.kl_max")
+    assert not gate.ok
+    assert gate.value is not None
+    assert gate.value > 1e-9
+
+
+def test_resume_after_an_error_in_the_middle_gives_the_same_content(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(llama, recipe("gptq"), tmp_path / "whole").manifest.content_sha256
+    from quantkit.passes.gptq import Gptq
+
+    plain = Gptq.run
+    blocks: list[str] = []
+
+    def failing(self: Gptq, block, stats, settings):  # type: ignore[no-untyped-def]
+        if len(blocks) == 2:
+            raise KeyboardInterrupt
+        blocks.append(block.name)
+        return plain(self, block, stats, settings)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Gptq, "run", failing)
+        with pytest.raises(QuantkitError) as caught:
+            run(llama, recipe("gptq"), tmp_path / "out")
+    assert (caught.value.code, caught.value.exit) == ("interrupted", 75)
+    with pytest.raises(InputError, match="unfinished-build"):
+        run(llama, recipe("gptq"), tmp_path / "out")
+    with pytest.raises(InputError, match="resume-mismatch"):
+        run(llama, recipe("rtn"), tmp_path / "out", resume=True)
+    bundle = run(llama, recipe("gptq"), tmp_path / "out", resume=True)
+    assert bundle.manifest.content_sha256 == whole
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_transform_of_scope_model_is_exact_and_exported(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reordering the hidden features of a whole model changes no output: a stand-in for rotations."""
+    from quantkit.model.stream import StreamedModel
+    from quantkit.pipeline import compile as module
+
+    class Reorder:
+        order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+
+        def block(self, index: int, block: torch.nn.Module) -> None:
+            for name, parameter in block.named_parameters():
+                reads = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight"))
+                writes = name.endswith(("o_proj.weight", "down_proj.weight", "layernorm.weight"))
+                if reads:
+                    parameter.data = parameter.data[:, self.order].contiguous()
+                elif writes:
+                    parameter.data = parameter.data[self.order].contiguous()
+
+        def rest(self, model: torch.nn.Module) -> None:
+            for name in ("model.embed_tokens.weight", "lm_head.weight"):
+                parameter = model.get_parameter(name)
+                parameter.data = parameter.data[:, self.order].contiguous()
+            model.get_parameter("model.norm.weight").data = model.get_parameter("model.norm.weight").data[self.order]
+
+    plain = module.prepare
+
+    def reordered(request: Request):  # type: ignore[no-untyped-def]
+        prepared = plain(request)
+        assert isinstance(prepared.stream, StreamedModel)
+        prepared.stream.transforms.append(Reorder())
+        return prepared
+
+    eight = {"weights": {"format": "int8", "granularity": "channel", "scale": "float32"}}
+    monkeypatch.setattr(module, "prepare", reordered)
+    bundle = run(llama, recipe("rtn", scheme=eight), tmp_path / "out")
+    stored = bundle.model(dtype=torch.float32).get_input_embeddings().weight
+    source = transformers.AutoModelForCausalLM.from_pretrained(llama).get_input_embeddings().weight
+    assert torch.equal(stored, source[:, Reorder.order])
+    rows = {row["name"]: row["value"] for row in bundle.measurements}
+    assert rows["accuracy.kl"] < 0.01
+
+
+def test_the_manifest_tells_where_everything_came_from(llama: Path, tmp_path: Path) -> None:
+    bundle = run(llama, recipe("gptq"), tmp_path / "out")
+    manifest = json.loads((bundle.path / "manifest.json").read_text())
+    assert manifest["model"]["source"]["dtype"] == "float32"
+    assert manifest["calibration"]["samples"] == 6
+    assert str(llama.parent) not in json.dumps(manifest)
+    assert {entry["path"] for entry in manifest["files"]} == {
+        path.relative_to(bundle.path).as_posix()
+        for path in bundle.path.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    }
+    for layer in manifest["layers"]:
+        assert layer["bits_per_weight"] == pytest.approx(4 + 20 / 32)
