@@ -404,7 +404,8 @@ def _as_error(problem: BaseException, name: str) -> QuantkitError:
     """Any exception as one that says what to do."""
     if isinstance(problem, QuantkitError):
         return problem
-    where = f"quantkit {name}".strip()
+    known = {str(command.name) for command in app.registered_commands}
+    where = f"quantkit {name}" if name in known else "quantkit"
     if hasattr(problem, "format_message"):  # wrong use, as typer finds it; which class it is depends on its version
         message = str(problem.format_message()).rstrip(".")
         return InputError("usage", where=where, value=message, remedy=f"see `{where} --help`")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,7 +202,7 @@ def _pass(name: str) -> Entry:
     for key, field in found.Settings.model_fields.items():
         settings[key] = field.default
         about = _described(found.Settings.__doc__ or "", key)
-        facts.append((f"{name}.{key}", f"{field.default}{f'  {about}' if about else ''}"))
+        facts.append((f"{name}.{key}", _setting(field.default, about)))
     data = {"paper": found.paper, "scope": found.scope, "needs": sorted(found.needs), "settings": settings}
     return Entry("pass", name, registry.summaries("passes")[name], facts, "", data)
 
@@ -209,6 +210,11 @@ def _pass(name: str) -> Entry:
 def _facts_of(found: Any) -> Iterator[tuple[str, frozenset[str]]]:
     yield "requires", found.requires
     yield "ensures", found.ensures
+
+
+def _setting(default: Any, about: str) -> str:
+    value = json.dumps(default, default=str).strip('"')
+    return f"{value}  {about}".rstrip()
 
 
 def _described(docstring: str, key: str) -> str:
@@ -228,7 +234,7 @@ def _described(docstring: str, key: str) -> str:
 
 def _format(name: str) -> Entry:
     found = registry.load("formats", name)
-    facts = [("bits", words.figure(found.bits))]
+    facts = [("bits", f"{found.bits:g}")]
     for target in content.names("export"):
         from quantkit.target import Target
 
@@ -244,7 +250,7 @@ def _exporter(name: str) -> Entry:
     facts = [("read by", ", ".join(found.runtimes))]
     for key, default in options.items():
         about = _described(found.Options.__doc__ or "", key)
-        facts.append((key, f"{default}{f'  {about}' if about else ''}"))
+        facts.append((key, _setting(default, about)))
     data = {"runtimes": list(found.runtimes), "options": options}
     return Entry("exporter", name, registry.summaries("export")[name], facts, "", data)
 

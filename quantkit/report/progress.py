@@ -124,13 +124,6 @@ class Display:
         self._console = Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._estimate = estimate or Estimate()
         self._every = every
-        self._bar = Live(
-            get_renderable=self._render,
-            console=self._console,
-            transient=True,
-            refresh_per_second=4,
-            redirect_stdout=False,
-        )
         self._live = live
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -138,6 +131,13 @@ class Display:
         self._said = 0.0
         self._shown = 0.0
         self._what = ""
+        self._bar = Live(
+            get_renderable=self._render,
+            console=self._console,
+            transient=True,
+            refresh_per_second=4,
+            redirect_stdout=False,
+        )
 
     def __enter__(self) -> Self:
         """Itself, showing."""

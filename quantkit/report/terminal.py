@@ -6,6 +6,7 @@ paths and commands, which are there to be copied, are never broken.
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -274,7 +275,7 @@ def _check(check: Check) -> Text:
 
 def _call(step: Mapping[str, Any]) -> str:
     name, settings = next(iter(step.items()))
-    inner = ", ".join(f"{key}: {value}" for key, value in (settings or {}).items())
+    inner = ", ".join(f"{key}: {json.dumps(value)}" for key, value in (settings or {}).items()).replace(chr(34), "")
     return f"{name} ({inner})" if inner else str(name)
 
 
