@@ -23,13 +23,15 @@ from quantkit.bundle import Bundle, Check
 from quantkit.errors import GateError, InputError, QuantkitError
 from quantkit.export import _packed
 from quantkit.model.weights import Weights, strict_json
+from quantkit.plan import machine
 from quantkit.recipe import WeightScheme
 
 if TYPE_CHECKING:
     import torch
 
 LIMIT = 1e-4
-# logits of the whole model are compared if its dense weights take no more than this, else those of its first blocks
+# logits of the whole model are compared if its dense weights take no more than this, and no more than a quarter of the
+# memory that the process may have; else those of its first blocks
 WHOLE_BYTES = 640 * 2**20
 FEW = 2
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
@@ -75,7 +77,8 @@ def check(
         checks.append(_expanded(folder, weights, wanted))
     if all(found.ok for found in checks):
         if blocks is None:
-            blocks = FEW if _dense_bytes(weights) > WHOLE_BYTES else None
+            dense = _dense_bytes(weights)
+            blocks = None if dense <= min(WHOLE_BYTES, machine.memory_limit() // 4) else FEW
         checks.append(reload(folder, wanted, inputs=inputs, blocks=blocks))
     return checks
 

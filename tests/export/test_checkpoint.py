@@ -489,3 +489,24 @@ def test_torch_free_at_import() -> None:
     code = "import sys\nfrom quantkit import registry\nregistry.load('export', 'checkpoint').Options()\n"
     code += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'compressed_tensors')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_model_that_memory_has_no_room_for_is_compared_on_its_first_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = export(llama(tmp_path / "source", num_hidden_layers=3), tmp_path / "out", scheme())
+    asked: list[int | None] = []
+    real = _reload.reload
+
+    def spy(folder: Path, wanted: Any, *, inputs: Any, blocks: int | None) -> Check:
+        asked.append(blocks)
+        return real(folder, wanted, inputs=inputs, blocks=blocks)
+
+    monkeypatch.setattr(_reload, "reload", spy)
+    for limit in (10**12, 10**6):
+        monkeypatch.setattr(_reload.machine, "memory_limit", lambda limit=limit: limit)
+        checks = exported.check()
+        assert all(check.ok for check in checks)
+        # the rest of the model is still covered, linear by linear
+        assert "reload.compressed_tensors" in by_name(checks)
+    assert asked == [None, 2]
