@@ -90,6 +90,10 @@ class Block:
         energy = float(weight.double().square().sum())
         return float((weight - values).double().square().sum()) / (energy or 1.0)
 
+    def replace(self, linear: str, weight: Tensor) -> None:
+        """Give a linear another weight [N, K], before its codes are assigned."""
+        set_weight(self.module.get_submodule(linear), weight)
+
     def fold(self, group: SharedInput, scales: Tensor) -> Tensor:
         """Multiply the group's inputs' columns by `scales` [channels] and divide the producer by them.
 

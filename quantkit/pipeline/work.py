@@ -56,23 +56,28 @@ class Worked:
     errors: dict[str, float] = field(default_factory=dict)
 
 
+# shared input's name -> where its scale can go, and why some have no such place
+Found = tuple[Mapping[str, Fold], Mapping[str, str]]
+
+
 class _ProvedFolds(Mapping[str, Fold]):
     """The folds of a block, found and proved when first asked for: most recipes need none.
 
     Blocks are alike, so what held on the last one is proved here all at once; only if that fails are they searched for.
     """
 
-    def __init__(self, module: nn.Module, traced: Structure, call: Call, like: Mapping[str, Fold]) -> None:
+    def __init__(self, module: nn.Module, traced: Structure, call: Call, like: Found) -> None:
         self._module, self._structure, self._call, self._like = module, traced, call, like
         self.asked = False
 
     @cached_property
-    def found(self) -> tuple[Mapping[str, Fold], Mapping[str, str]]:
+    def found(self) -> Found:
         """Folds, and reasons where there are none."""
         self.asked = True
-        if self._like and fold.prove_all(self._module, self._structure, self._like, self._call) <= fold.TOLERANCE:
-            missing = [group.name for group in self._structure.groups if group.name not in self._like]
-            return self._like, dict.fromkeys(missing, "as in the block before")
+        folds, reasons = self._like
+        if folds and {*folds, *reasons} == {group.name for group in self._structure.groups}:
+            if fold.prove_all(self._module, self._structure, folds, self._call) <= fold.TOLERANCE:
+                return self._like
         return fold.find(self._module, self._structure, self._call)
 
     def __getitem__(self, name: str) -> Fold:
@@ -175,7 +180,7 @@ def work(
         if on_start is not None:
             on_start(calls)
     block_steps = [step for step in steps if step.run.scope == "block"]
-    like: Mapping[str, Fold] = {}
+    like: Found = ({}, {})
     for index in range(start, len(stream.block_names)):
         module = stream.load(index)
         args, kwargs = probe.arguments[probe_ids.shape[0]][index]
@@ -207,7 +212,7 @@ def work(
             worked.decisions += outcome.decisions
             worked.errors.update({prefix + linear: error for linear, error in outcome.errors.items()})
         if folds.asked:
-            like = dict(folds)
+            like = folds.found
         if calls is not None:
             hidden = worked.hidden = stats.settled()
         yield worked

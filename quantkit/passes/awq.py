@@ -1,0 +1,90 @@
+"""AWQ: scale inputs so that what matters most is rounded most finely, and fold the scales into what produces them.
+
+Lin et al., "AWQ: Activation-aware Weight Quantization for On-Device LLM Compression and Acceleration", 2024,
+arXiv 2306.00978. The search is `solvers/awq.py`. Here: one search per shared input, on the original weights of the
+block; each scale goes where the block's structure proves that it can (a norm, the value projection with its heads tied,
+the up projection). Codes are assigned by the pass that follows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from quantkit.content import Closed
+from quantkit.passes import Outcome, decision
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.calibrate.statistics import InputStats, Stats
+    from quantkit.model.block import Block
+    from quantkit.model.structure import SharedInput
+
+
+class Awq:
+    """See the module."""
+
+    name = "awq"
+    paper = "arXiv 2306.00978"
+    scope = "block"
+    needs = frozenset({"hessian"})
+    requires = frozenset({"unassigned"})
+    ensures = frozenset({"folded"})
+
+    class Settings(Closed):
+        """How scales are searched.
+
+        Args:
+            grid: how many exponents in (0, 1] are tried for the scales; 0 folds nothing.
+            clip: also cut weights to the range that costs least; for an assigner without a range search of its own.
+        """
+
+        grid: int = Field(default=20, ge=0)
+        clip: bool = False
+
+    def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
+        """Search, fold and clip."""
+        import torch
+
+        from quantkit.passes.solvers import awq
+
+        outcome = Outcome(False)
+        hessians: dict[str, Tensor] = {}
+
+        def visit(group: SharedInput, seen: InputStats) -> None:
+            hessians[group.name] = seen.hessian
+
+        stats.staged(visit)
+        for group in block.groups():
+            name = block.group_name(group)
+            hessian = hessians.pop(name)
+            weights = [block.weight(member) for member in group.members]
+            if any(weight.shape[1] != hessian.shape[0] for weight in weights):
+                reason = "its last group is padded"
+                outcome.decisions.append(decision(self.name, "not-scaled", block.full_name(name), reason))
+                continue
+            fold = block.folds.get(name)
+            if fold is None:
+                where = block.full_name(name)
+                outcome.decisions.append(decision(self.name, "not-scaled", where, block.declined[name]))
+            elif settings.grid:
+                found = awq.search_scales(
+                    weights, hessian, block.scheme(group.members[0]), grid=settings.grid, producers=fold.index
+                )
+                if found.alpha > 0:
+                    channels = torch.ones(fold.channels)
+                    channels[fold.index] = found.scales
+                    applied = block.fold(group, channels)[fold.index]
+                    hessian = awq.transformed(hessian, applied)
+                    outcome.changed = True
+            if settings.clip:
+                for member in group.members:
+                    block.replace(member, awq.clip(block.weight(member), hessian, block.scheme(member)))
+                outcome.changed = True
+        stats.outputs = None
+        return outcome
+
+
+PASS = Awq()
