@@ -206,8 +206,8 @@ def expected_seconds(prepared: Prepared) -> dict[str, float]:
         passes = sum(1 + 2 * bool(step.run.needs) for step in prepared.steps)
         stages["quantize"] = 1.0 + passes * 2 * weights * seen / rate + weights / 2e7
     stages["export"] = 1.0 + weights / 1e8
-    stages["check"] = 2.0 + weights / 1e8
     stages["score"] = 2.0 + (4 * weights + 4 * _head_size(prepared)) * scored / rate
+    stages["check"] = 2.0 + weights / 2e7
     return stages
 
 
@@ -277,9 +277,8 @@ class _Compilation:
             self._export()
             files = inventory(self.build.bundle)
             subject = content_sha256(files)
-            checks = self._check()
             rows, judged = self._score(subject, layers, files)
-            checks += judged
+            checks = [*self._check(), *judged]
             failed = [check for check in judged if not check.ok]
             manifest = self._manifest(decisions, layers, checks, subject, "gate_failed" if failed else "complete")
             self._card(manifest, rows)
@@ -429,7 +428,12 @@ class _Compilation:
         for step in self.prepared.request.recipe.export:
             self.progress.at("check", 0.0, f"reloading the {step.name}")
             checks += registry.load("export", step.name).check(
-                self.build.bundle, self.prepared.source, self.prepared.stream, results, step.options
+                self.build.bundle,
+                self.prepared.source,
+                self.prepared.stream,
+                results,
+                step.options,
+                blocks=self._affordable_blocks(),
             )
         self.progress.at("check", 1.0)
         failed = [check for check in checks if not check.ok]
@@ -442,6 +446,21 @@ class _Compilation:
                 remedy="the export is not what was decided on; nothing was delivered. Please report it",
             )
         return checks
+
+    def _affordable_blocks(self) -> int:
+        """How many blocks can be in memory at once without raising the peak that was reached already.
+
+        At least one: memory then grows with the size of a block, never with their number.
+        """
+        import psutil
+
+        count = len(self.prepared.stream.block_names)
+        block = 4 * sum(rows * columns for rows, columns in self.prepared.layers.shapes.values()) // count
+        # embeddings and head come along, and logits of a few tokens
+        rest = 4 * 2 * _head_size(self.prepared)
+        free = peak_bytes() - psutil.Process().memory_info().rss - rest
+        # once as expected, once as loaded
+        return min(count, max(1, free // max(2 * block, 1)))
 
     def _score(self, subject: str, layers: list[LayerEntry], files: list[Any]) -> tuple[list[Row], list[Check]]:
         from quantkit.measure import score

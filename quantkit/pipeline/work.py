@@ -75,9 +75,9 @@ class _ProvedFolds(Mapping[str, Fold]):
         """Folds, and reasons where there are none."""
         self.asked = True
         folds, reasons = self._like
-        if folds and {*folds, *reasons} == {group.name for group in self._structure.groups}:
-            if fold.prove_all(self._module, self._structure, folds, self._call) <= fold.TOLERANCE:
-                return self._like
+        alike = bool(folds) and {*folds, *reasons} == {group.name for group in self._structure.groups}
+        if alike and fold.prove_all(self._module, self._structure, folds, self._call) <= fold.TOLERANCE:
+            return self._like
         return fold.find(self._module, self._structure, self._call)
 
     def __getitem__(self, name: str) -> Fold:

@@ -39,11 +39,13 @@ class ExpandedWeights(Weights):
         stored: what is in the files.
         schemes: compressed-tensors' config groups.
         dtype: of the model; expanded weights are cast to it, as transformers does.
+        expands_at_load: whether the config tells transformers to expand weights while it loads them.
     """
 
     stored: Weights
     schemes: tuple[Any, ...]
     dtype: torch.dtype
+    expands_at_load: bool
 
     @classmethod
     def of(cls, stored: Weights, config: Mapping[str, Any], dtype: str) -> ExpandedWeights:
@@ -58,7 +60,8 @@ class ExpandedWeights(Weights):
                 entries[dense] = replace(entry, name=dense, dtype="F32", shape=(rows, columns))
             elif name not in companions:
                 entries[name] = entry
-        return cls(entries, stored.folder, stored.shards, stored, _schemes(config), getattr(torch, dtype))
+        expands = bool(config.get("dequantize"))
+        return cls(entries, stored.folder, stored.shards, stored, _schemes(config), getattr(torch, dtype), expands)
 
     def read(self, name: str) -> Tensor:
         """A tensor as the loaded model has it."""
@@ -73,7 +76,7 @@ class ExpandedWeights(Weights):
             for part in ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
             if f"{prefix}.{part}" in self.stored.entries
         }
-        if scheme.weights.symmetric:
+        if not self.expands_at_load:
             # transformers casts scales to the model's dtype when it keeps the packed layout
             parts["weight_scale"] = parts["weight_scale"].to(self.dtype)
         compressor = BaseCompressor.get_value_from_registry(str(scheme.format))
