@@ -38,6 +38,8 @@ class Gptq:
 
         Args:
             damping: added to the Hessian's diagonal, as a share of its mean; raised, with a record, if need be.
+            shrink: share taken off the Hessian's entries beside the diagonal: a few thousand tokens overstate how far one
+                input can make up for another, which is what overfits.
             act_order: choose the columns that matter most first; the ranges stay static groups.
             range: how the range of a group is chosen: `minmax`, `mse`, or `hessian` (squared error weighted by the
                 Hessian's diagonal).
@@ -46,8 +48,9 @@ class Gptq:
         """
 
         damping: float = Field(default=0.01, ge=0)
+        shrink: float = Field(default=0.25, ge=0, le=1)
         act_order: bool = True
-        range: Literal["minmax", "mse", "hessian"] = "mse"
+        range: Literal["minmax", "mse", "hessian"] = "hessian"
         sweeps: int = Field(default=0, ge=0)
         refit: bool = True
 
@@ -70,7 +73,10 @@ class Gptq:
                 width = weights[0].shape[1]
                 if width not in factors:
                     factors[width] = solved = factor(
-                        padded(seen.hessian, width), damping=settings.damping, act_order=settings.act_order
+                        padded(seen.hessian, width),
+                        damping=settings.damping,
+                        shrink=settings.shrink,
+                        act_order=settings.act_order,
                     )
                     if solved.raised:
                         reason = f"the Hessian of {seen.tokens} tokens had no Cholesky factor"

@@ -458,7 +458,7 @@ class _Compilation:
         block = 4 * sum(rows * columns for rows, columns in self.prepared.layers.shapes.values()) // count
         # embeddings and head come along, and logits of a few tokens
         rest = 4 * 2 * _head_size(self.prepared)
-        free = peak_bytes() - psutil.Process().memory_info().rss - rest
+        free: int = peak_bytes() - psutil.Process().memory_info().rss - rest
         # once as expected, once as loaded
         return min(count, max(1, free // max(2 * block, 1)))
 
