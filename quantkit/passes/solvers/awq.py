@@ -55,6 +55,7 @@ def search_scales(
     grid: int = 20,
     magnitude: Tensor | None = None,
     producers: Tensor | None = None,
+    importance: Tensor | None = None,
 ) -> AwqScales:
     """The scales, among powers of the inputs' magnitude, with which rounding to nearest costs least.
 
@@ -83,10 +84,14 @@ def search_scales(
         rows = [weight.shape[0] for weight in weights]
         size = _shared(hessian.diagonal().float().clamp(min=0).sqrt() if magnitude is None else magnitude, producers)
         symmetric = hessian.float()
-        best = AwqScales(torch.ones_like(size), 0.0, *([_cost(target, rows, None, symmetric, scheme)] * 2))
+        best = AwqScales(
+            torch.ones_like(size),
+            0.0,
+            *([_cost(target, rows, None, symmetric if importance is None else importance, scheme)] * 2),
+        )
         for number in range(1, grid + 1):
             scales = _power(size, number / grid)
-            cost = _cost(target, rows, scales, symmetric, scheme)
+            cost = _cost(target, rows, scales, symmetric if importance is None else importance, scheme)
             if cost < best.cost:
                 best = AwqScales(scales, number / grid, cost, best.plain)
         return best
@@ -163,5 +168,8 @@ def _cost(target: Tensor, rows: list[int], scales: Tensor | None, hessian: Tenso
         if scales is not None:
             error = error / scales.unsqueeze(1)
         error = error - original
-        total += float(torch.linalg.vecdot(error, hessian @ error, dim=0).double().sum())
+        if hessian.dim() == 1:
+            total += float((hessian @ error.square_()).double().sum())
+        else:
+            total += float(torch.linalg.vecdot(error, hessian @ error, dim=0).double().sum())
     return total

@@ -81,12 +81,15 @@ class GptqResult:
     error: float
 
 
-def factor(hessian: Tensor, *, damping: float = 0.01, act_order: bool = True) -> Factor:
-    """Damp a Hessian and factor it; damping is raised tenfold until that succeeds.
+def factor(hessian: Tensor, *, damping: float = 0.01, shrink: float = 0.25, act_order: bool = True) -> Factor:
+    """Shrink, damp and factor a Hessian; damping is raised tenfold until that succeeds.
 
     Args:
         hessian: [K, K], symmetric, `Xᵀ X` of the inputs, in any scale. Inputs never seen (zero diagonal) are allowed.
         damping: share of the mean diagonal added to the diagonal.
+        shrink: share taken off the entries beside the diagonal, 0 to 1. They say which column's error another can
+            make up for, and a few thousand tokens say more of that than holds for the next text: the correlations of
+            a finite sample are too large. At 1 nothing is made up for: that is plain rounding.
         act_order: choose columns in order of falling diagonal (ties in order of index), else from left to right.
 
     Raises:
@@ -103,9 +106,11 @@ def factor(hessian: Tensor, *, damping: float = 0.01, act_order: bool = True) ->
     mean = float(diagonal.mean())
     if mean <= 0:  # no input was ever seen: plain rounding is the best there is, and what an identity yields
         hessian, mean = torch.eye(len(diagonal)), 1.0
+    whole = hessian.float() * (1 - shrink)
+    whole.diagonal().copy_(hessian.diagonal())
     order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(len(diagonal))
     backwards = order.flip(0)
-    reordered = hessian.float()[backwards][:, backwards]
+    reordered = whole[backwards][:, backwards]
     share = damping
     for raised in range(_ATTEMPTS):
         added = torch.zeros_like(diagonal)
@@ -118,7 +123,6 @@ def factor(hessian: Tensor, *, damping: float = 0.01, act_order: bool = True) ->
         if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
             upper = lower.flip(0, 1)
             pivots = upper.diagonal()
-            whole = hessian.float().clone()
             whole.diagonal().add_(added)
             return Factor(whole, order, upper / pivots, pivots.square(), share, raised)
         share = max(share * 10, 1e-4)
@@ -136,14 +140,23 @@ def gptq(
     scheme: WeightScheme,
     *,
     damping: float = 0.01,
+    shrink: float = 0.25,
     act_order: bool = True,
-    range: Range = "mse",  # noqa: A002
+    range: Range = "hessian",  # noqa: A002
     sweeps: int = 0,
     refit: bool = True,
 ) -> GptqResult:
     """Codes of one weight [N, K]; see `gptq_shared`."""
     return gptq_shared(
-        [weight], hessian, scheme, damping=damping, act_order=act_order, range=range, sweeps=sweeps, refit=refit
+        [weight],
+        hessian,
+        scheme,
+        damping=damping,
+        shrink=shrink,
+        act_order=act_order,
+        range=range,
+        sweeps=sweeps,
+        refit=refit,
     )[0]
 
 
@@ -153,8 +166,9 @@ def gptq_shared(
     scheme: WeightScheme,
     *,
     damping: float = 0.01,
+    shrink: float = 0.25,
     act_order: bool = True,
-    range: Range = "mse",  # noqa: A002
+    range: Range = "hessian",  # noqa: A002
     sweeps: int = 0,
     refit: bool = True,
 ) -> list[GptqResult]:
@@ -162,9 +176,10 @@ def gptq_shared(
 
     Args:
         weights: each [N_i, K], of any float dtype; never modified.
-        hessian: [K, K] of their input, or its `Factor` (then `damping` and `act_order` were given there).
+        hessian: [K, K] of their input, or its `Factor` (then `damping`, `shrink` and `act_order` were given there).
         scheme: an integer format, any granularity and symmetry; for all the weights.
         damping: share of the Hessian's mean diagonal added to it.
+        shrink: share taken off its entries beside the diagonal; see `factor`.
         act_order: choose columns in order of falling diagonal of the Hessian.
         range: how each group's grid is placed: `minmax`, `mse` (searched) or `hessian` (searched, weighted by diag H).
         sweeps: rounds of coordinate descent on the codes afterwards.
@@ -178,7 +193,11 @@ def gptq_shared(
     """
     form = ranges.integer_format(scheme)
     with one_thread():
-        solved = hessian if isinstance(hessian, Factor) else factor(hessian, damping=damping, act_order=act_order)
+        solved = (
+            hessian
+            if isinstance(hessian, Factor)
+            else factor(hessian, damping=damping, shrink=shrink, act_order=act_order)
+        )
         rows, columns = [weight.shape[0] for weight in weights], weights[0].shape[1]
         group = columns // groups_of(columns, scheme)
         # one row a column of the weights: what is done for a column of all the weights is then one vector operation

@@ -143,7 +143,7 @@ def test_damping_is_raised_and_said_when_the_factor_fails():
     weight, _ = problem(4, 32)
     indefinite = torch.eye(32)
     indefinite[0, 1] = indefinite[1, 0] = 1.05
-    result = gptq(weight, indefinite, scheme(), damping=0.001)
+    result = gptq(weight, indefinite, scheme(), damping=0.001, shrink=0)
     assert result.raised > 0
     assert result.damping == pytest.approx(0.1)
     assert gptq(weight, torch.eye(32), scheme(), damping=0.001).raised == 0
@@ -176,3 +176,24 @@ def test_one_thread_restores_the_count_after_an_error():
         assert torch.get_num_threads() == 1
         _ = 1 / 0
     assert torch.get_num_threads() == before
+
+
+def test_full_shrinking_is_plain_rounding_and_less_lies_between():
+    weight, hessian = problem(12, 64)
+    nearest = INT4.quantize(weight, scheme())
+    alone = gptq(weight, hessian, scheme(), shrink=1, range="minmax")
+    assert torch.equal(alone.tensor.codes, nearest.codes)
+    costs = [
+        cost(weight, read(gptq(weight, hessian, scheme(), shrink=s, range="minmax")), hessian) for s in (0, 0.5, 1)
+    ]
+    assert costs[0] < costs[1] < costs[2]
+
+
+def test_shrinking_serves_text_that_was_not_seen():
+    # few tokens for many inputs: what a sample says about correlations is mostly chance
+    generator = torch.Generator().manual_seed(4)
+    mix = torch.eye(96) + 0.1 * torch.randn(96, 96, generator=generator)
+    seen, unseen = (torch.randn(tokens, 96, generator=generator) @ mix for tokens in (128, 4096))
+    weight = torch.randn(32, 96, generator=generator)
+    costs = [cost(weight, read(gptq(weight, seen.T @ seen, scheme(), shrink=s)), unseen.T @ unseen) for s in (0, 0.25)]
+    assert costs[1] < costs[0]
