@@ -37,7 +37,7 @@ class AwqScales:
         scales: [K] float32, positive; multiply the columns of the weights, divide the inputs. All ones when nothing
             that was tried costs less.
         alpha: the exponent that won.
-        cost: `tr(D H Dᵀ)` summed over the weights, with these scales.
+        cost: summed over the weights, with these scales.
         plain: the same without scales.
     """
 
@@ -68,6 +68,9 @@ def search_scales(
             when left out.
         producers: [K] integers: which channel of the module that absorbs the scale each input comes from. Inputs from
             one channel (grouped heads repeat them) share a scale. None: each its own.
+        importance: [K], `Factor.importance`, when GPTQ assigns the codes: the cost is then `sum_k a_k |d_k|²`, what
+            is left of an error after GPTQ made up for it. None: codes are rounded to nearest, the cost is
+            `tr(D H Dᵀ)`.
 
     Raises:
         InputError: `hessian-nonfinite`, `group-indivisible`, `format-not-integer`.
@@ -83,15 +86,15 @@ def search_scales(
         target = torch.cat([weight.float() for weight in weights]).T.contiguous()
         rows = [weight.shape[0] for weight in weights]
         size = _shared(hessian.diagonal().float().clamp(min=0).sqrt() if magnitude is None else magnitude, producers)
-        symmetric = hessian.float()
+        costs = hessian.float() if importance is None else importance.float()
         best = AwqScales(
             torch.ones_like(size),
             0.0,
-            *([_cost(target, rows, None, symmetric if importance is None else importance, scheme)] * 2),
+            *([_cost(target, rows, None, costs, scheme)] * 2),
         )
         for number in range(1, grid + 1):
             scales = _power(size, number / grid)
-            cost = _cost(target, rows, scales, symmetric if importance is None else importance, scheme)
+            cost = _cost(target, rows, scales, costs, scheme)
             if cost < best.cost:
                 best = AwqScales(scales, number / grid, cost, best.plain)
         return best

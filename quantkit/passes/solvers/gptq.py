@@ -63,6 +63,17 @@ class Factor:
     damping: float
     raised: int
 
+    @property
+    def importance(self) -> Tensor:
+        """[K] in the order of the weights: what a squared error of each column costs once later ones made up for it.
+
+        It is the diagonal to measure ranges and scales by when GPTQ assigns the codes: without the part that it takes
+        back, and without a product with the whole Hessian.
+        """
+        spread = torch.empty_like(self.pivots)
+        spread[self.order] = self.pivots
+        return spread
+
 
 @dataclass(frozen=True)
 class GptqResult:
@@ -247,8 +258,7 @@ def _place(
     if kind == "hessian":
         importance = solved.hessian.diagonal().contiguous()
     elif kind == "pivots":
-        importance = torch.empty_like(solved.pivots)
-        importance[solved.order] = solved.pivots
+        importance = solved.importance
     elif kind == "output" and scheme.granularity != "tensor":
         importance = ranges.blocks(solved.hessian, group)
     if scheme.granularity != "tensor":

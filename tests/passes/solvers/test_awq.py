@@ -5,7 +5,7 @@ from reference.gptq_oracle import cost
 from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.passes.solvers.awq import clip, search_scales, transformed
-from quantkit.passes.solvers.gptq import gptq
+from quantkit.passes.solvers.gptq import factor, gptq
 from quantkit.recipe import WeightScheme
 
 INT4 = registry.load("formats", "int4")
@@ -105,3 +105,24 @@ def test_a_hessian_that_is_not_finite_is_an_error():
     with pytest.raises(InputError) as caught:
         search_scales([weight], hessian, scheme())
     assert caught.value.code == "hessian-nonfinite"
+
+
+def test_scales_chosen_for_gptq_serve_it_better_than_none():
+    generator = torch.Generator().manual_seed(6)
+    mix = torch.eye(64) + 0.2 * torch.randn(64, 64, generator=generator)
+    inputs = torch.randn(2048, 64, generator=generator) @ mix
+    inputs[:, ::9] *= 10
+    hessian, weight = inputs.T @ inputs, torch.randn(48, 64, generator=generator)
+    found = search_scales([weight], hessian, scheme(), grid=10, importance=factor(hessian, shrink=0).importance)
+    assert found.alpha > 0
+    assert found.cost < found.plain
+    plain = cost(weight, INT4.dequantize(gptq(weight, hessian, scheme(), range="minmax").tensor), hessian)
+    scaled = gptq(weight * found.scales, transformed(hessian, found.scales), scheme(), range="minmax")
+    assert cost(weight, INT4.dequantize(scaled.tensor) / found.scales, hessian) < 0.9 * plain
+
+
+def test_importance_is_the_diagonal_when_nothing_can_be_made_up_for():
+    _, inputs = problem()
+    diagonal = (inputs.T @ inputs).diagonal()
+    torch.testing.assert_close(factor(torch.diag(diagonal), damping=0).importance, diagonal)
+    assert bool((factor(inputs.T @ inputs, damping=0, shrink=0).importance <= diagonal * (1 + 1e-5)).all())
