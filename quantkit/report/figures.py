@@ -160,6 +160,8 @@ def relation(check: Check) -> str:
     """A check as it is read: `kl_max 0.143 ≤ 0.5`."""
     if check.value is None or check.limit is None:
         return ""
+    if check.limit == 0 and not check.name.startswith(_GATE):  # a count of what is wrong
+        return "" if check.ok else f"{check.value:g} wrong"
     sign = "≥" if check.name.endswith("_min") else "≤"
     if not check.ok:
         sign = {"≥": "<", "≤": ">"}[sign]

@@ -1,15 +1,18 @@
 """How far a long command is, with the time left from the first second, on stderr.
 
-    time left = pace · (expected seconds of what is not done)
-    pace = (spent + p·total) / (expected seconds of what is done + p·total)
+    time left = own · (rest of this stage) + others · (all later stages)        in expected seconds
+    own       = (spent in this stage + p·stage·others) / (expected seconds of what is done of it + p·stage)
+    others    = sqrt((spent in all + p·total) / (expected seconds of all that is done + p·total))
 
-where p = 0.05 keeps the pace near 1 until enough was done to know better. On a terminal it is one bar over the whole
-command; elsewhere a line at the start, at every new stage and every ten seconds.
+A stage that takes longer than expected tells half of it, on a logarithmic scale, of the others: either the machine is
+slow, or the guess about that stage was wrong. p = 0.05 keeps both near 1 until enough was done to know better. On a
+terminal it is one bar over the whole command; elsewhere a line at the start, at every new stage and every ten seconds.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -54,6 +57,7 @@ class Estimate:
         self._done: dict[str, float] = {}
         self._skipped = 0.0
         self._last = self._start
+        self._entered = (self._start, 0.0, 1.0)
         self.stage = ""
         self.detail = ""
 
@@ -80,6 +84,8 @@ class Estimate:
                     self._skipped += left * self._stages[earlier]
                 self._done[earlier] = 1.0
             self._skipped += done * self._stages[stage]
+            self._last = self._clock()
+            self._entered = (self._last, done, self._others())
         self.stage, self.detail = stage, detail
         self._done[stage] = max(self._done.get(stage, 0.0), min(done, 1.0))
         self._last = self._clock()
@@ -94,14 +100,24 @@ class Estimate:
         """Seconds to go; None where nothing is known."""
         if not self._stages:
             return None if self._guess is None else max(self._guess - self.elapsed, 0.0)
-        total = sum(self._stages.values())
-        done = sum(self._stages[name] * share for name, share in self._done.items())
-        now = self._clock()
-        prior = _PRIOR * total
-        pace = (self._last - self._since + prior) / (done - self._skipped + prior)
-        here = self._stages.get(self.stage, 0.0) * (1.0 - self._done.get(self.stage, 0.0))
+        expected = self._stages.get(self.stage, 0.0)
+        share = self._done.get(self.stage, 0.0)
+        entered, first, before = self._entered
+        prior = _PRIOR * expected + 1e-9
+        own = (self._last - entered + prior * before) / ((share - first) * expected + prior)
+        here = (1.0 - share) * expected
+        later = sum(self._stages.values()) - self._finished() - here
         # time goes on between two reports, but only at the expense of the stage that it is spent in
-        return pace * (total - done - here) + max(pace * here - (now - self._last), 0.0)
+        return self._others() * later + max(own * here - (self._clock() - self._last), 0.0)
+
+    def _finished(self) -> float:
+        return sum(self._stages[name] * share for name, share in self._done.items())
+
+    def _others(self) -> float:
+        """The pace to expect of a stage that has not begun."""
+        prior = _PRIOR * sum(self._stages.values())
+        pace = (self._last - self._since + prior) / (self._finished() - self._skipped + prior)
+        return math.sqrt(max(pace, 0.0))
 
     def share(self) -> float:
         """How much of the whole time has passed, 0..1."""
@@ -200,25 +216,28 @@ class Display:
             self._over.set()
 
     def _line(self) -> str:
-        with self._lock:
-            stage, detail, left = self._estimate.stage, self._estimate.detail, self._estimate.left()
-            share = self._estimate.share()
+        stage, detail, left, share = self._now()
+        if left is None:
+            return f"{self._what}  {words.duration(self._estimate.elapsed)} so far"
         parts = [f"{share:4.0%}", stage or self._what]
         if detail:
             parts.append(detail)
-        if left is not None:
-            parts.append(f"{words.about(left)} left")
+        parts.append(f"{words.about(left)} left")
         return "  ".join(parts)
 
-    def _render(self) -> RenderableType:
+    def _now(self) -> tuple[str, str, float | None, float]:
         with self._lock:
-            stage, detail, left = self._estimate.stage, self._estimate.detail, self._estimate.left()
-            # a bar that goes back says less than one that waits
+            # a share that goes back says less than one that waits
             self._shown = max(self._shown, self._estimate.share())
-            shown = self._shown
+            return self._estimate.stage, self._estimate.detail, self._estimate.left(), self._shown
+
+    def _render(self) -> RenderableType:
+        stage, detail, left, shown = self._now()
         table = Table.grid(padding=(0, 2, 0, 0))
-        cells: list[Any] = [ProgressBar(total=1.0, completed=shown, width=_WIDTH), Text(f"{shown:4.0%}")]
-        cells.append(Text(f"{words.about(left)} left" if left is not None else "", "cyan"))
+        bar = ProgressBar(total=1.0, completed=shown, width=_WIDTH, pulse=left is None)
+        cells: list[Any] = [bar, Text(f"{shown:4.0%}" if left is not None else "")]
+        elapsed = f"{words.duration(self._estimate.elapsed)} so far"
+        cells.append(Text(f"{words.about(left)} left" if left is not None else elapsed, "cyan"))
         cells.append(Text(f"{stage}  {detail}" if stage else self._what, no_wrap=True, overflow="ellipsis"))
         table.add_row(*cells)
         return Group(table)
