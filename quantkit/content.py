@@ -135,11 +135,27 @@ def read_yaml(path: Path) -> Any:
         InputError: `yaml-invalid` with the line, or `file-unreadable`.
     """
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        problem = getattr(error, "problem", None) or str(error)
-        raise InputError("yaml-invalid", where=place, value=problem, remedy="mend the YAML") from None
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError("file-unreadable", where=str(path), value=str(error), remedy="check the file") from None
+    return parse_yaml(text, where=str(path))
+
+
+def parse_yaml(text: str, *, where: str) -> Any:
+    """Parse YAML safely.
+
+    Raises:
+        InputError: `yaml-invalid` with the line.
+    """
+    try:
+        return yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{where}:{mark.line + 1}" if mark is not None else where
+        problem = getattr(error, "problem", None) or str(error)
+    except (ValueError, TypeError, AttributeError) as error:
+        # the library's own constructors stumble so over impossible dates, keys that are lists, `!!int x`
+        place, problem = where, str(error)
+    except RecursionError:
+        place, problem = where, "nested too deeply"
+    raise InputError("yaml-invalid", where=place, value=problem, remedy="mend the YAML")

@@ -36,7 +36,7 @@ class QuantkitError(Exception):
         """The whole error on one line: `[code] where: value; rule; remedy`."""
         parts = [part for part in (self.value, self.rule, self.remedy) if part]
         head = f"{self.where}: " if self.where else ""
-        return f"[{self.code}] {head}{'; '.join(parts)}".replace("\n", " ")
+        return " ".join(f"[{self.code}] {head}{'; '.join(parts)}".split())
 
     def as_dict(self) -> dict[str, str]:
         """The `error` object of the `--json` envelope."""
@@ -88,6 +88,7 @@ class MissingDependency(QuantkitError):
     """
 
     def __init__(self, package: str, *, extra: str, purpose: str) -> None:
+        self._asked = {"package": package, "extra": extra, "purpose": purpose}
         super().__init__(
             "missing-dependency",
             where=package,
@@ -97,11 +98,11 @@ class MissingDependency(QuantkitError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild_plain, (self.as_dict(),))
+        return (_rebuild_missing, (self._asked,))
 
 
-def _rebuild_plain(fields: dict[str, str]) -> QuantkitError:
-    return QuantkitError(**fields)
+def _rebuild_missing(fields: dict[str, str]) -> MissingDependency:
+    return MissingDependency(**fields)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -140,7 +141,8 @@ def from_validation(
         known: dotted location (without list indices) -> the keys allowed there, for a did-you-mean.
     """
     problems = error.errors()
-    first = problems[0]
+    # a misspelt key says more than the key that is missing because of it
+    first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
     parts = [str(part) for part in first["loc"]]
     place = ".".join(parts)
     remedy = ""
@@ -148,6 +150,13 @@ def from_validation(
         parent = ".".join(part for part in parts[:-1] if not part.isdigit())
         if parent in known:
             remedy = did_you_mean(parts[-1], known[parent])
-    value = "unknown key" if first["type"] == "extra_forbidden" else f"got {first.get('input')!r:.120}"
+    if first["type"] == "extra_forbidden":
+        value = "unknown key"
+    else:
+        # what a rule about the whole document was given is the document: nobody wants to read it in one line
+        value = f"got {first.get('input')!r:.120}" if place and first["type"] != "missing" else ""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return InputError(code, where=f"{where}: {place}", value=value, rule=f"{first['msg']}{more}", remedy=remedy)
+    rule = first["msg"].removeprefix("Value error, ")
+    return InputError(
+        code, where=f"{where}: {place}" if place else where, value=value, rule=f"{rule}{more}", remedy=remedy
+    )

@@ -11,11 +11,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from quantkit import content, registry
-from quantkit.content import Closed, known_keys, read_yaml
+from quantkit.content import Closed, known_keys, parse_yaml, read_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
 
 ModelKind = Literal["decoder", "encoder", "vision"]
@@ -38,7 +37,7 @@ class WeightScheme(Closed):
     """
 
     format: str
-    granularity: Granularity = "channel"
+    granularity: Literal["tensor", "channel", "group"] = "channel"
     group: int | None = Field(default=None, gt=0)
     symmetric: bool = True
     scale: Literal["float32", "float16", "bfloat16"] = "float16"
@@ -132,6 +131,8 @@ class Gates(Closed):
         bits_per_weight_max: of the quantized layers, scales and zero points counted.
     """
 
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
     kl_max: float | None = None
     top1_agreement_min: float | None = None
     perplexity_ratio_max: float | None = None
@@ -153,6 +154,18 @@ def _steps(value: Any) -> list[tuple[str, dict[str, Any]]]:
             raise ValueError(f"the settings of {name} are a mapping, got {settings!r}")
         steps.append((str(name), settings or {}))
     return steps
+
+
+def _checked(what: str, model: type[BaseModel], values: dict[str, Any]) -> BaseModel:
+    """`values` as `model`; a ValueError of one line otherwise."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        known = did_you_mean(key, model.model_fields) if problem["type"] == "extra_forbidden" else ""
+        place = f"{what}: {key}" if key else what
+        raise ValueError(f"{place}: {problem['msg'].removeprefix('Value error, ')}; {known}".rstrip("; ")) from None
 
 
 class Recipe(Closed):
@@ -179,14 +192,8 @@ class Recipe(Closed):
         for name, settings in _steps(value):
             if name not in registry.names("passes"):
                 raise ValueError(f"no pass is called {name!r}; {did_you_mean(name, registry.names('passes'))}")
-            model = registry.load("passes", name).Settings
-            try:
-                steps.append(PassStep(name=name, settings=model(**settings)))
-            except ValidationError as error:
-                problem = error.errors()[0]
-                key = ".".join(str(part) for part in problem["loc"])
-                known = did_you_mean(key, model.model_fields) if problem["type"] == "extra_forbidden" else ""
-                raise ValueError(f"pass {name}: {key}: {problem['msg']}; {known}".rstrip("; ")) from None
+            checked = _checked(f"pass {name}", registry.load("passes", name).Settings, settings)
+            steps.append(PassStep(name=name, settings=checked))
         return steps
 
     @field_validator("export", mode="before")
@@ -196,7 +203,7 @@ class Recipe(Closed):
         for name, options in _steps(value):
             if name not in registry.names("export"):
                 raise ValueError(f"no exporter is called {name!r}; {did_you_mean(name, registry.names('export'))}")
-            registry.load("export", name).Options(**options)
+            _checked(f"export {name}", registry.load("export", name).Options, options)
             steps.append(ExportStep(name=name, options=options))
         return steps
 
@@ -208,6 +215,12 @@ class Recipe(Closed):
             raise ValueError(f"exactly one of {', '.join(ASSIGNERS)} assigns the codes; found {found}")
         if self.scheme.weights is not None and not self.passes:
             raise ValueError("a weight scheme needs a pass that assigns the codes; add `rtn: {}`")
+        return self
+
+    @model_validator(mode="after")
+    def _overrides_are_schemes(self) -> Self:
+        for override in self.overrides:
+            self.overridden(override, self.scheme.weights)
         return self
 
     @classmethod
@@ -248,18 +261,30 @@ class Recipe(Closed):
         }
 
     def weights_for(self, layer: str) -> WeightScheme | None:
-        """The weight scheme of a layer by its full name; the last override that matches wins; None keeps it."""
+        """The weight scheme of a layer by its full name; the last override that matches wins; None keeps it.
+
+        Raises:
+            InputError: `recipe-invalid`, overrides that each make sense, but not one upon the other.
+        """
         scheme = self.scheme.weights
         for override in self.overrides:
             if fnmatchcase(layer, override.match):
-                if override.weights is None:
-                    scheme = None
-                else:
-                    base = scheme.model_dump() if scheme is not None else {}
-                    if override.weights.get("granularity", "group") != "group":
-                        base.pop("group", None)
-                    scheme = WeightScheme.model_validate({**base, **override.weights})
+                try:
+                    scheme = self.overridden(override, scheme)
+                except ValueError as error:
+                    raise InputError("recipe-invalid", where=layer, value=str(error), rule="overrides add up") from None
         return scheme
+
+    def overridden(self, override: Override, scheme: WeightScheme | None) -> WeightScheme | None:
+        """What an override makes of a scheme. Raises ValueError where that is none."""
+        if override.weights is None:
+            return None
+        base = scheme.model_dump() if scheme is not None else {}
+        if override.weights.get("granularity", "group") != "group":
+            base.pop("group", None)
+        found = _checked(f"override {override.match}", WeightScheme, {**base, **override.weights})
+        assert isinstance(found, WeightScheme)
+        return found
 
 
 def apply_change(data: dict[str, Any], change: str) -> dict[str, Any]:
@@ -274,16 +299,27 @@ def apply_change(data: dict[str, Any], change: str) -> dict[str, Any]:
     if not equals or not path:
         raise InputError("set-invalid", where="--set", value=change, rule="PATH=YAML", remedy="e.g. awq.grid=40")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise InputError("set-invalid", where=f"--set {path}", value=text, rule="the value is YAML") from None
+        value = parse_yaml(text, where=f"--set {path}")
+    except InputError as error:
+        raise InputError("set-invalid", where=error.where, value=error.value, rule="the value is YAML") from None
     keys = path.split(".")
-    steps = _steps(data.get("passes") or [])
+    try:
+        steps = _steps(data.get("passes") or [])
+    except ValueError:
+        steps = []  # validation, which follows, says what is wrong with them
     names = [name for name, _ in steps]
     top = [field.alias or name for name, field in Recipe.model_fields.items() if name != "name"]
     if keys[0] in names and len(keys) > 1:
         passes = [{name: _with(settings, keys[1:], value) if name == keys[0] else settings} for name, settings in steps]
         return {**data, "passes": passes}
+    if keys[0] in names:
+        raise InputError(
+            "set-invalid",
+            where=f"--set {path}",
+            value=text,
+            rule="one setting of a pass at a time",
+            remedy=f"{path}.SETTING=VALUE",
+        )
     if keys[0] in top:
         return _with(data, keys, value)
     raise InputError(

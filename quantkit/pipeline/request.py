@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +95,11 @@ def this_machine() -> str:
 def stored_formats(recipe: Recipe) -> list[tuple[str, bool]]:
     """(format, symmetric) of everything that a recipe stores."""
     schemes = [recipe.scheme.weights] if recipe.scheme.weights is not None else []
-    schemes += [recipe.weights_for(override.match) for override in recipe.overrides if override.weights]  # type: ignore[misc]
-    found: dict[tuple[str, bool], None] = {(scheme.format, scheme.symmetric): None for scheme in schemes if scheme}
+    for override in recipe.overrides:
+        scheme = recipe.overridden(override, recipe.scheme.weights)
+        if scheme is not None:
+            schemes.append(scheme)
+    found: dict[tuple[str, bool], None] = {(scheme.format, scheme.symmetric): None for scheme in schemes}
     for part in (recipe.scheme.activations, recipe.scheme.kv_cache):
         if part is not None:
             found[part.format, part.symmetric] = None
@@ -129,7 +133,9 @@ def default_out(model: str, recipe: str, *, resume: bool) -> Path:
     """`./<model>--<recipe>`, or with `-2`, `-3`, ... where that is taken; when resuming, the latest unfinished one."""
     base = f"{model}--{recipe}"
     if resume:
-        unfinished = sorted(Path().glob(f"{base}*.partial"), key=lambda path: path.stat().st_mtime)
+        ours = re.compile(rf"{re.escape(base)}(-\d+)?\.partial")
+        unfinished = [path for path in Path().iterdir() if ours.fullmatch(path.name)]
+        unfinished.sort(key=lambda path: path.stat().st_mtime)
         if unfinished:
             return Path(unfinished[-1].name.removesuffix(".partial"))
     number = 1
