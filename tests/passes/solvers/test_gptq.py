@@ -197,3 +197,17 @@ def test_shrinking_serves_text_that_was_not_seen():
     weight = torch.randn(32, 96, generator=generator)
     costs = [cost(weight, read(gptq(weight, seen.T @ seen, scheme(), shrink=s)), unseen.T @ unseen) for s in (0, 0.25)]
     assert costs[1] < costs[0]
+
+
+@pytest.mark.parametrize("choice", SCHEMES, ids=lambda s: f"{s.format}-{s.granularity}-{s.symmetric}")
+def test_sweeps_lower_the_cost_and_say_what_it_is(choice):
+    weight, hessian = problem(9, 80)
+    solved = factor(hessian)
+    errors = []
+    for sweeps, refit in ((0, False), (1, False), (3, False), (3, True)):
+        result = gptq(weight, solved, choice, sweeps=sweeps, refit=refit)
+        assert result.error == pytest.approx(cost(weight, read(result), solved.hessian), rel=1e-3)
+        errors.append(result.error)
+    assert errors[2] <= errors[1] * (1 + 1e-6) <= errors[0] * (1 + 2e-6)
+    if choice.granularity == "group":
+        assert errors[3] < errors[2]
