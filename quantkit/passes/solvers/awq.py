@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from quantkit.recipe import WeightScheme
 
+# elements worked on at a time
+_CHUNK = 1 << 17
+
 
 @dataclass(frozen=True)
 class AwqScales:
@@ -165,14 +168,18 @@ def _cost(target: Tensor, rows: list[int], scales: Tensor | None, hessian: Tenso
             scale, zero = ranges.transposed(part.reshape(-1, 1), part.numel(), scheme, None, plain)
         else:
             scale, zero = ranges.transposed(part, columns // groups_of(columns, scheme), scheme, None, plain)
-        grouped = part.reshape(scale.shape[0], -1, part.shape[1])
-        width, shift = scale.unsqueeze(1), None if zero is None else zero.unsqueeze(1)
-        error = form.decode(form.encode(grouped, width, shift), width, shift).reshape(part.shape)
-        if scales is not None:
-            error = error / scales.unsqueeze(1)
-        error = error - original
-        if hessian.dim() == 1:
-            total += float((hessian @ error.square_()).double().sum())
-        else:
-            total += float(torch.linalg.vecdot(error, hessian @ error, dim=0).double().sum())
+        # as many columns at a time as a cache holds: the steps in between are then not written to memory
+        for piece in torch.arange(part.shape[1]).split(max(1, _CHUNK // columns)):
+            at = slice(int(piece[0]), int(piece[-1]) + 1)
+            grid = slice(None) if scale.shape[1] == 1 else at
+            width, shift = scale[:, grid].unsqueeze(1), None if zero is None else zero[:, grid].unsqueeze(1)
+            grouped = part[:, at].reshape(scale.shape[0], -1, piece.numel())
+            error = form.decode(form.encode(grouped, width, shift), width, shift).reshape(columns, -1)
+            if scales is not None:
+                error.div_(scales.unsqueeze(1))
+            error.sub_(original[:, at])
+            if hessian.dim() == 1:
+                total += float((hessian @ error.square_()).double().sum())
+            else:
+                total += float(torch.linalg.vecdot(error, hessian @ error, dim=0).double().sum())
     return total

@@ -92,7 +92,7 @@ class GptqResult:
     error: float
 
 
-def factor(hessian: Tensor, *, damping: float = 0.01, shrink: float = 0.25, act_order: bool = True) -> Factor:
+def factor(hessian: Tensor, *, damping: float = 0.01, shrink: float = 0.3, act_order: bool = True) -> Factor:
     """Shrink, damp and factor a Hessian; damping is raised tenfold until that succeeds.
 
     Args:
@@ -151,7 +151,7 @@ def gptq(
     scheme: WeightScheme,
     *,
     damping: float = 0.01,
-    shrink: float = 0.25,
+    shrink: float = 0.3,
     act_order: bool = True,
     range: Range = "hessian",  # noqa: A002
     sweeps: int = 0,
@@ -177,7 +177,7 @@ def gptq_shared(
     scheme: WeightScheme,
     *,
     damping: float = 0.01,
-    shrink: float = 0.25,
+    shrink: float = 0.3,
     act_order: bool = True,
     range: Range = "hessian",  # noqa: A002
     sweeps: int = 0,

@@ -4,6 +4,7 @@ from reference.gptq_oracle import cost
 
 from quantkit import registry
 from quantkit.errors import InputError
+from quantkit.passes.solvers import awq as solver
 from quantkit.passes.solvers.awq import clip, search_scales, transformed
 from quantkit.passes.solvers.gptq import factor, gptq
 from quantkit.recipe import WeightScheme
@@ -126,3 +127,13 @@ def test_importance_is_the_diagonal_when_nothing_can_be_made_up_for():
     diagonal = (inputs.T @ inputs).diagonal()
     torch.testing.assert_close(factor(torch.diag(diagonal), damping=0).importance, diagonal)
     assert bool((factor(inputs.T @ inputs, damping=0, shrink=0).importance <= diagonal * (1 + 1e-5)).all())
+
+
+@pytest.mark.parametrize("choice", CASES, ids=lambda s: f"{s.granularity}-{s.symmetric}")
+def test_the_cost_does_not_depend_on_how_it_is_cut_into_pieces(choice, monkeypatch):
+    weight, inputs = problem()
+    whole = search_scales([weight, weight[:7]], inputs.T @ inputs, choice, grid=4)
+    monkeypatch.setattr(solver, "_CHUNK", 64 * 5)
+    parts = search_scales([weight, weight[:7]], inputs.T @ inputs, choice, grid=4)
+    assert parts.alpha == whole.alpha
+    assert parts.cost == pytest.approx(whole.cost, rel=1e-5)
