@@ -178,7 +178,7 @@ def find(block: nn.Module, structure: Structure, call: Call) -> tuple[dict[str, 
     folds: dict[str, Fold] = {}
     declined: dict[str, str] = {}
     for group in structure.groups:
-        reason = "its input is the block's own input"
+        reason, nearly = "its input is the block's own input", ""
         candidates = structure.order[: structure.order.index(group.name)]
         for name in reversed(candidates):
             producer = block.get_submodule(name)
@@ -200,9 +200,9 @@ def find(block: nn.Module, structure: Structure, call: Call) -> tuple[dict[str, 
                 errors.append(error)
             if group.name in folds:
                 break
-            reason = f"outputs differ by {min(errors):.1e} after folding into {name}"
+            nearly = nearly or f"outputs differ by {min(errors):.1e} after folding into {name}"
         if group.name not in folds:
-            declined[group.name] = reason
+            declined[group.name] = nearly or reason
     return folds, declined
 
 

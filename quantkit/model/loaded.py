@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,7 @@ from quantkit.model.stream import Calls, find_blocks, record_calls, returns_tupl
 
 
 class LoadedModel:
-    """An `nn.Module` with its weights. Its stack of like layers is the blocks; without one, the whole is one block.
+    """An `nn.Module` with its weights. A transformer's stack of like layers is the blocks; all else is one block.
 
     Args:
         model: quantized in place by whoever works on its blocks.
@@ -18,10 +20,13 @@ class LoadedModel:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model.eval()
-        try:
-            self.path: str | None = find_blocks(model)
-        except InputError:
-            self.path = None
+        self.path: str | None = None
+        # how a transformer hands hidden states from layer to layer is known; what another module does is not
+        if "input_ids" in inspect.signature(model.forward).parameters:
+            try:
+                self.path = find_blocks(model)
+            except InputError:
+                self.path = None
         count = len(self.model.get_submodule(self.path)) if self.path else 1  # type: ignore[arg-type]
         self.block_names = [f"{self.path}.{index}" for index in range(count)] if self.path else [""]
 

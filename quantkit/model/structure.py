@@ -80,15 +80,18 @@ class Structure:
 class _Seen:
     inputs: list[tuple[Tensor, int, list[str]]] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
+    known: set[str] = field(default_factory=set)
 
     def note(self, name: str, value: Tensor) -> None:
+        if name in self.known:
+            return  # it runs again, on something else: its codes are assigned once, by its first input
+        self.known.add(name)
         for tensor, version, members in self.inputs:
             # the tensor is kept alive, so that its memory cannot have been given to another; its version tells whether
             # it was written to in between
             same_view = tensor.data_ptr() == value.data_ptr() and tensor.shape == value.shape
             if same_view and tensor.stride() == value.stride() and version == value._version:
-                if name not in members:
-                    members.append(name)
+                members.append(name)
                 return
         self.inputs.append((value, value._version, [name]))
 

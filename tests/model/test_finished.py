@@ -1,0 +1,61 @@
+"""What passes decided, on disk and back, one tensor at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit import registry
+from quantkit.formats import QuantTensor
+from quantkit.model import finished
+from quantkit.model.finished import Finished
+from quantkit.recipe import WeightScheme
+
+
+def quantized(scheme: WeightScheme, shape: tuple[int, int] = (3, 8), seed: int = 0) -> QuantTensor:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    found: QuantTensor = registry.load("formats", scheme.format).quantize(weight, scheme)
+    return found
+
+
+def same(left: QuantTensor, right: QuantTensor) -> bool:
+    zeros = left.zero is right.zero is None or torch.equal(left.zero, right.zero)  # type: ignore[arg-type]
+    scales = torch.equal(left.scale, right.scale) and left.scale.dtype == right.scale.dtype
+    return torch.equal(left.codes, right.codes) and scales and zeros and left.scheme == right.scheme
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    group = WeightScheme(format="int4", granularity="group", group=4, symmetric=False)
+    tensor = WeightScheme(format="int8", granularity="tensor", scale="bfloat16")
+    schemes = {"b.0.q": group, "b.0.o": tensor, "b.1.q": group, "b.2.q": group}
+    first = {"b.0.q": quantized(group), "b.0.o": quantized(tensor, seed=1)}
+    # a transposed view is stored as what it shows
+    second = {"b.1.q": quantized(group, seed=2)}
+    changed = {"b.0.norm.weight": torch.arange(6.0).reshape(2, 3).T.to(torch.bfloat16)}
+    finished.save(tmp_path / "0", first, changed)
+    finished.save(tmp_path / "1", second, {})
+    found = Finished([tmp_path / "0", tmp_path / "1"], schemes)
+    assert found.schemes == {"b.0.q": group, "b.0.o": tensor, "b.1.q": group}, "a layer without codes has no scheme"
+    assert found.changed == ["b.0.norm.weight"]
+    for name, tensors in {**first, **second}.items():
+        assert same(found.quantized(name), tensors)
+    assert torch.equal(found.tensor("b.0.norm.weight"), changed["b.0.norm.weight"])
+    assert found.tensor("b.0.norm.weight").dtype == torch.bfloat16
+    with pytest.raises(KeyError):
+        found.quantized("b.2.q")
+
+
+def test_nothing_decided_is_nothing_found(tmp_path: Path) -> None:
+    assert Finished([], {"a": WeightScheme(format="int8")}).schemes == {}
+    finished.save(tmp_path / "empty", {}, {})
+    found = Finished([tmp_path / "empty"], {})
+    assert (found.schemes, found.changed) == ({}, [])
+
+
+def test_what_was_read_is_a_copy(tmp_path: Path) -> None:
+    finished.save(tmp_path / "0", {}, {"w": torch.ones(2)})
+    found = Finished([tmp_path / "0"], {})
+    found.tensor("w").zero_()
+    assert found.tensor("w").tolist() == [1.0, 1.0]

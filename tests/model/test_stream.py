@@ -1,0 +1,174 @@
+"""Streaming: a model run block by block equals the model, over every architecture, from disk and in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+from quantkit.errors import InputError
+from quantkit.model.loaded import LoadedModel
+from quantkit.model.open import open_model
+from quantkit.model.stream import Head, StreamedModel, find_blocks, primary, set_tensor
+
+
+@pytest.fixture(scope="module", params=zoo.ARCHITECTURES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, nn.Module, Path]:
+    """(name, model, folder it was saved to)."""
+    folder = tmp_path_factory.mktemp("zoo") / request.param
+    model = zoo.tiny(request.param)
+    model.save_pretrained(folder)  # type: ignore[operator]
+    return request.param, model, folder
+
+
+def answer(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Logits, or an encoder's last hidden states."""
+    with torch.no_grad():
+        output = model(input_ids=ids)
+    found: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
+    return found
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((found - expected).abs().max() <= 1e-6 * expected.abs().max())
+
+
+def test_streamed_from_disk_is_the_model(saved: tuple[str, nn.Module, Path]) -> None:
+    _, model, folder = saved
+    ids = zoo.ids(3, 20)
+    stream = StreamedModel(open_model(str(folder)))
+    assert len(stream.block_names) == 3
+    whole = stream.run(ids, chunk=3)
+    # a last chunk that is smaller than the others is called with its own masks
+    assert close(stream.run(ids, chunk=2), whole)
+    assert close(stream.run(ids, chunk=1), whole)
+    head = Head(stream.rest(), stream.path, as_tuple=stream.as_tuple)
+    assert close(head(whole, ids), answer(model, ids))
+    assert close(head(whole[1:2], ids[1:2]), answer(model, ids[1:2]))
+
+
+def test_a_head_alone_needs_no_run(saved: tuple[str, nn.Module, Path]) -> None:
+    """Hidden states that were kept from before are as good as fresh ones."""
+    _, model, folder = saved
+    ids = zoo.ids(2, 9, seed=5)
+    kept = StreamedModel(open_model(str(folder))).run(ids)
+    later = StreamedModel(open_model(str(folder)))
+    later.learn_calls(ids[:1, :8])
+    assert close(Head(later.rest(), later.path, as_tuple=later.as_tuple)(kept, ids), answer(model, ids))
+
+
+def test_loaded_in_memory_is_the_model(saved: tuple[str, nn.Module, Path]) -> None:
+    _, model, folder = saved
+    ids = zoo.ids(3, 20, seed=2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = answer(model, ids)
+    loaded, stream = LoadedModel(model), StreamedModel(open_model(str(folder)))
+    assert loaded.block_names == stream.block_names
+    for chunk in (3, 2):
+        calls = loaded.begin(ids, chunk)
+        hidden = calls.hidden
+        for index in range(len(loaded.block_names)):
+            hidden = calls.run_all(loaded.load(index), index, hidden)
+        assert close(hidden, stream.run(ids, chunk))
+    # recording has put everything back
+    assert torch.equal(answer(model, ids), expected)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_blocks_come_one_at_a_time_with_their_own_weights(saved: tuple[str, nn.Module, Path]) -> None:
+    _, model, folder = saved
+    stream = StreamedModel(open_model(str(folder)))
+    for index, name in enumerate(stream.block_names):
+        block = stream.load(index)
+        assert not block.training
+        for key, value in model.get_submodule(name).state_dict().items():
+            assert torch.equal(block.state_dict()[key], value)
+    # the skeleton stays without weights
+    assert all(parameter.is_meta for parameter in stream.skeleton.parameters())
+    first, second = stream.load(0), stream.load(0)
+    next(first.parameters()).data.zero_()
+    assert bool(next(second.parameters()).any())
+
+
+def test_the_rest_holds_everything_but_the_blocks(saved: tuple[str, nn.Module, Path]) -> None:
+    name, model, folder = saved
+    stream = StreamedModel(open_model(str(folder)))
+    rest = stream.rest()
+    outside = {key: value for key, value in rest.named_parameters() if not key.startswith(stream.path + ".")}
+    assert outside
+    for key, value in outside.items():
+        assert torch.equal(value, model.get_parameter(key))
+    if name in ("llama-tied", "gemma2", "gemma3", "gpt2", "opt"):
+        tied = rest.get_output_embeddings().weight  # type: ignore[operator]
+        assert tied.data_ptr() == rest.get_input_embeddings().weight.data_ptr()  # type: ignore[operator]
+
+
+def test_bfloat16_weights_are_computed_in_float32(tmp_path: Path) -> None:
+    model = zoo.tiny("llama").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "half")  # type: ignore[operator]
+    stream = StreamedModel(open_model(str(tmp_path / "half")))
+    ids = zoo.ids(2, 8)
+    found = stream.run(ids)
+    assert found.dtype == torch.float32
+    head = Head(stream.rest(), stream.path, as_tuple=stream.as_tuple)
+    plain = type(model).from_pretrained(tmp_path / "half", dtype=torch.float32).eval()  # type: ignore[attr-defined]
+    assert close(head(found, ids), answer(plain, ids))
+
+
+def test_a_transform_reaches_every_block_and_the_rest(tmp_path: Path) -> None:
+    class Doubling:
+        def __init__(self) -> None:
+            self.seen: list[object] = []
+
+        def block(self, index: int, block: nn.Module) -> None:
+            self.seen.append(index)
+            for parameter in block.parameters():
+                parameter.data = parameter.data * 2
+
+        def rest(self, model: nn.Module) -> None:
+            self.seen.append("rest")
+            model.get_parameter("model.norm.weight").data.mul_(3)
+
+    model = zoo.tiny("llama")
+    model.save_pretrained(tmp_path / "m")  # type: ignore[operator]
+    stream = StreamedModel(open_model(str(tmp_path / "m")))
+    doubling = Doubling()
+    stream.transforms.append(doubling)
+    weight = stream.load(1).get_parameter("self_attn.q_proj.weight")
+    assert torch.equal(weight, model.get_parameter("model.layers.1.self_attn.q_proj.weight") * 2)
+    rest = stream.rest()
+    assert torch.equal(stream.value(rest, "model.norm.weight"), model.get_parameter("model.norm.weight") * 3)
+    assert doubling.seen == [1, "rest"]
+
+
+class Nested(nn.Module):
+    """Two lists of like modules; the larger one holds the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.ModuleList([nn.Linear(2, 2) for _ in range(5)])
+        self.outer = nn.Module()
+        self.outer.big = nn.ModuleList([nn.Linear(9, 9) for _ in range(2)])
+        self.mixed = nn.ModuleList([nn.Linear(99, 99), nn.ReLU()])
+
+
+def test_blocks_are_the_list_of_like_modules_with_most_of_the_weights() -> None:
+    assert find_blocks(Nested()) == "outer.big"
+    with pytest.raises(InputError) as caught:
+        find_blocks(nn.Sequential(nn.Linear(3, 3)))
+    assert caught.value.code == "blocks-not-found"
+
+
+def test_small_helpers() -> None:
+    hidden = torch.ones(1)
+    assert primary((hidden, None)) is hidden
+    assert primary(hidden) is hidden
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    set_tensor(module, "0.weight", torch.full((2,), 3.0))
+    set_tensor(module, "0.running_mean", torch.full((2,), 4.0))
+    assert isinstance(module[0].weight, nn.Parameter)
+    assert module.state_dict()["0.weight"].tolist() == [3.0, 3.0]
+    assert module.state_dict()["0.running_mean"].tolist() == [4.0, 4.0]
