@@ -148,9 +148,7 @@ class Stats:
 
             return hook
 
-        hooks = [
-            self.module.get_submodule(group.name).register_forward_pre_hook(pause(group)) for group in self.groups
-        ]
+        hooks = [self.module.get_submodule(group.name).register_forward_pre_hook(pause(group)) for group in self.groups]
         try:
             self.outputs = self.calls.run(self.module, self.index, self.hidden)
         finally:
@@ -176,12 +174,14 @@ class Stats:
                         continue
             finally:
                 hook.remove()
-            visit(group, sums)
+            if sums.tokens:  # as when pausing: what nothing reaches is not visited
+                visit(group, sums)
         self.outputs = self.calls.run_all(self.module, self.index, self.hidden)
 
 
 def _rows(inputs: Tensor, group: SharedInput) -> Tensor:
-    rows = inputs.reshape(-1, inputs.shape[-1])
+    # sums of half-precision products lose what they are for
+    rows = inputs.reshape(-1, inputs.shape[-1]).float()
     if not bool(torch.isfinite(rows).all()):
         raise InputError(
             "activations-nonfinite",

@@ -1,0 +1,183 @@
+"""Staged statistics: the sums, the order of visits, pausing against replaying, and what a visit changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+
+from quantkit.calibrate.statistics import InputStats, Stats
+from quantkit.errors import InputError
+from quantkit.model.loaded import LoadedModel
+from quantkit.model.structure import SharedInput, trace
+
+
+def stats(name: str, chunk: int, samples: int = 5, tokens: int = 12) -> Stats:
+    loaded = LoadedModel(zoo.tiny(name))
+    calls = loaded.begin(zoo.ids(samples, tokens), chunk)
+    module = loaded.load(0)
+    structure = trace(module, lambda: calls.run(module, 0, calls.hidden[:chunk]))
+    return Stats(module, structure.groups, calls, 0, calls.hidden)
+
+
+def collected(found: Stats) -> dict[str, InputStats]:
+    kept: dict[str, InputStats] = {}
+    found.staged(lambda group, seen: kept.__setitem__(group.name, seen))
+    return kept
+
+
+def inputs_of(found: Stats) -> dict[str, Tensor]:
+    """What each first member receives, caught by plain hooks in one forward a sample, [tokens, K] float64."""
+    caught: dict[str, list[Tensor]] = {group.name: [] for group in found.groups}
+    hooks = [
+        found.module.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, kept=kept: kept.append(args[0].reshape(-1, args[0].shape[-1]).double())
+        )
+        for name, kept in caught.items()
+    ]
+    found.calls.run_all(found.module, found.index, found.hidden)
+    for hook in hooks:
+        hook.remove()
+    return {name: torch.cat(parts) for name, parts in caught.items()}
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "opt", "bert"])
+@pytest.mark.parametrize("chunk", [5, 2, 1])
+def test_sums_are_what_they_say(name: str, chunk: int) -> None:
+    found = stats(name, chunk)
+    seen, expected = collected(found), inputs_of(found)
+    assert list(seen) == [group.name for group in found.groups]
+    for group, x in expected.items():
+        assert seen[group].tokens == x.shape[0] == 60
+        assert seen[group].hessian.dtype == torch.float32
+        assert relative(seen[group].hessian, x.T @ x / x.shape[0]) < 1e-6
+        assert relative(seen[group].mean_abs, x.abs().mean(0)) < 1e-6
+        rows = seen[group].sample(7)
+        assert rows.shape == (7, x.shape[1])
+        distance = torch.cdist(rows.double(), x).amin(1)
+        assert float(distance.max()) < 1e-4, "every sampled row is one of the inputs"
+        assert seen[group].sample(10_000).shape[0] == 60
+    # the block's output came along
+    assert found.outputs is not None
+    assert relative(found.outputs, found.calls.run_all(found.module, 0, found.hidden)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_changing_a_weight_in_a_visit_changes_what_later_stages_see(name: str) -> None:
+    """True sequential: the inputs of every later stage come from the changed linears, chunked or not."""
+    results = {}
+    for chunk in (5, 2):
+        found = stats(name, chunk)
+        before = collected(found)
+        plain = found.settled()
+
+        def halve(group: SharedInput, seen: InputStats, found: Stats = found) -> None:
+            assert isinstance(seen, InputStats)
+            for member in group.members:
+                module = found.module.get_submodule(member)
+                module.weight = nn.Parameter(module.weight.detach() / 2)
+
+        kept: dict[str, Tensor] = {}
+
+        def visit(group: SharedInput, seen: InputStats, kept: dict[str, Tensor] = kept, halve=halve) -> None:  # type: ignore[no-untyped-def]
+            kept[group.name] = seen.hessian.clone()
+            halve(group, seen)
+
+        found.staged(visit)
+        first, *later = [group.name for group in found.groups]
+        assert torch.equal(kept[first], before[first].hessian), "the first stage comes before any change"
+        for group in later:
+            assert relative(kept[group], before[group].hessian) > 1e-3
+        assert found.outputs is not None
+        assert relative(found.outputs, plain) > 1e-3
+        # what the run put out is what the block with its new weights puts out
+        assert relative(found.outputs, found.calls.run_all(found.module, 0, found.hidden)) < 1e-5
+        # and every stage saw what the block as it stands feeds it
+        for group, x in inputs_of(found).items():
+            assert relative(kept[group], x.T @ x / x.shape[0]) < 1e-5
+        results[chunk] = kept
+    for group, hessian in results[5].items():
+        assert relative(results[2][group], hessian) < 1e-5
+
+
+@pytest.mark.parametrize("chunk", [5, 2])
+def test_the_same_bits_twice(chunk: int) -> None:
+    first, second = collected(stats("llama", chunk)), collected(stats("llama", chunk))
+    for group, seen in first.items():
+        assert torch.equal(seen.hessian, second[group].hessian)
+        assert torch.equal(seen.mean_abs, second[group].mean_abs)
+
+
+def test_the_number_of_threads_changes_no_sum() -> None:
+    """Partials are fixed; what is left is the matrix product's own order, which is that of one thread's columns."""
+    x = torch.randn(300, 16, generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(InputStats([x[:100], x[100:]]).hessian)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+    assert relative(found[0], x.double().T @ x.double() / 300) < 1e-6
+
+
+@pytest.mark.parametrize("chunk", [5, 2])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_activations_that_are_not_finite_name_the_linear(chunk: int, bad: float) -> None:
+    found = stats("llama", chunk)
+    with torch.no_grad():
+        found.module.get_parameter("self_attn.v_proj.weight")[0, 0] = bad
+    with pytest.raises(InputError) as caught:
+        collected(found)
+    assert caught.value.code == "activations-nonfinite"
+    assert caught.value.where == "self_attn.o_proj"
+    assert not any(module._forward_pre_hooks for module in found.module.modules()), "hooks are gone"
+
+
+@pytest.mark.parametrize("chunk", [4, 1])
+def test_half_precision_inputs_are_summed_in_float32(chunk: int) -> None:
+    module = nn.Sequential(nn.Linear(8, 8)).to(torch.bfloat16)
+    x = torch.randn(4, 64, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    calls = LoadedModel(module).begin(x, chunk)
+    seen = collected(Stats(module, (SharedInput(("0",), 8),), calls, 0, x))["0"]
+    rows = x.reshape(-1, 8).double()
+    assert relative(seen.hessian, rows.T @ rows / rows.shape[0]) < 1e-6
+    assert relative(seen.mean_abs, rows.abs().mean(0)) < 1e-6
+
+
+class Sometimes(nn.Module):
+    """Its second linear runs only on large inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.rare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.always(x)
+        return self.rare(x) if float(x.abs().max()) > 100 else x
+
+
+@pytest.mark.parametrize("chunk", [4, 2])
+def test_what_no_input_reaches_is_not_visited(chunk: int) -> None:
+    module, x = Sometimes(), torch.ones(4, 3, 4)
+    calls = LoadedModel(module).begin(x, chunk)
+    groups = (SharedInput(("always",), 4), SharedInput(("rare",), 4))
+    assert list(collected(Stats(module, groups, calls, 0, x))) == ["always"]
+
+
+def test_settled_runs_the_block_when_its_output_is_not_known() -> None:
+    found = stats("llama", 2)
+    assert found.outputs is None
+    first = found.settled()
+    assert found.settled() is first
+    with torch.no_grad():
+        found.module.get_parameter("mlp.down_proj.weight").mul_(2)
+    found.outputs = None  # what a pass does that changes weights without a staged run
+    assert relative(found.settled(), first) > 1e-3
