@@ -365,7 +365,6 @@ def run(arguments: Sequence[str]) -> int:
         parsed = typer.main.get_command(app).main(list(arguments), prog_name="quantkit", standalone_mode=False)
         if not callable(parsed):
             return int(parsed or 0)
-        as_json = bool(getattr(parsed, "keywords", {}).get("as_json"))
         with redirect_stdout(sys.stderr):
             answer = parsed()
     except (Exception, KeyboardInterrupt) as problem:

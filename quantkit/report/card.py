@@ -24,7 +24,7 @@ _TEMPLATE = Path(__file__).with_name("card.md.j2")
 _TASKS = {"decoder": "text-generation", "encoder": "feature-extraction", "vision": "image-classification"}
 _CLASSES = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel", "vision": "AutoModelForImageClassification"}
 # what Markdown gives a meaning, `<` and `&` for the HTML in it, `|` for tables
-_SPECIAL = re.compile(r"([\\`*_\[\]|~])")
+_SPECIAL = re.compile(r"([\\`*_#\[\]|~])")
 _NOT_SHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
 
 
@@ -74,7 +74,7 @@ def front_matter(manifest: Manifest) -> dict[str, Any]:
     licence = ALIASES[name].licence.lower() if (name := source.ref.removeprefix("alias:")) in ALIASES else None
     formats = sorted({str(layer.scheme.get("format")) for layer in manifest.layers})
     packed = formats and _layout(manifest) == "pack-quantized"
-    found: dict[str, Any] = {"library_name": "transformers", "base_model": _origin(manifest)}
+    found: dict[str, Any] = {"library_name": "transformers", "base_model": _NOT_SHOWN.sub(" ", _origin(manifest))}
     if formats:
         found["base_model_relation"] = "quantized"
     if licence:

@@ -84,11 +84,11 @@ class Estimate:
                     self._skipped += left * self._stages[earlier]
                 self._done[earlier] = 1.0
             self._skipped += done * self._stages[stage]
-            self._last = self._clock()
-            self._entered = (self._last, done, self._others())
         self.stage, self.detail = stage, detail
         self._done[stage] = max(self._done.get(stage, 0.0), min(done, 1.0))
         self._last = self._clock()
+        if new:
+            self._entered = (self._last, done, self._others())
         return new
 
     @property
@@ -125,6 +125,14 @@ class Estimate:
         return 0.0 if left is None else self.elapsed / max(self.elapsed + left, 1e-9)
 
 
+class _Patient(Console):
+    """A console whose reader may go away: rich would leave the process and close its stdout."""
+
+    def on_broken_pipe(self) -> None:
+        """Say nothing more."""
+        self.quiet = True
+
+
 class Display:
     """Shows an `Estimate` while a command runs; a context manager.
 
@@ -137,7 +145,7 @@ class Display:
 
     def __init__(self, file: IO[str], *, live: bool, estimate: Estimate | None = None, every: float = _EVERY) -> None:
         """Nothing is shown before `__enter__`."""
-        self._console = Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._console = _Patient(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._estimate = estimate or Estimate()
         self._every = every
         self._live = live

@@ -73,8 +73,9 @@ def figure(value: float, digits: int = 4) -> str:
         return str(value)
     if abs(value) < 1e-4 or abs(value) >= 1e15:
         return f"{value:.{max(digits - 2, 0)}g}"
-    places = digits - 1 - math.floor(math.log10(abs(value)))
-    return f"{round(value, places):,.{max(places, 0)}f}"
+    # rounding may add a digit: 9.9996 becomes 10.00
+    power = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    return f"{value:,.{max(digits - 1 - power, 0)}f}"
 
 
 def percent(share: float, places: int = 1) -> str:
