@@ -242,7 +242,7 @@ class Display:
     def _render(self) -> RenderableType:
         stage, detail, left, shown = self._now()
         table = Table.grid(padding=(0, 2, 0, 0))
-        bar = ProgressBar(total=1.0, completed=shown, width=_WIDTH, pulse=left is None)
+        bar = ProgressBar(total=1.0, completed=shown, width=_WIDTH, pulse=left is None, complete_style="cyan")
         cells: list[Any] = [bar, Text(f"{shown:4.0%}" if left is not None else "")]
         elapsed = f"{words.duration(self._estimate.elapsed)} so far"
         cells.append(Text(f"{words.about(left)} left" if left is not None else elapsed, "cyan"))

@@ -52,13 +52,13 @@ def duration(seconds: float) -> str:
 def about(seconds: float) -> str:
     """A time that is a guess, rounded as guesses are.
 
-    >>> about(3), about(43), about(100), about(700)
-    ('a few seconds', 'about 45 s', 'about 1 min 40 s', 'about 12 min')
+    >>> about(3), about(6), about(43), about(100), about(700)
+    ('a few seconds', 'about 5 s', 'about 45 s', 'about 1 min 40 s', 'about 12 min')
     """
     if seconds < 5:
         return "a few seconds"
     step = 5 if seconds < 60 else 10 if seconds < 300 else 60
-    return f"about {duration(max(step, round(seconds / step) * step))}"
+    return f"about {duration(max(step, round(seconds / step) * step)).replace('5.0', '5')}"
 
 
 def figure(value: float, digits: int = 4) -> str:
