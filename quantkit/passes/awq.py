@@ -8,7 +8,7 @@ the up projection). Codes are assigned by the pass that follows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -38,10 +38,15 @@ class Awq:
 
         Args:
             grid: how many exponents in (0, 1] are tried for the scales; 0 folds nothing.
+            cost: what rounding costs: `rounding` counts the whole error at the output, as the paper does; `gptq` counts
+                what is left of it once later columns have made up for earlier ones, for a `gptq` that follows.
+            shrink: as in `gptq`; only with `cost: gptq`.
             clip: also cut weights to the range that costs least; for an assigner without a range search of its own.
         """
 
         grid: int = Field(default=20, ge=0)
+        cost: Literal["rounding", "gptq"] = "rounding"
+        shrink: float = Field(default=0.5, ge=0, le=1)
         clip: bool = False
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
@@ -49,6 +54,7 @@ class Awq:
         import torch
 
         from quantkit.passes.solvers import awq
+        from quantkit.passes.solvers.gptq import factor
 
         outcome = Outcome(False)
         hessians: dict[str, Tensor] = {}
@@ -59,7 +65,12 @@ class Awq:
         stats.staged(visit)
         for group in block.groups():
             name = block.group_name(group)
-            hessian = hessians.pop(name)
+            hessian = hessians.get(name)
+            if hessian is None:
+                outcome.decisions.append(
+                    decision(self.name, "not-scaled", block.full_name(name), "no calibration token reached it")
+                )
+                continue
             weights = [block.weight(member) for member in group.members]
             if any(weight.shape[1] != hessian.shape[0] for weight in weights):
                 reason = "its last group is padded"
@@ -70,8 +81,14 @@ class Awq:
                 where = block.full_name(name)
                 outcome.decisions.append(decision(self.name, "not-scaled", where, block.declined[name]))
             elif settings.grid:
+                importance = factor(hessian, shrink=settings.shrink).importance if settings.cost == "gptq" else None
                 found = awq.search_scales(
-                    weights, hessian, block.scheme(group.members[0]), grid=settings.grid, producers=fold.index
+                    weights,
+                    hessian,
+                    block.scheme(group.members[0]),
+                    grid=settings.grid,
+                    producers=fold.index,
+                    importance=importance,
                 )
                 if found.alpha > 0:
                     channels = torch.ones(fold.channels)

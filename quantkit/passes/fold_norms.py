@@ -43,7 +43,7 @@ class FoldNorms:
             weight = block.module.get_parameter(f"{fold.producer}.weight").detach()
             scales = weight + 1.0 if fold.form == "one_plus_weight" else weight
             if float(scales.abs().min()) < _SMALLEST:
-                where = f"{block.name}.{fold.producer}"
+                where = block.full_name(fold.producer)
                 outcome.decisions.append(
                     decision(self.name, "norm-kept", where, f"a weight below {_SMALLEST:g} cannot be divided by")
                 )

@@ -211,6 +211,11 @@ def work(
             outcome = step.run.run(block, stats, step.settings)
             worked.decisions += outcome.decisions
             worked.errors.update({prefix + linear: error for linear, error in outcome.errors.items()})
+        if any("codes" in step.run.ensures for step in block_steps):
+            for linear in block.linears():
+                if linear not in block.tensors:
+                    reason = "no calibration token reached it; it stays in high precision"
+                    worked.decisions.append(decision("trace", "never-ran", prefix + linear, reason))
         if folds.asked:
             like = folds.found
         if calls is not None:

@@ -1,0 +1,65 @@
+"""Runs one pass over a module's blocks and hands back what it did to each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantkit.model.block import Block
+from quantkit.model.loaded import LoadedModel
+from quantkit.passes import Outcome
+from quantkit.pipeline.layers import lay_out
+from quantkit.pipeline.work import Step, work
+from quantkit.recipe import Recipe
+
+GROUPED = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
+
+
+def run(
+    model: nn.Module,
+    ids: torch.Tensor,
+    *passes: Any,
+    settings: dict[str, Any] | None = None,
+    weights: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    fuses: bool = False,
+    keep: tuple[str, ...] = (),
+    overrides: tuple[dict[str, Any], ...] = (),
+) -> tuple[list[Block], list[Outcome]]:
+    """Blocks, and the outcome of the last pass on each; `settings` are of the last pass."""
+    outcomes: list[Outcome] = []
+
+    class Noted:
+        """The last pass, with its outcomes kept."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def run(self, block: Block, stats: Any, chosen: Any) -> Outcome:
+            outcome: Outcome = self.inner.run(block, stats, chosen)
+            outcomes.append(outcome)
+            return outcome
+
+    recipe = Recipe.from_dict(
+        {
+            "summary": "a test",
+            "scheme": {"weights": weights or GROUPED},
+            "passes": ["rtn"],
+            "keep": list(keep),
+            "overrides": list(overrides),
+        },
+        name="test",
+    )
+    stream = LoadedModel(model)
+    layers = lay_out(recipe, model, stream.block_names, "float32")
+    *before, last = passes
+    steps = [Step(each, each.Settings()) for each in before]
+    steps.append(Step(Noted(last), last.Settings(**(settings or {}))))
+    probe = ids[:2, :12]
+    done = work(stream, steps, layers.schemes, ids, probe_ids=probe, widest=layers.widest, dtype=dtype, fuses=fuses)
+    return [worked.block for worked in done], outcomes

@@ -1,0 +1,47 @@
+"""Rounding to nearest, through the pipeline: codes are the format's own, or better."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+
+from quantkit import Pipeline, registry
+from quantkit.model.structure import weight_of
+from quantkit.recipe import WeightScheme
+
+GROUPED = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("weights", [GROUPED, {"format": "int8"}, {"format": "int4", "granularity": "tensor"}])
+def test_minmax_is_the_formats_own_rounding(name: str, weights: dict[str, object]) -> None:
+    original = zoo.tiny(name)
+    pipeline = Pipeline([{"rtn": {"range": "minmax"}}], weights=weights)
+    model = pipeline.apply(zoo.tiny(name), zoo.ids(2, 8))
+    scheme = WeightScheme.model_validate(weights)
+    form = registry.load("formats", scheme.format)
+    assert len(pipeline.tensors) == (12 if name == "gpt2" else 21)
+    for linear, tensor in pipeline.tensors.items():
+        expected = form.quantize(weight_of(original.get_submodule(linear)), scheme)
+        assert torch.equal(tensor.codes, expected.codes)
+        assert torch.equal(tensor.scale, expected.scale)
+        assert torch.equal(weight_of(model.get_submodule(linear)), form.dequantize(tensor))
+    assert not pipeline.decisions
+    # nothing outside the blocks was touched
+    for key, value in original.named_parameters():
+        if not any(key.startswith(linear) for linear in pipeline.tensors):
+            assert torch.equal(value, model.get_parameter(key))
+
+
+def test_the_searched_range_costs_no_more_than_minmax() -> None:
+    errors = {}
+    for kind in ("minmax", "mse"):
+        pipeline = Pipeline([{"rtn": {"range": kind}}], weights=GROUPED)
+        original, model = zoo.tiny("llama"), pipeline.apply(zoo.tiny("llama"), zoo.ids(2, 8))
+        errors[kind] = {
+            linear: float((weight_of(model.get_submodule(linear)) - weight_of(original.get_submodule(linear))).norm())
+            for linear in pipeline.tensors
+        }
+    assert all(errors["mse"][linear] <= errors["minmax"][linear] * (1 + 1e-6) for linear in errors["mse"])
+    assert sum(errors["mse"].values()) < 0.99 * sum(errors["minmax"].values())
