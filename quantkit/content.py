@@ -73,6 +73,12 @@ def is_path(reference: str) -> bool:
     return reference.startswith(("/", "./", "../", "~")) or Path(reference).suffix != ""
 
 
+def as_reference(reference: str | Path) -> str:
+    """What is given as a `Path` is a path, however it is spelt; a string stays what it is."""
+    text = str(reference)
+    return f"./{text}" if isinstance(reference, Path) and not is_path(text) else text
+
+
 def find(kind: Kind, reference: str) -> Path:
     """The file (recipe, target) or the card or data path (calibration set) that a reference means.
 

@@ -234,7 +234,7 @@ class Recipe(Closed):
         Raises:
             InputError: unknown name, unreadable YAML, unknown key, wrong value: one line, with a did-you-mean.
         """
-        path = content.find("recipes", str(reference))
+        path = content.find("recipes", content.as_reference(reference))
         return cls.from_dict(read_yaml(path), name=path.stem, where=str(reference), changes=changes)
 
     @classmethod

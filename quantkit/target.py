@@ -214,7 +214,7 @@ class Target(Closed):
         Raises:
             InputError: unknown name, unreadable YAML, unknown key, wrong value or unit: one line, with a did-you-mean.
         """
-        path = content.find("export", str(reference))
+        path = content.find("export", content.as_reference(reference))
         target = cls.from_dict(read_yaml(path), name=path.stem, where=str(reference))
         return target.resolve(read_measured(target.name))
 

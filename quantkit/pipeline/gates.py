@@ -28,7 +28,9 @@ def judge(gates: Gates, rows: Sequence[Row]) -> list[Check]:
         if limit is None or row is None or row.value is None:
             continue
         value = row.value
-        if is_ratio and row.baseline is not None:
+        if is_ratio:
+            if row.baseline is None:
+                continue
             value = row.value / row.baseline.value
         ok = value <= limit if more_is_worse else value >= limit
         checks.append(Check(name=f"gate.{gate}", value=value, limit=limit, ok=ok))

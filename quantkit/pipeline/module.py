@@ -66,12 +66,14 @@ class Pipeline:
         Returns:
             the same module. `self.tensors` holds the codes by layer, `self.decisions` what was done otherwise.
         """
+        import torch
+
         from quantkit.model.loaded import LoadedModel
         from quantkit.pipeline.layers import lay_out
         from quantkit.pipeline.work import Step, check_order, work
 
         stream = LoadedModel(model)
-        dtype = next(model.parameters()).dtype
+        dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
         layers = lay_out(self.recipe, model, stream.block_names, str(dtype).removeprefix("torch."))
         steps = [Step(registry.load("passes", step.name), step.settings) for step in self.recipe.passes]
         check_order(steps)

@@ -70,9 +70,10 @@ class Request:
         if isinstance(recipe, Recipe) and changes:
             chosen = Recipe.from_dict(recipe.as_dict(), name=recipe.name, changes=changes)
         if calibration is not None:
-            kept = chosen.calibration.model_copy(update={"set": str(calibration)})
+            kept = chosen.calibration.model_copy(update={"set": content.as_reference(calibration)})
             chosen = chosen.model_copy(update={"calibration": kept})
         content.find("calibration", chosen.calibration.set)
+        _refuse_unbuilt(chosen)
         aimed = target if isinstance(target, Target) else Target.load(target or this_machine())
         check_target(chosen, aimed)
         where = None if out is None else Path(out)
@@ -85,6 +86,19 @@ class Request:
                 remedy="choose another --out, or delete it",
             )
         return cls(model, chosen, aimed, where, resume, strict, trust_remote_code)
+
+
+def _refuse_unbuilt(recipe: Recipe) -> None:
+    """What the schema has words for and nothing quantizes yet would be left out without a word."""
+    for name in ("activations", "kv_cache"):
+        if getattr(recipe.scheme, name) is not None:
+            raise InputError(
+                "scheme-unsupported",
+                where=f"{recipe.name}: scheme.{name}",
+                value="set",
+                rule="this version quantizes weights alone",
+                remedy=f"--set scheme.{name}=null",
+            )
 
 
 def this_machine() -> str:

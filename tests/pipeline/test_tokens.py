@@ -1,0 +1,137 @@
+"""What calibrates and what scores: apart, long enough, and said where it is otherwise than asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.bundle import Decision
+from quantkit.errors import InputError
+from quantkit.pipeline import tokens
+from quantkit.recipe import Recipe
+
+
+def recipe(chosen: str = "prose-en", samples: int = 4, length: int = 32) -> Recipe:
+    return Recipe.from_dict(
+        {
+            "summary": "",
+            "scheme": {"weights": {"format": "int8"}},
+            "passes": ["gptq"],
+            "calibration": {"set": chosen, "samples": samples, "tokens": length},
+        },
+        name="x",
+    )
+
+
+def source(tokenizer: Any = None, **config: Any) -> Any:
+    def give() -> Any:
+        if tokenizer is None:
+            raise InputError("tokenizer-missing", where="x", value="none")
+        return tokenizer
+
+    return SimpleNamespace(tokenizer=give, config={"vocab_size": 258, **config})
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "SCORED", 300)
+
+
+@pytest.fixture
+def ids(tmp_path: Path) -> Any:
+    def write(count: int) -> str:
+        path = tmp_path / f"ids-{count}.jsonl"
+        path.write_text("\n".join(json.dumps({"input_ids": [(i + j) % 200 for j in range(32)]}) for i in range(count)))
+        return str(path)
+
+    return write
+
+
+def rows(found: torch.Tensor) -> set[tuple[int, ...]]:
+    return {tuple(row) for row in found.tolist()}
+
+
+def test_a_shipped_set_calibrates_and_scores_on_different_text(byte_tokenizer: Any) -> None:
+    decisions: list[Decision] = []
+    calibration, scoring = tokens.load(recipe(), source(byte_tokenizer), calibrate=True, decisions=decisions)
+    assert calibration is not None
+    assert calibration.ids.shape == (4, 32)
+    assert (calibration.split, scoring.split) == ("calib", "eval")
+    assert scoring.items >= 300
+    assert scoring.ids.shape[1] == 32
+    assert not rows(calibration.ids) & rows(scoring.ids)
+    assert not decisions
+
+
+def test_without_a_pass_that_looks_at_data_there_is_none(byte_tokenizer: Any) -> None:
+    calibration, scoring = tokens.load(recipe(), source(byte_tokenizer), calibrate=False, decisions=[])
+    assert calibration is None
+    assert scoring.items >= 300
+
+
+def test_sequences_are_no_longer_than_the_model(byte_tokenizer: Any) -> None:
+    decisions: list[Decision] = []
+    small = source(byte_tokenizer, max_position_embeddings=16)
+    calibration, scoring = tokens.load(recipe(), small, calibrate=True, decisions=decisions)
+    assert calibration is not None
+    assert calibration.ids.shape[1] == scoring.ids.shape[1] == 16
+    (only,) = decisions
+    assert (only.code, only.from_, only.to) == ("sequences-shortened", 32, 16)
+    assert tokens.sequence_length(recipe(), source(n_positions=8), []) == 8
+    assert tokens.sequence_length(recipe(), source(max_position_embeddings=4096), []) == 32
+
+
+def test_ids_are_used_as_given_and_what_calibrated_never_scores(byte_tokenizer: Any, ids: Any) -> None:
+    """A file of ids has no splits: its ids would score what they calibrated."""
+    path, decisions = ids(20), []
+    calibration, scoring = tokens.load(recipe(path), source(byte_tokenizer), calibrate=True, decisions=decisions)
+    assert calibration is not None
+    assert calibration.ids[:, 0].tolist() == [0, 1, 2, 3]
+    assert scoring.name == "prose-en"
+    assert [each.code for each in decisions] == ["scored-elsewhere"]
+    assert not rows(calibration.ids) & rows(scoring.ids)
+
+
+def test_ids_without_a_tokenizer_calibrate_but_cannot_score_elsewhere(ids: Any) -> None:
+    with pytest.raises(InputError) as caught:
+        tokens.load(recipe(ids(20)), source(), calibrate=True, decisions=[])
+    assert caught.value.code == "nothing-to-score-on"
+    assert "did not calibrate" in caught.value.rule
+    # where nothing calibrates on them they may score
+    _, scoring = tokens.load(recipe(ids(20)), source(), calibrate=False, decisions=[])
+    assert scoring.items >= 300
+
+
+def test_text_needs_a_tokenizer() -> None:
+    with pytest.raises(InputError, match="tokenizer-missing"):
+        tokens.load(recipe(), source(), calibrate=True, decisions=[])
+
+
+def test_too_little_to_calibrate_on_is_an_error_too_little_to_score_on_is_made_up_for(
+    byte_tokenizer: Any, ids: Any
+) -> None:
+    with pytest.raises(InputError) as caught:
+        tokens.load(recipe(ids(3)), source(byte_tokenizer), calibrate=True, decisions=[])
+    assert caught.value.code == "calibration-short"
+    decisions: list[Decision] = []
+    _, scoring = tokens.load(recipe(ids(5)), source(byte_tokenizer), calibrate=True, decisions=decisions)
+    assert scoring.name == "prose-en"
+    assert decisions[0].reason == "it is too short to score on"
+
+
+def test_ids_beyond_the_vocabulary_are_refused(byte_tokenizer: Any, ids: Any) -> None:
+    with pytest.raises(InputError, match="calibration-ids"):
+        tokens.load(recipe(ids(20)), source(byte_tokenizer, vocab_size=10), calibrate=True, decisions=[])
+
+
+def test_the_vocabulary_is_the_configs_else_the_embeddings() -> None:
+    import zoo
+
+    assert tokens.vocabulary(source()) == 258
+    plain = SimpleNamespace(config={}, skeleton=lambda: zoo.tiny("llama"))
+    assert tokens.vocabulary(plain) == zoo.VOCABULARY  # type: ignore[arg-type]
