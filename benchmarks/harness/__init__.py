@@ -1,0 +1,1 @@
+"""What the benchmark scripts share. Nothing here imports torch: what is measured runs in fresh processes."""

@@ -1,0 +1,34 @@
+"""Token ids of a calibration set, and the folder that a model opens to: a process of its own.
+
+python ids.py request.json answer.json
+request: {"model": MODEL, "set": NAME, "samples": 8, "tokens": 512}     answer: {"folder", "ids"}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from quantkit.calibrate.sets import load_tokens
+from quantkit.model.open import open_model
+
+
+def main(request: dict[str, Any]) -> dict[str, Any]:
+    source = open_model(request["model"])
+    found = load_tokens(
+        request["set"],
+        "calib",
+        tokenizer=source.tokenizer(),
+        samples=request["samples"],
+        tokens=request["tokens"],
+        seed=0,
+        vocab_size=int(source.config["vocab_size"]),
+    )
+    return {"folder": str(source.path), "ids": found.ids.tolist()}
+
+
+if __name__ == "__main__":
+    asked, answered = (Path(argument) for argument in sys.argv[1:])
+    answered.write_text(json.dumps(main(json.loads(asked.read_text()))))

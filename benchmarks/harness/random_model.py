@@ -1,0 +1,93 @@
+"""A random Llama on disk, of any depth, made one layer at a time: for memory and crashes, never for quality.
+
+Its tokenizer has one token a byte, so the shipped calibration text serves it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+# 7 linears: 4 x 768 x 768 + 3 x 768 x 2304 weights = 30.7 MB in float32
+LARGE = {"hidden": 768, "intermediate": 2304, "heads": 12}
+SMALL = {"hidden": 64, "intermediate": 192, "heads": 4}
+
+
+def layer_bytes(hidden: int, intermediate: int, heads: int) -> int:
+    """Bytes of one layer's linears, float32."""
+    return 4 * (4 * hidden * hidden + 3 * hidden * intermediate)
+
+
+def make(folder: Path, *, layers: int, hidden: int, intermediate: int, heads: int, seed: int = 0) -> None:
+    """Write config, tokenizer and one shard a layer.
+
+    Args:
+        folder: new.
+        layers: how many.
+        hidden, intermediate, heads: widths.
+        seed: of the weights.
+    """
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=512,
+        bos_token_id=256,
+        eos_token_id=257,
+        dtype="float32",
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in transformers.LlamaForCausalLM(config).state_dict().items()}
+    shards: dict[str, list[str]] = {}
+    for name in shapes:
+        part = name.split(".")[2] if name.startswith("model.layers.") else "rest"
+        shards.setdefault(part, []).append(name)
+    generator = torch.Generator().manual_seed(seed)
+    placed: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(shards.values()):
+        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        tensors = {}
+        for name in names:
+            shape = shapes[name]
+            spread = 0.2 if len(shape) == 1 else shape[-1] ** -0.5
+            value = torch.randn(shape, generator=generator) * spread
+            tensors[name] = value + 1.0 if len(shape) == 1 else value
+            placed[name] = file
+            total += 4 * value.numel()
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": total}, "weight_map": placed}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def byte_tokenizer() -> Any:
+    """Ids 0..255 are bytes, then `<s>` and `</s>`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=letters | {"<s>": 256, "</s>": 257}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+if __name__ == "__main__":
+    asked, answered = (Path(argument) for argument in sys.argv[1:])
+    request = json.loads(asked.read_text())
+    make(Path(request.pop("folder")), **request)
+    answered.write_text("{}")

@@ -1,0 +1,90 @@
+"""Score folders that plain transformers loads against their original: a process of its own.
+
+    python score.py request.json answer.json
+    request: {"reference": MODEL, "candidates": {name: folder}, "texts": {name: {"ids"|"file"|"set": ...}},
+              "samples": 12, "tokens": 512}
+    answer:  [{"candidate", "text", "n", "sequences", "perplexity_reference", "perplexity", "kl", "kl_se", "top1", ...}]
+
+Both sides are loaded by `from_pretrained` and run whole, in float32: none of quantkit's own streaming or unpacking is
+in the way. `ids` is a JSON list of id lists, scored as it is; `file` a text, cut into sequences from its beginning;
+`set` a shipped calibration set's eval split.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from quantkit.calibrate.sets import ids_sha256, load_tokens
+from quantkit.measure.accuracy import Accuracy
+from quantkit.model.open import open_model
+
+
+def token_ids(text: dict[str, Any], tokenizer: Any, vocabulary: int, samples: int, tokens: int) -> torch.Tensor:
+    """[at most samples, tokens], or the given ids."""
+    if "ids" in text:
+        return torch.tensor(json.loads(Path(text["ids"]).read_text()))
+    if "set" in text:
+        found = load_tokens(
+            text["set"], "eval", tokenizer=tokenizer, samples=samples, tokens=tokens, seed=0, vocab_size=vocabulary
+        )
+        return found.ids
+    ids = tokenizer(Path(text["file"]).read_text(), add_special_tokens=False)["input_ids"]
+    count = min(samples, len(ids) // tokens)
+    return torch.tensor(ids[: count * tokens]).reshape(count, tokens)
+
+
+def load(folder: str | Path) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    return model.eval()
+
+
+@torch.no_grad()
+def score(original: Any, candidate: Any, ids: torch.Tensor) -> dict[str, Any]:
+    accuracy = Accuracy()
+    for row in ids:
+        accuracy.add(row, original(row[None]).logits[0].float(), candidate(row[None]).logits[0].float())
+    items = accuracy.items()
+    kl, before = items.mean(items.kl), items.mean(items.nll_original)
+    return {
+        "n": items.n,
+        "sequences": int(ids.shape[0]),
+        "perplexity_reference": math.exp(before.value),
+        "perplexity": math.exp(items.mean(items.nll_candidate).value),
+        "kl": kl.value,
+        "kl_se": kl.standard_error,
+        "top1": items.mean(items.agree).value,
+        "next_word": items.mean(items.right_candidate).value,
+        "next_word_reference": items.mean(items.right_original).value,
+        "ids_sha256": ids_sha256(ids.numpy()),
+    }
+
+
+def main(request: dict[str, Any]) -> list[dict[str, Any]]:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    source = open_model(request["reference"])
+    tokenizer, vocabulary = source.tokenizer(), int(source.config["vocab_size"])
+    texts = {
+        name: token_ids(text, tokenizer, vocabulary, request["samples"], request["tokens"])
+        for name, text in request["texts"].items()
+    }
+    original = load(source.path)
+    rows = []
+    for name, folder in request["candidates"].items():
+        candidate = load(folder)
+        for text, ids in texts.items():
+            rows.append({"candidate": name, "text": text, **score(original, candidate, ids)})
+        del candidate
+    return rows
+
+
+if __name__ == "__main__":
+    asked, answered = (Path(argument) for argument in sys.argv[1:])
+    answered.write_text(json.dumps(main(json.loads(asked.read_text()))))
