@@ -216,7 +216,8 @@ def work(
                 if linear not in block.tensors:
                     reason = "no calibration token reached it; it stays in high precision"
                     worked.decisions.append(decision("trace", "never-ran", prefix + linear, reason))
-        if folds.asked:
+        # a block where fewer folds hold is no model for the next
+        if folds.asked and len(folds.found[0]) >= len(like[0]):
             like = folds.found
         if calls is not None:
             hidden = worked.hidden = stats.settled()

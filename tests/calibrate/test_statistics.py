@@ -57,11 +57,6 @@ def test_sums_are_what_they_say(name: str, chunk: int) -> None:
         assert seen[group].hessian.dtype == torch.float32
         assert relative(seen[group].hessian, x.T @ x / x.shape[0]) < 1e-6
         assert relative(seen[group].mean_abs, x.abs().mean(0)) < 1e-6
-        rows = seen[group].sample(7)
-        assert rows.shape == (7, x.shape[1])
-        distance = torch.cdist(rows.double(), x).amin(1)
-        assert float(distance.max()) < 1e-4, "every sampled row is one of the inputs"
-        assert seen[group].sample(10_000).shape[0] == 60
     # the block's output came along
     assert found.outputs is not None
     assert relative(found.outputs, found.calls.run_all(found.module, 0, found.hidden)) < 1e-6
@@ -114,7 +109,6 @@ def test_the_same_bits_twice(chunk: int) -> None:
 
 
 def test_the_number_of_threads_changes_no_sum() -> None:
-    """Partials are fixed; what is left is the matrix product's own order, which is that of one thread's columns."""
     x = torch.randn(300, 16, generator=torch.Generator().manual_seed(0))
     before = torch.get_num_threads()
     try:
