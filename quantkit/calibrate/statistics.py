@@ -5,7 +5,7 @@ may change the linears before they run, so that what follows in the block alread
 sequences fit into one forward, the forward simply pauses there, and one run serves all stages and yields the block's
 output as well. Else every stage replays the block up to its point, chunk by chunk, so that memory stays bounded.
 
-Sums are deterministic: a fixed number of partials, in a fixed order, whatever the number of threads that add them up.
+Sums are deterministic: a fixed number of partials, in a fixed order, whatever the number of workers.
 """
 
 from __future__ import annotations
@@ -20,76 +20,79 @@ from quantkit.errors import InputError
 from quantkit.model.stream import Calls
 from quantkit.model.structure import SharedInput
 
-PARTIALS = 8
+# columns of a Hessian that are summed at a time; only the part on and above the diagonal is
+_PANEL = 256
 
 
 class InputStats:
-    """The inputs of one shared input, as sums.
+    """The inputs of one shared input, as sums over two halves of the tokens.
 
     Args:
         inputs: chunks [tokens, K], in order.
     """
 
-    def __init__(self, inputs: Iterable[Tensor]) -> None:
-        self._inputs = list(inputs)
+    def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
+        self.tokens = 0
+        self._halves: list[Tensor] = []
+        self._counts = [0, 0]
+        self._absolute: Tensor | None = None
         self._hessian: Tensor | None = None
-        self.tokens = sum(part.shape[0] for part in self._inputs)
+        for part in inputs:
+            self.add(part)
+
+    def add(self, part: Tensor) -> None:
+        """Add a chunk [tokens, K]; its first half to the first sum, its second to the second."""
+        width = part.shape[1]
+        if not self._halves:
+            self._halves = [torch.zeros(width, width) for _ in range(2)]
+        for half, piece in enumerate(part.float().tensor_split(2)):
+            for left in range(0, width, _PANEL):
+                panel = self._halves[half][left : left + _PANEL, left:]
+                panel.addmm_(piece[:, left : left + _PANEL].T, piece[:, left:])
+            self._counts[half] += piece.shape[0]
+        absolute = part.float().abs().sum(0)
+        self._absolute = absolute if self._absolute is None else self._absolute + absolute
+        self.tokens += part.shape[0]
+        self._hessian = None
 
     @property
     def hessian(self) -> Tensor:
         """`Xᵀ X / tokens`, [K, K] float32."""
         if self._hessian is None:
-            total: Tensor | None = None
-            for part in self._inputs:
-                for piece in part.tensor_split(PARTIALS):
-                    total = piece.T @ piece if total is None else total.addmm_(piece.T, piece)
-            assert total is not None
-            self._hessian = total / self.tokens
+            upper = (self._halves[0] + self._halves[1]).triu_()
+            self._hessian = upper.add_(upper.triu(1).T).div_(self.tokens)
         return self._hessian
+
+    @property
+    def noise(self) -> float:
+        """How much of the Hessian beside its diagonal is chance: 0..1, the best share to take off.
+
+            λ = sum of the variances of r_ij / sum of r_ij²,   i ≠ j,   estimated as  ¼ ||R₁ - R₂||² / ||R||²
+
+        with R₁, R₂ the correlations in two halves of the tokens and R in all of them. (Schäfer and Strimmer, "A
+        Shrinkage Approach to Large-Scale Covariance Matrix Estimation", 2005, for shrinking towards the diagonal.)
+        """
+        if min(self._counts) == 0:
+            return 1.0
+        size = self.hessian.diagonal().clamp(min=0).sqrt()
+        size = torch.where(size > 0, size, torch.inf)
+        both, apart = 0.0, 0.0
+        for left in range(0, size.numel(), _PANEL):
+            rows = slice(left, left + _PANEL)
+            scale = size[rows].unsqueeze(1) * size[left:]
+            first, second = (
+                (half[rows, left:] / count / scale).triu_(1)
+                for half, count in zip(self._halves, self._counts, strict=True)
+            )
+            apart += float((first - second).square().sum())
+            both += float((self.hessian[rows, left:] / scale).triu_(1).square().sum())
+        return min(1.0, apart / 4 / both) if both > 0 else 1.0
 
     @property
     def mean_abs(self) -> Tensor:
         """`mean |x|` of each input, [K]."""
-        return sum((part.abs().sum(0) for part in self._inputs), torch.zeros(())) / self.tokens
-
-    def sample(self, rows: int) -> Tensor:
-        """Evenly spread inputs, [at most rows, K]."""
-        every = torch.cat(self._inputs)
-        if every.shape[0] <= rows:
-            return every
-        return every[torch.linspace(0, every.shape[0] - 1, rows).long()]
-
-
-class _SumStats(InputStats):
-    """The same when inputs come chunk by chunk and are not kept: only the Hessian and the mean."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-        self._total: Tensor | None = None
-        self._absolute: Tensor | None = None
-        self._kept: list[Tensor] = []
-
-    def add(self, part: Tensor) -> None:
-        for piece in part.tensor_split(PARTIALS):
-            self._total = piece.T @ piece if self._total is None else self._total.addmm_(piece.T, piece)
-        absolute = part.abs().sum(0)
-        self._absolute = absolute if self._absolute is None else self._absolute + absolute
-        self._kept.append(part[:: max(1, part.shape[0] // 256)].clone())
-        self.tokens += part.shape[0]
-
-    @property
-    def hessian(self) -> Tensor:
-        assert self._total is not None
-        return self._total / self.tokens
-
-    @property
-    def mean_abs(self) -> Tensor:
         assert self._absolute is not None
         return self._absolute / self.tokens
-
-    def sample(self, rows: int) -> Tensor:
-        every = torch.cat(self._kept)
-        return every if every.shape[0] <= rows else every[torch.linspace(0, every.shape[0] - 1, rows).long()]
 
 
 class _Reached(Exception):
@@ -157,10 +160,10 @@ class Stats:
 
     def _replaying(self, visit: Visit) -> None:
         for group in self.groups:
-            sums = _SumStats()
+            sums = InputStats()
 
             def catch(
-                _: nn.Module, args: tuple[Tensor, ...], sums: _SumStats = sums, group: SharedInput = group
+                _: nn.Module, args: tuple[Tensor, ...], sums: InputStats = sums, group: SharedInput = group
             ) -> None:
                 sums.add(_rows(args[0], group))
                 raise _Reached

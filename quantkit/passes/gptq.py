@@ -7,7 +7,7 @@ in which the block runs, so that each linear is fitted to the inputs it will rea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -38,8 +38,9 @@ class Gptq:
 
         Args:
             damping: added to the Hessian's diagonal, as a share of its mean; raised, with a record, if need be.
-            shrink: share taken off the Hessian's entries beside the diagonal: a few thousand tokens overstate how far one
-                input can make up for another, which is what overfits.
+            shrink: share taken off the Hessian's entries beside the diagonal: a few thousand tokens overstate how far
+                one input can make up for another, which is what overfits. `auto` estimates the share that is chance
+                from two halves of the calibration set.
             act_order: choose the columns that matter most first; the ranges stay static groups.
             range: how the range of a group is chosen: `minmax`, `mse`, or `hessian` (squared error weighted by the
                 Hessian's diagonal).
@@ -48,7 +49,7 @@ class Gptq:
         """
 
         damping: float = Field(default=0.01, ge=0)
-        shrink: float = Field(default=0.25, ge=0, le=1)
+        shrink: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
         act_order: bool = True
         range: Literal["minmax", "mse", "hessian"] = "hessian"
         sweeps: int = Field(default=0, ge=0)
@@ -75,7 +76,7 @@ class Gptq:
                     factors[width] = solved = factor(
                         padded(seen.hessian, width),
                         damping=settings.damping,
-                        shrink=settings.shrink,
+                        shrink=seen.noise if settings.shrink == "auto" else settings.shrink,
                         act_order=settings.act_order,
                     )
                     if solved.raised:

@@ -37,6 +37,7 @@ from quantkit.bundle.manifest import MEASUREMENTS
 from quantkit.errors import GateError, InputError, Stopped
 from quantkit.measure.rows import Row, write_rows
 from quantkit.measure.size import size_rows
+from quantkit.passes import decision
 from quantkit.pipeline import tokens
 from quantkit.pipeline.gates import judge
 from quantkit.pipeline.layers import AS_ASKED, Layers, lay_out
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from quantkit.model.stream import StreamedModel
     from quantkit.pipeline.work import Step, Worked
 
+# a decision with this code tells how an input was read; it is no fallback
+NOTE = "note"
 # a few tokens are enough to trace a block and to prove its folds
 _PROBE = (2, 12)
 
@@ -139,6 +142,8 @@ def prepare(request: Request) -> Prepared:
         registry.load("export", step.name).accepts(step.options, layers.schemes, layers.plain, layers.padded())
     decisions = list(layers.decisions)
     calibration, scoring = tokens.load(recipe, source, calibrate=looks_at_data(steps), decisions=decisions)
+    for note in calibration.notes if calibration else ():
+        decisions.append(decision("calibrate", NOTE, recipe.calibration.set, note))
     out = request.out or default_out(source.name, recipe.name, resume=request.resume)
     return Prepared(request, source, stream, layers, steps, calibration, scoring, out, decisions)
 
@@ -155,8 +160,6 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
     started = time.perf_counter()
     prepared = prepare(request)
     progress.plan(expected_seconds(prepared))
-    for note in prepared.source.notes:
-        progress.note(note)
     if request.strict:
         _refuse(prepared.decisions)
     build = Build.open(prepared.out, fingerprint(prepared), resume=request.resume)
@@ -218,7 +221,7 @@ def _head_size(prepared: Prepared) -> int:
 
 def _refuse(decisions: list[Decision]) -> None:
     """`--strict`: a decision that the recipe did not ask for is an error."""
-    unasked = [decision for decision in decisions if decision.code != AS_ASKED]
+    unasked = [found for found in decisions if found.code not in (AS_ASKED, NOTE)]
     if unasked:
         first = unasked[0]
         raise GateError(
@@ -272,6 +275,7 @@ class _Compilation:
             records = [record for key, record in self.build.done().items() if key.startswith("block-")]
             decisions = [*prepared.decisions, *(Decision.model_validate(x) for r in records for x in r["decisions"])]
             layers = [LayerEntry.model_validate(x) for record in records for x in record["layers"]]
+            self.quantize_cpu = sum(record["cpu_seconds"] for record in records)
             if request.strict:
                 _refuse(decisions)
             self._export()
@@ -285,7 +289,6 @@ class _Compilation:
             manifest = manifest.model_copy(update={"files": inventory(self.build.bundle)})
         bundle = self.build.finish(manifest)
         warnings = list(prepared.source.notes)
-        warnings += prepared.calibration.notes if prepared.calibration else ()
         seconds = {"quantize_cpu": self.quantize_cpu, "total": time.perf_counter() - self.started}
         return Compiled(bundle, rows, seconds, peak_bytes(), warnings)
 
@@ -302,7 +305,7 @@ class _Compilation:
         if start == count:
             self._finish_rest()
             return
-        spent = time.process_time()
+        begun = time.process_time()
         hidden_file = build.work / f"hidden-{start - 1:04}.safetensors"
         hidden = load_file(hidden_file)["hidden"] if hidden_file.exists() else None
         generator = torch.Generator().manual_seed(prepared.request.recipe.seed)
@@ -332,10 +335,12 @@ class _Compilation:
                 files[states] = build.work / f"hidden-{index:04}.safetensors"
             before = build.work / f"hidden-{index - 1:04}.safetensors"
             remove = [before] if before.exists() else []
-            build.commit(f"block-{index:04}", self._record(worked), files, remove=remove)
+            now = time.process_time()
+            record = {**self._record(worked), "cpu_seconds": now - begun}
+            build.commit(f"block-{index:04}", record, files, remove=remove)
+            begun = now
             self.progress.at("quantize", (index + 1) / count, f"block {min(index + 2, count)} of {count}")
         self._finish_rest()
-        self.quantize_cpu += time.process_time() - spent
 
     def _finish_rest(self) -> None:
         """Commit what passes of scope `model` changed outside the blocks: embeddings, last norm, head."""
