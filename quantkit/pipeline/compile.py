@@ -142,8 +142,8 @@ def prepare(request: Request) -> Prepared:
         registry.load("export", step.name).accepts(step.options, layers.schemes, layers.plain, layers.padded())
     decisions = list(layers.decisions)
     calibration, scoring = tokens.load(recipe, source, calibrate=looks_at_data(steps), decisions=decisions)
-    for note in calibration.notes if calibration else ():
-        decisions.append(decision("calibrate", NOTE, recipe.calibration.set, note))
+    notes = calibration.notes if calibration else ()
+    decisions += [decision("calibrate", NOTE, recipe.calibration.set, note) for note in notes]
     out = request.out or default_out(source.name, recipe.name, resume=request.resume)
     return Prepared(request, source, stream, layers, steps, calibration, scoring, out, decisions)
 
