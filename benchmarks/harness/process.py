@@ -128,9 +128,29 @@ def helper(script: str, request: Mapping[str, Any], *, python: str | Path = sys.
 
 
 def scored(
-    reference: str, candidates: Mapping[str, str], texts: Mapping[str, Mapping[str, str]], *, samples: int = 12
+    reference: str,
+    candidates: Mapping[str, str],
+    texts: Mapping[str, Mapping[str, str]],
+    *,
+    samples: int = 12,
+    paired: str | None = None,
 ) -> list[dict[str, Any]]:
-    """`score.py`: candidates x texts, 512 tokens a sequence."""
-    request = {"reference": reference, "candidates": candidates, "texts": texts, "samples": samples, "tokens": 512}
+    """`score.py`: candidates x texts, 512 tokens a sequence.
+
+    Args:
+        reference: the model that they were made from.
+        candidates: name -> folder.
+        texts: name -> see `score.py`.
+        samples: sequences of each text, at most.
+        paired: a candidate that the others are compared with position by position; it comes first.
+    """
+    request = {
+        "reference": reference,
+        "candidates": candidates,
+        "texts": texts,
+        "samples": samples,
+        "tokens": 512,
+        "paired": paired,
+    }
     rows: list[dict[str, Any]] = helper("score.py", request)[0]
     return rows

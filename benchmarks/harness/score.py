@@ -2,7 +2,7 @@
 
     python score.py request.json answer.json
     request: {"reference": MODEL, "candidates": {name: folder}, "texts": {name: {"ids"|"file"|"set": ...}},
-              "samples": 12, "tokens": 512}
+              "samples": 12, "tokens": 512, "paired": name or null}
     answer:  [{"candidate", "text", "n", "sequences", "perplexity_reference", "perplexity", "kl", "kl_se", "top1", ...}]
 
 Both sides are loaded by `from_pretrained` and run whole, in float32: none of quantkit's own streaming or unpacking is
@@ -22,7 +22,7 @@ import torch
 import transformers
 
 from quantkit.calibrate.sets import ids_sha256, load_tokens
-from quantkit.measure.accuracy import Accuracy
+from quantkit.measure.accuracy import Accuracy, Items
 from quantkit.model.open import open_model
 
 
@@ -46,13 +46,14 @@ def load(folder: str | Path) -> Any:
 
 
 @torch.no_grad()
-def score(original: Any, candidate: Any, ids: torch.Tensor) -> dict[str, Any]:
+def score(original: Any, candidate: Any, ids: torch.Tensor, other: Items | None) -> tuple[dict[str, Any], Items]:
+    """Figures of a candidate; `other` holds the positions of the one it is compared with."""
     accuracy = Accuracy()
     for row in ids:
         accuracy.add(row, original(row[None]).logits[0].float(), candidate(row[None]).logits[0].float())
     items = accuracy.items()
     kl, before = items.mean(items.kl), items.mean(items.nll_original)
-    return {
+    found = {
         "n": items.n,
         "sequences": int(ids.shape[0]),
         "perplexity_reference": math.exp(before.value),
@@ -64,6 +65,10 @@ def score(original: Any, candidate: Any, ids: torch.Tensor) -> dict[str, Any]:
         "next_word_reference": items.mean(items.right_original).value,
         "ids_sha256": ids_sha256(ids.numpy()),
     }
+    if other is not None:
+        less = items.mean(items.kl - other.kl)
+        found |= {"kl_less": less.value, "kl_less_se": less.standard_error}
+    return found, items
 
 
 def main(request: dict[str, Any]) -> list[dict[str, Any]]:
@@ -77,10 +82,14 @@ def main(request: dict[str, Any]) -> list[dict[str, Any]]:
     }
     original = load(source.path)
     rows = []
+    paired: dict[str, Items] = {}
     for name, folder in request["candidates"].items():
         candidate = load(folder)
         for text, ids in texts.items():
-            rows.append({"candidate": name, "text": text, **score(original, candidate, ids)})
+            figures, items = score(original, candidate, ids, paired.get(text))
+            rows.append({"candidate": name, "text": text, **figures})
+            if name == request["paired"]:
+                paired[text] = items
         del candidate
     return rows
 
