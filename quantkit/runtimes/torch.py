@@ -89,11 +89,12 @@ class TorchRuntime:
         import torch
         from transformers import AutoTokenizer
 
-        if bundle.manifest.model.kind != "decoder":
+        kind = bundle.manifest.model.kind
+        if kind != "decoder":
             raise InputError(
                 "not-a-decoder",
                 where=str(bundle.path),
-                value=f"a {bundle.manifest.model.kind}",
+                value={"encoder": "an encoder"}.get(kind, f"a {kind}"),
                 rule="only decoders generate text",
             )
         tokenizer = AutoTokenizer.from_pretrained(self.folder(bundle), local_files_only=True)
