@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,8 @@ from quantkit.measure.rows import Device, Row
 from quantkit.plan import machine
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from quantkit.model.stream import StreamedModel
@@ -25,7 +29,6 @@ def original_states(model: StreamedModel, tokens: TokenSet) -> Tensor:
     The cache key is all they depend on: source, token ids, versions, instruction set and threads.
     """
     import torch
-    from safetensors.torch import load_file, save_file
 
     key = {
         "source": model.source.sha256,
@@ -36,20 +39,40 @@ def original_states(model: StreamedModel, tokens: TokenSet) -> Tensor:
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     path = content.cache_dir() / "states" / f"{name}.safetensors"
-    if path.is_file():
+    kept = _read(path)
+    if kept is not None and kept.shape[:2] == tokens.ids.shape:
         model.learn_calls(tokens.ids[:1, :8])
-        kept: Tensor = load_file(path)["hidden"]
         return kept
     hidden = model.run(tokens.ids)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{hashlib.sha256(str(id(path)).encode()).hexdigest()[:8]}.tmp")
-        save_file({"hidden": hidden}, temporary)
-        temporary.replace(path)
-    except OSError:
-        # a cache that cannot be written costs time, not the result
-        temporary.unlink(missing_ok=True)
+    _write(path, hidden)
     return hidden
+
+
+def _read(path: Path) -> Tensor | None:
+    """Cached states; None where there are none, or where the file is damaged."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        found: Tensor | None = load_file(path).get("hidden")
+    except (OSError, SafetensorError):
+        return None
+    return found
+
+
+def _write(path: Path, hidden: Tensor) -> None:
+    """Keep states; a cache that cannot be written costs time, not the result."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file({"hidden": hidden}, temporary)
+            temporary.replace(path)
+        except (OSError, SafetensorError):  # the library says so of a full disk
+            temporary.unlink(missing_ok=True)
 
 
 def score(

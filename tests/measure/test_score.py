@@ -1,0 +1,77 @@
+"""The original's states are kept, and a cache that is damaged or cannot be written costs time, not the result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+
+from quantkit.calibrate.sets import TokenSet, ids_sha256
+from quantkit.measure.score import original_states, score
+from quantkit.model.open import open_model
+from quantkit.model.stream import StreamedModel
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("score") / "llama"
+    zoo.tiny("llama").save_pretrained(path)  # type: ignore[operator]
+    return path
+
+
+def tokens(seed: int = 0) -> TokenSet:
+    ids = zoo.ids(3, 12, seed=seed)
+    return TokenSet(ids=ids, name="x", split="eval", sha256=ids_sha256(ids.numpy()))
+
+
+def stream(folder: Path) -> StreamedModel:
+    return StreamedModel(open_model(str(folder)))
+
+
+class Refusing(StreamedModel):
+    def run(self, ids: torch.Tensor, chunk: int = 4) -> torch.Tensor:
+        raise AssertionError("was to be read from the cache")
+
+
+def test_states_are_computed_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    first = original_states(stream(folder), tokens())
+    assert torch.equal(first, stream(folder).run(tokens().ids))
+    again = Refusing(open_model(str(folder)))
+    assert torch.equal(original_states(again, tokens()), first)
+    # and the model is ready for its head
+    assert again.as_tuple == stream(folder).as_tuple
+    with pytest.raises(AssertionError, match="cache"):
+        original_states(Refusing(open_model(str(folder))), tokens(seed=1))
+    assert [path.suffix for path in (tmp_path / "states").iterdir()] == [".safetensors"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x00" * 64, b"{}"])
+def test_a_damaged_cache_is_written_anew(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes
+) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    first = original_states(stream(folder), tokens())
+    (file,) = (tmp_path / "states").iterdir()
+    file.write_bytes(damage)
+    assert torch.equal(original_states(stream(folder), tokens()), first)
+    assert torch.equal(original_states(Refusing(open_model(str(folder))), tokens()), first)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "file"))
+    assert original_states(stream(folder), tokens()).shape == (3, 12, 64)
+
+
+def test_a_model_against_itself_is_no_different(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    told: list[float] = []
+    items = score(stream(folder), stream(folder), tokens(), told.append)
+    assert float(abs(items.kl).max()) < 1e-9
+    assert items.agree.all()
+    assert told == sorted(told)
