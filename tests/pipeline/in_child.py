@@ -1,0 +1,68 @@
+"""A compile in a process of its own: forked from one that has imported everything, or from nothing.
+
+python in_child.py MODEL OUT REPORT      REPORT gets {"peak": bytes}, what it had resident at most
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+_IMPORTED = ["torch", "transformers", "quantkit.pipeline.compile", "quantkit.pipeline.work", "quantkit.measure.score"]
+
+RECIPE = {
+    "schema": 1,
+    "summary": "a test",
+    "calibration": {"set": "prose-en", "samples": 4, "tokens": 32},
+    "scheme": {"weights": {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}},
+    "passes": [{"gptq": {}}],
+    "export": [{"checkpoint": {"layout": "pack-quantized"}}],
+}
+
+
+def context() -> ForkServerContext:
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(_IMPORTED)
+    return found
+
+
+def start(model: Path, out: Path, *, resume: bool = False) -> BaseProcess:
+    """Begin a compile of a folder with `RECIPE`.
+
+    Args:
+        model: folder.
+        out: the bundle's name; its cache stands beside it.
+        resume: go on.
+    """
+    process = context().Process(target=_compile, args=(str(model), str(out), resume))
+    process.start()
+    return process
+
+
+def _compile(model: str, out: str, resume: bool) -> None:
+    os.environ["QUANTKIT_CACHE"] = f"{out}.cache"
+    import torch
+
+    from quantkit.pipeline import Request, compile_model, tokens
+    from quantkit.recipe import Recipe
+
+    torch.set_num_threads(1)
+    tokens.SCORED = 600
+    compile_model(Request.of(model, recipe=Recipe.from_dict(RECIPE, name="tiny"), out=out, resume=resume))
+
+
+def _high_water() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no VmHWM")
+
+
+if __name__ == "__main__":
+    _compile(sys.argv[1], sys.argv[2], False)
+    Path(sys.argv[3]).write_text(json.dumps({"peak": _high_water()}))

@@ -1,0 +1,66 @@
+"""SIGKILL, for real, in three different stages; a resume ends with the content of the undisturbed run."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import in_child
+import pytest
+import transformers
+import zoo
+
+from quantkit.bundle import Bundle
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: transformers.PreTrainedTokenizerBase) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    zoo.tiny("llama", vocab_size=len(byte_tokenizer), num_hidden_layers=12).save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def committed(partial: Path) -> int:
+    journal = partial / "work" / "journal.jsonl"
+    return journal.read_bytes().count(b"\n") if journal.exists() else 0
+
+
+def killed(model: Path, out: Path, ripe: Callable[[], bool], *, resume: bool) -> None:
+    """Start a compile and kill it as soon as it is `ripe`."""
+    process = in_child.start(model, out, resume=resume)
+    while process.is_alive() and not ripe():
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, "it ended before it could be killed"
+    assert not out.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starts children by forking after imports")
+def test_three_kills_then_resume_ends_with_the_undisturbed_content(model: Path, tmp_path: Path) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "killed"
+    partial = tmp_path / "killed.partial"
+    process = in_child.start(model, whole)
+    process.join()
+    assert process.exitcode == 0
+
+    killed(model, out, lambda: committed(partial) >= 2, resume=False)
+    first = committed(partial)
+    killed(model, out, lambda: committed(partial) >= 7, resume=True)
+    assert committed(partial) >= 7 > first
+    # every block is done; it exports, checks or scores
+    killed(model, out, (partial / "bundle" / "model" / "config.json").exists, resume=True)
+    assert committed(partial) >= 12
+
+    process = in_child.start(model, out, resume=True)
+    process.join()
+    assert process.exitcode == 0
+    assert not partial.exists()
+    resumed = Bundle.load(out)
+    assert resumed.manifest.content_sha256 == Bundle.load(whole).manifest.content_sha256
+    assert not [check for check in resumed.verify() if not check.ok]
