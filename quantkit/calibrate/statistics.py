@@ -25,34 +25,38 @@ _PANEL = 256
 
 
 class InputStats:
-    """The inputs of one shared input, as sums over two halves of the tokens.
+    """The inputs of one shared input, as sums over two halves: every other sequence, so that chunks do not matter.
 
     Args:
-        inputs: chunks [tokens, K], in order.
+        inputs: chunks [sequences, tokens, K] in order; or [tokens, K], of which every other token counts as a sequence.
     """
 
     def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
         self.tokens = 0
         self._halves: list[Tensor] = []
         self._counts = [0, 0]
+        self._sequences = 0
         self._absolute: Tensor | None = None
         self._hessian: Tensor | None = None
         for part in inputs:
             self.add(part)
 
     def add(self, part: Tensor) -> None:
-        """Add a chunk [tokens, K]; its first half to the first sum, its second to the second."""
-        width = part.shape[1]
+        """Add a chunk [sequences, tokens, K] or [tokens, K], float32."""
+        width = part.shape[-1]
         if not self._halves:
             self._halves = [torch.zeros(width, width) for _ in range(2)]
-        for half, piece in enumerate(part.float().tensor_split(2)):
+        for half in range(2):
+            piece = part[(half + self._sequences) % 2 :: 2].reshape(-1, width)
             for left in range(0, width, _PANEL):
                 panel = self._halves[half][left : left + _PANEL, left:]
                 panel.addmm_(piece[:, left : left + _PANEL].T, piece[:, left:])
             self._counts[half] += piece.shape[0]
-        absolute = part.float().abs().sum(0)
+        rows = part.reshape(-1, width)
+        absolute = rows.abs().sum(0)
         self._absolute = absolute if self._absolute is None else self._absolute + absolute
-        self.tokens += part.shape[0]
+        self.tokens += rows.shape[0]
+        self._sequences += part.shape[0]
         self._hessian = None
 
     @property
@@ -147,7 +151,7 @@ class Stats:
         def pause(group: SharedInput) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
             def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
                 if waiting.pop(group.name, None) is not None:
-                    visit(group, InputStats([_rows(args[0], group)]))
+                    visit(group, InputStats([_finite(args[0], group)]))
 
             return hook
 
@@ -165,7 +169,7 @@ class Stats:
             def catch(
                 _: nn.Module, args: tuple[Tensor, ...], sums: InputStats = sums, group: SharedInput = group
             ) -> None:
-                sums.add(_rows(args[0], group))
+                sums.add(_finite(args[0], group))
                 raise _Reached
 
             hook = self.module.get_submodule(group.name).register_forward_pre_hook(catch)
@@ -182,15 +186,15 @@ class Stats:
         self.outputs = self.calls.run_all(self.module, self.index, self.hidden)
 
 
-def _rows(inputs: Tensor, group: SharedInput) -> Tensor:
+def _finite(inputs: Tensor, group: SharedInput) -> Tensor:
     # sums of half-precision products lose what they are for
-    rows = inputs.reshape(-1, inputs.shape[-1]).float()
-    if not bool(torch.isfinite(rows).all()):
+    found = inputs.float()
+    if not bool(torch.isfinite(found).all()):
         raise InputError(
             "activations-nonfinite",
             where=group.name,
-            value=f"{int((~torch.isfinite(rows)).sum())} NaN or infinite inputs",
+            value=f"{int((~torch.isfinite(found)).sum())} NaN or infinite inputs",
             rule="calibration needs finite activations",
             remedy="check the model with another text, or leave this layer in high precision",
         )
-    return rows
+    return found

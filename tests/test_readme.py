@@ -1,0 +1,88 @@
+"""The README's examples, run as they stand.
+
+Compiles of the embedded model beyond the first are given `--dry-run`, and what needs a network is left out; everything
+else is executed to the letter, in a folder that holds a small model and a text under the names the README uses.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+
+from quantkit import cli, content
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+COMMANDS = [
+    shlex.split(line, comments=True)[1:]
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line.startswith("quantkit ")
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path:
+    folder = tmp_path_factory.mktemp("readme")
+    zoo.tiny(
+        "llama", vocab_size=len(byte_tokenizer), intermediate_size=128, max_position_embeddings=128
+    ).save_pretrained(folder / "my-model")
+    byte_tokenizer.save_pretrained(folder / "my-model")
+    prose = content.find("calibration", "prose-en").parent / "tune.txt"
+    (folder / "my-text.txt").write_text(prose.read_text(encoding="utf-8")[:60_000], encoding="utf-8")
+    return folder
+
+
+def test_it_shows_what_is_there() -> None:
+    assert len(PYTHON) == 3
+    assert len(COMMANDS) >= 12
+    for name in content.names("recipes"):
+        assert f"| `{name}` |" in README, "every shipped recipe is in the table"
+
+
+@pytest.mark.slow
+def test_the_examples_run(
+    request: pytest.FixtureRequest, place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
+    # from Python: compile, look at the rows, load
+    space: dict[str, Any] = {}
+    exec(PYTHON[0], space)
+    shown = capfd.readouterr().out
+    assert "accuracy.kl" in shown
+    assert (place / "smollm2-135m--awq-int4" / "manifest.json").is_file()
+    kl = next(row["value"] for row in space["bundle"].measurements if row["name"] == "accuracy.kl")
+    assert kl < 0.12, "the default recipe is as good as it is said to be"
+    with torch.no_grad():
+        logits = space["model"](input_ids=torch.arange(8)[None]).logits
+    # the same bundle in anybody else's program
+    exec(PYTHON[2], others := {})
+    with torch.no_grad():
+        assert torch.equal(others["model"](input_ids=torch.arange(8)[None]).logits, logits)
+    # the passes on a module in memory
+    model = zoo.tiny("llama")
+    exec(PYTHON[1], {"model": model, "token_ids": zoo.ids()})
+    assert "QuantTensor" in capfd.readouterr().out
+    # the command line
+    for command in COMMANDS:
+        if "hf:org/name" in command:
+            continue
+        if command[0] == "doctor":
+            monkeypatch.setenv("QUANTKIT_CACHE", str(place / "cache"))
+        embedded = command[0] == "compile" and "./my-model" not in command
+        code = cli.run([*command, "--dry-run"] if embedded and "--dry-run" not in command else command)
+        captured = capfd.readouterr()
+        assert code == 0, (command, captured.err)
+        if command[0] == "generate":
+            assert "Paris" in captured.out
+        monkeypatch.delenv("QUANTKIT_CACHE", raising=False)
