@@ -235,7 +235,16 @@ class Recipe(Closed):
             InputError: unknown name, unreadable YAML, unknown key, wrong value: one line, with a did-you-mean.
         """
         path = content.find("recipes", content.as_reference(reference))
-        return cls.from_dict(read_yaml(path), name=path.stem, where=str(reference), changes=changes)
+        data = read_yaml(path)
+        if isinstance(data, dict) and data.get("name", path.stem) != path.stem:
+            raise InputError(
+                "recipe-invalid",
+                where=f"{reference}: name",
+                value=data["name"],
+                rule="a recipe's name is its file's stem",
+                remedy="rename the file, or leave `name` out",
+            )
+        return cls.from_dict(data, name=path.stem, where=str(reference), changes=changes)
 
     @classmethod
     def from_dict(cls, data: Any, *, name: str, where: str = "recipe", changes: Sequence[str] = ()) -> Recipe:

@@ -281,7 +281,9 @@ class _Compilation:
             self._export()
             files = inventory(self.build.bundle)
             subject = content_sha256(files)
-            rows, judged = self._score(subject, layers, files)
+            rows = self._score(subject, layers, files)
+            judged, unjudged = judge(prepared.request.recipe.gates, rows)
+            decisions += unjudged
             checks = [*self._check(), *judged]
             failed = [check for check in judged if not check.ok]
             manifest = self._manifest(decisions, layers, checks, subject, "gate_failed" if failed else "complete")
@@ -467,7 +469,7 @@ class _Compilation:
         # once as expected, once as loaded
         return min(count, max(1, free // max(2 * block, 1)))
 
-    def _score(self, subject: str, layers: list[LayerEntry], files: list[Any]) -> tuple[list[Row], list[Check]]:
+    def _score(self, subject: str, layers: list[LayerEntry], files: list[Any]) -> list[Row]:
         from quantkit.measure import score
         from quantkit.model.stream import StreamedModel
 
@@ -496,7 +498,7 @@ class _Compilation:
             baseline_bytes=prepared.source.weights.total_bytes(),
         )
         write_rows(self.build.bundle / MEASUREMENTS, rows)
-        return rows, judge(prepared.request.recipe.gates, rows)
+        return rows
 
     def _manifest(
         self, decisions: list[Decision], layers: list[LayerEntry], checks: list[Check], subject: str, state: Any

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from quantkit import registry
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.model.structure import is_linear, weight_of
@@ -79,6 +80,7 @@ def lay_out(recipe: Recipe, model: nn.Module, block_names: Sequence[str], dtype:
         schemes = _assigned(recipe, shapes, decisions)
         schemes = _divisible(recipe, shapes, schemes, decisions)
         schemes = _storable(schemes, dtype, decisions)
+        _check_formats(schemes)
         if recipe.scheme.weights is not None and not schemes:
             raise InputError(
                 "nothing-to-quantize",
@@ -88,6 +90,18 @@ def lay_out(recipe: Recipe, model: nn.Module, block_names: Sequence[str], dtype:
                 remedy="look at `keep`, `overrides` and `on_indivisible`",
             )
     return Layers(shapes, schemes, frozenset(plain), decisions)
+
+
+def _check_formats(schemes: Mapping[str, WeightScheme]) -> None:
+    for name, scheme in schemes.items():
+        if not hasattr(registry.load("formats", scheme.format), "nearest"):
+            raise InputError(
+                "format-unsupported",
+                where=name,
+                value=f"weights in {scheme.format}",
+                rule="passes assign codes of integer formats",
+                remedy="use int4 or int8; to leave layers as they are, `weights: null` in an override",
+            )
 
 
 def _check_globs(recipe: Recipe, shapes: Mapping[str, tuple[int, int]]) -> None:

@@ -175,3 +175,17 @@ def test_settled_runs_the_block_when_its_output_is_not_known() -> None:
         found.module.get_parameter("mlp.down_proj.weight").mul_(2)
     found.outputs = None  # what a pass does that changes weights without a staged run
     assert relative(found.settled(), first) > 1e-3
+
+
+def test_noise_is_the_share_of_a_correlation_that_is_chance() -> None:
+    generator = torch.Generator().manual_seed(0)
+    independent = torch.randn(64, 32, 24, generator=generator)
+    shared = torch.randn(64, 32, 1, generator=generator) + 0.05 * torch.randn(64, 32, 24, generator=generator)
+    assert InputStats([independent]).noise > 0.5, "what correlates by chance alone"
+    assert InputStats([shared]).noise < 0.01, "what truly correlates"
+    more = torch.randn(512, 32, 24, generator=generator) + torch.randn(512, 32, 1, generator=generator)
+    assert InputStats([more]).noise < InputStats([more[:16]]).noise, "more text, less chance"
+    chunks = InputStats([more[:5], more[5:16]])
+    whole = InputStats([more[:16]])
+    assert chunks.noise == pytest.approx(whole.noise, rel=1e-5), "chunks do not matter"
+    assert InputStats([more[:1]]).noise == 1.0, "one sequence says nothing about another"

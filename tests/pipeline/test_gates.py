@@ -37,22 +37,25 @@ ROWS = [
 )
 def test_each_gate_in_its_direction(gate: str, value: float, passes: float, fails: float) -> None:
     for limit, ok in ((passes, True), (fails, False)):
-        (check,) = judge(Gates(**{gate: limit}), ROWS)
+        ((check,), unjudged) = judge(Gates(**{gate: limit}), ROWS)
+        assert not unjudged
         assert (check.name, check.limit, check.ok) == (f"gate.{gate}", limit, ok)
         assert check.value == pytest.approx(value)
 
 
 def test_a_limit_that_is_just_met_holds() -> None:
-    assert all(check.ok for check in judge(Gates(kl_max=0.2, top1_agreement_min=0.8), ROWS))
+    assert all(check.ok for check in judge(Gates(kl_max=0.2, top1_agreement_min=0.8), ROWS)[0])
 
 
 def test_every_gate_of_the_schema_is_about_something() -> None:
     every: dict[str, Any] = dict.fromkeys(Gates.model_fields, 1.0)
-    assert {check.name for check in judge(Gates(**every), ROWS)} == {f"gate.{name}" for name in Gates.model_fields}
-    assert judge(Gates(), ROWS) == []
+    assert {check.name for check in judge(Gates(**every), ROWS)[0]} == {f"gate.{name}" for name in Gates.model_fields}
+    assert judge(Gates(), ROWS) == ([], [])
 
 
 @pytest.mark.parametrize("rows", [[], [row("accuracy.perplexity", None, 30.0)], [row("accuracy.perplexity", 33.0)]])
-def test_what_was_not_measured_is_not_judged(rows: list[Row]) -> None:
+def test_what_was_not_measured_is_not_judged_and_that_is_recorded(rows: list[Row]) -> None:
     """Least of all a perplexity without its original's, against the limit of a ratio."""
-    assert judge(Gates(perplexity_ratio_max=1.1), rows) == []
+    checks, decisions = judge(Gates(perplexity_ratio_max=1.1), rows)
+    assert checks == []
+    assert [(each.code, each.where) for each in decisions] == [("gate-not-judged", "gates.perplexity_ratio_max")]
