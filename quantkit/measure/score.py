@@ -18,9 +18,13 @@ from quantkit.plan import machine
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from quantkit.model.stream import StreamedModel
+
+
+# logits of one model that are in memory at one time
+_LOGITS = 1 << 23
 
 
 def original_states(model: StreamedModel, tokens: TokenSet) -> Tensor:
@@ -75,10 +79,15 @@ def _write(path: Path, hidden: Tensor) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def vocabulary(model: nn.Module) -> int:
+    """How many logits a position has."""
+    return int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator, union-attr]
+
+
 def score(
     original: StreamedModel, candidate: StreamedModel, tokens: TokenSet, progress: Callable[[float], None] | None = None
 ) -> Items:
-    """Every position of `tokens` under both models; memory is one block, two heads and two sequences of logits."""
+    """Every position of `tokens` under both models; memory is one block, two heads and a few positions of logits."""
     tell = progress or (lambda done: None)
     from quantkit.model.stream import Head
 
@@ -88,10 +97,17 @@ def score(
     tell(0.6)
     heads = [Head(model.rest(), model.path, as_tuple=model.as_tuple) for model in (original, candidate)]
     accuracy = Accuracy()
+    # final norm and head look at one position at a time, so a few at a time is enough
+    few = max(1, _LOGITS // vocabulary(heads[0].model))
     for index in range(tokens.ids.shape[0]):
         ids = tokens.ids[index : index + 1]
-        logits = [head(hidden[index : index + 1], ids)[0] for head, hidden in zip(heads, (before, after), strict=True)]
-        accuracy.add(ids[0], logits[0], logits[1])
+        for start in range(0, ids.shape[1] - 1, few):
+            part = slice(start, min(start + few, ids.shape[1] - 1))
+            logits = [
+                head(hidden[index : index + 1, part], ids[:, part])[0]
+                for head, hidden in zip(heads, (before, after), strict=True)
+            ]
+            accuracy.add_positions(index, ids[0, part.start + 1 : part.stop + 1], logits[0], logits[1])
         tell(0.6 + 0.4 * (index + 1) / tokens.ids.shape[0])
     return accuracy.items()
 
