@@ -75,3 +75,29 @@ def test_a_model_against_itself_is_no_different(folder: Path, tmp_path: Path, mo
     assert float(abs(items.kl).max()) < 1e-9
     assert items.agree.all()
     assert told == sorted(told)
+
+
+@pytest.mark.parametrize("few", [1 << 23, 5 * zoo.VOCABULARY])
+@pytest.mark.parametrize("name", ["llama-tied", "gemma2", "gpt2", "opt"])
+def test_scores_are_those_of_plain_models_in_float64(
+    name: str, few: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streamed in blocks and a few positions at a time, or whole models and textbook formulas: the same numbers."""
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("quantkit.measure.score._LOGITS", few)
+    models = [zoo.tiny(name), zoo.tiny(name)]
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.mul_(1.05)
+    for model, place in zip(models, ("a", "b"), strict=True):
+        model.save_pretrained(tmp_path / place)  # type: ignore[operator]
+    found = score(stream(tmp_path / "a"), stream(tmp_path / "b"), tokens())
+    ids = tokens().ids
+    with torch.no_grad():
+        p, q = (model(input_ids=ids).logits[:, :-1].double().log_softmax(-1) for model in models)
+    kl = (p.exp() * (p - q)).sum(-1).flatten()
+    following = ids[:, 1:].unsqueeze(-1)
+    assert torch.allclose(torch.from_numpy(found.kl), kl, atol=1e-5)
+    assert torch.allclose(torch.from_numpy(found.nll_candidate), -q.gather(-1, following).flatten(), atol=1e-4)
+    assert torch.allclose(torch.from_numpy(found.nll_original), -p.gather(-1, following).flatten(), atol=1e-4)
+    assert found.kl.mean() > 1e-4
