@@ -205,6 +205,9 @@ class Recipe(Closed):
                 raise ValueError(f"no exporter is called {name!r}; {did_you_mean(name, registry.names('export'))}")
             _checked(f"export {name}", registry.load("export", name).Options, options)
             steps.append(ExportStep(name=name, options=options))
+        twice = [step.name for step in steps if sum(other.name == step.name for other in steps) > 1]
+        if twice:
+            raise ValueError(f"{twice[0]} is there twice; each destination has one folder")
         return steps
 
     @model_validator(mode="after")
@@ -213,6 +216,10 @@ class Recipe(Closed):
         if self.passes and self.scheme.weights is not None and len(assigners) != 1:
             found = ", ".join(assigners) or "none"
             raise ValueError(f"exactly one of {', '.join(ASSIGNERS)} assigns the codes; found {found}")
+        if assigners and self.scheme.weights is None:
+            raise ValueError(
+                f"{assigners[0]} assigns codes, but there is no weight scheme; add `scheme: {{weights: …}}`"
+            )
         if self.scheme.weights is not None and not self.passes:
             raise ValueError("a weight scheme needs a pass that assigns the codes; add `rtn: {}`")
         return self

@@ -155,9 +155,13 @@ class Build:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let go of the lock; on an error, delete a folder in which nothing was committed."""
-        nothing_done = not self._steps and self._lock >= 0
-        if error is not None and nothing_done and self.folder.exists():
+        """Let go of the lock; on an error, delete a folder in which nothing was committed, or from wrong input.
+
+        What cannot end well is not kept: the same input would fail again. A name taken meanwhile is another matter.
+        """
+        hopeless = isinstance(error, InputError) and error.code != "out-exists"
+        useless = self._lock >= 0 and (hopeless or not self._steps)
+        if error is not None and useless and self.folder.exists():
             self._remove()
         self._release()
         if isinstance(error, Exception) and not isinstance(error, QuantkitError) and is_disk_full(error):

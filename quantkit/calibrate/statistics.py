@@ -29,20 +29,27 @@ class InputStats:
 
     Args:
         inputs: chunks [sequences, tokens, K] in order; or [tokens, K], of which every other token counts as a sequence.
+        name: of the shared input, for errors.
     """
 
-    def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
+    def __init__(self, inputs: Iterable[Tensor] = (), name: str = "") -> None:
+        self._name = name
         self.tokens = 0
         self._halves: list[Tensor] = []
         self._counts = [0, 0]
         self._sequences = 0
-        self._absolute: Tensor | None = None
         self._hessian: Tensor | None = None
         for part in inputs:
             self.add(part)
 
     def add(self, part: Tensor) -> None:
-        """Add a chunk [sequences, tokens, K] or [tokens, K], float32."""
+        """Add a chunk [sequences, tokens, K] or [tokens, K].
+
+        Raises:
+            InputError: `activations-nonfinite`.
+        """
+        # sums of half-precision products lose what they are for
+        part = part.float()
         width = part.shape[-1]
         if not self._halves:
             self._halves = [torch.zeros(width, width) for _ in range(2)]
@@ -52,11 +59,17 @@ class InputStats:
                 panel = self._halves[half][left : left + _PANEL, left:]
                 panel.addmm_(piece[:, left : left + _PANEL].T, piece[:, left:])
             self._counts[half] += piece.shape[0]
-        rows = part.reshape(-1, width)
-        absolute = rows.abs().sum(0)
-        self._absolute = absolute if self._absolute is None else self._absolute + absolute
-        self.tokens += rows.shape[0]
+        self.tokens += part.numel() // width
         self._sequences += part.shape[0]
+        # a square is finite if its root is, and there are far fewer of them
+        if not all(bool(torch.isfinite(half.diagonal()).all()) for half in self._halves):
+            raise InputError(
+                "activations-nonfinite",
+                where=self._name,
+                value=f"{int((~torch.isfinite(part)).sum())} NaN or infinite inputs",
+                rule="calibration needs finite activations",
+                remedy="check the model with another text, or leave this layer in high precision",
+            )
         self._hessian = None
 
     @property
@@ -91,12 +104,6 @@ class InputStats:
             apart += float((first - second).square().sum())
             both += float((self.hessian[rows, left:] / scale).triu_(1).square().sum())
         return min(1.0, apart / 4 / both) if both > 0 else 1.0
-
-    @property
-    def mean_abs(self) -> Tensor:
-        """`mean |x|` of each input, [K]."""
-        assert self._absolute is not None
-        return self._absolute / self.tokens
 
 
 class _Reached(Exception):
@@ -151,7 +158,7 @@ class Stats:
         def pause(group: SharedInput) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
             def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
                 if waiting.pop(group.name, None) is not None:
-                    visit(group, InputStats([_finite(args[0], group)]))
+                    visit(group, InputStats([args[0]], group.name))
 
             return hook
 
@@ -164,12 +171,10 @@ class Stats:
 
     def _replaying(self, visit: Visit) -> None:
         for group in self.groups:
-            sums = InputStats()
+            sums = InputStats(name=group.name)
 
-            def catch(
-                _: nn.Module, args: tuple[Tensor, ...], sums: InputStats = sums, group: SharedInput = group
-            ) -> None:
-                sums.add(_finite(args[0], group))
+            def catch(_: nn.Module, args: tuple[Tensor, ...], sums: InputStats = sums) -> None:
+                sums.add(args[0])
                 raise _Reached
 
             hook = self.module.get_submodule(group.name).register_forward_pre_hook(catch)
@@ -184,17 +189,3 @@ class Stats:
             if sums.tokens:  # as when pausing: what nothing reaches is not visited
                 visit(group, sums)
         self.outputs = self.calls.run_all(self.module, self.index, self.hidden)
-
-
-def _finite(inputs: Tensor, group: SharedInput) -> Tensor:
-    # sums of half-precision products lose what they are for
-    found = inputs.float()
-    if not bool(torch.isfinite(found).all()):
-        raise InputError(
-            "activations-nonfinite",
-            where=group.name,
-            value=f"{int((~torch.isfinite(found)).sum())} NaN or infinite inputs",
-            rule="calibration needs finite activations",
-            remedy="check the model with another text, or leave this layer in high precision",
-        )
-    return found

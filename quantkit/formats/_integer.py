@@ -59,8 +59,10 @@ def stored(scale: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
     bits = _exact_bits(scheme)
     if bits is None:
         return bounded
-    mantissa, exponent = torch.frexp(bounded.float())
-    return torch.ldexp(torch.round(mantissa * 2**bits) / 2**bits, exponent).clamp(max=limits.max).to(dtype)
+    # round the last bits of the mantissa away; a carry runs into the exponent, as it should
+    dropped = 11 - bits
+    word = bounded.clamp(max=limits.max / 2).view(torch.int16)
+    return word.add(1 << (dropped - 1)).bitwise_and_(-1 << dropped).view(dtype)
 
 
 def _exact_bits(scheme: WeightScheme) -> int | None:

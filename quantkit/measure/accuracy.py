@@ -170,6 +170,7 @@ class Items:
                 better="lower",
                 quantiles={"p50": p50, "p90": p90, "p99": p99},
                 ci95=divergence.ci95,
+                baseline=Baseline(subject=baseline, value=0.0),
                 **common,
             ),
             Row(
@@ -179,6 +180,7 @@ class Items:
                 stat="mean",
                 better="higher",
                 ci95=_share(agreement.ci95),
+                baseline=Baseline(subject=baseline, value=1.0),
                 **common,
             ),
             Row(

@@ -120,6 +120,14 @@ def cosine(original: StreamedModel, candidate: StreamedModel, tokens: TokenSet) 
     return torch.nn.functional.cosine_similarity(before.mean(dim=1).double(), after.mean(dim=1).double())
 
 
+def flagged(rows: list[Row], was: str | None) -> list[Row]:
+    """Rows that say what the source was before it was converted, if it was."""
+    if was is None:
+        return rows
+    flag = f"source-was-{was.replace(' ', '-').lower()}"
+    return [row.model_copy(update={"flags": [*row.flags, flag]}) for row in rows]
+
+
 def rows(
     original: StreamedModel,
     candidate: StreamedModel,

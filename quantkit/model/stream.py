@@ -11,15 +11,21 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from quantkit import content
 from quantkit.errors import InputError
 from quantkit.model.open import Source, parameter_names
+
+# hidden states of a whole calibration set from this many bytes on lie in a file, and memory stays bounded
+ON_DISK = 1 << 30
 
 
 class BlockStream(Protocol):
@@ -70,14 +76,43 @@ class Calls:
 
     @torch.no_grad()
     def run_all(self, block: nn.Module, index: int, hidden: Tensor) -> Tensor:
-        """The block's output on everything, [samples, tokens, width]."""
-        return torch.cat([self.run(block, index, part) for part in self.chunks(hidden)])
+        """The block's output on everything, [samples, tokens, width]; on disk if it is large."""
+        return gathered((self.run(block, index, part) for part in self.chunks(hidden)), hidden.shape[0])
 
 
 def primary(output: Any) -> Tensor:
     """The hidden states out of what a block returns: a tensor, or a tuple that begins with it."""
     hidden: Tensor = output[0] if isinstance(output, tuple) else output
     return hidden
+
+
+def gathered(parts: Iterable[Tensor], samples: int) -> Tensor:
+    """Chunks [n, tokens, width] as one tensor [samples, tokens, width]; from `ON_DISK` bytes on, in a file.
+
+    The file has no name: it is gone when nothing refers to it any more.
+    """
+    whole: Tensor | None = None
+    start = 0
+    for part in parts:
+        if whole is None:
+            if part.shape[0] == samples:
+                return part
+            whole = _room((samples, *part.shape[1:]), part.dtype)
+        whole[start : start + part.shape[0]] = part
+        start += part.shape[0]
+    assert whole is not None
+    return whole
+
+
+def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    count = math.prod(shape)
+    if count * dtype.itemsize < ON_DISK:
+        return torch.empty(shape, dtype=dtype)
+    folder = content.cache_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="hidden-") as file:
+        file.truncate(count * dtype.itemsize)
+        return torch.from_file(file.name, shared=True, size=count, dtype=dtype).reshape(shape)
 
 
 def find_blocks(model: nn.Module) -> str:
@@ -274,13 +309,15 @@ class StreamedModel:
         """Hidden states before block 0 for `ids` [samples, tokens], and how each block is called."""
         model = self.rest()
         self._learn(model, ids)
-        parts: list[Tensor] = []
         calls = Calls(hidden=torch.empty(0), chunk=chunk)
-        for part in ids.split(chunk):
-            hidden, arguments = record_calls(model, self.path, part, as_tuple=self.as_tuple)
-            parts.append(hidden.to(self.dtype))
-            calls.arguments.setdefault(part.shape[0], arguments)
-        calls.hidden = torch.cat(parts)
+
+        def parts() -> Iterator[Tensor]:
+            for part in ids.split(chunk):
+                hidden, arguments = record_calls(model, self.path, part, as_tuple=self.as_tuple)
+                calls.arguments.setdefault(part.shape[0], arguments)
+                yield hidden.to(self.dtype)
+
+        calls.hidden = gathered(parts(), ids.shape[0])
         return calls
 
     @torch.no_grad()

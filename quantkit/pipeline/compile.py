@@ -132,6 +132,8 @@ def prepare(request: Request) -> Prepared:
             remedy="choose another recipe, or add the kind to its `models`",
         )
     stream = StreamedModel(source)
+    for tensor in dict.fromkeys(stream.files.values()):
+        source.weights.read(tensor)  # finite, every one of them: now, not hours later
     layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype)
     steps = [Step(registry.load("passes", step.name), step.settings) for step in recipe.passes]
     check_order(steps)
@@ -143,7 +145,8 @@ def prepare(request: Request) -> Prepared:
     decisions = list(layers.decisions)
     calibration, scoring = tokens.load(recipe, source, calibrate=looks_at_data(steps), decisions=decisions)
     notes = calibration.notes if calibration else ()
-    decisions += [decision("calibrate", NOTE, recipe.calibration.set, note) for note in notes]
+    where = tokens.public(recipe.calibration.set)
+    decisions += [decision("calibrate", NOTE, where, note) for note in notes]
     out = request.out or default_out(source.name, recipe.name, resume=request.resume)
     return Prepared(request, source, stream, layers, steps, calibration, scoring, out, decisions)
 
@@ -229,22 +232,29 @@ def _refuse(decisions: list[Decision]) -> None:
             where=first.where,
             value=f"{first.pass_}: {first.code}",
             rule=f"--strict allows no decision beyond the recipe; {first.reason} ({len(unasked)} in all)",
-            remedy="write it into the recipe (keep, overrides, settings), or leave --strict out",
+            remedy="write it into the recipe (keep, overrides, settings), or leave --strict out (--resume goes on)",
         )
 
 
 def _finished(bundle: Bundle, prepared: Prepared) -> Compiled:
     """A resume of what had been finished already."""
+    import torch
+
     manifest = bundle.manifest
-    asked = prepared.request.recipe.as_dict()
-    if manifest.recipe != asked or manifest.model.source.sha256 != prepared.source.sha256:
+    asked = tokens.without_paths(prepared.request.recipe.as_dict())
+    ids = prepared.calibration.sha256 if prepared.calibration else None
+    seen = manifest.calibration.ids_sha256 if manifest.calibration else None
+    made = (manifest.recipe, manifest.model.source.sha256, seen, manifest.threads, manifest.isa)
+    if made != (asked, prepared.source.sha256, ids, torch.get_num_threads(), machine.isa()):
         raise InputError(
             "out-exists",
             where=str(bundle.path),
-            value="a finished bundle of another model or recipe",
+            value="a finished bundle of another model, recipe, calibration or machine",
             rule="nothing is overwritten",
             remedy="choose another --out, or delete it",
         )
+    if prepared.request.strict:
+        _refuse(manifest.decisions)
     rows = [Row.model_validate(row) for row in bundle.measurements]
     seconds = {"quantize_cpu": None, "total": 0.0}
     return Compiled(bundle, rows, seconds, peak_bytes(), list(prepared.source.notes))
@@ -496,9 +506,7 @@ class _Compilation:
         )
         if items is not None:
             items.save(self.build.bundle / "items.safetensors")
-        if prepared.source.was:
-            flag = f"source-was-{prepared.source.was.replace(' ', '-').lower()}"
-            rows = [row.model_copy(update={"flags": [*row.flags, flag]}) for row in rows]
+        rows = score.flagged(rows, prepared.source.was)
         rows += size_rows(
             layers,
             files,
@@ -531,7 +539,7 @@ class _Compilation:
             content_sha256=subject,
             state=state,
             model=ModelEntry(name=source.name, kind=source.kind, source=origin),
-            recipe=recipe.as_dict(),
+            recipe=tokens.without_paths(recipe.as_dict()),
             target=prepared.request.target.as_dict(),
             calibration=calibration,
             seed=recipe.seed,

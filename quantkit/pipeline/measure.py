@@ -53,6 +53,7 @@ def measure_bundle(bundle: Bundle, baseline: str | None = None, progress: Progre
         settings={"dtype": "float32"},
         progress=lambda done: progress.at("score", done),
     )
+    rows = score.flagged(rows, manifest.model.source.was)
     rows += size_rows(
         manifest.layers,
         manifest.files,
@@ -61,10 +62,12 @@ def measure_bundle(bundle: Bundle, baseline: str | None = None, progress: Progre
         baseline_bytes=original.source.weights.total_bytes(),
     )
     path = bundle.path / MEASUREMENTS
-    names = {row.name for row in rows}
-    kept = [row for row in read_rows(path) if row.name not in names] if path.is_file() else []
+    # rows against another baseline stand beside each other
+    new = {(row.name, row.baseline.subject if row.baseline else None) for row in rows}
+    stored = read_rows(path) if path.is_file() else []
+    kept = [row for row in stored if (row.name, row.baseline.subject if row.baseline else None) not in new]
     bundle = bundle.put(MEASUREMENTS, "".join(f"{row.line()}\n" for row in [*kept, *rows]).encode())
-    if items is not None:
+    if items is not None and baseline is None:
         temporary = bundle.path.with_name(f".{bundle.path.name}.items")
         try:
             items.save(temporary)

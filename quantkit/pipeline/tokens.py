@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit import content
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.passes import decision
@@ -18,6 +20,17 @@ SCORED = 6000
 # scored on where a calibration set has nothing left to score
 _FALLBACK = "prose-en"
 _IDS = (".jsonl", ".json", ".parquet")
+
+
+def public(reference: str) -> str:
+    """A calibration set as a bundle may name it: a shipped name, or a file's name without its folder."""
+    return f"path:{Path(reference).name}" if content.is_path(reference) else reference
+
+
+def without_paths(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe as a bundle may hold it: no path of the machine it was made on."""
+    calibration = {**recipe["calibration"], "set": public(recipe["calibration"]["set"])}
+    return {**recipe, "calibration": calibration}
 
 
 def sequence_length(recipe: Recipe, source: Source, decisions: list[Decision]) -> int:
@@ -77,7 +90,7 @@ def load(
             rule=f"accuracy is scored on at least {SCORED} positions that did not calibrate",
             remedy="give a longer set, or one with an eval split, or a model folder with a tokenizer",
         )
-    decisions.append(decision("score", "scored-elsewhere", choice.set, problem, choice.set, _FALLBACK))
+    decisions.append(decision("score", "scored-elsewhere", public(choice.set), problem, public(choice.set), _FALLBACK))
     return calibration, load_tokens(_FALLBACK, "eval", samples=samples, seed=recipe.seed, **common)
 
 

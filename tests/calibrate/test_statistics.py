@@ -56,7 +56,6 @@ def test_sums_are_what_they_say(name: str, chunk: int) -> None:
         assert seen[group].tokens == x.shape[0] == 60
         assert seen[group].hessian.dtype == torch.float32
         assert relative(seen[group].hessian, x.T @ x / x.shape[0]) < 1e-6
-        assert relative(seen[group].mean_abs, x.abs().mean(0)) < 1e-6
     # the block's output came along
     assert found.outputs is not None
     assert relative(found.outputs, found.calls.run_all(found.module, 0, found.hidden)) < 1e-6
@@ -105,7 +104,6 @@ def test_the_same_bits_twice(chunk: int) -> None:
     first, second = collected(stats("llama", chunk)), collected(stats("llama", chunk))
     for group, seen in first.items():
         assert torch.equal(seen.hessian, second[group].hessian)
-        assert torch.equal(seen.mean_abs, second[group].mean_abs)
 
 
 def test_the_number_of_threads_changes_no_sum() -> None:
@@ -143,7 +141,6 @@ def test_half_precision_inputs_are_summed_in_float32(chunk: int) -> None:
     seen = collected(Stats(module, (SharedInput(("0",), 8),), calls, 0, x))["0"]
     rows = x.reshape(-1, 8).double()
     assert relative(seen.hessian, rows.T @ rows / rows.shape[0]) < 1e-6
-    assert relative(seen.mean_abs, rows.abs().mean(0)) < 1e-6
 
 
 class Sometimes(nn.Module):

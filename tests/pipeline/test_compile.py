@@ -91,7 +91,9 @@ def test_the_float_recipe_carries_the_source_over_exactly(llama: Path, tmp_path:
     rows = {row["name"]: row["value"] for row in bundle.measurements}
     assert rows["accuracy.kl"] == pytest.approx(0.0, abs=1e-9)
     assert rows["accuracy.top1_agreement"] == 1.0
-    assert (bundle.model_folder / "model.safetensors").read_bytes()[8:] == (llama / "model.safetensors").read_bytes()[8:]
+    assert (bundle.model_folder / "model.safetensors").read_bytes()[8:] == (llama / "model.safetensors").read_bytes()[
+        8:
+    ]
 
 
 def test_a_bfloat16_source_gets_bfloat16_scales_and_says_so(
@@ -193,7 +195,9 @@ def test_a_transform_of_scope_model_is_exact_and_exported(
 
         def block(self, index: int, block: torch.nn.Module) -> None:
             for name, parameter in block.named_parameters():
-                reads = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight"))
+                reads = name.endswith(
+                    ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
+                )
                 writes = name.endswith(("o_proj.weight", "down_proj.weight", "layernorm.weight"))
                 if reads:
                     parameter.data = parameter.data[:, self.order].contiguous()
@@ -237,3 +241,42 @@ def test_the_manifest_tells_where_everything_came_from(llama: Path, tmp_path: Pa
     }
     for layer in manifest["layers"]:
         assert layer["bits_per_weight"] == pytest.approx(4 + 20 / 32)
+
+
+def test_what_does_not_fit_into_one_forward_goes_in_chunks_and_large_states_to_disk(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed = recipe({"gptq": {"shrink": 0.25}})
+    whole = run(llama, fixed, tmp_path / "whole")
+    monkeypatch.setattr("quantkit.pipeline.work.ACTIVATION_BYTES", 1)
+    chunked = run(llama, fixed, tmp_path / "chunked")
+    monkeypatch.setattr("quantkit.model.stream.ON_DISK", 1)
+    on_disk = run(llama, fixed, tmp_path / "disk")
+    assert on_disk.manifest.content_sha256 == chunked.manifest.content_sha256
+    rows = [{row["name"]: row["value"] for row in bundle.measurements} for bundle in (whole, chunked)]
+    assert rows[1]["accuracy.kl"] == pytest.approx(rows[0]["accuracy.kl"], rel=0.02)
+    assert not list((tmp_path / "cache").glob("hidden-*")), "nothing is left of the file"
+
+
+def test_a_bundle_holds_no_path_of_the_machine(llama: Path, tmp_path: Path) -> None:
+    text = tmp_path / "my.txt"
+    text.write_text("What a fine morning it was, and how little anybody made of it. " * 300)
+    out = tmp_path / "out"
+    bundle = compile_model(Request.of(str(llama), recipe=recipe("gptq"), calibration=text, out=out)).bundle
+    assert bundle.manifest.recipe["calibration"]["set"] == "path:my.txt"
+    for path in out.rglob("*"):
+        if path.is_file():
+            assert str(tmp_path).encode() not in path.read_bytes(), path
+
+
+def test_wrong_weights_in_the_last_block_are_found_before_the_first(
+    tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
+    folder = tmp_path / "m.odel"
+    model = zoo.tiny("llama", vocab_size=len(byte_tokenizer))
+    with torch.no_grad():
+        model.get_parameter("model.layers.2.mlp.down_proj.weight")[3, 5] = float("nan")
+    model.save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
+    with pytest.raises(InputError, match="weights-nonfinite"):
+        prepare(Request.of(str(folder), recipe=recipe("gptq"), out=tmp_path / "out"))

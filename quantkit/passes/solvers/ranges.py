@@ -40,9 +40,9 @@ class Search:
         refinements: how often scale and codes are fitted to each other after that.
     """
 
-    smallest: float = 0.65
-    steps: int = 7
-    refinements: int = 2
+    smallest: float = 0.7
+    steps: int = 5
+    refinements: int = 1
 
 
 def integer_format(scheme: WeightScheme) -> IntegerFormat:
