@@ -23,10 +23,13 @@ from quantkit.model.fold import Call, Fold
 from quantkit.model.stream import BlockStream, Calls
 from quantkit.model.structure import Structure
 from quantkit.passes import Pass, decision
+from quantkit.plan import machine
 from quantkit.recipe import WeightScheme
 
 # what one forward may take for activations; a run over more sequences goes in chunks
 ACTIVATION_BYTES = 768 * 2**20
+# blocks after which freed memory is given back; every time would cost a second a gigabyte
+_TRIM = 4
 # tensors of the widest activation alive at one time, roughly
 _ALIVE = 6
 
@@ -222,3 +225,5 @@ def work(
         if calls is not None:
             hidden = worked.hidden = stats.settled()
         yield worked
+        if index % _TRIM == _TRIM - 1:
+            machine.trim_heap()

@@ -5,6 +5,7 @@ Read from the operating system, nothing measured: `quantkit doctor` measures. Wh
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -154,6 +155,18 @@ def _cgroup_folders(root: Path) -> list[Path]:
         own = base / path.lstrip("/")
         folders += [own, *(parent for parent in own.parents if parent.is_relative_to(base))]
     return folders
+
+
+def trim_heap() -> None:
+    """Give memory that was freed back to the system, where the C library keeps it (glibc); else nothing.
+
+    Freed tensors leave holes in the heap that new ones do not quite fit, so that what is resident creeps up with the
+    number of blocks although what is needed does not.
+    """
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def packages() -> dict[str, str | None]:
