@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from quantkit.model.weights import Weights
 
+_FLOATS = ("F32", "F16", "BF16")
+
 
 @dataclass(frozen=True)
 class Names:
@@ -37,8 +39,8 @@ def match_names(weights: Weights, skeleton: PreTrainedModel) -> Names:
     """Assigns a tensor of the files to every parameter and persistent buffer.
 
     Raises:
-        InputError: `weights-missing`, `weights-shape`, `weights-unexpected`, `weights-ambiguous`, `weights-tied`,
-            `architecture-unsupported` (experts that transformers merges while loading).
+        InputError: `weights-missing`, `weights-shape`, `weights-dtype`, `weights-unexpected`, `weights-ambiguous`,
+            `weights-tied`, `architecture-unsupported` (experts that transformers merges while loading).
     """
     wanted = skeleton.state_dict(keep_vars=True)
     stored = _renamed(weights, skeleton, wanted)
@@ -115,6 +117,15 @@ def _check_shape(name: str, tensor: Tensor, file: str, weights: Weights) -> None
             value=f"shape {list(entry.shape)}",
             rule=f"config.json makes {name} {list(tensor.shape)}",
             remedy="check config.json against the weights",
+        )
+    if tensor.is_floating_point() and entry.dtype not in _FLOATS:
+        # the header can claim any dtype of the right size; integers would be cast to weights without a word
+        raise InputError(
+            "weights-dtype",
+            where=f"{entry.shard}: {file}",
+            value=f"stored as {entry.dtype}",
+            rule="weights are stored in float32, float16 or bfloat16",
+            remedy="convert the checkpoint to one of them, or download it again",
         )
 
 

@@ -202,6 +202,15 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     assert error.code == "weights-missing" and error.where == gone and "1 of" in error.value
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64, torch.float8_e4m3fn])
+def test_weights_of_a_dtype_that_weights_do_not_have(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    odd = "model.layers.1.mlp.up_proj.weight"
+    edit_weights(folder, lambda tensors: {**tensors, odd: tensors[odd].to(dtype)})
+    error = refused(folder)
+    assert error.code == "weights-dtype" and odd in error.where and "bfloat16" in error.rule
+
+
 def test_a_shape_other_than_the_configs(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model")
     edit_config(folder, intermediate_size=128)
