@@ -162,7 +162,7 @@ def _records(records: Iterable[tuple[str, Any]], where: str) -> Texts | Ids:
             rows.append(_id_list(value["input_ids"], place))
             places.append(place)
         elif isinstance(value, dict) and isinstance(value.get("text"), str):
-            texts.append(value["text"])
+            texts.append(_whole(value["text"], place))
         else:
             raise _no_fields(value, place)
         if texts and rows:
@@ -180,6 +180,14 @@ def _records(records: Iterable[tuple[str, Any]], where: str) -> Texts | Ids:
     if not documents:
         raise _empty(where)
     return Texts(documents)
+
+
+def _whole(text: str, place: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which no tokenizer takes
+        raise _not_text(place, f"half a character, \\u{ord(text[error.start]):04x}, at {error.start}") from None
+    return text
 
 
 def _id_list(value: Any, place: str) -> list[int]:

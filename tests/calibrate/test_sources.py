@@ -112,3 +112,10 @@ def test_dataset_folder(tmp_path):
     with pytest.raises(InputError) as caught:
         read_dataset(tmp_path / "plain", "calib", where="plain")
     assert caught.value.code == "calibration-unreadable"
+
+
+def test_half_a_surrogate_pair_is_no_text():
+    with pytest.raises(InputError, match=r"a\.jsonl:2.*ud800, at 1") as caught:
+        parse(b'{"text": "a"}\n{"text": "b\\ud800"}\n', suffix=".jsonl", where="a.jsonl")
+    assert caught.value.code == "calibration-not-text"
+    assert parse(b'{"text": "\\ud83d\\ude00"}', suffix=".jsonl", where="a") == Texts(("\U0001f600",))
