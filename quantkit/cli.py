@@ -50,6 +50,8 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+_INTERRUPTED = 130  # what typer makes of an interrupt while it parses
+
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -333,6 +335,10 @@ def _root(
 
 def main() -> None:
     """The entry point of the command `quantkit`."""
+    # first of all: torch and transformers take seconds to import, in which a signal must already stop safely
+    signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell's background jobs ignore it
+        signal.signal(signal.SIGINT, _interrupt)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not sys.warnoptions:
@@ -341,7 +347,6 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             # a terminal without ✓ or × gets a question mark, not an error
             stream.reconfigure(errors="replace")
-    signal.signal(signal.SIGTERM, _interrupt)
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()
@@ -363,11 +368,13 @@ def run(arguments: Sequence[str]) -> int:
     answer = Answer(None)
     try:
         parsed = typer.main.get_command(app).main(list(arguments), prog_name="quantkit", standalone_mode=False)
+        if parsed == _INTERRUPTED:
+            raise KeyboardInterrupt
         if not callable(parsed):
             return int(parsed or 0)
         with redirect_stdout(sys.stderr):
             answer = parsed()
-    except (Exception, KeyboardInterrupt) as problem:
+    except (Exception, KeyboardInterrupt, SystemExit) as problem:
         answer.error = _as_error(problem, name)
         if answer.error.code == "internal-error" and os.environ.get("QUANTKIT_TRACEBACK"):
             traceback.print_exc()
@@ -412,7 +419,8 @@ def _as_error(problem: BaseException, name: str) -> QuantkitError:
     if hasattr(problem, "format_message"):  # wrong use, as typer finds it; which class it is depends on its version
         message = str(problem.format_message()).rstrip(".")
         return InputError("usage", where=where, value=message, remedy=f"see `{where} --help`")
-    if isinstance(problem, KeyboardInterrupt | typer.Abort):
+    interrupted = isinstance(problem, SystemExit) and problem.code == _INTERRUPTED
+    if interrupted or isinstance(problem, KeyboardInterrupt | typer.Abort):
         return Stopped("interrupted", where=where, value="nothing is left half-written")
     if isinstance(problem, ImportError) and (package := (problem.name or "").split(".")[0]) in _OPTIONAL:
         return MissingDependency(package, extra="compile", purpose=f"`{where}`")

@@ -303,6 +303,19 @@ def test_no_traceback_whatever_happens(
     assert ("Traceback" in quantkit("list").err) == (code == "internal-error")
 
 
+@pytest.mark.parametrize("problem", [KeyboardInterrupt(), SystemExit(130)], ids=lambda problem: type(problem).__name__)
+def test_an_interrupt_while_parsing_is_a_safe_stop(
+    problem: BaseException, quantkit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> object:
+        raise problem
+
+    monkeypatch.setattr("typer.core.TyperGroup.invoke", fail)
+    ran = quantkit("list", "--json")
+    assert ran.code == 75
+    assert ran.envelope["error"]["code"] == "interrupted"
+
+
 def test_a_reader_that_has_enough_is_no_error() -> None:
     command = f"{sys.executable} -m quantkit list --json | head -c 1 > /dev/null; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
