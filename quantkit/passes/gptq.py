@@ -45,7 +45,7 @@ class Gptq:
             range: how the range of a group is chosen: `minmax`, `mse`, or `hessian` (squared error weighted by the
                 Hessian's diagonal).
             sweeps: rounds of coordinate descent over the codes afterwards.
-            refit: fit the scales to the codes between sweeps.
+            refit: fit the scales to the codes between sweeps; done for groups up to 64.
         """
 
         damping: float = Field(default=0.01, ge=0)

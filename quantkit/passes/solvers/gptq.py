@@ -194,7 +194,7 @@ def gptq_shared(
         act_order: choose columns in order of falling diagonal of the Hessian.
         range: how each group's grid is placed: `minmax`, `mse` (searched) or `hessian` (searched, weighted by diag H).
         sweeps: rounds of coordinate descent on the codes afterwards.
-        refit: also refit the scales in these rounds.
+        refit: also refit the scales in these rounds; of groups up to 64, whose columns are visited together.
 
     Returns:
         One result a weight, in their order.
@@ -345,9 +345,11 @@ def _descend(
     pull = (hessian / hessian.diagonal()).contiguous()  # pull[i, j] = H_ij / H_jj
     lowest, highest = _bounds(form, zero, scale.shape[0])
     free = torch.empty(target.shape[1])
+    # a block has one scale, so it never reaches over the end of a group
+    length = max(size for size in range(1, 65) if group % size == 0)
     for _ in range(sweeps):
-        for start in range(0, columns, min(group, 64)):
-            stop = min(start + min(group, 64), columns)
+        for start in range(0, columns, length):
+            stop = start + length
             place = start // group
             block, local = slice(start, stop), gradient[start:stop]
             before = delta[block].clone()

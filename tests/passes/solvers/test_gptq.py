@@ -211,3 +211,19 @@ def test_sweeps_lower_the_cost_and_say_what_it_is(choice):
     assert errors[2] <= errors[1] * (1 + 1e-6) <= errors[0] * (1 + 2e-6)
     if choice.granularity == "group":
         assert errors[3] < errors[2]
+
+
+@pytest.mark.parametrize("group", [80, 96, 160, 480])
+def test_sweeps_never_mix_the_scales_of_two_groups(group: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(24, 480, generator=generator)
+    inputs = torch.randn(600, 480, generator=generator) @ torch.randn(480, 480, generator=generator) * 0.05
+    scheme = WeightScheme(format="int4", granularity="group", group=group, symmetric=False)
+    solved = factor(inputs.T @ inputs, shrink=0.3)
+    results = [gptq(weight, solved, scheme, sweeps=sweeps) for sweeps in (0, 2)]
+    true = []
+    for result in results:
+        error = (INT4.dequantize(result.tensor) - weight).double()
+        true.append(float((error @ solved.hessian.double() * error).sum()))
+        assert result.error == pytest.approx(true[-1], rel=1e-3), "what it says is what it is"
+    assert true[1] <= true[0] * 1.001, "sweeps do no harm"
