@@ -48,6 +48,17 @@ def recipe(request: dict[str, Any]) -> tuple[Any, str]:
     return [AWQModifier(), QuantizationModifier(**common)], patched
 
 
+def expand_at_load(config: Path) -> None:
+    """Ask loaders to expand the weights while they load them.
+
+    Kept packed, asymmetric checkpoints of compressed-tensors 0.19 do not load with transformers 5.23 and
+    compressed-tensors 0.20 (the packed zero points are taken for mismatched shapes). The numbers are the same.
+    """
+    content = json.loads(config.read_text())
+    content["quantization_config"]["dequantize"] = True
+    config.write_text(json.dumps(content, indent=2))
+
+
 def main(request: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(request["threads"])
     lines = Path(request["ids"]).read_text().splitlines()[: request["samples"]]
@@ -68,11 +79,13 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     )
     quantized = time.process_time() - cpu
     model.save_pretrained(request["out"], save_compressed=True)
+    spent, lasted = time.process_time() - cpu, time.perf_counter() - wall
+    expand_at_load(Path(request["out"]) / "config.json")
     names = ("llmcompressor", "compressed-tensors", "transformers", "torch")
     return {
-        "cpu_seconds": time.process_time() - cpu,
+        "cpu_seconds": spent,
         "cpu_seconds_quantize": quantized,
-        "wall_seconds": time.perf_counter() - wall,
+        "wall_seconds": lasted,
         "versions": {name: importlib.metadata.version(name) for name in names},
         "patched": patched,
     }
