@@ -17,7 +17,7 @@ from quantkit.target import Target
 
 def recipe(**changes: Any) -> Recipe:
     data = {"summary": "", "scheme": {"weights": {"format": "int4", "symmetric": False}}, "passes": ["rtn"], **changes}
-    return Recipe.from_dict(data, name="mine")
+    return Recipe.from_dict(data, name="own")
 
 
 def refused(**options: Any) -> InputError:
