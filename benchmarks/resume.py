@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import tempfile
 import time
@@ -104,7 +105,10 @@ class Trials:
         """One interrupted compile, carried through to its end."""
         dice = random.Random(f"{seed}-{number}")
         out = self.place / f"trial-{number}"
-        strikes = [self.strike(out, dice, before, after, resume=False)]
+        while (first := self.strike(out, dice, before, after, resume=False))["status"] >= 0:
+            # it ended before it was struck: nothing was tried
+            shutil.rmtree(out)
+        strikes = [first]
         while strikes[-1]["status"] < 0 and not out.exists() and dice.random() < AGAIN:
             strikes.append(self.strike(out, dice, before, after, resume=True))
         done = run(quantkit("compile", *self.command, "--out", out, "--resume", "--json"), env=self.env)
