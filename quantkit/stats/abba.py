@@ -1,0 +1,237 @@
+"""Two things timed so that a noisy machine harms both alike, and how sure one can be of their ratio.
+
+A block visits the sides in a random order and then in the reverse of it: A B B A or B A A B. A drift that is linear
+over a block adds the same to both sides and leaves their ratio alone (ABBA counterbalancing). Steps that follow each
+other are alike, so what is drawn again in the bootstrap is whole blocks, and of long runs groups of neighbouring
+blocks, both sides together:
+
+    ratio       median(baseline) / median(subject), above 1 where the subject is faster; the same of 99th percentiles
+    interval    percentiles of the ratio over resampled blocks, at the level that Student's t with G − 1 degrees asks
+                for (Hesterberg 2015, section 5.3: plain percentiles are too narrow for few groups)
+    a median    in seconds carries what the ratio is spared: the drift of the machine. Its interval is that of batch
+                means, Student's t over the medians of 8 long stretches (Law, Simulation Modeling and Analysis, 9.5.3)
+    A/A spread  of one side's two visits in each block, one goes to a first and one to a second pile by the toss of a
+                coin; the piles are two measurements of one thing. The spread is the difference of their medians, as a
+                share, that 95 of 100 tosses stay below: the larger of the two sides'.
+
+Sources: Hesterberg, What Teachers Should Know About the Bootstrap, The American Statistician 69 (2015); Kuensch,
+Annals of Statistics 17 (1989), for resampling blocks.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import MissingDependency
+from quantkit.stats.clustered import student
+
+Array = NDArray[Any]
+Interval = tuple[float, float]
+Step = Callable[[], object]
+Clock = Callable[[], float]
+
+QUANTILES = (0.5, 0.9, 0.99)
+# fewer steps than this, and the 99th percentile is the largest of them
+P99_FROM = 100
+# a ratio's interval this much wider than a point, or an A/A spread of this share, is called noisy
+_NOISY = 0.1
+_GROUPS = 20
+_STRETCHES = 8
+_TOSSES = 400
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """A subject and its baseline, from steps that were interleaved. Times in seconds.
+
+    Args:
+        quantiles: `p50`, `p90`, `p99` of the subject's steps.
+        baseline: the same of the baseline's.
+        ci95: of the subject's median.
+        baseline_ci95: of the baseline's median.
+        ratio: how many times as fast the subject is at the median.
+        ratio_ci95: of that.
+        p99_ratio: the same at the 99th percentile.
+        p99_ratio_ci95: of that.
+        aa_spread: what two measurements of one side differ by, as a share.
+        n: steps of each side.
+        draws: `[resamples]` the ratio in each resample, for what is computed from several comparisons.
+        flags: `p99-from-few`, `interval-spans-1`, `aa-exceeds-effect`, `noisy`.
+    """
+
+    quantiles: dict[str, float]
+    baseline: dict[str, float]
+    ci95: Interval
+    baseline_ci95: Interval
+    ratio: float
+    ratio_ci95: Interval
+    p99_ratio: float
+    p99_ratio_ci95: Interval
+    aa_spread: float
+    n: int
+    draws: Array
+    flags: tuple[str, ...]
+
+
+def interleave(
+    sides: Sequence[Step],
+    *,
+    blocks: tuple[int, int],
+    seconds: float,
+    generator: np.random.Generator,
+    burst: int = 1,
+    settle: int = 0,
+    clock: Clock = time.perf_counter,
+) -> list[Array]:
+    """Time the sides in randomised ABBA blocks: the fewest that are asked for, then more while there is time.
+
+    Args:
+        sides: what to time; two of them give ABBA, a third is visited in the same palindrome (ABCCBA).
+        blocks: the fewest and the most.
+        seconds: after which no further block begins.
+        generator: draws the order of each block.
+        burst: timed steps a visit.
+        settle: steps a visit that are not counted: caches and threads still belong to the other side.
+        clock: seconds, rising.
+
+    Returns:
+        For each side an array [blocks, 2, burst] of seconds, in the order in which they were taken.
+    """
+    times: list[list[list[list[float]]]] = [[] for _ in sides]
+    with _no_collection():
+        start = clock()
+        while len(times[0]) < blocks[0] or (len(times[0]) < blocks[1] and clock() - start < seconds):
+            order = generator.permutation(len(sides))
+            visits: list[list[list[float]]] = [[] for _ in sides]
+            for which in (*order, *order[::-1]):
+                for _ in range(settle):
+                    sides[which]()
+                visits[which].append([_timed(sides[which], clock) for _ in range(burst)])
+            for taken, block in zip(times, visits, strict=True):
+                taken.append(block)
+    return [np.array(taken) for taken in times]
+
+
+def compare(subject: Array, baseline: Array, *, resamples: int = 1999, seed: int = 0) -> Comparison:
+    """What interleaved times [blocks, 2, burst] of two sides say, each interval at 95 %.
+
+    Raises:
+        ValueError: different shapes, fewer than two blocks, a time that is not positive.
+        MissingDependency: scipy is not installed.
+    """
+    subject, baseline = np.asarray(subject, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
+    if subject.shape != baseline.shape or subject.ndim != 3 or subject.shape[1] != 2:
+        raise ValueError(f"two sides of [blocks, 2, burst], got {subject.shape} and {baseline.shape}")
+    if subject.shape[0] < 2 or not (np.all(subject > 0) and np.all(baseline > 0)):
+        raise ValueError("a comparison needs two blocks and times above zero")
+    generator = np.random.default_rng(seed)
+    point, draws, (p50, p99) = _resampled(subject, baseline, resamples, generator)
+    spread = max(aa_spread(side, generator) for side in (subject, baseline))
+    flags = {
+        "p99-from-few": subject.size < P99_FROM,
+        "interval-spans-1": p50[0] <= 1 <= p50[1],
+        "aa-exceeds-effect": spread >= abs(np.expm1(abs(np.log(point[0])))),
+        "noisy": p50[1] / p50[0] - 1 > _NOISY or spread > _NOISY,
+    }
+    return Comparison(
+        quantiles=_quantiles(subject),
+        baseline=_quantiles(baseline),
+        ci95=median_interval(subject),
+        baseline_ci95=median_interval(baseline),
+        ratio=point[0],
+        ratio_ci95=p50,
+        p99_ratio=point[1],
+        p99_ratio_ci95=p99,
+        aa_spread=spread,
+        n=subject.size,
+        draws=draws,
+        flags=tuple(flag for flag, holds in flags.items() if holds),
+    )
+
+
+def aa_spread(times: Array, generator: np.random.Generator) -> float:
+    """What two measurements of one side, [blocks, 2, burst], differ by as a share, in all but 5 of 100 splits."""
+    coins = generator.integers(0, 2, (_TOSSES, times.shape[0]))
+    each = np.arange(times.shape[0])
+    first, second = (np.median(times[each, side].reshape(_TOSSES, -1), axis=1) for side in (coins, 1 - coins))
+    return float(np.expm1(np.quantile(np.abs(np.log(first / second)), 0.95)))
+
+
+def median_interval(times: Array) -> Interval:
+    """The 95 % interval of the median of consecutive times [blocks, ...], drift of the machine included.
+
+    Student's t over the logarithms of the medians of 8 stretches (of each block, where there are fewer).
+    """
+    parts = np.array_split(times, min(_STRETCHES, times.shape[0]))
+    middles = np.log([np.median(part) for part in parts])
+    reach = student(0.95, len(parts) - 1) * float(np.std(middles, ddof=1)) / len(parts) ** 0.5
+    middle = float(np.median(times))
+    return middle * float(np.exp(-reach)), middle * float(np.exp(reach))
+
+
+def _resampled(
+    subject: Array, baseline: Array, resamples: int, generator: np.random.Generator
+) -> tuple[list[float], Array, tuple[Interval, Interval]]:
+    """(both ratios, draws of the first [resamples], both intervals)."""
+    try:
+        from scipy import stats
+        from scipy.special import ndtr
+    except ImportError:
+        raise MissingDependency("scipy", extra="onnx", purpose="a bootstrap interval") from None
+    size = max(1, subject.shape[0] // _GROUPS)
+    groups = subject.shape[0] // size
+    # the odd blocks at the start belong to no group; they are the least settled ones
+    above, below = (side[-groups * size :].reshape(groups, -1) for side in (baseline, subject))
+
+    def ratios(index: Array, axis: int = -1) -> Array:
+        drawn = [side[index].reshape(*index.shape[:-1], -1) for side in (above, below)]
+        high, low = (np.quantile(side, (0.5, 0.99), axis=axis) for side in drawn)
+        result: Array = high / low
+        return result
+
+    reach = student(0.95, groups - 1) * (groups / (groups - 1)) ** 0.5
+    found = stats.bootstrap(
+        (np.arange(groups),),
+        ratios,
+        vectorized=True,
+        confidence_level=1 - 2 * float(ndtr(-reach)),
+        n_resamples=resamples,
+        method="percentile",
+        rng=generator,
+        batch=200,
+    )
+    low, high = found.confidence_interval
+    point = [_quantiles(baseline)[q] / _quantiles(subject)[q] for q in ("p50", "p99")]
+    intervals = [(float(min(low[i], point[i])), float(max(high[i], point[i]))) for i in (0, 1)]
+    return point, found.bootstrap_distribution[0], (intervals[0], intervals[1])
+
+
+def _quantiles(times: Array) -> dict[str, float]:
+    return {f"p{100 * q:.0f}": float(x) for q, x in zip(QUANTILES, np.quantile(times, QUANTILES), strict=True)}
+
+
+def _timed(step: Step, clock: Clock) -> float:
+    begin = clock()
+    step()
+    return clock() - begin
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's garbage collector may stop one side's step for long; as `timeit` does, it waits."""
+    was = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

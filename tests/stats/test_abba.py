@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quantkit.stats.abba import aa_spread, compare, interleave, median_interval
+
+BURST = 2
+
+
+def machine(blocks, seed, *, speedup=1.0, drift=0.95, spikes=0.03):
+    """(subject, baseline) as a shared machine would give them: a drift that both see, jitter, now and then a spike."""
+    rng = np.random.default_rng(seed)
+    n = blocks * 4 * BURST
+    slow = np.empty(n)
+    slow[0] = rng.normal()
+    for i, step in enumerate(rng.normal(size=n - 1) * np.sqrt(1 - drift**2)):
+        slow[i + 1] = drift * slow[i] + step
+    times = np.exp(0.05 * slow + 0.02 * np.abs(rng.normal(size=n)))
+    times *= np.where(rng.random(n) < spikes, 1 + rng.exponential(0.5, size=n), 1)
+    times = times.reshape(blocks, 4, BURST)
+    swap = (rng.random(blocks) < 0.5)[:, None, None]
+    outer, inner = times[:, [0, 3]], times[:, [1, 2]]
+    return np.where(swap, outer, inner) / speedup, np.where(swap, inner, outer)
+
+
+class FakeClock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def step(self, name, seconds, log):
+        def run():
+            log.append(name)
+            self.now += seconds
+
+        return run
+
+
+def test_blocks_are_palindromes_in_random_order():
+    clock, log = FakeClock(), []
+    a, b = interleave(
+        [clock.step("A", 1.0, log), clock.step("B", 2.0, log)],
+        blocks=(40, 40),
+        seconds=0,
+        generator=np.random.default_rng(0),
+        clock=clock,
+    )
+    blocks = ["".join(log[i : i + 4]) for i in range(0, len(log), 4)]
+    assert set(blocks) == {"ABBA", "BAAB"}
+    assert 10 <= blocks.count("ABBA") <= 30
+    assert a.shape == b.shape == (40, 2, 1)
+    assert np.all(a == 1.0)
+    assert np.all(b == 2.0)
+
+
+def test_a_third_side_is_visited_the_same_way():
+    clock, log = FakeClock(), []
+    sides = [clock.step(name, 1.0, log) for name in "ABC"]
+    interleave(sides, blocks=(3, 3), seconds=0, generator=np.random.default_rng(0), clock=clock)
+    for i in range(0, 18, 6):
+        assert log[i : i + 6] == log[i : i + 6][::-1]
+
+
+def test_steps_that_settle_are_not_counted():
+    clock, log = FakeClock(), []
+    found = interleave(
+        [clock.step("A", 1.0, log), clock.step("B", 1.0, log)],
+        blocks=(2, 2),
+        seconds=0,
+        generator=np.random.default_rng(0),
+        burst=3,
+        settle=1,
+        clock=clock,
+    )
+    assert found[0].shape == (2, 2, 3)
+    assert len(log) == 2 * 4 * (3 + 1)
+
+
+@pytest.mark.parametrize(("seconds", "blocks"), [(0.0, 5), (30.0, 8), (1e9, 20)])
+def test_time_that_is_left_is_used(seconds, blocks):
+    clock, log = FakeClock(), []
+    sides = [clock.step("A", 1.0, log), clock.step("B", 1.0, log)]
+    a, _ = interleave(sides, blocks=(5, 20), seconds=seconds, generator=np.random.default_rng(0), clock=clock)
+    assert len(a) == blocks
+
+
+def test_linear_drift_leaves_the_ratio_alone():
+    # the machine slows down by a factor of three; every block sees a straight piece of that
+    at = np.arange(4 * 60).reshape(60, 4)
+    times = 1 + 2 * at / at.size
+    swap = (np.arange(60) % 2 == 0)[:, None]
+    outer, inner = times[:, [0, 3]], times[:, [1, 2]]
+    a, b = np.where(swap, outer, inner)[..., None], np.where(swap, inner, outer)[..., None]
+    found = compare(a, b)
+    assert found.ratio == pytest.approx(1.0, abs=0.01)
+    assert found.ratio_ci95[1] - found.ratio_ci95[0] < 0.03
+    # while the time itself is anything but sure
+    assert found.ci95[1] / found.ci95[0] > 1.3
+
+
+@pytest.mark.parametrize("blocks", [6, 15, 60])
+def test_the_interval_holds_the_true_ratio_and_equal_sides_seldom_alarm(blocks):
+    held = alarms = 0
+    for seed in range(80):
+        held += _holds(compare(*machine(blocks, seed, speedup=1.2), resamples=299), 1.2)
+        alarms += not _holds(compare(*machine(blocks, seed + 1000), resamples=299), 1.0)
+    assert held >= 72
+    assert alarms <= 8
+
+
+def _holds(found, ratio):
+    return found.ratio_ci95[0] <= ratio <= found.ratio_ci95[1]
+
+
+def test_the_median_carries_the_drift():
+    # consecutive steps are alike over 20 of them: an interval that took them for independent would hold a third
+    true = float(np.median(np.concatenate([machine(4000, seed)[0].ravel() for seed in range(3)])))
+    held = naive = 0
+    for seed in range(80):
+        times = machine(60, seed)[0]
+        low, high = median_interval(times)
+        held += low <= true <= high
+        ordered = np.sort(times.ravel())
+        reach = int(0.98 * ordered.size**0.5)
+        naive += ordered[ordered.size // 2 - reach] <= true <= ordered[ordered.size // 2 + reach]
+    assert held >= 66
+    assert naive < held - 15
+
+
+def test_swapped_sides_give_the_inverse():
+    a, b = machine(30, 0, speedup=1.5)
+    there, back = compare(a, b), compare(b, a)
+    assert there.ratio == pytest.approx(1 / back.ratio)
+    assert there.p99_ratio == pytest.approx(1 / back.p99_ratio)
+    assert there.quantiles == back.baseline
+    assert there.ratio_ci95[0] == pytest.approx(1 / back.ratio_ci95[1], rel=0.01)
+
+
+def test_aa_spread_is_what_two_piles_differ_by():
+    rng = np.random.default_rng(0)
+    times = np.exp(0.1 * rng.normal(size=(50, 2, 1)))
+    # the log median of 50 normal values has the standard error 1.253 sigma / sqrt(50); two of them, at 95 %
+    expected = 1.96 * 2**0.5 * 1.253 * 0.1 / 50**0.5
+    spreads = [aa_spread(np.exp(0.1 * rng.normal(size=(50, 2, 1))), rng) for _ in range(30)]
+    assert float(np.mean(spreads)) == pytest.approx(expected, rel=0.25)
+    assert aa_spread(np.ones_like(times), rng) == 0.0
+
+
+def test_flags_say_what_noise_swamps():
+    few = compare(*machine(15, 0))
+    assert "p99-from-few" in few.flags
+    assert "interval-spans-1" in few.flags
+    assert "aa-exceeds-effect" in few.flags
+    clear = compare(*machine(60, 0, speedup=2.0, spikes=0.0))
+    assert clear.flags == ()
+    assert clear.n == 240
+    rng = np.random.default_rng(0)
+    wild = compare(*np.exp(rng.normal(size=(2, 15, 2, 1))))
+    assert "noisy" in wild.flags
+
+
+def test_identical_steps_have_no_width():
+    found = compare(np.full((5, 2, 1), 1.0), np.full((5, 2, 1), 2.0))
+    assert found.ratio_ci95 == (2.0, 2.0)
+    assert found.p99_ratio_ci95 == (2.0, 2.0)
+    assert found.ci95 == (1.0, 1.0)
+    assert found.aa_spread == 0.0
+
+
+def test_a_seed_fixes_it():
+    sides = machine(15, 0)
+    assert compare(*sides, seed=1).ratio_ci95 == compare(*sides, seed=1).ratio_ci95
+    assert compare(*sides, seed=1).ratio_ci95 != compare(*sides, seed=2).ratio_ci95
+
+
+@pytest.mark.parametrize(
+    "sides",
+    [
+        (np.ones((5, 2, 1)), np.ones((4, 2, 1))),
+        (np.ones((5, 4)), np.ones((5, 4))),
+        (np.ones((1, 2, 1)), np.ones((1, 2, 1))),
+        (np.zeros((5, 2, 1)), np.ones((5, 2, 1))),
+    ],
+)
+def test_what_is_no_pair_of_sides_is_refused(sides):
+    with pytest.raises(ValueError, match="two"):
+        compare(*sides)
