@@ -16,11 +16,17 @@ from quantkit.report import words
 
 Figure = dict[str, Any]
 Interval = tuple[float, float]
+Form = Callable[[float], str]
 
 QUANTIZED, ORIGINAL = "quantized", "original"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 88, 14, 44
 # lines of text further apart than this do not overlap
 _LINE = 15.0
+# of labels that lie on grid lines
+_OPAQUE = {"bgcolor": "var(--surface)", "borderpad": 1}
+_STEPS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 6, 8), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9))
+# a logarithmic axis never shows less than this, or noise would look like a result
+_LEAST_SPAN = 2.0
 
 
 @dataclass(frozen=True)
@@ -112,24 +118,38 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 
 def moment(seconds: float) -> str:
-    """A short time: `moment(0.0113)` is `11.3 ms`."""
+    """A short time, held together by its space: `moment(0.0113)` is `11.3 ms`."""
     factor, unit = time_unit(abs(seconds))
-    return f"{words.figure(seconds * factor, 3)} {unit}"
+    return f"{words.figure(seconds * factor, 3)}\u00a0{unit}"
 
 
-def log_axis(title: str, values: Sequence[float], *, form: Callable[[float], str] | None = None) -> Axis:
-    """A logarithmic axis that holds all positive values, labelled at 1, 2, 5, 10, ..."""
-    low, high = (min(values), max(values)) if values else (1.0, 1.0)
-    low, high = low / 1.15, high * 1.15
-    found: list[float] = []
-    for steps in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        found = [step * 10.0**power for power in powers for step in steps]
-        found = [value for value in found if low <= value <= high]
-        if len(found) >= 3:
+def log_axis(title: str, values: Sequence[float], *, form: Form | None = None) -> Axis:
+    """A logarithmic axis that holds all (positive) values, with three to eight round labels."""
+    low, high = min(values) / 1.12, max(values) * 1.12
+    if high / low < _LEAST_SPAN:
+        middle = math.sqrt(high * low)
+        low, high = middle / math.sqrt(_LEAST_SPAN), middle * math.sqrt(_LEAST_SPAN)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks: list[float] = []
+    for steps in _STEPS:
+        ticks = [round(step * 10.0**power, 12 - power) for power in powers for step in steps]
+        ticks = [value for value in ticks if low <= value <= high]
+        if len(ticks) > 2:
             break
-    make = form or (lambda value: f"{value:,g}")
-    return Axis(title, found, [make(value) for value in found], (low, high))
+    return Axis(title, ticks, [(form or _plain_number)(value) for value in ticks], (low, high))
+
+
+def straight_axis(title: str, values: Sequence[float], *, form: Form | None = None) -> Axis:
+    """A linear axis that holds all values, with three to six round labels."""
+    low, high = min(values), max(values)
+    span = (high - low) or abs(high) or 1.0
+    power = 10.0 ** math.floor(math.log10(span))
+    step = next(step * power for step in (0.2, 0.5, 1.0, 2.0) if span / (step * power) <= 5)
+    first, last = math.ceil(low / step - 1e-9), math.floor((high + span * 0.06) / step)
+    ticks = [round(step * i, 12) for i in range(first, last + 1)]
+    # room at the ends, but none beyond a natural zero
+    start = low if low == 0 else low - span * 0.06
+    return Axis(title, ticks, [(form or _plain_number)(v) for v in ticks], (start, high + span * 0.06), log=False)
 
 
 def points_axis(title: str, values: Sequence[float]) -> Axis:
@@ -144,6 +164,7 @@ def lines(
     y: Axis,
     *,
     height: int = 330,
+    right: int = _RIGHT,
     noise: Interval | None = None,
     even: float | None = None,
     wins: Sequence[Interval] = (),
@@ -156,6 +177,7 @@ def lines(
         x: the lower axis.
         y: the left axis.
         height: in CSS pixels.
+        right: margin for the labels at the ends.
         noise: the band of y within which two measurements of one thing lie.
         even: y where neither side is better.
         wins: ranges of x to shade.
@@ -170,16 +192,23 @@ def lines(
         shapes.append(_rectangle(0, 1, *noise, "noise", xref="paper"))
     if even is not None:
         shapes.append(_line({"xref": "paper", "x0": 0, "x1": 1, "y0": even, "y1": even}, "ink", 1.2))
-    notes = _end_labels(ordered, y, height)
+    top = max(_TOP, int(_LINE) * len(marks) + 6)
+    notes = _end_labels(ordered, y, height - top - _BOTTOM)
     for level, mark in enumerate(marks):
         shapes.append(_line({"yref": "paper", "x0": mark.x, "x1": mark.x, "y0": 0, "y1": 1}, "muted", 1, mark.dotted))
-        beyond = _share(mark.x, x) > 0.5
+        # over the plot, where no line runs
+        side = "right" if _share(mark.x, x) > 0.5 else "left"
         notes.append(
-            _note(_place(mark.x, x), 1 - level * _LINE / (height - _TOP - _BOTTOM), mark.label)
-            | {"xref": "x", "yref": "paper", "yanchor": "top", "xshift": -4 if beyond else 4}
-            | {"xanchor": "right" if beyond else "left"}
+            _note(_place(mark.x, x), 1, mark.label)
+            | {"xref": "x", "yref": "paper", "xanchor": side, "yanchor": "bottom"}
+            | {"yshift": _LINE * (len(marks) - 1 - level)}
         )
-    layout = _layout(height) | {"xaxis": _axis(x), "yaxis": _axis(y), "shapes": shapes, "annotations": notes}
+    layout = _layout(height, right=right) | {
+        "xaxis": _axis(x),
+        "yaxis": _axis(y),
+        "shapes": shapes,
+        "annotations": notes,
+    }
     return {"data": data, "layout": layout | {"hovermode": "x unified"}}
 
 
@@ -212,6 +241,7 @@ def forest(points: Sequence[Point], x: Axis, *, marks: Sequence[Mark] = ()) -> F
     }
     notes = [
         _note(0, place, f"{point.label}: {point.text}", colour="ink")
+        | _OPAQUE
         | {"xref": "paper", "yref": "y", "xanchor": "left", "yanchor": "bottom", "yshift": 5}
         for place, point in zip(places, points, strict=True)
     ]
@@ -303,14 +333,18 @@ def stacked(bars: Sequence[str], parts: Sequence[Part], totals: Sequence[str], t
     for place, bar, total in zip(places, bars, totals, strict=True):
         notes.append(
             _note(0, place, f"{bar}: {total}", colour="ink")
+            | _OPAQUE
             | {"xref": "x", "yref": "y", "xanchor": "left", "yanchor": "bottom", "yshift": 13}
         )
     factor, unit = next(((f, u) for f, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if full >= f), (1.0, "B"))
-    ticks = _round_steps(full / factor)
-    axis = Axis(f"{title}, {unit}", [t * factor for t in ticks], [f"{t:g}" for t in ticks], (0, full * 1.02), log=False)
+    axis = straight_axis(f"{title}, {unit}", [0.0, full], form=lambda value: f"{value / factor:,g}")
     layout = _layout(62 + 58 * len(bars), left=10, right=14) | {"xaxis": _axis(axis), "barmode": "overlay"}
     layout["yaxis"] = {"visible": False, "range": [-0.5, len(bars) - 0.3], "fixedrange": True}
     return {"data": data, "layout": layout | {"annotations": notes}}
+
+
+def _plain_number(value: float) -> str:
+    return f"{value:,g}"
 
 
 def _curve(curve: Curve) -> list[dict[str, Any]]:
@@ -349,10 +383,10 @@ def _curve(curve: Curve) -> list[dict[str, Any]]:
     return found
 
 
-def _end_labels(curves: Sequence[Curve], y: Axis, height: int) -> list[dict[str, Any]]:
+def _end_labels(curves: Sequence[Curve], y: Axis, inner: int) -> list[dict[str, Any]]:
     """The labels at the ends of the lines, moved apart where they would overlap."""
-    ends = sorted(((_share(curve.y[-1], y), curve) for curve in curves if len(curve.y)), key=lambda end: end[0])
-    gap = _LINE / (height - _TOP - _BOTTOM)
+    ends = sorted(((_share(curve.y[-1], y), curve) for curve in curves if curve.label), key=lambda end: end[0])
+    gap = _LINE / inner
     places = spread([share for share, _ in ends], gap)
     return [
         _note(1, place, curve.label, colour=curve.colour)
@@ -385,12 +419,6 @@ def _place(value: float, axis: Axis) -> float:
 def _share(value: float, axis: Axis) -> float:
     low, high = (_place(end, axis) for end in axis.range)
     return (_place(value, axis) - low) / (high - low) if high != low else 0.5
-
-
-def _round_steps(high: float) -> list[float]:
-    step = 10.0 ** math.floor(math.log10(high))
-    step *= next((s for s in (0.1, 0.2, 0.5, 1.0) if high / (step * s) <= 6), 1.0)
-    return [step * i for i in range(int(high / step) + 1)]
 
 
 def _colour(name: str) -> str:

@@ -1,0 +1,373 @@
+"""Sections of the report page: figures that belong together, what they show in words, and their data as a table.
+
+Here accuracy, error by layer and sizes; `report.speed` has the times. All are functions of manifest and rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from statistics import median
+from typing import Any
+
+from quantkit.bundle import Manifest
+from quantkit.measure.rows import Row
+from quantkit.report import charts, figures, words
+from quantkit.report.charts import QUANTIZED, Curve, Figure, Interval, Mark, Part, Point
+
+Form = Callable[[float], str]
+_FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """The data behind figures: a head, rows of text, and how many of the last columns are words, not numbers."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    remarks: int = 0
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One figure with its title, and what it shows for those who cannot see it."""
+
+    title: str
+    alt: str
+    figure: Figure
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """Figures that belong together.
+
+    Args:
+        said: what they show, a sentence each.
+        panels: the figures.
+        captions: how it was measured, a sentence each.
+        sheet: the data.
+        keys: (colour of the page, what it stands for).
+        title: over them; empty where the page has said it.
+    """
+
+    said: Sequence[str]
+    panels: Sequence[Panel]
+    captions: Sequence[str]
+    sheet: Sheet
+    keys: Sequence[tuple[str, str]] = ()
+    title: str = ""
+
+
+# --- accuracy --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """How one measure of accuracy is drawn: `same` is its value where nothing has changed, `gate` the recipe's key."""
+
+    title: str
+    axis: str
+    same: float
+    gate: str
+    form: Form
+    tick: Form
+    read: Callable[[Row], tuple[float, Interval | None] | None]
+
+
+def _itself(row: Row) -> tuple[float, Interval | None] | None:
+    return None if row.value is None else (row.value, row.ci95)
+
+
+def _against_original(row: Row) -> tuple[float, Interval | None] | None:
+    """How many times the original's, from a ratio that says how many times better."""
+    base = row.baseline
+    if base is None or not base.ratio or base.ratio <= 0:
+        return None
+    sure = base.ratio_ci95
+    return 1 / base.ratio, (1 / sure[1], 1 / sure[0]) if sure and sure[0] > 0 else None
+
+
+_MEASURES = {
+    "accuracy.perplexity": _Measure(
+        "Perplexity",
+        "times the original's (lower is better)",
+        1.0,
+        "perplexity_ratio_max",
+        lambda v: f"{v:.3f}×",
+        lambda v: f"{v:g}×",
+        _against_original,
+    ),
+    "accuracy.kl": _Measure(
+        "KL divergence from the original",
+        "nats (lower is better)",
+        0.0,
+        "kl_max",
+        lambda v: words.figure(v, 3),
+        lambda v: f"{v:g}",
+        _itself,
+    ),
+    "accuracy.top1_agreement": _Measure(
+        "Same most likely word as the original",
+        "of positions (higher is better)",
+        1.0,
+        "top1_agreement_min",
+        words.percent,
+        lambda v: f"{100 * v:g} %",
+        _itself,
+    ),
+    "accuracy.cosine": _Measure(
+        "Cosine to the original",
+        "cosine (higher is better)",
+        1.0,
+        "cosine_min",
+        lambda v: words.figure(v, 5),
+        lambda v: f"{v:g}",
+        _itself,
+    ),
+}
+
+
+def accuracy(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
+    """Forest plots, one a measure, each with every export, no change, and the gate."""
+    panels, body = [], []
+    gates = manifest.recipe.get("gates") or {}
+    for name, measure in _MEASURES.items():
+        known = [(row, found) for row in rows if row.name == name and (found := measure.read(row)) is not None]
+        if not known:
+            continue
+        points = []
+        for row, (value, interval) in known:
+            points.append(Point(variant(row), value, interval, measure.form(value)))
+            body.append(
+                [measure.title, variant(row), measure.form(value), between(interval, measure.form) or "–", flags(row)]
+            )
+        marks, limit = [Mark(measure.same, "no change")], gates.get(measure.gate)
+        if isinstance(limit, int | float):
+            marks.append(Mark(float(limit), f"gate {measure.tick(limit)}", dotted=True))
+        ends = [end for _, (value, interval) in known for end in (interval or (value, value))]
+        across = charts.straight_axis(measure.axis, [*ends, *(mark.x for mark in marks)], form=measure.tick)
+        alt = f"{measure.title}, by export, with 95 % intervals"
+        panels.append(Panel(measure.title, alt, charts.forest(points, across, marks=marks)))
+    if not panels:
+        return []
+    return [Section([], panels, [], Sheet(["measure", "export", "value", "95 % interval", ""], body, remarks=1))]
+
+
+def accuracy_tables(rows: Sequence[Row]) -> list[tuple[str, list[figures.Line]]]:
+    """(export, its lines): before and after, as the card and the terminal have them."""
+    scored = [row for row in rows if row.name.startswith("accuracy.")]
+    return [(name, figures.lines(group)) for name, group in grouped(scored, variant).items()]
+
+
+def traps(rows: Sequence[Row], notes: Sequence[str]) -> list[str]:
+    """What the rows' flags say of the source that no note does."""
+    found = []
+    for flag in dict.fromkeys(flag for row in rows for flag in row.flags if flag.startswith("source-was-")):
+        was = flag.removeprefix("source-was-").replace("-", " ")
+        if not any(was in note.lower() for note in notes):
+            rest = "the original that everything is held against has its rounding already"
+            found.append(f"The source was converted from {was}: {rest}")
+    return found
+
+
+# --- layers ----------------------------------------------------------------------------------------------------------
+
+
+def layers(manifest: Manifest, build_up: Sequence[tuple[str, float]] | None) -> list[Section]:
+    """The error of each layer's weights, and of the hidden state behind each block where that is known."""
+    found = []
+    known = [(layer, layer.error) for layer in manifest.layers if layer.error is not None]
+    if known:
+        worst, error = max(known, key=lambda pair: pair[1])
+        middle = words.percent(median(error for _, error in known))
+        body = [
+            [
+                layer.name,
+                " × ".join(map(str, layer.shape)),
+                figures.scheme_of(layer.scheme),
+                words.figure(layer.bits_per_weight, 4),
+                words.percent(error, 2),
+            ]
+            for layer, error in known
+        ]
+        panel = Panel(
+            "Relative error of the weights",
+            "Relative error of every quantized layer as colours: kinds of layers by blocks",
+            _heat([(layer.name, error) for layer, error in known]),
+            wide=True,
+        )
+        said = f"Median {middle}; largest in {worst.name}, {words.percent(error)}."
+        how = "‖W − Ŵ‖ / ‖W‖ of each layer: of its weights alone, whatever they do to the output."
+        head = ["layer", "shape [N, K]", "scheme", "bits per weight", "relative error"]
+        found.append(Section([said], [panel], [how], Sheet(head, body)))
+    if build_up:
+        found.append(_build_up(build_up))
+    return found
+
+
+def _heat(errors: Sequence[tuple[str, float]]) -> Figure:
+    """Kinds of layers by blocks; where names have no number, all in one column."""
+    cells: dict[str, dict[str, float]] = {}
+    for name, error in errors:
+        kind, block = _split(name)
+        cells.setdefault(kind, {})[block] = error
+    blocks = list(dict.fromkeys(block for row in cells.values() for block in row))
+    blocks.sort(key=lambda block: int(block) if block.isdecimal() else -1)
+    values = [[row.get(block) for block in blocks] for row in cells.values()]
+    return charts.heat(blocks, list(cells), values, of="relative error")
+
+
+def _split(name: str) -> tuple[str, str]:
+    """(kind of layer, block): `model.layers.3.mlp.up_proj` is `up_proj` of block 3."""
+    match = re.search(r"\.(\d+)\.(.+)$", f".{name}")
+    if match is None:
+        return name[-24:], "–"
+    return match[2].split(".")[-1][-24:], match[1]
+
+
+def _build_up(values: Sequence[tuple[str, float]]) -> Section:
+    names = [_number(name, i) for i, (name, _) in enumerate(values)]
+    errors = [error for _, error in values]
+    hover = [f"{name}: {words.percent(error)}" for name, error in values]
+    step = max(1, -(-len(names) // 10))
+    shown = list(range(0, len(names), step))
+    across = charts.Axis("behind block", shown, [names[i] for i in shown], (-0.5, len(names) - 0.5), log=False)
+    axis = charts.straight_axis("relative error", [0.0, *errors], form=lambda v: f"{100 * v:g} %")
+    curve = Curve("", QUANTIZED, range(len(errors)), errors, hover)
+    panel = Panel(
+        "Error of the hidden state",
+        "Relative error of the hidden state behind each block",
+        charts.lines([curve], across, axis, height=250, right=14),
+        wide=True,
+    )
+    said = f"Behind the last block the hidden state is off by {words.percent(errors[-1])}."
+    body = [[name, words.percent(error, 2)] for name, error in values]
+    return Section([said], [panel], [], Sheet(["block", "relative error"], body), title="How it builds up")
+
+
+def _number(name: str, index: int) -> str:
+    numbers = re.findall(r"\d+", name)
+    return str(numbers[-1]) if numbers else str(index)
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def sizes(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
+    """Bytes of each export beside the original, in parts where the manifest says what they are, and peak memory."""
+    exports = [row for row in rows if row.name == "size.bytes" and row.value]
+    memory = [row for row in rows if row.name == "memory.peak" and row.value]
+    panels, body, said, keys = [], [], [], []
+    names = ["quantized layers as floats", "codes", "scales and zero points", "kept as it was, and the rest"]
+    shades = ["original", "quantized", "quantized-soft", "rest"]
+    if exports:
+        bars = _bars(manifest, exports)
+        parts = [Part(names[i], [bar[2][i] for bar in bars], shades[i]) for i in range(len(names))]
+        parts = [part for part in parts if any(part.values)]
+        totals = [words.size(total) + (f", {ratio:.2f}× smaller" if ratio else "") for _, total, _, ratio in bars]
+        figure = charts.stacked([name for name, *_ in bars], parts, totals, "weights on disk")
+        panels.append(Panel("Weights on disk", "Bytes of each export in parts, beside the original", figure))
+        body += [[n, words.size(total), *(words.size(v) if v else "–" for v in values)] for n, total, values, _ in bars]
+        keys = [(part.shade, part.label) for part in parts]
+    if memory:
+        found = _memory(memory)
+        parts = [
+            Part("original", [value if old else 0.0 for _, value, old in found], "original"),
+            Part("this model", [0.0 if old else value for _, value, old in found], "quantized"),
+        ]
+        totals = [words.size(value) for _, value, _ in found]
+        figure = charts.stacked([name for name, *_ in found], parts, totals, "peak memory of the process")
+        panels.append(Panel("Peak memory while it runs", "Peak memory of the process, beside the original's", figure))
+        body += [[f"peak memory, {name}", words.size(value), *["–"] * len(names)] for name, value, _ in found]
+    if not panels:
+        return []
+    bits = next((row.value for row in rows if row.name == "size.bits_per_weight" and row.value), None)
+    if bits is not None:
+        many = words.plural(len(manifest.layers), "quantized layer")
+        said.append(f"{words.figure(bits, 3)} bits a weight in {many}, scales and zero points counted.")
+    return [Section(said, panels, [], Sheet(["what", "total", *names], body), keys=keys)]
+
+
+def _bars(manifest: Manifest, exports: Sequence[Row]) -> list[tuple[str, float, list[float], float | None]]:
+    """(name, bytes, the four parts, how many times smaller than the original), the original first."""
+    weights = sum(prod(layer.shape) for layer in manifest.layers)
+    codes = sum(prod(layer.shape) * _bits(layer.scheme) for layer in manifest.layers) / 8
+    extra = sum(prod(layer.shape) * layer.bits_per_weight for layer in manifest.layers) / 8 - codes
+    found: list[tuple[str, float, list[float], float | None]] = []
+    base = next((row.baseline.value for row in exports if row.baseline is not None), None)
+    if base is not None:
+        floats = min(float(weights * _FLOAT_BYTES.get(manifest.model.source.dtype, 0)), base)
+        found.append(("original", base, [floats, 0.0, 0.0, base - floats], None))
+    for row in exports:
+        total = row.value or 0.0
+        known = codes > 0 and codes + extra <= total
+        ratio = row.baseline.ratio if row.baseline and (row.baseline.ratio or 0) > 1 else None
+        parts = [0.0, codes, extra, total - codes - extra] if known else [0.0, 0.0, 0.0, total]
+        found.append((_export(row), total, parts, ratio))
+    return found
+
+
+def _memory(rows: Sequence[Row]) -> list[tuple[str, float, bool]]:
+    """(name, bytes, whether it is the original's)."""
+    found = []
+    for row in rows:
+        label = ", ".join(part for part in (variant(row), where(row)) if part) or "this model"
+        if row.baseline is not None:
+            found.append((f"original, {row.runtime}" if row.runtime else "original", row.baseline.value, True))
+        found.append((label, row.value or 0.0, False))
+    return found
+
+
+def _export(row: Row) -> str:
+    folder = str(row.settings.get("export") or "this bundle")
+    return {"model": "checkpoint", "onnx": "ONNX"}.get(folder, folder)
+
+
+def _bits(scheme: Mapping[str, Any]) -> int:
+    """Of one code: `int4` has 4."""
+    match = re.search(r"\d+", str(scheme.get("format")))
+    return int(match[0]) if match else 0
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Rows by a key, in the order of their first appearance."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
+def variant(row: Row) -> str:
+    """The export that a row is about, as a reader tells it from the others."""
+    level = row.settings.get("accuracy_level")
+    return (row.runtime or "") + (f", level {level}" if level is not None else "")
+
+
+def where(row: Row) -> str:
+    """`batch 1, context 128` or `batch 1, 256 tokens`; empty where a row has neither."""
+    shape = row.shape or {}
+    parts = [f"batch {row.batch}"] if row.batch else []
+    parts += [f"context {shape['context']:,}"] if shape.get("context") else []
+    parts += [f"{shape['new_tokens']:,} tokens"] if shape.get("new_tokens", 1) > 1 else []
+    return ", ".join(parts)
+
+
+def flags(row: Row) -> str:
+    """A row's flags in words."""
+    return ", ".join(flag.replace("-", " ") for flag in row.flags)
+
+
+def between(interval: Interval | None, form: Form) -> str:
+    """`2.6× to 2.7×`; empty where there is none."""
+    return f"{form(interval[0])} to {form(interval[1])}" if interval else ""
+
+
+def times(ratio: float) -> str:
+    """`times(2.66)` is `2.66×`."""
+    return f"{words.figure(ratio, 3)}×"
