@@ -12,7 +12,8 @@ A batch wins if it wins at every context measured there: the whole interval of t
 no worse. **p99 is worse** if the whole interval of its ratio lies below 1, from at least 100 steps a side; with fewer
 steps p99 is about the slowest one seen, whose interval is too narrow (equal sides differ in 5 to 9 of 100 runs instead
 of 2), so it does not veto, and the reason says so. A batch is **open** if noise hides which it is: the interval holds 1
-and a gain of more than 5 % as well. A batch that was not measured, or did not fit, has not won.
+and a gain of more than 5 % as well. A batch that was not measured, or did not fit, has not won. An A/A spread as large
+as the gain is told, and changes nothing: the interval holds it already, but for what differs from load to load.
 """
 
 from __future__ import annotations
@@ -251,13 +252,16 @@ def _sentence(row: Row) -> str:
     found, tail = state(row), _p99(row)
     if found == "open":
         return f"{text}, too noisy to tell"
-    if low > 1 and tail is not None:
-        if found == "loses":
-            return f"{text}, but p99 is worse: {tail[1]:.2f} times as fast ({tail[0]:.2f} to {tail[2]:.2f})"
-        if (row.n or 0) < P99_FROM:
-            return f"{text}; p99 from {row.n} steps is not judged"
-        if tail[0] <= 1:
-            return f"{text}; p99 not shown to differ ({tail[0]:.2f} to {tail[2]:.2f})"
+    if low <= 1:
+        return text
+    if row.aa_spread is not None and row.aa_spread >= ratio - 1:
+        text += f", though two measurements of one side differ by {100 * row.aa_spread:.1f} %"
+    if found == "loses" and tail is not None:
+        return f"{text}, but p99 is worse: {tail[1]:.2f} times as fast ({tail[0]:.2f} to {tail[2]:.2f})"
+    if (row.n or 0) < P99_FROM:
+        return f"{text}; p99 from {row.n} steps is not judged"
+    if tail is not None and tail[0] <= 1:
+        return f"{text}; p99 not shown to differ ({tail[0]:.2f} to {tail[2]:.2f})"
     return text
 
 

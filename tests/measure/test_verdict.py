@@ -117,6 +117,13 @@ def test_a_worse_p99_loses_the_batch():
     assert "p99 not shown to differ (0.60 to 1.35)" in wide.because[0]
 
 
+def test_a_gain_within_the_aa_spread_is_told():
+    close = verdict(Measured("int4", [row(1, 1.04, aa_spread=0.051)]), [1])
+    assert close.answer == "ship_it"
+    assert "though two measurements of one side differ by 5.1 %" in close.because[0]
+    assert "differ by" not in verdict(Measured("int4", [row(1, 1.2, aa_spread=0.051)]), [1]).because[0]
+
+
 def test_noise_makes_it_inconclusive():
     noisy = of(1.2, 1.1, 1.1, 0.9, width=0.4)
     found = verdict(noisy, BATCHES)
