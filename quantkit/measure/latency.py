@@ -37,12 +37,13 @@ _FEWEST = {"decode": 30, "prefill": 10}
 _BLOCKS = (5, 240)
 # a step shorter than this is timed twice a visit, after one that is not counted
 _SHORT = 0.05
-# what a row says of a shape that did not fit, of the two in the order in which they are measured
-_TOO_LARGE = ("out-of-memory-baseline", "out-of-memory")
+# errors of a side that speak of one shape; the others go on
+_TOO_LARGE = {"out-of-memory", "prompt-too-long"}
 
 
 class Side(Protocol):
-    """A loaded model, ready to run. Both raise InputError `out-of-memory` for a shape that does not fit."""
+    """A loaded model, ready to run. Both raise InputError for a shape that does not fit: `out-of-memory` for this
+    machine, `prompt-too-long` for this model."""
 
     def decode(self, batch: int, context: int) -> Step:
         """One prepared decode step with `context` tokens in the cache; each call repeats the same step."""
@@ -154,12 +155,12 @@ def measure(
     Returns:
         `ceiling.*`; for each cell `latency.*`, `throughput.*`, `tax.total` and, of decode steps, `bandwidth.effective`;
         `tax.break_even` for each context and for the prefills. A shape that does not fit has one row without value,
-        flagged `out-of-memory` or `out-of-memory-baseline`.
+        flagged `out-of-memory` or `prompt-too-long`, with `-baseline` where it is that which does not fit.
         The rows of latency hold what has no field of its own in `settings`: `baseline_p90`, `baseline_p99`,
         `p99_ratio` with its interval `p99_ratio_low` and `p99_ratio_high`.
 
     Raises:
-        InputError: whatever else than `out-of-memory` a side raises.
+        InputError: whatever else a side raises.
         MissingDependency: scipy is not installed.
     """
     plan = plan or Plan()
@@ -244,7 +245,7 @@ def _visit(
     """Prepare both sides, warm them up and take one round's times, or those of all rounds that are left."""
     began = clock()
     (step, once), (other, again) = (
-        _warm(cell, entry, flag, clock) for flag, entry in zip(_TOO_LARGE, entries, strict=True)
+        _warm(cell, entry, suffix, clock) for suffix, entry in zip(("-baseline", ""), entries, strict=True)
     )
     prepared = clock() - began
     # what costs more to prepare than to time is prepared once
@@ -274,7 +275,7 @@ class _TooLarge(Exception):
     """The shape does not fit one of the two; the message is the row's flag."""
 
 
-def _warm(cell: _Cell, entry: Entry, flag: str, clock: Callable[[], float]) -> tuple[Step, float]:
+def _warm(cell: _Cell, entry: Entry, suffix: str, clock: Callable[[], float]) -> tuple[Step, float]:
     """(a prepared step, about the seconds that it takes) after it has run twice: the first faults the pages in."""
     make = entry.side.decode if cell.kind == "decode" else entry.side.prefill
     try:
@@ -286,9 +287,9 @@ def _warm(cell: _Cell, entry: Entry, flag: str, clock: Callable[[], float]) -> t
             seconds.append(clock() - began)
         return step, min(seconds)
     except InputError as error:
-        if error.code != "out-of-memory":
+        if error.code not in _TOO_LARGE:
             raise
-        raise _TooLarge(flag) from None
+        raise _TooLarge(f"{error.code}{suffix}") from None
 
 
 def _joined(before: Sequence[Ceiling], after: Sequence[Ceiling]) -> list[Ceiling]:

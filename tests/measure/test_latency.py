@@ -216,6 +216,22 @@ def test_a_shape_that_does_not_fit_is_skipped():
     assert not named(rows, "tax.total", batch=8)
 
 
+def test_a_context_beyond_the_model_is_skipped():
+    class Short(FakeSide):
+        def decode(self, batch, context):
+            if context > 512:
+                raise InputError("prompt-too-long", value=f"{context} tokens")
+            return super().decode(batch, context)
+
+    world = World()
+    plan = Plan(batches=(1,), contexts=(128, 1024), prefills=(), seconds=5)
+    rows = run(Short(world, falling), FakeSide(world, falling), world=world, plan=plan)
+    short, long = named(rows, "latency.decode_step")
+    assert short.value is not None
+    assert (long.value, long.flags) == (None, ["prompt-too-long"])
+    assert [row.flags[0] for row in named(rows, "tax.break_even")][1] == "not-measured"
+
+
 def test_another_error_is_not_swallowed():
     class Broken(FakeSide):
         def decode(self, batch, context):
