@@ -208,8 +208,10 @@ def lines(
         "yaxis": _axis(y),
         "shapes": shapes,
         "annotations": notes,
+        "hovermode": "x unified",
     }
-    return {"data": data, "layout": layout | {"hovermode": "x unified"}}
+    layout["margin"]["t"] = top
+    return {"data": data, "layout": layout}
 
 
 def forest(points: Sequence[Point], x: Axis, *, marks: Sequence[Mark] = ()) -> Figure:

@@ -22,6 +22,7 @@ from quantkit.report import card, figures, sections, speed, words
 from quantkit.report.sections import between, times, variant, where
 
 _FOLDER = Path(__file__).parent
+_MEASURE = "quantkit measure . --runtime onnxruntime"
 _GENAI = """import onnxruntime_genai as og
 
 model = og.Model("./onnx")
@@ -97,6 +98,7 @@ def page(
         gates=figures.gates(manifest.checks),
         checks=figures.other_checks(manifest.checks),
         commands=_commands(manifest),
+        judge=_MEASURE if _has(manifest, "onnx/") else f"quantkit export . --to onnx && {_MEASURE}",
         again=card._command(manifest),
         facts=_facts(manifest, rows),
         recipe=card._yaml({key: value for key, value in manifest.recipe.items() if key != "name"}),
@@ -180,20 +182,23 @@ def _tiles(rows: Sequence[Row]) -> list[Tile]:
 def _commands(manifest: Manifest) -> list[tuple[str, str]]:
     """(what it does, the commands), to be run in the bundle's folder."""
     packed = bool(manifest.layers) and card._layout(manifest) == "pack-quantized"
-    paths = {entry.path for entry in manifest.files}
     found = [("Check every byte, and load it again", "quantkit verify .")]
-    if any(path.startswith("model/") for path in paths):
+    if _has(manifest, "model/"):
         found.append(("transformers", card._load(manifest, packed=packed)))
-    if any(path.startswith("onnx/") for path in paths):
+    if _has(manifest, "onnx/"):
         lines = ["# pip install 'quantkit[onnx]'"]
         if manifest.model.kind == "decoder":
             lines.append('quantkit generate . --runtime onnxruntime --prompt "The capital of France is"')
-        found.append(("ONNX Runtime", "\n".join([*lines, "quantkit measure . --runtime onnxruntime"])))
-    if "onnx/genai_config.json" in paths:
+        found.append(("ONNX Runtime", "\n".join([*lines, _MEASURE])))
+    if _has(manifest, "onnx/genai_config.json"):
         found.append(("onnxruntime-genai", f"# pip install onnxruntime-genai\n{_GENAI}"))
     if packed and manifest.model.kind == "decoder":
         found.append(("vLLM", "vllm serve ./model"))
     return found
+
+
+def _has(manifest: Manifest, place: str) -> bool:
+    return any(entry.path.startswith(place) for entry in manifest.files)
 
 
 def _facts(manifest: Manifest, rows: Sequence[Row]) -> list[tuple[str, str]]:

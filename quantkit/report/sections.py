@@ -92,8 +92,8 @@ def _against_original(row: Row) -> tuple[float, Interval | None] | None:
 
 _MEASURES = {
     "accuracy.perplexity": _Measure(
-        "Perplexity",
-        "times the original's (lower is better)",
+        "Perplexity, times the original's",
+        "ratio (lower is better)",
         1.0,
         "perplexity_ratio_max",
         lambda v: f"{v:.3f}×",

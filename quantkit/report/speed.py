@@ -38,6 +38,7 @@ class _Cell:
     x: int
     row: Row
     tax: Row | None
+    bandwidth: Row | None = None
 
     @property
     def bound(self) -> float | None:
@@ -138,17 +139,21 @@ def _context(row: Row) -> int | None:
 
 
 def _series(rows: Sequence[Row], group: Sequence[Row], at: Callable[[Row], int]) -> _Series:
-    cells = [_Cell(at(row), row, _tax(rows, row)) for row in sorted(group, key=at) if at(row)]
+    cells = [
+        _Cell(at(row), row, _of(rows, row, "tax.total"), _of(rows, row, "bandwidth.effective"))
+        for row in sorted(group, key=at)
+        if at(row)
+    ]
     measured = [cell for cell in cells if (cell.row.value or 0) > 0]
     skipped = [cell for cell in cells if cell not in measured]
     return _Series(measured, skipped, _even(rows, group[0]), "", "", "", "", lambda x: f"batch {x}")
 
 
-def _tax(rows: Sequence[Row], of: Row) -> Row | None:
-    """The tax of the same cell, of the whole step."""
+def _of(rows: Sequence[Row], cell: Row, name: str) -> Row | None:
+    """The row of that name about the whole step of the same cell."""
     for row in rows:
-        same = (row.batch, row.shape, variant(row)) == (of.batch, of.shape, variant(of))
-        if same and row.name == "tax.total" and row.op is not None and row.op.layer is None:
+        same = (row.batch, row.shape, variant(row)) == (cell.batch, cell.shape, variant(cell))
+        if same and row.name == name and (row.op is None or row.op.layer is None):
             return row
     return None
 
@@ -317,6 +322,11 @@ def _results(series: _Series) -> list[str]:
         gain = captured_gain(first.tax)
         took = f"; {words.percent(gain, 0)} of the promised gain arrives" if gain is not None and gain > 0 else ""
         found.append(f"The tax at {series.said(str(first.x))} is {what}{took}.")
+    if first.bandwidth is not None and first.bandwidth.value is not None:
+        moved = words.rate(first.bandwidth.value, first.bandwidth.unit)
+        share = first.bandwidth.settings.get("share_of_ceiling")
+        ceiling = f", {words.percent(share, 0)} of what the machine reads" if isinstance(share, float) else ""
+        found.append(f"The effective bandwidth there is {moved}{ceiling}.")
     for cell in series.skipped:
         why = next((_TOO_LARGE[flag] for flag in cell.row.flags if flag in _TOO_LARGE), "not measured")
         found.append(f"{series.said(f'{cell.x:,}').capitalize()}: {why}.")
@@ -377,7 +387,7 @@ def _ceilings(rows: Sequence[Row]) -> str:
 def _sheet(series: _Series) -> Sheet:
     this, other = series.this, series.other
     head = [series.axis, this, "p90", "p99", other, f"{other} p99", "speed-up", "95 % interval", "at p99"]
-    head += [f"{this} limit", f"{other} limit", "tax", f"{other} excess", "n", "A/A", ""]
+    head += [f"{this} limit", f"{other} limit", "tax", f"{other} excess", "effective bandwidth", "n", "A/A", ""]
     body = []
     for cell in series.cells:
         quantiles, settings = cell.row.quantiles or {}, cell.row.settings
@@ -397,6 +407,7 @@ def _sheet(series: _Series) -> Sheet:
                 _or_dash(cell.original_bound, charts.moment),
                 _or_dash(cell.tax.value if cell.tax is not None else None, charts.moment),
                 _or_dash(excess, charts.moment),
+                _or_dash(cell.bandwidth and cell.bandwidth.value, lambda v: words.rate(v, "B/s")),
                 f"{cell.row.n:,}" if cell.row.n else "–",
                 _or_dash(cell.row.aa_spread, words.percent),
                 ", ".join(flag.replace("-", " ") for flag in cell.flags),

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import planted
+import pytest
 
 from quantkit.bundle import Manifest
+from quantkit.errors import MissingDependency
 from quantkit.measure.rows import Row
+from quantkit.report import sections, speed
+from quantkit.report.page import page
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 DEVICE = {"id": "cpu-1", "kind": "cpu", "name": "A Processor"}
@@ -39,6 +52,9 @@ def timed_rows(subject: str = planted.CONTENT) -> list[Row]:
             rows.append(
                 Row(name="tax.total", value=own_s - op["bound_s"], unit="s", op=op, batch=batch, shape=shape, **common)
             )
+            moved = {**common["settings"], "share_of_ceiling": 0.52}
+            row = {**common, "settings": moved, "batch": batch, "shape": shape}
+            rows.append(Row(name="bandwidth.effective", value=12.1e9, unit="B/s", **row))
         settings = {**common["settings"], "over": "batch", "ideal": 19.4, "wins": 1, "win_1_from": None}
         settings |= {"win_1_to": 10.1, "win_1_to_low": 9.6, "win_1_to_high": 10.7}
         rows.append(
@@ -131,3 +147,212 @@ def judged(**changes: Any) -> Manifest:
     given = {"answer": "ship_up_to", "batch": 8, "because": because}
     recipe = {**planted.manifest().recipe, "gates": {"kl_max": 0.25, "top1_agreement_min": 0.75}}
     return planted.manifest(**{"layers": layers, "files": files, "verdict": given, "recipe": recipe, **changes})
+
+
+def everything() -> list[Row]:
+    return [*planted.rows(), *exported_rows(), *timed_rows()]
+
+
+def text_of(html: str) -> str:
+    """The page without the packed library."""
+    return re.sub(r'id="plotly">.*?</script>', 'id="plotly"></script>', html, flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def full() -> str:
+    pytest.importorskip("plotly")
+    return page(judged(), everything(), [planted.NOTE], build_up=[(f"layers.{i}", 0.01 * (i + 1)) for i in range(3)])
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        # the verdict with its three numbers
+        "Ship it up to batch 8:",
+        *("2.40× the speed of float32 at batch 1", "1.12× at batch 8", "0.81× at batch 16"),
+        # speed
+        *(
+            "Faster at batch 1, 2, 4 and 8.",
+            "Slower at batch 16 and 32.",
+            "Break-even at batch 10 (95\u00a0% 9.6 to 11)",
+        ),
+        *("Slower at 256 and 1,024 tokens.", "At 64 tokens no difference shows above the noise."),
+        *("4,096 tokens: does not fit into memory.", "The tax at batch 1 is 8.83\u00a0ms, 28 % of float32&#39;s time"),
+        "The effective bandwidth there is 12.1 GB/s, 52 % of what the machine reads.",
+        *("23.1 GB/s read", "(A/A), 1.3 % at most", "2 threads; onnxruntime 1.31.1; accuracy level 4; A Processor"),
+        # accuracy, layers, sizes
+        *("onnxruntime, level 0", "onnxruntime, level 4"),
+        *(planted.NOTE, "largest in model.layers.2.mlp.down_proj, 3.7 %", "the hidden state is off by 3.0 %"),
+        *("172 MB", "peak memory", "damping-raised", "no factor", "0.01 → 0.1", "gate of the recipe"),
+        # how to run it, and where it is from
+        *("quantkit verify .", "AutoModelForCausalLM", "quantkit generate . --runtime onnxruntime", "og.Model("),
+        *(
+            "b" * 64,
+            "c" * 64,
+            "d" * 64,
+            planted.CONTENT,
+            "torch 2.13.0",
+            "quantkit compile hf:org/a-model@main",
+            "range: mse",
+        ),
+    ],
+)
+def test_page_holds(full: str, part: str) -> None:
+    assert part in text_of(full)
+
+
+def test_same_input_same_page(full: str) -> None:
+    args = (judged(), everything(), [planted.NOTE])
+    assert page(*args) == page(*args)
+
+
+def test_one_file_of_a_few_megabytes(full: str) -> None:
+    assert len(full.encode()) < 3e6
+    assert full.count('id="plotly"') == 1
+
+
+def test_nothing_is_fetched(full: str) -> None:
+    body = text_of(full)
+    assert not re.findall(r"<(?:link|img|iframe|object|base)\b|\bsrc=|@import|url\(", body)
+    assert set(re.findall(r'href="([^"]*)"', body)) == {
+        *("#speed", "#accuracy", "#layers", "#size", "#decisions", "#run", "#provenance")
+    }
+
+
+def test_the_policy_allows_these_scripts_alone(full: str) -> None:
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', full)[1].replace("&#39;", "'")  # type: ignore[index]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    allowed = set(re.findall(r"'sha256-([^']+)'", policy))
+    packed = re.search(r'id="plotly">(.*?)</script>', full, re.DOTALL)[1]  # type: ignore[index]
+    own = re.search(r"<script>(.*?)</script>", full, re.DOTALL)[1]  # type: ignore[index]
+    library = gzip.decompress(base64.b64decode(packed))
+    assert {base64.b64encode(hashlib.sha256(x).digest()).decode() for x in (own.encode(), library)} == allowed
+    assert "unsafe-inline" not in policy.split("style-src")[0]
+
+
+def test_figures_are_json_and_plotly_takes_them(full: str) -> None:
+    objects = pytest.importorskip("plotly.graph_objects")
+    found = re.findall(r'<script type="application/json">(.*?)</script>', full, re.DOTALL)
+    assert len(found) == full.count('class="plot"') == 13
+    for text in found:
+        objects.Figure(json.loads(text))
+
+
+def test_every_figure_has_its_words_and_every_table_its_heads(full: str) -> None:
+    body = text_of(full)
+    assert all(re.findall(r'class="plot" role="img" aria-label="([^"]*)"', body))
+    assert body.count("<table") == body.count("</table>")
+    assert body.count("<thead") + 1 == body.count("<table")  # the provenance has its heads in the rows
+
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\u2028<!--"
+
+
+def test_hostile_names_change_nothing(full: str) -> None:
+    source = judged().model.source.model_copy(update={"ref": HOSTILE, "was": HOSTILE, "dtype": HOSTILE})
+    model = judged().model.model_copy(update={"name": HOSTILE, "source": source})
+    layers = [layer.model_copy(update={"name": f"{HOSTILE}.{i}.x"}) for i, layer in enumerate(judged().layers)]
+    decision = judged().decisions[0].model_copy(update={"where": HOSTILE, "reason": HOSTILE, "code": HOSTILE})
+    verdict = judged().verdict.model_copy(update={"because": [HOSTILE]})  # type: ignore[union-attr]
+    bad = judged().model_copy(
+        update={
+            "model": model,
+            "layers": layers,
+            "decisions": [decision],
+            "verdict": verdict,
+            "recipe": {"name": HOSTILE},
+        }
+    )
+    rows = [row.model_copy(update={"runtime": HOSTILE, "flags": [HOSTILE]}) for row in everything()]
+    text = page(bad, rows, [HOSTILE], build_up=[(HOSTILE, 0.1)])
+    assert "<img" not in text
+    assert "<!--" not in text
+    assert text.count("</script>") == text.count("<script")
+    for data in re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL):
+        json.loads(data)
+        assert "\u2028" not in data
+
+
+def test_without_a_measurement_it_says_how_to_get_one() -> None:
+    pytest.importorskip("plotly")
+    text = text_of(page(planted.manifest(), planted.rows(), []))
+    assert "Speed was not measured." in text
+    assert "quantkit export . --to onnx &amp;&amp; quantkit measure . --runtime onnxruntime" in text
+    assert 'id="speed"' not in text
+    assert "quantkit generate" not in text
+
+
+def test_a_converted_source_is_said_once() -> None:
+    said = "The source was converted from gguf q4_1"
+    assert sections.traps(exported_rows(), [])[0].startswith(said)
+    assert sections.traps(exported_rows(), ["converted from GGUF Q4_1"]) == []
+
+
+def test_a_failed_gate_comes_first() -> None:
+    pytest.importorskip("plotly")
+    checks = [*planted.manifest().checks, planted.FAILED_GATE]
+    text = text_of(page(judged(state="gate_failed", checks=checks), [], []))
+    assert "top1_agreement_min 0.821 &lt; 0.85" in text.split('class="verdict bad"')[0]
+
+
+def test_a_baseline_and_an_empty_bundle_have_a_page() -> None:
+    pytest.importorskip("plotly")
+    text = text_of(page(planted.manifest(layers=[], files=[], decisions=[], checks=[], calibration=None), [], []))
+    assert "A baseline." in text
+    assert 'class="plot"' not in text
+
+
+@pytest.mark.parametrize(
+    ("given", "marks"),
+    [
+        # cut off at both ends: all of the range is shaded
+        ({"wins": 1, "win_1_from": None, "win_1_to": None}, [(1, 32)]),
+        ({"wins": 2, "win_1_from": None, "win_1_to": 3.0, "win_2_from": 9.0, "win_2_to": None}, [(1, 3), (9, 32)]),
+        ({"wins": 0}, []),
+    ],
+)
+def test_win_intervals_are_shaded(given: dict[str, Any], marks: list[tuple[float, float]]) -> None:
+    pytest.importorskip("plotly")
+    rows = [row for row in timed_rows() if row.name == "latency.decode_step" and row.shape["context"] == 128]  # type: ignore[index]
+    settings = {"accuracy_level": 4, "over": "batch", **given}
+    shape = {"new_tokens": 1, "context": 128}
+    even = Row(
+        name="tax.break_even", value=None, unit="1", subject="a", shape=shape, runtime="onnxruntime", settings=settings
+    )
+    (section,) = speed.sections(judged(), [*rows, even])
+    shapes = section.panels[1].figure["layout"]["shapes"]
+    shaded = [(s["x0"], s["x1"]) for s in shapes if s.get("fillcolor") == "var(--win)"]
+    assert shaded == [pytest.approx((max(a, 1 / 1.18), b), rel=0.2) for a, b in marks]
+
+
+def test_flags_become_warnings() -> None:
+    rows = [row.model_copy(update={"flags": ["noisy"]}) if row.batch == 4 else row for row in timed_rows()]
+    first = speed.sections(judged(), rows)[0]
+    assert "Beware, at batch 4: the machine was noisy." in first.said
+
+
+def test_plotly_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(MissingDependency) as caught:
+        page(planted.manifest(), [], [])
+    assert caught.value.remedy == "pip install 'quantkit[report]'"
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_a_browser_draws_it_without_a_word(full: str, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(full, encoding="utf-8")
+    quiet = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    quiet += " --disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=20000 --dump-dom"
+    command = [str(CHROMIUM), *quiet.split(), f"--user-data-dir={tmp_path / 'profile'}", file.as_uri()]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    # a refused request or script would stand here as an error of the policy
+    assert [line for line in ran.stderr.splitlines() if "CONSOLE" in line] == []
+    drawn = ran.stdout.split('id="plotly"')[0]
+    assert drawn.count('class="plot js-plotly-plot"') == drawn.count('<svg class="main-svg"') / 3 == 13
+    assert drawn.count('aria-label="Copy: ') == full.count('class="code"') == 7
+    assert "rgb(10, 94, 168)" in drawn  # `--quantized`, as resolved from the page

@@ -1,0 +1,88 @@
+"""The report's figures: valid in plotly's own schema, with axes that hold their values and text that stays text."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from quantkit.report import charts
+from quantkit.report.charts import ORIGINAL, QUANTIZED, Curve, Figure, Mark, Part, Point
+
+ACROSS = charts.points_axis("batch", [1, 2, 4])
+UP = charts.log_axis("ms", [1.0, 4.0])
+
+
+def curves(label: str = "int4") -> list[Curve]:
+    return [
+        Curve(label, QUANTIZED, [1, 2, 4], [1.0, 1.5, 4.0], ["a", label, "c"], [(0.9, 1.1), None, (3.5, 4.5)]),
+        Curve("float32", ORIGINAL, [1, 2], [3.0, 3.0], bound=True),
+    ]
+
+
+def drawn(text: str = "x") -> dict[str, Figure]:
+    mark = [Mark(2.0, text), Mark(3.0, text, dotted=True)]
+    return {
+        "lines": charts.lines(curves(text), ACROSS, UP, noise=(0.9, 1.1), even=1.0, wins=[(1, 2)], marks=mark),
+        "forest": charts.forest(
+            [Point(text, 1.0, (0.9, 1.2), text), Point("b", 1.1, None, "1.1")],
+            charts.straight_axis(text, [0.9, 1.2]),
+            marks=mark,
+        ),
+        "heat": charts.heat(["0", "1"], [text, "b"], [[0.1, None], [0.2, 0.3]], of=text),
+        "stacked": charts.stacked([text, "b"], [Part(text, [1e6, 0.0], "quantized")], [text, "0 B"], text),
+    }
+
+
+@pytest.mark.parametrize("name", ["lines", "forest", "heat", "stacked"])
+def test_plotly_takes_the_figure(name: str) -> None:
+    objects = pytest.importorskip("plotly.graph_objects")
+    objects.Figure(drawn()[name])  # refuses what its schema does not know
+
+
+@pytest.mark.parametrize("name", ["lines", "forest", "heat", "stacked"])
+def test_text_of_others_is_no_markup(name: str) -> None:
+    found = repr(drawn("<a href='x'>y</a>")[name])
+    assert "&lt;a" in found
+    # what hover shows is escaped too; the only raw form is a row's name inside a plotly category, and there is none
+    assert "<a" not in found
+
+
+@pytest.mark.parametrize("low", [3e-7, 0.0113, 0.93, 1.0, 47.0, 612.0])
+@pytest.mark.parametrize("factor", [1.0, 1.07, 2.5, 30.0, 5e3, 1e6])
+def test_a_log_axis_holds_its_values_between_few_round_labels(low: float, factor: float) -> None:
+    axis = charts.log_axis("s", [low, low * factor])
+    assert axis.range[0] < low <= low * factor < axis.range[1]
+    assert axis.range[1] / axis.range[0] >= 2  # noise is not blown up to fill a figure
+    assert 3 <= len(axis.ticks) <= 9
+    assert len(set(axis.texts)) == len(axis.ticks)
+    assert all(axis.range[0] <= tick <= axis.range[1] for tick in axis.ticks)
+
+
+@pytest.mark.parametrize("ends", [(0.0, 1.0), (0.088, 0.25), (-3.0, 912.0), (5.0, 5.0), (0.0, 0.0), (0.7, 1.0)])
+def test_a_straight_axis_holds_its_values(ends: tuple[float, float]) -> None:
+    axis = charts.straight_axis("nats", ends)
+    assert axis.range[0] <= ends[0] <= ends[1] < axis.range[1]
+    assert 1 <= len(axis.ticks) <= 7
+    steps = [b - a for a, b in pairwise(axis.ticks)]
+    assert all(math.isclose(step, steps[0], rel_tol=1e-6) for step in steps)
+
+
+def test_labels_never_overlap() -> None:
+    found = charts.spread([0.2, 0.21, 0.22, 0.99, 0.995], 0.07)
+    assert all(b - a >= 0.07 - 1e-12 for a, b in pairwise(found))
+    assert max(found) <= 1.0
+    assert found[0] == 0.2
+
+
+def test_an_annotation_stands_at_the_logarithm() -> None:
+    notes = charts.lines(curves(), ACROSS, UP, marks=[Mark(4.0, "end")])["layout"]["annotations"]
+    assert next(note for note in notes if note["text"] == "end")["x"] == pytest.approx(math.log10(4))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0113, "11.3 ms"), (2.5, "2.50 s"), (4.2e-5, "42.0 µs"), (-0.002, "-2.00 ms")]
+)
+def test_moment(seconds: float, text: str) -> None:
+    assert charts.moment(seconds).replace("\u00a0", " ") == text
