@@ -49,6 +49,7 @@ class Section:
         panels: the figures.
         captions: how it was measured, a sentence each.
         sheet: the data.
+        cautions: what to know before trusting them.
         keys: (colour of the page, what it stands for).
         title: over them; empty where the page has said it.
     """
@@ -57,6 +58,7 @@ class Section:
     panels: Sequence[Panel]
     captions: Sequence[str]
     sheet: Sheet
+    cautions: Sequence[str] = ()
     keys: Sequence[tuple[str, str]] = ()
     title: str = ""
 

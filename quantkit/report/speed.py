@@ -23,7 +23,6 @@ _FLAGS = {
     "aa-exceeds-effect": "the difference is smaller than that between two measurements of one thing",
     "noisy": "the machine was noisy",
     "few-steps": "fewer steps than planned",
-    "p99-from-few": "p99 rests on few steps",
     "negative-tax": "faster than its limit: the cache helped, or the ceiling is wrong",
     "weights-near-cache": "part of the weights may have stayed in the cache, so the limit is no limit",
     "no-ceiling": "no limit: a ceiling could not be measured",
@@ -172,7 +171,9 @@ def _section(rows: Sequence[Row], series: _Series, title: str) -> Section:
     panels = [_rates(series) if series.unit == "prompt" else _durations(series)]
     if any(cell.ratio for cell in series.cells):
         panels.append(_ratios(series))
-    return Section([*_results(series), *_warnings(series)], panels, _how(rows, series), _sheet(series), title=title)
+    return Section(
+        _results(series), panels, _how(rows, series), _sheet(series), cautions=_warnings(series), title=title
+    )
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -223,7 +224,10 @@ def _rates(series: _Series) -> Panel:
         return f"{words.figure(value, 3)} tokens/s"
 
     curves = _curves(series, form, lambda cell, seconds: cell.x * (cell.row.batch or 1) / seconds)
-    axis = charts.log_axis("prompt tokens a second, p50", [y for curve in curves for y in curve.y])
+    values = [y for curve in curves for y in curve.y]
+    axis = charts.log_axis(
+        "prompt tokens a second, p50", values, form=lambda v: f"{v:g}" if v < 1e4 else f"{v / 1e3:g}k"
+    )
     alt = f"Prompt tokens a second against {series.axis}: {series.this} and {series.other}, both axes logarithmic"
     return Panel("Prompt tokens a second", alt, charts.lines(curves, _across(series), axis))
 
@@ -316,17 +320,18 @@ def _results(series: _Series) -> list[str]:
         even = series.said(words.figure(series.even.value / per, 2))
         found.append(f"Break-even at {even}{_bracketed(ends and _SURE + ends)}.")
     first = series.cells[0]
-    if first.tax is not None and first.tax.value is not None and first.original:
-        share = words.percent(first.tax.value / first.original, 0)
-        what = f"{charts.moment(first.tax.value)}, {share} of {series.other}'s time"
+    if first.tax is not None and (first.tax.value or 0) > 0 and first.original:
+        tax = first.tax.value or 0.0
+        share = words.percent(tax / first.original, 0)
+        what = f"{charts.moment(tax)}, {share} of {series.other}'s time"
         gain = captured_gain(first.tax)
         took = f"; {words.percent(gain, 0)} of the promised gain arrives" if gain is not None and gain > 0 else ""
         found.append(f"The tax at {series.said(str(first.x))} is {what}{took}.")
     if first.bandwidth is not None and first.bandwidth.value is not None:
         moved = words.rate(first.bandwidth.value, first.bandwidth.unit)
-        share = first.bandwidth.settings.get("share_of_ceiling")
-        ceiling = f", {words.percent(share, 0)} of what the machine reads" if isinstance(share, float) else ""
-        found.append(f"The effective bandwidth there is {moved}{ceiling}.")
+        part = first.bandwidth.settings.get("share_of_ceiling")
+        ceiling = f", {words.percent(part, 0)} of what the machine reads" if isinstance(part, float) else ""
+        found.append(f"The effective bandwidth at {series.said(str(first.x))} is {moved}{ceiling}.")
     for cell in series.skipped:
         why = next((_TOO_LARGE[flag] for flag in cell.row.flags if flag in _TOO_LARGE), "not measured")
         found.append(f"{series.said(f'{cell.x:,}').capitalize()}: {why}.")
@@ -339,8 +344,8 @@ def _warnings(series: _Series) -> list[str]:
     for flag, text in _FLAGS.items():
         xs = [cell.x for cell in series.cells if flag in cell.flags]
         if xs:
-            at = "everywhere" if len(xs) == len(series.cells) > 1 else f"at {series.said(_listed(xs))}"
-            found.append(f"Beware, {at}: {text}.")
+            at = "at every size" if len(xs) == len(series.cells) > 1 else f"at {series.said(_listed(xs))}"
+            found.append(f"{at}: {text}")
     return found
 
 
@@ -367,6 +372,8 @@ def _how(rows: Sequence[Row], series: _Series) -> list[str]:
             f"Dotted: the roofline, what the bytes and operations of a {series.unit} take at least{_ceilings(rows)};"
             " the gap above it is the tax. The runtime is a black box: only the sum is known."
         )
+    if any("p99-from-few" in cell.flags for cell in series.cells):
+        found.append("The 99th percentiles rest on few steps.")
     if (spread := _spread(series)) is not None:
         found.append(f"Grey band: what two measurements of one thing differ by (A/A), {words.percent(spread)} at most.")
     if _wins(series):

@@ -178,7 +178,7 @@ def full() -> str:
         ),
         *("Slower at 256 and 1,024 tokens.", "At 64 tokens no difference shows above the noise."),
         *("4,096 tokens: does not fit into memory.", "The tax at batch 1 is 8.83\u00a0ms, 28 % of float32&#39;s time"),
-        "The effective bandwidth there is 12.1 GB/s, 52 % of what the machine reads.",
+        "The effective bandwidth at batch 1 is 12.1 GB/s, 52 % of what the machine reads.",
         *("23.1 GB/s read", "(A/A), 1.3 % at most", "2 threads; onnxruntime 1.31.1; accuracy level 4; A Processor"),
         # accuracy, layers, sizes
         *("onnxruntime, level 0", "onnxruntime, level 4"),
@@ -328,7 +328,7 @@ def test_win_intervals_are_shaded(given: dict[str, Any], marks: list[tuple[float
 def test_flags_become_warnings() -> None:
     rows = [row.model_copy(update={"flags": ["noisy"]}) if row.batch == 4 else row for row in timed_rows()]
     first = speed.sections(judged(), rows)[0]
-    assert "Beware, at batch 4: the machine was noisy." in first.said
+    assert "at batch 4: the machine was noisy" in first.cautions
 
 
 def test_plotly_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
