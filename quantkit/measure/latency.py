@@ -82,7 +82,7 @@ class Plan:
         prefill_batches: of the prefills.
         seconds: for all cells together. A cell takes longer where its 30 steps a side (10 of a prefill) need it.
         cell_seconds: beyond this a cell makes do with fewer steps, five blocks at least, and is flagged `few-steps`.
-        rounds: over all cells.
+        rounds: over all cells; the interval of a time rests on how much its rounds differ, from four rounds on.
         seed: of the order of the steps and of the resamples.
     """
 
@@ -92,7 +92,7 @@ class Plan:
     prefill_batches: Sequence[int] = (1,)
     seconds: float = 300.0
     cell_seconds: float = 120.0
-    rounds: int = 3
+    rounds: int = 5
     seed: int = 0
 
 
@@ -176,7 +176,8 @@ def measure(
     for cell in cells:
         if not cell.skipped:
             base, ours = (np.concatenate(times) for times in zip(*cell.taken, strict=True))
-            cell.found = compare(ours, base, seed=plan.seed)
+            rounds = [len(times[0]) for times in cell.taken]
+            cell.found = compare(ours, base, rounds=rounds, seed=plan.seed)
     common = {
         "subject": subject.subject,
         "runtime": runtime,

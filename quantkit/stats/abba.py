@@ -9,7 +9,8 @@ blocks, both sides together:
     interval    percentiles of the ratio over resampled blocks, at the level that Student's t with G − 1 degrees asks
                 for (Hesterberg 2015, section 5.3: plain percentiles are too narrow for few groups)
     a median    in seconds carries what the ratio is spared: the drift of the machine. Its interval is that of batch
-                means, Student's t over the medians of 8 long stretches (Law, Simulation Modeling and Analysis, 9.5.3)
+                means, Student's t over the medians of a few long stretches, best taken at different times
+                (Law, Simulation Modeling and Analysis, 9.5.3)
     A/A spread  of one side's two visits in each block, one goes to a first and one to a second pile by the toss of a
                 coin; the piles are two measurements of one thing. The spread is the difference of their medians, as a
                 share, that 95 of 100 tosses stay below: the larger of the two sides'.
@@ -45,6 +46,7 @@ P99_FROM = 100
 _NOISY = 0.1
 _GROUPS = 20
 _STRETCHES = 8
+_ROUNDS = 4
 _TOSSES = 400
 
 
@@ -120,8 +122,17 @@ def interleave(
     return [np.array(taken) for taken in times]
 
 
-def compare(subject: Array, baseline: Array, *, resamples: int = 1999, seed: int = 0) -> Comparison:
-    """What interleaved times [blocks, 2, burst] of two sides say, each interval at 95 %.
+def compare(
+    subject: Array, baseline: Array, *, rounds: Sequence[int] = (), resamples: int = 1999, seed: int = 0
+) -> Comparison:
+    """What interleaved times of two sides say, each interval at 95 %.
+
+    Args:
+        subject: `[blocks, 2, burst]` seconds, in the order in which they were taken.
+        baseline: the same blocks of the other side.
+        rounds: blocks of each round, where they were taken in rounds with something else between them.
+        resamples: of the bootstrap.
+        seed: of the bootstrap.
 
     Raises:
         ValueError: different shapes, fewer than two blocks, a time that is not positive.
@@ -144,8 +155,8 @@ def compare(subject: Array, baseline: Array, *, resamples: int = 1999, seed: int
     return Comparison(
         quantiles=_quantiles(subject),
         baseline=_quantiles(baseline),
-        ci95=median_interval(subject),
-        baseline_ci95=median_interval(baseline),
+        ci95=median_interval(subject, rounds),
+        baseline_ci95=median_interval(baseline, rounds),
         ratio=point[0],
         ratio_ci95=p50,
         p99_ratio=point[1],
@@ -165,12 +176,14 @@ def aa_spread(times: Array, generator: np.random.Generator) -> float:
     return float(np.expm1(np.quantile(np.abs(np.log(first / second)), 0.95)))
 
 
-def median_interval(times: Array) -> Interval:
+def median_interval(times: Array, rounds: Sequence[int] = ()) -> Interval:
     """The 95 % interval of the median of consecutive times [blocks, ...], drift of the machine included.
 
-    Student's t over the logarithms of the medians of 8 stretches (of each block, where there are fewer).
+    Student's t over the logarithms of the medians of the rounds. Fewer than four rounds are no sample of a machine's
+    moods: then over those of 8 stretches, or of each block where there are fewer.
     """
-    parts = np.array_split(times, min(_STRETCHES, times.shape[0]))
+    few = len(rounds) < _ROUNDS
+    parts = np.array_split(times, min(_STRETCHES, times.shape[0]) if few else np.cumsum(rounds)[:-1])
     middles = np.log([np.median(part) for part in parts])
     reach = student(0.95, len(parts) - 1) * float(np.std(middles, ddof=1)) / len(parts) ** 0.5
     middle = float(np.median(times))

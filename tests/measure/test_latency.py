@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 
@@ -272,7 +274,7 @@ def test_costly_preparation_is_not_repeated():
     assert named(rows, "latency.decode_step")[0].n >= 30
     world = World()
     run(FakeSide(world, falling, cost=0.1), FakeSide(world, falling), world=world, plan=plan)
-    assert world.prepared == 6
+    assert world.prepared == 2 * Plan().rounds
 
 
 def test_cells_share_the_drift_of_the_machine():
@@ -292,6 +294,42 @@ def test_cells_share_the_drift_of_the_machine():
     # each cell saw the machine at its start and at its end, and says so
     assert all(row.ci95[1] / row.ci95[0] > 1.2 for row in steps)
     assert all(row.baseline.ratio == pytest.approx(2.0, rel=0.03) for row in steps)
+
+
+class Moody(World):
+    """A machine whose speed wanders: 8 % up and down, forgotten after 20 seconds."""
+
+    def __init__(self, seed):
+        super().__init__(noise=0.02, seed=seed)
+        self.mood, self.last = self.rng.normal(), 0.0
+
+    def step(self, seconds):
+        def run():
+            kept = np.exp((self.last - self.now) / 20)
+            self.last = self.now
+            self.mood = kept * self.mood + np.sqrt(max(1 - kept**2, 0)) * self.rng.normal()
+            self.now += seconds * float(np.exp(0.08 * self.mood + self.noise * abs(self.rng.normal())))
+
+        return run
+
+
+@pytest.mark.slow
+def test_runs_agree_within_their_printed_intervals():
+    plan = Plan(batches=(1, 8), contexts=(128,), prefills=(64,), seconds=120)
+    runs = []
+    for seed in range(8):
+        world = Moody(seed)
+        ours, theirs = (
+            FakeSide(world, lambda b, c, k=k: k * b**0.5, lambda b, t, k=k: k * t / 10) for k in (0.02, 0.04)
+        )
+        runs.append([row for row in run(ours, theirs, world=world, plan=plan) if row.ci95 and row.n and row.batch])
+    met = [
+        a.ci95[0] <= b.ci95[1] and b.ci95[0] <= a.ci95[1]
+        for one, other in combinations(runs, 2)
+        for a, b in zip(one, other, strict=True)
+    ]
+    assert len(met) >= 200
+    assert sum(met) >= 0.9 * len(met)
 
 
 def test_a_model_that_does_not_decode():

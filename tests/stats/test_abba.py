@@ -130,6 +130,17 @@ def test_the_median_carries_the_drift():
     assert naive < held - 15
 
 
+def test_rounds_at_different_times_are_the_sample():
+    # five rounds on a machine that was in five moods; within a round nothing moves
+    moods = np.array([1.0, 1.1, 0.9, 1.05, 0.95])
+    times = np.repeat(moods, 20)[:, None, None] * np.ones((100, 2, 1))
+    low, high = median_interval(times, [20] * 5)
+    spread = np.std(np.log(moods), ddof=1)
+    assert np.log(high / low) / 2 == pytest.approx(2.776 * spread / 5**0.5, rel=1e-3)
+    # a few rounds say little: stretches of them stand in
+    assert median_interval(times, [50, 50]) == median_interval(times)
+
+
 def test_swapped_sides_give_the_inverse():
     a, b = machine(30, 0, speedup=1.5)
     there, back = compare(a, b), compare(b, a)
