@@ -141,6 +141,23 @@ def memory_limit(root: Path = Path("/")) -> int:
     return min(limits)
 
 
+def memory_available(root: Path = Path("/")) -> int:
+    """Bytes that this process may still take: what the machine has free, within what the process may use at all.
+
+    Args:
+        root: where `/proc` and `/sys` stand, for tests.
+    """
+    limit = memory_limit(root)
+    free = limit
+    for line in _text(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    for line in _text(root / "proc/self/status").splitlines():
+        if line.startswith("VmRSS:"):
+            limit -= int(line.split()[1]) * 1024
+    return max(0, min(free, limit))
+
+
 def _cgroup_folders(root: Path) -> list[Path]:
     """The control groups this process is in, from its own up to the top, of version 2 and of version 1's memory."""
     folders = []

@@ -1,0 +1,674 @@
+"""The dialect of ONNX Runtime: placeholders become its fused operators.
+
+    Linear      MatMulNBits (quantized; 2, 4 or 8 bits, blocks of 16 to 256), MatMul, or for a head that is tied to the
+                embedding a FusedMatMul that reads the embedding's own tensor; those of one input are one product
+    RMSNorm     RMSNormalization; with the sum before it SkipSimplifiedLayerNormalization
+    Attention   GroupQueryAttention with rotary embedding inside and q, k, v in one tensor where the graph allows it;
+                MultiHeadAttention in encoders
+
+Rotary embedding by the op counts columns, not tokens: with padding on the left each row is turned by as many steps more
+as it has padding, queries and keys alike, so their products stay the same.
+Operators: ONNX Runtime's docs/ContribOperators.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from quantkit import registry
+from quantkit.bundle import Decision
+from quantkit.errors import InputError
+from quantkit.export._trace import DOMAIN, Traced
+from quantkit.passes import decision
+from quantkit.recipe import WeightScheme
+
+Array = NDArray[Any]
+MICROSOFT = "com.microsoft"
+BITS = (2, 4, 8)
+_BLOCKS = (256, 128, 64, 32, 16)
+# tables of rotary angles longer than this would be larger than they are worth
+_MASKED = -1e9
+
+
+@dataclass(frozen=True)
+class Linear:
+    """What the dialect needs to know of a linear without reading its weight.
+
+    Args:
+        rows, columns: N and K.
+        scheme: None in high precision.
+        shared: the parameter it shares its weight with (an embedding's), if any.
+    """
+
+    rows: int
+    columns: int
+    scheme: WeightScheme | None
+    shared: str | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights by name, read when they are written.
+
+    Args:
+        linears: by their name in the skeleton.
+        shapes: parameter or buffer -> shape.
+        tensor: parameter or buffer -> float32 values.
+        codes: quantized linear -> (codes [N, K] int8, scale [N, G] float32, zero [N, G] int8 or None).
+    """
+
+    linears: Mapping[str, Linear]
+    shapes: Mapping[str, tuple[int, ...]]
+    tensor: Callable[[str], Array]
+    codes: Callable[[str], tuple[Array, Array, Array | None]]
+
+
+@dataclass
+class Dialect:
+    """The rewriting of one graph.
+
+    Args:
+        traced: changed in place.
+        weights: what goes into it.
+        accuracy_level: of MatMulNBits: 0 computes in float32, 4 rounds activations to int8.
+        positions: how many tokens the context holds; the length of the rotary tables.
+        merge: whether linears of one input become one product.
+    """
+
+    traced: Traced
+    weights: Weights
+    accuracy_level: int = 0
+    positions: int = 0
+    merge: bool = True
+    decisions: list[Decision] = field(default_factory=list)
+    _names: dict[str, ir.Value] = field(default_factory=dict)
+
+    def apply(self) -> ir.Model:
+        """Rewrite everything; no placeholder is left."""
+        graph = self.graph
+        self._parameters()
+        if self.traced.decoder:
+            self._attention()
+        else:
+            self._encoder_attention()
+        self._norms()
+        self._products()
+        self._prune()
+        graph.opset_imports[MICROSOFT] = 1
+        graph.opset_imports.pop(DOMAIN, None)
+        left = [node for node in graph if node.domain == DOMAIN]
+        assert not left, left[0].op_type
+        self.traced.model.ir_version = 10
+        self.traced.model.producer_name = "quantkit"
+        self.traced.model.producer_version = None
+        return self.traced.model
+
+    @property
+    def graph(self) -> ir.Graph:
+        """The graph."""
+        return self.traced.model.graph
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> None:
+        """Parameters that the graph uses as they are: embeddings, biases, norms with a bias, buffers."""
+        found: dict[str, ir.Value] = {}
+        for node in self.graph:
+            for value in node.inputs:
+                if value is not None and (name := self.traced.parameters.get(value.name or "")):
+                    found.setdefault(name, value)
+                    if value is not found[name]:
+                        ir.convenience.replace_all_uses_with(value, found[name])
+        for name, value in found.items():
+            value.name = name
+            dtype = value.dtype.numpy() if value.dtype is not None and value.dtype.is_integer() else np.float32
+            self._bind(value, self.weights.shapes[name], dtype, lambda name=name: self.weights.tensor(name))  # type: ignore[misc]
+
+    def _bind(self, value: ir.Value, shape: Sequence[int], dtype: Any, read: Callable[[], Array]) -> None:
+        kind = ir.DataType.from_numpy(np.dtype(dtype))
+        lazy = ir.LazyTensor(
+            lambda: ir.tensor(np.ascontiguousarray(read(), dtype=dtype), name=value.name),
+            dtype=kind,
+            shape=ir.Shape(shape),
+            name=value.name,
+        )
+        value.shape, value.type, value.const_value = ir.Shape(shape), ir.TensorType(kind), lazy
+        self.graph.register_initializer(value)
+        self._names[value.name or ""] = value
+
+    def _new(self, name: str, shape: Sequence[int], dtype: Any, read: Callable[[], Array]) -> ir.Value:
+        """An initializer that is read when it is written; the one there is, if there is one of that name."""
+        if name not in self._names:
+            self._bind(ir.Value(name=name), shape, dtype, read)
+        return self._names[name]
+
+    def _constant(self, name: str, values: Any, dtype: Any) -> ir.Value:
+        array = np.asarray(values, dtype=dtype)
+        return self._new(name, array.shape, dtype, lambda: array)
+
+    def _node(
+        self,
+        before: ir.Node,
+        kind: str,
+        inputs: Iterable[ir.Value | None],
+        outputs: Sequence[str],
+        domain: str = "",
+        **attributes: Any,
+    ) -> list[ir.Value]:
+        """A new node before another one; its outputs."""
+        values = [ir.Value(name=name) for name in outputs]
+        node = ir.Node(domain, kind, list(inputs), ir.convenience.convert_attributes(attributes), outputs=values)
+        self.graph.insert_before(before, node)
+        return values
+
+    def _replace(self, node: ir.Node, values: Sequence[ir.Value]) -> None:
+        """Let `values` stand for a node's outputs, and remove it."""
+        for old, new in zip(node.outputs, values, strict=True):
+            name, is_output = old.name, old.is_graph_output()
+            new.shape, new.type = new.shape or old.shape, new.type or old.type
+            ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+            if is_output:
+                old.name, new.name = None, name
+        self.graph.remove(node, safe=True)
+
+    def _placeholders(self, kind: str) -> list[ir.Node]:
+        return [node for node in self.graph if node.domain == DOMAIN and node.op_type == kind]
+
+    def _prune(self) -> None:
+        from onnx_ir.passes import common
+
+        common.RemoveUnusedNodesPass()(self.traced.model)
+        # inputs stay: a mask that nothing reads is still part of the interface
+
+    # --- norms --------------------------------------------------------------------------------------------------------
+
+    def _norms(self) -> None:
+        for node in self._placeholders("RMSNorm"):
+            name, offset = node.attributes["name"].as_string(), node.attributes["offset"].as_float()
+            epsilon = node.attributes["epsilon"].as_float()
+            parameter = f"{name}.weight"
+            gamma = self._new(
+                parameter,
+                self.weights.shapes[parameter],
+                np.float32,
+                lambda parameter=parameter, offset=offset: self.weights.tensor(parameter) + np.float32(offset),  # type: ignore[misc]
+            )
+            source = node.inputs[0]
+            assert source is not None
+            total = self._sum(source)
+            if total is None:
+                made = self._node(
+                    node, "RMSNormalization", [source, gamma], [f"{name}/output"], axis=-1, epsilon=epsilon
+                )
+                self._replace(node, made)
+                continue
+            normed, _, _, added = self._node(
+                total,
+                "SkipSimplifiedLayerNormalization",
+                [*total.inputs, gamma],
+                [f"{name}/output", "", "", f"{name}/sum"],
+                MICROSOFT,
+                epsilon=epsilon,
+            )
+            self._replace(node, [normed])
+            self._replace(total, [added])
+
+    def _sum(self, value: ir.Value) -> ir.Node | None:
+        """The addition of two hidden states that makes a value, if that is what makes it."""
+        node = value.producer()
+        if node is None or node.op_type != "Add" or any(x is None or x.is_initializer() for x in node.inputs):
+            return None
+        shapes = [x.shape for x in node.inputs if x is not None]
+        if any(shape is None or len(shape) != 3 for shape in shapes) or value.is_graph_output():
+            return None
+        return node
+
+    # --- attention ----------------------------------------------------------------------------------------------------
+
+    def _attention(self) -> None:
+        """Cached attention; the mask, in two numbers for the op and a bias for padding, is made once."""
+        nodes = self._placeholders("Attention")
+        if not nodes:
+            return
+        mask = nodes[0].inputs[3]
+        assert mask is not None
+        ids = next(value for value in self.graph.inputs if value.name == "input_ids")
+        first = next(iter(self.graph))
+        lengths, total, bias = self._mask(first, mask, ids)
+        tables = _Tables(self)
+        unfused: list[str] = []
+        for index, node in enumerate(nodes):
+            query, key, value, _, past_key, past_value = node.inputs
+            assert query is not None and key is not None and value is not None
+            q, k = tables.strip(query), tables.strip(key)
+            angles = None
+            if q is not None and k is not None and q[1] is k[1]:
+                query, key, angles = q[0], k[0], q[1]
+            elif q is not None or k is not None:
+                unfused.append(str(index))
+            name = f"attention.{index}"
+            flat = [self._flat(node, x, f"{name}/{what}") for x, what in ((query, "q"), (key, "k"), (value, "v"))]
+            options: dict[str, Any] = {
+                "num_heads": node.attributes["heads"].as_int(),
+                "kv_num_heads": node.attributes["kv_heads"].as_int(),
+                "scale": node.attributes["scale"].as_float(),
+            }
+            if (window := node.attributes["window"].as_int()) > 0:
+                options["local_window_size"] = window
+            if (softcap := node.attributes["softcap"].as_float()) > 0:
+                options["softcap"] = softcap
+            cos = sin = None
+            if angles is not None:
+                options["do_rotary"] = 1
+                cos, sin = angles.cos, angles.sin
+            packed = self._packed(node, flat, name)
+            inputs = [*(packed or flat), past_key, past_value, lengths, total, cos, sin, None, bias]
+            made = self._node(
+                node,
+                "GroupQueryAttention",
+                inputs,
+                [f"{name}/output", f"{name}/key", f"{name}/value"],
+                MICROSOFT,
+                **options,
+            )
+            self._flat_again(node.outputs[0])
+            self._replace(node, made)
+        if unfused:
+            reason = f"layers {', '.join(unfused)}: the rotation is not of the usual form, and stays outside attention"
+            self.decisions.append(decision("onnx", "rotary-unfused", "onnx/model.onnx", reason))
+
+    def _mask(self, first: ir.Node, mask: ir.Value, ids: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """From [B, T] of ones and zeros: T - 1 for every row, T, and [B, 1, S, T] with 0 or a large negative number."""
+        zero, one = self._constant("zero", [0], np.int64), self._constant("one", [1], np.int64)
+        (columns,) = self._node(first, "Shape", [mask], ["mask/columns"], start=1, end=2)
+        (rows,) = self._node(first, "Shape", [mask], ["mask/rows"], start=0, end=1)
+        (new,) = self._node(first, "Shape", [ids], ["mask/new"], start=1, end=2)
+        (total64,) = self._node(first, "Squeeze", [columns, zero], ["mask/total64"])
+        (total,) = self._node(first, "Cast", [total64], ["mask/total"], to=int(ir.DataType.INT32))
+        (last,) = self._node(first, "Sub", [columns, one], ["mask/last"])
+        (last32,) = self._node(first, "Cast", [last], ["mask/last32"], to=int(ir.DataType.INT32))
+        (lengths,) = self._node(first, "Expand", [last32, rows], ["mask/lengths"])
+        (hidden,) = self._node(first, "Sub", [one, mask], ["mask/hidden"])
+        (floats,) = self._node(first, "Cast", [hidden], ["mask/floats"], to=int(ir.DataType.FLOAT))
+        (scaled,) = self._node(
+            first, "Mul", [floats, self._constant("mask/value", [_MASKED], np.float32)], ["mask/scaled"]
+        )
+        axes = self._constant("mask/axes", [1, 2], np.int64)
+        (wide,) = self._node(first, "Unsqueeze", [scaled, axes], ["mask/wide"])
+        (shape,) = self._node(first, "Concat", [one, one, new, one], ["mask/shape"], axis=0)
+        (bias,) = self._node(first, "Expand", [wide, shape], ["mask/bias"])
+        return lengths, total, bias
+
+    def _flat(self, node: ir.Node, value: ir.Value, name: str) -> ir.Value:
+        """[B, H, S, D] as [B, S, H·D]: what was reshaped and transposed to heads, or transposed back."""
+        producer = value.producer()
+        if producer is not None and producer.op_type == "Transpose":
+            before = producer.inputs[0]
+            reshape = before.producer() if before is not None else None
+            if reshape is not None and reshape.op_type == "Reshape":
+                source = reshape.inputs[0]
+                if source is not None and source.shape is not None and len(source.shape) == 3:
+                    return source
+            if before is not None:
+                (flat,) = self._node(node, "Reshape", [before, self._constant("flat", [0, 0, -1], np.int64)], [name])
+                return flat
+        (turned,) = self._node(node, "Transpose", [value], [f"{name}/turned"], perm=[0, 2, 1, 3])
+        (flat,) = self._node(node, "Reshape", [turned, self._constant("flat", [0, 0, -1], np.int64)], [name])
+        return flat
+
+    def _flat_again(self, output: ir.Value) -> None:
+        """Let what splits an output [B, S, H·D] into heads and joins them again read the output itself."""
+        for split in output.consumers():
+            if split.op_type != "Reshape":
+                continue
+            for join in split.outputs[0].consumers():
+                shape = join.outputs[0].shape
+                same = shape is not None and output.shape is not None and list(shape) == list(output.shape)
+                if join.op_type == "Reshape" and same:
+                    ir.convenience.replace_all_uses_with(join.outputs[0], output)
+
+    def _packed(self, node: ir.Node, flat: Sequence[ir.Value], name: str) -> list[ir.Value | None] | None:
+        """One tensor of q, k and v instead of three, where they come from products of one input."""
+        products = [_product(value) for value in flat]
+        if not self.merge or any(product is None for product in products):
+            return None
+        found = [product for product in products if product is not None]
+        linears = [product[0] for product in found]
+        names = [linear.attributes["name"].as_string() for linear in linears]
+        one_input = all(linear.inputs[0] is linears[0].inputs[0] for linear in linears)
+        used_once = all(len(value.uses()) == 1 for value in flat)
+        if not (one_input and used_once and self._mergeable(names)):
+            return None
+        biases = [product[1] for product in found]
+        if any(bias is None for bias in biases) and any(bias is not None for bias in biases):
+            return None
+        merged = self._merged(node, linears[0].inputs[0], names, f"{name}/qkv")
+        if biases[0] is not None:
+            parts = [bias.name or "" for bias in biases if bias is not None]
+            (merged,) = self._node(node, "Add", [merged, self._joined(parts)], [f"{name}/qkv/biased"])
+        return [merged, None, None]
+
+    def _encoder_attention(self) -> None:
+        nodes = self._placeholders("Attention")
+        if not nodes:
+            return
+        mask = nodes[0].inputs[3]
+        assert mask is not None
+        first = next(iter(self.graph))
+        (keys,) = self._node(first, "Cast", [mask], ["mask/keys"], to=int(ir.DataType.INT32))
+        for index, node in enumerate(nodes):
+            query, key, value = node.inputs[:3]
+            assert query is not None and key is not None and value is not None
+            name = f"attention.{index}"
+            heads, kv_heads = node.attributes["heads"].as_int(), node.attributes["kv_heads"].as_int()
+            if heads != kv_heads or node.attributes["softcap"].as_float() > 0:
+                raise InputError(
+                    "attention-unsupported",
+                    where=name,
+                    value="grouped queries or a soft cap in an encoder",
+                    rule="MultiHeadAttention has neither",
+                    remedy="export a checkpoint",
+                )
+            flat = [self._flat(node, x, f"{name}/{what}") for x, what in ((query, "q"), (key, "k"), (value, "v"))]
+            (output,) = self._node(
+                node,
+                "MultiHeadAttention",
+                [*flat, None, keys],
+                [f"{name}/output"],
+                MICROSOFT,
+                num_heads=heads,
+                scale=node.attributes["scale"].as_float(),
+            )
+            self._flat_again(node.outputs[0])
+            self._replace(node, [output])
+
+    # --- products -----------------------------------------------------------------------------------------------------
+
+    def _products(self) -> None:
+        shared: dict[ir.Value, list[ir.Node]] = {}
+        for node in self._placeholders("Linear"):
+            assert node.inputs[0] is not None
+            shared.setdefault(node.inputs[0], []).append(node)
+        for source, nodes in shared.items():
+            names = [node.attributes["name"].as_string() for node in nodes]
+            if len(nodes) > 1 and self.merge and self._mergeable(names):
+                prefix = names[0].rpartition(".")[0]
+                merged = self._merged(nodes[0], source, names, f"{prefix}/merged")
+                sizes = [self.weights.linears[name].rows for name in names]
+                split = self._constant(f"split/{'-'.join(map(str, sizes))}", sizes, np.int64)
+                parts = self._node(nodes[0], "Split", [merged, split], [f"{name}/output" for name in names], axis=-1)
+                for node, part in zip(nodes, parts, strict=True):
+                    self._replace(node, [part])
+                continue
+            for node, name in zip(nodes, names, strict=True):
+                self._replace(node, [self._product(node, source, name)])
+
+    def _mergeable(self, names: Sequence[str]) -> bool:
+        linears = [self.weights.linears[name] for name in names]
+        return len({linear.scheme for linear in linears}) == 1 and all(linear.shared is None for linear in linears)
+
+    def _product(self, before: ir.Node, source: ir.Value | None, name: str) -> ir.Value:
+        linear = self.weights.linears[name]
+        if linear.scheme is None and linear.shared is not None:
+            weight = self._new(
+                linear.shared,
+                (linear.rows, linear.columns),
+                np.float32,
+                lambda: self.weights.tensor(linear.shared or ""),
+            )
+            (output,) = self._node(before, "FusedMatMul", [source, weight], [f"{name}/output"], MICROSOFT, transB=1)
+            return output
+        return self._merged(before, source, [name], name)
+
+    def _merged(self, before: ir.Node, source: ir.Value | None, names: Sequence[str], name: str) -> ir.Value:
+        """The product with the weights of one or more linears below each other."""
+        linears = [self.weights.linears[each] for each in names]
+        rows, columns = sum(linear.rows for linear in linears), linears[0].columns
+        scheme = linears[0].scheme
+        if scheme is None:
+            weight = self._new(
+                f"{name}.weight",
+                (columns, rows),
+                np.float32,
+                lambda: np.concatenate([self.weights.tensor(f"{each}.weight") for each in names]).T,
+            )
+            (output,) = self._node(before, "MatMul", [source, weight], [f"{name}/output"])
+            return output
+        bits = registry.load("formats", scheme.format).bits
+        block = block_size(columns, scheme, names[0])
+        count = -(-columns // block)
+        packed = _Packed(self.weights, tuple(names), bits, block, columns)
+        inputs = [
+            source,
+            self._new(f"{name}.codes", (rows, count, block * bits // 8), np.uint8, packed.codes),
+            self._new(f"{name}.scales", (rows, count), np.float32, packed.scales),
+        ]
+        if not scheme.symmetric:
+            shape = (rows, -(-count * bits // 8))
+            inputs.append(self._new(f"{name}.zeros", shape, np.uint8, packed.zeros))
+        (output,) = self._node(
+            before,
+            "MatMulNBits",
+            inputs,
+            [f"{name}/output"],
+            MICROSOFT,
+            K=columns,
+            N=rows,
+            bits=bits,
+            block_size=block,
+            accuracy_level=self.accuracy_level,
+        )
+        return output
+
+    def _joined(self, parameters: Sequence[str]) -> ir.Value:
+        size = sum(self.weights.shapes[name][0] for name in parameters)
+        return self._new(
+            "+".join(parameters),
+            (size,),
+            np.float32,
+            lambda: np.concatenate([self.weights.tensor(name) for name in parameters]),
+        )
+
+
+def _product(value: ir.Value) -> tuple[ir.Node, ir.Value | None] | None:
+    """The Linear that makes a value, and the bias that is added, if any."""
+    node, bias = value.producer(), None
+    if node is not None and node.op_type == "Add":
+        left, right = node.inputs
+        if left is not None and right is not None and right.is_initializer():
+            node, bias = left.producer(), right
+    if node is None or node.domain != DOMAIN or node.op_type != "Linear":
+        return None
+    return node, bias
+
+
+@dataclass(frozen=True)
+class _Angles:
+    cos: ir.Value
+    sin: ir.Value
+
+
+class _Tables:
+    """Rotary embedding outside attention, recognised; its angles for every position, computed by the graph itself."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self.dialect = dialect
+        self.found: dict[tuple[ir.Value, ir.Value], _Angles | None] = {}
+
+    def strip(self, value: ir.Value) -> tuple[ir.Value, _Angles] | None:
+        """What x·cos + half(x)·sin is made of: x and the tables; None for anything else."""
+        node = value.producer()
+        if node is None or node.op_type != "Add":
+            return None
+        products = [x.producer() if x is not None else None for x in node.inputs]
+        if any(product is None or product.op_type != "Mul" for product in products):
+            return None
+        plain, turned = products
+        assert plain is not None and turned is not None
+        x, cos = plain.inputs
+        half, sin = turned.inputs
+        if x is None or cos is None or sin is None or half is None or _halved(half) is not x:
+            return None
+        angles = self._angles(cos, sin)
+        return None if angles is None else (x, angles)
+
+    def _angles(self, cos: ir.Value, sin: ir.Value) -> _Angles | None:
+        if (cos, sin) not in self.found:
+            self.found[cos, sin] = self._table(cos, sin)
+        return self.found[cos, sin]
+
+    def _table(self, cos: ir.Value, sin: ir.Value) -> _Angles | None:
+        """Run the part of the graph that makes the angles on positions 0, 1, 2, ..."""
+        import onnxruntime
+
+        dialect = self.dialect
+        graph, length = dialect.graph, dialect.positions
+        given = [value for value in graph.inputs if value.name in ("input_ids", "attention_mask")]
+        try:
+            part = ir.convenience.extract(graph, given, [cos, sin])
+        except ValueError:  # they depend on something else: the cache, the embeddings
+            return None
+        part.opset_imports.update(graph.opset_imports)
+        part.opset_imports.pop(DOMAIN, None)
+        model = ir.Model(part, ir_version=10)
+        for value in part.outputs:
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        proto = ir.to_proto(model)
+        session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        ones = np.ones((1, length), np.int64)
+        feeds = {value.name: ones for value in session.get_inputs()}
+        tables = [np.asarray(found)[0] for found in session.run(None, feeds)]
+        tables = [table.reshape(length, -1) for table in tables]
+        half = tables[0].shape[1] // 2
+        if any(not np.array_equal(table[:, :half], table[:, half:]) for table in tables):
+            return None
+        number = sum(angles is not None for angles in self.found.values())
+        return _Angles(
+            dialect._constant(f"rotary.{number}.cos", tables[0][:, :half], np.float32),
+            dialect._constant(f"rotary.{number}.sin", tables[1][:, :half], np.float32),
+        )
+
+
+def _halved(value: ir.Value) -> ir.Value | None:
+    """x of concat(-x[half:], x[:half]) along the last axis."""
+    node = value.producer()
+    if node is None or node.op_type != "Concat" or len(node.inputs) != 2:
+        return None
+    left, right = (x.producer() if x is not None else None for x in node.inputs)
+    if left is None or right is None or left.op_type != "Neg" or right.op_type != "Slice":
+        return None
+    back = left.inputs[0].producer() if left.inputs[0] is not None else None
+    if back is None or back.op_type != "Slice" or back.inputs[0] is not right.inputs[0]:
+        return None
+    x = right.inputs[0]
+    size = x.shape[-1] if x is not None and x.shape is not None else None
+    if not isinstance(size, int):
+        return None
+    ends = [[_number(slice_.inputs[place]) for place in (1, 2)] for slice_ in (right, back)]
+    (start, middle), (second, end) = ends
+    exact = (start, middle, second) == (0, size // 2, size // 2) and end is not None and end >= size
+    return x if exact else None
+
+
+def _number(value: ir.Value | None) -> int | None:
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return None if tensor is None else int(tensor.numpy().reshape(-1)[0])
+
+
+def block_size(columns: int, scheme: WeightScheme, where: str) -> int:
+    """The block in which MatMulNBits can hold a scheme: a power of two that divides the group.
+
+    Raises:
+        InputError: `layout-unsupported`.
+    """
+    group = scheme.group or columns
+    if scheme.granularity != "group":
+        # one scale for all blocks; the last one may be incomplete
+        return next(block for block in (128, 64, 32, 16) if block <= columns or block == 16)
+    fitting = [block for block in _BLOCKS if group % block == 0]
+    if not fitting:
+        raise InputError(
+            "layout-unsupported",
+            where=where,
+            value=f"groups of {group}",
+            rule="MatMulNBits has blocks of 16, 32, 64, 128 or 256",
+            remedy="use a group that is a multiple of 16",
+        )
+    return fitting[0]
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """The tensors of a MatMulNBits of one or more linears."""
+
+    weights: Weights
+    names: tuple[str, ...]
+    bits: int
+    block: int
+    columns: int
+
+    @property
+    def _count(self) -> int:
+        return -(-self.columns // self.block)
+
+    def _spread(self, per_group: Array, rows: int, columns: int) -> Array:
+        """[N, G] (or [1, 1]) as [N, blocks]."""
+        groups = per_group.shape[1]
+        if groups == 1:
+            return np.broadcast_to(per_group, (rows, self._count))
+        return np.repeat(per_group, columns // groups // self.block, axis=1)[:, : self._count]
+
+    def codes(self) -> Array:
+        """uint8 [N, blocks, block·bits/8]: codes from 0, least significant first."""
+        parts = []
+        for name in self.names:
+            codes, _, _ = self.weights.codes(name)
+            rows, columns = codes.shape
+            words = (codes.astype(np.int16) + (1 << (self.bits - 1))).astype(np.uint8)
+            filled = self._count * self.block
+            if filled > columns:
+                words = np.pad(words, ((0, 0), (0, filled - columns)), constant_values=1 << (self.bits - 1))
+            words = words[:, :filled].reshape(rows, self._count, self.block)
+            parts.append(pack(words, self.bits))
+        return np.concatenate(parts)
+
+    def scales(self) -> Array:
+        """float32 [N, blocks]."""
+        found = []
+        for name in self.names:
+            codes, scale, _ = self.weights.codes(name)
+            found.append(self._spread(scale, *codes.shape))
+        return np.concatenate(found)
+
+    def zeros(self) -> Array:
+        """uint8 [N, ceil(blocks·bits/8)]: zero points from 0, packed as codes are."""
+        found = []
+        for name in self.names:
+            codes, _, zero = self.weights.codes(name)
+            assert zero is not None
+            spread = self._spread(zero, *codes.shape).astype(np.int16) + (1 << (self.bits - 1))
+            per_byte = 8 // self.bits
+            filled = np.pad(spread, ((0, 0), (0, -spread.shape[1] % per_byte))).astype(np.uint8)
+            found.append(pack(filled, self.bits))
+        return np.concatenate(found)
+
+
+def pack(words: Array, bits: int) -> Array:
+    """Unsigned words along the last axis into bytes, least significant first: [..., n] -> [..., n·bits/8]."""
+    per_byte = 8 // bits
+    if per_byte == 1:
+        return words
+    grouped = words.reshape(*words.shape[:-1], -1, per_byte)
+    result = np.zeros(grouped.shape[:-1], np.uint8)
+    for place in range(per_byte):
+        result |= grouped[..., place] << np.uint8(place * bits)
+    return result

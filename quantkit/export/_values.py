@@ -1,0 +1,143 @@
+"""What an export stores, whether it comes from a compile that is under way or from a finished bundle.
+
+Both are seen as one thing: a skeleton, and by the skeleton's names either the codes of a linear or plain values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from quantkit import registry
+from quantkit.bundle import Bundle
+from quantkit.errors import InputError
+from quantkit.export import _packed
+from quantkit.formats import QuantTensor
+from quantkit.model.finished import Finished
+from quantkit.model.open import Source
+from quantkit.model.stream import StreamedModel
+from quantkit.model.structure import is_linear, is_transposed
+from quantkit.model.weights import Weights
+from quantkit.recipe import WeightScheme
+from quantkit.runtimes._reloaded import ExpandedWeights, reloaded
+
+
+@dataclass(frozen=True)
+class Values:
+    """A model to be exported.
+
+    Args:
+        stream: the model with the values that the codes stand for; `stream.source` has config and tokenizer.
+        schemes: linear of the skeleton -> scheme, of the quantized ones.
+        quantized: linear -> its codes.
+    """
+
+    stream: StreamedModel
+    schemes: Mapping[str, WeightScheme]
+    quantized: Callable[[str], QuantTensor]
+
+    @property
+    def skeleton(self) -> nn.Module:
+        """The model's class without weights."""
+        return self.stream.skeleton
+
+    @property
+    def source(self) -> Source:
+        """Where config, tokenizer and what is not quantized come from."""
+        return self.stream.source
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter or buffer by its name in the skeleton, float32."""
+        if name in self.stream.files:
+            return self.stream.tensor(name)
+        return self.stream.value(self.skeleton, name)
+
+    def linears(self) -> dict[str, bool]:
+        """Every linear of the skeleton -> whether its weight is stored [K, N]."""
+        return {name: is_transposed(module) for name, module in self.skeleton.named_modules() if is_linear(module)}
+
+    @classmethod
+    def of_results(cls, source: Source, stream: StreamedModel, results: Finished) -> Values:
+        """Of a compile."""
+        transposed = {name: is_transposed(module) for name, module in stream.skeleton.named_modules()}
+        weights = _Decided(
+            source.weights.entries,
+            source.weights.folder,
+            source.weights.shards,
+            source.weights,
+            results,
+            {stream.files[f"{name}.weight"]: name for name in results.schemes},
+            {stream.files[name]: name for name in results.changed},
+            {name: transposed[name] for name in results.schemes},
+        )
+        return cls(StreamedModel(replace(source, weights=weights)), results.schemes, results.quantized)
+
+    @classmethod
+    def of_bundle(cls, path: Path) -> Values:
+        """Of a finished bundle's checkpoint.
+
+        Raises:
+            InputError: `bundle-without-checkpoint`.
+        """
+        bundle = Bundle.load(path)
+        folder = bundle.model_folder
+        if not (folder / "config.json").is_file():
+            raise InputError(
+                "bundle-without-checkpoint",
+                where=str(path),
+                value="no model/config.json",
+                rule="an export is made from the checkpoint",
+                remedy="compile with `export: [checkpoint: {}]`",
+            )
+        stream = reloaded(folder)
+        layers = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in bundle.manifest.layers}
+        weights = stream.source.weights
+        if layers and not isinstance(weights, ExpandedWeights):
+            raise InputError(
+                "bundle-dense",
+                where=str(path),
+                value="its checkpoint holds dequantized weights",
+                rule="an export needs the codes",
+                remedy="compile with `export: [checkpoint: {layout: pack-quantized}]`",
+            )
+
+        def quantized(linear: str) -> QuantTensor:
+            assert isinstance(weights, ExpandedWeights)
+            prefix = stream.files[f"{linear}.weight"].removesuffix(".weight")
+            return _packed.read_back(prefix, layers[linear], weights.stored.read)
+
+        return cls(stream, layers, quantized)
+
+
+@dataclass(frozen=True)
+class _Decided(Weights):
+    """The source's tensors with what the passes made of them; float32 where they are quantized."""
+
+    source: Weights
+    results: Finished
+    linears: Mapping[str, str]
+    changed: Mapping[str, str]
+    transposed: Mapping[str, bool]
+
+    def read(self, name: str) -> Tensor:
+        """A tensor of the dense model."""
+        if name in self.linears:
+            linear = self.linears[name]
+            tensor = self.results.quantized(linear)
+            values: Tensor = registry.load("formats", tensor.scheme.format).dequantize(tensor)
+            shape = self.entries[name].shape
+            if self.transposed[linear]:
+                return values[:, : shape[0]].T.contiguous()
+            return values[:, : shape[1]].contiguous()
+        if name in self.changed:
+            return self.results.tensor(self.changed[name])
+        return self.source.read(name)
+
+
+def as_float32(tensor: Tensor) -> Tensor:
+    """Floating-point values in float32; others as they are."""
+    return tensor.to(torch.float32) if tensor.is_floating_point() else tensor

@@ -1,0 +1,275 @@
+"""An ONNX graph with a cache, in the dialect of the runtime that will run it.
+
+`onnx/` holds `model.onnx` (the graph), `model.onnx.data` (its weights), the tokenizer and what onnxruntime-genai wants
+to know. The graph is traced on shapes (`_trace`), rewritten (`_dialect_ort`) and only then given its weights, one
+tensor in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from quantkit.bundle import Check, Decision
+from quantkit.content import Closed
+from quantkit.errors import InputError, MissingDependency
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from quantkit.export._dialect_ort import Weights
+    from quantkit.export._values import Values
+    from quantkit.model.finished import Finished
+    from quantkit.model.open import Source
+    from quantkit.model.stream import StreamedModel
+    from quantkit.recipe import WeightScheme
+
+FOLDER, MODEL, DATA = "onnx", "model.onnx", "model.onnx.data"
+# tensors from this many bytes on go into the data file
+_EXTERNAL = 1024
+
+
+class OnnxOptions(Closed):
+    """Settings of `export: - onnx: {…}`.
+
+    Args:
+        dialect: whose operators: `onnxruntime`.
+        accuracy_level: of its quantized products: 0 computes in float32, exactly; 4 rounds activations to int8, faster.
+        merge: whether linears of one input (q, k, v; gate, up) become one product.
+    """
+
+    dialect: Literal["onnxruntime"] = "onnxruntime"
+    accuracy_level: Literal[0, 1, 4] = 4
+    merge: bool = True
+
+
+class Onnx:
+    """The exporter. `runtimes`: what loads the result."""
+
+    name = "onnx"
+    runtimes = ("onnxruntime",)
+    fuses = True
+    Options = OnnxOptions
+
+    def accepts(
+        self,
+        options: Mapping[str, Any],
+        schemes: Mapping[str, WeightScheme],
+        plain: Collection[str],
+        padded: Collection[str],
+    ) -> None:
+        """Refuse, before any work, what the dialect cannot hold; see `export.checkpoint` for the arguments.
+
+        Raises:
+            InputError: `layout-unsupported`, naming the first layer.
+            MissingDependency: onnx, onnx-ir, onnxscript or onnxruntime.
+        """
+        from quantkit import registry
+
+        OnnxOptions(**options)
+        _demand()
+        from quantkit.export._dialect_ort import BITS, block_size
+
+        for linear, scheme in schemes.items():
+            bits = registry.load("formats", scheme.format).bits
+            if bits not in BITS or not scheme.format.startswith("int"):
+                raise InputError(
+                    "layout-unsupported",
+                    where=linear,
+                    value=f"weights in {scheme.format}",
+                    rule=f"MatMulNBits holds integers of {', '.join(map(str, BITS))} bits",
+                    remedy="use int4 or int8, or leave `onnx` out of `export`",
+                )
+            block_size(scheme.group or 128, scheme, linear)
+
+    def write(
+        self, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]
+    ) -> list[Decision]:
+        """Write `onnx/` of a bundle.
+
+        Raises:
+            InputError: `attention-unsupported`, `export-untraceable`, `layout-unsupported`.
+            Stopped: `disk-full`.
+        """
+        from quantkit.export._values import Values
+
+        return self.export(bundle / FOLDER, Values.of_results(source, stream, results), OnnxOptions(**options))
+
+    def add(self, bundle: Path, folder: Path, options: Mapping[str, Any]) -> list[Decision]:
+        """Export a finished bundle's checkpoint into `folder`.
+
+        Raises:
+            InputError: as `write`, and `bundle-without-checkpoint`, `bundle-dense`.
+        """
+        _demand()
+        from quantkit.export._values import Values
+
+        return self.export(folder, Values.of_bundle(bundle), OnnxOptions(**options))
+
+    def export(self, folder: Path, values: Values, options: OnnxOptions) -> list[Decision]:
+        """Trace, rewrite, and write everything."""
+        from quantkit.export._dialect_ort import Dialect
+        from quantkit.export._genai import genai_config
+        from quantkit.export._trace import trace
+        from quantkit.export.checkpoint import carried
+        from quantkit.model.weights import write_atomic
+
+        source = values.source
+        kind = "decoder" if source.kind == "decoder" else "encoder"
+        context = _context(source.config)
+        dialect = Dialect(
+            trace(values.skeleton, kind), _weights(values), options.accuracy_level, context, merge=options.merge
+        )
+        model = dialect.apply()
+        if kind == "decoder":
+            _keep_few(model)
+        model.metadata_props.update({"quantkit.kind": kind, "quantkit.context": str(context)})
+        folder.mkdir(parents=True, exist_ok=True)
+        _save(model, folder)
+        for path, name in carried(source.path):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(folder / name, [path.read_bytes()])
+        config = {key: value for key, value in source.config.items() if key != "quantization_config"}
+        write_atomic(folder / "config.json", [_json(config)])
+        if kind == "decoder":
+            write_atomic(folder / "genai_config.json", [_json(genai_config(source, model, context))])
+        return dialect.decisions
+
+    def check(
+        self,
+        bundle: Path,
+        source: Source | None = None,
+        stream: StreamedModel | None = None,
+        results: Finished | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        inputs: Mapping[str, Any] | None = None,
+        blocks: int | None = None,
+    ) -> list[Check]:
+        """Load the graph in ONNX Runtime and hold its numbers against the model that was decided on.
+
+        Args:
+            bundle: its folder.
+            source, stream, results, options: as for `write`. Without them, for a finished bundle, the expected values
+                are those of its checkpoint, where it has one.
+            inputs, blocks: of other exporters; the whole graph always runs.
+
+        Returns:
+            checks `onnx.valid`, `onnx.operators`, `onnx.contained` and `reload.onnxruntime` (logits of a prompt, of
+            steps with the cache, and of a batch padded on the left).
+        """
+        _demand()
+        from quantkit.export._check_onnx import check
+
+        return check(bundle, source, stream, results)
+
+
+def _demand() -> None:
+    for package in ("onnx", "onnx_ir", "onnxscript", "onnxruntime"):
+        try:
+            __import__(package)
+        except ImportError:
+            raise MissingDependency(package, extra="onnx", purpose="an ONNX export") from None
+
+
+def _context(config: Mapping[str, Any]) -> int:
+    """Tokens that a sequence can have."""
+    for name in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"):
+        if isinstance(config.get(name), int) and config[name] > 0:
+            return int(config[name])
+    return 4096
+
+
+def _weights(values: Values) -> Weights:
+    """The model's weights as the dialect asks for them: numpy, float32, [N, K]."""
+    from quantkit import registry
+    from quantkit.export._dialect_ort import Linear, Weights
+    from quantkit.export._values import as_float32
+
+    stream = values.stream
+    transposed = values.linears()
+    shapes = {name: tuple(value.shape) for name, value in values.skeleton.named_parameters(remove_duplicate=False)}
+    shapes |= {name: tuple(value.shape) for name, value in values.skeleton.named_buffers(remove_duplicate=False)}
+    embeddings = {
+        stream.files[name]: name
+        for name in stream.rest_names()
+        if name.endswith(".weight") and name.removesuffix(".weight") not in transposed and len(shapes[name]) == 2
+    }
+    linears = {}
+    for name, turned in transposed.items():
+        shape = shapes[f"{name}.weight"]
+        rows, columns = (shape[1], shape[0]) if turned else (shape[0], shape[1])
+        shared = embeddings.get(stream.files[f"{name}.weight"]) if name not in values.schemes else None
+        linears[name] = Linear(rows, columns, values.schemes.get(name), shared)
+
+    def tensor(name: str) -> Any:
+        found = as_float32(values.tensor(name))
+        linear = name.removesuffix(".weight")
+        return (found.T if transposed.get(linear) else found).contiguous().numpy()
+
+    def codes(linear: str) -> Any:
+        found = values.quantized(linear)
+        assert hasattr(registry.load("formats", found.scheme.format), "bits")
+        zero = None if found.zero is None else found.zero.numpy()
+        return found.codes.numpy(), found.scale.float().numpy(), zero
+
+    return Weights(linears, shapes, tensor, codes)
+
+
+def _keep_few(model: ir.Model) -> None:
+    """An optional input `logits_to_keep`, as transformers has it: logits of the last so many positions; 0 is all.
+
+    A prompt's logits are wanted for its last token only, and the head is a large part of a small model.
+    """
+    import numpy as np
+    import onnx_ir as ir
+
+    graph = model.graph
+    logits = next(value for value in graph.outputs if value.name == "logits")
+    head = logits.producer()
+    # past soft caps and scalings, back to the product
+    while head is not None and head.op_type not in ("MatMul", "FusedMatMul", "MatMulNBits"):
+        inner = [x for x in head.inputs if x is not None and not x.is_initializer() and x.producer() is not None]
+        head = inner[0].producer() if len(inner) == 1 else None
+    if head is None:
+        return
+    keep = ir.Value(name="logits_to_keep", shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
+    # with a value of its own, it can be left out
+    keep.const_value = ir.tensor(np.zeros(1, np.int64), name="logits_to_keep")
+    graph.inputs.append(keep)
+    graph.register_initializer(keep)
+    constants = {"keep/end": np.array([2**62], np.int64), "keep/axis": np.array([1], np.int64)}
+    values = []
+    for name, array in constants.items():
+        value = ir.Value(name=name, shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
+        value.const_value = ir.tensor(array, name=name)
+        graph.register_initializer(value)
+        values.append(value)
+    start, kept = ir.Value(name="keep/start"), ir.Value(name="keep/hidden")
+    negative = ir.Node("", "Neg", [keep], outputs=[start])
+    slices = ir.Node("", "Slice", [head.inputs[0], start, *values], outputs=[kept])
+    graph.insert_before(head, [negative, slices])
+    head.replace_input_with(0, kept)
+
+
+def _save(model: ir.Model, folder: Path) -> None:
+    """The graph and its data file; one tensor in memory at a time.
+
+    Raises:
+        Stopped: `disk-full`.
+    """
+    import onnx_ir as ir
+
+    from quantkit.bundle import stopping_when_full
+
+    with stopping_when_full(folder):
+        ir.save(model, folder / MODEL, external_data=DATA, size_threshold_bytes=_EXTERNAL, max_workers=1)
+
+
+def _json(data: Mapping[str, Any]) -> bytes:
+    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+EXPORT = Onnx()

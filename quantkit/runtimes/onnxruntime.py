@@ -1,0 +1,577 @@
+"""ONNX Runtime on the CPU: runs a bundle's `onnx/` with the cache in place. Needs no torch.
+
+The cache of a sequence is one buffer per layer, bound as past and as present: attention writes the new keys and values
+where they belong and nothing is copied. What it needs is numpy, onnxruntime and, for text, tokenizers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.bundle import Bundle
+from quantkit.bundle.verify import verify_files
+from quantkit.errors import InputError, MissingDependency
+from quantkit.plan import machine
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+Array = NDArray[Any]
+FOLDER, MODEL = "onnx", "model.onnx"
+# what the library's message begins with when a file is older, newer or broken
+_REASONS = {
+    "is not a registered function/op": "an operator that this onnxruntime does not have",
+    "No opset import for domain": "an operator that this onnxruntime does not have",
+    "Fatal error": "an operator that this onnxruntime does not have",
+    "Unsupported model IR version": "a newer file format than this onnxruntime reads",
+    "external": "its external data file is missing or damaged",
+}
+
+
+@dataclass
+class State:
+    """The cache of some sequences.
+
+    Args:
+        batch: sequences.
+        capacity: tokens that fit.
+        caches: input name -> buffer [B, H, capacity, D].
+        mask: [B, capacity], 1 where a token is.
+        length: columns that are filled, padding included.
+    """
+
+    batch: int
+    capacity: int
+    caches: Mapping[str, onnxruntime.OrtValue]
+    mask: Array
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class Used:
+    """What the profiler saw of one run.
+
+    Args:
+        providers: execution provider -> nodes.
+        seconds: operator -> (how many, seconds).
+        total: of the whole run, as the profiler has it.
+    """
+
+    providers: Mapping[str, int]
+    seconds: Mapping[str, tuple[int, float]]
+    total: float
+
+    @property
+    def share(self) -> float:
+        """The operators' share of the run."""
+        return sum(seconds for _, seconds in self.seconds.values()) / self.total if self.total else 0.0
+
+
+class Loaded:
+    """A model in a session.
+
+    Args:
+        folder: with `model.onnx`.
+        threads: of one operator; None is the machine's cores.
+        profile: write a profile; see `used`.
+        accuracy_level: of MatMulNBits, instead of what the file says.
+
+    Raises:
+        MissingDependency: onnxruntime.
+        InputError: `onnx-unreadable`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        threads: int | None = None,
+        profile: bool = False,
+        accuracy_level: int | None = None,
+    ) -> None:
+        self.folder = folder
+        self.threads = threads or machine.cores()
+        self._profile = tempfile.mkdtemp(prefix="quantkit-profile-") if profile else None
+        self.session = _session(folder, self.threads, self._profile, accuracy_level)
+        self.inputs = {value.name: value for value in self.session.get_inputs()}
+        self.outputs = [value.name for value in self.session.get_outputs()]
+        self.meta = dict(self.session.get_modelmeta().custom_metadata_map)
+
+    @property
+    def caches(self) -> list[str]:
+        """The names of the cache inputs, in order."""
+        return [name for name in self.inputs if name.startswith("past_key_values.")]
+
+    @property
+    def decoder(self) -> bool:
+        """Whether it has a cache and gives logits."""
+        return bool(self.caches)
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a sequence can have."""
+        return int(self.meta.get("quantkit.context", 0)) or (1 << 31)
+
+    @cached_property
+    def cache_bytes(self) -> int:
+        """Bytes of cache for one token of one sequence, all layers."""
+        return sum(4 * int(self.inputs[name].shape[1]) * int(self.inputs[name].shape[3]) for name in self.caches)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Logits of a position."""
+        return int(next(value.shape[-1] for value in self.session.get_outputs() if value.name == "logits"))
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of the model's files."""
+        return sum(path.stat().st_size for path in self.folder.glob(f"{MODEL}*"))
+
+    def state(self, batch: int, capacity: int) -> State:
+        """Room for `batch` sequences of up to `capacity` tokens.
+
+        Raises:
+            InputError: `prompt-too-long` beyond the context, `out-of-memory` beyond what is free.
+        """
+        import onnxruntime
+
+        if capacity > self.context:
+            raise InputError(
+                "prompt-too-long",
+                where=str(self.folder),
+                value=f"{capacity} tokens",
+                rule=f"the context holds {self.context}",
+                remedy="shorten the prompt, or ask for fewer new tokens",
+            )
+        self.fits(batch, capacity, 1)
+        caches = {}
+        for name in self.caches:
+            _, heads, _, size = self.inputs[name].shape
+            empty = np.zeros((batch, int(heads), capacity, int(size)), np.float32)
+            caches[name] = onnxruntime.OrtValue.ortvalue_from_numpy(empty)
+        return State(batch, capacity, caches, np.zeros((batch, capacity), np.int64))
+
+    def fits(self, batch: int, capacity: int, new: int) -> None:
+        """Refuse what would not fit into memory: cache, logits and the mask.
+
+        Raises:
+            InputError: `out-of-memory`.
+        """
+        need = batch * capacity * self.cache_bytes + batch * new * (4 * self.vocabulary + 4 * capacity)
+        free = machine.memory_available()
+        if need > 0.9 * free:
+            raise InputError(
+                "out-of-memory",
+                where=f"batch {batch}, {capacity} tokens",
+                value=f"{need / 1e9:.2f} GB",
+                rule=f"{free / 1e9:.2f} GB are free",
+                remedy="use a smaller batch or a shorter context",
+            )
+
+    def run(self, state: State, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
+        """Feed tokens to the sequences of a state.
+
+        Args:
+            state: grows by the tokens.
+            ids: [B, S]; rows that are shorter are padded on the left.
+            mask: [B, S], 0 where ids are padding; None: nowhere.
+            keep: how many positions from the end to give logits for; 0 is all.
+
+        Returns:
+            logits [B, S or keep, vocabulary], float32.
+
+        Raises:
+            InputError: `prompt-too-long`.
+        """
+        before = state.length
+        after = before + ids.shape[1]
+        if after > state.capacity:
+            raise InputError(
+                "prompt-too-long", where="cache", value=f"{after} tokens", rule=f"there is room for {state.capacity}"
+            )
+        state.mask[:, before:after] = 1 if mask is None else mask
+        binding = self.bind(state, ids, after, keep)
+        self.session.run_with_iobinding(binding)
+        state.length = after
+        return np.asarray(binding.copy_outputs_to_cpu()[0])
+
+    def bind(self, state: State, ids: Array, after: int, keep: int = 0) -> onnxruntime.IOBinding:
+        """Everything bound for one run: with the binding, the same step can be repeated."""
+        binding = self.session.io_binding()
+        binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, dtype=np.int64))
+        binding.bind_cpu_input("attention_mask", np.ascontiguousarray(state.mask[:, :after]))
+        if "logits_to_keep" in self.inputs:
+            binding.bind_cpu_input("logits_to_keep", np.array([keep], np.int64))
+        binding.bind_output("logits", "cpu")
+        for name, cache in state.caches.items():
+            binding.bind_ortvalue_input(name, cache)
+            binding.bind_ortvalue_output(name.replace("past_key_values", "present"), cache)
+        return binding
+
+    def encode(self, ids: Array, mask: Array | None = None) -> Array:
+        """An encoder's last hidden states [B, S, width] for ids [B, S]."""
+        feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids) if mask is None else mask}
+        feeds.update({name: np.zeros_like(ids) for name in self.inputs if name not in feeds})
+        return np.asarray(self.session.run(None, feeds)[0])
+
+    # --- what latency is measured on ----------------------------------------------------------------------------------
+
+    def decode(self, batch: int, context: int) -> Callable[[], None]:
+        """One decode step with `context` tokens in the cache, ready to be repeated.
+
+        Raises:
+            InputError: `prompt-too-long`, `out-of-memory`.
+        """
+        state = self.state(batch, context + 1)
+        # what is in the cache does not matter to the time, but zeros would: they are denormal-free and easy
+        generator = np.random.default_rng(0)
+        for cache in state.caches.values():
+            values = generator.standard_normal(cache.shape(), np.float32)
+            cache.update_inplace(values)
+        state.mask[:] = 1
+        state.length = context
+        ids = generator.integers(0, self.vocabulary, (batch, 1))
+        binding = self.bind(state, ids, context + 1)
+
+        def step() -> None:
+            self.session.run_with_iobinding(binding)
+
+        return step
+
+    def prefill(self, batch: int, tokens: int) -> Callable[[], None]:
+        """A prompt of `tokens` for each sequence, up to the first logits, ready to be repeated.
+
+        Raises:
+            InputError: `prompt-too-long`, `out-of-memory`.
+        """
+        self.fits(batch, tokens, 1)
+        state = self.state(batch, tokens)
+        ids = np.random.default_rng(0).integers(0, self.vocabulary, (batch, tokens))
+        state.mask[:] = 1
+        binding = self.bind(state, ids, tokens, keep=1)
+
+        def step() -> None:
+            self.session.run_with_iobinding(binding)
+
+        return step
+
+    def used(self) -> Used:
+        """What the last run since loading used; ends the profile.
+
+        Raises:
+            InputError: `not-profiled`.
+        """
+        if self._profile is None:
+            raise InputError("not-profiled", where=str(self.folder), value="loaded without `profile`")
+        path = Path(self.session.end_profiling())
+        events = json.loads(path.read_text(encoding="utf-8"))
+        path.unlink()
+        os.rmdir(self._profile)  # noqa: PTH106
+        runs = [event for event in events if event.get("name") == "model_run"]
+        last = runs[-1]
+        inside = [
+            event
+            for event in events
+            if event.get("cat") == "Node" and event["name"].endswith("_kernel_time") and event["ts"] >= last["ts"]
+        ]
+        providers: dict[str, int] = {}
+        seconds: dict[str, tuple[int, float]] = {}
+        for event in inside:
+            kind, provider = event["args"]["op_name"], event["args"].get("provider", "")
+            providers[provider] = providers.get(provider, 0) + 1
+            count, spent = seconds.get(kind, (0, 0.0))
+            seconds[kind] = count + 1, spent + event["dur"] * 1e-6
+        return Used(providers, seconds, last["dur"] * 1e-6)
+
+
+def _session(folder: Path, threads: int, profile: str | None, level: int | None) -> onnxruntime.InferenceSession:
+    try:
+        import onnxruntime
+    except ImportError:
+        raise MissingDependency("onnxruntime", extra="onnx", purpose="running onnx/model.onnx") from None
+    path = folder / MODEL
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # threads that spin between runs would take the time of whatever else is measured
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    if profile is not None:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(Path(profile) / "run")
+    what: str | bytes = str(path)
+    try:
+        if level is not None:
+            what = _with_level(path, level)
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        return onnxruntime.InferenceSession(what, options, providers=["CPUExecutionProvider"])
+    except Exception as problem:
+        text = str(problem).strip()
+        reason = next((said for sign, said in _REASONS.items() if sign in text), "it does not load")
+        raise InputError(
+            "onnx-unreadable",
+            where=str(path),
+            value=f"{reason}: {text.splitlines()[0][:200] if text else type(problem).__name__}",
+            rule=f"onnxruntime {onnxruntime.__version__} loads it",
+            remedy="`quantkit verify` says whether a file differs; else update onnxruntime, or export again",
+        ) from None
+
+
+def _with_level(path: Path, level: int) -> bytes:
+    """The graph with another accuracy level; its weights stay where they are."""
+    import onnx
+
+    model = onnx.load(str(path), load_external_data=False)
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "accuracy_level":
+                attribute.i = level
+    found: bytes = model.SerializeToString()
+    return found
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; the model's own generation_config.json gives what is not said."""
+
+    sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    generator: np.random.Generator = field(default_factory=np.random.default_rng)
+
+    def choose(self, logits: Array) -> Array:
+        """[B, V] -> [B]."""
+        if not self.sample:
+            return np.asarray(logits.argmax(axis=-1))
+        return np.array([self._draw(row) for row in logits.astype(np.float64)])
+
+    def _draw(self, logits: Array) -> int:
+        order = np.argsort(-logits, kind="stable")[: self.top_k or None]
+        shifted = (logits[order] - logits[order[0]]) / max(self.temperature, 1e-6)
+        chances = np.exp(shifted)
+        chances /= chances.sum()
+        # the fewest tokens that together have top_p; the first always
+        kept = np.searchsorted(np.cumsum(chances), self.top_p) + 1
+        chances = chances[:kept] / chances[:kept].sum()
+        return int(order[self.generator.choice(len(chances), p=chances)])
+
+
+class OnnxRuntime:
+    """See the module."""
+
+    name = "onnxruntime"
+
+    def folder(self, bundle: Bundle) -> Path:
+        """The folder with the graph.
+
+        Raises:
+            InputError: `bundle-without-onnx`.
+        """
+        folder = bundle.path / FOLDER
+        if not (folder / MODEL).is_file():
+            raise InputError(
+                "bundle-without-onnx",
+                where=str(bundle.path),
+                value=f"no {FOLDER}/{MODEL}",
+                rule="this runtime runs the ONNX export",
+                remedy="quantkit export BUNDLE --to onnx",
+            )
+        return folder
+
+    def load(self, bundle: Bundle, **settings: Any) -> Loaded:
+        """The model in a session; its files are checked against the manifest first.
+
+        Args:
+            bundle: with `onnx/`.
+            settings: of `Loaded`.
+
+        Raises:
+            MissingDependency: onnxruntime.
+            InputError: `bundle-without-onnx`, `hash-mismatch`, `onnx-unreadable`.
+        """
+        folder = self.folder(bundle)
+        listed = [entry for entry in bundle.manifest.files if entry.path.startswith(f"{FOLDER}/")]
+        for check in verify_files(bundle.path, bundle.manifest.model_copy(update={"files": listed})):
+            if check.name in ("files.present", "files.size", "files.sha256") and not check.ok:
+                raise InputError(
+                    "hash-mismatch",
+                    where=f"{bundle.path}/{check.where}",
+                    value=check.name,
+                    rule="every file is as the manifest says",
+                    remedy="fetch or compile the bundle again",
+                )
+        return Loaded(folder, **settings)
+
+    def generate(
+        self,
+        bundle: Bundle,
+        prompt: str,
+        *,
+        new_tokens: int = 64,
+        sample: bool = False,
+        seed: int = 0,
+        chat: bool = False,
+    ) -> dict[str, Any]:
+        """Continue a prompt; see `runtimes.torch` for the arguments.
+
+        Returns:
+            `text`, `tokens` (how many), `seconds`, `first_token_s` and `tokens_per_s` of the steps after it.
+
+        Raises:
+            InputError: `not-a-decoder`, `no-tokenizer`, `prompt-empty`, `prompt-too-long`.
+        """
+        if bundle.manifest.model.kind != "decoder":
+            raise InputError(
+                "not-a-decoder",
+                where=str(bundle.path),
+                value=f"{bundle.manifest.model.kind}",
+                rule="only decoders generate text",
+            )
+        folder = self.folder(bundle)
+        tokenizer = Tokenizer(folder)
+        ids = tokenizer.encode(tokenizer.chat(prompt) if chat else prompt, special=not chat)
+        if not ids:
+            raise InputError("prompt-empty", where="--prompt", value="no token", rule="a prompt has at least one token")
+        model = self.load(bundle)
+        settings = tokenizer.generation
+        sampling = Sampling(
+            sample,
+            float(settings.get("temperature") or 1.0),
+            int(settings.get("top_k") or 50),
+            float(settings.get("top_p") or 1.0),
+            np.random.default_rng(seed),
+        )
+        started = time.perf_counter()
+        made: list[int] = []
+        first = started
+        for tokens in stream(model, np.array([ids]), new_tokens, sampling):
+            if not made:
+                first = time.perf_counter()
+            if int(tokens[0]) in tokenizer.ends:
+                break
+            made.append(int(tokens[0]))
+        ended = time.perf_counter()
+        return {
+            "text": tokenizer.decode(made),
+            "tokens": len(made),
+            "seconds": ended - started,
+            "first_token_s": first - started,
+            "tokens_per_s": (len(made) - 1) / (ended - first) if len(made) > 1 else None,
+        }
+
+
+def stream(
+    model: Loaded, ids: Array, new_tokens: int, sampling: Sampling, mask: Array | None = None
+) -> Iterator[Array]:
+    """Token after token [B] for prompts [B, S], padded on the left where `mask` is 0."""
+    state = model.state(ids.shape[0], ids.shape[1] + new_tokens)
+    logits = model.run(state, ids, mask, keep=1)[:, -1]
+    for number in range(new_tokens):
+        tokens = sampling.choose(logits)
+        yield tokens
+        if number + 1 < new_tokens:
+            logits = model.run(state, tokens[:, None])[:, -1]
+
+
+class Tokenizer:
+    """A folder's tokenizer.json and what stands beside it, without transformers.
+
+    Raises:
+        MissingDependency: tokenizers.
+        InputError: `no-tokenizer`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise MissingDependency("tokenizers", extra="onnx", purpose="text in and out") from None
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise InputError(
+                "no-tokenizer",
+                where=str(path),
+                value="no such file",
+                rule="text needs the model's tokenizer",
+                remedy="put the model's tokenizer.json there, or use the torch runtime",
+            )
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as problem:
+            raise InputError(
+                "no-tokenizer", where=str(path), value=str(problem)[:200], rule="a tokenizer.json of tokenizers"
+            ) from None
+        self.config = _json(folder / "tokenizer_config.json")
+        self.generation = _json(folder / "generation_config.json")
+        self._template = folder / "chat_template.jinja"
+        ends = self.generation.get("eos_token_id")
+        if ends is None:
+            ends = _json(folder / "config.json").get("eos_token_id")
+        self.ends = set(ends if isinstance(ends, list) else [ends]) - {None}
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids."""
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text, without special tokens."""
+        found: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return found
+
+    def chat(self, prompt: str) -> str:
+        """One message of a user in the model's chat template, rendered in Jinja's sandbox (CVE-2024-34359).
+
+        Raises:
+            InputError: `no-chat-template`.
+        """
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        text = self.config.get("chat_template")
+        if self._template.is_file():
+            text = self._template.read_text(encoding="utf-8")
+        if isinstance(text, list):  # several, by name
+            text = next((entry.get("template") for entry in text if entry.get("name") == "default"), None)
+        if not isinstance(text, str):
+            raise InputError("no-chat-template", where="--chat", value="the model has none", remedy="leave --chat out")
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = refuse
+        tokens = {
+            name: value.get("content") if isinstance(value, dict) else value
+            for name, value in self.config.items()
+            if name.endswith("_token")
+        }
+        try:
+            return environment.from_string(text).render(
+                messages=[{"role": "user", "content": prompt}], add_generation_prompt=True, **tokens
+            )
+        except TemplateError as problem:
+            raise InputError("no-chat-template", where="--chat", value=str(problem)[:200]) from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+RUNTIME = OnnxRuntime()
