@@ -100,6 +100,7 @@ class Override(Closed):
     """Another weight scheme for the layers that a glob matches; it must match something.
 
     `weights: null` keeps those layers in high precision; a mapping replaces the named fields of the default scheme.
+    `lm_head` matches the language-model head whatever its name in the model; it has to be absent from `keep`.
     """
 
     match: str
@@ -169,7 +170,15 @@ def _checked(what: str, model: type[BaseModel], values: dict[str, Any]) -> BaseM
 
 
 class Recipe(Closed):
-    """What to do: an ordered list of passes with settings, what to export, what must hold."""
+    """What to do: an ordered list of passes with settings, what to export, what must hold.
+
+    Args:
+        keep: what is left in the source's dtype: globs of layers, or roles. `lm_head` is the one role that could be
+            quantized: without it here, a decoder's head is one of the layers, always rounded to nearest.
+        on_indivisible: where the group does not divide K: an `error`; `keep` the layer in high precision; `pad` its
+            last group; or `shrink` the group to the largest of 256, 128, 64, 32, 16 up to it that divides K. (Powers of
+            two alone: kernels want them, and the weights are the same whatever is exported.)
+    """
 
     schema_: Annotated[Literal[1], Field(alias="schema")] = 1
     name: str = ""
@@ -180,7 +189,7 @@ class Recipe(Closed):
     scheme: Scheme = Scheme()
     keep: list[str] = Field(default=["embeddings", "lm_head"])
     overrides: list[Override] = Field(default=[])
-    on_indivisible: Literal["error", "keep", "pad"] = "error"
+    on_indivisible: Literal["error", "keep", "pad", "shrink"] = "error"
     passes: list[PassStep] = Field(default=[])
     export: list[ExportStep] = Field(default=[ExportStep(name="checkpoint")], min_length=1)
     gates: Gates = Gates()
@@ -276,15 +285,19 @@ class Recipe(Closed):
             "export": [{step.name: step.options} for step in self.export],
         }
 
-    def weights_for(self, layer: str) -> WeightScheme | None:
+    def weights_for(self, layer: str, role: str | None = None) -> WeightScheme | None:
         """The weight scheme of a layer by its full name; the last override that matches wins; None keeps it.
+
+        Args:
+            layer: its name.
+            role: another name that overrides may call it by: `lm_head`.
 
         Raises:
             InputError: `recipe-invalid`, overrides that each make sense, but not one upon the other.
         """
         scheme = self.scheme.weights
         for override in self.overrides:
-            if fnmatchcase(layer, override.match):
+            if fnmatchcase(layer, override.match) or role == override.match:
                 try:
                     scheme = self.overridden(override, scheme)
                 except ValueError as error:

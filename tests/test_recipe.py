@@ -99,7 +99,7 @@ def test_what_is_misspelt_is_named_with_its_nearest(changes: dict[str, Any], say
         ({"schema": 2}, "Input should be 1"),
         ({"seed": -1}, "greater than or equal to 0"),
         ({"keep": None}, "valid list"),
-        ({"on_indivisible": "drop"}, "'error', 'keep' or 'pad'"),
+        ({"on_indivisible": "drop"}, "'error', 'keep', 'pad' or 'shrink'"),
         ({"calibration": {"samples": 0}}, "greater than 0"),
         ({"gates": {"kl_max": float("nan")}}, "finite"),
         ({"scheme": {"weights": {"format": "int4", "group": 32}}}, "goes with `granularity: group`"),
@@ -256,6 +256,14 @@ def test_overrides_merge_over_the_default_and_the_last_that_matches_wins() -> No
     assert up is not None
     assert (up.format, up.group) == ("int8", 16)
     assert found.weights_for("l.2.mlp.Down_proj") == default, "names keep their case"
+
+
+def test_an_override_names_a_role_whatever_the_layer_is_called() -> None:
+    found = recipe(overrides=[{"match": "lm_head", "weights": {"format": "int8"}}])
+    named, other = found.weights_for("embed_out", "lm_head"), found.weights_for("embed_out")
+    assert named is not None
+    assert other is not None
+    assert (named.format, named.group, other.format) == ("int8", 32, "int4")
 
 
 def test_overrides_that_only_clash_upon_one_another_are_an_input_error() -> None:

@@ -5,7 +5,8 @@ Both are seen as one thing: a skeleton, and by the skeleton's names either the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,17 +65,21 @@ class Values:
     def of_results(cls, source: Source, stream: StreamedModel, results: Finished) -> Values:
         """Of a compile."""
         transposed = {name: is_transposed(module) for name, module in stream.skeleton.named_modules()}
+        files = apart(stream.files, results.schemes)
+        # a tensor that only a quantized linear has is as large as the one it was shared with
+        own = {files[name]: source.weights.entries[file] for name, file in stream.files.items()}
         weights = _Decided(
-            source.weights.entries,
+            {**source.weights.entries, **own},
             source.weights.folder,
             source.weights.shards,
             source.weights,
             results,
-            {stream.files[f"{name}.weight"]: name for name in results.schemes},
-            {stream.files[name]: name for name in results.changed},
+            {files[f"{name}.weight"]: name for name in results.schemes},
+            {files[name]: name for name in results.changed},
             {name: transposed[name] for name in results.schemes},
         )
-        return cls(StreamedModel(replace(source, weights=weights)), results.schemes, results.quantized)
+        dense = StreamedModel(replace(source, weights=weights), files=files)
+        return cls(dense, results.schemes, results.quantized)
 
     @classmethod
     def of_bundle(cls, path: Path) -> Values:
@@ -111,6 +116,18 @@ class Values:
             return _packed.read_back(prefix, layers[linear], weights.stored.read)
 
         return cls(stream, layers, quantized)
+
+
+def apart(files: Mapping[str, str], quantized: Collection[str]) -> dict[str, str]:
+    """Parameter -> tensor, where a quantized linear has a tensor to itself.
+
+    A head may share its weight with the embedding, which stays as it is: the tensor of the files goes on to be the
+    embedding's, and the head gets one that exists in name alone.
+    """
+    users = Counter(files.values())
+    weights = [f"{linear}.weight" for linear in quantized]
+    own = {name: f"{name}, quantized" for name in weights if users[files[name]] > 1}
+    return {**files, **own}
 
 
 @dataclass(frozen=True)

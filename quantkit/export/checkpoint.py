@@ -244,6 +244,8 @@ class Checkpoint:
         schemes: Mapping[str, WeightScheme],
         plain: Collection[str],
         padded: Collection[str],
+        *,
+        tied: Collection[str] = (),
     ) -> None:
         """Refuse, before any work, what the layout cannot hold.
 
@@ -252,11 +254,20 @@ class Checkpoint:
             schemes: linear -> scheme.
             plain: the linears that are `torch.nn.Linear`.
             padded: the linears whose last group is filled up.
+            tied: a head that shares its weight with the embedding.
 
         Raises:
             InputError: `layout-unsupported`, naming the first layer.
             MissingDependency: compressed-tensors.
         """
+        for linear in tied:
+            raise InputError(
+                "layout-unsupported",
+                where=linear,
+                value="is quantized and shares its weight with the embedding, which is not",
+                rule="transformers stores tied weights once, as one or the other",
+                remedy="keep: [embeddings, lm_head], or leave `checkpoint` out of `export`",
+            )
         if CheckpointOptions(**options).layout == "dense" or not schemes:
             return
         for linear, scheme in schemes.items():

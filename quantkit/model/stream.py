@@ -13,7 +13,7 @@ import copy
 import inspect
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -139,6 +139,15 @@ def find_blocks(model: nn.Module) -> str:
     return best
 
 
+def find_head(model: nn.Module) -> str | None:
+    """The path of the linear that makes logits, such as `lm_head`; None where a model names no such linear."""
+    named = getattr(model, "get_output_embeddings", None)
+    head = named() if named is not None else None
+    if not isinstance(head, nn.Linear):
+        return None
+    return next((path for path, module in model.named_modules() if module is head), None)
+
+
 class _Recorder(nn.Module):
     """Stands where a block stands, notes how it is called and returns its input in the block's way."""
 
@@ -234,6 +243,8 @@ class StreamedModel:
         source: an opened model.
         dtype: what it is computed in.
         prepare: changes the skeleton before names are matched, e.g. to the layout of a quantized checkpoint.
+        files: parameter -> tensor of the files, where that is known already. Parameters that the skeleton ties may have
+            tensors of their own here; each then loads its own.
     """
 
     def __init__(
@@ -241,6 +252,7 @@ class StreamedModel:
         source: Source,
         dtype: torch.dtype = torch.float32,
         prepare: Callable[[nn.Module], None] | None = None,
+        files: Mapping[str, str] | None = None,
     ) -> None:
         self.source = source
         self.dtype = dtype
@@ -252,9 +264,14 @@ class StreamedModel:
         assert isinstance(blocks, nn.ModuleList)
         self.blocks = blocks
         self.block_names = [f"{self.path}.{index}" for index in range(len(blocks))]
-        self.files = parameter_names(source, self.skeleton)
+        self.files = parameter_names(source, self.skeleton) if files is None else dict(files)
         self.as_tuple = False
         self.transforms: list[Transform] = []
+
+    @property
+    def head(self) -> str | None:
+        """The linear that makes a decoder's logits, by its name in the skeleton; None for other models."""
+        return find_head(self.skeleton) if self.source.kind == "decoder" else None
 
     def tensor(self, name: str) -> Tensor:
         """A parameter by its name in the skeleton, in the compute dtype."""

@@ -9,38 +9,51 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from quantkit import registry
-from quantkit.bundle import Decision
+from quantkit.bundle import Decision, LayerEntry
 from quantkit.errors import InputError
+from quantkit.formats import QuantTensor
 from quantkit.model.structure import is_linear, weight_of
 from quantkit.passes import decision
 from quantkit.recipe import Recipe, WeightScheme
 
-# what lies outside the blocks is never quantized by the scheme; naming it in `keep` is allowed and says so
-ROLES = ("embeddings", "lm_head", "norms")
-# a decision with this code is no fallback: the recipe names the layer
-AS_ASKED = "kept-as-asked"
+# what lies outside the blocks; all but the head is never quantized, and naming it in `keep` says so
+HEAD = "lm_head"
+ROLES = ("embeddings", HEAD, "norms")
+# decisions with these codes are no fallback: the recipe asks for them
+AS_ASKED, SHRUNK, ROUNDED = "kept-as-asked", "group-shrunk", "head-rounded"
+ASKED = (AS_ASKED, SHRUNK, ROUNDED)
+_POWERS = (256, 128, 64, 32, 16)
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The linears inside the blocks.
+    """The linears inside the blocks, and the head if it is to be quantized.
 
     Args:
         shapes: full name -> [N, K], of every one.
         schemes: full name -> scheme, of those to quantize.
         plain: full names of those that are `torch.nn.Linear`, which is what other libraries can load quantized.
-        decisions: those left in high precision against the default, and scales stored otherwise than asked.
+        decisions: those left in high precision against the default, and what is stored otherwise than the scheme says.
+        head: the language-model head's name, if it is to be quantized.
+        tied: the head again, if it shares its weight with the embedding.
     """
 
     shapes: Mapping[str, tuple[int, int]]
     schemes: Mapping[str, WeightScheme]
     plain: frozenset[str]
     decisions: Sequence[Decision]
+    head: str | None = None
+    tied: frozenset[str] = frozenset()
+
+    @property
+    def inside(self) -> Mapping[str, tuple[int, int]]:
+        """`shapes` of the linears inside the blocks."""
+        return {name: shape for name, shape in self.shapes.items() if name != self.head}
 
     @property
     def widest(self) -> int:
-        """The largest number of features that goes into or comes out of a linear."""
-        return max((max(shape) for shape in self.shapes.values()), default=1)
+        """The largest number of features that goes into or comes out of a linear inside the blocks."""
+        return max((max(shape) for shape in self.inside.values()), default=1)
 
     def padded(self) -> list[str]:
         """The layers whose last group is filled up with zeros."""
@@ -50,15 +63,31 @@ class Layers:
             if scheme.group is not None and self.shapes[name][1] % scheme.group
         ]
 
+    def entry(self, name: str, tensor: QuantTensor, error: float | None) -> LayerEntry:
+        """A quantized layer as the manifest lists it; `error` is its relative weight error."""
+        form = registry.load("formats", tensor.scheme.format)
+        rows, columns = self.shapes[name]
+        stored = (rows, tensor.shape[1])  # with what fills up the last group
+        return LayerEntry(
+            name=name,
+            shape=[rows, columns],
+            scheme=tensor.scheme.model_dump(mode="json"),
+            bits_per_weight=form.bits_per_weight(stored, tensor.scheme) * stored[1] / columns,
+            error=error,
+        )
 
-def lay_out(recipe: Recipe, model: nn.Module, block_names: Sequence[str], dtype: str) -> Layers:
-    """Decide for every linear inside the blocks of a model (with or without weights).
+
+def lay_out(
+    recipe: Recipe, model: nn.Module, block_names: Sequence[str], dtype: str, *, head: str | None = None
+) -> Layers:
+    """Decide for every linear inside the blocks of a model (with or without weights), and for its head.
 
     Args:
         recipe: its scheme, overrides, `keep` and `on_indivisible`.
         model: has the blocks at `block_names`.
         block_names: paths of the blocks; `""` for a model that is one block.
         dtype: what the source stores; bfloat16 models read bfloat16 scales.
+        head: a decoder's language-model head, by its name; quantized unless the recipe keeps it. None leaves it out.
 
     Raises:
         InputError: `override-unmatched`, `keep-unmatched`, `group-indivisible`, `nothing-to-quantize`.
@@ -73,14 +102,29 @@ def lay_out(recipe: Recipe, model: nn.Module, block_names: Sequence[str], dtype:
                 shapes[name] = (rows, columns)
                 if isinstance(module, nn.Linear):
                     plain.add(name)
+    if HEAD in recipe.keep or recipe.scheme.weights is None:
+        head = None
+    tied = frozenset[str]()
+    if head is not None:
+        weight = model.get_parameter(f"{head}.weight")
+        shapes[head] = (weight.shape[0], weight.shape[1])
+        plain.add(head)
+        others = (value for name, value in model.named_parameters(remove_duplicate=False) if name != f"{head}.weight")
+        tied = frozenset([head] if any(value is weight for value in others) else [])
     decisions: list[Decision] = []
     schemes: dict[str, WeightScheme] = {}
     if recipe.passes:
         _check_globs(recipe, shapes)
-        schemes = _assigned(recipe, shapes, decisions)
+        schemes = _assigned(recipe, shapes, head, decisions)
         schemes = _divisible(recipe, shapes, schemes, decisions)
         schemes = _storable(schemes, dtype, decisions)
         _check_formats(schemes)
+        if head is not None and head not in schemes:
+            del shapes[head]
+            head = None
+        if head is not None:
+            reason = "whichever pass assigns codes inside the blocks, the head is rounded to nearest in searched ranges"
+            decisions.append(decision("recipe", ROUNDED, head, reason, None, schemes[head].format))
         if recipe.scheme.weights is not None and not schemes:
             raise InputError(
                 "nothing-to-quantize",
@@ -89,7 +133,7 @@ def lay_out(recipe: Recipe, model: nn.Module, block_names: Sequence[str], dtype:
                 rule="a recipe with a weight scheme quantizes something",
                 remedy="look at `keep`, `overrides` and `on_indivisible`",
             )
-    return Layers(shapes, schemes, frozenset(plain), decisions)
+    return Layers(shapes, schemes, frozenset(plain), decisions, head, tied if head is not None else frozenset())
 
 
 def _check_formats(schemes: Mapping[str, WeightScheme]) -> None:
@@ -105,7 +149,9 @@ def _check_formats(schemes: Mapping[str, WeightScheme]) -> None:
 
 
 def _check_globs(recipe: Recipe, shapes: Mapping[str, tuple[int, int]]) -> None:
-    asked = [("override-unmatched", "overrides", override.match) for override in recipe.overrides]
+    # not every model has a head; but a glob that only a kept head would match is a contradiction
+    anyway = [] if HEAD in recipe.keep else [HEAD]
+    asked = [("override-unmatched", "overrides", each.match) for each in recipe.overrides if each.match not in anyway]
     asked += [("keep-unmatched", "keep", glob) for glob in recipe.keep if glob not in ROLES]
     for code, where, glob in asked:
         if not any(fnmatchcase(name, glob) for name in shapes):
@@ -115,17 +161,17 @@ def _check_globs(recipe: Recipe, shapes: Mapping[str, tuple[int, int]]) -> None:
                 where=where,
                 value=f"{glob!r} matches no layer",
                 rule="every glob matches something",
-                remedy=f"layers are called like {example!r}",
+                remedy="take lm_head out of `keep`" if glob == HEAD else f"layers are called like {example!r}",
             )
 
 
 def _assigned(
-    recipe: Recipe, shapes: Mapping[str, tuple[int, int]], decisions: list[Decision]
+    recipe: Recipe, shapes: Mapping[str, tuple[int, int]], head: str | None, decisions: list[Decision]
 ) -> dict[str, WeightScheme]:
     schemes = {}
     for name in shapes:
         glob = next((glob for glob in recipe.keep if glob not in ROLES and fnmatchcase(name, glob)), None)
-        scheme = None if glob else recipe.weights_for(name)
+        scheme = None if glob else recipe.weights_for(name, HEAD if name == head else None)
         if scheme is not None:
             schemes[name] = scheme
         elif recipe.scheme.weights is not None:
@@ -152,6 +198,14 @@ def _divisible(
             reason = f"group {schemes[name].group} does not divide K {shapes[name][1]}"
             decisions.append(decision("recipe", "kept", name, reason, schemes[name].format))
         return {name: scheme for name, scheme in schemes.items() if name not in wrong}
+    if recipe.on_indivisible == "shrink":
+        kinds: dict[tuple[int, int], list[str]] = {}
+        for name in wrong:
+            kinds.setdefault((schemes[name].group or 1, shapes[name][1]), []).append(name)
+        sizes = {kind: _power(*kind) for kind in kinds}
+        wrong = [name for kind, names in kinds.items() for name in names if sizes[kind] is None]
+        if not wrong:
+            return _shrunk(schemes, kinds, sizes, decisions)
     first = wrong[0]
     group, columns = schemes[first].group or 1, shapes[first][1]
     widths = sorted({shapes[name][1] for name in wrong})
@@ -165,6 +219,28 @@ def _divisible(
         rule="group divides K",
         remedy=f"{use}on_indivisible: keep",
     )
+
+
+def _power(group: int, columns: int) -> int | None:
+    """The largest power of two up to `group` that divides K."""
+    return next((size for size in _POWERS if size <= group and columns % size == 0), None)
+
+
+def _shrunk(
+    schemes: Mapping[str, WeightScheme],
+    kinds: Mapping[tuple[int, int], Sequence[str]],
+    sizes: Mapping[tuple[int, int], int | None],
+    decisions: list[Decision],
+) -> dict[str, WeightScheme]:
+    """Schemes with smaller groups for the layers of each kind, (group, K); one decision a kind."""
+    found = dict(schemes)
+    for (group, columns), names in kinds.items():
+        size = sizes[group, columns]
+        found |= {name: schemes[name].model_copy(update={"group": size}) for name in names}
+        reason = f"{size} is the largest power of two up to {group} that divides K {columns}"
+        others = f" (and {len(names) - 1} other layers)" if len(names) > 1 else ""
+        decisions.append(decision("recipe", SHRUNK, f"{names[0]}{others}", reason, group, size))
+    return found
 
 
 def _storable(schemes: Mapping[str, WeightScheme], dtype: str, decisions: list[Decision]) -> dict[str, WeightScheme]:

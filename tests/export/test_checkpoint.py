@@ -79,11 +79,11 @@ class Exported:
         return self.source.weights.read(self.stream.files[f"{linear}.weight"])
 
 
-def export(path: Path, folder: Path, schemes: Any, **options: Any) -> Exported:
+def export(path: Path, folder: Path, schemes: Any, *, head: bool = False, **options: Any) -> Exported:
     """Round every linear of the blocks (all by one scheme, or by a function of the name), and change a norm."""
     source = open_model(str(path))
     stream = StreamedModel(source)
-    blocks = tuple(f"{name}." for name in stream.block_names)
+    blocks = tuple(f"{name}." for name in stream.block_names) + (("lm_head",) if head else ())
     from quantkit.model.structure import is_linear, is_transposed
 
     tensors, chosen = {}, {}
@@ -240,6 +240,46 @@ def test_several_symmetric_schemes(tmp_path: Path, tiny: Path) -> None:
     assert not any("o_proj" in target for names in targets.values() for target in names)
     checks = exported.check()
     assert all(check.ok for check in checks), checks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_an_untied_head_is_packed_like_any_linear(tmp_path: Path, mixed: bool, dtype: torch.dtype) -> None:
+    from transformers import AutoModelForCausalLM
+
+    stored = {"scale": str(dtype).removeprefix("torch.")}
+    body = scheme(granularity="group", group=32, symmetric=mixed, **stored)
+    top = scheme("int8", granularity="group", group=32, **stored) if mixed else body
+    exported = export(
+        llama(tmp_path / "source", dtype, tied=False),
+        tmp_path / "out",
+        lambda name: top if name == "lm_head" else body,
+        head=True,
+    )
+    assert "lm_head" in exported.results.schemes
+    checks = exported.check()
+    assert all(check.ok for check in checks), checks
+    tensors = load_file(exported.model / "model.safetensors")
+    assert "lm_head.weight_packed" in tensors
+    assert "lm_head.weight" not in tensors
+    config = json.loads((exported.model / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == []
+
+    # without any of our own code on the way
+    model, info = AutoModelForCausalLM.from_pretrained(exported.model, dtype=dtype, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    ids = torch.arange(20).reshape(1, 20)
+    with torch.no_grad():
+        loaded = model(ids).logits.float()
+        hidden = model.model(ids).last_hidden_state
+        values = registry.load("formats", top.format).dequantize(exported.results.quantized("lm_head"))
+        expected = torch.nn.functional.linear(hidden, values.to(dtype)).float()
+        unquantized = torch.nn.functional.linear(hidden, exported.weight("lm_head")).float()
+    off = float((loaded - expected).abs().max() / expected.abs().max())
+    assert off < (1e-6 if dtype is torch.float32 else 1e-2)
+    if dtype is torch.float32:
+        assert float((loaded - unquantized).abs().max() / expected.abs().max()) > 100 * off
 
 
 def test_what_the_layout_cannot_hold_is_refused_before_any_work() -> None:

@@ -10,19 +10,19 @@ import zoo
 from torch import nn
 
 from quantkit.errors import InputError
-from quantkit.pipeline.layers import AS_ASKED, Layers, lay_out
+from quantkit.pipeline.layers import AS_ASKED, ASKED, ROUNDED, SHRUNK, Layers, lay_out
 from quantkit.recipe import Recipe
 
 BLOCKS = [f"model.layers.{index}" for index in range(3)]
 
 
-def layers(dtype: str = "float32", name: str = "llama", **changes: Any) -> Layers:
+def layers(dtype: str = "float32", name: str = "llama", head: str | None = None, **changes: Any) -> Layers:
     weights = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
     data = {"summary": "", "scheme": {"weights": weights}, "passes": ["rtn"], **changes}
     with torch.device("meta"):
         model = zoo.tiny(name)
-    blocks = BLOCKS if name == "llama" else [f"transformer.h.{index}" for index in range(3)]
-    return lay_out(Recipe.from_dict(data, name="x"), model, blocks, dtype)
+    blocks = BLOCKS if name.startswith("llama") else [f"transformer.h.{index}" for index in range(3)]
+    return lay_out(Recipe.from_dict(data, name="x"), model, blocks, dtype, head=head)
 
 
 def test_every_linear_inside_the_blocks_and_none_outside() -> None:
@@ -100,6 +100,101 @@ def test_indivisible_is_kept_or_padded_with_a_record(how: str) -> None:
     else:
         assert found.padded() == downs
         assert {(each.code, each.from_, each.to) for each in found.decisions} == {("padded", 96, 128)}
+
+
+def test_shrunk_groups_are_powers_of_two_that_divide() -> None:
+    """K 64 and 96 in groups of 128: 64 and 32; 48 would divide 96, but no kernel wants it."""
+    weights = {"format": "int4", "granularity": "group", "group": 128}
+    overrides = [{"match": "*.o_proj", "weights": {"group": 16}}]
+    found = layers(scheme={"weights": weights}, overrides=overrides, on_indivisible="shrink")
+    groups = {name.rpartition(".")[2]: scheme.group for name, scheme in found.schemes.items()}
+    wide = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    assert groups == {**dict.fromkeys(wide, 64), "down_proj": 32, "o_proj": 16}
+    assert not found.padded()
+    assert {each.code for each in found.decisions} == {SHRUNK} <= set(ASKED)
+    assert [(each.where, each.from_, each.to) for each in found.decisions] == [
+        ("model.layers.0.self_attn.q_proj (and 14 other layers)", 128, 64),
+        ("model.layers.0.mlp.down_proj (and 2 other layers)", 128, 32),
+    ]
+
+
+def test_a_group_never_grows_and_what_nothing_divides_is_an_error() -> None:
+    small = {"format": "int4", "granularity": "group", "group": 24}
+    found = layers(scheme={"weights": small}, on_indivisible="shrink")
+    assert {(scheme.group, found.shapes[name][1]) for name, scheme in found.schemes.items()} == {(16, 64), (24, 96)}
+    tiny = {"format": "int4", "granularity": "group", "group": 12}
+    with pytest.raises(InputError) as caught:
+        layers(scheme={"weights": tiny}, on_indivisible="shrink")
+    assert caught.value.where == "model.layers.0.self_attn.q_proj (and 17 other layers)"
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_a_head_that_is_not_kept_is_one_of_the_layers(name: str) -> None:
+    head = {"match": "lm_head", "weights": {"format": "int8", "symmetric": True}}
+    found = layers(name=name, head="lm_head", keep=["embeddings"], overrides=[head])
+    assert found.head == "lm_head"
+    assert found.tied == ({"lm_head"} if name == "llama-tied" else set())
+    assert len(found.schemes) == len(found.shapes) == len(found.plain) == 22
+    assert found.shapes["lm_head"] == (96, 64)
+    assert found.schemes["lm_head"].format == "int8"
+    assert len(found.inside) == 21
+    assert "lm_head" not in found.inside
+    assert [each.code for each in found.decisions] == [ROUNDED]
+    assert ROUNDED in ASKED
+
+
+def test_the_head_is_not_what_is_widest() -> None:
+    model = nn.Module()
+    model.block, model.out = nn.Sequential(nn.Linear(32, 64)), nn.Linear(32, 4096)
+    recipe = Recipe.from_dict(
+        {"summary": "", "scheme": {"weights": {"format": "int8"}}, "passes": ["rtn"], "keep": []}, name="x"
+    )
+    found = lay_out(recipe, model, ["block"], "float32", head="out")
+    assert (found.head, found.shapes["out"], found.widest) == ("out", (4096, 32), 64)
+
+
+def test_an_override_calls_the_head_by_its_role_or_by_its_name() -> None:
+    model = nn.Module()
+    model.block, model.embed_out = nn.Sequential(nn.Linear(32, 64)), nn.Linear(32, 96)
+    for match in ("lm_head", "embed_*"):
+        data = {"summary": "", "scheme": {"weights": {"format": "int4"}}, "passes": ["rtn"], "keep": []}
+        override = {"match": match, "weights": {"format": "int8"}}
+        recipe = Recipe.from_dict({**data, "overrides": [override]}, name="x")
+        found = lay_out(recipe, model, ["block"], "float32", head="embed_out")
+        assert {name: scheme.format for name, scheme in found.schemes.items()} == {
+            "block.0": "int4",
+            "embed_out": "int8",
+        }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"keep": ["lm_*"]},
+        {"keep": [], "overrides": [{"match": "lm_head"}]},
+        {"keep": [], "passes": [], "scheme": {"weights": None}},
+    ],
+)
+def test_a_head_that_is_kept_is_no_layer(changes: dict[str, Any]) -> None:
+    found = layers(name="llama-tied", head="lm_head", **changes)
+    assert found.head is None
+    assert not found.tied
+    assert len(found.shapes) == len(found.inside) == 21
+    assert "lm_head" not in found.schemes
+    # keeping by name or override is recorded, by role it is the default
+    kept = [each.where for each in found.decisions]
+    assert kept == (["lm_head"] if changes.get("keep") or changes.get("overrides") else [])
+
+
+def test_an_override_for_a_head_that_is_kept_contradicts_itself() -> None:
+    override = [{"match": "lm_head", "weights": {"format": "int8"}}]
+    with pytest.raises(InputError) as caught:
+        layers(head="lm_head", overrides=override)
+    assert caught.value.code == "override-unmatched"
+    assert caught.value.remedy == "take lm_head out of `keep`"
+    # a model without a head has none to quantize
+    assert len(layers(keep=["embeddings"], overrides=override).schemes) == 21
 
 
 @pytest.mark.parametrize(

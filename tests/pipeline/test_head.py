@@ -1,0 +1,144 @@
+"""The quantized head: rounded as `rtn` rounds, piece by piece, and never at the expense of a tied embedding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+
+from quantkit import registry
+from quantkit.errors import InputError
+from quantkit.export._values import Values
+from quantkit.model import finished
+from quantkit.model.finished import Finished
+from quantkit.model.open import open_model
+from quantkit.model.stream import Head, StreamedModel
+from quantkit.passes.solvers import ranges
+from quantkit.pipeline import head as heads
+from quantkit.pipeline.head import quantize_head, rounded
+from quantkit.pipeline.layers import Layers, lay_out
+from quantkit.recipe import Recipe, WeightScheme
+
+SCHEMES = {
+    "int8 group": WeightScheme(format="int8", granularity="group", group=32),
+    "int4 asymmetric": WeightScheme(format="int4", granularity="group", group=32, symmetric=False),
+    "int4 channel": WeightScheme(format="int4", granularity="channel"),
+    "int8 tensor": WeightScheme(format="int8", granularity="tensor", symmetric=False),
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_make_the_whole(scheme: WeightScheme, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(101, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
+    form = registry.load("formats", scheme.format)
+    whole = form.nearest(weight, *ranges.searched(weight, scheme), scheme)
+    monkeypatch.setattr(heads, "_PIECE", 96 * 7)
+    tensor, error = rounded(weight, scheme)
+    assert torch.equal(tensor.codes, whole.codes)
+    assert torch.equal(tensor.scale, whole.scale)
+    assert tensor.zero is whole.zero is None or torch.equal(tensor.zero, whole.zero)  # type: ignore[arg-type]
+    exact = weight.double()
+    expected = (form.dequantize(whole).double() - exact).square().sum() / exact.square().sum()
+    assert error == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_last_group_is_filled_up() -> None:
+    scheme = WeightScheme(format="int4", granularity="group", group=64)
+    weight = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
+    tensor, error = rounded(weight, scheme)
+    assert tensor.shape == (5, 128)
+    assert not tensor.codes[:, 96:].any()
+    assert 0 < error < 0.02
+
+
+def laid(folder: Path, **changes: Any) -> tuple[StreamedModel, Layers]:
+    data = {
+        "summary": "",
+        "keep": ["embeddings"],
+        "scheme": {"weights": {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}},
+        "overrides": [{"match": "lm_head", "weights": {"format": "int8", "symmetric": True}}],
+        "passes": ["rtn"],
+        **changes,
+    }
+    stream = StreamedModel(open_model(str(folder)))
+    recipe = Recipe.from_dict(data, name="x")
+    return stream, lay_out(recipe, stream.skeleton, stream.block_names, stream.source.dtype, head=stream.head)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "opt"])
+def test_only_the_product_of_the_head_uses_the_codes(name: str, tmp_path: Path) -> None:
+    """Logits are those of the model with another head and, tied or not, the embedding it always had."""
+    model, ids = zoo.tiny(name), zoo.ids(2, 9)
+    model.save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    stream, layers = laid(tmp_path / "model")
+    assert stream.head == layers.head == "lm_head"
+    assert bool(layers.tied) is (name != "llama")
+    tensor, entry = quantize_head(stream, layers)
+    assert (entry.name, entry.shape, entry.scheme["format"]) == ("lm_head", [zoo.VOCABULARY, 64], "int8")
+    assert entry.bits_per_weight == 8.5
+    assert entry.error is not None
+    assert 0 < entry.error < 1e-4
+
+    finished.save(tmp_path / "head", {"lm_head": tensor}, {})
+    results = Finished([tmp_path / "head"], layers.schemes)
+    assert list(results.schemes) == ["lm_head"]
+    values = Values.of_results(stream.source, stream, results)
+    dense = registry.load("formats", "int8").dequantize(tensor)
+    assert torch.equal(values.tensor("lm_head.weight"), dense)
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    path = next(path for path, module in model.named_modules() if module is model.get_input_embeddings())  # type: ignore[operator]
+    assert torch.equal(values.tensor(f"{path}.weight"), embedding)
+
+    found = Head(values.stream.rest(), values.stream.path, as_tuple=values.stream.as_tuple)
+    hidden = values.stream.run(ids)
+    model.lm_head.weight = torch.nn.Parameter(dense)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    assert float((found(hidden, ids) - expected).abs().max() / expected.abs().max()) < 1e-6
+    # and the source's own stream is not changed by it
+    assert torch.equal(stream.tensor("lm_head.weight"), stream.tensor(f"{path}.weight")) is bool(layers.tied)
+
+
+def test_a_head_that_a_pass_changed_is_rounded_as_changed(tmp_path: Path) -> None:
+    zoo.tiny("llama").save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    stream, layers = laid(tmp_path / "model")
+    before, _ = quantize_head(stream, layers)
+
+    class Doubled:
+        def block(self, index: int, block: torch.nn.Module) -> None:
+            """Nothing."""
+
+        def rest(self, model: torch.nn.Module) -> None:
+            """Double the head."""
+            model.lm_head.weight.data.mul_(2)  # type: ignore[union-attr, operator]
+
+    stream.transforms.append(Doubled())
+    after, _ = quantize_head(stream, layers)
+    assert torch.equal(after.codes, before.codes)
+    assert torch.equal(after.scale, before.scale * 2)
+
+
+def test_an_encoder_has_no_head(tmp_path: Path) -> None:
+    zoo.tiny("bert").save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    stream, layers = laid(tmp_path / "model")
+    assert stream.head is layers.head is None
+    assert len(layers.schemes) == 18
+
+
+def test_a_tied_head_and_a_checkpoint_are_refused_before_any_work(tmp_path: Path) -> None:
+    from quantkit.export.checkpoint import EXPORT
+
+    zoo.tiny("llama-tied").save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    _, layers = laid(tmp_path / "model", overrides=[])
+    for options in ({}, {"layout": "dense"}):
+        with pytest.raises(InputError) as caught:
+            EXPORT.accepts(options, layers.schemes, layers.plain, layers.padded(), tied=layers.tied)
+        assert (caught.value.code, caught.value.where) == ("layout-unsupported", "lm_head")
+        assert "lm_head" in caught.value.remedy
+    zoo.tiny("llama").save_pretrained(tmp_path / "untied")  # type: ignore[operator]
+    _, layers = laid(tmp_path / "untied", overrides=[])
+    EXPORT.accepts({}, layers.schemes, layers.plain, layers.padded(), tied=layers.tied)
