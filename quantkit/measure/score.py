@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from quantkit.model.stream import StreamedModel
+    from quantkit.runtimes.onnxruntime import Loaded, State
+
+    # either is a model in a runtime: torch runs it block by block, a session runs it whole
+    Candidate = StreamedModel | Loaded
 
 
 # logits of one model that are in memory at one time
@@ -85,39 +89,90 @@ def vocabulary(model: nn.Module) -> int:
 
 
 def score(
-    original: StreamedModel, candidate: StreamedModel, tokens: TokenSet, progress: Callable[[float], None] | None = None
+    original: StreamedModel, candidate: Candidate, tokens: TokenSet, progress: Callable[[float], None] | None = None
 ) -> Items:
-    """Every position of `tokens` under both models; memory is one block, two heads and a few positions of logits."""
-    tell = progress or (lambda done: None)
-    from quantkit.model.stream import Head
+    """Every position of `tokens` under both models.
 
+    Memory is one block, two heads and a few positions of logits; of a candidate in a session, the session.
+    """
+    tell = progress or (lambda done: None)
     before = original_states(original, tokens)
     tell(0.3)
-    after = candidate.run(tokens.ids)
+    found = _positions(candidate, tokens)
     tell(0.6)
-    heads = [Head(model.rest(), model.path, as_tuple=model.as_tuple) for model in (original, candidate)]
+    head = _Heads(original, before)
     accuracy = Accuracy()
     # final norm and head look at one position at a time, so a few at a time is enough
-    few = max(1, _LOGITS // vocabulary(heads[0].model))
+    few = max(1, _LOGITS // vocabulary(head.head.model))
     for index in range(tokens.ids.shape[0]):
         ids = tokens.ids[index : index + 1]
         for start in range(0, ids.shape[1] - 1, few):
             part = slice(start, min(start + few, ids.shape[1] - 1))
-            logits = [
-                head(hidden[index : index + 1, part], ids[:, part])[0]
-                for head, hidden in zip(heads, (before, after), strict=True)
-            ]
+            logits = [side(index, part, ids[:, part]) for side in (head, found)]
             accuracy.add_positions(index, ids[0, part.start + 1 : part.stop + 1], logits[0], logits[1])
         tell(0.6 + 0.4 * (index + 1) / tokens.ids.shape[0])
     return accuracy.items()
 
 
-def cosine(original: StreamedModel, candidate: StreamedModel, tokens: TokenSet) -> Tensor:
+def _positions(candidate: Candidate, tokens: TokenSet) -> Callable[[int, slice, Tensor], Tensor]:
+    """Logits [P, V] of consecutive positions of a sequence."""
+    from quantkit.model.stream import StreamedModel
+
+    if isinstance(candidate, StreamedModel):
+        return _Heads(candidate, candidate.run(tokens.ids))
+    return _Session(candidate, tokens.ids.shape[1])
+
+
+class _Heads:
+    """The head of a model, on hidden states that are there already."""
+
+    def __init__(self, model: StreamedModel, hidden: Tensor) -> None:
+        from quantkit.model.stream import Head
+
+        self.head = Head(model.rest(), model.path, as_tuple=model.as_tuple)
+        self.hidden = hidden
+
+    def __call__(self, index: int, part: slice, ids: Tensor) -> Tensor:
+        return self.head(self.hidden[index : index + 1, part], ids)[0]
+
+
+class _Session:
+    """A model with a cache: each part of a sequence goes on where the last one ended."""
+
+    def __init__(self, model: Loaded, length: int) -> None:
+        self.model = model
+        self.length = length
+        self.state: State | None = None
+
+    def __call__(self, index: int, part: slice, ids: Tensor) -> Tensor:
+        import torch
+
+        if part.start == 0 or self.state is None:
+            self.state = self.model.state(1, self.length)
+        return torch.from_numpy(self.model.run(self.state, ids.numpy())[0])
+
+
+def cosine(original: StreamedModel, candidate: Candidate, tokens: TokenSet) -> Tensor:
     """For encoders, which have no next word: the cosine between both models' mean-pooled outputs, [samples]."""
     import torch
 
-    before, after = original_states(original, tokens), candidate.run(tokens.ids)
+    from quantkit.model.stream import StreamedModel
+
+    before = original_states(original, tokens)
+    if isinstance(candidate, StreamedModel):
+        after = candidate.run(tokens.ids)
+    else:
+        after = torch.cat([torch.from_numpy(candidate.encode(ids.numpy())) for ids in tokens.ids.split(4)])
     return torch.nn.functional.cosine_similarity(before.mean(dim=1).double(), after.mean(dim=1).double())
+
+
+def settings(candidate: Candidate) -> dict[str, Any]:
+    """Of the runtime a candidate is in, for its rows."""
+    from quantkit.model.stream import StreamedModel
+
+    if isinstance(candidate, StreamedModel):
+        return {"dtype": "float32"}
+    return {"accuracy_level": candidate.accuracy_level, "threads": candidate.threads}
 
 
 def flagged(rows: list[Row], was: str | None) -> list[Row]:
@@ -130,7 +185,7 @@ def flagged(rows: list[Row], was: str | None) -> list[Row]:
 
 def rows(
     original: StreamedModel,
-    candidate: StreamedModel,
+    candidate: Candidate,
     tokens: TokenSet,
     *,
     subject: str,

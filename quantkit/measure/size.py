@@ -21,6 +21,11 @@ def bits_per_weight(layers: Iterable[LayerEntry]) -> float | None:
     return sum(count * bits for count, bits in counted) / weights if weights else None
 
 
+def folder_of(export: str) -> str:
+    """Where in a bundle an exporter writes: `model` of a checkpoint, else a folder of its name."""
+    return "model" if export == "checkpoint" else export
+
+
 def weight_bytes(files: Iterable[FileEntry], *, folder: str = "model") -> int:
     """Bytes of the weight files under one folder of a bundle (`model`, `onnx`, ...): one export, not all of them."""
     inside = [file for file in files if file.path.startswith(f"{folder}/")]

@@ -1,6 +1,7 @@
 """Model + recipe + target -> bundle: the order of things.
 
-    validate -> open -> lay out -> [block: passes -> commit] -> export -> reload and check -> score -> gates -> bundle
+    validate -> open -> lay out -> [block: passes -> commit] -> export -> reload and check -> score -> gates -> speed
+             -> verdict -> page -> bundle
 
 Everything that can be refused is refused before the first block is touched. Every step that took time is committed, so
 a killed compile goes on where it was and ends with the same `content_sha256`.
@@ -9,6 +10,8 @@ a killed compile goes on where it was and ends with the same `content_sha256`.
 from __future__ import annotations
 
 import datetime
+import functools
+import json
 import resource
 import sys
 import time
@@ -36,13 +39,14 @@ from quantkit.bundle import (
 from quantkit.bundle.manifest import MEASUREMENTS
 from quantkit.errors import GateError, InputError, Stopped
 from quantkit.measure.rows import Row, write_rows
-from quantkit.measure.size import size_rows
+from quantkit.measure.size import folder_of, size_rows
 from quantkit.passes import decision
 from quantkit.pipeline import tokens
 from quantkit.pipeline.gates import judge
 from quantkit.pipeline.layers import AS_ASKED, Layers, lay_out
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, default_out
+from quantkit.pipeline.worth import BUILD_UP, QUICK, REPORT, decide, page, runs_here, try_to_time
 from quantkit.plan import machine
 
 if TYPE_CHECKING:
@@ -54,6 +58,8 @@ if TYPE_CHECKING:
 
 # a decision with this code tells how an input was read; it is no fallback
 NOTE = "note"
+# packages that an ONNX graph's bytes depend on
+_GRAPH = ("onnx", "onnx-ir", "onnxscript")
 # a few tokens are enough to trace a block and to prove its folds
 _PROBE = (2, 12)
 
@@ -144,6 +150,9 @@ def prepare(request: Request) -> Prepared:
         registry.load("export", step.name).accepts(step.options, layers.schemes, layers.plain, layers.padded())
     decisions = list(layers.decisions)
     calibration, scoring = tokens.load(recipe, source, calibrate=looks_at_data(steps), decisions=decisions)
+    for name in request.left_out:
+        reason = f"no runtime of {request.target.name} reads it: {', '.join(request.target.runtimes)}"
+        decisions.append(decision("export", NOTE, name, reason))
     notes = calibration.notes if calibration else ()
     where = tokens.public(recipe.calibration.set)
     decisions += [decision("calibrate", NOTE, where, note) for note in notes]
@@ -185,7 +194,7 @@ def fingerprint(prepared: Prepared) -> dict[str, Any]:
     import torch
 
     versions = machine.versions()
-    relevant = ("python", "torch", "transformers", "compressed-tensors", "safetensors", "numpy")
+    relevant = ("python", "torch", "transformers", "compressed-tensors", "safetensors", "numpy", *_GRAPH)
     return {
         "quantkit": quantkit.__version__,
         "model": prepared.source.ref,
@@ -211,10 +220,22 @@ def expected_seconds(prepared: Prepared) -> dict[str, float]:
     if prepared.steps:
         passes = sum(1 + 2 * bool(step.run.needs) for step in prepared.steps)
         stages["quantize"] = 1.0 + passes * 2 * weights * seen / rate + weights / 2e7
-    stages["export"] = 1.0 + weights / 1e8
-    stages["score"] = 2.0 + (4 * weights + 4 * _head_size(prepared)) * scored / rate
-    stages["check"] = 2.0 + weights / 2e7
+    exports = [step.name for step in prepared.request.recipe.export]
+    graph = 12.0 + weights / 2e7 if "onnx" in exports else 0.0
+    stages["export"] = 1.0 + weights / 1e8 + graph
+    stages["check"] = 2.0 + weights / 2e7 * len(exports)
+    stages["score"] = 4.0 + (2 + 2 * len(exports)) * (weights + _head_size(prepared)) * scored / rate
+    if times(prepared):
+        stages["speed"] = 30.0 + QUICK.seconds + graph
     return stages
+
+
+def times(prepared: Prepared) -> bool:
+    """Whether the result will be timed: it has an ONNX graph of a decoder, and the target is this machine."""
+    request = prepared.request
+    exported = any(step.name == "onnx" for step in request.recipe.export)
+    quantized = bool(prepared.layers.schemes) and prepared.source.kind == "decoder"
+    return request.speed and exported and quantized and runs_here(request.target)
 
 
 def _head_size(prepared: Prepared) -> int:
@@ -275,6 +296,13 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def torch_threads() -> int:
+    """Threads that torch computes with; a session that is scored takes as many."""
+    import torch
+
+    return torch.get_num_threads()
+
+
 class _Compilation:
     """The stages of one compile, in order; the state between them is what is on disk."""
 
@@ -297,17 +325,21 @@ class _Compilation:
             self.quantize_cpu = sum(record["cpu_seconds"] for record in records)
             if request.strict:
                 _refuse(decisions)
-            self._export()
+            decisions += self._export()
             files = inventory(self.build.bundle)
             subject = content_sha256(files)
+            checks = self._check()
             rows = self._score(subject, layers, files)
             judged, unjudged = judge(prepared.request.recipe.gates, rows)
-            decisions += unjudged
-            checks = [*self._check(), *judged]
+            timed, untimed = self._speed(subject, layers)
+            rows += timed
+            decisions += [*unjudged, *untimed]
+            checks += judged
+            write_rows(self.build.bundle / MEASUREMENTS, rows)
             failed = [check for check in judged if not check.ok]
             manifest = self._manifest(decisions, layers, checks, subject, "gate_failed" if failed else "complete")
-            self._card(manifest, rows)
-            manifest = manifest.model_copy(update={"files": inventory(self.build.bundle)})
+            manifest = manifest.model_copy(update={"verdict": decide(rows, checks, layers, request.target)})
+            manifest = self._written(manifest, rows)
         bundle = self.build.finish(manifest)
         warnings = list(prepared.source.notes)
         seconds = {"quantize_cpu": self.quantize_cpu, "total": time.perf_counter() - self.started}
@@ -436,16 +468,21 @@ class _Compilation:
         files = sorted([*self.build.work.glob("block-*.safetensors"), *self.build.work.glob("rest.safetensors")])
         return Finished(files, self.prepared.layers.schemes)
 
-    def _export(self) -> None:
-        spent = time.process_time()
+    def _export(self) -> list[Decision]:
         results = self._results()
+        taken: list[Decision] = []
         for number, step in enumerate(self.prepared.request.recipe.export):
             self.progress.at("export", number / len(self.prepared.request.recipe.export), step.name)
-            registry.load("export", step.name).write(
-                self.build.bundle, self.prepared.source, self.prepared.stream, results, step.options
+            before = time.process_time()
+            exporter = registry.load("export", step.name)
+            taken += (
+                exporter.write(self.build.bundle, self.prepared.source, self.prepared.stream, results, step.options)
+                or []
             )
+            if step.name == "checkpoint":
+                self.quantize_cpu += time.process_time() - before
         self.progress.at("export", 1.0)
-        self.quantize_cpu += time.process_time() - spent
+        return taken
 
     def _check(self) -> list[Check]:
         """Load every export again in somebody else's library and compare; a mismatch ends the compile."""
@@ -489,33 +526,73 @@ class _Compilation:
         return min(count, max(1, free // max(2 * block, 1)))
 
     def _score(self, subject: str, layers: list[LayerEntry], files: list[Any]) -> list[Row]:
+        """Accuracy of every export, each in its own runtime, and sizes."""
         from quantkit.measure import score
+        from quantkit.measure.build_up import build_up
         from quantkit.model.stream import StreamedModel
 
-        prepared = self.prepared
-        self.progress.at("score", 0.0, f"{prepared.scoring.items} positions of {prepared.scoring.name}")
-        reloaded = registry.load("runtimes", "torch").stream(self.build.bundle / "model")
-        rows, items = score.rows(
-            StreamedModel(prepared.source) if prepared.stream.transforms else prepared.stream,
-            reloaded,
-            prepared.scoring,
-            subject=subject,
-            runtime="torch",
-            settings={"dtype": "float32"},
-            progress=lambda done: self.progress.at("score", done),
-        )
-        if items is not None:
-            items.save(self.build.bundle / "items.safetensors")
-        rows = score.flagged(rows, prepared.source.was)
-        rows += size_rows(
-            layers,
-            files,
-            subject=subject,
-            baseline=prepared.source.sha256,
-            baseline_bytes=prepared.source.weights.total_bytes(),
-        )
-        write_rows(self.build.bundle / MEASUREMENTS, rows)
+        prepared, exports = self.prepared, self.prepared.request.recipe.export
+        source, scoring = prepared.source, prepared.scoring
+        original = StreamedModel(source) if prepared.stream.transforms else prepared.stream
+        rows: list[Row] = []
+        for number, step in enumerate(exports):
+            runtime = registry.load("export", step.name).runtimes[0]
+            self.progress.at("score", number / len(exports), f"{scoring.items} positions of {scoring.name}, {runtime}")
+            candidate = registry.load("runtimes", runtime).open(self.build.bundle, torch_threads())
+            found, items = score.rows(
+                original,
+                candidate,
+                scoring,
+                subject=subject,
+                runtime=runtime,
+                settings=score.settings(candidate),
+                progress=functools.partial(self._scored, number, len(exports)),
+            )
+            if items is not None:
+                items.save(self.build.bundle / ("items.safetensors" if number == 0 else f"items-{runtime}.safetensors"))
+            rows += score.flagged(found, source.was)
+            if number == 0 and isinstance(candidate, StreamedModel) and layers:
+                curve = build_up(original, candidate, scoring.ids)
+                (self.build.bundle / BUILD_UP).write_text(json.dumps(curve) + "\n", encoding="utf-8")
+            sizes = size_rows(
+                layers,
+                files,
+                subject=subject,
+                baseline=source.sha256,
+                baseline_bytes=source.weights.total_bytes(),
+                folder=folder_of(step.name),
+            )
+            rows += sizes if number == 0 else [row for row in sizes if row.name == "size.bytes"]
         return rows
+
+    def _scored(self, number: int, count: int, done: float) -> None:
+        self.progress.at("score", (number + done) / count)
+
+    def _speed(self, subject: str, layers: list[LayerEntry]) -> tuple[list[Row], list[Decision]]:
+        if not times(self.prepared):
+            return [], []
+        self.progress.at("speed", 0.0, "the float model as ONNX, for comparison")
+        step = next(step for step in self.prepared.request.recipe.export if step.name == "onnx")
+        return try_to_time(
+            self.build.bundle / folder_of("onnx"),
+            subject,
+            layers,
+            self.prepared.source,
+            step.options,
+            lambda share, words: self.progress.at("speed", share, words),
+        )
+
+    def _written(self, manifest: Manifest, rows: list[Row]) -> Manifest:
+        """The page and the card, and the manifest that lists them."""
+        folder = self.build.bundle
+        if manifest.verdict is not None or any(row.runtime == "onnxruntime" for row in rows):
+            made, missing = page(manifest, rows, self.prepared.source.notes, folder)
+            manifest = manifest.model_copy(update={"decisions": [*manifest.decisions, *missing]})
+            if made is not None:
+                (folder / REPORT).write_bytes(made)
+                manifest = manifest.model_copy(update={"files": inventory(folder)})
+        self._card(manifest, rows)
+        return manifest.model_copy(update={"files": inventory(folder)})
 
     def _manifest(
         self, decisions: list[Decision], layers: list[LayerEntry], checks: list[Check], subject: str, state: Any

@@ -20,24 +20,29 @@ _ABOUT = {
 
 
 def judge(gates: Gates, rows: Sequence[Row]) -> tuple[list[Check], list[Decision]]:
-    """One check for each gate that was set, and a decision for each whose measurement there is none of."""
-    values = {row.name: row for row in rows}
+    """One check for each gate that was set and each runtime it was measured in, and a decision for each gate whose
+    measurement there is none of.
+
+    The first runtime's checks are called `gate.kl_max`; others bear the runtime's name: `gate.onnxruntime.kl_max`.
+    """
     checks, decisions = [], []
     for gate, limit in gates.model_dump().items():
         if limit is None:
             continue
         name, is_ratio, more_is_worse = _ABOUT[gate]
-        value = _measured(values.get(name), is_ratio)
-        if value is None:
+        found = {row.runtime: _measured(row, is_ratio) for row in rows if row.name == name}
+        values = [(runtime, value) for runtime, value in found.items() if value is not None]
+        if not values:
             reason = f"{name} was not measured for this kind of model"
             decisions.append(decision("gates", "gate-not-judged", f"gates.{gate}", reason, limit))
-        else:
+        for number, (runtime, value) in enumerate(values):
             ok = value <= limit if more_is_worse else value >= limit
-            checks.append(Check(name=f"gate.{gate}", value=value, limit=limit, ok=ok))
+            label = f"gate.{gate}" if number == 0 else f"gate.{runtime}.{gate}"
+            checks.append(Check(name=label, value=value, limit=limit, ok=ok))
     return checks, decisions
 
 
-def _measured(row: Row | None, is_ratio: bool) -> float | None:
-    if row is None or row.value is None or not is_ratio:
-        return None if row is None else row.value
+def _measured(row: Row, is_ratio: bool) -> float | None:
+    if row.value is None or not is_ratio:
+        return row.value
     return None if row.baseline is None else row.value / row.baseline.value

@@ -28,6 +28,8 @@ class Request:
         resume: go on with an unfinished build.
         strict: a decision that was not asked for is an error.
         trust_remote_code: allow a model's own code to run.
+        speed: time the result against the float model, where the target is this machine.
+        left_out: exports of the recipe that no runtime of the target reads.
     """
 
     model: str
@@ -37,6 +39,8 @@ class Request:
     resume: bool = False
     strict: bool = False
     trust_remote_code: bool = False
+    speed: bool = True
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -51,6 +55,7 @@ class Request:
         resume: bool = False,
         strict: bool = False,
         trust_remote_code: bool = False,
+        speed: bool = True,
     ) -> Request:
         """Read and check recipe, target and calibration set. Nothing heavy is imported.
 
@@ -61,7 +66,7 @@ class Request:
             calibration: name or path; replaces the recipe's set.
             out: the bundle's name.
             changes: `PATH=YAML` changes to the recipe.
-            resume, strict, trust_remote_code: see `Request`.
+            resume, strict, trust_remote_code, speed: see `Request`.
 
         Raises:
             InputError: anything that is not what it has to be.
@@ -75,6 +80,7 @@ class Request:
         content.find("calibration", chosen.calibration.set)
         _refuse_unbuilt(chosen)
         aimed = target if isinstance(target, Target) else Target.load(target or this_machine())
+        chosen, left_out = for_target(chosen, aimed)
         check_target(chosen, aimed)
         where = None if out is None else Path(out)
         if where is not None and where.exists() and not resume:
@@ -85,7 +91,7 @@ class Request:
                 rule="nothing is overwritten",
                 remedy="choose another --out, or delete it",
             )
-        return cls(model, chosen, aimed, where, resume, strict, trust_remote_code)
+        return cls(model, chosen, aimed, where, resume, strict, trust_remote_code, speed, left_out)
 
 
 def _refuse_unbuilt(recipe: Recipe) -> None:
@@ -118,6 +124,27 @@ def stored_formats(recipe: Recipe) -> list[tuple[str, bool]]:
         if part is not None:
             found[part.format, part.symmetric] = None
     return list(found)
+
+
+def for_target(recipe: Recipe, target: Target) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe with the exports that a runtime of the target reads, and the names of the others.
+
+    An option of an export that is left out takes what the target says in `build`: `accuracy_level` of `onnx`.
+    A recipe none of whose exports can be read is returned whole, for `check_target` to refuse.
+    """
+    kept, left_out = [], []
+    for step in recipe.export:
+        exporter = registry.load("export", step.name)
+        readers = [name for name in exporter.runtimes if name in target.runtimes]
+        if not readers:
+            left_out.append(step.name)
+            continue
+        settings = target.build.get(readers[0], {})
+        options = {name: settings[name] for name in exporter.Options.model_fields if name in settings}
+        kept.append(step.model_copy(update={"options": {**options, **step.options}}))
+    if not kept:
+        return recipe, ()
+    return recipe.model_copy(update={"export": kept}), tuple(left_out)
 
 
 def check_target(recipe: Recipe, target: Target) -> None:

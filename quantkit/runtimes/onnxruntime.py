@@ -124,6 +124,11 @@ class Loaded:
         return int(self.meta.get("quantkit.context", 0)) or (1 << 31)
 
     @cached_property
+    def accuracy_level(self) -> int:
+        """Of its quantized products: 4 rounds activations to int8, 0 computes in float32."""
+        return int(self.meta.get("quantkit.accuracy_level", 0))
+
+    @cached_property
     def cache_bytes(self) -> int:
         """Bytes of cache for one token of one sequence, all layers."""
         return sum(4 * int(self.inputs[name].shape[1]) * int(self.inputs[name].shape[3]) for name in self.caches)
@@ -234,11 +239,11 @@ class Loaded:
             InputError: `prompt-too-long`, `out-of-memory`.
         """
         state = self.state(batch, context + 1)
-        # what is in the cache does not matter to the time, but zeros would: they are denormal-free and easy
         generator = np.random.default_rng(0)
         for cache in state.caches.values():
-            values = generator.standard_normal(cache.shape(), np.float32)
-            cache.update_inplace(values)
+            # ordinary numbers; one sequence's worth, repeated, since making them is not what is timed
+            few = generator.standard_normal(cache.shape()[1:], np.float32)
+            cache.update_inplace(np.ascontiguousarray(np.broadcast_to(few, cache.shape())))
         state.mask[:] = 1
         state.length = context
         ids = generator.integers(0, self.vocabulary, (batch, 1))
@@ -389,6 +394,10 @@ class OnnxRuntime:
                 remedy="quantkit export BUNDLE --to onnx",
             )
         return folder
+
+    def open(self, path: Path, threads: int | None = None) -> Loaded:
+        """What scores a bundle, or the folder of one that is being built."""
+        return Loaded(path / FOLDER, threads=threads)
 
     def load(self, bundle: Bundle, **settings: Any) -> Loaded:
         """The model in a session; its files are checked against the manifest first.

@@ -55,6 +55,10 @@ class TorchRuntime:
             )
         return bundle.model_folder
 
+    def open(self, path: Path, threads: int | None = None) -> StreamedModel:
+        """What scores a bundle, or the folder of one that is being built; torch has its own number of threads."""
+        return self.stream(path / "model")
+
     def stream(self, folder: Path) -> StreamedModel:
         """A checkpoint block by block, expanded by compressed-tensors' own code."""
         from quantkit.runtimes._reloaded import reloaded

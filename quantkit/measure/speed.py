@@ -1,0 +1,228 @@
+"""A bundle's ONNX and its baseline's, timed side by side in a process of their own.
+
+In one of their own, so that what else this process has loaded, its threads and its memory, is not part of the figures,
+and the two models are not part of its peak. The baseline is the same exporter's graph of the unquantized model: same
+fusions, same threads, other weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import InputError
+from quantkit.measure.latency import Entry, Plan, measure
+from quantkit.measure.rows import Baseline, Device, Row
+from quantkit.measure.tax import Cost
+from quantkit.plan import machine
+from quantkit.runtimes.onnxruntime import MODEL, Loaded
+
+RUNTIME = "onnxruntime"
+_BATCH, _CONTEXT = 1, 128
+
+
+@dataclass(frozen=True)
+class Part:
+    """One side.
+
+    Args:
+        folder: with `model.onnx`.
+        subject: identity for the rows.
+        format: of its weights.
+    """
+
+    folder: str
+    subject: str
+    format: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be timed.
+
+    Args:
+        ours: what is judged.
+        theirs: what it is set against.
+        threads: of both.
+        plan: shapes and time.
+    """
+
+    ours: Part
+    theirs: Part
+    threads: int
+    plan: Plan
+
+
+def run(job: Job, progress: Callable[[float, str], None] | None = None) -> list[Row]:
+    """Time both and weigh both; see `measure.latency` for the rows; `memory.peak` besides.
+
+    Raises:
+        InputError: `out-of-memory`, the two do not fit; `onnx-unreadable`, `speed-failed`.
+        MissingDependency: onnxruntime or scipy.
+    """
+    need = sum(2.2 * _bytes(part.folder) for part in (job.ours, job.theirs))
+    free = machine.memory_available()
+    if need > free:
+        raise InputError(
+            "out-of-memory",
+            where=job.theirs.folder,
+            value=f"both models take about {need / 1e9:.1f} GB",
+            rule=f"{free / 1e9:.1f} GB are free",
+            remedy="measure on a machine with more memory",
+        )
+    weighed = {part.subject: footprint(part, job.threads) for part in (job.theirs, job.ours)}
+    lines = _child(["time"], json.dumps(asdict(job)), progress)
+    rows = [Row.model_validate(json.loads(line)) for line in lines]
+    return [*rows, _memory(job, weighed)]
+
+
+def footprint(part: Part, threads: int) -> dict[str, int]:
+    """`resident` and `peak` bytes of a process that has loaded one side and made a step."""
+    (line,) = _child(["weigh", part.folder, str(threads)], "", None)
+    found: dict[str, int] = json.loads(line)
+    return found
+
+
+def _bytes(folder: str) -> int:
+    return sum(path.stat().st_size for path in Path(folder).glob(f"{MODEL}*"))
+
+
+def _memory(job: Job, weighed: Mapping[str, Mapping[str, int]]) -> Row:
+    ours, theirs = weighed[job.ours.subject], weighed[job.theirs.subject]
+    return Row(
+        name="memory.peak",
+        value=ours["peak"],
+        unit="B",
+        stat="max",
+        better="lower",
+        n=1,
+        subject=job.ours.subject,
+        baseline=Baseline(subject=job.theirs.subject, value=theirs["peak"], ratio=theirs["peak"] / ours["peak"]),
+        batch=_BATCH,
+        shape={"new_tokens": 1, "context": _CONTEXT},
+        runtime=RUNTIME,
+        settings={"threads": job.threads, "baseline_resident": theirs["resident"], "interpreter": ours["before"]},
+        resident_bytes=ours["resident"],
+        device=Device.model_validate(machine.device()),
+        versions=machine.versions(),
+        flags=["one-process", "with-interpreter"],
+    )
+
+
+def _child(arguments: list[str], text: str, progress: Callable[[float, str], None] | None) -> list[str]:
+    """Lines that a child process printed; what it says of its progress is passed on.
+
+    Raises:
+        InputError: what the child met, or `speed-failed` if it ended without a word.
+    """
+    command = [sys.executable, "-m", "quantkit.measure.speed", *arguments]
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    with subprocess.Popen(  # noqa: S603 (our own module)
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(text)
+            process.stdin.close()
+            lines = []
+            for line in process.stdout:
+                kind, _, rest = line.rstrip("\n").partition(" ")
+                if kind == "row":
+                    lines.append(rest)
+                elif kind == "at" and progress is not None:
+                    share, _, words = rest.partition(" ")
+                    progress(float(share), words)
+                elif kind == "error":
+                    raise InputError(**json.loads(rest))
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode != 0:
+        raise InputError(
+            "speed-failed",
+            where="timing",
+            value=f"the process that was timed ended with {process.returncode}",
+            rule="it ends by itself; a negative number is a signal: -9 is often too little memory",
+            remedy="try smaller batches: quantkit measure BUNDLE --batch 1,2,4",
+        )
+    return lines
+
+
+def _cost(model: Loaded, part: Part) -> Cost:
+    """From what the exporter noted in the file."""
+
+    def noted(name: str) -> float:
+        return float(model.meta.get(f"quantkit.{name}", 0))
+
+    return Cost(
+        part.format,
+        noted("step_bytes") or model.weight_bytes,
+        model.cache_bytes,
+        noted("flops"),
+        noted("attention_flops"),
+        head_flops=noted("head_flops"),
+        io_bytes_per_token=4.0 * model.vocabulary,
+        compute="int8" if model.accuracy_level == 4 else "fp32",
+    )
+
+
+def _time(data: Mapping[str, Any]) -> None:
+    ours, theirs = Part(**data["ours"]), Part(**data["theirs"])
+    threads, plan = data["threads"], Plan(**data["plan"])
+    entries = []
+    for part in (ours, theirs):
+        model = Loaded(Path(part.folder), threads=threads)
+        entries.append(Entry(model, _cost(model, part), part.subject))
+    settings: dict[str, Any] = {"threads": threads, "accuracy_level": entries[0].side.accuracy_level}  # type: ignore[attr-defined]
+    settings["compute_type"] = entries[0].cost.compute
+    rows = measure(
+        entries[0],
+        entries[1],
+        runtime=RUNTIME,
+        settings=settings,
+        device=machine.device(),
+        versions=machine.versions(),
+        plan=plan,
+        progress=lambda share, words: print(f"at {share} {words}", flush=True),
+    )
+    for row in rows:
+        print(f"row {row.line()}", flush=True)
+
+
+def _weigh(folder: str, threads: str) -> None:
+    before = _status("VmRSS")
+    model = Loaded(Path(folder), threads=int(threads))
+    model.decode(_BATCH, min(_CONTEXT, model.context - 1))()
+    found = {"before": before, "resident": _status("VmRSS"), "peak": _status("VmHWM")}
+    print(f"row {json.dumps(found)}", flush=True)
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def main(arguments: list[str]) -> None:
+    """The child: `time` with a job on stdin, or `weigh FOLDER THREADS`."""
+    from quantkit.errors import QuantkitError
+
+    try:
+        if arguments[0] == "time":
+            _time(json.load(sys.stdin))
+        else:
+            _weigh(*arguments[1:])
+    except QuantkitError as problem:
+        fields = ("code", "where", "value", "rule", "remedy")
+        print("error " + json.dumps({name: str(getattr(problem, name)) for name in fields}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,136 @@
+"""Was it worth it: a bundle's speed against the float model's, the verdict, the page that says so."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.bundle import Check, Decision, LayerEntry, Manifest, Verdict
+from quantkit.errors import InputError, MissingDependency, QuantkitError
+from quantkit.measure.latency import Plan
+from quantkit.measure.rows import Row
+from quantkit.measure.verdict import Measured, verdict
+from quantkit.passes import decision
+from quantkit.plan import machine
+from quantkit.target import Target
+
+if TYPE_CHECKING:
+    from quantkit.model.open import Source
+
+RUNTIME = "onnxruntime"
+BUILD_UP = "build_up.json"
+REPORT = "report.html"
+# a compile looks at a few shapes; `quantkit measure` at all of them
+QUICK = Plan(batches=(1, 4, 16), contexts=(128,), prefills=(256,), seconds=40.0, cell_seconds=60.0, rounds=4)
+Report = Callable[[float, str], None]
+
+
+def runs_here(target: Target) -> bool:
+    """Whether a target's runtime can be timed on this machine: a CPU of its kind."""
+    from quantkit.pipeline.request import this_machine
+
+    vendors = {"cpu-x86": {"x86", "intel", "amd"}, "cpu-arm": {"arm", "apple"}}[this_machine()]
+    return target.kind == "cpu" and RUNTIME in target.runtimes and target.arch.vendor in vendors
+
+
+def format_of(layers: Iterable[LayerEntry]) -> str:
+    """The format of most quantized layers; float32 where there are none."""
+    counts = Counter(str(layer.scheme.get("format")) for layer in layers)
+    return counts.most_common(1)[0][0] if counts else "float32"
+
+
+def fitting(plan: Plan, context: int) -> Plan:
+    """A plan whose shapes a model of so many positions has."""
+    from dataclasses import replace
+
+    contexts = sorted({min(wanted, context - 1) for wanted in plan.contexts})
+    prefills = sorted({min(wanted, context) for wanted in plan.prefills})
+    return replace(plan, contexts=tuple(contexts), prefills=tuple(prefills))
+
+
+def time_it(
+    folder: Path,
+    subject: str,
+    layers: Sequence[LayerEntry],
+    baseline: Path,
+    baseline_subject: str,
+    plan: Plan,
+    progress: Report | None = None,
+) -> list[Row]:
+    """The rows of a bundle's `onnx/` against a baseline's.
+
+    Raises:
+        InputError, MissingDependency: see `measure.speed.run`.
+    """
+    from quantkit.measure.speed import Job, Part, run
+
+    ours = Part(str(folder), subject, format_of(layers))
+    theirs = Part(str(baseline), baseline_subject, "float32")
+    return run(Job(ours, theirs, machine.cores(), plan), progress)
+
+
+def try_to_time(
+    folder: Path,
+    subject: str,
+    layers: Sequence[LayerEntry],
+    source: Source,
+    options: dict[str, Any],
+    progress: Report | None = None,
+) -> tuple[list[Row], list[Decision]]:
+    """The quick look of a compile; what prevents it is a decision, not the end of the compile."""
+    from quantkit.pipeline.baseline import float_onnx
+
+    try:
+        baseline = float_onnx(source, options)
+        context = int(_context(folder))
+        rows = time_it(folder, subject, layers, baseline, source.sha256, fitting(QUICK, context), progress)
+    except (InputError, MissingDependency) as problem:
+        return [], [decision("measure", "speed-not-measured", RUNTIME, problem.line())]
+    return rows, []
+
+
+def _context(folder: Path) -> int:
+    from quantkit.model.weights import strict_json
+
+    config = strict_json((folder / "config.json").read_bytes(), str(folder / "config.json"))
+    names = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
+    return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 4096)
+
+
+def decide(
+    rows: Sequence[Row], checks: Sequence[Check], layers: Sequence[LayerEntry], target: Target
+) -> Verdict | None:
+    """The verdict on the batches of the target that were measured; None where nothing was, or nothing is quantized."""
+    if not layers:
+        return None
+    timed = [row for row in rows if row.runtime == RUNTIME]
+    measured = {row.batch for row in timed if row.name == "latency.decode_step" and row.batch is not None}
+    batches = [batch for batch in target.batches if batch in measured] or sorted(measured)
+    failed = [check for check in checks if not check.ok]
+    if not batches and not failed:
+        return None
+    return verdict(Measured(format_of(layers), timed, checks), batches or target.batches)
+
+
+def page(
+    manifest: Manifest, rows: Sequence[Row], notes: Sequence[str], folder: Path
+) -> tuple[bytes | None, list[Decision]]:
+    """`report.html`; None, with the reason, where plotly is missing."""
+    from quantkit.report.page import page as make
+
+    try:
+        return make(manifest, rows, notes, build_up=read_build_up(folder)).encode(), []
+    except QuantkitError as problem:
+        return None, [decision("report", "page-not-made", REPORT, problem.line())]
+
+
+def read_build_up(folder: Path) -> list[tuple[str, float]] | None:
+    """What `measure.build_up` found, as it is kept in a bundle."""
+    try:
+        found = json.loads((folder / BUILD_UP).read_text(encoding="utf-8"))
+        return [(str(name), float(value)) for name, value in found]
+    except (OSError, ValueError, TypeError):
+        return None
