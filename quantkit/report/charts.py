@@ -108,21 +108,6 @@ def plain(text: object) -> str:
     return html.escape(str(text), quote=False)
 
 
-def time_unit(seconds: float) -> tuple[float, str]:
-    """(factor, unit) in which such a time is read.
-
-    >>> time_unit(0.0113)
-    (1000.0, 'ms')
-    """
-    return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
-
-
-def moment(seconds: float) -> str:
-    """A short time, held together by its space: `moment(0.0113)` is `11.3 ms`."""
-    factor, unit = time_unit(abs(seconds))
-    return f"{words.figure(seconds * factor, 3)}\u00a0{unit}"
-
-
 def log_axis(title: str, values: Sequence[float], *, form: Form | None = None) -> Axis:
     """A logarithmic axis that holds all (positive) values, with three to eight round labels."""
     low, high = min(values) / 1.12, max(values) * 1.12

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from quantkit.bundle import Check, Decision, Manifest
 from quantkit.errors import MissingDependency
@@ -15,7 +16,6 @@ from quantkit.report import words
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 _GATE = "gate."
 
-_Form = Callable[[float], str]
 _Maker = Callable[[Row, float], "Line"]
 
 
@@ -29,33 +29,49 @@ class Line:
     remark: str
 
 
-def lines(rows: Sequence[Row], *, layers: int = 0, dtype: str = "") -> list[Line]:
-    """Size and accuracy of a bundle.
+def tables(rows: Sequence[Row], *, layers: int = 0, dtype: str = "") -> list[tuple[str, list[Line]]]:
+    """(export, its lines), first sizes and memory, whose export is empty: they stand for the bundle.
 
     Args:
-        rows: its measurements; several exports give several lines each, told apart by their runtime.
+        rows: its measurements.
         layers: how many were quantized.
         dtype: of the source.
     """
-    runtimes = {row.runtime for row in rows if row.runtime}
-    found = []
+    by_export = by(rows, lambda row: variant(row) if row.name.startswith("accuracy.") else "")
+    found = [(name, lines(group, layers=layers, dtype=dtype)) for name, group in by_export.items()]
+    found.sort(key=lambda pair: pair[0] != "")
+    return [(name, group) for name, group in found if group]
+
+
+def lines(rows: Sequence[Row], *, layers: int = 0, dtype: str = "") -> list[Line]:
+    """Size, accuracy and memory of one export; see `tables`."""
+    exports = {export(row) for row in rows if row.name == "size.bytes"}
+    found: list[Line] = []
     for name, make in _MAKERS.items():
         for row in rows:
             if row.name != name or row.value is None:
                 continue
             line = make(row, row.value)
             if name == "size.bits_per_weight":
-                original = _BITS.get(dtype)
-                line = Line(
-                    line.label, str(original or ""), line.after, f"in {words.plural(layers, 'quantized layer')}"
-                )
-            if len(runtimes) > 1 and row.runtime:
-                line = Line(f"{line.label} ({row.runtime})", line.before, line.after, line.remark)
-            found.append(line)
+                original = str(_BITS.get(dtype, ""))
+                line = Line(line.label, original, line.after, f"in {words.plural(layers, 'quantized layer')}")
+            elif name == "size.bytes" and len(exports) > 1:
+                line = Line(f"{line.label}, {export(row)}", line.before, line.after, line.remark)
+            if line not in found:  # several exports hold the same weights in the same bits
+                found.append(line)
     return found
 
 
 def _bytes(row: Row, value: float) -> Line:
+    return Line("weights on disk", *_smaller(row, value))
+
+
+def _peak(row: Row, value: float) -> Line:
+    before, after, remark = _smaller(row, value)
+    return Line("peak memory", before, after, ", ".join(part for part in (remark, row.runtime, where(row)) if part))
+
+
+def _smaller(row: Row, value: float) -> tuple[str, str, str]:
     before, remark = "", ""
     if row.baseline is not None:
         before = words.size(row.baseline.value)
@@ -63,7 +79,7 @@ def _bytes(row: Row, value: float) -> Line:
         if ratio is not None:
             remark = f"{ratio:.2f}× smaller" if ratio >= 1 else f"{1 / ratio:.2f}× larger"
             remark = "the same" if f"{ratio:.2f}" == "1.00" else remark
-    return Line("weights on disk", before, words.size(value), remark)
+    return before, words.size(value), remark
 
 
 def _bits(row: Row, value: float) -> Line:
@@ -72,7 +88,7 @@ def _bits(row: Row, value: float) -> Line:
 
 def _perplexity(row: Row, value: float) -> Line:
     if row.baseline is None:
-        return Line("perplexity", "", words.figure(value), _interval(row.ci95, words.figure))
+        return Line("perplexity", "", words.figure(value), words.between(row.ci95, words.figure))
     remark = ""
     if row.baseline.ratio:
         # a row's ratio says how many times better it is; perplexity is read the other way round
@@ -85,13 +101,13 @@ def _perplexity(row: Row, value: float) -> Line:
 
 def _next_word(row: Row, value: float) -> Line:
     if row.baseline is None:
-        return Line("next word right", "", words.percent(value), _interval(row.ci95, words.percent))
+        return Line("next word right", "", words.percent(value), words.between(row.ci95, words.percent))
     points = f"{100 * (value - row.baseline.value):+.1f} points".replace("-", "−")
     return Line("next word right", words.percent(row.baseline.value), words.percent(value), points)
 
 
 def _agreement(row: Row, value: float) -> Line:
-    return Line("same most likely word", "", words.percent(value), _interval(row.ci95, words.percent))
+    return Line("same most likely word", "", words.percent(value), words.between(row.ci95, words.percent))
 
 
 def _kl(row: Row, value: float) -> Line:
@@ -99,24 +115,24 @@ def _kl(row: Row, value: float) -> Line:
         error = standard_error(row)
     except MissingDependency:  # the interval is in the row; only the error behind it needs scipy
         error = None
-    remark = f"± {words.figure(error, 2)} nats" if error is not None else _interval(row.ci95, words.figure) or "nats"
+    remark = (
+        f"± {words.figure(error, 2)} nats" if error is not None else words.between(row.ci95, words.figure) or "nats"
+    )
     return Line("KL divergence", "", words.figure(value, 3), remark)
 
 
 def _share(label: str) -> _Maker:
     def line(row: Row, value: float) -> Line:
         before = words.percent(row.baseline.value) if row.baseline is not None else ""
-        return Line(label, before, words.percent(value), _interval(row.ci95, words.percent))
+        return Line(label, before, words.percent(value), words.between(row.ci95, words.percent))
 
     return line
 
 
 def _cosine(row: Row, value: float) -> Line:
-    return Line("cosine to the original", "", words.figure(value, 5), _interval(row.ci95, lambda x: words.figure(x, 5)))
-
-
-def _interval(interval: tuple[float, float] | None, form: _Form) -> str:
-    return f"{form(interval[0])} to {form(interval[1])}" if interval else ""
+    return Line(
+        "cosine to the original", "", words.figure(value, 5), words.between(row.ci95, lambda x: words.figure(x, 5))
+    )
 
 
 # in the order they are shown
@@ -131,7 +147,42 @@ _MAKERS = {
     "accuracy.top5": _share("top-5 accuracy"),
     "accuracy.recall_at_1": _share("recall at 1"),
     "accuracy.cosine": _cosine,
+    "memory.peak": _peak,
 }
+
+
+def by(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Rows by a key, in the order of their first appearance."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
+def variant(row: Row) -> str:
+    """The export that a row is about, as a reader tells it from the others; empty for what no runtime is needed for."""
+    level = row.settings.get("accuracy_level")
+    return (row.runtime or "") + (f", level {level}" if level is not None else "")
+
+
+def export(row: Row) -> str:
+    """The folder that a row of sizes is about, as a reader calls it."""
+    folder = str(row.settings.get("export") or "this bundle")
+    return {"model": "checkpoint", "onnx": "ONNX"}.get(folder, folder)
+
+
+def where(row: Row) -> str:
+    """`batch 1, context 128` or `batch 1, 256 tokens`; empty where a row has neither."""
+    shape = row.shape or {}
+    parts = [f"batch {row.batch}"] if row.batch else []
+    parts += [f"context {shape['context']:,}"] if shape.get("context") else []
+    parts += [f"{shape['new_tokens']:,} tokens"] if shape.get("new_tokens", 1) > 1 else []
+    return ", ".join(parts)
+
+
+def flags(row: Row) -> str:
+    """A row's flags in words."""
+    return ", ".join(flag.replace("-", " ") for flag in row.flags)
 
 
 def scored(rows: Sequence[Row]) -> str:
@@ -169,8 +220,11 @@ def relation(check: Check) -> str:
 
 
 def short(check: Check) -> str:
-    """A check's name without the part that its heading says already."""
-    return check.name.removeprefix(_GATE)
+    """A check's name without the part that its heading says already: `kl_max`, or `kl_max in onnxruntime`."""
+    if not check.name.startswith(_GATE):
+        return check.name
+    runtime, _, gate = check.name.removeprefix(_GATE).rpartition(".")
+    return f"{gate} in {runtime}" if runtime else gate
 
 
 @dataclass(frozen=True)
@@ -206,23 +260,50 @@ def notes(manifest: Manifest) -> list[str]:
     return [f"the source was converted from {manifest.model.source.was}"] if manifest.model.source.was else []
 
 
-_NO_VERDICT = "none yet: latency has not been measured, so nothing says whether it is faster"
 _ANSWERS = {
     "ship_it": "ship it",
     "ship_up_to": "ship it up to batch {batch}",
+    "intervals": "ship it at some batches only",
     "do_not_quantize": "do not quantize here",
     "use_instead": "use {format} instead",
+    "inconclusive": "too noisy to decide",
 }
 
 
-def verdict(manifest: Manifest) -> tuple[str, list[str]]:
-    """(the verdict in words, what decided it)."""
+def verdict(manifest: Manifest, rows: Sequence[Row]) -> tuple[str, list[str]]:
+    """(the verdict in words, what decided it), or why there is none."""
     given = manifest.verdict
     if given is None:
-        return _NO_VERDICT, []
+        if not manifest.layers:
+            return "none; nothing in it is quantized, it is a baseline for other bundles", []
+        if timed(rows):
+            return "none yet; speed has been measured, but not judged", []
+        return "none yet; latency has not been measured, so nothing says whether it is faster", []
     text = _ANSWERS.get(given.answer, given.answer.replace("_", " "))
     text = text.format(batch=given.batch, format=given.format)
-    return (f"forecast: {text}" if given.forecast else text), list(given.because)
+    if given.answer == "use_instead" and given.batch is not None:
+        text += f", up to batch {given.batch}"
+    return (f"forecast: {text}" if given.forecast else text), [reason.rstrip(". ") for reason in given.because]
+
+
+def timed(rows: Sequence[Row]) -> bool:
+    """Whether its speed was measured."""
+    return any(row.name.startswith("latency.") and row.value is not None for row in rows)
+
+
+def origin(manifest: Manifest) -> str:
+    """The source as the hub names it: `org/name` of a hub model, else the model's name."""
+    ref = manifest.model.source.ref
+    return ref.removeprefix("hf:").split("@", maxsplit=1)[0] if ref.startswith("hf:") else manifest.model.name
+
+
+def schemes(manifest: Manifest) -> list[tuple[int, str]]:
+    """(how many layers, scheme in words), the most frequent first."""
+    counts: dict[str, int] = {}
+    for layer in manifest.layers:
+        text = scheme_of(layer.scheme)
+        counts[text] = counts.get(text, 0) + 1
+    return sorted(((count, text) for text, count in counts.items()), key=lambda pair: (-pair[0], pair[1]))
 
 
 def scheme_of(scheme: dict[str, object]) -> str:

@@ -18,22 +18,9 @@ from pathlib import Path
 from quantkit.bundle import Manifest
 from quantkit.errors import MissingDependency
 from quantkit.measure.rows import Row
-from quantkit.report import card, figures, sections, speed, words
-from quantkit.report.sections import between, times, variant, where
+from quantkit.report import curves, figures, sections, speed, usage, words
 
 _FOLDER = Path(__file__).parent
-_MEASURE = "quantkit measure . --runtime onnxruntime"
-_GENAI = """import onnxruntime_genai as og
-
-model = og.Model("./onnx")
-tokenizer = og.Tokenizer(model)
-settings = og.GeneratorParams(model)
-settings.set_search_options(max_length=64)
-generator = og.Generator(model, settings)
-generator.append_tokens(tokenizer.encode("The capital of France is"))
-while not generator.is_done():
-    generator.generate_next_token()
-print(tokenizer.decode(generator.get_sequence(0)))"""
 
 
 @dataclass(frozen=True)
@@ -68,7 +55,7 @@ def page(
 
     library = _library()
     script = _read("page.js")
-    answer, because = figures.verdict(manifest)
+    answer, because = figures.verdict(manifest, rows)
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -80,12 +67,12 @@ def page(
     environment.filters |= {"size": words.size, "plural": words.plural}
     text = environment.get_template("page.html.j2").render(
         manifest=manifest,
-        origin=card._origin(manifest),
-        schemes=card._schemes(manifest),
+        origin=figures.origin(manifest),
+        schemes=figures.schemes(manifest),
         tone=_tone(manifest),
         answer=answer[:1].upper() + answer[1:],
-        because=[reason.rstrip(". ") for reason in because],
-        timed=any(row.name.startswith("latency.") and row.value is not None for row in rows),
+        because=because,
+        timed=figures.timed(rows),
         tiles=_tiles(rows),
         speed=speed.sections(manifest, rows),
         accuracy=sections.accuracy(manifest, rows),
@@ -97,11 +84,11 @@ def page(
         groups=figures.grouped(manifest.decisions),
         gates=figures.gates(manifest.checks),
         checks=figures.other_checks(manifest.checks),
-        commands=_commands(manifest),
-        judge=_MEASURE if _has(manifest, "onnx/") else f"quantkit export . --to onnx && {_MEASURE}",
-        again=card._command(manifest),
+        commands=usage.commands(manifest),
+        judge=" && ".join(usage.measure(manifest)),
+        again=usage.again(manifest),
         facts=_facts(manifest, rows),
-        recipe=card._yaml({key: value for key, value in manifest.recipe.items() if key != "name"}),
+        recipe=usage.recipe(manifest),
         policy=_policy(script, library),
         # these three are this package's own and plotly's; everything else is escaped
         style=Markup(_read("page.css")),  # noqa: S704
@@ -144,7 +131,8 @@ def _tone(manifest: Manifest) -> str:
         return "bad"
     if manifest.verdict is None:
         return "open"
-    return {"ship_it": "good", "ship_up_to": "good"}.get(manifest.verdict.answer, "bad")
+    tones = {"ship_it": "good", "ship_up_to": "good", "intervals": "open", "inconclusive": "open"}
+    return tones.get(manifest.verdict.answer, "bad")
 
 
 def _tiles(rows: Sequence[Row]) -> list[Tile]:
@@ -153,52 +141,30 @@ def _tiles(rows: Sequence[Row]) -> list[Tile]:
     timed = [row for row in rows if row.name.startswith("latency.") and row.baseline and row.baseline.ratio]
     if timed:
         # decode before prefill, then the smallest
-        row = min(timed, key=lambda r: (r.name, (r.shape or {}).get("context", 0), r.batch or 0, speed.tokens(r)))
+        row = min(timed, key=lambda r: (r.name, (r.shape or {}).get("context", 0), r.batch or 0, curves.tokens(r)))
         base = row.baseline
-        sure = between(base.ratio_ci95 if base else None, times)
+        sure = words.between(base.ratio_ci95 if base else None, words.times)
         kind = {"latency.decode_step": "decode", "latency.prefill": "prefill"}.get(row.name, "one operation")
-        detail = ", ".join(part for part in (where(row), f"95\u00a0% {sure}" if sure else "") if part)
-        found.append(Tile(times((base and base.ratio) or 0.0), f"the speed in {kind}", detail))
+        detail = ", ".join(part for part in (figures.where(row), f"95\u00a0% {sure}" if sure else "") if part)
+        found.append(Tile(words.times((base and base.ratio) or 0.0), f"the speed in {kind}", detail))
     sized = [row for row in rows if row.name == "size.bytes" and row.value and row.baseline and row.baseline.ratio]
     if sized:
         row = sized[-1]
         before, ratio = (row.baseline.value, row.baseline.ratio or 0.0) if row.baseline else (0.0, 0.0)
         label = "smaller on disk" if ratio >= 1 else "larger on disk"
-        number = times(ratio if ratio >= 1 else 1 / ratio)
+        number = words.times(ratio if ratio >= 1 else 1 / ratio)
         found.append(Tile(number, label, f"{words.size(before)} to {words.size(row.value or 0.0)}"))
     scored = {row.name: row for row in rows if row.value is not None}
     if (best := scored.get("accuracy.perplexity")) and best.baseline and best.baseline.ratio:
         change = f"{words.figure(best.baseline.value)} to {words.figure(best.value or 0.0)}"
-        detail = f"{change}, {variant(best)}; lower is better"
+        detail = f"{change}, {figures.variant(best)}; lower is better"
         found.append(Tile(f"{1 / best.baseline.ratio:.3f}×", "the perplexity", detail))
     elif best := scored.get("accuracy.cosine"):
-        found.append(Tile(words.figure(best.value or 0.0), "cosine to the original", variant(best)))
+        found.append(Tile(words.figure(best.value or 0.0), "cosine to the original", figures.variant(best)))
     return found
 
 
-# --- running it, and where it is from --------------------------------------------------------------------------------
-
-
-def _commands(manifest: Manifest) -> list[tuple[str, str]]:
-    """(what it does, the commands), to be run in the bundle's folder."""
-    packed = bool(manifest.layers) and card._layout(manifest) == "pack-quantized"
-    found = [("Check every byte, and load it again", "quantkit verify .")]
-    if _has(manifest, "model/"):
-        found.append(("transformers", card._load(manifest, packed=packed)))
-    if _has(manifest, "onnx/"):
-        lines = ["# pip install 'quantkit[onnx]'"]
-        if manifest.model.kind == "decoder":
-            lines.append('quantkit generate . --runtime onnxruntime --prompt "The capital of France is"')
-        found.append(("ONNX Runtime", "\n".join([*lines, _MEASURE])))
-    if _has(manifest, "onnx/genai_config.json"):
-        found.append(("onnxruntime-genai", f"# pip install onnxruntime-genai\n{_GENAI}"))
-    if packed and manifest.model.kind == "decoder":
-        found.append(("vLLM", "vllm serve ./model"))
-    return found
-
-
-def _has(manifest: Manifest, place: str) -> bool:
-    return any(entry.path.startswith(place) for entry in manifest.files)
+# --- where it is from ------------------------------------------------------------------------------------------------
 
 
 def _facts(manifest: Manifest, rows: Sequence[Row]) -> list[tuple[str, str]]:

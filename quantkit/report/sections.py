@@ -6,7 +6,7 @@ Here accuracy, error by layer and sizes; `report.speed` has the times. All are f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from statistics import median
@@ -15,9 +15,9 @@ from typing import Any
 from quantkit.bundle import Manifest
 from quantkit.measure.rows import Row
 from quantkit.report import charts, figures, words
-from quantkit.report.charts import QUANTIZED, Curve, Figure, Interval, Mark, Part, Point
+from quantkit.report.charts import QUANTIZED, Curve, Figure, Mark, Part, Point
+from quantkit.report.words import Form, Interval
 
-Form = Callable[[float], str]
 _FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -142,9 +142,15 @@ def accuracy(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
             continue
         points = []
         for row, (value, interval) in known:
-            points.append(Point(variant(row), value, interval, measure.form(value)))
+            points.append(Point(figures.variant(row), value, interval, measure.form(value)))
             body.append(
-                [measure.title, variant(row), measure.form(value), between(interval, measure.form) or "–", flags(row)]
+                [
+                    measure.title,
+                    figures.variant(row),
+                    measure.form(value),
+                    words.between(interval, measure.form) or "–",
+                    figures.flags(row),
+                ]
             )
         marks, limit = [Mark(measure.same, "no change")], gates.get(measure.gate)
         if isinstance(limit, int | float):
@@ -161,7 +167,7 @@ def accuracy(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
 def accuracy_tables(rows: Sequence[Row]) -> list[tuple[str, list[figures.Line]]]:
     """(export, its lines): before and after, as the card and the terminal have them."""
     scored = [row for row in rows if row.name.startswith("accuracy.")]
-    return [(name, figures.lines(group)) for name, group in grouped(scored, variant).items()]
+    return figures.tables(scored)
 
 
 def traps(rows: Sequence[Row], notes: Sequence[str]) -> list[str]:
@@ -308,7 +314,7 @@ def _bars(manifest: Manifest, exports: Sequence[Row]) -> list[tuple[str, float, 
         known = codes > 0 and codes + extra <= total
         ratio = row.baseline.ratio if row.baseline and (row.baseline.ratio or 0) > 1 else None
         parts = [0.0, codes, extra, total - codes - extra] if known else [0.0, 0.0, 0.0, total]
-        found.append((_export(row), total, parts, ratio))
+        found.append((figures.export(row), total, parts, ratio))
     return found
 
 
@@ -316,60 +322,14 @@ def _memory(rows: Sequence[Row]) -> list[tuple[str, float, bool]]:
     """(name, bytes, whether it is the original's)."""
     found = []
     for row in rows:
-        label = ", ".join(part for part in (variant(row), where(row)) if part) or "this model"
+        label = ", ".join(part for part in (figures.variant(row), figures.where(row)) if part) or "this model"
         if row.baseline is not None:
             found.append((f"original, {row.runtime}" if row.runtime else "original", row.baseline.value, True))
         found.append((label, row.value or 0.0, False))
     return found
 
 
-def _export(row: Row) -> str:
-    folder = str(row.settings.get("export") or "this bundle")
-    return {"model": "checkpoint", "onnx": "ONNX"}.get(folder, folder)
-
-
 def _bits(scheme: Mapping[str, Any]) -> int:
     """Of one code: `int4` has 4."""
     match = re.search(r"\d+", str(scheme.get("format")))
     return int(match[0]) if match else 0
-
-
-# --- rows ------------------------------------------------------------------------------------------------------------
-
-
-def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Rows by a key, in the order of their first appearance."""
-    found: dict[Any, list[Row]] = {}
-    for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return found
-
-
-def variant(row: Row) -> str:
-    """The export that a row is about, as a reader tells it from the others."""
-    level = row.settings.get("accuracy_level")
-    return (row.runtime or "") + (f", level {level}" if level is not None else "")
-
-
-def where(row: Row) -> str:
-    """`batch 1, context 128` or `batch 1, 256 tokens`; empty where a row has neither."""
-    shape = row.shape or {}
-    parts = [f"batch {row.batch}"] if row.batch else []
-    parts += [f"context {shape['context']:,}"] if shape.get("context") else []
-    parts += [f"{shape['new_tokens']:,} tokens"] if shape.get("new_tokens", 1) > 1 else []
-    return ", ".join(parts)
-
-
-def flags(row: Row) -> str:
-    """A row's flags in words."""
-    return ", ".join(flag.replace("-", " ") for flag in row.flags)
-
-
-def between(interval: Interval | None, form: Form) -> str:
-    """`2.6× to 2.7×`; empty where there is none."""
-    return f"{form(interval[0])} to {form(interval[1])}" if interval else ""
-
-
-def times(ratio: float) -> str:
-    """`times(2.66)` is `2.66×`."""
-    return f"{words.figure(ratio, 3)}×"

@@ -12,19 +12,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from quantkit.bundle import Check, Decision, Manifest
 from quantkit.measure.rows import Row
-from quantkit.report import figures, words
+from quantkit.report import curves, figures, usage, words
 from quantkit.report.catalog import Entry
+from quantkit.report.curves import Series
 
 _MARK = {True: ("✓", "green"), False: ("✗", "bold red")}
 _DIM = "dim"
-_CLASSES = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel"}
 
 
 def write(renderables: Iterable[RenderableType], file: IO[str]) -> None:
@@ -47,7 +47,7 @@ def summary(
     seconds: Mapping[str, float | None] | None = None,
     memory_peak_bytes: int | None = None,
 ) -> list[RenderableType]:
-    """A bundle on one screen: what it is, what it costs, what held, what was decided, what to do next.
+    """A bundle on one screen: the verdict, what it costs, how fast it is, what held, what was decided, what to do next.
 
     Args:
         path: of the bundle.
@@ -64,13 +64,37 @@ def summary(
     title = Text.assemble((f"{mark} ", style), (manifest.model.name, "bold"), f", {recipe}, for {target}")
     if not ok:
         title.append(": a gate failed", "bold red")
-    found: list[RenderableType] = [Text(), title, _copied(f"  {path}"), Text()]
-    found.append(Padding(_figures(manifest, rows), (0, 0, 0, 2)))
+    found: list[RenderableType] = [Text(), title, _copied(f"  {path}"), *_verdict(path, manifest, rows), Text()]
+    found += _results(manifest, rows, notes)
+    found += [Text(), Padding(_facts(manifest, seconds, memory_peak_bytes), (0, 0, 0, 2)), Text()]
+    return found + _next(path, manifest)
+
+
+def _verdict(path: Path, manifest: Manifest, rows: Sequence[Row]) -> list[RenderableType]:
+    """The verdict as a sentence with its reasons; where speed was not measured, what does it."""
+    answer, because = figures.verdict(manifest, rows)
+    sentence = Text.assemble(("verdict: ", _DIM), (answer, "bold" if manifest.verdict else ""))
+    shown: list[RenderableType] = [Padding(sentence, (0, 0, 0, 2))]
+    shown += [Padding(_marked("·", _DIM, reason), (0, 0, 0, 4)) for reason in because]
+    if manifest.layers and not figures.timed(rows):
+        commands = usage.measure(manifest, shlex.quote(_near(path)))
+        shown += [Text("  its speed has not been measured; this does:", _DIM)] if manifest.verdict else []
+        shown += [_copied(f"    {command}") for command in commands]
+    return shown
+
+
+def _results(manifest: Manifest, rows: Sequence[Row], notes: Sequence[str]) -> list[RenderableType]:
+    """Size and accuracy, what they were scored on, speed, and what a reader must know about all of it."""
+    found: list[RenderableType] = [Padding(_figures(manifest, rows), (0, 0, 0, 2))]
     if about := figures.scored(rows):
         found.append(Padding(Text(f"scored on {about}", _DIM), (0, 0, 0, 2)))
     found += [Padding(_marked("!", "bold yellow", note), (0, 0, 0, 2)) for note in notes]
-    found += [Text(), Padding(_facts(manifest, seconds, memory_peak_bytes), (0, 0, 0, 2)), Text()]
-    return found + _next(path, manifest)
+    timed = curves.series(manifest, rows)
+    for curve in timed:
+        found += [Text(), Padding(_speed(curve), (0, 0, 0, 2))]
+    said = curves.conditions(timed, rows)
+    found += [Text()] if said else []
+    return found + [Padding(Text(text, _DIM), (0, 0, 0, 2)) for text in said]
 
 
 def _figures(manifest: Manifest, rows: Sequence[Row]) -> Table:
@@ -79,13 +103,35 @@ def _figures(manifest: Manifest, rows: Sequence[Row]) -> Table:
     table.add_column("original", justify="right", no_wrap=True)
     table.add_column("quantized" if manifest.layers else "bundle", justify="right", no_wrap=True)
     table.add_column("")
-    for line in figures.lines(rows, layers=len(manifest.layers), dtype=manifest.model.source.dtype):
-        table.add_row(line.label, line.before, Text(line.after, "bold"), Text(line.remark))
+    tables = figures.tables(rows, layers=len(manifest.layers), dtype=manifest.model.source.dtype)
+    several = sum(bool(export) for export, _ in tables) > 1
+    for export, lines in tables:
+        if several and export:
+            table.add_row(Text(export, _DIM), "", "", "")
+        for line in lines:
+            table.add_row(line.label, line.before, Text(line.after, "bold"), Text(line.remark))
     return table
 
 
+def _speed(curve: Series) -> RenderableType:
+    """One curve: a line a size, what follows from it, and how it was measured."""
+    head, body = curves.brief(curve)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=_DIM)
+    for name in head:
+        table.add_column(name, justify="right")
+    for line in body:
+        table.add_row(
+            *(Text(cell, "bold" if name == "speed-up" else "") for name, cell in zip(head, line, strict=True))
+        )
+    title = Text.assemble((curve.title, "bold"), f", {curve.other} → {curve.this}")
+    follows = [curves.break_even(curve), curves.first_tax(curve), *curves.skipped(curve)]
+    said = " ".join([*curves.outcomes(curve), *(sentence for sentence in follows if sentence)])
+    warned = [_marked("!", "bold yellow", caution) for caution in curves.cautions(curve)]
+    return Group(title, table, Text(said), *warned, Text(curves.how(curve), _DIM))
+
+
 def _facts(manifest: Manifest, seconds: Mapping[str, float | None] | None, memory: int | None) -> Table:
-    """Gates, checks, decisions, verdict, cost: a heading and what is to be said under it."""
+    """Gates, checks, decisions, cost: a heading and what is to be said under it."""
     table = _pairs()
     judged = figures.gates(manifest.checks)
     table.add_row("gates", _lines([_check(check) for check in judged]) if judged else Text("none set", _DIM))
@@ -93,8 +139,6 @@ def _facts(manifest: Manifest, seconds: Mapping[str, float | None] | None, memor
     if others:
         table.add_row("checks", _lines([_check(check) for check in others]))
     table.add_row("decisions", decisions(manifest.decisions))
-    answer, because = figures.verdict(manifest)
-    table.add_row("verdict", _lines([Text(answer), *(Text(reason, _DIM) for reason in because)]))
     if seconds is not None:
         parts = []
         if seconds.get("total") is not None:
@@ -146,10 +190,8 @@ def verified(path: Path, manifest: Manifest, found: Sequence[Check], notes: Sequ
 def measured(path: Path, manifest: Manifest, rows: Sequence[Row], notes: Sequence[str]) -> list[RenderableType]:
     """What `measure` found."""
     head = Text.assemble((manifest.model.name, "bold"), f", {manifest.recipe.get('name', '')}")
-    shown: list[RenderableType] = [head, _copied(f"  {path}"), Text(), Padding(_figures(manifest, rows), (0, 0, 0, 2))]
-    if about := figures.scored(rows):
-        shown.append(Padding(Text(f"scored on {about}", _DIM), (0, 0, 0, 2)))
-    return shown + [Padding(_marked("!", "bold yellow", note), (0, 0, 0, 2)) for note in notes]
+    shown: list[RenderableType] = [head, _copied(f"  {path}"), *_verdict(path, manifest, rows), Text()]
+    return shown + _results(manifest, rows, notes)
 
 
 def planned(plan: Mapping[str, Any]) -> list[RenderableType]:
@@ -251,13 +293,18 @@ def machine(report: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def _next(path: Path, manifest: Manifest) -> list[RenderableType]:
-    place = shlex.quote(_near(path))
+    near = _near(path)
+    place, checkpoint = shlex.quote(near), usage.has(manifest, "model/")
     commands = [f"quantkit verify {place}"]
     if manifest.model.kind == "decoder":
-        commands.append(f'quantkit generate {place} --prompt "The capital of France is"')
-    auto = _CLASSES.get(manifest.model.kind, "AutoModel")
-    commands.append(f"{auto}.from_pretrained({str(Path(_near(path)) / 'model')!r})  # Python, transformers")
-    return [Text("  next", "bold"), *(_copied(f"    {command}") for command in commands)]
+        commands.append(usage.generate(place, None if checkpoint else "onnxruntime"))
+    if checkpoint:
+        auto = usage.auto_class(manifest)
+        commands.append(f"{auto}.from_pretrained({str(Path(near) / 'model')!r})  # Python, transformers")
+    found = [Text("  next", "bold"), *(_copied(f"    {command}") for command in commands)]
+    if usage.has(manifest, "report.html"):
+        found += [Text("  report", "bold"), _copied(f"    {Path(near) / 'report.html'}")]
+    return list(found)
 
 
 def _near(path: Path) -> str:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+
+Interval = tuple[float, float]
+Form = Callable[[float], str]
 
 _SIZES = ("B", "kB", "MB", "GB", "TB")
 
@@ -61,6 +65,21 @@ def about(seconds: float) -> str:
     return f"about {duration(max(step, round(seconds / step) * step)).replace('5.0', '5')}"
 
 
+def time_unit(seconds: float) -> tuple[float, str]:
+    """(factor, unit) in which such a time is read.
+
+    >>> time_unit(0.0113)
+    (1000.0, 'ms')
+    """
+    return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+
+
+def moment(seconds: float) -> str:
+    """A short time, held together by its space: `moment(0.0113)` is `11.3 ms`."""
+    factor, unit = time_unit(abs(seconds))
+    return f"{figure(seconds * factor, 3)}\u00a0{unit}"
+
+
 def figure(value: float, digits: int = 4) -> str:
     """A number with so many significant digits, without an exponent where that can be read.
 
@@ -86,3 +105,24 @@ def percent(share: float, places: int = 1) -> str:
 def plural(count: int, word: str) -> str:
     """`plural(1, "layer")` is `1 layer`, `plural(210, "layer")` is `210 layers`."""
     return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
+
+
+def times(ratio: float) -> str:
+    """`times(2.66)` is `2.66×`."""
+    return f"{figure(ratio, 3)}×"
+
+
+def between(interval: Interval | None, form: Form) -> str:
+    """`2.6× to 2.7×`; empty where there is none."""
+    return f"{form(interval[0])} to {form(interval[1])}" if interval else ""
+
+
+def listed(values: Sequence[int]) -> str:
+    """`listed([1, 2, 1024])` is `1, 2 and 1,024`."""
+    texts = [f"{value:,}" for value in values]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def or_dash(value: object, form: Form) -> str:
+    """A number as `form` shows it, a dash for what is none."""
+    return form(float(value)) if isinstance(value, int | float) else "–"

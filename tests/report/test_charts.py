@@ -79,10 +79,3 @@ def test_labels_never_overlap() -> None:
 def test_an_annotation_stands_at_the_logarithm() -> None:
     notes = charts.lines(curves(), ACROSS, UP, marks=[Mark(4.0, "end")])["layout"]["annotations"]
     assert next(note for note in notes if note["text"] == "end")["x"] == pytest.approx(math.log10(4))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0113, "11.3 ms"), (2.5, "2.50 s"), (4.2e-5, "42.0 µs"), (-0.002, "-2.00 ms")]
-)
-def test_moment(seconds: float, text: str) -> None:
-    assert charts.moment(seconds).replace("\u00a0", " ") == text

@@ -174,7 +174,7 @@ def full() -> str:
         *(
             "Faster at batch 1, 2, 4 and 8.",
             "Slower at batch 16 and 32.",
-            "Break-even at batch 10 (95\u00a0% 9.6 to 11)",
+            "Break-even at batch 10 (95\u00a0% 9.6 to 11, ideal 19)",
         ),
         *("Slower at 256 and 1,024 tokens.", "At 64 tokens no difference shows above the noise."),
         *("4,096 tokens: does not fit into memory.", "The tax at batch 1 is 8.83\u00a0ms, 28 % of float32&#39;s time"),

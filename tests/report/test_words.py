@@ -36,3 +36,10 @@ def test_durations(seconds: float, text: str) -> None:
 )
 def test_figures(value: float, text: str) -> None:
     assert words.figure(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0113, "11.3 ms"), (2.5, "2.50 s"), (4.2e-5, "42.0 µs"), (-0.002, "-2.00 ms")]
+)
+def test_moment(seconds: float, text: str) -> None:
+    assert words.moment(seconds).replace("\u00a0", " ") == text

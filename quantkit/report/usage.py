@@ -1,0 +1,119 @@
+"""What to type: how a bundle is checked, run, measured, and made again. Page, terminal and card share it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from quantkit.bundle import Manifest
+
+PROMPT = "The capital of France is"
+_CLASSES = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel", "vision": "AutoModelForImageClassification"}
+_GENAI = f"""# pip install onnxruntime-genai
+import onnxruntime_genai as og
+
+model = og.Model("./onnx")
+tokenizer = og.Tokenizer(model)
+settings = og.GeneratorParams(model)
+settings.set_search_options(max_length=64)
+generator = og.Generator(model, settings)
+generator.append_tokens(tokenizer.encode("{PROMPT}"))
+while not generator.is_done():
+    generator.generate_next_token()
+print(tokenizer.decode(generator.get_sequence(0)))"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to type, and what for.
+
+    Args:
+        label: what it does, or in what.
+        text: to be copied, one or several lines.
+        language: of the text: `bash` or `python`.
+    """
+
+    label: str
+    text: str
+    language: str = "bash"
+
+
+def has(manifest: Manifest, place: str) -> bool:
+    """Whether there is such a file, or a file in such a folder (`onnx/`)."""
+    return any(
+        entry.path == place or (place.endswith("/") and entry.path.startswith(place)) for entry in manifest.files
+    )
+
+
+def packed(manifest: Manifest) -> bool:
+    """Whether it holds a checkpoint in the layout of compressed-tensors."""
+    return bool(manifest.layers) and has(manifest, "model/") and _layout(manifest) == "pack-quantized"
+
+
+def commands(manifest: Manifest) -> list[Command]:
+    """All that can be done with it, to be typed in its folder."""
+    found = [Command("Check every byte, and load it again", "quantkit verify .")]
+    if has(manifest, "model/"):
+        found.append(Command("transformers", load(manifest), "python"))
+    if has(manifest, "onnx/"):
+        lines = ["# pip install 'quantkit[onnx]'"]
+        lines += [generate(".", "onnxruntime")] if manifest.model.kind == "decoder" else []
+        found.append(Command("ONNX Runtime", "\n".join([*lines, *measure(manifest)])))
+    if has(manifest, "onnx/genai_config.json"):
+        found.append(Command("onnxruntime-genai", _GENAI, "python"))
+    if packed(manifest) and manifest.model.kind == "decoder":
+        found.append(Command("vLLM", "vllm serve ./model"))
+    return found
+
+
+def measure(manifest: Manifest, place: str = ".") -> list[str]:
+    """What measures its speed and judges it; `place` is the bundle, as a shell reads it."""
+    export = [] if has(manifest, "onnx/") else [f"quantkit export {place} --to onnx"]
+    return [*export, f"quantkit measure {place} --runtime onnxruntime"]
+
+
+def generate(place: str, runtime: str | None = None) -> str:
+    """What lets it go on from a prompt."""
+    return f'quantkit generate {place}{f" --runtime {runtime}" if runtime else ""} --prompt "{PROMPT}"'
+
+
+def load(manifest: Manifest) -> str:
+    """Python that loads the checkpoint and its tokenizer."""
+    auto = auto_class(manifest)
+    needs = "transformers compressed-tensors" if packed(manifest) else "transformers"
+    lines = [f"# pip install {needs}", f"from transformers import {auto}, AutoTokenizer", ""]
+    lines += [f'model = {auto}.from_pretrained("./model")', 'tokenizer = AutoTokenizer.from_pretrained("./model")']
+    return "\n".join(lines)
+
+
+def auto_class(manifest: Manifest) -> str:
+    """The class of transformers that loads such a model."""
+    return _CLASSES[manifest.model.kind]
+
+
+def again(manifest: Manifest) -> str:
+    """How to make it again; a folder is named as it was, wherever it stood."""
+    kind, _, rest = manifest.model.source.ref.partition(":")
+    model = {"alias": rest, "path": f"./{rest}"}.get(kind, manifest.model.source.ref)
+    return f"quantkit compile {shlex.quote(model)} --recipe ./recipe.yaml"
+
+
+def recipe(manifest: Manifest) -> str:
+    """The recipe as its file."""
+    return as_yaml({key: value for key, value in manifest.recipe.items() if key != "name"})
+
+
+def as_yaml(data: Any) -> str:
+    """YAML in the order of the keys, without the last newline."""
+    text: str = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=1000)
+    return text.rstrip("\n")
+
+
+def _layout(manifest: Manifest) -> str:
+    for step in manifest.recipe.get("export", []):
+        if "checkpoint" in step:
+            return str((step["checkpoint"] or {}).get("layout", "pack-quantized"))
+    return ""
