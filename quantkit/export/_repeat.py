@@ -11,13 +11,17 @@ first one's nodes in its place, with the names of its own weights and cache.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
+
+from quantkit.errors import InputError
 
 DOMAIN = "quantkit"
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype)
@@ -43,8 +47,6 @@ def _state(module: nn.Module) -> dict[str, Any]:
             continue
         if name in ("_parameters", "_buffers"):
             found[name] = {key: None if x is None else (tuple(x.shape), x.dtype) for key, x in value.items()}
-        elif isinstance(value, Tensor):
-            found[name] = tuple(value.shape)
         else:
             found[name] = _comparable(value)
     return found
@@ -57,7 +59,10 @@ def _comparable(value: Any) -> Any:
         return [_comparable(part) for part in value]
     if isinstance(value, dict):
         return {key: _comparable(part) for key, part in value.items()}
-    return getattr(value, "__qualname__", None) or id(value)
+    if isinstance(value, functools.partial):
+        return [_comparable(part) for part in (value.func, value.args, value.keywords)]
+    # functions too: two of one name may have been made with different settings
+    return id(value)
 
 
 def kinds(blocks: nn.ModuleList) -> list[int]:
@@ -126,13 +131,21 @@ class _First(_Standing):
     def __init__(self, block: nn.Module, index: int) -> None:
         super().__init__(block)
         self.index = index
-        self.call: list[Any] | None = None
+        self.call: _Call | None = None
         self.as_tuple = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block, between marks."""
+        if self.call is not None:
+            raise InputError(
+                "export-untraceable",
+                where=f"{type(self.block).__name__} {self.index}",
+                value="a block that is used more than once",
+                rule="every block of the stack runs once",
+                remedy="export a checkpoint",
+            )
         hidden, args, kwargs = _split(args, kwargs)
-        self.call = _identity(args, kwargs)
+        self.call = _Call.of(args, kwargs)
         output = self.block(_mark("Enter", hidden, self.index), *args, **kwargs)
         self.as_tuple = isinstance(output, tuple)
         after = _mark("Leave", output[0] if self.as_tuple else output, self.index)
@@ -154,7 +167,7 @@ class _Like(_Standing):
         """One node, if the call is like the other's too; else the block itself."""
         first: _First = self.__dict__["first"]
         hidden, others, named = _split(args, kwargs)
-        if _identity(others, named) != first.call:
+        if first.call is None or not first.call.same(_Call.of(others, named)):
             return self.block(*args, **kwargs)
         past = self.cache(self.index)
         attributes: dict[str, Any] = {"index": self.index, "like": first.index}
@@ -175,10 +188,24 @@ class _Like(_Standing):
         return (after,) if first.as_tuple else after
 
 
-def _identity(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments in a form that is equal only for the very same tensors and for equal numbers."""
-    leaves, shape = torch.utils._pytree.tree_flatten((args, kwargs))
-    return [str(shape), *(leaf if isinstance(leaf, _SIMPLE) else id(leaf) for leaf in leaves)]
+@dataclass(frozen=True)
+class _Call:
+    """Arguments, kept: what is freed could come back as another tensor at the same place."""
+
+    shape: str
+    leaves: list[Any]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        leaves, shape = torch.utils._pytree.tree_flatten((args, kwargs))
+        return cls(str(shape), leaves)
+
+    def same(self, other: _Call) -> bool:
+        """Whether the other has the very same tensors and equal numbers."""
+        return self.shape == other.shape and all(
+            one is two or (isinstance(one, _SIMPLE) and type(one) is type(two) and one == two)
+            for one, two in zip(self.leaves, other.leaves, strict=True)
+        )
 
 
 def expand(graph: ir.Graph, parameters: MutableMapping[str, str], path: str) -> None:
@@ -198,10 +225,12 @@ def expand(graph: ir.Graph, parameters: MutableMapping[str, str], path: str) -> 
     for block in copies:
         first = block.attributes["like"].as_int()
         if first not in regions:
-            regions[first] = _region(nodes, enters[first], leaves[first])
+            own = {name for name, parameter in parameters.items() if parameter.startswith(f"{path}.{first}.")}
+            regions[first] = _region(nodes, enters[first], leaves[first], own)
         _copy(graph, block, regions[first], enters[first], leaves[first], parameters, path, pasts)
     for node in (*enters.values(), *leaves.values()):
-        ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])  # type: ignore[arg-type]
+        assert node.inputs[0] is not None
+        _stand_for(node.outputs[0], node.inputs[0])
         graph.remove(node, safe=True)
 
 
@@ -213,12 +242,20 @@ def _index(node: ir.Node) -> int:
     return node.attributes["index"].as_int()
 
 
-def _region(nodes: list[ir.Node], enter: ir.Node, leave: ir.Node) -> list[ir.Node]:
-    """The nodes between the marks that depend on what goes in, in order."""
+def _stand_for(old: ir.Value, new: ir.Value) -> None:
+    """Let `new` be used wherever `old` is; an output of the graph keeps its name and axes."""
+    name, is_output = old.name, old.is_graph_output()
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    if is_output:
+        old.name, new.name, new.shape = None, name, old.shape
+
+
+def _region(nodes: list[ir.Node], enter: ir.Node, leave: ir.Node, own: set[str]) -> list[ir.Node]:
+    """The nodes between the marks that depend on what goes in or on the block's `own` parameters, in order."""
     reached = {enter.outputs[0]}
     found = []
     for node in nodes:
-        if node is not leave and any(value in reached for value in node.inputs):
+        if node is not leave and any(x in reached or (x is not None and x.name in own) for x in node.inputs):
             reached.update(node.outputs)
             found.append(node)
     return found
@@ -277,7 +314,6 @@ def _copy(
         presents = {value.name: value for value in graph.outputs}
         results += [mapping[presents[f"present.{first}.{what}"]] for what in ("key", "value")]
     for old, new in zip(block.outputs, results, strict=True):
-        given = old.name or ""
-        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-        new.name = given if given.startswith("present.") else new.name
+        assert new is not None
+        _stand_for(old, new)
     graph.remove(block, safe=True)

@@ -18,7 +18,7 @@ import copy
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +66,7 @@ class _Memory:
     past: Sequence[tuple[Tensor, Tensor]] = ()
     mask: Tensor | None = None
     present: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    calls: int = 0
 
     def of(self, index: int) -> tuple[Tensor, Tensor] | None:
         """The past key and value of a layer."""
@@ -114,6 +115,7 @@ def _attention(
             remedy="export a checkpoint",
         )
     memory = _memory.get()
+    memory.calls += 1
     batch, heads, length, size = query.shape
     attributes: dict[str, Any] = {
         "heads": heads,
@@ -130,6 +132,15 @@ def _attention(
         return output.reshape(batch, length, heads, size), None
     index: int = module.layer_idx  # type: ignore[assignment]
     past_key, past_value = memory.past[index]
+    expected, found = (past_key.shape[1], past_key.shape[3]), {(x.shape[1], x.shape[3]) for x in (key, value)}
+    if found != {expected}:
+        raise InputError(
+            "attention-unsupported",
+            where=f"{type(module).__name__} of layer {index}",
+            value=f"keys and values of {sorted(found)} heads and columns",
+            rule=f"all have {expected}, as the config says",
+            remedy="export a checkpoint",
+        )
     held = past_key.shape[2] + length
     output, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
         f"{DOMAIN}::Attention",
@@ -274,7 +285,8 @@ class _Encoder(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, *others: Tensor) -> Tensor:
         """The last hidden states."""
-        token = _memory.set(_Memory(mask=attention_mask))
+        memory = _Memory(mask=attention_mask)
+        token = _memory.set(memory)
         try:
             hidden: Tensor = self.model(
                 input_ids=input_ids,
@@ -283,6 +295,14 @@ class _Encoder(nn.Module):
             )[0]
         finally:
             _memory.reset(token)
+        if not memory.calls:
+            raise InputError(
+                "attention-unsupported",
+                where=type(self.model).__name__,
+                value="attention does not go through transformers' AttentionInterface",
+                rule="only then is its mask exported",
+                remedy="export a checkpoint",
+            )
         return hidden
 
 
@@ -322,7 +342,9 @@ def trace(skeleton: nn.Module, kind: str) -> Traced:
                 remedy="export a checkpoint",
             ) from problem
     assert program is not None
-    return _cleaned(program.model, names, kind == "decoder", getattr(wrapped, "layers", 0), path)
+    named = (skeleton.named_parameters(remove_duplicate=False), skeleton.named_buffers(remove_duplicate=False))
+    known = {name for each in named for name, _ in each}
+    return _cleaned(program.model, names, kind == "decoder", getattr(wrapped, "layers", 0), path, known)
 
 
 Parts = tuple[nn.Module, tuple[Any, ...], tuple[Any, ...], tuple[list[str], list[str], dict[str, list[str]]]]
@@ -366,7 +388,8 @@ def _encoder(model: nn.Module) -> Parts:
     axes["last_hidden_state"] = [*_BSP[:2], ""]
     arguments = (ones, ones.clone(), *(torch.zeros_like(ones) for _ in extra))
     shapes: tuple[Any, ...] = tuple({0: dynamic, 1: dynamic} for _ in inputs[:2])
-    shapes = (*shapes, tuple({0: dynamic, 1: dynamic} for _ in extra))
+    if extra:
+        shapes = (*shapes, tuple({0: dynamic, 1: dynamic} for _ in extra))
     return _Encoder(model, extra), arguments, shapes, (inputs, ["last_hidden_state"], axes)
 
 
@@ -376,8 +399,9 @@ def _cleaned(
     decoder: bool,
     layers: int,
     path: str,
+    known: Set[str],
 ) -> Traced:
-    """Readable names, constants folded, and no hollow parameter mistaken for one that is all zeros."""
+    """Readable names, constants folded, and no hollow parameter (`known`) mistaken for one that is all zeros."""
     import onnxscript.optimizer
     from onnx_ir.passes import common
 
@@ -392,9 +416,10 @@ def _cleaned(
     given = len(graph.inputs)
     for value in list(graph.initializers.values()):
         assert value.name is not None
-        if value.name.startswith(_MODEL):
+        name = _repeat.plain_name(value.name.removeprefix(_MODEL), path)
+        if value.name.startswith(_MODEL) and name in known:
             # as an input it has no value, so nothing is folded into it
-            parameters[value.name] = _repeat.plain_name(value.name.removeprefix(_MODEL), path)
+            parameters[value.name] = name
             graph.initializers.pop(value.name)
             value.const_value = None
             graph.inputs.append(value)
