@@ -51,6 +51,7 @@ def compile(  # noqa: A001 (the word of the command line)
     resume: bool = False,
     strict: bool = False,
     trust_remote_code: bool = False,
+    speed: bool = True,
 ) -> Bundle:
     """Compile a model into a bundle on disk.
 
@@ -64,6 +65,7 @@ def compile(  # noqa: A001 (the word of the command line)
         resume: go on with an unfinished build.
         strict: a decision that the recipe did not ask for is an error.
         trust_remote_code: allow a model's own code to run.
+        speed: time the result against the float model, where it has an ONNX graph and the target is this machine.
 
     Raises:
         QuantkitError: with code, where, value, rule and remedy.
@@ -80,6 +82,7 @@ def compile(  # noqa: A001 (the word of the command line)
         resume=resume,
         strict=strict,
         trust_remote_code=trust_remote_code,
+        speed=speed,
     )
     return compile_model(request).bundle
 
@@ -91,14 +94,17 @@ def load(path: str | Path) -> Bundle:
     return Bundle.load(path)
 
 
-def measure(bundle: Bundle | str | Path, baseline: str | None = None) -> list[dict[str, Any]]:
-    """Measure a bundle's accuracy and size again; the rows also go into its `measurements.jsonl`.
+def measure(
+    bundle: Bundle | str | Path, baseline: str | None = None, runtime: str | None = None
+) -> list[dict[str, Any]]:
+    """Measure a bundle's accuracy, size and speed again; the rows also go into its `measurements.jsonl`.
 
     Args:
         bundle: or its path.
         baseline: the model to compare with; None is the one it was made from.
+        runtime: `torch` or `onnxruntime` (speed too); None is onnxruntime where the bundle has a graph.
     """
     from quantkit.pipeline import measure_bundle
 
     opened = load(bundle) if isinstance(bundle, str | Path) else bundle
-    return [row.as_dict() for row in measure_bundle(opened, baseline)]
+    return [row.as_dict() for row in measure_bundle(opened, baseline, runtime=runtime)]

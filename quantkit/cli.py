@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 import quantkit
-from quantkit.errors import GateError, InputError, MissingDependency, QuantkitError, Stopped
+from quantkit.errors import GateError, Inconclusive, InputError, MissingDependency, QuantkitError, Stopped
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -94,6 +94,10 @@ def command(work: Callable[..., Answer]) -> Callable[..., Callable[[], Answer]]:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, on failure too.")]
+Runtime = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="What runs it; default: onnxruntime where the bundle has a graph, else torch."),
+]
 BundlePath = Annotated[Path, typer.Argument(metavar="BUNDLE", help="The folder of a bundle.", show_default=False)]
 
 
@@ -125,9 +129,12 @@ def compile(  # noqa: A001 (the word of the command line)
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")
     ] = False,
+    speed: Annotated[
+        bool, typer.Option("--speed/--no-speed", help="Time the result against the float model, if the target is here.")
+    ] = True,
     as_json: Json = False,
 ) -> Answer:
-    """Quantize a model into a bundle, load it again, score it."""
+    """Quantize a model into a bundle, load it again, score it, time it."""
     from quantkit.pipeline import Request
     from quantkit.plan import machine
     from quantkit.report import progress as display
@@ -143,6 +150,7 @@ def compile(  # noqa: A001 (the word of the command line)
         resume=resume,
         strict=strict,
         trust_remote_code=trust_remote_code,
+        speed=speed,
     )
     with _progress() as progress:
         progress.begin(f"opening {model}", display.first_guess(model, request.recipe, machine.cores()))
@@ -175,29 +183,85 @@ def measure(
             metavar="MODEL|BUNDLE", help="A model or a bundle to compare with; default: what it was made from."
         ),
     ] = None,
-    runtime: Annotated[str, typer.Option(metavar="NAME", help="What runs it; see `quantkit list runtimes`.")] = "torch",
+    runtime: Runtime = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="N,N,…", help="Batches to time; default: the target's, up to 32.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, metavar="S", help="How long to time all shapes; default: 300.")
+    ] = None,
     as_json: Json = False,
 ) -> Answer:
-    """Score and weigh a bundle again."""
+    """Score, weigh and time a bundle again."""
     from quantkit import registry
+    from quantkit.measure.latency import Plan
+    from quantkit.pipeline.measure import batches_of, default_runtime, measure_bundle, with_changes
     from quantkit.report import figures, terminal
 
     opened = quantkit.load(bundle)
-    if not hasattr(registry.load("runtimes", runtime, where="--runtime"), "stream"):
-        rule = "accuracy is measured block by block"
-        raise InputError("runtime-unsupported", where="--runtime", value=runtime, rule=rule, remedy="use torch")
+    chosen = runtime or default_runtime(opened)
+    if not hasattr(registry.load("runtimes", chosen, where="--runtime"), "open"):
+        rule = "it is a runtime that bundles are scored in"
+        raise InputError("runtime-unsupported", where="--runtime", value=chosen, rule=rule, remedy="use torch")
+    plan = with_changes(Plan(batches=batches_of(opened)), _batches(batch), seconds)
     with _progress() as progress:
-        progress.begin(f"scoring {bundle}", 60.0)
-        from quantkit.pipeline import measure_bundle
-
-        rows = measure_bundle(opened, baseline, progress)
+        progress.begin(f"measuring {bundle}", 60.0)
+        rows = measure_bundle(opened, baseline, progress, runtime=chosen, plan=plan)
+    opened = quantkit.load(bundle)
     notes = figures.notes(opened.manifest)
+    verdict = opened.manifest.verdict
     result = {
         "bundle": str(opened.path),
         "content_sha256": opened.manifest.content_sha256,
+        "verdict": verdict.model_dump(mode="json") if verdict else None,
         "measurements": [row.as_dict() for row in rows],
     }
-    return Answer(result, terminal.measured(opened.path, opened.manifest, rows, notes), warnings=notes)
+    error = None
+    if (
+        verdict is not None
+        and verdict.answer == "inconclusive"
+        and any(row.name.startswith("latency.") for row in rows)
+    ):
+        error = Inconclusive(
+            "inconclusive",
+            where=str(bundle),
+            value="; ".join(verdict.because),
+            rule="an interval lies above or below 1",
+            remedy="measure again on a quieter machine, or for longer: --seconds 900",
+        )
+    return Answer(result, terminal.measured(opened.path, opened.manifest, rows, notes), warnings=notes, error=error)
+
+
+def _batches(text: str | None) -> list[int] | None:
+    """`1,2,4` as numbers."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise InputError("usage", where="--batch", value=text, rule="numbers from 1 up, with commas: 1,2,4")
+    return [int(part) for part in parts]
+
+
+@command
+def export(
+    bundle: BundlePath,
+    to: Annotated[str, typer.Option("--to", metavar="EXPORTER", help="What to add; see `quantkit list exporters`.")],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=YAML", help="An option of the exporter: accuracy_level=0."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")] = False,
+    as_json: Json = False,
+) -> Answer:
+    """Add an export to a finished bundle: quantkit export BUNDLE --to onnx."""
+    from quantkit.pipeline.export import export_bundle
+    from quantkit.report import terminal
+
+    with _progress() as progress:
+        progress.begin(f"exporting {bundle}", 40.0)
+        done = export_bundle(quantkit.load(bundle), to, set_ or (), dry_run=dry_run, progress=progress)
+    shown = terminal.verified(done.bundle.path, done.bundle.manifest, done.checks, [done.says])
+    return Answer(done.as_dict(), shown, [x.model_dump(mode="json", by_alias=True) for x in done.decisions])
 
 
 @command
@@ -295,7 +359,7 @@ def doctor(
 def generate(
     bundle: BundlePath,
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="The text to go on from.", show_default=False)],
-    runtime: Annotated[str, typer.Option(metavar="NAME", help="What runs it; see `quantkit list runtimes`.")] = "torch",
+    runtime: Runtime = None,
     new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to add at most.")] = 64,
     sample: Annotated[bool, typer.Option("--sample", help="Draw, instead of the most likely token.")] = False,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the drawing.")] = 0,
@@ -306,9 +370,10 @@ def generate(
     from rich.text import Text
 
     from quantkit import registry
+    from quantkit.pipeline.measure import default_runtime
 
     opened = quantkit.load(bundle)
-    runner = registry.load("runtimes", runtime, where="--runtime")
+    runner = registry.load("runtimes", runtime or default_runtime(opened), where="--runtime")
     with _progress() as progress:
         progress.begin(f"loading {bundle}", 15.0)
         made = runner.generate(opened, prompt, new_tokens=new_tokens, sample=sample, seed=seed, chat=chat)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantkit import registry
 from quantkit.bundle.disk import sha256, stopping_when_full, write_atomic
-from quantkit.bundle.manifest import MANIFEST, MEASUREMENTS, Check, FileEntry, Manifest, content_sha256, role_of
+from quantkit.bundle.manifest import (
+    MANIFEST,
+    MEASUREMENTS,
+    Check,
+    FileEntry,
+    Manifest,
+    content_sha256,
+    inventory,
+    role_of,
+)
 from quantkit.bundle.verify import verify_files
 from quantkit.errors import InputError
 
@@ -102,16 +113,58 @@ class Bundle:
             ValueError: the file is deterministic content.
             Stopped: `disk-full`.
         """
-        role, deterministic = role_of(name)
-        if deterministic:
-            raise ValueError(f"{name} is content, which never changes after the build")
-        path = self.path / name
-        with stopping_when_full(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, data)
-            entry = FileEntry(path=name, bytes=len(data), sha256=sha256(path), role=role, deterministic=False)
-            files = sorted([*(old for old in self.manifest.files if old.path != name), entry], key=lambda old: old.path)
-            manifest = self.manifest.model_copy(update={"files": files})
-            assert content_sha256(files) == manifest.content_sha256
+        return self.put_all({name: data})
+
+    def put_all(self, files: Mapping[str, bytes], **changes: Any) -> Bundle:
+        """As `put`, for several files and what of the manifest goes with them (the verdict), the manifest last."""
+        entries = {entry.path: entry for entry in self.manifest.files}
+        with stopping_when_full(self.path):
+            for name, data in files.items():
+                role, deterministic = role_of(name)
+                if deterministic:
+                    raise ValueError(f"{name} is content, which never changes after the build")
+                path = self.path / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(path, data)
+                entries[name] = FileEntry(
+                    path=name, bytes=len(data), sha256=sha256(path), role=role, deterministic=False
+                )
+            ordered = sorted(entries.values(), key=lambda old: old.path)
+            manifest = self.manifest.model_copy(update={"files": ordered, **changes})
+            assert content_sha256(ordered) == manifest.content_sha256
+            write_atomic(self.path / MANIFEST, manifest.as_bytes())
+        return Bundle(self.path, manifest)
+
+    def add_content(self, place: str, folder: Path, **changes: Any) -> Bundle:
+        """Move a finished folder into the bundle as content (`onnx`), and give the bundle its new identity.
+
+        The rows measured so far go on to the new identity: what they were measured on is unchanged. Killed before the
+        manifest is written, the bundle verifies with the files of `place` unlisted, and the same call mends it.
+
+        Raises:
+            InputError: `export-exists`.
+            Stopped: `disk-full`.
+        """
+        home = self.path / place
+        if any(entry.path.startswith(f"{place}/") for entry in self.manifest.files):
+            raise InputError(
+                "export-exists",
+                where=str(home),
+                value="the bundle has it already",
+                rule="content never changes after the build",
+                remedy="compile again with another recipe",
+            )
+        if home.exists():  # of a call that was killed
+            shutil.rmtree(home)
+        with stopping_when_full(self.path):
+            folder.rename(home)
+            files = inventory(self.path)
+            identity = content_sha256(files)
+            old = self.manifest.content_sha256
+            rows = self.path / MEASUREMENTS
+            if rows.is_file():
+                write_atomic(rows, rows.read_bytes().replace(old.encode(), identity.encode()))
+                files = inventory(self.path)
+            manifest = self.manifest.model_copy(update={"files": files, "content_sha256": identity, **changes})
             write_atomic(self.path / MANIFEST, manifest.as_bytes())
         return Bundle(self.path, manifest)

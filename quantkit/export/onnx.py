@@ -125,7 +125,14 @@ class Onnx:
         model = dialect.apply()
         if kind == "decoder":
             _keep_few(model)
-        model.metadata_props.update({"quantkit.kind": kind, "quantkit.context": str(context)})
+        model.metadata_props.update(
+            {
+                "quantkit.kind": kind,
+                "quantkit.context": str(context),
+                "quantkit.accuracy_level": str(options.accuracy_level if values.schemes else 0),
+                **_work(model),
+            }
+        )
         folder.mkdir(parents=True, exist_ok=True)
         _save(model, folder)
         for path, name in carried(source.path):
@@ -216,6 +223,46 @@ def _weights(values: Values) -> Weights:
         return found.codes.numpy(), found.scale.float().numpy(), zero
 
     return Weights(linears, shapes, tensor, codes)
+
+
+def _work(model: ir.Model) -> dict[str, str]:
+    """What a decode step must read and compute, for whoever draws its roofline; text, as the file wants it.
+
+    `quantkit.step_bytes`: weights that every step reads (of an embedding it reads a row: not counted);
+    `quantkit.flops`: 2 N K of all products but the head; `quantkit.head_flops`; `quantkit.attention_flops`: for each
+    new token and each token that it looks at.
+    """
+    import math
+
+    graph = model.graph
+    read: dict[str, int] = {}
+    flops = {True: 0, False: 0}
+    attention = 0
+    heads = {value.name for value in graph.outputs}
+    for node in graph:
+        if node.op_type == "GroupQueryAttention":
+            past = node.inputs[3]
+            assert past is not None and past.shape is not None
+            attention += 4 * node.attributes["num_heads"].as_int() * int(past.shape[3])  # type: ignore[arg-type]
+        if node.op_type in ("Gather", "GroupQueryAttention"):
+            continue
+        for value in node.inputs:
+            if value is not None and value.const_value is not None:
+                read[value.name or ""] = value.const_value.nbytes
+        weight = node.inputs[1] if len(node.inputs) > 1 else None
+        if node.op_type == "MatMulNBits":
+            size = node.attributes["N"].as_int() * node.attributes["K"].as_int()
+        elif node.op_type in ("MatMul", "FusedMatMul") and weight is not None and weight.const_value is not None:
+            size = math.prod(int(length) for length in weight.const_value.shape)  # type: ignore[arg-type, misc]
+        else:
+            continue
+        flops[any(output.name in heads for output in node.outputs)] += 2 * size
+    return {
+        "quantkit.step_bytes": str(sum(read.values())),
+        "quantkit.flops": str(flops[False]),
+        "quantkit.head_flops": str(flops[True]),
+        "quantkit.attention_flops": str(attention),
+    }
 
 
 def _keep_few(model: ir.Model) -> None:

@@ -85,17 +85,16 @@ def try_to_time(
 
     try:
         baseline = float_onnx(source, options)
-        context = int(_context(folder))
+        context = context_of(folder)
         rows = time_it(folder, subject, layers, baseline, source.sha256, fitting(QUICK, context), progress)
     except (InputError, MissingDependency) as problem:
         return [], [decision("measure", "speed-not-measured", RUNTIME, problem.line())]
     return rows, []
 
 
-def _context(folder: Path) -> int:
-    from quantkit.model.weights import strict_json
-
-    config = strict_json((folder / "config.json").read_bytes(), str(folder / "config.json"))
+def context_of(folder: Path) -> int:
+    """Tokens that a sequence of an exported model can have."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     names = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
     return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 4096)
 

@@ -410,6 +410,14 @@ class OnnxRuntime:
             MissingDependency: onnxruntime.
             InputError: `bundle-without-onnx`, `hash-mismatch`, `onnx-unreadable`.
         """
+        return Loaded(self.checked(bundle), **settings)
+
+    def checked(self, bundle: Bundle) -> Path:
+        """The folder with the graph, once its files are found to be what the manifest says.
+
+        Raises:
+            InputError: `bundle-without-onnx`, `hash-mismatch`.
+        """
         folder = self.folder(bundle)
         listed = [entry for entry in bundle.manifest.files if entry.path.startswith(f"{FOLDER}/")]
         for check in verify_files(bundle.path, bundle.manifest.model_copy(update={"files": listed})):
@@ -421,7 +429,7 @@ class OnnxRuntime:
                     rule="every file is as the manifest says",
                     remedy="fetch or compile the bundle again",
                 )
-        return Loaded(folder, **settings)
+        return folder
 
     def generate(
         self,

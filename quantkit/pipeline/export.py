@@ -1,0 +1,148 @@
+"""Add an export to a finished bundle: made beside it, checked in its runtime, moved in when it is right."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from quantkit import registry
+from quantkit.bundle import Bundle, Check, Decision
+from quantkit.content import parse_yaml
+from quantkit.errors import GateError, InputError, did_you_mean, from_validation
+from quantkit.measure.size import folder_of
+from quantkit.pipeline.progress import Progress
+from quantkit.recipe import WeightScheme
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was added.
+
+    Args:
+        bundle: with it; of a dry run, as it was.
+        to: the exporter.
+        checks: of the new export.
+        decisions: taken on the way.
+        dry_run: whether nothing was written.
+    """
+
+    bundle: Bundle
+    to: str
+    checks: list[Check]
+    decisions: list[Decision]
+    dry_run: bool = False
+
+    @property
+    def says(self) -> str:
+        """One sentence for people."""
+        if self.dry_run:
+            return f"dry run: {self.to} can be added; nothing was written"
+        return (
+            f"{folder_of(self.to)}/ was added; the bundle's content_sha256 is now {self.bundle.manifest.content_sha256}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """`result` of the `--json` envelope."""
+        return {
+            "bundle": str(self.bundle.path),
+            "to": self.to,
+            "content_sha256": self.bundle.manifest.content_sha256,
+            "dry_run": self.dry_run,
+            "checks": [check.model_dump(mode="json") for check in self.checks],
+        }
+
+
+def export_bundle(
+    bundle: Bundle, to: str, changes: Sequence[str] = (), *, dry_run: bool = False, progress: Progress | None = None
+) -> Exported:
+    """Export a bundle's checkpoint to another destination.
+
+    Args:
+        bundle: with a checkpoint.
+        to: an exporter's name.
+        changes: `NAME=YAML` options of the exporter.
+        dry_run: check what can be checked, write nothing.
+        progress: told how far it is.
+
+    Raises:
+        InputError: `unknown-exporter`, `export-unsupported`, `export-exists`, `layout-unsupported`, the exporter's own.
+        GateError: `check-failed`, the result is not what the checkpoint is; nothing is added.
+    """
+    progress = progress or Progress()
+    exporter = registry.load("export", to, where="--to")
+    if not hasattr(exporter, "add"):
+        raise InputError(
+            "export-unsupported",
+            where=f"--to {to}",
+            value="made by a compile only",
+            rule="an export that is made from a checkpoint",
+            remedy=did_you_mean("onnx", [name for name in registry.names("export") if name != to]),
+        )
+    options = _options(exporter, changes, bundle)
+    manifest = bundle.manifest
+    schemes = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in manifest.layers}
+    exporter.accepts(options, schemes, list(schemes), [])
+    place = folder_of(to)
+    if any(entry.path.startswith(f"{place}/") for entry in manifest.files):
+        raise InputError(
+            "export-exists",
+            where=str(bundle.path / place),
+            value="the bundle has it already",
+            rule="content never changes after the build",
+            remedy="compile again with another recipe",
+        )
+    if dry_run:
+        return Exported(bundle, to, [], [], dry_run=True)
+    progress.plan({"export": 20.0, "check": 20.0})
+    with tempfile.TemporaryDirectory(dir=bundle.path.parent, prefix=f".{bundle.path.name}-{to}-") as temporary:
+        beside = Path(temporary)
+        progress.at("export", 0.0, to)
+        decisions = exporter.add(bundle.path, beside / place, options)
+        # the check reads the expected values from the checkpoint
+        for name in ("model", "manifest.json"):
+            (beside / name).symlink_to((bundle.path / name).resolve())
+        progress.at("check", 0.0, f"reloading the {to}")
+        checks = exporter.check(beside)
+        failed = next((check for check in checks if not check.ok), None)
+        if failed is not None:
+            raise GateError(
+                "check-failed",
+                where=failed.where or failed.name,
+                value=f"{failed.name} is {failed.value}",
+                rule=f"at most {failed.limit}",
+                remedy="the export is not what the checkpoint is; nothing was added. Please report it",
+            )
+        recipe = {**manifest.recipe, "export": [*manifest.recipe.get("export", []), {to: options}]}
+        added = bundle.add_content(
+            place,
+            beside / place,
+            recipe=recipe,
+            decisions=[*manifest.decisions, *decisions],
+            checks=[*manifest.checks, *checks],
+        )
+    progress.at("check", 1.0)
+    return Exported(added, to, checks, decisions)
+
+
+def _options(exporter: Any, changes: Sequence[str], bundle: Bundle) -> dict[str, Any]:
+    """The exporter's options: what the bundle's target says, then what was asked for."""
+    build = (bundle.manifest.target or {}).get("build", {}).get(exporter.runtimes[0], {})
+    options = {name: build[name] for name in exporter.Options.model_fields if name in build}
+    for change in changes:
+        name, equals, text = change.partition("=")
+        if not equals:
+            raise InputError(
+                "set-invalid", where="--set", value=change, rule="NAME=YAML", remedy="e.g. accuracy_level=0"
+            )
+        options[name] = parse_yaml(text, where=f"--set {name}")
+    try:
+        exporter.Options(**options)
+    except ValidationError as error:
+        known = {"": list(exporter.Options.model_fields)}
+        raise from_validation(error, where="--set", code="set-invalid", known=known) from None
+    return options
