@@ -9,6 +9,7 @@ expanded from the codes. Compared are a prompt, steps with the cache after it, a
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,10 +62,15 @@ def sound(folder: Path) -> list[Check]:
 
     path = folder / MODEL
     # before the checker, which opens the files
-    model = onnx.load(str(path), load_external_data=False)
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except Exception as problem:  # protobuf's own, and the system's
+        return [_count("onnx.valid", [f"{MODEL} cannot be read: {_first_line(problem)}"])]
     outside = sorted({place for place in locations(model) if not _inside(folder, place)})
     contained = _count("onnx.contained", outside)
-    foreign = sorted({node.domain for node in model.graph.node} - DOMAINS)
+    foreign = sorted({node.domain for graph in _graphs(model.graph) for node in graph.node} - DOMAINS)
+    # functions of the file itself could take the place of the runtime's operators
+    foreign += sorted(f"{function.domain}::{function.name}" for function in model.functions)
     operators = _count("onnx.operators", foreign)
     if outside:
         return [contained, operators]
@@ -72,15 +78,44 @@ def sound(folder: Path) -> list[Check]:
         onnx.checker.check_model(str(path))
         valid = _count("onnx.valid", [])
     except Exception as problem:
-        valid = _count("onnx.valid", [str(problem).strip().splitlines()[0][:200]])
+        valid = _count("onnx.valid", [_first_line(problem)])
     return [valid, operators, contained]
 
 
 def locations(model: Any) -> list[str]:
     """The files that a model's tensors are said to lie in."""
     return [
-        entry.value for tensor in model.graph.initializer for entry in tensor.external_data if entry.key == "location"
+        entry.value
+        for graph in _graphs(model.graph)
+        for tensor in _tensors(graph)
+        for entry in tensor.external_data
+        if entry.key == "location"
     ]
+
+
+def _graphs(graph: Any) -> Iterator[Any]:
+    """A graph and those inside its nodes."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                yield from _graphs(inner)
+
+
+def _tensors(graph: Any) -> Iterator[Any]:
+    yield from graph.initializer
+    sparse = list(graph.sparse_initializer)
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from (*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors)
+            sparse += [*([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else [])]
+            sparse += attribute.sparse_tensors
+    for tensor in sparse:
+        yield from (tensor.values, tensor.indices)
+
+
+def _first_line(problem: Exception) -> str:
+    return (str(problem).strip() or type(problem).__name__).splitlines()[0][:200]
 
 
 def _inside(folder: Path, place: str) -> bool:
@@ -102,9 +137,18 @@ def numbers(folder: Path, values: Values) -> tuple[float | None, str]:
         model = Loaded(folder, threads=torch.get_num_threads(), accuracy_level=0)
     except InputError as problem:
         return None, problem.line()
-    runs = _decoded(model, values, ids) if model.decoder else _encoded(model, values, ids)
+    try:
+        return _worst(_decoded(model, values, ids) if model.decoder else _encoded(model, values, ids))
+    except RuntimeError as problem:  # what onnxruntime raises when an operator refuses its inputs
+        return None, _first_line(problem)
+
+
+def _worst(runs: Mapping[str, float]) -> tuple[float | None, str]:
+    for name, error in runs.items():
+        if not np.isfinite(error):
+            return None, f"{name}: not finite"
     worst = max(runs, key=lambda name: runs[name])
-    return (runs[worst], worst) if np.isfinite(runs[worst]) else (None, f"{worst}: not finite")
+    return runs[worst], worst
 
 
 def _expected(values: Values, ids: torch.Tensor) -> Array:

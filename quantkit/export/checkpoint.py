@@ -221,7 +221,8 @@ def carried(folder: Path) -> Iterator[tuple[Path, str]]:
         for name in sorted(names):
             path = Path(place, name)
             relative = path.relative_to(folder).as_posix()
-            weights = name.endswith(".index.json") or path.suffix.lower() in _LEFT_BEHIND
+            # `model.onnx_data` and the like: an ONNX file's own weights
+            weights = name.endswith(".index.json") or ".onnx" in name.lower() or path.suffix.lower() in _LEFT_BEHIND
             if weights or relative in _REPLACED or name.startswith("."):
                 continue
             try:

@@ -275,10 +275,11 @@ def _keep_few(model: ir.Model) -> None:
 
     graph = model.graph
     logits = next(value for value in graph.outputs if value.name == "logits")
-    head = logits.producer()
+    head, after = logits.producer(), [logits]
     # past soft caps and scalings, back to the product
     while head is not None and head.op_type not in ("MatMul", "FusedMatMul", "MatMulNBits"):
         inner = [x for x in head.inputs if x is not None and not x.is_initializer() and x.producer() is not None]
+        after += inner
         head = inner[0].producer() if len(inner) == 1 else None
     if head is None:
         return
@@ -299,6 +300,9 @@ def _keep_few(model: ir.Model) -> None:
     slices = ir.Node("", "Slice", [head.inputs[0], start, *values], outputs=[kept])
     graph.insert_before(head, [negative, slices])
     head.replace_input_with(0, kept)
+    for value in after:
+        if value.shape is not None:
+            value.shape = ir.Shape([value.shape[0], "kept_length", *list(value.shape)[2:]])
 
 
 def _save(model: ir.Model, folder: Path) -> None:

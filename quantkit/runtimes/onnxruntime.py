@@ -7,7 +7,6 @@ where they belong and nothing is copied. What it needs is numpy, onnxruntime and
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,8 +101,12 @@ class Loaded:
     ) -> None:
         self.folder = folder
         self.threads = threads or machine.cores()
-        self._profile = tempfile.mkdtemp(prefix="quantkit-profile-") if profile else None
-        self.session = _session(folder, self.threads, self._profile, accuracy_level)
+        # removed with this object at the latest
+        self._profile = (
+            tempfile.TemporaryDirectory(prefix="quantkit-profile-", ignore_cleanup_errors=True) if profile else None
+        )
+        place = self._profile.name if self._profile else None
+        self.session = _session(folder, self.threads, place, accuracy_level)
         self.inputs = {value.name: value for value in self.session.get_inputs()}
         self.outputs = [value.name for value in self.session.get_outputs()]
         self.meta = dict(self.session.get_modelmeta().custom_metadata_map)
@@ -147,10 +150,14 @@ class Loaded:
         """Room for `batch` sequences of up to `capacity` tokens.
 
         Raises:
-            InputError: `prompt-too-long` beyond the context, `out-of-memory` beyond what is free.
+            InputError: `not-a-decoder`, `prompt-too-long` beyond the context, `out-of-memory` beyond what is free.
         """
         import onnxruntime
 
+        if not self.decoder:
+            raise InputError(
+                "not-a-decoder", where=str(self.folder), value="an encoder", rule="only decoders have a cache"
+            )
         if capacity > self.context:
             raise InputError(
                 "prompt-too-long",
@@ -260,7 +267,6 @@ class Loaded:
         Raises:
             InputError: `prompt-too-long`, `out-of-memory`.
         """
-        self.fits(batch, tokens, 1)
         state = self.state(batch, tokens)
         ids = np.random.default_rng(0).integers(0, self.vocabulary, (batch, tokens))
         state.mask[:] = 1
@@ -279,11 +285,12 @@ class Loaded:
         """
         if self._profile is None:
             raise InputError("not-profiled", where=str(self.folder), value="loaded without `profile`")
-        path = Path(self.session.end_profiling())
-        events = json.loads(path.read_text(encoding="utf-8"))
-        path.unlink()
-        os.rmdir(self._profile)  # noqa: PTH106
+        events = json.loads(Path(self.session.end_profiling()).read_text(encoding="utf-8"))
+        self._profile.cleanup()
+        self._profile = None
         runs = [event for event in events if event.get("name") == "model_run"]
+        if not runs:
+            raise InputError("not-profiled", where=str(self.folder), value="nothing was run")
         last = runs[-1]
         inside = [
             event
@@ -429,6 +436,15 @@ class OnnxRuntime:
                     rule="every file is as the manifest says",
                     remedy="fetch or compile the bundle again",
                 )
+        names = {entry.path.removeprefix(f"{FOLDER}/") for entry in listed}
+        if strange := sorted({path.name for path in folder.glob(f"{MODEL}*")} - names):
+            raise InputError(
+                "hash-mismatch",
+                where=f"{folder}/{strange[0]}",
+                value="files.unlisted",
+                rule="the manifest lists what is run",
+                remedy="fetch or compile the bundle again",
+            )
         return folder
 
     def generate(
@@ -466,7 +482,7 @@ class OnnxRuntime:
         sampling = Sampling(
             sample,
             float(settings.get("temperature") or 1.0),
-            int(settings.get("top_k") or 50),
+            int(settings.get("top_k", 50) or 0),
             float(settings.get("top_p") or 1.0),
             np.random.default_rng(seed),
         )
