@@ -249,7 +249,7 @@ def break_even(curve: Series) -> str:
     """The first end of its gain, with the ideal one; empty where neither is known."""
     ideal = f"ideal {words.figure(curve.ideal, 2)}" if curve.ideal is not None else ""
     if curve.even is None or curve.even.value is None:
-        return f"No break-even in what was measured, {ideal}." if ideal else ""
+        return f"No break-even in what was measured; {ideal}." if ideal else ""
     ends = words.between(curve.even.ci95, lambda m: words.figure(m / curve.per_x, 2))
     inner = ", ".join(part for part in (ends and _SURE + ends, ideal) if part)
     return f"Break-even at {curve.said(words.figure(curve.even.value / curve.per_x, 2))}{bracketed(inner)}."
@@ -272,7 +272,7 @@ def skipped(curve: Series) -> list[str]:
     found = []
     for cell in curve.skipped:
         why = next((_NOT_MEASURED[flag] for flag in cell.row.flags if flag in _NOT_MEASURED), "not measured")
-        found.append(f"{curve.said(f'{cell.x:,}').capitalize()}: {why}.")
+        found.append(f"{words.sentence(curve.said(f'{cell.x:,}'))}: {why}.")
     return found
 
 

@@ -104,9 +104,8 @@ def _figures(manifest: Manifest, rows: Sequence[Row]) -> Table:
     table.add_column("quantized" if manifest.layers else "bundle", justify="right", no_wrap=True)
     table.add_column("")
     tables = figures.tables(rows, layers=len(manifest.layers), dtype=manifest.model.source.dtype)
-    several = sum(bool(export) for export, _ in tables) > 1
     for export, lines in tables:
-        if several and export:
+        if export:
             table.add_row(Text(export, _DIM), "", "", "")
         for line in lines:
             table.add_row(line.label, line.before, Text(line.after, "bold"), Text(line.remark))

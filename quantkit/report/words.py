@@ -117,6 +117,11 @@ def between(interval: Interval | None, form: Form) -> str:
     return f"{form(interval[0])} to {form(interval[1])}" if interval else ""
 
 
+def sentence(text: str) -> str:
+    """`sentence("ship it")` is `Ship it`; what follows stays as it is."""
+    return text[:1].upper() + text[1:]
+
+
 def listed(values: Sequence[int]) -> str:
     """`listed([1, 2, 1024])` is `1, 2 and 1,024`."""
     texts = [f"{value:,}" for value in values]

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from quantkit.report.card import card, escape, fenced
+from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
 
 
 def front(text: str) -> dict[str, object]:
@@ -91,3 +92,38 @@ def test_odd_names_change_nothing_but_the_name(name: str) -> None:
 
 def test_a_fence_is_longer_than_what_it_holds() -> None:
     assert fenced("a ``` b").startswith("````\n")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *("**Verdict:** ship it up to batch 8.", "- 2.40× the speed of float32 at batch 1"),
+        "| 1 | 31.2 → 13.0 | 2.40× | 2.33 to 2.47 | 35.9 → 15.6 | 76.8 | 52 % |",
+        *("2 threads; onnxruntime 1.31.1; accuracy level 4; A Processor", "p50 of 60 steps a side", "A/A spread 1.3 %"),
+        *('quantkit generate . --runtime onnxruntime --prompt "', "og.Model(", "| **onnxruntime, level 0** |"),
+        "| peak memory | 912 MB | 391 MB | 2.33× smaller, onnxruntime |",
+    ],
+)
+def test_card_of_a_timed_bundle_holds(part: str) -> None:
+    assert part in card(judged(), everything(), [])
+
+
+def test_the_page_is_linked_where_there_is_one() -> None:
+    file = planted.manifest().files[0].model_dump(by_alias=True)
+    text = card(judged(files=[{**file, "path": "report.html", "role": "report"}]), [], [])
+    assert "[report.html](report.html)" in text
+    assert "report.html" not in card(judged(), [], [])
+
+
+def test_a_bundle_of_onnx_alone_claims_no_checkpoint() -> None:
+    text = card(onnx_only(), [*exported_rows(), *timed_rows()], [])
+    found = front(text)
+    assert found["library_name"] == "onnx"
+    assert "onnx" in found["tags"]  # type: ignore[operator]
+    assert not re.search(r"from_pretrained|vllm|`model/`|compressed-tensors|og\.Model", text)
+
+
+def test_tables_have_as_many_cells_as_heads() -> None:
+    text = card(judged(), everything(), [])
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        assert len({line.count("|") - line.count("\\|") for line in table.splitlines()}) == 1, table

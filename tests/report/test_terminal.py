@@ -8,8 +8,10 @@ from pathlib import Path
 import planted
 import pytest
 
-from quantkit.bundle import Check
+from quantkit.bundle import Check, Manifest
+from quantkit.measure.rows import Row
 from quantkit.report import terminal
+from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
 
 
 def printed(renderables: object, monkeypatch: pytest.MonkeyPatch, width: int = 80) -> str:
@@ -87,3 +89,83 @@ def test_a_check_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 of 1 checks failed" in text
     assert "2 wrong" in text
     assert "model/config.json, x" in text
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, manifest: Manifest, rows: list[Row], width: int = 80) -> str:
+    return printed(terminal.summary(Path("/somewhere/b"), manifest, rows, []), monkeypatch, width)
+
+
+def test_the_verdict_stands_first_with_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = shown(monkeypatch, judged(), everything()).splitlines()
+    assert lines[3] == "  verdict: ship it up to batch 8"
+    assert lines[4] == "    · 2.40× the speed of float32 at batch 1 (2.33 to 2.47)"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"answer": "ship_it"}, "ship it"),
+        ({"answer": "intervals", "because": ["wins at batch 2 to 8"]}, "ship it at some batches only"),
+        ({"answer": "do_not_quantize"}, "do not quantize here"),
+        ({"answer": "use_instead", "format": "int8", "batch": 4}, "use int8 instead, up to batch 4"),
+        ({"answer": "inconclusive"}, "too noisy to decide"),
+        ({"answer": "ship_it", "forecast": True}, "forecast: ship it"),
+    ],
+)
+def test_every_verdict_is_a_sentence(given: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"  verdict: {said}\n" in shown(monkeypatch, judged(verdict=given), everything())
+
+
+def test_speed_is_a_line_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(monkeypatch, judged(), everything())
+    assert "  1  31.2 → 13.0     2.40×    2.33 to 2.47  35.9 → 15.6     76.8     52 %\n" in text
+    assert "Break-even at batch\n  10 (95\u00a0% 9.6 to 11, ideal 19)" in text
+    assert "A/A spread 1.3 %" in text
+    assert "peak memory" in text
+    assert "23.1 GB/s" in text
+    assert all(len(line) <= 80 for line in text.splitlines() if not line.startswith("    "))
+
+
+def test_without_latency_it_says_what_measures_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(monkeypatch, judged(verdict=None), [*planted.rows(), *exported_rows()])
+    assert "latency has not been measured" in text
+    assert "\n    quantkit measure /somewhere/b --runtime onnxruntime\n" in text
+    assert "quantkit export" not in text
+    assert "quantkit measure" not in shown(monkeypatch, judged(), everything())
+    assert "quantkit export /somewhere/b --to onnx" in shown(monkeypatch, planted.manifest(), planted.rows())
+
+
+def test_a_failed_gate_is_a_verdict_without_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"answer": "do_not_quantize", "because": ["int4 failed gate.kl_max: 0.3 against a limit of 0.25"]}
+    checks = [{"name": "gate.onnxruntime.kl_max", "value": 0.3, "limit": 0.25, "ok": False}]
+    text = shown(monkeypatch, judged(verdict=given, checks=checks, state="gate_failed"), exported_rows())
+    assert "✗ kl_max in onnxruntime 0.300 > 0.25" in text
+    assert "its speed has not been measured" in text
+
+
+def test_every_export_has_its_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(monkeypatch, judged(), [*planted.rows(), *exported_rows()])
+    parts = [text.index(f"\n  {name}\n") for name in ("torch", "onnxruntime, level 0", "onnxruntime, level 4")]
+    assert parts == sorted(parts)
+    assert "19.53" in text[parts[0] : parts[1]]
+    assert "0.0979" in text[parts[1] : parts[2]]
+    assert "0.109" in text[parts[2] :]
+
+
+def test_a_bundle_of_onnx_alone_offers_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(monkeypatch, onnx_only(), [*exported_rows(), *timed_rows()])
+    assert "from_pretrained" not in text
+    assert 'quantkit generate /somewhere/b --runtime onnxruntime --prompt "' in text
+
+
+def test_measured_says_verdict_and_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = printed(terminal.measured(Path("/b"), judged(), everything(), [planted.NOTE]), monkeypatch)
+    assert text.splitlines()[2] == "  verdict: ship it up to batch 8"
+    assert "Decode with 128 tokens of context, float32 → int4" in text
+    assert planted.NOTE in text
+
+
+def test_a_baseline_needs_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(monkeypatch, planted.manifest(layers=[]), planted.rows())
+    assert "it is a baseline" in text
+    assert "quantkit measure" not in text
