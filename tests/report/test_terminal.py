@@ -123,7 +123,12 @@ def test_speed_is_a_line_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "A/A spread 1.3 %" in text
     assert "peak memory" in text
     assert "23.1 GB/s" in text
-    assert all(len(line) <= 80 for line in text.splitlines() if not line.startswith("    "))
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_speed_fits_the_screen(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for line in shown(monkeypatch, judged(), everything(), width).splitlines():
+        assert len(line) <= width or "/somewhere/b" in line, line
 
 
 def test_without_latency_it_says_what_measures_it(monkeypatch: pytest.MonkeyPatch) -> None:
