@@ -3,7 +3,7 @@
     python benchmarks/decode_peers.py --prepare                 make the peers' environment and files, and end
     python benchmarks/decode_peers.py                           compile int4-cpu and float, then compare
     python benchmarks/decode_peers.py BUNDLE --float BUNDLE     bundles that are there
-    python benchmarks/decode_peers.py BUNDLE --also old=FOLDER --profile --out FILE
+    python benchmarks/decode_peers.py BUNDLE --also old=quantkit:BUNDLE --profile --out FILE
 
 Each side keeps its model loaded in a process of its own (`harness/decode_side.py`) and decodes when it is its turn; the
 others sleep. A round is A B C C B A, so that a drift of the machine hits all sides alike; every turn goes back to the
@@ -55,6 +55,7 @@ SOURCE = "llama-cpp-python==0.3.36"
 BUILD = "-DGGML_NATIVE=ON -DGGML_OPENMP=ON -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF"
 SIDE = Path(__file__).parent / "harness" / "decode_side.py"
 Array = NDArray[Any]
+KINDS = "KIND: quantkit, onnxruntime, genai or llama.cpp, see harness/decode_side.py"
 OURS, FLOAT = "quantkit", "quantkit float"
 PROMPT, WARM = 128, 4
 PAUSE, QUIET = 0.1, 0.1  # seconds between turns; what others may take of a processor during one
@@ -117,7 +118,7 @@ class Side:
         # each runtime waits as it does by default: OMP_WAIT_POLICY=PASSIVE would slow llama.cpp's barriers
         spared = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
         env = {key: value for key, value in os.environ.items() if key not in spared} | {"OMP_NUM_THREADS": str(THREADS)}
-        python = sys.executable if kind == "onnxruntime" else PYTHON
+        python = PYTHON if kind in ("genai", "llama.cpp") else sys.executable
         with errors.open("wb") as stream:
             self.process = subprocess.Popen(
                 [str(part) for part in (python, SIDE, kind, path, THREADS)],
@@ -222,7 +223,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", nargs="?", type=Path, help=f"of {MODEL}, with onnx/; default: compile int4-cpu")
     parser.add_argument("--float", type=Path, dest="high", help="the float bundle; default: compiled where BUNDLE is")
-    parser.add_argument("--also", action="append", default=[], metavar="NAME=FOLDER", help="a further ONNX decoder")
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="NAME=KIND:PATH", help=f"a further side; {KINDS}"
+    )
     parser.add_argument("--llama", type=Path, default=LLAMA, help="a GGUF")
     parser.add_argument("--genai", type=Path, default=GENAI, help="a folder of onnxruntime-genai's builder")
     parser.add_argument("--rounds", type=int, default=12)
@@ -246,10 +249,13 @@ def main() -> int:
             ours, high = Path(name) / "int4", Path(name) / "float"
             compiled(MODEL, "int4-cpu", ours)
             compiled(MODEL, "float", high)
-        chosen = [(OURS, "onnxruntime", ours), ("llama.cpp Q4_0", "llama.cpp", options.llama)]
+        chosen = [(OURS, "quantkit", ours), ("llama.cpp Q4_0", "llama.cpp", options.llama)]
         chosen += [("genai int4", "genai", options.genai)]
-        chosen += [(FLOAT, "onnxruntime", high)] if high else []
-        chosen += [(also.partition("=")[0], "onnxruntime", Path(also.partition("=")[2])) for also in options.also]
+        chosen += [(FLOAT, "quantkit", high)] if high else []
+        for also in options.also:
+            side, _, rest = also.partition("=")
+            kind, _, path = rest.partition(":")
+            chosen.append((side, kind, Path(path)))
         return compare(chosen, made, options, Path(name))
 
 
@@ -263,10 +269,10 @@ def compare(chosen: list[tuple[str, str, Path]], made: dict[str, Any], options: 
     turns = play(sides, options.rounds, options.steps, deadline)
     for side in sides:
         side.end()
-    graphs = [side for side in sides if side.kind != "llama.cpp"]
+    graphs = list({side.path: side for side in reversed(sides) if side.kind != "llama.cpp"}.values())[::-1]
     profiles = {}
     for side in graphs if options.profile else []:
-        # genai's graph too is run by our runner: its generator gives no profile of single steps
+        # the plain runner for all: genai's generator gives no profile of single steps
         runner = Side(side.name, "onnxruntime", side.path, side.errors)
         runner.ask("load", prompt=ids, room=room)
         profiles[side.name] = turn(runner, deadline, "profile", steps=options.steps)
@@ -291,6 +297,10 @@ def compare(chosen: list[tuple[str, str, Path]], made: dict[str, Any], options: 
     ]
     show(f"{MODEL}, decode at batch 1, context {PROMPT} on, {THREADS} threads, {machine.cpu_name()}", printed, columns)
     print("A/A ratio of quantkit's side: {:.3f} ({:.3f} to {:.3f})".format(rows[0]["aa_ratio"], *rows[0]["aa_ci95"]))
+    disturbed = sum(one["others"] >= QUIET for those in turns.values() for one in those)
+    if disturbed:
+        count = sum(map(len, turns.values()))
+        print(f"NOT QUIET: other processes ran during {disturbed} of {count} turns; the figures say little")
     for name, found in profiles.items():
         spent = sum(found["operators"].values())
         print(f"{name}: operators {spent * 1e3:.2f} ms; step {found['step'] * 1e3:.2f} ms under the profiler")
@@ -311,6 +321,7 @@ def compare(chosen: list[tuple[str, str, Path]], made: dict[str, Any], options: 
         "files": made,
         "graphs": {side.name: graph(side.path) for side in graphs},
         "profiles": profiles,
+        "turns_disturbed": disturbed,
         "isa": machine.isa(),
     }
     claim = (

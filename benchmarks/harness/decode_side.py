@@ -1,11 +1,12 @@
 """One side of `decode_peers.py`: a process that keeps a model loaded and decodes at batch 1 when it is told to.
 
     PYTHON decode_side.py KIND PATH THREADS
-    KIND: onnxruntime (a folder with `onnx/model.onnx` or `model.onnx`), llama.cpp (a GGUF), genai (a builder's folder)
+    KIND: quantkit (a bundle, by its own runtime), onnxruntime (a bundle or a folder with `model.onnx`, by I/O binding),
+          genai (such a folder with a `genai_config.json`, by its generator), llama.cpp (a GGUF)
     one JSON object a line, in -> out:
     {"do": "load", "prompt": [ids], "room": tokens that may follow} -> {"versions", "settings"}
     {"do": "run", "steps": n, "warm": k} -> {"seconds": [n], "tokens": [n]}
-    {"do": "profile", "steps": n} -> {"operators": {type: seconds a step}, "counts", "step"}; onnxruntime only
+    {"do": "profile", "steps": n} -> {"operators": {type: seconds a step}, "counts", "step"}; of the ONNX
     and in every answer "cpu": the processor seconds that it took
 
 Every run starts behind the same prompt: the cache is cut back to it. A step is a token id in, the likeliest next id
@@ -35,11 +36,40 @@ def versions(*packages: str) -> Json:
     return {"python": sys.version.split()[0], **{name: importlib.metadata.version(name) for name in packages}}
 
 
+class Quantkit:
+    """A bundle through `quantkit.runtimes.onnxruntime`, as a user of quantkit runs it."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        from quantkit.runtimes.onnxruntime import RUNTIME
+
+        self.model = RUNTIME.open(path, threads)
+        self.versions = versions("quantkit", "onnxruntime", "numpy")
+        self.settings = {"threads": threads, "kv_cache": "float32, in place"}
+
+    def prefill(self, prompt: list[int], room: int) -> None:
+        """Make room for the prompt and `room` tokens more, and run the prompt."""
+        self.prompt = prompt
+        self.state = self.model.state(1, len(prompt) + room)
+        self._run(prompt)
+
+    def _run(self, ids: list[int]) -> int:
+        return int(self.model.run(self.state, np.asarray([ids]), keep=1)[0, -1].argmax())
+
+    def start(self) -> int:
+        """Cut the cache back to the prompt; the first token behind it."""
+        self.state.length = len(self.prompt) - 1
+        return self._run(self.prompt[-1:])
+
+    def step(self, token: int) -> int:
+        """The token behind `token`."""
+        return self._run([token])
+
+
 class OnnxRuntime:
     """A decoder graph by I/O binding, the cache in place: past and present of a layer are one buffer.
 
-    Inputs: input_ids [1, S] int64, attention_mask [1, T] int64, past_key_values.N.{key,value} [1, H, P, D], and
-    position_ids [1, S] int64 where the graph has them; outputs: logits [1, S, V], present.N.{key,value}.
+    Inputs: input_ids [1, S] and attention_mask [1, T] int64, past_key_values.N.{key,value} [1, H, P, D]; logits_to_keep
+    [1] int64 where the graph has it. Outputs: logits [1, S, V], present.N.{key,value}.
     """
 
     def __init__(self, path: Path, threads: int, profile: Path | None = None) -> None:
@@ -64,10 +94,12 @@ class OnnxRuntime:
         self.prompt, self.filled = prompt, 0
         length = len(prompt) + room
         inputs = {one.name: one for one in self.session.get_inputs()}
-        self.positions = "position_ids" in inputs
+        self.kept = np.ones(1, dtype=np.int64)
+        self.prunes = "logits_to_keep" in inputs
+        if self.prunes:
+            self._bind(self.binding.bind_input, "logits_to_keep", self.kept)
         self.vocabulary = self.session.get_outputs()[0].shape[-1]
         self.mask = np.ones((1, length), dtype=np.int64)
-        self.order = np.arange(length, dtype=np.int64)
         self.cache = {}
         for name, one in inputs.items():
             if not name.startswith("past_key_values."):
@@ -92,12 +124,9 @@ class OnnxRuntime:
     def _run(self, ids: list[int]) -> int:
         count, total = len(ids), self.filled + len(ids)
         given = np.asarray([ids], dtype=np.int64)
-        logits = np.empty((1, count, self.vocabulary), dtype=np.float32)
+        logits = np.empty((1, 1 if self.prunes else count, self.vocabulary), dtype=np.float32)
         self._bind(self.binding.bind_input, "input_ids", given)
         self._bind(self.binding.bind_input, "attention_mask", self.mask, (1, total))
-        if self.positions:
-            order = self.order[self.filled : total]
-            self._bind(self.binding.bind_input, "position_ids", order, (1, count))
         self._bind(self.binding.bind_output, "logits", logits)
         self.session.run_with_iobinding(self.binding)
         self.filled = total
@@ -167,6 +196,7 @@ class GenAi:
         import onnxruntime_genai
 
         self.lib = onnxruntime_genai
+        path = path / "onnx" if (path / "onnx").is_dir() else path
         config = onnxruntime_genai.Config(str(path))
         options = {"intra_op_num_threads": threads, "session.force_spinning_stop": "1"}
         words = json.loads((path / "genai_config.json").read_text())["model"]["vocab_size"]
@@ -196,7 +226,7 @@ class GenAi:
         return int(self.generator.get_next_tokens()[0])
 
 
-KINDS: dict[str, Any] = {"onnxruntime": OnnxRuntime, "llama.cpp": LlamaCpp, "genai": GenAi}
+KINDS: dict[str, Any] = {"quantkit": Quantkit, "onnxruntime": OnnxRuntime, "genai": GenAi, "llama.cpp": LlamaCpp}
 
 
 def run(side: Any, steps: int, warm: int) -> Json:
