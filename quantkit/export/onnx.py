@@ -59,6 +59,8 @@ class Onnx:
         schemes: Mapping[str, WeightScheme],
         plain: Collection[str],
         padded: Collection[str],
+        *,
+        tied: Collection[str] = (),
     ) -> None:
         """Refuse, before any work, what the dialect cannot hold; see `export.checkpoint` for the arguments.
 

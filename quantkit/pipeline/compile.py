@@ -140,14 +140,16 @@ def prepare(request: Request) -> Prepared:
     stream = StreamedModel(source)
     for tensor in dict.fromkeys(stream.files.values()):
         source.weights.read(tensor)  # finite, every one of them: now, not hours later
-    layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype)
+    layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head)
     steps = [Step(registry.load("passes", step.name), step.settings) for step in recipe.passes]
     check_order(steps)
     for chosen in steps:
         if chosen.run.scope == "model":
             stream.transforms.append(chosen.run.transform(stream, chosen.settings, recipe.seed))
     for step in recipe.export:
-        registry.load("export", step.name).accepts(step.options, layers.schemes, layers.plain, layers.padded())
+        registry.load("export", step.name).accepts(
+            step.options, layers.schemes, layers.plain, layers.padded(), tied=layers.tied
+        )
     decisions = list(layers.decisions)
     calibration, scoring = tokens.load(recipe, source, calibrate=looks_at_data(steps), decisions=decisions)
     for name in request.left_out:
@@ -213,7 +215,7 @@ def expected_seconds(prepared: Prepared) -> dict[str, float]:
     import torch
 
     rate = 35e9 * torch.get_num_threads()
-    weights = sum(rows * columns for rows, columns in prepared.layers.shapes.values())
+    weights = sum(rows * columns for rows, columns in prepared.layers.inside.values())
     scored = prepared.scoring.ids.numel()
     seen = prepared.calibration.ids.numel() if prepared.calibration else 0
     stages = {}
@@ -319,8 +321,9 @@ class _Compilation:
         with stopping_when_full(self.build.folder):
             if prepared.steps:
                 self._quantize()
-            records = [record for key, record in self.build.done().items() if key.startswith("block-")]
-            decisions = [*prepared.decisions, *(Decision.model_validate(x) for r in records for x in r["decisions"])]
+            records = [record for key, record in self.build.done().items() if key.startswith(("block-", "head"))]
+            taken = [Decision.model_validate(x) for record in records for x in record.get("decisions", [])]
+            decisions = [*prepared.decisions, *taken]
             layers = [LayerEntry.model_validate(x) for record in records for x in record["layers"]]
             self.quantize_cpu = sum(record["cpu_seconds"] for record in records)
             if request.strict:
@@ -396,12 +399,21 @@ class _Compilation:
         self._finish_rest()
 
     def _finish_rest(self) -> None:
-        """Commit what passes of scope `model` changed outside the blocks: embeddings, last norm, head."""
+        """Commit what lies outside the blocks: the head's codes, and what passes of scope `model` changed."""
         import torch
 
         from quantkit.model import finished
 
         stream, build = self.prepared.stream, self.build
+        if self.prepared.layers.head is not None and "head" not in build.done():
+            from quantkit.pipeline.head import quantize_head
+
+            begun = time.process_time()
+            tensor, entry = quantize_head(stream, self.prepared.layers)
+            result = build.temporary("head.safetensors")
+            finished.save(result, {entry.name: tensor}, {})
+            record = {"layers": [entry.model_dump(mode="json")], "cpu_seconds": time.process_time() - begun}
+            build.commit("head", record, {result: build.work / "head.safetensors"})
         if not stream.transforms or "rest" in build.done():
             return
         dtype = getattr(torch, self.prepared.source.dtype)
@@ -445,16 +457,7 @@ class _Compilation:
         layers = []
         for name, tensor in worked.block.tensors.items():
             full = worked.block.full_name(name)
-            form = registry.load("formats", tensor.scheme.format)
-            rows, columns = self.prepared.layers.shapes[full]
-            padded = (rows, tensor.shape[1])
-            entry = LayerEntry(
-                name=full,
-                shape=[rows, columns],
-                scheme=tensor.scheme.model_dump(mode="json"),
-                bits_per_weight=form.bits_per_weight(padded, tensor.scheme) * padded[1] / columns,
-                error=worked.errors.get(full),
-            )
+            entry = self.prepared.layers.entry(full, tensor, worked.errors.get(full))
             layers.append(entry.model_dump(mode="json"))
         return {
             "layers": layers,
@@ -465,7 +468,8 @@ class _Compilation:
     def _results(self) -> Finished:
         from quantkit.model.finished import Finished
 
-        files = sorted([*self.build.work.glob("block-*.safetensors"), *self.build.work.glob("rest.safetensors")])
+        names = ("block-*.safetensors", "head.safetensors", "rest.safetensors")
+        files = sorted(path for name in names for path in self.build.work.glob(name))
         return Finished(files, self.prepared.layers.schemes)
 
     def _export(self) -> list[Decision]:
@@ -518,7 +522,7 @@ class _Compilation:
         import psutil
 
         count = len(self.prepared.stream.block_names)
-        block = 4 * sum(rows * columns for rows, columns in self.prepared.layers.shapes.values()) // count
+        block = 4 * sum(rows * columns for rows, columns in self.prepared.layers.inside.values()) // count
         # embeddings and head come along, and logits of a few tokens
         rest = 4 * 2 * _head_size(self.prepared)
         free: int = peak_bytes() - psutil.Process().memory_info().rss - rest
