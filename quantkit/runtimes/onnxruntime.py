@@ -212,6 +212,11 @@ class Loaded:
             raise InputError(
                 "prompt-too-long", where="cache", value=f"{after} tokens", rule=f"there is room for {state.capacity}"
             )
+        if before and ids.shape[1] > 1 and state.batch > 1:
+            # attention takes several tokens at once only at the beginning, or of one sequence alone
+            columns = range(ids.shape[1])
+            parts = [self.run(state, ids[:, [at]], None if mask is None else mask[:, [at]]) for at in columns]
+            return np.concatenate(parts[-keep:], axis=1)
         state.mask[:, before:after] = 1 if mask is None else mask
         binding = self.bind(state, ids, after, keep)
         self.session.run_with_iobinding(binding)
