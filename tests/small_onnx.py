@@ -1,0 +1,216 @@
+"""Tiny models of `zoo` as ONNX, for the exporter's and the runtime's tests.
+
+Tracing a model costs seconds and depends on no weight: every architecture is traced once a session and copied.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+
+from quantkit import registry
+from quantkit.bundle import Bundle, Check, Decision, Manifest, ModelEntry, SourceEntry, content_sha256, inventory
+from quantkit.formats import QuantTensor
+from quantkit.model import finished
+from quantkit.model.finished import Finished
+from quantkit.model.open import Source, open_model
+from quantkit.model.stream import StreamedModel
+from quantkit.model.structure import is_linear, is_transposed
+from quantkit.recipe import WeightScheme
+
+Schemes = WeightScheme | Callable[[str], WeightScheme | None] | None
+# architecture and changes -> what was traced; copied before every use
+_TRACED: dict[tuple[Any, ...], Any] = {}
+EXPORT = registry.load("export", "onnx")
+
+
+def scheme(form: str = "int4", **fields: Any) -> WeightScheme:
+    """int4 in groups of 32 with a zero point, unless said otherwise."""
+    return WeightScheme(format=form, **(fields or {"granularity": "group", "group": 32, "symmetric": False}))
+
+
+@dataclass
+class Small:
+    """A model that was exported: the folder has `onnx/`."""
+
+    folder: Path
+    model: nn.Module
+    source: Source
+    stream: StreamedModel
+    results: Finished
+    options: Mapping[str, Any]
+    decisions: list[Decision]
+
+    @property
+    def onnx(self) -> Path:
+        return self.folder / "onnx"
+
+    def check(self) -> dict[str, Check]:
+        found = EXPORT.check(self.folder, self.source, self.stream, self.results, self.options)
+        return {check.name: check for check in found}
+
+    def load(self, **settings: Any) -> Any:
+        from quantkit.runtimes.onnxruntime import Loaded
+
+        return Loaded(self.onnx, **{"threads": 1, "accuracy_level": 0, **settings})
+
+    def proto(self) -> Any:
+        """The graph without its weights."""
+        import onnx
+
+        return onnx.load(str(self.onnx / "model.onnx"), load_external_data=False)
+
+    def tensors(self) -> dict[str, Any]:
+        """Initializer -> values."""
+        import onnx
+
+        model = onnx.load(str(self.onnx / "model.onnx"))
+        return {each.name: onnx.numpy_helper.to_array(each) for each in model.graph.initializer}
+
+
+def copied(traced: Any) -> Any:
+    """A `Traced` of its own: the dialect rewrites it in place."""
+    import onnx_ir as ir
+
+    graph = traced.model.graph
+    count = len(graph.inputs)
+    given = {*graph.inputs, *graph.initializers.values(), None}
+    used = dict.fromkeys(value for node in graph for value in node.inputs)
+    graph.inputs.extend(value for value in used if value not in given and value.producer() is None)
+    clone = graph.clone()
+    del graph.inputs[count:]
+    del clone.inputs[count:]
+    model = ir.Model(clone, ir_version=traced.model.ir_version)
+    return replace(traced, model=model, parameters=dict(traced.parameters))
+
+
+@contextmanager
+def traced_once(name: str, changes: Mapping[str, Any]) -> Iterator[None]:
+    """The exporter gets a copy of what was traced before."""
+    from quantkit.export._trace import trace
+
+    key = (name, *sorted(changes.items()))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def once(skeleton: nn.Module, kind: str) -> Any:
+            if key not in _TRACED:
+                _TRACED[key] = trace(skeleton, kind)
+            return copied(_TRACED[key])
+
+        patch.setattr("quantkit.export._trace.trace", once)
+        yield
+
+
+def quantized(weight: Tensor, how: WeightScheme) -> QuantTensor:
+    """[N, K] rounded to nearest; filled up with zeros to whole groups, as `on_indivisible: pad` does."""
+    missing = -weight.shape[1] % (how.group or 1)
+    found: QuantTensor = registry.load("formats", how.format).quantize(
+        nn.functional.pad(weight.float(), (0, missing)), how
+    )
+    return found
+
+
+def export(
+    folder: Path,
+    name: str,
+    schemes: Schemes = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    tokenizer: Any = None,
+    changes: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Small:
+    """Save a model of the zoo, round its blocks' linears (and the head, if `schemes` says so), and export it.
+
+    Returns:
+        with `model` holding the values that the codes stand for.
+    """
+    model = zoo.tiny(name, **(changes or {})).to(dtype)
+    model.save_pretrained(folder / "source")  # type: ignore[operator]
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder / "source")
+    source = open_model(str(folder / "source"))
+    stream = StreamedModel(source)
+    blocks = tuple(f"{block}." for block in stream.block_names)
+    # the reference computes in float32; `model.float()` would keep the rounding of buffers that no file holds
+    model, stored = zoo.tiny(name, **(changes or {})), model.state_dict()
+    model.load_state_dict(stored)
+    tensors, chosen = {}, {}
+    for linear, module in stream.skeleton.named_modules():
+        if not is_linear(module) or not (linear.startswith(blocks) or callable(schemes)):
+            continue
+        if (how := schemes(linear) if callable(schemes) else schemes) is None:
+            continue
+        weight = source.weights.read(stream.files[f"{linear}.weight"])
+        turned = is_transposed(module)
+        tensors[linear], chosen[linear] = quantized(weight.T if turned else weight, how), how
+        values = registry.load("formats", how.format).dequantize(tensors[linear])
+        target: Any = model.get_submodule(linear).weight
+        with torch.no_grad():
+            target.copy_(values[:, : target.shape[0]].T if turned else values[:, : target.shape[1]])
+    finished.save(folder / "block.safetensors", tensors, {})
+    results = Finished([folder / "block.safetensors"], chosen)
+    out = folder / "bundle"
+    out.mkdir()
+    with traced_once(name, changes or {}):
+        decisions = EXPORT.write(out, source, stream, results, options)
+    return Small(out, model, source, stream, results, options, decisions)
+
+
+@torch.no_grad()
+def expected(model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> Any:
+    """transformers' own forward: logits, or an encoder's last hidden states."""
+    return model(ids, attention_mask=mask)[0].numpy()
+
+
+def relative(found: Any, wanted: Any) -> float:
+    """max |found - wanted| / max |wanted|."""
+    assert found.shape == wanted.shape
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+
+
+def bundle(folder: Path, kind: Any = "decoder", layers: Any = ()) -> Bundle:
+    """The folder with a manifest that lists what is in it."""
+    files = inventory(folder)
+    manifest = Manifest(
+        quantkit="0",
+        content_sha256=content_sha256(files),
+        state="complete",
+        model=ModelEntry(name="m", kind=kind, source=SourceEntry(ref="path:m", sha256="0", dtype="float32")),
+        recipe={},
+        target={},
+        calibration=None,
+        layers=list(layers),
+        decisions=[],
+        checks=[],
+        verdict=None,
+        seed=0,
+        threads=1,
+        isa="none",
+        device={},
+        versions={},
+        created="2025-01-01T00:00:00Z",
+        files=files,
+    )
+    (folder / "manifest.json").write_bytes(manifest.as_bytes())
+    return Bundle.load(folder)
+
+
+def kept(small: Small, folder: Path) -> Small:
+    """A copy of what was written, to be spoilt."""
+    import shutil
+
+    shutil.copytree(small.folder, folder)
+    found = copy.copy(small)
+    found.folder = folder
+    return found
