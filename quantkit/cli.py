@@ -35,7 +35,7 @@ SCHEMA = "quantkit/1"
 # what the `compile` extra brings; a command that misses one says so instead of failing to import
 _OPTIONAL = {
     *("torch", "transformers", "tokenizers", "scipy", "datasets", "compressed_tensors", "accelerate", "gguf"),
-    *("psutil", "pyarrow", "pandas"),
+    *("psutil", "pyarrow", "pandas", "onnx", "onnx_ir", "onnxscript", "onnxruntime"),
 }
 # read when torch is loaded: idle OpenMP threads that spin make a busy machine ten times slower, and sleeping costs an
 # idle one next to nothing

@@ -180,7 +180,7 @@ def _demand() -> None:
         try:
             __import__(package)
         except ImportError:
-            raise MissingDependency(package, extra="onnx", purpose="an ONNX export") from None
+            raise MissingDependency(package, extra="compile", purpose="an ONNX export") from None
 
 
 def _context(config: Mapping[str, Any]) -> int:
