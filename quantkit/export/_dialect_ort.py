@@ -227,6 +227,8 @@ class Dialect:
         shapes = [x.shape for x in node.inputs if x is not None]
         if any(shape is None or len(shape) != 3 for shape in shapes) or value.is_graph_output():
             return None
+        if shapes[0] != shapes[1]:  # positions [1, S, K] under embeddings [B, S, K]
+            return None
         return node
 
     # --- attention ----------------------------------------------------------------------------------------------------
@@ -396,7 +398,9 @@ class Dialect:
         for node in self._placeholders("Linear"):
             assert node.inputs[0] is not None
             shared.setdefault(node.inputs[0], []).append(node)
-        for source, nodes in shared.items():
+        for nodes in shared.values():
+            # not the one they were found by, if a product was replaced since then: one linear may follow another
+            source = nodes[0].inputs[0]
             names = [node.attributes["name"].as_string() for node in nodes]
             if len(nodes) > 1 and self.merge and self._mergeable(names):
                 prefix = names[0].rpartition(".")[0]
