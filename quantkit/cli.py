@@ -190,12 +190,15 @@ def measure(
     seconds: Annotated[
         float | None, typer.Option(min=1, metavar="S", help="How long to time all shapes; default: 300.")
     ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Time the few shapes that a compile does.")] = False,
+    speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Time it against the float model.")] = True,
     as_json: Json = False,
 ) -> Answer:
     """Score, weigh and time a bundle again."""
     from quantkit import registry
     from quantkit.measure.latency import Plan
     from quantkit.pipeline.measure import batches_of, default_runtime, measure_bundle, with_changes
+    from quantkit.pipeline.worth import QUICK
     from quantkit.report import figures, terminal
 
     opened = quantkit.load(bundle)
@@ -203,10 +206,10 @@ def measure(
     if not hasattr(registry.load("runtimes", chosen, where="--runtime"), "open"):
         rule = "it is a runtime that bundles are scored in"
         raise InputError("runtime-unsupported", where="--runtime", value=chosen, rule=rule, remedy="use torch")
-    plan = with_changes(Plan(batches=batches_of(opened)), _batches(batch), seconds)
+    plan = with_changes(QUICK if quick else Plan(batches=batches_of(opened)), _batches(batch), seconds)
     with _progress() as progress:
         progress.begin(f"measuring {bundle}", 60.0)
-        rows = measure_bundle(opened, baseline, progress, runtime=chosen, plan=plan)
+        rows = measure_bundle(opened, baseline, progress, runtime=chosen, plan=plan, speed=speed)
     opened = quantkit.load(bundle)
     notes = figures.notes(opened.manifest)
     verdict = opened.manifest.verdict
@@ -517,7 +520,7 @@ def _progress() -> Iterator[Any]:
 def _plan(prepared: Prepared) -> dict[str, Any]:
     """What a compile would do: the result of `--dry-run`."""
     from quantkit import registry
-    from quantkit.pipeline import expected_seconds
+    from quantkit.pipeline.estimate import estimate
     from quantkit.report import figures
 
     source, layers, recipe = prepared.source, prepared.layers, prepared.request.recipe
@@ -530,7 +533,7 @@ def _plan(prepared: Prepared) -> dict[str, Any]:
         found[0] += 1
         found[1] += rows * columns
         found[2] += rows * columns * bits
-    asked = recipe.as_dict()
+    asked, expected = recipe.as_dict(), estimate(prepared)
     return {
         "model": {
             "name": source.name,
@@ -551,7 +554,9 @@ def _plan(prepared: Prepared) -> dict[str, Any]:
         "export": asked["export"],
         "calibration": _tokens(prepared.calibration) if prepared.calibration else None,
         "scoring": _tokens(prepared.scoring),
-        "seconds": expected_seconds(prepared),
+        "seconds": expected.seconds,
+        "memory_bytes": round(expected.memory),
+        "disk_bytes": {"bundle": round(expected.bundle), "work": round(expected.work), "cache": round(expected.cache)},
         "out": str(prepared.out),
         "decisions": [decision.model_dump(mode="json", by_alias=True) for decision in prepared.decisions],
         "notes": list(source.notes),

@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantkit.pipeline.compile import Compiled, Prepared, compile_model, expected_seconds, fingerprint, prepare
+    from quantkit.pipeline.compile import Compiled, Prepared, compile_model, fingerprint, prepare
+    from quantkit.pipeline.estimate import Estimate
     from quantkit.pipeline.measure import measure_bundle
     from quantkit.pipeline.module import Pipeline
     from quantkit.pipeline.progress import Progress
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_MODEL",
     "Compiled",
+    "Estimate",
     "Pipeline",
     "Prepared",
     "Progress",
     "Request",
     "compile_model",
-    "expected_seconds",
     "fingerprint",
     "measure_bundle",
     "prepare",
@@ -34,6 +35,7 @@ _HOMES = {
     "Request": "request",
     "Progress": "progress",
     "Pipeline": "module",
+    "Estimate": "estimate",
     "measure_bundle": "measure",
 }
 

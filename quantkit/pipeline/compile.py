@@ -42,11 +42,12 @@ from quantkit.measure.rows import Row, write_rows
 from quantkit.measure.size import folder_of, size_rows
 from quantkit.passes import decision
 from quantkit.pipeline import tokens
+from quantkit.pipeline.estimate import demand_disk, estimate, head_size, times
 from quantkit.pipeline.gates import judge
-from quantkit.pipeline.layers import AS_ASKED, Layers, lay_out
+from quantkit.pipeline.layers import ASKED, Layers, lay_out
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, default_out
-from quantkit.pipeline.worth import BUILD_UP, QUICK, REPORT, decide, page, runs_here, try_to_time
+from quantkit.pipeline.worth import BUILD_UP, REPORT, decide, page, try_to_time
 from quantkit.plan import machine
 
 if TYPE_CHECKING:
@@ -173,9 +174,13 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
     progress = progress or Progress()
     started = time.perf_counter()
     prepared = prepare(request)
-    progress.plan(expected_seconds(prepared))
+    expected = estimate(prepared)
+    progress.note(expected.line())
+    progress.plan(expected.seconds)
     if request.strict:
         _refuse(prepared.decisions)
+    if not request.resume:
+        demand_disk(expected, prepared.out)
     build = Build.open(prepared.out, fingerprint(prepared), resume=request.resume)
     if build.finished is not None:
         return _finished(build.finished, prepared)
@@ -210,44 +215,9 @@ def fingerprint(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def expected_seconds(prepared: Prepared) -> dict[str, float]:
-    """A first guess of what each stage takes, from its matrix products; the progress corrects it as it goes."""
-    import torch
-
-    rate = 35e9 * torch.get_num_threads()
-    weights = sum(rows * columns for rows, columns in prepared.layers.inside.values())
-    scored = prepared.scoring.ids.numel()
-    seen = prepared.calibration.ids.numel() if prepared.calibration else 0
-    stages = {}
-    if prepared.steps:
-        passes = sum(1 + 2 * bool(step.run.needs) for step in prepared.steps)
-        stages["quantize"] = 1.0 + passes * 2 * weights * seen / rate + weights / 2e7
-    exports = [step.name for step in prepared.request.recipe.export]
-    graph = 12.0 + weights / 2e7 if "onnx" in exports else 0.0
-    stages["export"] = 1.0 + weights / 1e8 + graph
-    stages["check"] = 2.0 + weights / 2e7 * len(exports)
-    stages["score"] = 4.0 + (2 + 2 * len(exports)) * (weights + _head_size(prepared)) * scored / rate
-    if times(prepared):
-        stages["speed"] = 30.0 + QUICK.seconds + graph
-    return stages
-
-
-def times(prepared: Prepared) -> bool:
-    """Whether the result will be timed: it has an ONNX graph of a decoder, and the target is this machine."""
-    request = prepared.request
-    exported = any(step.name == "onnx" for step in request.recipe.export)
-    quantized = bool(prepared.layers.schemes) and prepared.source.kind == "decoder"
-    return request.speed and exported and quantized and runs_here(request.target)
-
-
-def _head_size(prepared: Prepared) -> int:
-    config = prepared.source.config
-    return int(config.get("vocab_size", 0)) * int(config.get("hidden_size", config.get("n_embd", 0)))
-
-
 def _refuse(decisions: list[Decision]) -> None:
     """`--strict`: a decision that the recipe did not ask for is an error."""
-    unasked = [found for found in decisions if found.code not in (AS_ASKED, NOTE)]
+    unasked = [found for found in decisions if found.code not in {*ASKED, NOTE}]
     if unasked:
         first = unasked[0]
         raise GateError(
@@ -524,7 +494,7 @@ class _Compilation:
         count = len(self.prepared.stream.block_names)
         block = 4 * sum(rows * columns for rows, columns in self.prepared.layers.inside.values()) // count
         # embeddings and head come along, and logits of a few tokens
-        rest = 4 * 2 * _head_size(self.prepared)
+        rest = 4 * 2 * head_size(self.prepared)
         free: int = peak_bytes() - psutil.Process().memory_info().rss - rest
         # once as expected, once as loaded
         return min(count, max(1, free // max(2 * block, 1)))

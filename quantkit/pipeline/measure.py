@@ -48,6 +48,7 @@ def measure_bundle(
     *,
     runtime: str | None = None,
     plan: Plan | None = None,
+    speed: bool = True,
 ) -> list[Row]:
     """Measure what one runtime runs of a bundle. Its rows replace those of their kind; verdict and page follow.
 
@@ -57,6 +58,7 @@ def measure_bundle(
         progress: told how far it is.
         runtime: `torch` (accuracy and size) or `onnxruntime` (speed too); None is `default_runtime`.
         plan: shapes and seconds of the timing; its batches default to the target's, up to 32.
+        speed: whether to time it, in onnxruntime.
 
     Raises:
         InputError: `baseline-needed`, where the source was a folder; `bundle-without-onnx` or `-checkpoint`.
@@ -66,7 +68,7 @@ def measure_bundle(
     runtime = runtime or default_runtime(bundle)
     runner = registry.load("runtimes", runtime)
     runner.folder(bundle)
-    timed = runtime == worth.RUNTIME and bundle.manifest.model.kind == "decoder"
+    timed = speed and runtime == worth.RUNTIME and bundle.manifest.model.kind == "decoder"
     chosen = plan or Plan(batches=batches_of(bundle))
     scored = importlib.util.find_spec("torch") is not None and (timed is False or _findable(bundle, baseline))
     stages = {"score": 60.0} if scored else {}

@@ -220,6 +220,11 @@ def planned(plan: Mapping[str, Any]) -> list[RenderableType]:
     total = sum(plan["seconds"].values())
     stages = ", ".join(f"{name} {words.duration(value)}" for name, value in plan["seconds"].items())
     table.add_row("takes", f"{words.about(total)} ({stages})")
+    disk = plan["disk_bytes"]
+    kept = f", {words.size(disk['cache'])} for the float baseline" if disk["cache"] else ""
+    building = words.size(disk["bundle"] + disk["work"])
+    table.add_row("needs", f"about {words.size(plan['memory_bytes'])} of memory, {building} of disk while it is built")
+    table.add_row("leaves", f"about {words.size(disk['bundle'])}{kept}")
     shown: list[RenderableType] = [head, Text(), Padding(table, (0, 0, 0, 2))]
     shown += [Padding(_marked("!", "bold yellow", note), (0, 0, 0, 2)) for note in plan["notes"]]
     return [*shown, Text(), _copied(f"  would write {plan['out']}"), Text("  nothing was written", _DIM)]

@@ -31,6 +31,7 @@ FOLDER, MODEL = "onnx", "model.onnx"
 # what the library's message begins with when a file is older, newer or broken
 _REASONS = {
     "is not a registered function/op": "an operator that this onnxruntime does not have",
+    "No Op registered for": "an operator that this onnxruntime does not have",
     "No opset import for domain": "an operator that this onnxruntime does not have",
     "Fatal error": "an operator that this onnxruntime does not have",
     "Unsupported model IR version": "a newer file format than this onnxruntime reads",
@@ -48,6 +49,8 @@ class State:
         caches: input name -> buffer [B, H, capacity, D].
         mask: [B, capacity], 1 where a token is.
         length: columns that are filled, padding included.
+        binding: with the caches bound to it; doing that anew for every token takes a tenth of a small model's step.
+        logits: where the last run's are.
     """
 
     batch: int
@@ -55,6 +58,8 @@ class State:
     caches: Mapping[str, onnxruntime.OrtValue]
     mask: Array
     length: int = 0
+    binding: onnxruntime.IOBinding | None = None
+    logits: onnxruntime.OrtValue | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,9 @@ class Loaded:
         )
         place = self._profile.name if self._profile else None
         self.session = _session(folder, self.threads, place, accuracy_level)
-        self.inputs = {value.name: value for value in self.session.get_inputs()}
+        # inputs with a value of their own, such as `logits_to_keep`, are listed apart
+        given = (*self.session.get_inputs(), *self.session.get_overridable_initializers())
+        self.inputs = {value.name: value for value in given}
         self.outputs = [value.name for value in self.session.get_outputs()]
         self.meta = dict(self.session.get_modelmeta().custom_metadata_map)
 
@@ -218,22 +225,32 @@ class Loaded:
             parts = [self.run(state, ids[:, [at]], None if mask is None else mask[:, [at]]) for at in columns]
             return np.concatenate(parts[-keep:], axis=1)
         state.mask[:, before:after] = 1 if mask is None else mask
-        binding = self.bind(state, ids, after, keep)
-        self.session.run_with_iobinding(binding)
+        self.session.run_with_iobinding(self.bind(state, ids, after, keep))
         state.length = after
-        return np.asarray(binding.copy_outputs_to_cpu()[0])
+        assert state.logits is not None
+        # a copy: the next step writes to the same place
+        return np.array(state.logits.numpy())
 
     def bind(self, state: State, ids: Array, after: int, keep: int = 0) -> onnxruntime.IOBinding:
         """Everything bound for one run: with the binding, the same step can be repeated."""
-        binding = self.session.io_binding()
+        import onnxruntime
+
+        if state.binding is None:
+            state.binding = self.session.io_binding()
+            for name, cache in state.caches.items():
+                state.binding.bind_ortvalue_input(name, cache)
+                state.binding.bind_ortvalue_output(name.replace("past_key_values", "present"), cache)
+        binding = state.binding
         binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, dtype=np.int64))
         binding.bind_cpu_input("attention_mask", np.ascontiguousarray(state.mask[:, :after]))
+        kept = ids.shape[1]
         if "logits_to_keep" in self.inputs:
             binding.bind_cpu_input("logits_to_keep", np.array([keep], np.int64))
-        binding.bind_output("logits", "cpu")
-        for name, cache in state.caches.items():
-            binding.bind_ortvalue_input(name, cache)
-            binding.bind_ortvalue_output(name.replace("past_key_values", "present"), cache)
+            kept = min(keep or kept, kept)
+        shape = [state.batch, kept, self.vocabulary]
+        if state.logits is None or state.logits.shape() != shape:
+            state.logits = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, np.float32, "cpu")
+            binding.bind_ortvalue_output("logits", state.logits)
         return binding
 
     def encode(self, ids: Array, mask: Array | None = None) -> Array:
@@ -335,7 +352,7 @@ def _session(folder: Path, threads: int, profile: str | None, level: int | None)
         return onnxruntime.InferenceSession(what, options, providers=["CPUExecutionProvider"])
     except Exception as problem:
         text = str(problem).strip()
-        reason = next((said for sign, said in _REASONS.items() if sign in text), "it does not load")
+        reason = next((said for sign, said in _REASONS.items() if sign.lower() in text.lower()), "it does not load")
         raise InputError(
             "onnx-unreadable",
             where=str(path),

@@ -140,7 +140,8 @@ def test_overrides_and_keep_name_layers(llama: Path, tmp_path: Path) -> None:
     chosen = recipe("rtn", keep=["*.k_proj"], overrides=[{"match": "*.down_proj", "weights": None}])
     bundle = run(llama, chosen, tmp_path / "out", strict=True)
     names = {layer.name.rpartition(".")[2] for layer in bundle.manifest.layers}
-    assert names == {"q_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
+    # `keep` names everything that is kept: without lm_head in it, the head is quantized too
+    assert names == {"q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "lm_head"}
     with pytest.raises(InputError, match="matches no layer"):
         prepare(Request.of(str(llama), recipe=recipe("rtn", keep=["*.nothing"]), out=tmp_path / "x"))
 
