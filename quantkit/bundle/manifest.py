@@ -223,17 +223,19 @@ def role_of(path: str) -> tuple[str, bool]:
 
     >>> role_of("model/model-00001-of-00002.safetensors")
     ('weights', True)
+    >>> role_of("onnx/tokenizer.json")
+    ('tokenizer', True)
     >>> role_of("measurements.jsonl")
     ('measurements', False)
     """
     place, name = PurePosixPath(path).parts[0], PurePosixPath(path).name
-    if place == "model":
-        if name.endswith(".safetensors"):
-            return "weights", True
+    if place in ("model", "onnx"):
+        weights = {"model": (".safetensors",), "onnx": (".onnx", ".onnx.data")}[place]
+        if name.endswith(weights):
+            return ("weights" if place == "model" else "onnx"), True
         tokenizer = name.startswith(("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template"))
         return ("tokenizer" if tokenizer or name.endswith(".model") else "config"), True
     roles = {
-        "onnx": ("onnx", True),
         "gguf": ("gguf", True),
         "engine": ("engine", False),
         MEASUREMENTS: ("measurements", False),
