@@ -51,6 +51,7 @@ class State:
         length: columns that are filled, padding included.
         binding: with the caches bound to it; doing that anew for every token takes a tenth of a small model's step.
         logits: where the last run's are.
+        keep: how many of them; held, since a binding does not hold it in every version.
     """
 
     batch: int
@@ -60,6 +61,7 @@ class State:
     length: int = 0
     binding: onnxruntime.IOBinding | None = None
     logits: onnxruntime.OrtValue | None = None
+    keep: onnxruntime.OrtValue | None = None
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,9 @@ class Loaded:
         binding.bind_cpu_input("attention_mask", np.ascontiguousarray(state.mask[:, :after]))
         kept = ids.shape[1]
         if "logits_to_keep" in self.inputs:
-            binding.bind_cpu_input("logits_to_keep", np.array([keep], np.int64))
+            # `bind_cpu_input` knows no input that has a value of its own
+            state.keep = onnxruntime.OrtValue.ortvalue_from_numpy(np.array([keep], np.int64))
+            binding.bind_ortvalue_input("logits_to_keep", state.keep)
             kept = min(keep or kept, kept)
         shape = [state.batch, kept, self.vocabulary]
         if state.logits is None or state.logits.shape() != shape:
