@@ -93,3 +93,16 @@ def test_device_id_is_stable_and_versions_name_what_is_there() -> None:
     assert machine.device()["kind"] == "cpu"
     assert None not in machine.versions().values()
     assert "numpy" in machine.versions()
+
+
+def test_free_memory_is_the_machine_s_within_what_the_process_may_use(root: Path) -> None:
+    assert machine.memory_available(root) == machine.memory_limit(root)
+    (root / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemFree: 1000 kB\nMemAvailable:    4000 kB\nCached: 1 kB\n")
+    (root / "proc/self/status").write_text("Name:\tpython\nVmHWM:\t  900 kB\nVmRSS:\t  500 kB\n")
+    assert machine.memory_available(root) == 4000 * 1024
+    # a container's limit counts less what this process holds already
+    (root / "sys/fs/cgroup/a/b/memory.max").write_text(f"{3000 * 1024}\n")
+    assert machine.memory_available(root) == 2500 * 1024
+    (root / "sys/fs/cgroup/a/b/memory.max").write_text(f"{400 * 1024}\n")
+    assert machine.memory_available(root) == 0
+    assert 0 < machine.memory_available() <= machine.memory_limit()
