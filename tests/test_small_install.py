@@ -1,0 +1,125 @@
+"""The small install: a bundle's ONNX runs where torch, transformers, scipy and onnx are not there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import small_onnx
+import torch
+from small_onnx import Small, export, relative, scheme
+
+for package in ("onnx", "onnx_ir", "onnxscript", "onnxruntime"):
+    pytest.importorskip(package)
+
+ABSENT = (
+    *("torch", "transformers", "scipy", "onnx", "onnx_ir", "onnxscript", "ml_dtypes", "datasets", "compressed_tensors"),
+    *("accelerate", "gguf", "pyarrow", "pandas", "onnxruntime_genai", "psutil"),
+)
+_WITHOUT = f"""
+import sys
+class Missing:
+    names = {set(ABSENT)!r}
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
+_CLI = _WITHOUT + "from quantkit.cli import main\nmain()\n"
+CHANGES = {"vocab_size": 258, "num_hidden_layers": 1, "eos_token_id": 257}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Small:
+    """A decoder's bundle with `onnx/` and nothing else."""
+    found = export(
+        tmp_path_factory.mktemp("edge"), "llama", scheme(), tokenizer=byte_tokenizer, changes=CHANGES, accuracy_level=0
+    )
+    small_onnx.bundle(found.folder)
+    return found
+
+
+def ran(program: str, *arguments: object) -> str:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_is_blocked_is_really_missing() -> None:
+    for name in ("torch", "scipy.stats", "onnx"):
+        done = subprocess.run([sys.executable, "-c", f"{_WITHOUT}\nimport {name}"], capture_output=True, check=False)
+        assert b"No module named" in done.stderr
+
+
+def test_generate_gives_what_transformers_gives(small: Small) -> None:
+    said = json.loads(
+        ran(
+            _CLI,
+            "generate",
+            small.folder,
+            *("--prompt", "The state", "--runtime", "onnxruntime", "--new-tokens", 8, "--json"),
+        )
+    )
+    from quantkit.runtimes.onnxruntime import Tokenizer
+
+    tokenizer = Tokenizer(small.onnx)
+    ids = torch.tensor([tokenizer.encode("The state")])
+    with torch.no_grad():
+        made = small.model.generate(  # type: ignore[operator]
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
+        )[0, ids.shape[1] :].tolist()
+    made = made[: made.index(257)] if 257 in made else made
+    assert said["result"]["text"] == tokenizer.decode(made)
+    assert said["result"]["tokens"] == len(made)
+    assert said["error"] is None
+
+
+def test_a_bundle_s_onnx_is_loaded_checked_and_run(small: Small, tmp_path: Path) -> None:
+    ids = np.arange(3, 13).reshape(2, 5)
+    ran(
+        _WITHOUT
+        + "import numpy as np, quantkit\n"
+        + "from quantkit import registry\n"
+        + "bundle = quantkit.load(sys.argv[1])\n"
+        + "assert all(check.ok for check in bundle.verify())\n"
+        + "model = registry.load('runtimes', 'onnxruntime').load(bundle, threads=1)\n"
+        + "state = model.state(2, 5)\n"
+        + "ids = np.arange(3, 13).reshape(2, 5)\n"
+        + "parts = [model.run(state, ids[:, :3]), model.run(state, ids[:, [3]]), model.run(state, ids[:, [4]])]\n"
+        + "model.decode(1, 8)(), model.prefill(1, 8)()\n"
+        + "np.save(sys.argv[2], np.concatenate(parts, axis=1))\n"
+        + "assert not Missing.names & set(sys.modules), Missing.names & set(sys.modules)\n",
+        small.folder,
+        tmp_path / "logits.npy",
+    )
+    wanted = small_onnx.expected(small.model, torch.from_numpy(ids))
+    assert relative(np.load(tmp_path / "logits.npy"), wanted) < 5e-6
+
+
+@pytest.mark.parametrize(
+    "arguments", [("show", "int4"), ("show", "onnxruntime"), ("list", "runtimes"), ("show", "onnx")], ids=" ".join
+)
+def test_what_there_is_can_be_shown(arguments: tuple[str, ...]) -> None:
+    assert ran(_CLI, *arguments)
+
+
+def test_a_bundle_is_shown_and_verified(small: Small) -> None:
+    said = json.loads(ran(_CLI, "verify", small.folder, "--json"))
+    assert {check["name"]: check["ok"] for check in said["result"]["checks"]}["files.sha256"]
+
+
+def test_what_needs_more_says_what_to_install(small: Small) -> None:
+    for arguments in (
+        ("generate", str(small.folder), "--prompt", "x", "--runtime", "torch"),
+        ("export", str(small.folder), "--to", "onnx"),
+    ):
+        done = subprocess.run([sys.executable, "-c", _CLI, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 2, (arguments, done.stderr)
+        assert "Traceback" not in done.stderr
+        assert "error: [" in done.stderr
