@@ -525,8 +525,9 @@ class _Compilation:
             if items is not None:
                 items.save(self.build.bundle / ("items.safetensors" if number == 0 else f"items-{runtime}.safetensors"))
             rows += score.flagged(found, source.was)
-            if number == 0 and isinstance(candidate, StreamedModel) and layers:
-                curve = build_up(original, candidate, scoring.ids)
+            if number == 0 and layers:
+                dense = candidate if isinstance(candidate, StreamedModel) else self._dense()
+                curve = build_up(original, dense, scoring.ids)
                 (self.build.bundle / BUILD_UP).write_text(json.dumps(curve) + "\n", encoding="utf-8")
             sizes = size_rows(
                 layers,
@@ -538,6 +539,12 @@ class _Compilation:
             )
             rows += sizes if number == 0 else [row for row in sizes if row.name == "size.bytes"]
         return rows
+
+    def _dense(self) -> StreamedModel:
+        """The model with the values that its codes stand for, where no checkpoint holds it."""
+        from quantkit.export._values import Values
+
+        return Values.of_results(self.prepared.source, self.prepared.stream, self._results()).stream
 
     def _scored(self, number: int, count: int, done: float) -> None:
         self.progress.at("score", (number + done) / count)
