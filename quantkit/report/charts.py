@@ -188,7 +188,8 @@ def lines(
             | {"xref": "x", "yref": "paper", "xanchor": side, "yanchor": "bottom"}
             | {"yshift": _LINE * (len(marks) - 1 - level)}
         )
-    layout = _layout(height, right=right) | {
+    longest = max((len(curve.label) for curve in curves), default=0)
+    layout = _layout(height, right=max(right, 12 + 7 * longest) if right == _RIGHT else right) | {
         "xaxis": _axis(x),
         "yaxis": _axis(y),
         "shapes": shapes,
