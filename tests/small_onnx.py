@@ -31,6 +31,8 @@ from quantkit.recipe import WeightScheme
 Schemes = WeightScheme | Callable[[str], WeightScheme | None] | None
 # architecture and changes -> what was traced; copied before every use
 _TRACED: dict[tuple[Any, ...], Any] = {}
+# a llama for text in the tests' byte tokenizer; one set, so that it is traced once
+TEXT = {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 128, "eos_token_id": 257}
 EXPORT = registry.load("export", "onnx")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import small_onnx
 import torch
-from small_onnx import Small, export, relative, scheme
+from small_onnx import TEXT, Small, export, relative, scheme
 
 for package in ("onnx", "onnx_ir", "onnxscript", "onnxruntime"):
     pytest.importorskip(package)
@@ -31,14 +31,13 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 """
 _CLI = _WITHOUT + "from quantkit.cli import main\nmain()\n"
-CHANGES = {"vocab_size": 258, "num_hidden_layers": 1, "eos_token_id": 257}
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Small:
     """A decoder's bundle with `onnx/` and nothing else."""
     found = export(
-        tmp_path_factory.mktemp("edge"), "llama", scheme(), tokenizer=byte_tokenizer, changes=CHANGES, accuracy_level=0
+        tmp_path_factory.mktemp("edge"), "llama", scheme(), tokenizer=byte_tokenizer, changes=TEXT, accuracy_level=0
     )
     small_onnx.bundle(found.folder)
     return found

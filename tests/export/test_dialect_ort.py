@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -332,6 +331,38 @@ def test_a_bias_before_a_norm_and_a_sum_that_is_an_output_are_left_alone() -> No
     np.testing.assert_array_equal(run(model, X)[1], np.zeros_like(X))
 
 
+# --- attention of encoders --------------------------------------------------------------------------------------------
+
+
+def attention(**changes: Any) -> Any:
+    graph = Graph(64)
+    mask = ir.Value(name="mask", shape=ir.Shape(("batch", "length")), type=ir.TensorType(ir.DataType.INT64))
+    graph.inputs.append(mask)
+    heads = graph.input("heads", ("batch", 4, "length", 16))
+    graph.inputs.append(heads)
+    said = {"heads": 4, "kv_heads": 4, "scale": 0.25, "window": -1, "softcap": 0.0, **changes}
+    return Dialect(
+        graph.traced(graph.node("Attention", *[heads] * 3, mask, shape=graph.x.shape, domain=DOMAIN, **said)), NORMS
+    )
+
+
+def test_an_encoder_s_attention_sees_what_the_mask_shows() -> None:
+    model = attention().apply()
+    heads, mask = np.random.default_rng(4).standard_normal((2, 4, 3, 16)).astype(np.float32), np.ones((2, 3), np.int64)
+    mask[1, 2:] = 0
+    scores = 0.25 * heads @ heads.transpose(0, 1, 3, 2) - 1e9 * (1 - mask[:, None, None])
+    weights_of = np.exp(scores - scores.max(-1, keepdims=True))
+    wanted = weights_of / weights_of.sum(-1, keepdims=True) @ heads
+    (found,) = run(model, np.zeros((2, 3, 64), np.float32), mask, heads)
+    np.testing.assert_allclose(found, wanted.transpose(0, 2, 1, 3).reshape(2, 3, 64), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"window": 8}, {"softcap": 50.0}, {"kv_heads": 2}])
+def test_what_an_encoder_s_operator_has_not_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"attention-unsupported.*export a checkpoint"):
+        attention(**changes).apply()
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -349,7 +380,6 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
 
     def watched(name: str) -> Any:
         nonlocal most
-        gc.collect()
         found = np.full((rows, columns), float(name[6:-7]), np.float32).view(Watched)
         seen.append(weakref.ref(found))
         read[name] += 1

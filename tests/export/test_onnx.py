@@ -13,7 +13,7 @@ import small_onnx
 import torch
 import zoo
 from reference import plain_matmulnbits
-from small_onnx import EXPORT, Small, expected, export, relative, scheme
+from small_onnx import EXPORT, TEXT, Small, expected, export, relative, scheme
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
@@ -363,7 +363,7 @@ def test_two_exports_are_the_same_bytes(tmp_path: Path, small: Any) -> None:
 
 
 def test_what_stands_in_the_folder(tmp_path: Path, byte_tokenizer: Any) -> None:
-    found = export(tmp_path, "llama", tokenizer=byte_tokenizer, changes={"vocab_size": 258, "num_hidden_layers": 1})
+    found = export(tmp_path, "llama", tokenizer=byte_tokenizer, changes=TEXT)
     names = {path.name for path in found.onnx.iterdir()}
     assert names >= {"model.onnx", "model.onnx.data", "config.json", "genai_config.json", "tokenizer.json"}
     assert not [name for name in names if name.endswith(".safetensors")]
@@ -378,11 +378,11 @@ def test_what_stands_in_the_folder(tmp_path: Path, byte_tokenizer: Any) -> None:
     assert "quantization_config" not in config
     said = json.loads((found.onnx / "genai_config.json").read_text())["model"]
     assert said["vocab_size"] == 258
-    assert said["context_length"] == 64
-    assert (said["bos_token_id"], said["eos_token_id"], said["pad_token_id"]) == (1, 2, 0)
+    assert said["context_length"] == 128
+    assert (said["bos_token_id"], said["eos_token_id"], said["pad_token_id"]) == (1, 257, 0)
     decoder = said["decoder"]
     assert (decoder["head_size"], decoder["num_attention_heads"], decoder["num_key_value_heads"]) == (16, 4, 2)
-    assert decoder["num_hidden_layers"] == 1
+    assert decoder["num_hidden_layers"] == 2
     for names_of in (decoder["inputs"], decoder["outputs"]):
         for name in names_of.values():
             assert name.replace("%d", "0") in {value.name for value in (*graph.input, *graph.output)}

@@ -13,7 +13,7 @@ import pytest
 import small_onnx
 import torch
 import zoo
-from small_onnx import Small, export, scheme
+from small_onnx import TEXT, Small, export, scheme
 
 from quantkit import registry
 from quantkit.bundle import Bundle
@@ -26,7 +26,6 @@ for package in ("onnx_ir", "onnxscript", "onnxruntime"):
 onnx = pytest.importorskip("onnx")
 
 RUNTIME = registry.load("runtimes", "onnxruntime")
-CHANGES = {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 128, "eos_token_id": 257}
 GREEDY = Sampling()
 
 
@@ -46,7 +45,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Smal
         "llama",
         scheme(),
         tokenizer=byte_tokenizer,
-        changes=CHANGES,
+        changes=TEXT,
         accuracy_level=0,
     )
     small_onnx.bundle(found.folder)
