@@ -335,8 +335,7 @@ def compare(chosen: list[tuple[str, str, Path]], made: dict[str, Any], options: 
             "settings": settings,
             "rows": rows,
         }
-        steps = {name: [turn["seconds"] for turn in those] for name, those in turns.items()}
-        options.out.write_text(json.dumps({**whole, "steps": steps}, indent=1, allow_nan=False) + "\n")
+        options.out.write_text(json.dumps({**whole, "turns": turns}, indent=1, allow_nan=False) + "\n")
     record("decode-peers", claim, rows, settings, write=not options.no_record)
     named = {row["side"]: row["ratio"] for row in rows}
     checks = {f"at least the speed of {name}": named[name] >= 1 for name in ("llama.cpp Q4_0", "genai int4")}
