@@ -222,7 +222,7 @@ def summary(turns: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", nargs="?", type=Path, help=f"of {MODEL}, with onnx/; default: compile int4-cpu")
-    parser.add_argument("--float", type=Path, dest="high", help="the float bundle; default: compiled where BUNDLE is")
+    parser.add_argument("--float", type=Path, dest="high", help="the float bundle; default: compiled, if BUNDLE is too")
     parser.add_argument(
         "--also", action="append", default=[], metavar="NAME=KIND:PATH", help=f"a further side; {KINDS}"
     )
@@ -246,9 +246,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         ours, high = options.bundle, options.high
         if ours is None:
-            ours, high = Path(name) / "int4", Path(name) / "float"
+            ours = Path(name) / "int4"
             compiled(MODEL, "int4-cpu", ours)
-            compiled(MODEL, "float", high)
+            if high is None:
+                high = Path(name) / "float"
+                compiled(MODEL, "float", high)
         chosen = [(OURS, "quantkit", ours), ("llama.cpp Q4_0", "llama.cpp", options.llama)]
         chosen += [("genai int4", "genai", options.genai)]
         chosen += [(FLOAT, "quantkit", high)] if high else []
