@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantkit import registry
-from quantkit.bundle.disk import sha256, stopping_when_full, write_atomic
+from quantkit.bundle.disk import fsync_tree, sha256, stopping_when_full, write_atomic
 from quantkit.bundle.manifest import (
     MANIFEST,
     MEASUREMENTS,
@@ -99,6 +100,41 @@ class Bundle:
         """The quantized model as torch runs it; needs the `compile` extra."""
         return registry.load("runtimes", "torch").load(self, **settings)
 
+    def demand_writable(self) -> None:
+        """Refuse a bundle that nothing can be put into, before hours of work end there.
+
+        Raises:
+            InputError: `bundle-not-writable`.
+        """
+        try:
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as problem:
+            raise InputError(
+                "bundle-not-writable",
+                where=str(self.path),
+                value=problem.strerror or str(problem),
+                rule="what is measured or exported is put into the bundle",
+                remedy="copy it to a place that can be written",
+            ) from None
+
+    def demand_intact(self) -> None:
+        """Refuse a bundle whose content is not what its manifest says.
+
+        Raises:
+            InputError: `hash-mismatch` with the file.
+        """
+        content = [entry for entry in self.manifest.files if entry.deterministic]
+        for check in verify_files(self.path, self.manifest.model_copy(update={"files": content})):
+            if check.name in ("files.present", "files.size", "files.sha256") and not check.ok:
+                raise InputError(
+                    "hash-mismatch",
+                    where=f"{self.path}/{check.where}",
+                    value=check.name,
+                    rule="every file is as the manifest says",
+                    remedy="fetch or compile the bundle again",
+                )
+
     def verify(self) -> list[Check]:
         """Every file there, unchanged, and none besides: one check each; `ok` says whether it holds."""
         return verify_files(self.path, self.manifest)
@@ -115,8 +151,11 @@ class Bundle:
         """
         return self.put_all({name: data})
 
-    def put_all(self, files: Mapping[str, bytes], **changes: Any) -> Bundle:
-        """As `put`, for several files and what of the manifest goes with them (the verdict), the manifest last."""
+    def put_all(self, files: Mapping[str, bytes | None], **changes: Any) -> Bundle:
+        """As `put`, for several files and what of the manifest goes with them (the verdict), the manifest last.
+
+        A file that is None is removed: a report that no longer holds.
+        """
         entries = {entry.path: entry for entry in self.manifest.files}
         with stopping_when_full(self.path):
             for name, data in files.items():
@@ -124,6 +163,10 @@ class Bundle:
                 if deterministic:
                     raise ValueError(f"{name} is content, which never changes after the build")
                 path = self.path / name
+                if data is None:
+                    entries.pop(name, None)
+                    path.unlink(missing_ok=True)
+                    continue
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(path, data)
                 entries[name] = FileEntry(
@@ -138,8 +181,9 @@ class Bundle:
     def add_content(self, place: str, folder: Path, **changes: Any) -> Bundle:
         """Move a finished folder into the bundle as content (`onnx`), and give the bundle its new identity.
 
-        The rows measured so far go on to the new identity: what they were measured on is unchanged. Killed before the
-        manifest is written, the bundle verifies with the files of `place` unlisted, and the same call mends it.
+        The rows measured so far go on to the new identity: what they were measured on is unchanged. Files that the
+        manifest lists already keep their hashes: one that was damaged since is found as before. Killed before the
+        manifest is written, `verify` names the files of `place` as unlisted, and the same call mends it.
 
         Raises:
             InputError: `export-exists`.
@@ -157,14 +201,22 @@ class Bundle:
         if home.exists():  # of a call that was killed
             shutil.rmtree(home)
         with stopping_when_full(self.path):
-            folder.rename(home)
-            files = inventory(self.path)
-            identity = content_sha256(files)
-            old = self.manifest.content_sha256
-            rows = self.path / MEASUREMENTS
-            if rows.is_file():
-                write_atomic(rows, rows.read_bytes().replace(old.encode(), identity.encode()))
-                files = inventory(self.path)
+            # a copy where the bundle is a file system of its own
+            shutil.move(folder, home)
+            fsync_tree(home)
+            added = [entry for entry in inventory(self.path) if entry.path.startswith(f"{place}/")]
+            entries = {entry.path: entry for entry in [*self.manifest.files, *added]}
+            identity = content_sha256(entries.values())
+            rows = entries.get(MEASUREMENTS)
+            if rows is not None:
+                data = (self.path / MEASUREMENTS).read_bytes()
+                # whatever they say now: a call that was killed may have changed it
+                for subject in {row["subject"] for row in self.measurements if "subject" in row}:
+                    data = data.replace(subject.encode(), identity.encode())
+                write_atomic(self.path / MEASUREMENTS, data)
+                update = {"bytes": len(data), "sha256": sha256(self.path / MEASUREMENTS)}
+                entries[MEASUREMENTS] = rows.model_copy(update=update)
+            files = sorted(entries.values(), key=lambda entry: entry.path)
             manifest = self.manifest.model_copy(update={"files": files, "content_sha256": identity, **changes})
             write_atomic(self.path / MANIFEST, manifest.as_bytes())
         return Bundle(self.path, manifest)

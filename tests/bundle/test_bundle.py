@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_build import compile_fake
 
-from quantkit.bundle import Bundle, Manifest, content_sha256
+from quantkit.bundle import Bundle, Manifest, Verdict, content_sha256, disk, inventory
 from quantkit.errors import InputError
 
 EXAMPLE: dict[str, Any] = {
@@ -167,3 +167,97 @@ def test_measurements(bundle: Bundle) -> None:
 def test_torch_free() -> None:
     code = "import sys, quantkit.bundle; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- what is put into a finished bundle -------------------------------------------------------------------------------
+
+
+def test_several_files_and_the_verdict_go_in_together(bundle: Bundle) -> None:
+    verdict = Verdict(answer="ship_it", because=["faster"])
+    changed = bundle.put_all({"README.md": b"card", "report.html": b"page"}, verdict=verdict)
+    assert changed == Bundle.load(bundle.path)
+    assert changed.manifest.verdict == verdict
+    assert {entry.path: entry.role for entry in changed.manifest.files}["report.html"] == "report"
+    assert _failed(changed) == {}
+    without = changed.put_all({"report.html": None, "never-there": None})
+    assert not (bundle.path / "report.html").exists()
+    assert without == Bundle.load(bundle.path)
+    assert _failed(without) == {}
+
+
+def test_content_is_refused_before_anything_is_written(bundle: Bundle) -> None:
+    with pytest.raises(ValueError, match="never changes"):
+        bundle.put_all({"onnx/model.onnx": b"graph"})
+    assert not (bundle.path / "onnx").exists()
+
+
+def _beside(bundle: Bundle) -> Path:
+    folder = bundle.path.parent / "made" / "onnx"
+    folder.mkdir(parents=True)
+    (folder / "model.onnx").write_bytes(b"graph")
+    (folder / "tokenizer.json").write_bytes(b"{}")
+    return folder
+
+
+def test_added_content_gives_a_new_identity_that_the_rows_follow(bundle: Bundle) -> None:
+    old = bundle.manifest.content_sha256
+    bundle = bundle.put("measurements.jsonl", json.dumps({"subject": old, "value": 1}).encode() + b"\n")
+    added = bundle.add_content("onnx", _beside(bundle), recipe={"export": [{"onnx": {}}]})
+    assert added == Bundle.load(bundle.path)
+    new = added.manifest.content_sha256
+    assert new == content_sha256(inventory(bundle.path)) != old
+    assert added.measurements == [{"subject": new, "value": 1}]
+    assert added.manifest.recipe == {"export": [{"onnx": {}}]}
+    assert {entry.path: entry.role for entry in added.manifest.files if entry.path.startswith("onnx/")} == {
+        "onnx/model.onnx": "onnx",
+        "onnx/tokenizer.json": "tokenizer",
+    }
+    assert _failed(added) == {}
+    with pytest.raises(InputError, match="export-exists"):
+        added.add_content("onnx", bundle.path.parent)
+    assert _failed(added) == {}
+
+
+def test_adding_content_does_not_vouch_for_what_was_damaged_since(bundle: Bundle) -> None:
+    shard = bundle.path / "model/0.safetensors"
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
+    with pytest.raises(InputError, match=r"hash-mismatch.*0\.safetensors"):
+        bundle.demand_intact()
+    assert _failed(bundle.add_content("onnx", _beside(bundle))) == {"files.sha256": "model/0.safetensors"}
+
+
+@pytest.mark.parametrize("step", ["measurements", "manifest"])
+def test_adding_that_was_killed_is_mended_by_adding_again(
+    bundle: Bundle, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = json.dumps({"subject": bundle.manifest.content_sha256}).encode()
+    bundle = bundle.put("measurements.jsonl", rows)
+
+    def killed(path: Path, data: bytes) -> None:
+        if path.name.startswith(step):
+            raise KeyboardInterrupt
+        disk.write_atomic(path, data)
+
+    folder = _beside(bundle)
+    with monkeypatch.context() as patched:
+        patched.setattr("quantkit.bundle.bundle.write_atomic", killed)
+        with pytest.raises(KeyboardInterrupt):
+            bundle.add_content("onnx", folder)
+    assert "onnx/model.onnx" in _failed(bundle)["files.unlisted"]
+    (folder.parent / "again").mkdir()
+    (folder.parent / "again" / "model.onnx").write_bytes(b"graph with other options")
+    mended = Bundle.load(bundle.path).add_content("onnx", folder.parent / "again")
+    assert _failed(mended) == {}
+    assert mended.measurements == [{"subject": mended.manifest.content_sha256}]
+
+
+def test_a_bundle_that_cannot_be_written_says_so(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle.demand_writable()
+    assert _failed(bundle) == {}
+
+    def refuse(**_: object) -> object:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)  # root may write where nobody may
+    with pytest.raises(InputError, match=r"bundle-not-writable.*Permission denied"):
+        bundle.demand_writable()
