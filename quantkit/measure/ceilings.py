@@ -12,7 +12,6 @@ Every figure is the median of repeated runs with its spread; nothing here is a p
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 import warnings
@@ -25,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.measure.rows import Device, Row
+from quantkit.plan import machine
 
 Bytes = NDArray[np.int8]
 # seconds that one measurement may take
@@ -163,7 +163,7 @@ def _int8_pair(size: int) -> tuple[Bytes, Bytes]:
 
 def _need(*packages: str) -> None:
     for package in packages:
-        if importlib.util.find_spec(package) is None:
+        if not machine.has(package):
             raise ImportError(f"{package} is not installed")
 
 

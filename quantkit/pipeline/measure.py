@@ -2,28 +2,33 @@
 
 What can be measured depends on what is at hand: accuracy needs torch and the original, speed needs the float model as
 ONNX. On a machine with the small install alone, `--baseline` names a bundle that holds it.
+
+Whatever can be refused is refused before the first of it: what is missing, what does not fit together, a bundle that
+nothing can be put into.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import content, registry
-from quantkit.bundle import Bundle
+from quantkit.bundle import Bundle, Check, Manifest
 from quantkit.bundle.manifest import MANIFEST, MEASUREMENTS
-from quantkit.errors import InputError
+from quantkit.errors import InputError, MissingDependency, QuantkitError
 from quantkit.measure.latency import Plan
 from quantkit.measure.rows import Row, read_rows
 from quantkit.measure.size import folder_of, size_rows
 from quantkit.pipeline import worth
+from quantkit.pipeline.gates import judge
 from quantkit.pipeline.progress import Progress
-from quantkit.recipe import Recipe
+from quantkit.recipe import Gates, Recipe
 from quantkit.target import Target
 
 if TYPE_CHECKING:
@@ -35,10 +40,28 @@ if TYPE_CHECKING:
 _LARGEST = 32
 
 
+@dataclass(frozen=True)
+class _Against:
+    """What a bundle is measured against.
+
+    Args:
+        subject: its identity in the rows: of the model that the bundle was made from, the hash of that; else of a
+            bundle its `content_sha256`.
+        format: of its weights.
+        stream: to score against; None where it cannot be had.
+        onnx: the folder of its graph, where it has one already.
+    """
+
+    subject: str
+    format: str
+    stream: StreamedModel | None
+    onnx: Path | None
+
+
 def default_runtime(bundle: Bundle) -> str:
     """ONNX Runtime where the bundle has a graph and the package is there, else torch."""
     has_graph = (bundle.path / "onnx" / "model.onnx").is_file()
-    return worth.RUNTIME if has_graph and importlib.util.find_spec("onnxruntime") else "torch"
+    return worth.RUNTIME if has_graph and machine.has("onnxruntime") else "torch"
 
 
 def measure_bundle(
@@ -68,18 +91,30 @@ def measure_bundle(
     runtime = runtime or default_runtime(bundle)
     runner = registry.load("runtimes", runtime)
     runner.folder(bundle)
+    bundle.demand_writable()
+    bundle.demand_intact()
     timed = speed and runtime == worth.RUNTIME and bundle.manifest.model.kind == "decoder"
+    if timed:
+        from quantkit.measure.speed import demand
+
+        demand()
+    against = _against(bundle, baseline, timed=timed)
     chosen = plan or Plan(batches=batches_of(bundle))
-    scored = importlib.util.find_spec("torch") is not None and (timed is False or _findable(bundle, baseline))
-    stages = {"score": 60.0} if scored else {}
+    stages = {"score": 60.0} if against.stream is not None else {}
     progress.plan({**stages, "speed": 60.0 + chosen.seconds} if timed else stages)
     rows: list[Row] = []
     items: Items | None = None
-    if scored:
-        rows, items = _accuracy(bundle, baseline, runtime, progress)
+    if against.stream is not None:
+        rows, items = _accuracy(bundle, against, against.stream, runtime, progress)
     if timed:
-        rows += _speed(bundle, baseline, chosen, progress)
-    _keep(bundle, rows, items if baseline is None else None, runtime)
+        try:
+            rows += _speed(bundle, against, chosen, progress)
+        except QuantkitError:
+            if rows:
+                _keep(bundle, rows, items, runtime, against, progress)
+                progress.note("accuracy and size were measured and kept; speed was not measured")
+            raise
+    _keep(bundle, rows, items, runtime, against, progress)
     return rows
 
 
@@ -92,37 +127,90 @@ def _target(bundle: Bundle) -> Target:
     return Target.from_dict({key: value for key, value in stored.items() if key != "name"}, name=str(stored["name"]))
 
 
-def _is_bundle(reference: str) -> bool:
-    return (Path(reference) / MANIFEST).is_file()
+def _against(bundle: Bundle, baseline: str | None, *, timed: bool) -> _Against:
+    """Open what the bundle is measured against, and refuse what cannot be.
+
+    Raises:
+        InputError: `baseline-needed`, `baseline-kind`, `baseline-vocabulary`, `bundle-without-onnx`,
+            `bundle-without-checkpoint`, `hash-mismatch`, those of `open_model`.
+        MissingDependency: torch, where nothing can be measured without.
+    """
+    source = bundle.manifest.model.source
+    has_torch = importlib.util.find_spec("torch") is not None
+    if baseline is not None and (Path(baseline).expanduser() / MANIFEST).is_file():
+        other = Bundle.load(baseline)
+        other.demand_intact()
+        _demand_alike(bundle, other.manifest.model.kind, _config(other), baseline)
+        torch = registry.load("runtimes", "torch")
+        checkpoint = (other.model_folder / "config.json").is_file()
+        if not timed and has_torch:
+            torch.folder(other)
+        is_original = not other.manifest.layers and other.manifest.model.source.sha256 == source.sha256
+        found = _Against(
+            source.sha256 if is_original else other.manifest.content_sha256,
+            worth.format_of(other.manifest.layers),
+            torch.stream(other.model_folder) if has_torch and checkpoint else None,
+            registry.load("runtimes", worth.RUNTIME).checked(other) if timed else None,
+        )
+    elif has_torch:
+        from quantkit.model.open import open_model
+        from quantkit.model.stream import StreamedModel
+
+        opened = open_model(baseline or _origin(source.ref))
+        _demand_alike(bundle, opened.kind, opened.config, baseline or opened.ref)
+        found = _Against(opened.sha256, "float32", StreamedModel(opened), None)
+    elif timed:
+        raise InputError(
+            "baseline-needed",
+            where="--baseline",
+            value="torch is not installed, so the float model cannot be exported here",
+            rule="speed is measured against the float model in the same runtime",
+            remedy="--baseline FOLDER of a bundle compiled elsewhere with --recipe float --set 'export=[{onnx: {}}]'",
+        )
+    else:
+        found = _Against("", "float32", None, None)
+    if not timed and found.stream is None:
+        raise MissingDependency("torch", extra="compile", purpose="measuring accuracy")
+    return found
 
 
-def _findable(bundle: Bundle, baseline: str | None) -> bool:
-    """Whether the original's weights can be had, to score against."""
-    if baseline is not None:
-        return not _is_bundle(baseline) or (Path(baseline) / "model" / "config.json").is_file()
-    return not bundle.manifest.model.source.ref.startswith("path:")
+def _demand_alike(bundle: Bundle, kind: str, config: dict[str, Any], where: str) -> None:
+    """Refuse a baseline that does not do what the bundle does."""
+    mine, ours = bundle.manifest.model.kind, _config(bundle)
+    if kind != mine:
+        remedy = "the model that the bundle was made from"
+        raise InputError("baseline-kind", where=where, value=kind, rule=f"the bundle is {mine}", remedy=remedy)
+    sizes = [size for size in (ours.get("vocab_size"), config.get("vocab_size")) if isinstance(size, int)]
+    if len(set(sizes)) > 1:
+        raise InputError(
+            "baseline-vocabulary",
+            where=where,
+            value=f"{sizes[1]} tokens",
+            rule=f"the bundle has {sizes[0]}; two models are compared on the same tokens",
+            remedy="the model that the bundle was made from, or one of its family",
+        )
 
 
-def _original(bundle: Bundle, baseline: str | None) -> StreamedModel:
-    """What it is scored against."""
-    from quantkit.model.open import open_model
-    from quantkit.model.stream import StreamedModel
-
-    if baseline is not None and _is_bundle(baseline):
-        found: StreamedModel = registry.load("runtimes", "torch").stream(Bundle.load(baseline).model_folder)
-        return found
-    return StreamedModel(open_model(baseline or _origin(bundle.manifest.model.source.ref)))
+def _config(bundle: Bundle) -> dict[str, Any]:
+    """`config.json` of a bundle's model, from whichever export has it; empty where none does."""
+    for place in ("model", "onnx"):
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads((bundle.path / place / "config.json").read_text(encoding="utf-8")))
+    return {}
 
 
-def _accuracy(bundle: Bundle, baseline: str | None, runtime: str, progress: Progress) -> tuple[list[Row], Items | None]:
+def _accuracy(
+    bundle: Bundle, against: _Against, original: StreamedModel, runtime: str, progress: Progress
+) -> tuple[list[Row], Items | None]:
     from quantkit.measure import score
     from quantkit.pipeline import tokens
 
     manifest = bundle.manifest
-    original = _original(bundle, baseline)
     candidate = registry.load("runtimes", runtime).open(bundle.path)
     recipe = Recipe.from_dict(manifest.recipe, name=str(manifest.recipe["name"]))
-    if content.is_path(recipe.calibration.set) and not Path(recipe.calibration.set).exists():
+    chosen = recipe.calibration.set
+    if chosen.startswith("path:"):
+        progress.note(f"{chosen.removeprefix('path:')} is not in the bundle: scored on prose-en")
         recipe = recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update={"set": "prose-en"})})
     _, scoring = tokens.load(recipe, original.source, calibrate=manifest.calibration is not None, decisions=[])
     rows, items = score.rows(
@@ -139,49 +227,40 @@ def _accuracy(bundle: Bundle, baseline: str | None, runtime: str, progress: Prog
         manifest.layers,
         manifest.files,
         subject=manifest.content_sha256,
-        baseline=original.source.sha256,
+        baseline=against.subject,
         baseline_bytes=original.source.weights.total_bytes(),
         folder=folder_of("onnx" if runtime == worth.RUNTIME else "checkpoint"),
     )
-    return rows, items
+    return [_renamed(row, original.source.sha256, against.subject) for row in rows], items
 
 
-def _speed(bundle: Bundle, baseline: str | None, plan: Plan, progress: Progress) -> list[Row]:
-    runner = registry.load("runtimes", worth.RUNTIME)
-    folder = runner.folder(bundle)
-    runner.checked(bundle)
+def _renamed(row: Row, old: str, new: str) -> Row:
+    """The row with its baseline's identity: a checkpoint of the float model has another hash than the model."""
+    if row.baseline is None or row.baseline.subject != old:
+        return row
+    return row.model_copy(update={"baseline": row.baseline.model_copy(update={"subject": new})})
+
+
+def _speed(bundle: Bundle, against: _Against, plan: Plan, progress: Progress) -> list[Row]:
+    from quantkit.pipeline.baseline import float_onnx
+
+    folder = registry.load("runtimes", worth.RUNTIME).folder(bundle)
     progress.at("speed", 0.0, "the float model as ONNX, for comparison")
-    theirs, subject = _float(bundle, baseline)
+    theirs = against.onnx
+    if theirs is None:
+        assert against.stream is not None
+        theirs = float_onnx(against.stream.source, _options(bundle))
+    context = min(worth.context_of(folder), worth.context_of(theirs))
     return worth.time_it(
         folder,
         bundle.manifest.content_sha256,
         bundle.manifest.layers,
         theirs,
-        subject,
-        worth.fitting(plan, worth.context_of(folder)),
+        against.subject,
+        worth.fitting(plan, context),
         lambda share, words: progress.at("speed", share, words),
+        baseline_format=against.format,
     )
-
-
-def _float(bundle: Bundle, baseline: str | None) -> tuple[Path, str]:
-    """The folder of what the speed is set against, and its identity."""
-    from quantkit.pipeline.baseline import float_onnx
-
-    if baseline is not None and _is_bundle(baseline):
-        other = Bundle.load(baseline)
-        runner = registry.load("runtimes", worth.RUNTIME)
-        runner.checked(other)
-        return runner.folder(other), other.manifest.content_sha256
-    if importlib.util.find_spec("torch") is None:
-        raise InputError(
-            "baseline-needed",
-            where="--baseline",
-            value="torch is not installed, so the float model cannot be exported here",
-            rule="speed is measured against the float model in the same runtime",
-            remedy="--baseline FOLDER of a bundle compiled elsewhere with --recipe float",
-        )
-    source = _original(bundle, baseline).source
-    return float_onnx(source, _options(bundle)), source.sha256
 
 
 def _options(bundle: Bundle) -> dict[str, Any]:
@@ -192,45 +271,83 @@ def _options(bundle: Bundle) -> dict[str, Any]:
     return {}
 
 
-def _keep(bundle: Bundle, rows: Sequence[Row], items: Items | None, runtime: str) -> None:
-    """Put new rows into a bundle, decide again, and write page and card anew."""
-    from quantkit.report import figures
-    from quantkit.report.card import card
+def _keep(
+    bundle: Bundle, rows: Sequence[Row], items: Items | None, runtime: str, against: _Against, progress: Progress
+) -> None:
+    """Put new rows into a bundle; those against the model that it was made from decide anew, on page and card too.
 
-    path = bundle.path / MEASUREMENTS
-    # rows against another baseline, and in another runtime, stand beside each other
-    new = {_kind(row) for row in rows}
-    stored = read_rows(path) if path.is_file() else []
-    together = [*(row for row in stored if _kind(row) not in new), *rows]
+    Raises:
+        InputError: `bundle-changed` meanwhile.
+    """
+    bundle, measured = Bundle.load(bundle.path), bundle.manifest.content_sha256
     manifest = bundle.manifest
-    files = {MEASUREMENTS: "".join(f"{row.line()}\n" for row in together).encode()}
-    if items is not None:
-        first = next(iter(next(iter(manifest.recipe["export"]))))
-        name = (
-            "items.safetensors"
-            if registry.load("export", first).runtimes[0] == runtime
-            else f"items-{runtime}.safetensors"
+    if manifest.content_sha256 != measured:
+        raise InputError(
+            "bundle-changed",
+            where=str(bundle.path),
+            value=manifest.content_sha256,
+            rule=f"what was measured is {measured}",
+            remedy="measure again, with nothing else at work on the bundle",
         )
+    original = manifest.model.source.sha256
+    if against.subject != original:
+        # rows that do not say what they are set against would pass for those of the original
+        rows = [row for row in rows if row.baseline is not None]
+    path = bundle.path / MEASUREMENTS
+    new = {_kind(row, against.subject) for row in rows}
+    stored = read_rows(path) if path.is_file() else []
+    together = [*(row for row in stored if _kind(row, original) not in new), *rows]
+    files: dict[str, bytes | None] = {MEASUREMENTS: "".join(f"{row.line()}\n" for row in together).encode()}
+    if against.subject != original:
+        bundle.put_all(files)
+        return
+    if items is not None:
+        name = "items.safetensors" if _runtimes(manifest)[:1] == [runtime] else f"items-{runtime}.safetensors"
         with tempfile.TemporaryDirectory() as temporary:
             items.save(Path(temporary) / "items")
             files[name] = (Path(temporary) / "items").read_bytes()
-    changes: dict[str, Any] = {}
+    shown = worth.of_original(together, original)
+    manifest = _judged(manifest, shown)
     with contextlib.suppress(InputError):
-        changes["verdict"] = worth.decide(together, manifest.checks, manifest.layers, _target(bundle))
-    manifest = manifest.model_copy(update=changes)
-    notes = figures.notes(manifest)
-    made, _ = worth.page(manifest, together, notes, bundle.path)
-    if made is not None:
-        files[worth.REPORT] = made
-    files["README.md"] = card(manifest, together, notes).encode()
-    bundle.put_all(files, **changes)
+        target, timed = _target(bundle), any(row.name.startswith("latency.") for row in rows)
+        here = worth.runs_here(target)
+        if timed and not here:
+            progress.note(f"{target.name} is another machine: no verdict follows from what was timed here")
+        # what was timed before stands as it was judged then
+        counts = here if timed else manifest.verdict is not None
+        judged = worth.decide(shown if counts else [], manifest.checks, manifest.layers, target)
+        manifest = manifest.model_copy(update={"verdict": judged})
+    documents, decisions = worth.documents(manifest, shown, bundle.path)
+    for each in decisions:
+        progress.note(f"{each.where}: {each.reason}")
+    bundle.put_all({**files, **documents}, verdict=manifest.verdict, checks=manifest.checks, state=manifest.state)
 
 
-def _kind(row: Row) -> tuple[Any, ...]:
-    """Rows of one kind replace each other."""
+def _judged(manifest: Manifest, rows: Sequence[Row]) -> Manifest:
+    """With the gates held against what is measured now; a gate that has no row stands as it was judged."""
+    order = _runtimes(manifest)
+    known = [row for row in rows if row.runtime in order]
+    ordered = sorted(known, key=lambda row: order.index(str(row.runtime))) + [row for row in rows if row not in known]
+    checks, _ = judge(Gates.model_validate(manifest.recipe.get("gates") or {}), ordered)
+    named: dict[str, Check] = {check.name: check for check in [*manifest.checks, *checks]}
+    failed = any(not check.ok for name, check in named.items() if name.startswith("gate."))
+    state = "gate_failed" if failed else "complete"
+    return manifest.model_copy(update={"checks": list(named.values()), "state": state})
+
+
+def _runtimes(manifest: Manifest) -> list[str]:
+    """That run the exports of a bundle, in the order of its recipe."""
+    steps = [next(iter(step)) for step in manifest.recipe.get("export", [])]
+    return [str(registry.load("export", name).runtimes[0]) for name in steps]
+
+
+def _kind(row: Row, against: str) -> tuple[Any, ...]:
+    """Rows of one kind replace each other; those against another baseline, in another runtime, or timed on another
+    machine stand beside each other. A row without baseline is one against `against`."""
     export = row.settings.get("export")
-    baseline = row.baseline.subject if row.baseline else None
-    return row.name, baseline, row.runtime, export, row.batch, tuple(sorted((row.shape or {}).items()))
+    baseline = row.baseline.subject if row.baseline else against
+    device = row.device.id if row.device and worth.is_timing(row) else None
+    return row.name, baseline, row.runtime, export, device, row.batch, tuple(sorted((row.shape or {}).items()))
 
 
 def _origin(ref: str) -> str:
