@@ -219,9 +219,10 @@ def measure(
         "verdict": verdict.model_dump(mode="json") if verdict else None,
         "measurements": [row.as_dict() for row in rows],
     }
-    error = None
+    error: QuantkitError | None = _failed_gate(opened.manifest)
     if (
-        verdict is not None
+        error is None
+        and verdict is not None
         and verdict.answer == "inconclusive"
         and any(row.name.startswith("latency.") for row in rows)
     ):
@@ -240,7 +241,7 @@ def _batches(text: str | None) -> list[int] | None:
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise InputError("usage", where="--batch", value=text, rule="numbers from 1 up, with commas: 1,2,4")
     return [int(part) for part in parts]
 
@@ -324,12 +325,14 @@ def show(
     from quantkit import content
     from quantkit.bundle.manifest import MANIFEST
     from quantkit.measure.rows import Row
+    from quantkit.pipeline.worth import of_original
     from quantkit.report import catalog, figures, terminal
 
     if content.is_path(name) and (Path(name).expanduser() / MANIFEST).is_file():
         opened = quantkit.load(name)
         notes = figures.notes(opened.manifest)
-        rows = [Row.model_validate(row) for row in opened.measurements]
+        measured = [Row.model_validate(row) for row in opened.measurements]
+        rows = of_original(measured, opened.manifest.model.source.sha256)
         result = {"kind": "bundle", "manifest": opened.manifest.as_dict(), "measurements": opened.measurements}
         return Answer(result, terminal.summary(opened.path, opened.manifest, rows, notes), warnings=notes)
     entries = [catalog.find_file(Path(name).expanduser())] if content.is_path(name) else catalog.find(name)
@@ -576,12 +579,17 @@ def _reload(bundle: Bundle) -> tuple[list[Check], list[str]]:
     try:
         import torch  # noqa: F401
 
-        for step in bundle.manifest.recipe.get("export", []):
-            found += registry.load("export", next(iter(step))).check(bundle.path)
     except ImportError as problem:
         note = f"not loaded: {problem.name} is not installed (pip install 'quantkit[compile]'); files and hashes hold"
         return found, [note]
-    return found, []
+    notes = []
+    for name in (next(iter(step)) for step in bundle.manifest.recipe.get("export", [])):
+        try:
+            found += registry.load("export", name).check(bundle.path)
+        except (ImportError, MissingDependency) as problem:
+            missing = problem.where if isinstance(problem, MissingDependency) else problem.name
+            notes.append(f"{name} not loaded: {missing} is not installed (pip install 'quantkit[compile]')")
+    return found, notes
 
 
 def _failed_gate(manifest: Manifest) -> GateError | None:

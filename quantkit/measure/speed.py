@@ -7,16 +7,19 @@ fusions, same threads, other weights.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import InputError
+from quantkit.errors import InputError, MissingDependency
 from quantkit.measure.latency import Entry, Plan, measure
 from quantkit.measure.rows import Baseline, Device, Row
 from quantkit.measure.tax import Cost
@@ -59,6 +62,17 @@ class Job:
     plan: Plan
 
 
+def demand() -> None:
+    """Refuse to begin what needs a package that is not there.
+
+    Raises:
+        MissingDependency: onnxruntime or scipy.
+    """
+    for package in ("onnxruntime", "scipy"):
+        if not machine.has(package):
+            raise MissingDependency(package, extra="onnx", purpose="measuring speed")
+
+
 def run(job: Job, progress: Callable[[float, str], None] | None = None) -> list[Row]:
     """Time both and weigh both; see `measure.latency` for the rows; `memory.peak` besides.
 
@@ -66,6 +80,7 @@ def run(job: Job, progress: Callable[[float, str], None] | None = None) -> list[
         InputError: `out-of-memory`, the two do not fit; `onnx-unreadable`, `speed-failed`.
         MissingDependency: onnxruntime or scipy.
     """
+    demand()
     need = sum(2.2 * _bytes(part.folder) for part in (job.ours, job.theirs))
     free = machine.memory_available()
     if need > free:
@@ -83,7 +98,9 @@ def run(job: Job, progress: Callable[[float, str], None] | None = None) -> list[
 
 
 def footprint(part: Part, threads: int) -> dict[str, int]:
-    """`resident` and `peak` bytes of a process that has loaded one side and made a step."""
+    """`resident` and `peak` bytes of a process that has loaded one side and made a step after `context` tokens; of the
+    interpreter `before`.
+    """
     (line,) = _child(["weigh", part.folder, str(threads)], "", None)
     found: dict[str, int] = json.loads(line)
     return found
@@ -105,7 +122,7 @@ def _memory(job: Job, weighed: Mapping[str, Mapping[str, int]]) -> Row:
         subject=job.ours.subject,
         baseline=Baseline(subject=job.theirs.subject, value=theirs["peak"], ratio=theirs["peak"] / ours["peak"]),
         batch=_BATCH,
-        shape={"new_tokens": 1, "context": _CONTEXT},
+        shape={"new_tokens": 1, "context": ours["context"]},
         runtime=RUNTIME,
         settings={"threads": job.threads, "baseline_resident": theirs["resident"], "interpreter": ours["before"]},
         resident_bytes=ours["resident"],
@@ -121,15 +138,22 @@ def _child(arguments: list[str], text: str, progress: Callable[[float, str], Non
     Raises:
         InputError: what the child met, or `speed-failed` if it ended without a word.
     """
-    command = [sys.executable, "-m", "quantkit.measure.speed", *arguments]
+    # not `-m`, which would import from the current folder: a file there that is called like a package would be run
+    root = str(Path(__file__).parents[2])
+    program = f"import sys; sys.path.append({root!r}); from quantkit.measure.speed import main; main(sys.argv[1:])"
+    command = [sys.executable, "-P", "-c", program, *arguments]
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    with subprocess.Popen(  # noqa: S603 (our own module)
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    ) as process:
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as said,
+        subprocess.Popen(  # noqa: S603 (our own module)
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
+        ) as process,
+    ):
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(text)
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it has ended already, and says why
+                process.stdin.write(text)
+                process.stdin.close()
             lines = []
             for line in process.stdout:
                 kind, _, rest = line.rstrip("\n").partition(" ")
@@ -143,11 +167,14 @@ def _child(arguments: list[str], text: str, progress: Callable[[float, str], Non
         except BaseException:
             process.kill()
             raise
-    if process.returncode != 0:
+        code = process.wait()
+        said.seek(0)
+        last = next((line.strip() for line in reversed(said.read().splitlines()) if line.strip()), "")
+    if code != 0:
         raise InputError(
             "speed-failed",
             where="timing",
-            value=f"the process that was timed ended with {process.returncode}",
+            value=f"the process that was timed ended with {code}{f': {last[:200]}' if last else ''}",
             rule="it ends by itself; a negative number is a signal: -9 is often too little memory",
             remedy="try smaller batches: quantkit measure BUNDLE --batch 1,2,4",
         )
@@ -181,6 +208,7 @@ def _time(data: Mapping[str, Any]) -> None:
         entries.append(Entry(model, _cost(model, part), part.subject))
     settings: dict[str, Any] = {"threads": threads, "accuracy_level": entries[0].side.accuracy_level}  # type: ignore[attr-defined]
     settings["compute_type"] = entries[0].cost.compute
+    settings["baseline_format"] = theirs.format
     rows = measure(
         entries[0],
         entries[1],
@@ -198,16 +226,22 @@ def _time(data: Mapping[str, Any]) -> None:
 def _weigh(folder: str, threads: str) -> None:
     before = _status("VmRSS")
     model = Loaded(Path(folder), threads=int(threads))
-    model.decode(_BATCH, min(_CONTEXT, model.context - 1))()
-    found = {"before": before, "resident": _status("VmRSS"), "peak": _status("VmHWM")}
+    context = min(_CONTEXT, model.context - 1)
+    model.decode(_BATCH, context)()
+    found = {"before": before, "resident": _status("VmRSS"), "peak": _status("VmHWM"), "context": context}
     print(f"row {json.dumps(found)}", flush=True)
 
 
 def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    """Bytes; where there is no /proc, the most that was resident so far."""
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def main(arguments: list[str]) -> None:
@@ -222,7 +256,3 @@ def main(arguments: list[str]) -> None:
     except QuantkitError as problem:
         fields = ("code", "where", "value", "rule", "remedy")
         print("error " + json.dumps({name: str(getattr(problem, name)) for name in fields}), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -6,17 +6,21 @@ source's hash.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import quantkit
 from quantkit import content, registry
-from quantkit.bundle import stopping_when_full
-from quantkit.errors import GateError, InputError
+from quantkit.bundle.disk import fsync_tree, is_disk_full
+from quantkit.errors import GateError, InputError, Stopped
 from quantkit.plan import machine
 
 if TYPE_CHECKING:
@@ -25,20 +29,8 @@ if TYPE_CHECKING:
 _PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime")
 
 
-def float_onnx(source: Source, options: dict[str, Any]) -> Path:
-    """The folder with the float model's `model.onnx`, made if it is not there.
-
-    Args:
-        source: the unquantized model.
-        options: of the quantized one's export; what changes the graph has to be the same.
-
-    Raises:
-        InputError: the exporter's; `disk-space`.
-        GateError: `check-failed`, the graph does not compute what the model does.
-    """
-    from quantkit.model.finished import Finished
-    from quantkit.model.stream import StreamedModel
-
+def place(source: Source, options: dict[str, Any]) -> Path:
+    """Where the float model's bundle is kept, whether it is there or not; `float_onnx` has the arguments."""
     versions = machine.versions()
     key = {
         "quantkit": quantkit.__version__,
@@ -48,22 +40,66 @@ def float_onnx(source: Source, options: dict[str, Any]) -> Path:
         "exporter": _code(),
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    home = content.cache_dir() / "float"
-    folder = home / name
-    if (folder / "onnx" / "model.onnx").is_file():
-        return folder / "onnx"
-    home.mkdir(parents=True, exist_ok=True)
+    return content.cache_dir() / "float" / name
+
+
+def float_onnx(source: Source, options: dict[str, Any]) -> Path:
+    """The folder with the float model's `model.onnx`, made if it is not there; one process makes it, others wait.
+
+    Args:
+        source: the unquantized model.
+        options: of the quantized one's export; what changes the graph has to be the same.
+
+    Raises:
+        InputError: the exporter's; `disk-space`, `cache-not-writable`.
+        GateError: `check-failed`, the graph does not compute what the model does.
+    """
+    folder = place(source, options)
+    if not _is_there(folder):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(folder.parent):
+                if not _is_there(folder):
+                    _make(folder, source, options)
+        except (OSError, Stopped) as problem:
+            # a full cache is no reason to stop and resume: nothing of the bundle is in it
+            full = is_disk_full(problem) or getattr(problem, "code", "") == "disk-full"
+            if isinstance(problem, Stopped) and not full:
+                raise
+            raise InputError(
+                "disk-space" if full else "cache-not-writable",
+                where=str(folder.parent),
+                value=getattr(problem, "value", str(problem)),
+                rule="the float model is kept there as ONNX, to be measured against",
+                remedy="free some space, or set QUANTKIT_CACHE to another disk" if full else "set QUANTKIT_CACHE",
+            ) from None
+    return folder / "onnx"
+
+
+def _is_there(folder: Path) -> bool:
+    return (folder / "onnx" / "model.onnx").is_file()
+
+
+@contextmanager
+def _alone(home: Path) -> Iterator[None]:
+    """One process at a time; the kernel frees the lock of one that is killed."""
+    with (home / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _make(folder: Path, source: Source, options: dict[str, Any]) -> None:
+    from quantkit.model.finished import Finished
+    from quantkit.model.stream import StreamedModel
+
+    home = folder.parent
+    for left in home.glob("*-*"):  # by a process that was killed: nobody else makes anything now
+        shutil.rmtree(left, ignore_errors=True)
     need = 4 * sum(entry.bytes for entry in source.weights.entries.values()) // _width(source.dtype)
     if shutil.disk_usage(home).free < 1.1 * need:
-        raise InputError(
-            "disk-space",
-            where=str(home),
-            value=f"the float baseline takes {need / 1e9:.1f} GB",
-            rule="it is kept to be measured against",
-            remedy="free some space, or set QUANTKIT_CACHE to another disk",
-        )
+        raise OSError(errno.ENOSPC, f"it takes {need / 1e9:.1f} GB, which are not free")
     exporter = registry.load("export", "onnx")
-    with tempfile.TemporaryDirectory(dir=home, prefix=f"{name}-") as temporary, stopping_when_full(home):
+    with tempfile.TemporaryDirectory(dir=home, prefix=f"{folder.name}-") as temporary:
         build = Path(temporary) / "bundle"
         build.mkdir()
         stream, nothing = StreamedModel(source), Finished([], {})
@@ -77,12 +113,8 @@ def float_onnx(source: Source, options: dict[str, Any]) -> Path:
                     rule=f"at most {check.limit}",
                     remedy="please report it",
                 )
-        try:
-            build.rename(folder)
-        except OSError:  # another process was first
-            if not folder.is_dir():
-                raise
-    return folder / "onnx"
+        fsync_tree(build)
+        build.rename(folder)
 
 
 def _width(dtype: str) -> int:

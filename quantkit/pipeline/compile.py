@@ -551,7 +551,7 @@ class _Compilation:
 
     def _speed(self, subject: str, layers: list[LayerEntry]) -> tuple[list[Row], list[Decision]]:
         if not times(self.prepared):
-            return [], []
+            return [], self._untimed()
         self.progress.at("speed", 0.0, "the float model as ONNX, for comparison")
         step = next(step for step in self.prepared.request.recipe.export if step.name == "onnx")
         return try_to_time(
@@ -562,6 +562,15 @@ class _Compilation:
             step.options,
             lambda share, words: self.progress.at("speed", share, words),
         )
+
+    def _untimed(self) -> list[Decision]:
+        """Why an ONNX graph that could have been timed was not, where nobody asked for that."""
+        request, kind = self.prepared.request, self.prepared.source.kind
+        exported = any(step.name == "onnx" for step in request.recipe.export)
+        if not (request.speed and exported and self.prepared.layers.schemes):
+            return []
+        reason = f"target {request.target.name} is another machine" if kind == "decoder" else f"{kind}s are not timed"
+        return [decision("measure", NOTE, "speed", reason)]
 
     def _written(self, manifest: Manifest, rows: list[Row]) -> Manifest:
         """The page and the card, and the manifest that lists them."""

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit import registry
-from quantkit.content import cache_dir
 from quantkit.errors import InputError
+from quantkit.pipeline.baseline import place
 from quantkit.pipeline.worth import QUICK, runs_here
 from quantkit.report import words
 
 if TYPE_CHECKING:
     from quantkit.pipeline.compile import Prepared
+    from quantkit.recipe import ExportStep
 
 # multiply-adds a second of a core, and what Python with torch and transformers takes
 _RATE = 35e9
@@ -78,7 +79,7 @@ def estimate(prepared: Prepared) -> Estimate:
     hidden = 4.0 * seen * int(source.config.get("hidden_size", source.config.get("n_embd", 0)))
     work = (weights if schemes else 0) + 2 * hidden
     memory = _INTERPRETER + 2 * rest * 4 / width + _COPIES * block + 2 * hidden + (_ACTIVATIONS if seen else 0.1e9)
-    cache = whole * 4 / width if times(prepared) and not any((cache_dir() / "float").glob("*/onnx")) else 0.0
+    cache = whole * 4 / width if times(prepared) and not place(source, graph(prepared).options).exists() else 0.0
     return Estimate(_seconds(prepared), memory, bundle, work, cache)
 
 
@@ -106,6 +107,11 @@ def times(prepared: Prepared) -> bool:
     exported = any(step.name == "onnx" for step in request.recipe.export)
     quantized = bool(prepared.layers.schemes) and prepared.source.kind == "decoder"
     return request.speed and exported and quantized and runs_here(request.target)
+
+
+def graph(prepared: Prepared) -> ExportStep:
+    """The step of the recipe that exports ONNX."""
+    return next(step for step in prepared.request.recipe.export if step.name == "onnx")
 
 
 def head_size(prepared: Prepared) -> int:

@@ -14,9 +14,12 @@ from quantkit import registry
 from quantkit.bundle import Bundle, Check, Decision
 from quantkit.content import parse_yaml
 from quantkit.errors import GateError, InputError, did_you_mean, from_validation
+from quantkit.measure.rows import Row
 from quantkit.measure.size import folder_of
+from quantkit.pipeline import worth
 from quantkit.pipeline.progress import Progress
 from quantkit.recipe import WeightScheme
+from quantkit.report import usage
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ def export_bundle(
         progress: told how far it is.
 
     Raises:
-        InputError: `unknown-exporter`, `export-unsupported`, `export-exists`, `layout-unsupported`, the exporter's own.
+        InputError: `unknown-exporter`, `export-unsupported`, `export-exists`, `bundle-without-checkpoint`,
+            `bundle-dense`, `bundle-not-writable`, `hash-mismatch`, `layout-unsupported`, the exporter's own.
         GateError: `check-failed`, the result is not what the checkpoint is; nothing is added.
     """
     progress = progress or Progress()
@@ -96,10 +100,15 @@ def export_bundle(
             rule="content never changes after the build",
             remedy="compile again with another recipe",
         )
+    _demand_codes(bundle)
+    bundle.demand_writable()
+    bundle.demand_intact()
     if dry_run:
         return Exported(bundle, to, [], [], dry_run=True)
     progress.plan({"export": 20.0, "check": 20.0})
-    with tempfile.TemporaryDirectory(dir=bundle.path.parent, prefix=f".{bundle.path.name}-{to}-") as temporary:
+    with tempfile.TemporaryDirectory(
+        dir=bundle.path.resolve().parent, prefix=f".{bundle.path.name}-{to}-"
+    ) as temporary:
         beside = Path(temporary)
         progress.at("export", 0.0, to)
         decisions = exporter.add(bundle.path, beside / place, options)
@@ -125,8 +134,29 @@ def export_bundle(
             decisions=[*manifest.decisions, *decisions],
             checks=[*manifest.checks, *checks],
         )
+    # what they say of the bundle's exports and identity is of before
+    rows = worth.of_original([Row.model_validate(row) for row in added.measurements], manifest.model.source.sha256)
+    documents, missing = worth.documents(added.manifest, rows, added.path)
+    if not any(entry.path == worth.REPORT for entry in manifest.files):
+        documents.pop(worth.REPORT)  # nothing was measured that a page would show
+    for each in missing:
+        progress.note(f"{each.where}: {each.reason}")
+    added = added.put_all(documents)
     progress.at("check", 1.0)
     return Exported(added, to, checks, decisions)
+
+
+def _demand_codes(bundle: Bundle) -> None:
+    """Refuse a bundle that does not hold what an export is made from."""
+    if not usage.has(bundle.manifest, "model/"):
+        code, value, remedy = "bundle-without-checkpoint", "no model/", "compile with `export: [checkpoint: {}]`"
+    elif bundle.manifest.layers and not usage.packed(bundle.manifest):
+        code, value = "bundle-dense", "its checkpoint holds dequantized weights"
+        remedy = "compile with `export: [checkpoint: {layout: pack-quantized}]`"
+    else:
+        return
+    rule = "an export is made from the codes in the checkpoint"
+    raise InputError(code, where=str(bundle.path), value=value, rule=rule, remedy=remedy)
 
 
 def _options(exporter: Any, changes: Sequence[str], bundle: Bundle) -> dict[str, Any]:

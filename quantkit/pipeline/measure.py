@@ -10,7 +10,6 @@ nothing can be put into.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit import content, registry
+from quantkit import registry
 from quantkit.bundle import Bundle, Check, Manifest
 from quantkit.bundle.manifest import MANIFEST, MEASUREMENTS
 from quantkit.errors import InputError, MissingDependency, QuantkitError
@@ -28,6 +27,7 @@ from quantkit.measure.size import folder_of, size_rows
 from quantkit.pipeline import worth
 from quantkit.pipeline.gates import judge
 from quantkit.pipeline.progress import Progress
+from quantkit.plan import machine
 from quantkit.recipe import Gates, Recipe
 from quantkit.target import Target
 
@@ -136,7 +136,7 @@ def _against(bundle: Bundle, baseline: str | None, *, timed: bool) -> _Against:
         MissingDependency: torch, where nothing can be measured without.
     """
     source = bundle.manifest.model.source
-    has_torch = importlib.util.find_spec("torch") is not None
+    has_torch = machine.has("torch")
     if baseline is not None and (Path(baseline).expanduser() / MANIFEST).is_file():
         other = Bundle.load(baseline)
         other.demand_intact()

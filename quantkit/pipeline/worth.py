@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Check, Decision, LayerEntry, Manifest, Verdict
-from quantkit.errors import InputError, MissingDependency, QuantkitError
+from quantkit.errors import GateError, InputError, MissingDependency, QuantkitError
 from quantkit.measure.latency import Plan
 from quantkit.measure.rows import Row
 from quantkit.measure.verdict import Measured, verdict
@@ -59,6 +59,8 @@ def time_it(
     baseline_subject: str,
     plan: Plan,
     progress: Report | None = None,
+    *,
+    baseline_format: str = "float32",
 ) -> list[Row]:
     """The rows of a bundle's `onnx/` against a baseline's.
 
@@ -68,7 +70,7 @@ def time_it(
     from quantkit.measure.speed import Job, Part, run
 
     ours = Part(str(folder), subject, format_of(layers))
-    theirs = Part(str(baseline), baseline_subject, "float32")
+    theirs = Part(str(baseline), baseline_subject, baseline_format)
     return run(Job(ours, theirs, machine.cores(), plan), progress)
 
 
@@ -87,7 +89,7 @@ def try_to_time(
         baseline = float_onnx(source, options)
         context = context_of(folder)
         rows = time_it(folder, subject, layers, baseline, source.sha256, fitting(QUICK, context), progress)
-    except (InputError, MissingDependency) as problem:
+    except (InputError, MissingDependency, GateError) as problem:
         return [], [decision("measure", "speed-not-measured", RUNTIME, problem.line())]
     return rows, []
 
@@ -97,6 +99,21 @@ def context_of(folder: Path) -> int:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     names = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
     return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 4096)
+
+
+def is_timing(row: Row) -> bool:
+    """Whether a row is about the machine that it was measured on."""
+    return row.name.startswith(("latency.", "throughput.", "bandwidth.", "tax.", "memory.", "ceiling.", "energy."))
+
+
+def of_original(rows: Sequence[Row], source: str) -> list[Row]:
+    """The rows that set a bundle against the model of hash `source` that it was made from, not against others.
+
+    Of timings, those of the machine that timed last: two machines' times make no curve.
+    """
+    found = [row for row in rows if row.baseline is None or row.baseline.subject == source]
+    last = next((row.device for row in reversed(found) if row.name.startswith("latency.")), None)
+    return [row for row in found if last is None or not is_timing(row) or row.device == last]
 
 
 def decide(
@@ -124,6 +141,16 @@ def page(
         return make(manifest, rows, notes, build_up=read_build_up(folder)).encode(), []
     except QuantkitError as problem:
         return None, [decision("report", "page-not-made", REPORT, problem.line())]
+
+
+def documents(manifest: Manifest, rows: Sequence[Row], folder: Path) -> tuple[dict[str, bytes | None], list[Decision]]:
+    """Page and card of a finished bundle; the page is None where it cannot be made, so that no old one stays."""
+    from quantkit.report import figures
+    from quantkit.report.card import card
+
+    notes = figures.notes(manifest)
+    made, missing = page(manifest, rows, notes, folder)
+    return {REPORT: made, "README.md": card(manifest, rows, notes).encode()}, missing
 
 
 def read_build_up(folder: Path) -> list[tuple[str, float]] | None:
