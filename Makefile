@@ -4,6 +4,8 @@
 # PYTHON=python3.12 make venv   uses another interpreter (3.11 or later)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# of the tests; each computes with one thread, and shares what a file's tests share
+WORKERS ?= 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -36,10 +38,10 @@ demo: venv  ## quantize the embedded model to 4 bits, reload it, score it
 test: venv lint types floors pytest  ## everything that continuous integration runs
 
 test-fast: venv  ## the tests without the slow ones
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
 pytest: venv  ## all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: venv  ## ruff: rules and formatting
 	$(BIN)/ruff check .
