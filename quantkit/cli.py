@@ -588,7 +588,8 @@ def _reload(bundle: Bundle) -> tuple[list[Check], list[str]]:
             found += registry.load("export", name).check(bundle.path)
         except (ImportError, MissingDependency) as problem:
             missing = problem.where if isinstance(problem, MissingDependency) else problem.name
-            notes.append(f"{name} not loaded: {missing} is not installed (pip install 'quantkit[compile]')")
+            why = f"{missing} is not installed" if missing else str(problem)
+            notes.append(f"{name} not loaded: {why} (pip install 'quantkit[compile]')")
     return found, notes
 
 

@@ -22,6 +22,7 @@ from quantkit import content, registry
 from quantkit.bundle.disk import fsync_tree, is_disk_full
 from quantkit.errors import GateError, InputError, Stopped
 from quantkit.plan import machine
+from quantkit.report import words
 
 if TYPE_CHECKING:
     from quantkit.model.open import Source
@@ -69,7 +70,7 @@ def float_onnx(source: Source, options: dict[str, Any]) -> Path:
             raise InputError(
                 "disk-space" if full else "cache-not-writable",
                 where=str(folder.parent),
-                value=getattr(problem, "value", str(problem)),
+                value=problem.value if isinstance(problem, Stopped) else problem.strerror or str(problem),
                 rule="the float model is kept there as ONNX, to be measured against",
                 remedy="free some space, or set QUANTKIT_CACHE to another disk" if full else "set QUANTKIT_CACHE",
             ) from None
@@ -97,7 +98,7 @@ def _make(folder: Path, source: Source, options: dict[str, Any]) -> None:
         shutil.rmtree(left, ignore_errors=True)
     need = 4 * sum(entry.bytes for entry in source.weights.entries.values()) // _width(source.dtype)
     if shutil.disk_usage(home).free < 1.1 * need:
-        raise OSError(errno.ENOSPC, f"it takes {need / 1e9:.1f} GB, which are not free")
+        raise OSError(errno.ENOSPC, f"it takes {words.size(need)}, which are not free")
     exporter = registry.load("export", "onnx")
     with tempfile.TemporaryDirectory(dir=home, prefix=f"{folder.name}-") as temporary:
         build = Path(temporary) / "bundle"
