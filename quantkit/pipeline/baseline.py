@@ -122,8 +122,12 @@ def _width(dtype: str) -> int:
     return {"float32": 4, "float16": 2, "bfloat16": 2}.get(dtype, 4)
 
 
-def _code() -> str:
-    """The hash of the exporter's own code: a cached graph of an older one would not have the same fusions."""
+def _files() -> list[Path]:
+    """The exporter's own code, as far as it shapes a float graph."""
     folder = Path(__file__).parent.parent / "export"
-    files = sorted(folder.glob("*onnx*.py")) + [folder / f"_{name}.py" for name in ("trace", "repeat", "dialect_ort")]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    return [folder / f"{name}.py" for name in ("onnx", "_trace", "_repeat", "_dialect_ort", "_values")]
+
+
+def _code() -> str:
+    """A cached graph of older code would not have the same fusions."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in _files())).hexdigest()
