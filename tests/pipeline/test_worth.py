@@ -1,104 +1,208 @@
+"""Was it worth it: what is timed, against what, and which rows a verdict rests on."""
+
 from __future__ import annotations
 
-from typing import Any
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from planted_times import Timer, rows
 
-from quantkit.bundle import Check, LayerEntry
+from quantkit.bundle import Bundle, Check, LayerEntry
+from quantkit.errors import GateError, InputError, MissingDependency
 from quantkit.measure.latency import Plan
 from quantkit.measure.rows import Row
+from quantkit.measure.speed import Job, Part
+from quantkit.model.open import open_model
 from quantkit.pipeline import worth
-from quantkit.pipeline.gates import judge
-from quantkit.pipeline.request import Request, for_target, this_machine
-from quantkit.recipe import Gates, Recipe
+from quantkit.pipeline.request import this_machine
 from quantkit.target import Target
 
-LAYER = LayerEntry(name="a", shape=[8, 8], scheme={"format": "int4"}, bits_per_weight=4.5)
+if TYPE_CHECKING:
+    from conftest import Made
+
+PLAN = Plan(batches=(1, 2, 8), contexts=(16,), prefills=(8,), seconds=0.5, rounds=1)
+HERE = Target.load(this_machine())
+ELSEWHERE = {"id": "cpu-elsewhere", "kind": "cpu", "name": "Another"}
 
 
-def step(batch: int, ratio: float, runtime: str = worth.RUNTIME) -> Row:
-    data: dict[str, Any] = {
-        "name": "latency.decode_step",
-        "value": 0.01,
-        "unit": "s",
-        "better": "lower",
-        "n": 120,
-        "subject": "s",
-        "baseline": {
-            "subject": "b",
-            "value": 0.01 * ratio,
-            "ratio": ratio,
-            "ratio_ci95": [ratio * 0.97, ratio * 1.03],
-        },
-        "batch": batch,
-        "shape": {"new_tokens": 1, "context": 16},
-        "runtime": runtime,
-    }
-    return Row.model_validate(data)
+def job(baseline: str = "source", form: str = "float32") -> Job:
+    return Job(Part("a", "ours", "int4"), Part("b", baseline, form), 2, PLAN)
 
 
-def target() -> Target:
-    return Target.load(this_machine())
+def layer(form: str) -> LayerEntry:
+    return LayerEntry(name="x", shape=[8, 8], scheme={"format": form}, bits_per_weight=4.0)
 
 
-def test_the_verdict_rests_on_the_batches_of_the_target_that_were_timed() -> None:
-    rows = [step(1, 2.0), step(4, 1.5), step(16, 0.8)]
-    found = worth.decide(rows, [], [LAYER], target())
+LAYERS = [layer("int4"), layer("int4"), layer("int8")]
+
+
+def test_only_a_processor_of_this_kind_can_be_timed_here() -> None:
+    other = {"cpu-x86": "cpu-arm", "cpu-arm": "cpu-x86"}[this_machine()]
+    assert worth.runs_here(HERE)
+    assert not worth.runs_here(Target.load(other))
+    assert not worth.runs_here(Target.load("h100"))
+    data = {key: value for key, value in HERE.as_dict().items() if key != "name"}
+    assert not worth.runs_here(Target.from_dict({**data, "runtimes": ["torch"], "build": {}}, name="own"))
+
+
+def test_the_format_of_a_bundle_is_that_of_most_layers() -> None:
+    assert worth.format_of(LAYERS) == "int4"
+    assert worth.format_of([]) == "float32"
+
+
+@pytest.mark.parametrize(
+    ("context", "contexts", "prefills"),
+    [(4096, (128, 1024), (64, 256, 1024)), (1024, (128, 1023), (64, 256, 1024)), (100, (99,), (64, 100))],
+)
+def test_shapes_that_a_model_does_not_have_are_shortened(
+    context: int, contexts: tuple[int, ...], prefills: tuple[int, ...]
+) -> None:
+    """A step needs room for its own token as well."""
+    found = worth.fitting(Plan(), context)
+    assert (found.contexts, found.prefills) == (contexts, prefills)
+    assert found.batches == Plan().batches
+
+
+@pytest.mark.parametrize(
+    ("config", "context"),
+    [
+        ({"max_position_embeddings": 64}, 64),
+        ({"n_positions": 32}, 32),
+        ({"max_position_embeddings": None, "n_ctx": 8}, 8),
+        ({}, 4096),
+    ],
+)
+def test_the_context_is_the_config_s(config: dict[str, Any], context: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert worth.context_of(tmp_path) == context
+
+
+# --- timing -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_compile_times_what_fits_against_the_same_export_of_the_source(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer = Timer()
+    monkeypatch.setattr("quantkit.measure.speed.run", timer)
+    monkeypatch.setattr("quantkit.pipeline.baseline.float_onnx", lambda source, options: made.floating / "onnx")
+    source = open_model(str(made.model))
+    found, decisions = worth.try_to_time(made.both / "onnx", "ours", LAYERS, source, {})
+    assert decisions == []
+    assert {row.subject for row in found if row.baseline} == {"ours"}
+    (asked,) = timer.jobs
+    assert (asked.ours.subject, asked.ours.format) == ("ours", "int4")
+    assert (asked.theirs.subject, asked.theirs.format) == (source.sha256, "float32")
+    assert (asked.plan.batches, asked.plan.contexts, asked.plan.prefills) == ((1, 4, 16), (63,), (64,))
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        InputError("out-of-memory", value="too much"),
+        MissingDependency("scipy", extra="onnx", purpose="x"),
+        GateError("check-failed", where="float baseline"),
+    ],
+    ids=lambda problem: str(problem.code),
+)
+def test_what_prevents_timing_is_a_decision_and_not_the_end_of_a_compile(
+    problem: Exception, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Path:
+        raise problem
+
+    monkeypatch.setattr("quantkit.pipeline.baseline.float_onnx", fail)
+    found, decisions = worth.try_to_time(made.both / "onnx", "ours", LAYERS, open_model(str(made.model)), {})
+    assert found == []
+    assert [each.code for each in decisions] == ["speed-not-measured"]
+    assert problem.code in decisions[0].reason  # type: ignore[attr-defined]
+
+
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+
+def test_a_verdict_is_on_the_batches_of_the_target_that_were_measured() -> None:
+    found = worth.decide(rows(job(), lambda batch: 2.0 if batch < 8 else 0.5), [], LAYERS, HERE)
     assert found is not None
-    assert (found.answer, found.batch) == ("ship_up_to", 4)
-    slower = worth.decide([step(1, 0.5)], [], [LAYER], target())
-    assert slower is not None and slower.answer == "do_not_quantize"
+    assert (found.answer, found.batch) == ("ship_up_to", 2)
+    data = {key: value for key, value in HERE.as_dict().items() if key != "name"}
+    small = Target.from_dict({**data, "batches": [1, 2]}, name="own")
+    whole = worth.decide(rows(job(), lambda batch: 2.0 if batch < 8 else 0.5), [], LAYERS, small)
+    assert whole is not None
+    assert whole.answer == "ship_it"
+    none = Target.from_dict({**data, "batches": [64]}, name="own")
+    instead = worth.decide(rows(job(), lambda batch: 2.0), [], LAYERS, none)
+    assert instead is not None, "none of its batches: of those that there are"
+    assert instead.answer == "ship_it"
 
 
-def test_there_is_no_verdict_where_nothing_was_timed_or_nothing_is_quantized() -> None:
-    assert worth.decide([], [], [LAYER], target()) is None
-    assert worth.decide([step(1, 2.0, runtime="torch")], [], [LAYER], target()) is None
-    assert worth.decide([step(1, 2.0)], [], [], target()) is None
+def test_without_times_or_without_codes_there_is_no_verdict() -> None:
+    assert worth.decide([], [], LAYERS, HERE) is None
+    assert worth.decide(rows(job(), lambda batch: 2.0), [], [], HERE) is None
+    torch = [row.model_copy(update={"runtime": "torch"}) for row in rows(job(), lambda batch: 2.0)]
+    assert worth.decide(torch, [], LAYERS, HERE) is None
 
 
-def test_a_failed_gate_decides_before_any_speed() -> None:
-    failed = Check(name="gate.kl_max", value=1.0, limit=0.1, ok=False)
-    found = worth.decide([step(1, 3.0)], [failed], [LAYER], target())
-    assert found is not None and found.answer == "do_not_quantize"
+def test_a_failed_gate_decides_alone() -> None:
+    failed = Check(name="gate.onnxruntime.kl_max", value=0.3, limit=0.25, ok=False)
+    for timed in ([], rows(job(), lambda batch: 2.0)):
+        found = worth.decide(timed, [failed], LAYERS, HERE)
+        assert found is not None
+        assert found.answer == "do_not_quantize"
+        assert "gate.onnxruntime.kl_max" in found.because[0]
 
 
-def test_shapes_are_cut_to_the_context_of_a_model() -> None:
-    plan = worth.fitting(Plan(contexts=(128, 1024), prefills=(64, 256, 1024)), 200)
-    assert (plan.contexts, plan.prefills) == ((128, 199), (64, 200))
+def test_rows_against_others_are_not_about_the_original() -> None:
+    accuracy = Row(name="accuracy.kl", value=0.1, unit="nat", subject="ours", device=ELSEWHERE)
+    against = {"subject": "other", "value": 30.0}
+    foreign = Row(name="accuracy.perplexity", value=33.0, unit="1", subject="ours", baseline=against)
+    mine, theirs = rows(job(), lambda batch: 2.0), rows(job("other"), lambda batch: 0.5)
+    found = worth.of_original([accuracy, *mine, foreign, *theirs], "source")
+    assert {row.baseline.subject for row in found if row.baseline} == {"source"}
+    assert accuracy in found
+    assert foreign not in found
 
 
-@pytest.mark.parametrize(("name", "here"), [("h100", False), ("cpu-x86", None), ("cpu-arm", None)])
-def test_only_a_target_of_this_kind_is_timed(name: str, here: bool | None) -> None:
-    assert worth.runs_here(Target.load(name)) is (name == this_machine() if here is None else here)
+def test_of_two_machines_times_those_of_the_last_count() -> None:
+    accuracy = Row(name="accuracy.kl", value=0.1, unit="nat", subject="ours", device=ELSEWHERE)
+    before, now = rows(job(), lambda batch: 0.5, device=ELSEWHERE), rows(job(), lambda batch: 2.0)
+    found = worth.of_original([accuracy, *before, *now], "source")
+    assert accuracy in found, "is no matter of the machine"
+    assert [row for row in found if worth.is_timing(row)] == now
+    assert worth.of_original([accuracy], "source") == [accuracy]
 
 
-def test_each_runtime_is_held_against_each_gate() -> None:
-    rows = [
-        Row(name="accuracy.kl", value=value, unit="nat", subject="s", runtime=runtime)
-        for runtime, value in (("torch", 0.1), ("onnxruntime", 0.3))
-    ]
-    checks, decisions = judge(Gates(kl_max=0.2, cosine_min=0.5), rows)
-    assert [(check.name, check.ok) for check in checks] == [
-        ("gate.kl_max", True),
-        ("gate.onnxruntime.kl_max", False),
-    ]
-    assert [decision.code for decision in decisions] == ["gate-not-judged"]
+# --- page and card ----------------------------------------------------------------------------------------------------
 
 
-def test_an_export_that_the_target_cannot_read_is_left_out_and_named() -> None:
-    both = Recipe.load("awq-int4")
-    kept, left_out = for_target(both, Target.load("h100"))
-    assert ([step.name for step in kept.export], left_out) == (["checkpoint"], ("onnx",))
-    alone = Recipe.load("int4-cpu")
-    assert for_target(alone, Target.load("h100")) == (alone, ())
-    with pytest.raises(Exception, match="target-cannot-run"):
-        Request.of(recipe="int4-cpu", target="h100")
+def test_the_documents_of_a_bundle(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = Bundle.load(made.both)
+    files, decisions = worth.documents(bundle.manifest, rows(job(), lambda batch: 2.0), bundle.path)
+    assert decisions == []
+    assert bundle.manifest.content_sha256.encode() in (files["README.md"] or b"")
+    assert (files[worth.REPORT] or b"").startswith(b"<!")
+
+    def fail(*_: object, **__: object) -> str:
+        raise MissingDependency("plotly", extra="report", purpose="the report page")
+
+    monkeypatch.setattr("quantkit.report.page.page", fail)
+    files, decisions = worth.documents(bundle.manifest, [], bundle.path)
+    assert files[worth.REPORT] is None
+    assert [each.code for each in decisions] == ["page-not-made"]
+    assert "plotly" in decisions[0].reason
 
 
-def test_options_left_out_are_the_targets() -> None:
-    recipe = Recipe.load("int4-cpu", ["export=[{onnx: {}}]"])
-    kept, _ = for_target(recipe, Target.load("cpu-x86"))
-    assert kept.export[0].options == {"accuracy_level": 4}
-    chosen = Recipe.load("int4-cpu", ["export=[{onnx: {accuracy_level: 0}}]"])
-    kept, _ = for_target(chosen, Target.load("cpu-x86"))
-    assert kept.export[0].options == {"accuracy_level": 0}
+@pytest.mark.parametrize("text", [None, "", "{", "[1, 2]", '[["a", "b"]]', "null"])
+def test_a_build_up_that_is_missing_or_damaged_is_none(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / worth.BUILD_UP).write_text(text)
+    assert worth.read_build_up(tmp_path) is None
+
+
+def test_a_build_up_is_read_as_it_was_written(made: Made) -> None:
+    found = worth.read_build_up(made.both)
+    assert found is not None
+    assert [name for name, _ in found] == ["model.layers.0"]
+    assert 0 < found[0][1] < 1
