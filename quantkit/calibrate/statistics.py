@@ -39,6 +39,8 @@ class InputStats:
         self._counts = [0, 0]
         self._sequences = 0
         self._hessian: Tensor | None = None
+        self._sum = torch.zeros(0, dtype=torch.float64)
+        self._absmax = torch.zeros(0)
         for part in inputs:
             self.add(part)
 
@@ -53,6 +55,7 @@ class InputStats:
         width = part.shape[-1]
         if not self._halves:
             self._halves = [torch.zeros(width, width) for _ in range(2)]
+            self._sum, self._absmax = self._sum.new_zeros(width), self._absmax.new_zeros(width)
         for half in range(2):
             piece = part[(half + self._sequences) % 2 :: 2].reshape(-1, width)
             for left in range(0, width, _PANEL):
@@ -71,6 +74,21 @@ class InputStats:
                 remedy="check the model with another text, or leave this layer in high precision",
             )
         self._hessian = None
+        flat = part.reshape(-1, width)
+        self._sum += flat.sum(dim=0).double()
+        if flat.shape[0]:
+            low, high = torch.aminmax(flat, dim=0)
+            self._absmax = torch.maximum(self._absmax, torch.maximum(-low, high))
+
+    @property
+    def absmax(self) -> Tensor:
+        """`max |x_k|` over all tokens, [K] float32."""
+        return self._absmax
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean input, [K] float32."""
+        return (self._sum / max(self.tokens, 1)).float()
 
     @property
     def hessian(self) -> Tensor:

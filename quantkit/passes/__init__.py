@@ -41,7 +41,7 @@ class Pass(Protocol):
         paper: where it is from.
         scope: `block`, or `model` for what reaches every block: its `transform` is then applied to each block, and to
             the rest of the model, as they load.
-        needs: statistics: "hessian", "absmax", "inputs", "original_outputs".
+        needs: statistics: "hessian", "absmax", "mean", "inputs", "original_outputs".
         requires, ensures: facts about a block: "codes" (assigned), "unassigned", "folded".
         Settings: closed pydantic model of its settings.
     """

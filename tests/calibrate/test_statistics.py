@@ -56,6 +56,8 @@ def test_sums_are_what_they_say(name: str, chunk: int) -> None:
         assert seen[group].tokens == x.shape[0] == 60
         assert seen[group].hessian.dtype == torch.float32
         assert relative(seen[group].hessian, x.T @ x / x.shape[0]) < 1e-6
+        assert relative(seen[group].absmax, x.abs().amax(dim=0)) < 1e-6
+        assert relative(seen[group].mean, x.mean(dim=0)) < 1e-6
     # the block's output came along
     assert found.outputs is not None
     assert relative(found.outputs, found.calls.run_all(found.module, 0, found.hidden)) < 1e-6
