@@ -1,7 +1,7 @@
 """Token ids of a calibration set, and the folder that a model opens to: a process of its own.
 
 python ids.py request.json answer.json
-request: {"model": MODEL, "set": NAME, "samples": 8, "tokens": 512}     answer: {"folder", "ids"}
+request: {"model": MODEL, "set": NAME, "split": "calib", "samples": 8, "tokens": 512}     answer: {"folder", "ids"}
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     source = open_model(request["model"])
     found = load_tokens(
         request["set"],
-        "calib",
+        request.get("split", "calib"),
         tokenizer=source.tokenizer(),
         samples=request["samples"],
         tokens=request["tokens"],
