@@ -19,8 +19,17 @@ from quantkit.errors import InputError, did_you_mean, from_validation
 
 ModelKind = Literal["decoder", "encoder", "vision"]
 Granularity = Literal["tensor", "channel", "group", "token", "block"]
-# exactly one pass of a recipe decides the codes of the weights
-ASSIGNERS = ("rtn", "gptq", "round", "hqq")
+
+
+def assigners() -> list[str]:
+    """The passes that decide the codes of the weights; a recipe has exactly one of them."""
+    return [name for name in registry.names("passes") if _assigns(name)]
+
+
+def _assigns(name: str) -> bool:
+    """Whether a pass finds linears without codes and leaves them with; one that improves codes requires them."""
+    found = registry.load("passes", name)
+    return "codes" in found.ensures and "codes" not in found.requires
 
 
 class WeightScheme(Closed):
@@ -221,13 +230,13 @@ class Recipe(Closed):
 
     @model_validator(mode="after")
     def _one_assigner(self) -> Self:
-        assigners = [step.name for step in self.passes if step.name in ASSIGNERS]
-        if self.passes and self.scheme.weights is not None and len(assigners) != 1:
-            found = ", ".join(assigners) or "none"
-            raise ValueError(f"exactly one of {', '.join(ASSIGNERS)} assigns the codes; found {found}")
-        if assigners and self.scheme.weights is None:
+        assigning = [step.name for step in self.passes if _assigns(step.name)]
+        if self.passes and self.scheme.weights is not None and len(assigning) != 1:
+            found = ", ".join(assigning) or "none"
+            raise ValueError(f"exactly one of {', '.join(assigners())} assigns the codes; found {found}")
+        if assigning and self.scheme.weights is None:
             raise ValueError(
-                f"{assigners[0]} assigns codes, but there is no weight scheme; add `scheme: {{weights: …}}`"
+                f"{assigning[0]} assigns codes, but there is no weight scheme; add `scheme: {{weights: …}}`"
             )
         if self.scheme.weights is not None and not self.passes:
             raise ValueError("a weight scheme needs a pass that assigns the codes; add `rtn: {}`")
