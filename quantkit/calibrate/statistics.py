@@ -5,11 +5,15 @@ may change the linears before they run, so that what follows in the block alread
 sequences fit into one forward, the forward simply pauses there, and one run serves all stages and yields the block's
 output as well. Else every stage replays the block up to its point, chunk by chunk, so that memory stays bounded.
 
+The *original stream* is what the unquantized model would feed the block. If a pass asks for it, the block's original
+weights run on it in step, and the statistics also say how far the inputs have drifted from the original ones.
+
 Sums are deterministic: a fixed number of partials, in a fixed order, whatever the number of workers.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -36,6 +40,7 @@ class InputStats:
         self._name = name
         self.tokens = 0
         self._halves: list[Tensor] = []
+        self._drifts: list[Tensor] | None = []
         self._counts = [0, 0]
         self._sequences = 0
         self._hessian: Tensor | None = None
@@ -44,8 +49,12 @@ class InputStats:
         for part in inputs:
             self.add(part)
 
-    def add(self, part: Tensor) -> None:
+    def add(self, part: Tensor, original: Tensor | None = None) -> None:
         """Add a chunk [sequences, tokens, K] or [tokens, K].
+
+        Args:
+            part: what the linears receive.
+            original: what they would in the unquantized model, token by token; what some chunk has not is not known.
 
         Raises:
             InputError: `activations-nonfinite`.
@@ -55,12 +64,18 @@ class InputStats:
         width = part.shape[-1]
         if not self._halves:
             self._halves = [torch.zeros(width, width) for _ in range(2)]
+            self._drifts = [torch.zeros(width, width) for _ in range(2)] if original is not None else None
             self._sum, self._absmax = self._sum.new_zeros(width), self._absmax.new_zeros(width)
+        if original is None:
+            self._drifts = None
         for half in range(2):
             piece = part[(half + self._sequences) % 2 :: 2].reshape(-1, width)
             for left in range(0, width, _PANEL):
                 panel = self._halves[half][left : left + _PANEL, left:]
                 panel.addmm_(piece[:, left : left + _PANEL].T, piece[:, left:])
+            if original is not None and self._drifts is not None:
+                apart = original.float().reshape(part.shape)[(half + self._sequences) % 2 :: 2].reshape(-1, width)
+                self._drifts[half].addmm_((apart - piece).T, piece)
             self._counts[half] += piece.shape[0]
         self.tokens += part.numel() // width
         self._sequences += part.shape[0]
@@ -99,6 +114,13 @@ class InputStats:
         return self._hessian
 
     @property
+    def drift(self) -> Tensor | None:
+        """`ΔᵀX / tokens`, [K, K] float32, with Δ the original inputs less these; None where those are not known."""
+        if not self._drifts:
+            return None
+        return (self._drifts[0] + self._drifts[1]).div_(self.tokens)
+
+    @property
     def noise(self) -> float:
         """How much of the Hessian beside its diagonal is chance: 0..1, the best share to take off.
 
@@ -124,11 +146,32 @@ class InputStats:
         return min(1.0, apart / 4 / both) if both > 0 else 1.0
 
 
+def _paired(part: Tensor, inputs: Tensor, original: Tensor | None) -> Tensor | None:
+    """Original inputs that belong to `inputs` token by token; None where those hold some tokens of `part` only."""
+    whole = inputs.numel() // inputs.shape[-1] == part.numel() // part.shape[-1]
+    return original if whole and original is not None and original.shape == inputs.shape else None
+
+
 class _Reached(Exception):
     """Ends a replay at the shared input it was for."""
 
 
 Visit = Callable[[SharedInput, InputStats], None]
+
+
+@dataclass
+class Original:
+    """A block as it came, on what the unquantized model feeds it.
+
+    Args:
+        module: with its original weights, up to exact folds.
+        hidden: [samples, tokens, width], its input.
+        outputs: its output, once it has run.
+    """
+
+    module: nn.Module
+    hidden: Tensor
+    outputs: Tensor | None = None
 
 
 @dataclass
@@ -142,6 +185,7 @@ class Stats:
         index: the block's number.
         hidden: [samples, tokens, width], the block's input.
         outputs: the block's output, once a staged run has ended; passes that change weights afterwards reset it.
+        original: the block in the original stream; None unless a pass asked for it.
     """
 
     module: nn.Module
@@ -150,19 +194,24 @@ class Stats:
     index: int
     hidden: Tensor
     outputs: Tensor | None = None
+    original: Original | None = None
 
     @torch.no_grad()
-    def staged(self, visit: Visit) -> None:
+    def staged(self, visit: Visit, *, drift: bool = False) -> None:
         """Run the block on everything; at each shared input call `visit(group, statistics)` before its linears run.
+
+        Args:
+            visit: may change the linears of the group.
+            drift: whether the statistics are to hold the drift from the original inputs.
 
         Raises:
             InputError: `activations-nonfinite`, naming the linear.
         """
         self.outputs = None
         if self.hidden.shape[0] <= self.calls.chunk:
-            self._pausing(visit)
+            self._pausing(visit, drift)
         else:
-            self._replaying(visit)
+            self._replaying(visit, drift)
 
     def settled(self) -> Tensor:
         """The block's output with its present weights, [samples, tokens, width]."""
@@ -170,13 +219,23 @@ class Stats:
             self.outputs = self.calls.run_all(self.module, self.index, self.hidden)
         return self.outputs
 
-    def _pausing(self, visit: Visit) -> None:
+    def original_outputs(self) -> Tensor:
+        """What the block puts out in the unquantized model, [samples, tokens, width]."""
+        original = self._original()
+        if original.outputs is None:
+            original.outputs = self.calls.run_all(original.module, self.index, original.hidden)
+        return original.outputs
+
+    def _pausing(self, visit: Visit, drift: bool) -> None:
         waiting = {group.name: group for group in self.groups}
+        kept = self._original_inputs() if drift else {}
 
         def pause(group: SharedInput) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
             def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
                 if waiting.pop(group.name, None) is not None:
-                    visit(group, InputStats([args[0]], group.name))
+                    sums = InputStats(name=group.name)
+                    sums.add(args[0], _paired(self.hidden, args[0], kept.pop(group.name, None)))
+                    visit(group, sums)
 
             return hook
 
@@ -187,23 +246,56 @@ class Stats:
             for hook in hooks:
                 hook.remove()
 
-    def _replaying(self, visit: Visit) -> None:
+    def _original_inputs(self) -> dict[str, Tensor]:
+        """What each shared input holds in the original stream, from one forward of everything."""
+        original = self._original()
+        kept: dict[str, Tensor] = {}
+
+        def keep(group: SharedInput) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+                kept.setdefault(group.name, args[0])
+
+            return hook
+
+        hooks = [original.module.get_submodule(each.name).register_forward_pre_hook(keep(each)) for each in self.groups]
+        try:
+            original.outputs = self.calls.run(original.module, self.index, original.hidden)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return kept
+
+    def _replaying(self, visit: Visit, drift: bool) -> None:
+        befores: Iterable[Tensor | None]
         for group in self.groups:
             sums = InputStats(name=group.name)
-
-            def catch(_: nn.Module, args: tuple[Tensor, ...], sums: InputStats = sums) -> None:
-                sums.add(args[0])
-                raise _Reached
-
-            hook = self.module.get_submodule(group.name).register_forward_pre_hook(catch)
-            try:
-                for part in self.calls.chunks(self.hidden):
-                    try:
-                        self.calls.run(self.module, self.index, part)
-                    except _Reached:
-                        continue
-            finally:
-                hook.remove()
+            befores = self.calls.chunks(self._original().hidden) if drift else itertools.repeat(None)
+            for part, before in zip(self.calls.chunks(self.hidden), befores, strict=False):
+                reached = self._reach(self.module, group, part)
+                if reached is not None:
+                    other = None if before is None else self._reach(self._original().module, group, before)
+                    sums.add(reached, _paired(part, reached, other))
             if sums.tokens:  # as when pausing: what nothing reaches is not visited
                 visit(group, sums)
         self.outputs = self.calls.run_all(self.module, self.index, self.hidden)
+
+    def _reach(self, module: nn.Module, group: SharedInput, part: Tensor) -> Tensor | None:
+        """What a shared input holds when one chunk runs, up to there; None where the chunk does not get there."""
+        found: list[Tensor] = []
+
+        def catch(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            found.append(args[0])
+            raise _Reached
+
+        hook = module.get_submodule(group.name).register_forward_pre_hook(catch)
+        try:
+            self.calls.run(module, self.index, part)
+        except _Reached:
+            pass
+        finally:
+            hook.remove()
+        return found[0] if found else None
+
+    def _original(self) -> Original:
+        assert self.original is not None, "a pass that looks at the original stream says so in `needs`"
+        return self.original

@@ -33,6 +33,7 @@ class Block:
         fuses: whether any destination gains from linears that are stored as one.
         fusions: linears to be stored as one.
         tensors: linear -> its codes; what `assign` was given.
+        original: the module as it came, when a pass looks at the original stream; folds reach it too.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Block:
     fuses: bool = False
     fusions: list[tuple[str, ...]] = field(default_factory=list)
     tensors: dict[str, QuantTensor] = field(default_factory=dict)
+    original: nn.Module | None = None
 
     def full_name(self, linear: str) -> str:
         """`self_attn.q_proj` -> `model.layers.3.self_attn.q_proj`."""
@@ -106,6 +108,8 @@ class Block:
         """
         fold = self.folds[self.group_name(group)]
         whole = next(each for each in self.structure.groups if each.name == fold.group)
+        if self.original is not None:  # or its inputs would be others, not the same in better precision
+            folds.apply(self.original, fold, whole, scales, self.dtype)
         return folds.apply(self.module, fold, whole, scales, self.dtype)
 
     def group_name(self, group: SharedInput) -> str:

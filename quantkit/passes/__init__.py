@@ -41,7 +41,8 @@ class Pass(Protocol):
         paper: where it is from.
         scope: `block`, or `model` for what reaches every block: its `transform` is then applied to each block, and to
             the rest of the model, as they load.
-        needs: statistics: "hessian", "absmax", "mean", "inputs", "original_outputs".
+        needs: statistics: "hessian", "absmax", "mean", "original_inputs", "original_outputs"; settings that need more
+            have a property `needs`.
         requires, ensures: facts about a block: "codes" (assigned), "unassigned", "folded".
         Settings: closed pydantic model of its settings.
     """

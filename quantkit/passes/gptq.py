@@ -2,7 +2,8 @@
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2023,
 arXiv 2210.17323. The solver is `solvers/gptq.py`. Here: one Hessian and one factor per shared input, taken in the order
-in which the block runs, so that each linear is fitted to the inputs it will really see.
+in which the block runs, so that each linear is fitted to the inputs it will really see, and made up for what these have
+drifted from the original ones (Li et al., "GPTAQ", 2025, arXiv 2504.02692).
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Gptq:
             shrink: share taken off the Hessian's entries beside the diagonal: a few thousand tokens overstate how far
                 one input can make up for another, which is what overfits. `auto` estimates the share that is chance
                 from two halves of the calibration set.
+            correction: share of the inputs' drift that weights make up for before they are rounded: blocks and linears
+                that came before are quantized, so inputs are no longer what they were. 0 spares the original stream.
             act_order: choose the columns that matter most first; the ranges stay static groups.
             range: how the range of a group is chosen: `minmax`, `mse`, or `hessian` (squared error weighted by the
                 Hessian's diagonal).
@@ -50,14 +53,20 @@ class Gptq:
 
         damping: float = Field(default=0.01, ge=0)
         shrink: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
+        correction: float = Field(default=0.0, ge=0, le=1)
         act_order: bool = True
         range: Literal["minmax", "mse", "hessian"] = "hessian"
         sweeps: int = Field(default=0, ge=0)
         refit: bool = True
 
+        @property
+        def needs(self) -> frozenset[str]:
+            """The original stream, if anything is corrected."""
+            return frozenset({"original_inputs"}) if self.correction else frozenset()
+
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, stage by stage."""
-        from quantkit.passes.solvers.gptq import Factor, factor, gptq_shared
+        from quantkit.passes.solvers.gptq import Factor, corrected, factor, gptq_shared
 
         outcome = Outcome(True)
 
@@ -85,6 +94,8 @@ class Gptq:
                         outcome.decisions.append(
                             decision(self.name, "damping-raised", where, reason, settings.damping, solved.damping)
                         )
+                if settings.correction and seen.drift is not None:
+                    weights = corrected(weights, factors[width], padded(seen.drift, width), settings.correction)
                 results = gptq_shared(
                     weights,
                     factors[width],
@@ -96,16 +107,16 @@ class Gptq:
                 for name, result in zip(names, results, strict=True):
                     outcome.errors[name] = block.assign(name, result.tensor)
 
-        stats.staged(visit)
+        stats.staged(visit, drift=settings.correction > 0)
         return outcome
 
 
-def padded(hessian: Tensor, width: int) -> Tensor:
-    """A Hessian [K, K] for weights that were filled up with columns of zeros: [width, width]."""
+def padded(moments: Tensor, width: int) -> Tensor:
+    """Sums of products of inputs [K, K] for weights that were filled up with columns of zeros: [width, width]."""
     import torch
 
-    missing = width - hessian.shape[0]
-    return torch.nn.functional.pad(hessian, (0, missing, 0, missing)) if missing else hessian
+    missing = width - moments.shape[0]
+    return torch.nn.functional.pad(moments, (0, missing, 0, missing)) if missing else moments
 
 
 PASS = Gptq()

@@ -333,7 +333,7 @@ class _Compilation:
             return
         begun = time.process_time()
         hidden_file = build.work / f"hidden-{start - 1:04}.safetensors"
-        hidden = load_file(hidden_file)["hidden"] if hidden_file.exists() else None
+        states = load_file(hidden_file) if hidden_file.exists() else {}
         generator = torch.Generator().manual_seed(prepared.request.recipe.seed)
         probe_ids = torch.randint(0, tokens.vocabulary(prepared.source), _PROBE, generator=generator)
         self.progress.at("quantize", start / count, f"block {start + 1} of {count}")
@@ -348,7 +348,8 @@ class _Compilation:
             seed=prepared.request.recipe.seed,
             fuses=any(registry.load("export", step.name).fuses for step in prepared.request.recipe.export),
             start=start,
-            hidden=hidden,
+            hidden=states.get("hidden"),
+            original=states.get("original"),
         ):
             index = worked.block.index
             result = build.temporary("block.safetensors")
@@ -356,9 +357,10 @@ class _Compilation:
             finished.save(result, named, self._changed(worked))
             files = {result: build.work / f"block-{index:04}.safetensors"}
             if worked.hidden is not None:
-                states = build.temporary("hidden.safetensors")
-                save_file({"hidden": worked.hidden}, states)
-                files[states] = build.work / f"hidden-{index:04}.safetensors"
+                outputs = {"hidden": worked.hidden, "original": worked.original}
+                kept = build.temporary("hidden.safetensors")
+                save_file({name: value for name, value in outputs.items() if value is not None}, kept)
+                files[kept] = build.work / f"hidden-{index:04}.safetensors"
             before = build.work / f"hidden-{index - 1:04}.safetensors"
             remove = [before] if before.exists() else []
             now = time.process_time()

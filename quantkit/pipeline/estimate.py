@@ -57,6 +57,8 @@ class Estimate:
 
 def estimate(prepared: Prepared) -> Estimate:
     """For a request whose inputs were opened."""
+    from quantkit.pipeline.work import looks_at_original
+
     shapes, schemes = prepared.layers.shapes, prepared.layers.schemes
     source = prepared.source
     weights = sum(rows * columns for rows, columns in shapes.values())
@@ -76,7 +78,8 @@ def estimate(prepared: Prepared) -> Estimate:
         stretch = 4 / width if step.name == "onnx" else 1.0
         bundle += packed + dense * stretch
     seen = prepared.calibration.ids.numel() if prepared.calibration else 0
-    hidden = 4.0 * seen * int(source.config.get("hidden_size", source.config.get("n_embd", 0)))
+    streams = 1 + looks_at_original(prepared.steps)
+    hidden = 4.0 * streams * seen * int(source.config.get("hidden_size", source.config.get("n_embd", 0)))
     work = (weights if schemes else 0) + 2 * hidden
     memory = _INTERPRETER + 2 * rest * 4 / width + _COPIES * block + 2 * hidden + (_ACTIVATIONS if seen else 0.1e9)
     cache = whole * 4 / width if times(prepared) and not place(source, graph(prepared).options).exists() else 0.0
@@ -130,7 +133,7 @@ def _seconds(prepared: Prepared) -> dict[str, float]:
     seen = prepared.calibration.ids.numel() if prepared.calibration else 0
     stages = {}
     if prepared.steps:
-        passes = sum(1 + 2 * bool(step.run.needs) for step in prepared.steps)
+        passes = sum(1 + 2 * bool(step.needs) for step in prepared.steps)
         stages["quantize"] = 1.0 + passes * 2 * weights * seen / rate + weights / 2e7
     exports = [step.name for step in prepared.request.recipe.export]
     graph = 12.0 + weights / 2e7 if "onnx" in exports else 0.0

@@ -6,6 +6,7 @@ ones put out.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.bundle import Decision
-from quantkit.calibrate.statistics import Stats
+from quantkit.calibrate.statistics import Original, Stats
 from quantkit.errors import InputError
 from quantkit.model import fold, structure
 from quantkit.model.block import Block
@@ -41,6 +42,12 @@ class Step:
     run: Pass
     settings: Any
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """The statistics that the pass needs with these settings."""
+        more: frozenset[str] = getattr(self.settings, "needs", frozenset())
+        return self.run.needs | more
+
 
 @dataclass
 class Worked:
@@ -49,12 +56,14 @@ class Worked:
     Args:
         block: with its codes and its changed module.
         hidden: its output on the calibration set; None when no pass looks at data.
+        original: its output in the original stream; None when no pass looks at that.
         decisions: of its passes.
         errors: linear's full name -> relative weight error.
     """
 
     block: Block
     hidden: Tensor | None
+    original: Tensor | None = None
     decisions: list[Decision] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
 
@@ -116,7 +125,12 @@ def chunk_size(widest: int, tokens: int) -> int:
 
 def looks_at_data(steps: Sequence[Step]) -> bool:
     """Whether any pass needs the calibration set."""
-    return any(step.run.needs for step in steps)
+    return any(step.needs for step in steps)
+
+
+def looks_at_original(steps: Sequence[Step]) -> bool:
+    """Whether any pass needs what the unquantized model would feed a block."""
+    return any(step.needs & {"original_inputs", "original_outputs"} for step in steps)
 
 
 def check_order(steps: Sequence[Step]) -> None:
@@ -154,6 +168,7 @@ def work(
     fuses: bool = False,
     start: int = 0,
     hidden: Tensor | None = None,
+    original: Tensor | None = None,
     on_start: Callable[[Calls], None] | None = None,
 ) -> Iterator[Worked]:
     """Run every pass on every block, one block at a time.
@@ -170,6 +185,7 @@ def work(
         fuses: whether any destination gains from linears that are stored as one.
         start: the first block to work on; earlier ones are done.
         hidden: the input of block `start` on `ids`, when resuming.
+        original: the same in the original stream, where a pass looks at that.
         on_start: called with the calls before the first block.
 
     Yields:
@@ -178,7 +194,11 @@ def work(
     probe = stream.begin(probe_ids, probe_ids.shape[0])
     calls: Calls | None = None
     if ids is not None and looks_at_data(steps):
-        calls = stream.begin(ids, chunk_size(widest, ids.shape[1]))
+        both = looks_at_original(steps)
+        # what the shared inputs hold in the original stream is kept until the block is done: as much again
+        calls = stream.begin(ids, chunk_size(2 * widest if both else widest, ids.shape[1]))
+        if both:
+            original = calls.hidden if original is None else original
         hidden = calls.hidden if hidden is None else hidden
         if on_start is not None:
             on_start(calls)
@@ -203,8 +223,11 @@ def work(
             dtype=dtype,
             seed=seed,
             fuses=fuses,
+            original=copy.deepcopy(module) if original is not None else None,
         )
         stats = Stats(module, traced.groups, calls or probe, index, hidden if hidden is not None else probe.hidden)
+        if block.original is not None and original is not None:
+            stats.original = Original(block.original, original)
         worked = Worked(block, None)
         for linear in traced.idle:
             if schemes.get(prefix + linear) is not None:
@@ -224,6 +247,8 @@ def work(
             like = folds.found
         if calls is not None:
             hidden = worked.hidden = stats.settled()
+            if stats.original is not None:
+                original = worked.original = stats.original_outputs()
         yield worked
         if index % _TRIM == _TRIM - 1:
             machine.trim_heap()

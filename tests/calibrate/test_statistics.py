@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import zoo
 from torch import Tensor, nn
 
-from quantkit.calibrate.statistics import InputStats, Stats
+from quantkit.calibrate.statistics import InputStats, Original, Stats
 from quantkit.errors import InputError
 from quantkit.model.loaded import LoadedModel
 from quantkit.model.structure import SharedInput, trace
@@ -188,3 +190,62 @@ def test_noise_is_the_share_of_a_correlation_that_is_chance() -> None:
     whole = InputStats([more[:16]])
     assert chunks.noise == pytest.approx(whole.noise, rel=1e-5), "chunks do not matter"
     assert InputStats([more[:1]]).noise == 1.0, "one sequence says nothing about another"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("chunk", [5, 2])
+def test_drift_is_how_far_inputs_are_from_the_original_ones(name: str, chunk: int) -> None:
+    """Two streams: other hidden states go in, and linears change on the way in one of them."""
+    found = stats(name, chunk)
+    module = copy.deepcopy(found.module)
+    hidden = found.hidden + 0.1 * torch.randn(found.hidden.shape, generator=torch.Generator().manual_seed(0))
+    found.original = Original(module, hidden)
+    plain = Stats(module, found.groups, found.calls, 0, hidden)
+    before, expected = inputs_of(plain), plain.settled()
+    kept: dict[str, Tensor] = {}
+
+    def visit(group: SharedInput, seen: InputStats) -> None:
+        assert seen.drift is not None
+        kept[group.name] = seen.drift
+        for member in group.members:
+            linear = found.module.get_submodule(member)
+            linear.weight = nn.Parameter(linear.weight.detach() * 0.9)
+
+    found.staged(visit, drift=True)
+    for group, x in inputs_of(found).items():
+        assert relative(kept[group], (before[group] - x).T @ x / x.shape[0]) < 1e-5
+    assert relative(found.original_outputs(), expected) < 1e-6
+    assert not any(each._forward_pre_hooks for each in module.modules()), "hooks are gone"
+
+
+def test_drift_is_not_known_without_the_original_stream() -> None:
+    assert all(seen.drift is None for seen in collected(stats("llama", 5)).values())
+    some = InputStats()
+    x = torch.ones(2, 3, 4)
+    some.add(x, x + 1)
+    assert torch.equal(some.drift, torch.ones(4, 4))
+    some.add(x)
+    assert some.drift is None, "nor of what only some chunks have"
+
+
+class Routed(nn.Module):
+    """Its expert receives the tokens that are large, others in each stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.expert = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.gate(x)
+        return self.expert(x[x[..., 0] > 0])
+
+
+def test_drift_is_of_the_same_tokens_or_not_at_all() -> None:
+    module, x = Routed(), torch.randn(4, 6, 4, generator=torch.Generator().manual_seed(0))
+    groups = (SharedInput(("gate",), 4), SharedInput(("expert",), 4))
+    calls = LoadedModel(module).begin(x, 4)
+    found = Stats(module, groups, calls, 0, x, original=Original(copy.deepcopy(module), -x))
+    drifts = {}
+    found.staged(lambda group, seen: drifts.__setitem__(group.name, seen.drift), drift=True)
+    assert drifts["gate"] is not None
+    assert drifts["expert"] is None

@@ -8,6 +8,7 @@ import zoo
 from torch import Tensor, nn
 
 from quantkit import Pipeline, registry
+from quantkit.passes import gptq
 from quantkit.passes.gptq import padded
 from quantkit.passes.solvers import gptq as solver
 
@@ -159,3 +160,30 @@ def test_two_runs_choose_the_same_codes() -> None:
         pipeline.apply(zoo.tiny("phi3"), zoo.ids(3, 16))
         found.append(pipeline.tensors)
     assert all(torch.equal(tensor.codes, found[1][name].codes) for name, tensor in found[0].items())
+
+
+def test_correcting_for_the_drift_of_inputs_brings_outputs_closer() -> None:
+    ids = zoo.ids(16, 32)
+    expected = outputs(zoo.tiny("llama"), ids)
+    error = []
+    for share in (0.0, 1.0):
+        step = {"gptq": {"correction": share, "shrink": 0.0}}
+        model = Pipeline([step], weights={"format": "int4"}).apply(zoo.tiny("llama"), ids)
+        error.append(float((outputs(model, ids) - expected).square().mean()))
+    assert error[1] < 0.9 * error[0]
+
+
+def test_without_drift_there_is_nothing_to_correct() -> None:
+    """The first linear of the first block sees what it always saw."""
+    tensors = []
+    for share in (0.0, 1.0):
+        pipeline = Pipeline([{"gptq": {"correction": share}}], weights=GROUPED)
+        pipeline.apply(Correlated(), correlated())
+        tensors.append(pipeline.tensors)
+    assert torch.equal(tensors[0]["up"].codes, tensors[1]["up"].codes)
+    assert not torch.equal(tensors[0]["down"].codes, tensors[1]["down"].codes)
+
+
+def test_the_original_stream_is_asked_for_only_to_correct() -> None:
+    assert gptq.PASS.Settings(correction=0.5).needs == {"original_inputs"}
+    assert gptq.PASS.Settings(correction=0).needs == frozenset()

@@ -20,7 +20,7 @@ RECIPE = {
     "summary": "a test",
     "calibration": {"set": "prose-en", "samples": 4, "tokens": 32},
     "scheme": {"weights": {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}},
-    "passes": [{"gptq": {}}],
+    "passes": [{"gptq": {"correction": 0.5}}],
     "export": [{"checkpoint": {"layout": "pack-quantized"}}],
 }
 

@@ -21,8 +21,10 @@ from quantkit.recipe import Recipe
 
 
 def steps(*names: str) -> list[Step]:
-    found = [registry.load("passes", name) for name in names]
-    return [Step(each, each.Settings(**({"shrink": 0.25} if each.name == "gptq" else {}))) for each in found]
+    """By name; `gptq+` corrects for the drift of its inputs, and so looks at the original stream."""
+    found = [(registry.load("passes", name.removesuffix("+")), name.endswith("+")) for name in names]
+    gptq = {False: {"shrink": 0.25}, True: {"shrink": 0.25, "correction": 0.5}}
+    return [Step(each, each.Settings(**(gptq[more] if each.name == "gptq" else {}))) for each, more in found]
 
 
 def run(model: torch.nn.Module, names: tuple[str, ...], ids: Tensor | None, **options: Any) -> list[Worked]:
@@ -57,7 +59,7 @@ def test_the_next_block_sees_what_the_quantized_ones_put_out() -> None:
         assert all(0 < error < 0.1 for error in worked.errors.values())
 
 
-@pytest.mark.parametrize("names", [("gptq",), ("fold_norms", "awq", "gptq"), ("awq", "rtn")])
+@pytest.mark.parametrize("names", [("gptq",), ("fold_norms", "awq", "gptq"), ("awq", "rtn"), ("gptq+",)])
 def test_small_chunks_choose_next_to_the_same(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     ids = zoo.ids(5, 16)
     whole = run(zoo.tiny("llama"), names, ids)
@@ -72,15 +74,35 @@ def test_small_chunks_choose_next_to_the_same(names: tuple[str, ...], monkeypatc
         assert float((one.hidden - other.hidden).norm() / one.hidden.norm()) < 0.05
 
 
-def test_going_on_from_a_finished_block_is_the_same() -> None:
+@pytest.mark.parametrize("gptq", ["gptq", "gptq+"])
+def test_going_on_from_a_finished_block_is_the_same(gptq: str) -> None:
     ids = zoo.ids(4, 16)
-    whole = run(zoo.tiny("llama"), ("fold_norms", "gptq"), ids)
-    rest = run(zoo.tiny("llama"), ("fold_norms", "gptq"), ids, start=2, hidden=whole[1].hidden)
+    whole = run(zoo.tiny("llama"), ("fold_norms", gptq), ids)
+    states = {"hidden": whole[1].hidden, "original": whole[1].original}
+    rest = run(zoo.tiny("llama"), ("fold_norms", gptq), ids, start=2, **states)
     (last,) = rest
     assert last.block.name == "model.layers.2"
     for name, tensor in whole[2].block.tensors.items():
         assert torch.equal(tensor.codes, last.block.tensors[name].codes)
     assert torch.equal(whole[2].hidden, last.hidden)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_original_stream_is_what_the_float_model_puts_out(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if chunked:
+        monkeypatch.setattr(module, "ACTIVATION_BYTES", 1)
+    ids = zoo.ids(5, 16)
+    plain = LoadedModel(zoo.tiny("llama"))
+    calls = plain.begin(ids, 5)
+    expected = calls.hidden
+    # folds reach the original stream too: its inputs are scaled like those of the block, its outputs are the same
+    for index, worked in enumerate(run(zoo.tiny("llama"), ("fold_norms", "awq", "gptq+"), ids)):
+        expected = calls.run_all(plain.load(index), index, expected)
+        assert worked.original is not None
+        assert worked.hidden is not None
+        assert torch.allclose(worked.original, expected, atol=1e-4)
+        assert not torch.allclose(worked.hidden, expected, atol=1e-2)
+    assert all(worked.original is None for worked in run(zoo.tiny("llama"), ("gptq",), ids))
 
 
 def test_passes_that_look_at_no_data_run_no_data() -> None:

@@ -35,3 +35,12 @@ def cost(weight: torch.Tensor, chosen: torch.Tensor, hessian: torch.Tensor) -> f
     """`tr(D H D^T)` in float64."""
     error = chosen.double() - weight.double()
     return float((error @ hessian.double() * error).sum())
+
+
+def aimed(weight: torch.Tensor, seen: torch.Tensor, original: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+    """The weights [N, K] that put out on `seen` [T, K] what `weight` does on `original` [T, K], as nearly as can be.
+
+    Plain float64, with the inverse of a damped `hessian` [K, K] in place of `seen^T seen`.
+    """
+    w, x, before = weight.double(), seen.double(), original.double()
+    return w + w @ (before - x).T @ x @ torch.linalg.inv(hessian.double())

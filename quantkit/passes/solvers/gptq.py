@@ -13,6 +13,10 @@ plane for the lattice of codes (Chen et al., "The Geometry of LLM Quantization",
   make up for it. Ranges are fixed before (static groups), so codes stay in the order of the weights.
 - Columns of a block are chosen one by one for all rows at once; what earlier blocks pass on arrives in one matrix
   product a block. Weights that share an input go through together, with one factor.
+- The inputs X that a linear receives are not the originals X + Δ: what comes before it is quantized already. It should
+  put out `W (X + Δ)ᵀ`, and on X the matrix `W + W ΔᵀX H⁻¹` comes closest to that. A share of this is what is rounded in
+  place of W (Li et al., "GPTAQ", 2025, arXiv 2504.02692, where the share is one; a few thousand tokens overstate how
+  well the drift can be foretold from X).
 - Sweeps of coordinate descent follow: with all other codes fixed, the best q_j is `round(w_j + d_j - (D H)_j / H_jj)`,
   and the best scale of a group has a closed form (Behdin et al., "QuantEase", 2023, arXiv 2309.01885).
 """
@@ -143,6 +147,38 @@ def factor(hessian: Tensor, *, damping: float = 0.01, shrink: float = 0.3, act_o
         rule="a Hessian is a sum of squares",
         remedy="use more calibration text, or leave this layer in high precision with an override",
     )
+
+
+def corrected(weights: Sequence[Tensor], solved: Factor, drift: Tensor, share: float) -> list[Tensor]:
+    """Weights that make up for the drift of their inputs: `W + share W ΔᵀX H⁻¹`, each [N_i, K] float32.
+
+    Args:
+        weights: that receive the same input; never modified.
+        solved: the factor of its Hessian.
+        drift: [K, K], `ΔᵀX` in the scale of the Hessian, Δ the original inputs less those that are received.
+        share: of the correction, 0 to 1.
+
+    Raises:
+        InputError: `drift-nonfinite`.
+    """
+    if not bool(torch.isfinite(drift).all()):
+        raise InputError(
+            "drift-nonfinite",
+            value=f"{int((~torch.isfinite(drift)).sum())} of {drift.numel()} entries are NaN or infinite",
+            rule="the original activations of the calibration text have to be finite",
+            remedy="compute in float32, or set correction: 0",
+        )
+    with one_thread():
+        whole = torch.cat([weight.float() for weight in weights])
+        root = solved.unit * solved.pivots.sqrt()
+        # in the order of the factor: H = root rootᵀ
+        added = (whole @ drift)[:, solved.order]
+        added = torch.linalg.solve_triangular(root.T, added, upper=False, left=False)
+        added = torch.linalg.solve_triangular(root, added, upper=True, left=False)
+        back = torch.empty_like(solved.order)
+        back[solved.order] = torch.arange(len(back))
+        whole.add_(added[:, back], alpha=share)
+        return list(whole.split([weight.shape[0] for weight in weights]))
 
 
 def gptq(

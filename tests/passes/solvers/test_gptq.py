@@ -1,13 +1,13 @@
 import pytest
 import torch
-from reference.gptq_oracle import cost, wanted
+from reference.gptq_oracle import aimed, cost, wanted
 
 from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.formats._integer import IntegerFormat
 from quantkit.passes.solvers import gptq as solver
 from quantkit.passes.solvers import one_thread
-from quantkit.passes.solvers.gptq import factor, gptq, gptq_shared
+from quantkit.passes.solvers.gptq import corrected, factor, gptq, gptq_shared
 from quantkit.recipe import WeightScheme
 
 INT4 = registry.load("formats", "int4")
@@ -227,3 +227,51 @@ def test_sweeps_never_mix_the_scales_of_two_groups(group: int) -> None:
         true.append(float((error @ solved.hessian.double() * error).sum()))
         assert result.error == pytest.approx(true[-1], rel=1e-3), "what it says is what it is"
     assert true[1] <= true[0] * 1.001, "sweeps do no harm"
+
+
+def drifted(columns, tokens=400, seed=0):
+    """Inputs, and what they were before they drifted, in part by what the others hold."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.eye(columns) + 0.2 * torch.randn(columns, columns, generator=generator)
+    seen = torch.randn(tokens, columns, generator=generator) @ mix
+    noise = torch.randn(tokens, columns, generator=generator)
+    return seen, seen + 0.1 * seen.roll(1, dims=1) + 0.05 * noise
+
+
+@pytest.mark.parametrize("act_order", [True, False])
+@pytest.mark.parametrize("shape", [(1, 3), (17, 48), (5, 1)])
+def test_corrected_weights_are_what_the_oracle_aims_at(act_order, shape):
+    rows, columns = shape
+    seen, original = drifted(columns)
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+    other = 2 * torch.randn(4, columns, generator=torch.Generator().manual_seed(2))
+    solved = factor(seen.T @ seen, damping=0.02, shrink=0.3, act_order=act_order)
+    drift = (original - seen).T @ seen
+    copies = weight.clone(), drift.clone()
+    for share in (1.0, 0.4):
+        found = corrected([weight, other], solved, drift, share)
+        for before, after in zip((weight, other), found, strict=True):
+            expected = before + share * (aimed(before, seen, original, solved.hessian) - before)
+            assert float((after - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    assert torch.equal(weight, copies[0])
+    assert torch.equal(drift, copies[1])
+
+
+def test_corrected_weights_put_out_what_the_original_did():
+    seen, original = drifted(32)
+    weight = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
+    solved = factor(seen.T @ seen, damping=0.0, shrink=0.0)
+    (better,) = corrected([weight], solved, (original - seen).T @ seen, 1.0)
+    missed = [float((seen @ each.T - original @ weight.T).square().sum()) for each in (weight, better)]
+    best = torch.linalg.lstsq(seen, original @ weight.T).solution
+    assert missed[1] < 0.5 * missed[0]
+    assert missed[1] == pytest.approx(float((seen @ best - original @ weight.T).square().sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_drift_that_is_not_finite_is_an_error(bad):
+    drift = torch.zeros(8, 8)
+    drift[1, 2] = bad
+    with pytest.raises(InputError) as caught:
+        corrected([torch.ones(2, 8)], factor(torch.eye(8)), drift, 0.5)
+    assert caught.value.code == "drift-nonfinite"
