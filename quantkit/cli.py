@@ -530,7 +530,7 @@ def _plan(prepared: Prepared) -> dict[str, Any]:
     counts: dict[str, list[float]] = {}
     for name, scheme in layers.schemes.items():
         rows, columns = layers.shapes[name]
-        padded = (rows, columns + -columns % scheme.group) if scheme.group else (rows, columns)
+        padded = (rows, columns + scheme.padding(columns))
         bits = registry.load("formats", scheme.format).bits_per_weight(padded, scheme) * padded[1] / columns
         found = counts.setdefault(figures.scheme_of(scheme.model_dump(mode="json")), [0, 0, 0.0])
         found[0] += 1

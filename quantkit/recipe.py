@@ -6,12 +6,12 @@ yields an empty recipe. `Recipe.load` also validates the settings of every pass,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from quantkit import content, registry
 from quantkit.content import Closed, known_keys, parse_yaml, read_yaml
@@ -32,43 +32,91 @@ def _assigns(name: str) -> bool:
     return "codes" in found.ensures and "codes" not in found.requires
 
 
+def _known_format(name: str) -> str:
+    if name not in registry.names("formats"):
+        raise ValueError(f"no format is called {name!r}; {did_you_mean(name, registry.names('formats'))}")
+    return name
+
+
+FormatName = Annotated[str, AfterValidator(_known_format)]
+
+
 class WeightScheme(Closed):
     """How the weights of one linear, [N, K], are stored.
 
+    What a format allows, and what holds where nothing is written, is declared by its constant
+    (`quantkit/formats/NAME.py`, `rules`): `{format: nvfp4}` alone is a whole scheme.
+
     Args:
         format: a name from `quantkit list formats`.
-        granularity: what shares a scale: the whole `tensor` (scale [1, 1]), an output `channel` ([N, 1]) or a `group`
-            of consecutive inputs ([N, K/group]). `[4096, 4096]` in groups of 128 has scale `[4096, 32]`.
-        group: inputs per group; only with `granularity: group`.
+        granularity: what shares a scale: the whole `tensor` (scale [1, 1]), an output `channel` ([N, 1]), a `group`
+            of consecutive inputs ([N, K/group]), or a `block` of group x group weights ([⌈N/group⌉, ⌈K/group⌉]).
+            `[4096, 4096]` in groups of 128 has scale `[4096, 32]`, in blocks of 128 `[32, 32]`.
+        group: inputs per group, or the side of a block; only with these two.
         symmetric: without a zero point.
-        scale: dtype the scale is stored in. A bfloat16 model stores bfloat16 scales instead of float16 ones, because
-            its runtimes read them so.
+        scale: what the scale is stored as; `e8m0` is a power of two, `fp8_e4m3` goes with one more factor for the whole
+            tensor, `double` are 8-bit codes with a float32 for every 256. A bfloat16 model stores bfloat16 scales
+            instead of float16 ones, because its runtimes read them so.
     """
 
-    format: str
-    granularity: Literal["tensor", "channel", "group"] = "channel"
+    format: FormatName
+    granularity: Literal["tensor", "channel", "group", "block"] = "channel"
     group: int | None = Field(default=None, gt=0)
     symmetric: bool = True
-    scale: Literal["float32", "float16", "bfloat16"] = "float16"
+    scale: Literal["float32", "float16", "bfloat16", "e8m0", "fp8_e4m3", "double"] = "float16"
 
-    @field_validator("format")
+    @model_validator(mode="before")
     @classmethod
-    def _known_format(cls, value: str) -> str:
-        if value not in registry.names("formats"):
-            raise ValueError(f"no format is called {value!r}; {did_you_mean(value, registry.names('formats'))}")
-        return value
+    def _defaults_of_the_format(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("format") not in registry.names("formats"):
+            return data
+        rules = registry.load("formats", data["format"]).rules
+        filled = {"granularity": next(iter(rules.granularities)), "symmetric": rules.symmetric[0]}
+        filled |= {"scale": rules.scales[0], **data}
+        if filled.get("group") is None and isinstance(filled["granularity"], str):
+            filled["group"] = rules.granularities.get(filled["granularity"])
+        return filled
 
     @model_validator(mode="after")
     def _group_with_group(self) -> Self:
-        if (self.granularity == "group") != (self.group is not None):
-            raise ValueError("`group` goes with `granularity: group`, and only with it")
+        if (self.granularity in ("group", "block")) != (self.group is not None):
+            raise ValueError("`group` goes with `granularity: group` or `block`, and only with them")
         return self
+
+    @model_validator(mode="after")
+    def _what_the_format_has(self) -> Self:
+        rules = registry.load("formats", self.format).rules
+        if self.granularity not in rules.granularities:
+            raise ValueError(f"{self.format} has granularity {_either(rules.granularities)}, not {self.granularity}")
+        if rules.groups and self.group not in (None, *rules.groups):
+            raise ValueError(f"{self.format} has groups of {_either(rules.groups)}, not {self.group}")
+        if self.symmetric not in rules.symmetric:
+            kind = "symmetric: it has no zero points" if rules.symmetric[0] else "asymmetric"
+            raise ValueError(f"{self.format} is always {kind}")
+        if self.scale not in rules.scales:
+            raise ValueError(f"{self.format} has scales of type {_either(rules.scales)}, not {self.scale}")
+        return self
+
+    def padding(self, columns: int) -> int:
+        """Columns that fill up the last group of K = `columns`; blocks are cut off at the edge instead."""
+        return -columns % self.group if self.granularity == "group" and self.group else 0
+
+    @property
+    def rows_apart(self) -> bool:
+        """Whether nothing is shared between rows, so that a matrix can be cut and joined along N."""
+        return self.granularity in ("channel", "group") and self.scale not in ("fp8_e4m3", "double")
+
+
+def _either(names: Iterable[object]) -> str:
+    """`tensor, channel or group`."""
+    *others, last = [str(name) for name in names]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 class ActivationScheme(Closed):
     """How activations are quantized: dynamically per token, or with scales fixed by calibration."""
 
-    format: str
+    format: FormatName
     granularity: Granularity = "token"
     dynamic: bool = True
     symmetric: bool = True
@@ -78,7 +126,7 @@ class ActivationScheme(Closed):
 class CacheScheme(Closed):
     """How the KV cache is stored."""
 
-    format: str
+    format: FormatName
     granularity: Literal["tensor", "head", "channel", "token"] = "tensor"
     symmetric: bool = True
 
@@ -109,6 +157,7 @@ class Override(Closed):
     """Another weight scheme for the layers that a glob matches; it must match something.
 
     `weights: null` keeps those layers in high precision; a mapping replaces the named fields of the default scheme.
+    With another format, fields that it does not have as they are take its defaults.
     `lm_head` matches the language-model head whatever its name in the model; it has to be absent from `keep`.
     """
 
@@ -318,11 +367,25 @@ class Recipe(Closed):
         if override.weights is None:
             return None
         base = scheme.model_dump() if scheme is not None else {}
-        if override.weights.get("granularity", "group") != "group":
+        if override.weights.get("granularity", base.get("granularity")) != base.get("granularity"):
             base.pop("group", None)
+        if override.weights.get("format", base.get("format")) != base.get("format"):
+            base = _carried(base, override.weights["format"])
         found = _checked(f"override {override.match}", WeightScheme, {**base, **override.weights})
         assert isinstance(found, WeightScheme)
         return found
+
+
+def _carried(fields: dict[str, Any], name: Any) -> dict[str, Any]:
+    """The fields of a scheme that another format has as well."""
+    if name not in registry.names("formats"):
+        return fields  # validation, which follows, says so
+    rules = registry.load("formats", name).rules
+    group, granularity = fields.get("group"), fields.get("granularity")
+    if granularity not in rules.granularities or group not in (rules.groups or [group]):
+        fields = {key: value for key, value in fields.items() if key not in ("granularity", "group")}
+    known = {"symmetric": rules.symmetric, "scale": rules.scales}
+    return {key: value for key, value in fields.items() if key not in known or value in known[key]}
 
 
 def apply_change(data: dict[str, Any], change: str) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Number formats, one a file: quantize, dequantize, pack, unpack, bits per weight. Reference, exact.
 
-`QuantTensor` is all that exporters, runtimes and kernels see of a quantized weight.
+`QuantTensor` is all that exporters, runtimes and kernels see of a quantized weight. Modules are torch-free at import.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,23 +16,64 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class QuantTensor:
-    """A quantized matrix: `w[n, k] = (codes[n, k] - zero[n, g(k)]) * scale[n, g(k)]`.
-
-    For weights [4096, 4096] in groups of 128: codes [4096, 4096], scale and zero [4096, 32]; per channel G = 1; per
-    tensor scale is [1, 1].
+class Rules:
+    """What a scheme of one format may say, and what it means where it says nothing; `WeightScheme` consults it.
 
     Args:
-        codes: [N, K], unpacked; int8 for integer formats, of either symmetry (int4 codes lie in -8..7).
-        scale: [N, G] (or [1, 1]), in the dtype it is stored in.
+        granularities: granularity -> its group where none is written; None: it has no group, or it has to be written.
+            The first is the default.
+        symmetric: with (False) or without (True) zero points; the first is the default.
+        scales: storage types of the scale; the first is the default.
+        groups: the group sizes there are; empty: any.
+    """
+
+    granularities: Mapping[str, int | None]
+    symmetric: tuple[bool, ...]
+    scales: tuple[str, ...]
+    groups: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Scales that are quantized themselves: `scale = code_values[codes] * absmax[i // 256] + offset`, row by row.
+
+    Args:
+        codes: [N * G] uint8.
+        absmax: [ceil(N * G / 256)] float32.
+        offset: [] float32, the mean of the scales.
+    """
+
+    codes: torch.Tensor
+    absmax: torch.Tensor
+    offset: torch.Tensor
+
+
+@dataclass(frozen=True)
+class QuantTensor:
+    """A quantized matrix: `w[n, k] = value(codes[n, k]) * scale[n, g(k)] * global_scale`.
+
+    `value` is `codes - zero` of integers, `codebook[codes]` where there is a codebook, and the codes themselves where
+    they are floating-point numbers. For weights [4096, 4096] in groups of 128: codes [4096, 4096], scale and zero
+    [4096, 32]; per channel G = 1; per tensor scale is [1, 1]; in blocks of 128 it is [32, 32].
+
+    Args:
+        codes: [N, K], unpacked; int8 of integers, of either symmetry (int4 codes lie in -8..7); uint8 places in the
+            codebook; torch's float8 types.
+        scale: [N, G] (or [1, 1]), in the dtype it is stored in; of nested scales the effective float32 values.
         zero: [N, G], int8, in the range of the codes; None when symmetric.
         scheme: how codes are to be read.
+        codebook: [2^bits] float32, what each code stands for.
+        global_scale: [] float32, one more factor for the whole matrix.
+        nested: the stored form of scales that are quantized themselves.
     """
 
     codes: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor | None
     scheme: WeightScheme
+    codebook: torch.Tensor | None = None
+    global_scale: torch.Tensor | None = None
+    nested: Nested | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -43,14 +85,36 @@ class QuantTensor:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
+def joined(parts: Sequence[QuantTensor]) -> QuantTensor:
+    """Matrices of one scheme below one another: [N1, K], [N2, K] -> [N1 + N2, K]. Nothing is rounded again.
+
+    Raises:
+        ValueError: different schemes, or scales that rows share.
+    """
+    import torch
+
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if any(part.scheme != first.scheme for part in parts) or not first.scheme.rows_apart:
+        raise ValueError("only matrices of one scheme, with scales for every row, can be joined")
+    zeros = [part.zero for part in parts if part.zero is not None]
+    return first.replace(
+        codes=torch.cat([part.codes for part in parts]),
+        scale=torch.cat([part.scale for part in parts]),
+        zero=torch.cat(zeros) if zeros else None,
+    )
+
+
 class Format(Protocol):
-    """What a format's constant `FORMAT` offers. Tensors are torch's; inputs are never modified."""
+    """What every format's constant `FORMAT` offers. Tensors are torch's; inputs are never modified."""
 
     name: str
-    bits: float
+    bits: int
+    rules: Rules
 
     def quantize(self, weight: torch.Tensor, scheme: WeightScheme) -> QuantTensor:
-        """Round [N, K] to nearest with min-max ranges."""
+        """Round [N, K] to nearest, each range from the smallest to the largest weight it covers."""
 
     def dequantize(self, tensor: QuantTensor) -> torch.Tensor:
         """The values that the codes stand for, [N, K] float32."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, Rules
 from quantkit.recipe import WeightScheme
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ class FloatFormat:
 
     name: str
     bits: int
+    rules: ClassVar[Rules] = Rules(granularities={"tensor": None}, symmetric=(True,), scales=("float32",))
 
     def quantize(self, weight: torch.Tensor, scheme: WeightScheme) -> QuantTensor:
         """Round to nearest even in this dtype; the scale is 1."""

@@ -10,36 +10,16 @@ to the dtype it is stored in *before* codes are chosen, so that what is read bac
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from quantkit import registry
-from quantkit.errors import InputError
-from quantkit.formats import QuantTensor
+from quantkit.formats import Rules
+from quantkit.formats import _grid as grid
+from quantkit.formats._grid import GridFormat
 from quantkit.recipe import WeightScheme
 
 if TYPE_CHECKING:
     import torch
-
-
-def groups_of(columns: int, scheme: WeightScheme) -> int:
-    """How many scales a row has: [4096, 4096] in groups of 128 has 32.
-
-    Raises:
-        InputError: `group-indivisible`.
-    """
-    if scheme.granularity in ("tensor", "channel"):
-        return 1
-    group = scheme.group or columns
-    if columns % group:
-        fitting = [size for size in (256, 192, 128, 96, 64, 48, 32, 16) if columns % size == 0 and size <= group]
-        use = f"use {fitting[0]}, or " if fitting else "use "
-        raise InputError(
-            "group-indivisible",
-            value=f"group {group}, K {columns}",
-            rule="group divides K",
-            remedy=f"{use}on_indivisible: keep or pad",
-        )
-    return columns // group
 
 
 def stored(scale: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
@@ -52,17 +32,14 @@ def stored(scale: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
     """
     import torch
 
-    dtype = getattr(torch, scheme.scale)
-    limits = torch.finfo(dtype)
-    # the smallest normal number: a subnormal scale has too few bits to divide by
-    bounded = scale.clamp(min=limits.tiny, max=limits.max).to(dtype)
+    bounded = grid.stored(scale, scheme)
     bits = _exact_bits(scheme)
     if bits is None:
         return bounded
     # round the last bits of the mantissa away; a carry runs into the exponent, as it should
     dropped = 11 - bits
-    word = bounded.clamp(max=limits.max / 2).view(torch.int16)
-    return word.add(1 << (dropped - 1)).bitwise_and_(-1 << dropped).view(dtype)
+    word = bounded.clamp(max=torch.finfo(bounded.dtype).max / 2).view(torch.int16)
+    return word.add(1 << (dropped - 1)).bitwise_and_(-1 << dropped).view(bounded.dtype)
 
 
 def _exact_bits(scheme: WeightScheme) -> int | None:
@@ -75,7 +52,7 @@ def _exact_bits(scheme: WeightScheme) -> int | None:
 
 
 @dataclass(frozen=True)
-class IntegerFormat:
+class IntegerFormat(GridFormat):
     """A uniform integer format.
 
     Args:
@@ -83,8 +60,11 @@ class IntegerFormat:
         bits: 1 to 8.
     """
 
-    name: str
-    bits: int
+    rules: ClassVar[Rules] = Rules(
+        granularities={"channel": None, "tensor": None, "group": None},
+        symmetric=(True, False),
+        scales=("float16", "bfloat16", "float32"),
+    )
 
     @property
     def low(self) -> int:
@@ -97,16 +77,13 @@ class IntegerFormat:
         return int(2 ** (self.bits - 1)) - 1
 
     def parameters(
-        self, low: torch.Tensor, high: torch.Tensor, scheme: WeightScheme
+        self,
+        low: torch.Tensor,
+        high: torch.Tensor,
+        scheme: WeightScheme,
+        global_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scale and zero point for values between `low` and `high`.
-
-        Args:
-            low, high: any one shape, float32.
-
-        Returns:
-            scale (stored dtype) and zero (int8, None when symmetric), of that shape.
-        """
+        """Scale (stored dtype) and zero point (int8, None when symmetric) for values between `low` and `high`."""
         import torch
 
         if scheme.symmetric:
@@ -116,6 +93,18 @@ class IntegerFormat:
         scale = stored((high - low) / (2**self.bits - 1), scheme)
         zero = torch.round(self.low - low / scale.float()).clamp(self.low, self.high)
         return scale, zero.to(torch.int8)
+
+    def stored(
+        self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See the function of this name."""
+        return stored(scale, scheme)
+
+    def snap(self, units: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
+        """Whole numbers, ties to even, between the lowest and the highest code less the zero point."""
+        if zero is None:
+            return units.float().round().clamp(self.low, self.high)
+        return units.float().round().clamp(self.low - zero.float(), self.high - zero.float())
 
     def encode(self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
         """Nearest codes, int8; `scale` and `zero` broadcast against `weight`."""
@@ -130,34 +119,6 @@ class IntegerFormat:
         """`(codes - zero) * scale` in float32, by broadcasting."""
         values = codes.float() if zero is None else codes.float() - zero.float()
         return values * scale.float()
-
-    def quantize(self, weight: torch.Tensor, scheme: WeightScheme) -> QuantTensor:
-        """Round [N, K] to nearest, each range from the smallest to the largest weight it covers."""
-        rows, columns = weight.shape
-        groups = groups_of(columns, scheme)
-        parts = weight.float().reshape(rows, groups, columns // groups)
-        low, high = parts.amin(dim=2), parts.amax(dim=2)
-        if scheme.granularity == "tensor":
-            low, high = low.amin().reshape(1, 1), high.amax().reshape(1, 1)
-        scale, zero = self.parameters(low, high, scheme)
-        return self.nearest(weight, scale, zero, scheme)
-
-    def nearest(
-        self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: WeightScheme
-    ) -> QuantTensor:
-        """Round [N, K] to the nearest codes under given ranges: scale and zero [N, G] or [1, 1]."""
-        rows, columns = weight.shape
-        parts = weight.float().reshape(rows, scale.shape[1], columns // scale.shape[1])
-        codes = self.encode(parts, scale.unsqueeze(2), None if zero is None else zero.unsqueeze(2))
-        return QuantTensor(codes.reshape(rows, columns), scale, zero, scheme)
-
-    def dequantize(self, tensor: QuantTensor) -> torch.Tensor:
-        """[N, K] float32."""
-        rows, columns = tensor.shape
-        groups = tensor.scale.shape[1]
-        codes = tensor.codes.reshape(rows, groups, columns // groups)
-        zero = None if tensor.zero is None else tensor.zero.unsqueeze(2)
-        return self.decode(codes, tensor.scale.unsqueeze(2), zero).reshape(rows, columns)
 
     def pack(self, codes: torch.Tensor) -> torch.Tensor:
         """Unsigned codes (code - low), least significant bit first, rows padded to whole bytes.
@@ -184,11 +145,3 @@ class IntegerFormat:
         shifts = torch.arange(self.bits, dtype=torch.int16)
         unsigned = (bits.reshape(rows, columns, self.bits) << shifts).sum(dim=2)
         return (unsigned + self.low).to(torch.int8)
-
-    def bits_per_weight(self, shape: tuple[int, int], scheme: WeightScheme) -> float:
-        """Codes, scales and packed zero points: int4 in groups of 64, asymmetric, float16 scales: 4.3125."""
-        rows, columns = shape
-        scales = 1 if scheme.granularity == "tensor" else rows * groups_of(columns, scheme)
-        scale_bits = 32 if scheme.scale == "float32" else 16
-        zero_bits = 0 if scheme.symmetric else self.bits
-        return self.bits + scales * (scale_bits + zero_bits) / (rows * columns)

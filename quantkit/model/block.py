@@ -76,8 +76,7 @@ class Block:
     def weight(self, linear: str) -> Tensor:
         """The current weight [N, K + padding], float32; not to be written to."""
         weight = weight_of(self.module.get_submodule(linear)).float()
-        group = self.scheme(linear).group
-        return torch.nn.functional.pad(weight, (0, -weight.shape[1] % group)) if group else weight
+        return torch.nn.functional.pad(weight, (0, self.scheme(linear).padding(weight.shape[1])))
 
     def assign(self, linear: str, tensor: QuantTensor) -> float:
         """Decide the codes of a linear; from here on the block computes with what they stand for.

@@ -6,16 +6,20 @@ What is not here is as in the source. Exporters read from this and from the sour
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.formats import QuantTensor
+from quantkit.formats import Nested, QuantTensor
 from quantkit.recipe import WeightScheme
 
-_CODES, _SCALE, _ZERO = "::codes", "::scale", "::zero"
+# a linear's tensors are stored as NAME::FIELD; what has no field is a parameter
+_MARK, _CODES, _NESTED = "::", "codes", "nested."
+_FIELDS = ("codes", "scale", "zero", "codebook", "global_scale")
 
 
 def save(path: Path, tensors: Mapping[str, QuantTensor], changed: Mapping[str, Tensor]) -> None:
@@ -28,10 +32,10 @@ def save(path: Path, tensors: Mapping[str, QuantTensor], changed: Mapping[str, T
     """
     flat: dict[str, Tensor] = {name: value.contiguous() for name, value in changed.items()}
     for name, tensor in tensors.items():
-        flat[name + _CODES] = tensor.codes.contiguous()
-        flat[name + _SCALE] = tensor.scale.contiguous()
-        if tensor.zero is not None:
-            flat[name + _ZERO] = tensor.zero.contiguous()
+        found = {field: getattr(tensor, field) for field in _FIELDS}
+        if tensor.nested is not None:
+            found |= {_NESTED + field.name: getattr(tensor.nested, field.name) for field in fields(Nested)}
+        flat |= {name + _MARK + field: value.contiguous() for field, value in found.items() if value is not None}
     save_file(flat, path)
 
 
@@ -49,8 +53,8 @@ class Finished:
             with safe_open(path, framework="pt") as stored:
                 for key in stored.keys():  # noqa: SIM118 (not a dict)
                     self._places[key] = path
-        self.schemes = {name: scheme for name, scheme in schemes.items() if name + _CODES in self._places}
-        self.changed = [key for key in self._places if not key.endswith((_CODES, _SCALE, _ZERO))]
+        self.schemes = {name: scheme for name, scheme in schemes.items() if name + _MARK + _CODES in self._places}
+        self.changed = [key for key in self._places if _MARK not in key]
 
     def _get(self, key: str) -> Tensor:
         with safe_open(self._places[key], framework="pt") as stored:
@@ -59,8 +63,14 @@ class Finished:
 
     def quantized(self, linear: str) -> QuantTensor:
         """The codes of a linear in `schemes`, by its full name."""
-        zero = self._get(linear + _ZERO) if linear + _ZERO in self._places else None
-        return QuantTensor(self._get(linear + _CODES), self._get(linear + _SCALE), zero, self.schemes[linear])
+        found: dict[str, Any] = {
+            field: self._get(linear + _MARK + field) if linear + _MARK + field in self._places else None
+            for field in _FIELDS
+        }
+        if linear + _MARK + _NESTED + _CODES in self._places:
+            parts = (self._get(linear + _MARK + _NESTED + field.name) for field in fields(Nested))
+            found["nested"] = Nested(*parts)
+        return QuantTensor(**found, scheme=self.schemes[linear])
 
     def tensor(self, name: str) -> Tensor:
         """A parameter in `changed`, by its full name."""

@@ -28,17 +28,9 @@ def fuse(tensors: Sequence[QuantTensor]) -> QuantTensor:
     Raises:
         ValueError: different schemes, or one scale for a whole tensor, which the others do not share.
     """
-    import torch
+    from quantkit.formats import joined
 
-    first = tensors[0]
-    if any(tensor.scheme != first.scheme for tensor in tensors) or first.scheme.granularity == "tensor":
-        raise ValueError("only linears of one scheme, with a scale for every row, can be fused")
-    zeros = [tensor.zero for tensor in tensors if tensor.zero is not None]
-    return first.replace(
-        codes=torch.cat([tensor.codes for tensor in tensors]),
-        scale=torch.cat([tensor.scale for tensor in tensors]),
-        zero=torch.cat(zeros) if zeros else None,
-    )
+    return joined(tensors)
 
 
 class FuseQkv:
@@ -65,8 +57,8 @@ class FuseQkv:
         outcome = Outcome(False)
         for members in groups:
             schemes = {block.scheme(name) for name in members}
-            if len(schemes) > 1 or block.scheme(members[0]).granularity == "tensor":
-                reason = "its members have different schemes" if len(schemes) > 1 else "one scale for a whole tensor"
+            if len(schemes) > 1 or not block.scheme(members[0]).rows_apart:
+                reason = "its members have different schemes" if len(schemes) > 1 else "rows of a tensor share scales"
                 outcome.decisions.append(decision(self.name, "not-fused", block.full_name(members[0]), reason))
                 continue
             block.fusions.append(members)

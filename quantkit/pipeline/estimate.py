@@ -70,7 +70,7 @@ def estimate(prepared: Prepared) -> Estimate:
     packed = 0.0
     for name, scheme in schemes.items():
         rows, columns = shapes[name]
-        padded = columns + (-columns % scheme.group if scheme.group else 0)
+        padded = columns + scheme.padding(columns)
         packed += rows * padded * registry.load("formats", scheme.format).bits_per_weight((rows, padded), scheme) / 8
     dense = whole - width * sum(shapes[name][0] * shapes[name][1] for name in schemes if name != prepared.layers.head)
     bundle = 0.0

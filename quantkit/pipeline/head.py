@@ -13,7 +13,7 @@ import torch
 
 from quantkit import registry
 from quantkit.bundle import LayerEntry
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, joined
 from quantkit.model.structure import weight_of
 from quantkit.passes.solvers import ranges
 from quantkit.pipeline.layers import Layers
@@ -48,18 +48,14 @@ def rounded(weight: Tensor, scheme: WeightScheme) -> tuple[QuantTensor, float]:
     """
     form = registry.load("formats", scheme.format)
     rows, columns = weight.shape
-    # one scale for all rows takes all rows at once
-    step = rows if scheme.granularity == "tensor" else max(1, _PIECE // columns)
+    # rows that share a scale are taken at once
+    step = max(1, _PIECE // columns) if scheme.rows_apart else rows
     parts: list[QuantTensor] = []
     lost = energy = 0.0
     for piece in weight.split(step):
-        exact = piece.float()
-        if scheme.group:
-            exact = torch.nn.functional.pad(exact, (0, -columns % scheme.group))
+        exact = torch.nn.functional.pad(piece.float(), (0, scheme.padding(columns)))
         scale, zero = ranges.searched(exact, scheme)
         parts.append(form.nearest(exact, scale, zero, scheme))
         lost += float((form.dequantize(parts[-1]) - exact).double().square().sum())
         energy += float(exact.double().square().sum())
-    zeros = None if scheme.symmetric else torch.cat([part.zero for part in parts if part.zero is not None])
-    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts])
-    return QuantTensor(codes, scales, zeros, scheme), lost / (energy or 1.0)
+    return joined(parts), lost / (energy or 1.0)

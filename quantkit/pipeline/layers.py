@@ -57,11 +57,7 @@ class Layers:
 
     def padded(self) -> list[str]:
         """The layers whose last group is filled up with zeros."""
-        return [
-            name
-            for name, scheme in self.schemes.items()
-            if scheme.group is not None and self.shapes[name][1] % scheme.group
-        ]
+        return [name for name, scheme in self.schemes.items() if scheme.padding(self.shapes[name][1])]
 
     def entry(self, name: str, tensor: QuantTensor, error: float | None) -> LayerEntry:
         """A quantized layer as the manifest lists it; `error` is its relative weight error."""
@@ -143,9 +139,13 @@ def _check_formats(schemes: Mapping[str, WeightScheme]) -> None:
                 "format-unsupported",
                 where=name,
                 value=f"weights in {scheme.format}",
-                rule="passes assign codes of integer formats",
-                remedy="use int4 or int8; to leave layers as they are, `weights: null` in an override",
+                rule="it has no codes to assign",
+                remedy=f"use {', '.join(_quantizing())}; to leave layers as they are, `weights: null` in an override",
             )
+
+
+def _quantizing() -> list[str]:
+    return [name for name in registry.names("formats") if hasattr(registry.load("formats", name), "nearest")]
 
 
 def _check_globs(recipe: Recipe, shapes: Mapping[str, tuple[int, int]]) -> None:
@@ -186,7 +186,7 @@ def _divisible(
     schemes: Mapping[str, WeightScheme],
     decisions: list[Decision],
 ) -> dict[str, WeightScheme]:
-    wrong = [name for name, scheme in schemes.items() if scheme.group and shapes[name][1] % scheme.group]
+    wrong = [name for name, scheme in schemes.items() if scheme.padding(shapes[name][1])]
     if not wrong or recipe.on_indivisible == "pad":
         for name in wrong:
             columns, group = shapes[name][1], schemes[name].group or 1
@@ -199,9 +199,9 @@ def _divisible(
             decisions.append(decision("recipe", "kept", name, reason, schemes[name].format))
         return {name: scheme for name, scheme in schemes.items() if name not in wrong}
     if recipe.on_indivisible == "shrink":
-        kinds: dict[tuple[int, int], list[str]] = {}
+        kinds: dict[tuple[str, int, int], list[str]] = {}
         for name in wrong:
-            kinds.setdefault((schemes[name].group or 1, shapes[name][1]), []).append(name)
+            kinds.setdefault((schemes[name].format, schemes[name].group or 1, shapes[name][1]), []).append(name)
         sizes = {kind: _power(*kind) for kind in kinds}
         wrong = [name for kind, names in kinds.items() for name in names if sizes[kind] is None]
         if not wrong:
@@ -209,7 +209,8 @@ def _divisible(
     first = wrong[0]
     group, columns = schemes[first].group or 1, shapes[first][1]
     widths = sorted({shapes[name][1] for name in wrong})
-    fitting = [size for size in (256, 192, 128, 96, 64, 48, 32, 16) if all(width % size == 0 for width in widths)]
+    sizes_of = registry.load("formats", schemes[first].format).rules.groups or (256, 192, 128, 96, 64, 48, 32, 16)
+    fitting = [size for size in sizes_of if all(width % size == 0 for width in widths)]
     use = f"use {min(fitting, key=lambda size: abs(size - group))}, or " if fitting else ""
     others = f" (and {len(wrong) - 1} other layers)" if len(wrong) > 1 else ""
     raise InputError(
@@ -221,21 +222,22 @@ def _divisible(
     )
 
 
-def _power(group: int, columns: int) -> int | None:
-    """The largest power of two up to `group` that divides K."""
-    return next((size for size in _POWERS if size <= group and columns % size == 0), None)
+def _power(name: str, group: int, columns: int) -> int | None:
+    """The largest power of two up to `group` that divides K and that the format has."""
+    allowed = registry.load("formats", name).rules.groups or _POWERS
+    return next((size for size in _POWERS if size <= group and columns % size == 0 and size in allowed), None)
 
 
 def _shrunk(
     schemes: Mapping[str, WeightScheme],
-    kinds: Mapping[tuple[int, int], Sequence[str]],
-    sizes: Mapping[tuple[int, int], int | None],
+    kinds: Mapping[tuple[str, int, int], Sequence[str]],
+    sizes: Mapping[tuple[str, int, int], int | None],
     decisions: list[Decision],
 ) -> dict[str, WeightScheme]:
-    """Schemes with smaller groups for the layers of each kind, (group, K); one decision a kind."""
+    """Schemes with smaller groups for the layers of each kind, (format, group, K); one decision a kind."""
     found = dict(schemes)
-    for (group, columns), names in kinds.items():
-        size = sizes[group, columns]
+    for (form, group, columns), names in kinds.items():
+        size = sizes[form, group, columns]
         found |= {name: schemes[name].model_copy(update={"group": size}) for name in names}
         reason = f"{size} is the largest power of two up to {group} that divides K {columns}"
         others = f" (and {len(names) - 1} other layers)" if len(names) > 1 else ""
@@ -247,8 +249,14 @@ def _storable(schemes: Mapping[str, WeightScheme], dtype: str, decisions: list[D
     """Scales in a dtype that the model's dtype holds exactly: runtimes read them in the model's dtype."""
     if dtype not in ("float16", "bfloat16"):
         return dict(schemes)
-    changed = sorted({scheme.scale for scheme in schemes.values()} - {dtype})
-    for scale in changed:
+    found = {
+        # a format may have no such scales, and be read by kernels of its own
+        name: scheme.model_copy(update={"scale": dtype})
+        if dtype in registry.load("formats", scheme.format).rules.scales
+        else scheme
+        for name, scheme in schemes.items()
+    }
+    for scale in sorted({schemes[name].scale for name, scheme in found.items() if scheme != schemes[name]}):
         reason = f"a {dtype} model's runtimes read its scales as {dtype}"
         decisions.append(decision("recipe", "scale-dtype", "scheme.weights.scale", reason, scale, dtype))
-    return {name: scheme.model_copy(update={"scale": dtype}) for name, scheme in schemes.items()}
+    return found

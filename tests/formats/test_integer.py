@@ -12,7 +12,8 @@ from reference import plain_formats
 from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
-from quantkit.formats._integer import IntegerFormat, groups_of
+from quantkit.formats._integer import IntegerFormat
+from quantkit.formats._layout import groups_of
 from quantkit.recipe import WeightScheme
 
 FORMATS = {name: registry.load("formats", name) for name in ("int4", "int8")}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantkit.errors import InputError
-from quantkit.formats._integer import groups_of
+from quantkit.formats._layout import groups_of
 from quantkit.passes.solvers import one_thread, ranges
 
 if TYPE_CHECKING:

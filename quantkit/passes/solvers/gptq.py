@@ -31,7 +31,8 @@ import torch
 
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
-from quantkit.formats._integer import IntegerFormat, groups_of, stored
+from quantkit.formats._integer import IntegerFormat, stored
+from quantkit.formats._layout import groups_of
 from quantkit.passes.solvers import one_thread, ranges
 
 if TYPE_CHECKING:

@@ -8,6 +8,8 @@
 `a_k` is the importance of input k: 1, or the diagonal of the Hessian, which weighs an error by how strongly the
 calibration text excites it. A few outliers stretch a min-max grid for all; clipping them a little costs less than it
 gains. (Searched clipping: Nagel et al., "A White Paper on Neural Network Quantization", 2021, section 3.1.)
+
+Any format with scales will do: `snap` rounds to its grid. Scales here are effective, global scale included.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import torch
 
 from quantkit import registry
 from quantkit.errors import InputError
-from quantkit.formats._integer import IntegerFormat, groups_of, stored
+from quantkit.formats._grid import GridFormat, effective
+from quantkit.formats._integer import IntegerFormat
+from quantkit.formats._layout import groups_of, tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +49,23 @@ class Search:
     refinements: int = 1
 
 
+def grid_format(scheme: WeightScheme) -> GridFormat:
+    """The scheme's format, which has to have scales.
+
+    Raises:
+        InputError: `format-without-scale`.
+    """
+    found = registry.load("formats", scheme.format)
+    if not isinstance(found, GridFormat):
+        raise InputError(
+            "format-without-scale",
+            value=f"format {scheme.format}",
+            rule="ranges are searched for formats with scales",
+            remedy="use a quantizing format, see `quantkit list formats`",
+        )
+    return found
+
+
 def integer_format(scheme: WeightScheme) -> IntegerFormat:
     """The scheme's format, which has to be a uniform integer one.
 
@@ -67,13 +88,14 @@ def minmax(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]
 
     Args:
         weight: [N, K] of any float dtype.
-        scheme: granularity, symmetry and scale dtype.
+        scheme: granularity, symmetry and scale type.
 
     Returns:
-        scale [N, G] in the stored dtype ([1, 1] per tensor) and zero [N, G] int8, None when symmetric.
+        effective scale [N, G] ([1, 1] per tensor, [⌈N/b⌉, ⌈K/b⌉] in blocks) and zero of that shape, int8, None when
+        symmetric.
 
     Raises:
-        InputError: `group-indivisible`, `format-not-integer`.
+        InputError: `group-indivisible`, `format-without-scale`.
     """
     return _by_rows(weight, scheme, None, Search(steps=0, refinements=0))
 
@@ -85,15 +107,16 @@ def searched(
 
     Args:
         weight: [N, K] of any float dtype.
-        scheme: granularity, symmetry and scale dtype.
+        scheme: granularity, symmetry and scale type.
         importance: [K], not negative: how much an error of each input costs; None is 1 for all.
         search: how far to look.
 
     Returns:
-        scale [N, G] in the stored dtype ([1, 1] per tensor) and zero [N, G] int8, None when symmetric.
+        effective scale [N, G] ([1, 1] per tensor, [⌈N/b⌉, ⌈K/b⌉] in blocks) and zero of that shape, int8, None when
+        symmetric.
 
     Raises:
-        InputError: `group-indivisible`, `format-not-integer`.
+        InputError: `group-indivisible`, `format-without-scale`.
     """
     return _by_rows(weight, scheme, importance, search or Search())
 
@@ -105,14 +128,14 @@ def for_output(
 
     Args:
         weight: [N, K] of any float dtype.
-        scheme: granularity, symmetry and scale dtype; per tensor only the diagonal of the Hessian is used.
+        scheme: granularity, symmetry and scale type; per tensor and in blocks only the diagonal of the Hessian is used.
         hessian: [K, K].
         search: how far to look.
 
     Raises:
-        InputError: `group-indivisible`, `format-not-integer`.
+        InputError: `group-indivisible`, `format-without-scale`.
     """
-    if scheme.granularity == "tensor":
+    if scheme.granularity in ("tensor", "block"):
         return searched(weight, scheme, hessian.diagonal(), search)
     length = weight.shape[1] // groups_of(weight.shape[1], scheme)
     scale, zero = transposed(weight.float().T.contiguous(), length, scheme, blocks(hessian, length), search or Search())
@@ -129,9 +152,12 @@ def blocks(hessian: Tensor, length: int) -> Tensor:
 def _by_rows(
     weight: Tensor, scheme: WeightScheme, importance: Tensor | None, search: Search
 ) -> tuple[Tensor, Tensor | None]:
+    weight, costs = weight.float(), None if importance is None else importance.float()
+    if scheme.granularity == "block":
+        return _by_blocks(weight, scheme, costs, search)
     rows, columns = weight.shape
     length = columns // groups_of(columns, scheme)
-    target, costs = weight.float().T, None if importance is None else importance.float()
+    target = weight.T
     if scheme.granularity == "tensor":  # one long column
         target, length = target.reshape(-1, 1), rows * columns
         costs = None if costs is None else costs.repeat_interleave(rows)
@@ -139,24 +165,50 @@ def _by_rows(
     return scale.T.contiguous(), None if zero is None else zero.T.contiguous()
 
 
+def _by_blocks(
+    weight: Tensor, scheme: WeightScheme, costs: Tensor | None, search: Search
+) -> tuple[Tensor, Tensor | None]:
+    """The tiles over the same inputs side by side, each as one column; zeros that fill up a tile cost nothing."""
+    size = scheme.group or max(weight.shape)
+    whole = grid_format(scheme).global_scale(weight.abs().amax(), scheme)
+    if costs is not None:
+        costs = torch.nn.functional.pad(costs, (0, -len(costs) % size)).reshape(-1, size).repeat(1, size)
+    scales, zeros = [], []
+    for place, column in enumerate(tiles(weight, scheme).permute(2, 1, 3, 0).unbind(0)):
+        paid = None if costs is None else costs[place]
+        scale, zero = transposed(column.reshape(size * size, -1), size * size, scheme, paid, search, whole)
+        scales.append(scale)
+        if zero is not None:
+            zeros.append(zero)
+    return torch.cat(scales).T.contiguous(), torch.cat(zeros).T.contiguous() if zeros else None
+
+
 def transposed(
-    target: Tensor, length: int, scheme: WeightScheme, importance: Tensor | None, search: Search
+    target: Tensor,
+    length: int,
+    scheme: WeightScheme,
+    importance: Tensor | None,
+    search: Search,
+    global_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`searched` for weights that lie transposed, as the solvers hold them: every step is then one vector operation.
 
     Args:
         target: [K, N] float32.
         length: weights of a column that share a scale; divides K.
-        scheme: symmetry and scale dtype.
+        scheme: symmetry and scale type.
         importance: [K] float32, or the blocks of a Hessian [K / length, length, length], or None.
         search: how far to look.
+        global_scale: of formats that have one: [], or [N] where columns are of several matrices. None is that of all.
 
     Returns:
-        scale [K / length, N] in the stored dtype, and zero of that shape, int8, None when symmetric.
+        effective scale [K / length, N], and zero of that shape, int8, None when symmetric.
     """
-    form = integer_format(scheme)
+    form = grid_format(scheme)
     groups, columns = target.shape[0] // length, target.shape[1]
-    scale = torch.empty(groups, columns, dtype=getattr(torch, scheme.scale))
+    whole = form.global_scale(target.abs().amax(), scheme) if global_scale is None else global_scale
+    wholes = None if whole is None else whole.expand(columns)
+    scale = torch.empty(groups, columns, dtype=effective(scheme))
     zero = None if scheme.symmetric else torch.empty(groups, columns, dtype=torch.int8)
     step = max(1, _CHUNK // length)
     for group in range(groups):
@@ -165,7 +217,8 @@ def transposed(
             costs = importance[group] if importance.dim() == 3 else importance[group * length : (group + 1) * length]
         for start in range(0, columns, step):
             part = target[group * length : (group + 1) * length, start : start + step].contiguous()
-            best, shift = _search(part, costs, scheme, form, search)
+            factor = None if wholes is None else wholes[start : start + step]
+            best, shift = _search(part, costs, scheme, form, search, factor)
             scale[group, start : start + step] = best
             if zero is not None and shift is not None:
                 zero[group, start : start + step] = shift
@@ -173,11 +226,16 @@ def transposed(
 
 
 def _search(
-    part: Tensor, costs: Tensor | None, scheme: WeightScheme, form: IntegerFormat, search: Search
+    part: Tensor,
+    costs: Tensor | None,
+    scheme: WeightScheme,
+    form: GridFormat,
+    search: Search,
+    whole: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The search for columns [L, n] of one group that fit into a cache; scale and zero [n]."""
     low, high = part.amin(dim=0), part.amax(dim=0)
-    scale, zero = form.parameters(low, high, scheme)
+    scale, zero = form.parameters(low, high, scheme, whole)
     if search.steps == search.refinements == 0:
         return scale, zero
     exact, codes, error = torch.empty_like(part), torch.empty_like(part), torch.empty_like(part)
@@ -190,27 +248,29 @@ def _search(
         return weights @ left.mul_(right)
 
     def measure(step: Tensor, shift: Tensor | None) -> Tensor:
-        """Leaves codes less zero in `codes`; what each column costs [n]."""
+        """Leaves values in units of the scale in `codes`; what each column costs [n]."""
         width = step.float()
         torch.mul(part, width.reciprocal(), out=exact)
-        if shift is None:
-            torch.clamp(exact, form.low, form.high, out=codes)
+        if not isinstance(form, IntegerFormat):
+            codes.copy_(form.snap(exact, shift))
+        elif shift is None:  # `snap` of integers, without a temporary
+            torch.clamp(exact, form.low, form.high, out=codes).round_()
         else:
-            torch.clamp(exact, form.low - shift.float(), form.high - shift.float(), out=codes)
-        torch.sub(codes.round_(), exact, out=error)
+            torch.clamp(exact, form.low - shift.float(), form.high - shift.float(), out=codes).round_()
+        torch.sub(codes, exact, out=error)
         return total(error, error) * width.square()
 
     least = measure(scale, zero)
-    for number in range(search.steps):
-        share = search.smallest + (1 - search.smallest) * number / search.steps
-        tried, shift = form.parameters(low * share, high * share, scheme)
+    shares = [search.smallest + (1 - search.smallest) * number / search.steps for number in range(search.steps)]
+    for share in (*shares, *form.stretches):
+        tried, shift = form.parameters(low * share, high * share, scheme, whole)
         scale, zero, least = _better(measure(tried, shift), tried, shift, scale, zero, least)
     for _ in range(search.refinements):
         measure(scale, zero)
         # the scale that fits these codes best; a group of zeros keeps its own
         fitted = total(error.copy_(codes), part) / total(exact.copy_(codes), codes)
         fitted = torch.where(torch.isfinite(fitted) & (fitted > 0), fitted, scale.float())
-        tried = stored(fitted, scheme)
+        tried = form.stored(fitted, scheme, whole)
         scale, zero, least = _better(measure(tried, zero), tried, zero, scale, zero, least)
     return scale, zero
 

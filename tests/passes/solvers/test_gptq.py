@@ -166,7 +166,7 @@ def test_a_hessian_that_no_damping_saves_is_an_error():
 
 def test_float_formats_are_refused():
     with pytest.raises(InputError) as caught:
-        gptq(torch.randn(4, 32), torch.eye(32), scheme("channel", symmetric=True, name="float16"))
+        gptq(torch.randn(4, 32), torch.eye(32), WeightScheme(format="float16"))
     assert caught.value.code == "format-not-integer"
 
 

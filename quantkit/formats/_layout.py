@@ -1,0 +1,112 @@
+"""Which weights share a scale: from a matrix [N, K] to its scales and back.
+
+tensor    [1, 1]          all
+channel   [N, 1]          a row
+group     [N, K / g]      g consecutive inputs of a row
+block     [⌈N/b⌉, ⌈K/b⌉]  a square tile, cut off at the edges
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quantkit.errors import InputError
+from quantkit.recipe import WeightScheme
+
+if TYPE_CHECKING:
+    import torch
+
+
+def groups_of(columns: int, scheme: WeightScheme) -> int:
+    """How many scales lie along K: [4096, 4096] in groups of 128 has 32.
+
+    Raises:
+        InputError: `group-indivisible`.
+    """
+    if scheme.granularity in ("tensor", "channel"):
+        return 1
+    group = scheme.group or columns
+    if scheme.granularity == "block":
+        return -(-columns // group)
+    if columns % group:
+        fitting = [size for size in (256, 192, 128, 96, 64, 48, 32, 16) if columns % size == 0 and size <= group]
+        use = f"use {fitting[0]}, or " if fitting else "use "
+        raise InputError(
+            "group-indivisible",
+            value=f"group {group}, K {columns}",
+            rule="group divides K",
+            remedy=f"{use}on_indivisible: keep or pad",
+        )
+    return columns // group
+
+
+def scale_shape(shape: tuple[int, int], scheme: WeightScheme) -> tuple[int, int]:
+    """The shape of the scales of a matrix [N, K].
+
+    Raises:
+        InputError: `group-indivisible`.
+    """
+    rows, columns = shape
+    if scheme.granularity == "tensor":
+        return 1, 1
+    if scheme.granularity == "block":
+        rows = -(-rows // (scheme.group or rows))
+    return rows, groups_of(columns, scheme)
+
+
+def tiles(weight: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+    """[N, K] -> [n, b, k, b] of `granularity: block`, filled up with zeros at the edges."""
+    import torch
+
+    size = scheme.group or max(weight.shape)
+    rows, columns = weight.shape
+    whole = torch.nn.functional.pad(weight, (0, -columns % size, 0, -rows % size))
+    return whole.reshape(whole.shape[0] // size, size, whole.shape[1] // size, size)
+
+
+def extremes(weight: torch.Tensor, scheme: WeightScheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest and the largest weight under each scale, in the shape of the scales, float32.
+
+    Raises:
+        InputError: `group-indivisible`.
+    """
+    weight = weight.float()
+    if scheme.granularity == "block":
+        parts = tiles(weight, scheme)
+        return parts.amin(dim=(1, 3)), parts.amax(dim=(1, 3))
+    rows, columns = weight.shape
+    parts = weight.reshape(rows, groups_of(columns, scheme), -1)
+    low, high = parts.amin(dim=2), parts.amax(dim=2)
+    if scheme.granularity == "tensor":
+        return low.amin().reshape(1, 1), high.amax().reshape(1, 1)
+    return low, high
+
+
+def by_row(scales: torch.Tensor, rows: int, scheme: WeightScheme) -> torch.Tensor:
+    """Scales (or zero points) repeated so that each row has its own: [N, G], the same values in another shape."""
+    if scheme.granularity == "tensor":
+        return scales.expand(rows, 1)
+    if scheme.granularity == "block":
+        return scales.repeat_interleave(scheme.group or rows, dim=0)[:rows]
+    return scales
+
+
+def split(weight: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+    """[N, K] in a shape against which `against` broadcasts: [N, G, K / G], or as it is in blocks.
+
+    Raises:
+        InputError: `group-indivisible`.
+    """
+    if scheme.granularity == "block":
+        return weight
+    rows, columns = weight.shape
+    groups = groups_of(columns, scheme)
+    return weight.reshape(rows, groups, columns // groups)
+
+
+def against(scales: torch.Tensor, shape: tuple[int, int], scheme: WeightScheme) -> torch.Tensor:
+    """Scales (or zero points) in a shape that broadcasts against `split` of a matrix [N, K]."""
+    if scheme.granularity != "block":
+        return scales.unsqueeze(2)
+    rows, columns = shape
+    return by_row(scales, rows, scheme).repeat_interleave(scheme.group or columns, dim=1)[:, :columns]
