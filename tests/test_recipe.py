@@ -105,7 +105,7 @@ def test_what_is_misspelt_is_named_with_its_nearest(changes: dict[str, Any], say
         ({"scheme": {"weights": {"format": "int4", "group": 32}}}, "goes with `granularity: group`"),
         ({"scheme": {"weights": {"format": "int4", "granularity": "group"}}}, "goes with `granularity: group`"),
         ({"scheme": {"weights": {"format": "int4", "granularity": "group", "group": 0}}}, "greater than 0"),
-        ({"scheme": {"weights": {"format": "int4", "granularity": "token"}}}, "'tensor', 'channel', 'group' or 'block'"),
+        ({"scheme": {"weights": {"format": "int4", "granularity": "token"}}}, "'group' or 'block'"),
         ({"scheme": {"weights": {"format": "int4", "scale": "float64"}}}, "'float32'"),
         ({1: 2}, "Keys should be strings"),
     ],
