@@ -6,7 +6,8 @@ sequences fit into one forward, the forward simply pauses there, and one run ser
 output as well. Else every stage replays the block up to its point, chunk by chunk, so that memory stays bounded.
 
 The *original stream* is what the unquantized model would feed the block. If a pass asks for it, the block's original
-weights run on it in step, and the statistics also say how far the inputs have drifted from the original ones.
+weights run on it in step, and the statistics also say how far the inputs have drifted from the original ones, and how
+far what a linear's output is added to lags behind.
 
 Sums are deterministic: a fixed number of partials, in a fixed order, whatever the number of workers.
 """
@@ -14,11 +15,12 @@ Sums are deterministic: a fixed number of partials, in a fixed order, whatever t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from quantkit.errors import InputError
 from quantkit.model.stream import Calls
@@ -41,6 +43,7 @@ class InputStats:
         self.tokens = 0
         self._halves: list[Tensor] = []
         self._drifts: list[Tensor] | None = []
+        self._lags: dict[str, Tensor] = {}
         self._counts = [0, 0]
         self._sequences = 0
         self._hessian: Tensor | None = None
@@ -49,12 +52,13 @@ class InputStats:
         for part in inputs:
             self.add(part)
 
-    def add(self, part: Tensor, original: Tensor | None = None) -> None:
+    def add(self, part: Tensor, original: Tensor | None = None, lags: Mapping[str, Tensor] | None = None) -> None:
         """Add a chunk [sequences, tokens, K] or [tokens, K].
 
         Args:
             part: what the linears receive.
             original: what they would in the unquantized model, token by token; what some chunk has not is not known.
+            lags: linear -> [..., N], what its output is added to in the original stream less what it is here.
 
         Raises:
             InputError: `activations-nonfinite`.
@@ -77,6 +81,11 @@ class InputStats:
                 apart = original.float().reshape(part.shape)[(half + self._sequences) % 2 :: 2].reshape(-1, width)
                 self._drifts[half].addmm_((apart - piece).T, piece)
             self._counts[half] += piece.shape[0]
+        for linear, lag in (lags or {}).items():
+            flat = lag.float().reshape(-1, lag.shape[-1])
+            if linear not in self._lags:
+                self._lags[linear] = torch.zeros(flat.shape[-1], width)
+            self._lags[linear].addmm_(flat.T, part.reshape(-1, width))
         self.tokens += part.numel() // width
         self._sequences += part.shape[0]
         # a square is finite if its root is, and there are far fewer of them
@@ -120,6 +129,14 @@ class InputStats:
             return None
         return (self._drifts[0] + self._drifts[1]).div_(self.tokens)
 
+    def lag(self, linear: str) -> Tensor | None:
+        """`RᵀX / tokens`, [N, K] float32, with R how far what the linear's output is added to lags behind the original.
+
+        None where the output is added to nothing, or that is not known.
+        """
+        found = self._lags.get(linear)
+        return None if found is None else found / self.tokens
+
     @property
     def noise(self) -> float:
         """How much of the Hessian beside its diagonal is chance: 0..1, the best share to take off.
@@ -146,17 +163,12 @@ class InputStats:
         return min(1.0, apart / 4 / both) if both > 0 else 1.0
 
 
-def _paired(part: Tensor, inputs: Tensor, original: Tensor | None) -> Tensor | None:
-    """Original inputs that belong to `inputs` token by token; None where those hold some tokens of `part` only."""
-    whole = inputs.numel() // inputs.shape[-1] == part.numel() // part.shape[-1]
-    return original if whole and original is not None and original.shape == inputs.shape else None
-
-
 class _Reached(Exception):
     """Ends a replay at the shared input it was for."""
 
 
 Visit = Callable[[SharedInput, InputStats], None]
+Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
 
 
 @dataclass
@@ -166,11 +178,13 @@ class Original:
     Args:
         module: with its original weights, up to exact folds.
         hidden: [samples, tokens, width], its input.
+        skips: linear -> the module whose input its output is added to (`model/skip.py`).
         outputs: its output, once it has run.
     """
 
     module: nn.Module
     hidden: Tensor
+    skips: Mapping[str, str] = field(default_factory=dict)
     outputs: Tensor | None = None
 
 
@@ -202,7 +216,8 @@ class Stats:
 
         Args:
             visit: may change the linears of the group.
-            drift: whether the statistics are to hold the drift from the original inputs.
+            drift: whether the statistics are to hold how far inputs, and what outputs are added to, are from the
+                original ones.
 
         Raises:
             InputError: `activations-nonfinite`, naming the linear.
@@ -228,36 +243,33 @@ class Stats:
 
     def _pausing(self, visit: Visit, drift: bool) -> None:
         waiting = {group.name: group for group in self.groups}
-        kept = self._original_inputs() if drift else {}
+        sources = self._sources() if drift else ()
+        before = self._originals() if drift else {}
+        seen: dict[str, Tensor] = {}
 
-        def pause(group: SharedInput) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def pause(group: SharedInput) -> Hook:
             def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
                 if waiting.pop(group.name, None) is not None:
                     sums = InputStats(name=group.name)
-                    sums.add(args[0], _paired(self.hidden, args[0], kept.pop(group.name, None)))
+                    self._add(sums, group, self.hidden, {**seen, group.name: args[0]}, before)
+                    if group.name not in sources:  # as soon as it is not needed
+                        before.pop(group.name, None)
                     visit(group, sums)
 
             return hook
 
-        hooks = [self.module.get_submodule(group.name).register_forward_pre_hook(pause(group)) for group in self.groups]
+        hooks = self._keeping(self.module, seen, sources)
+        hooks += [self.module.get_submodule(each.name).register_forward_pre_hook(pause(each)) for each in self.groups]
         try:
             self.outputs = self.calls.run(self.module, self.index, self.hidden)
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _original_inputs(self) -> dict[str, Tensor]:
-        """What each shared input holds in the original stream, from one forward of everything."""
-        original = self._original()
-        kept: dict[str, Tensor] = {}
-
-        def keep(group: SharedInput) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-                kept.setdefault(group.name, args[0])
-
-            return hook
-
-        hooks = [original.module.get_submodule(each.name).register_forward_pre_hook(keep(each)) for each in self.groups]
+    def _originals(self) -> dict[str, Tensor]:
+        """What each shared input, and whatever outputs are added to, hold in the original stream: one forward."""
+        original, kept = self._original(), dict[str, Tensor]()
+        hooks = self._keeping(original.module, kept, (*(group.name for group in self.groups), *self._sources()))
         try:
             original.outputs = self.calls.run(original.module, self.index, original.hidden)
         finally:
@@ -271,30 +283,68 @@ class Stats:
             sums = InputStats(name=group.name)
             befores = self.calls.chunks(self._original().hidden) if drift else itertools.repeat(None)
             for part, before in zip(self.calls.chunks(self.hidden), befores, strict=False):
-                reached = self._reach(self.module, group, part)
-                if reached is not None:
-                    other = None if before is None else self._reach(self._original().module, group, before)
-                    sums.add(reached, _paired(part, reached, other))
+                reached = self._reach(self.module, group, part, drift)
+                if group.name in reached:
+                    others = {} if before is None else self._reach(self._original().module, group, before, drift)
+                    self._add(sums, group, part, reached, others)
             if sums.tokens:  # as when pausing: what nothing reaches is not visited
                 visit(group, sums)
         self.outputs = self.calls.run_all(self.module, self.index, self.hidden)
 
-    def _reach(self, module: nn.Module, group: SharedInput, part: Tensor) -> Tensor | None:
-        """What a shared input holds when one chunk runs, up to there; None where the chunk does not get there."""
-        found: list[Tensor] = []
+    def _reach(self, module: nn.Module, group: SharedInput, part: Tensor, drift: bool) -> dict[str, Tensor]:
+        """What a shared input, and what runs before it, hold when one chunk runs, up to there."""
+        found: dict[str, Tensor] = {}
 
-        def catch(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            found.append(args[0])
+        def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            found[group.name] = args[0]
             raise _Reached
 
-        hook = module.get_submodule(group.name).register_forward_pre_hook(catch)
+        hooks = self._keeping(module, found, self._sources() if drift else ())
+        hooks.append(module.get_submodule(group.name).register_forward_pre_hook(stop))
         try:
             self.calls.run(module, self.index, part)
         except _Reached:
             pass
         finally:
-            hook.remove()
-        return found[0] if found else None
+            for hook in hooks:
+                hook.remove()
+        return found
+
+    def _add(
+        self,
+        sums: InputStats,
+        group: SharedInput,
+        part: Tensor,
+        here: Mapping[str, Tensor],
+        before: Mapping[str, Tensor],
+    ) -> None:
+        """Add what a shared input holds in both streams; `part` is the block's input that led to it.
+
+        Only tensors that hold every token of it are compared: an expert's are other tokens in each stream.
+        """
+
+        def whole(name: str) -> bool:
+            both = name in here and name in before and here[name].shape == before[name].shape
+            return both and here[name].numel() // here[name].shape[-1] == part.numel() // part.shape[-1]
+
+        original = before[group.name] if whole(group.name) else None
+        sources = {} if original is None or self.original is None else self.original.skips
+        added = {linear: sources[linear] for linear in group.members if linear in sources and whole(sources[linear])}
+        sums.add(here[group.name], original, {linear: before[name] - here[name] for linear, name in added.items()})
+
+    def _sources(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self._original().skips.values()))
+
+    def _keeping(self, module: nn.Module, kept: dict[str, Tensor], names: Iterable[str]) -> list[RemovableHandle]:
+        """Hooks that keep what the modules are given first."""
+
+        def keep(name: str) -> Hook:
+            def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+                kept.setdefault(name, args[0])
+
+            return hook
+
+        return [module.get_submodule(name).register_forward_pre_hook(keep(name)) for name in dict.fromkeys(names)]
 
     def _original(self) -> Original:
         assert self.original is not None, "a pass that looks at the original stream says so in `needs`"

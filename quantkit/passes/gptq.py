@@ -95,7 +95,8 @@ class Gptq:
                             decision(self.name, "damping-raised", where, reason, settings.damping, solved.damping)
                         )
                 if settings.correction and seen.drift is not None:
-                    weights = corrected(weights, factors[width], padded(seen.drift, width), settings.correction)
+                    drift, lags = padded(seen.drift, width), [widened(seen.lag(name), width) for name in names]
+                    weights = corrected(weights, factors[width], drift, settings.correction, lags)
                 results = gptq_shared(
                     weights,
                     factors[width],
@@ -117,6 +118,13 @@ def padded(moments: Tensor, width: int) -> Tensor:
 
     missing = width - moments.shape[0]
     return torch.nn.functional.pad(moments, (0, missing, 0, missing)) if missing else moments
+
+
+def widened(moments: Tensor | None, width: int) -> Tensor | None:
+    """Sums of products of outputs and inputs [N, K], likewise: [N, width]; None stays None."""
+    import torch
+
+    return None if moments is None else torch.nn.functional.pad(moments, (0, width - moments.shape[1]))
 
 
 PASS = Gptq()

@@ -21,6 +21,7 @@ from quantkit.errors import InputError
 from quantkit.model import fold, structure
 from quantkit.model.block import Block
 from quantkit.model.fold import Call, Fold
+from quantkit.model.skip import skips
 from quantkit.model.stream import BlockStream, Calls
 from quantkit.model.structure import Structure
 from quantkit.passes import Pass, decision
@@ -227,7 +228,7 @@ def work(
         )
         stats = Stats(module, traced.groups, calls or probe, index, hidden if hidden is not None else probe.hidden)
         if block.original is not None and original is not None:
-            stats.original = Original(block.original, original)
+            stats.original = Original(block.original, original, skips(module, call))
         worked = Worked(block, None)
         for linear in traced.idle:
             if schemes.get(prefix + linear) is not None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quantkit.calibrate.statistics import InputStats, Original, Stats
 from quantkit.errors import InputError
+from quantkit.model import skip
 from quantkit.model.loaded import LoadedModel
 from quantkit.model.structure import SharedInput, trace
 
@@ -29,9 +30,9 @@ def collected(found: Stats) -> dict[str, InputStats]:
     return kept
 
 
-def inputs_of(found: Stats) -> dict[str, Tensor]:
-    """What each first member receives, caught by plain hooks in one forward a sample, [tokens, K] float64."""
-    caught: dict[str, list[Tensor]] = {group.name: [] for group in found.groups}
+def inputs_of(found: Stats, *more: str) -> dict[str, Tensor]:
+    """What each first member, and `more` modules, receive: caught by plain hooks, [tokens, K] float64."""
+    caught: dict[str, list[Tensor]] = {name: [] for name in (*(group.name for group in found.groups), *more)}
     hooks = [
         found.module.get_submodule(name).register_forward_pre_hook(
             lambda _, args, kept=kept: kept.append(args[0].reshape(-1, args[0].shape[-1]).double())
@@ -199,21 +200,33 @@ def test_drift_is_how_far_inputs_are_from_the_original_ones(name: str, chunk: in
     found = stats(name, chunk)
     module = copy.deepcopy(found.module)
     hidden = found.hidden + 0.1 * torch.randn(found.hidden.shape, generator=torch.Generator().manual_seed(0))
-    found.original = Original(module, hidden)
+    skips = dict(skip.skips(module, lambda block: found.calls.run(block, 0, found.hidden[:chunk])))
+    found.original = Original(module, hidden, skips)
     plain = Stats(module, found.groups, found.calls, 0, hidden)
-    before, expected = inputs_of(plain), plain.settled()
+    before, expected = inputs_of(plain, *skips.values()), plain.settled()
     kept: dict[str, Tensor] = {}
+    lags: dict[str, Tensor] = {}
 
     def visit(group: SharedInput, seen: InputStats) -> None:
         assert seen.drift is not None
         kept[group.name] = seen.drift
         for member in group.members:
+            lag = seen.lag(member)
+            assert (lag is None) == (member not in skips)
+            if lag is not None:
+                lags[member] = lag
             linear = found.module.get_submodule(member)
             linear.weight = nn.Parameter(linear.weight.detach() * 0.9)
 
     found.staged(visit, drift=True)
-    for group, x in inputs_of(found).items():
-        assert relative(kept[group], (before[group] - x).T @ x / x.shape[0]) < 1e-5
+    after = inputs_of(found, *skips.values())
+    for group, drift in kept.items():
+        x = after[group]
+        assert relative(drift, (before[group] - x).T @ x / x.shape[0]) < 1e-5
+    assert len(lags) == 2
+    for linear, source in skips.items():
+        x, behind = after[linear], before[source] - after[source]
+        assert relative(lags[linear], behind.T @ x / x.shape[0]) < 1e-5
     assert relative(found.original_outputs(), expected) < 1e-6
     assert not any(each._forward_pre_hooks for each in module.modules()), "hooks are gone"
 

@@ -37,10 +37,17 @@ def cost(weight: torch.Tensor, chosen: torch.Tensor, hessian: torch.Tensor) -> f
     return float((error @ hessian.double() * error).sum())
 
 
-def aimed(weight: torch.Tensor, seen: torch.Tensor, original: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+def aimed(
+    weight: torch.Tensor,
+    seen: torch.Tensor,
+    original: torch.Tensor,
+    hessian: torch.Tensor,
+    lag: torch.Tensor | float = 0.0,
+) -> torch.Tensor:
     """The weights [N, K] that put out on `seen` [T, K] what `weight` does on `original` [T, K], as nearly as can be.
 
-    Plain float64, with the inverse of a damped `hessian` [K, K] in place of `seen^T seen`.
+    And `lag` [T, N] more. Plain float64, with the inverse of a damped `hessian` [K, K] in place of `seen^T seen`.
     """
     w, x, before = weight.double(), seen.double(), original.double()
-    return w + w @ (before - x).T @ x @ torch.linalg.inv(hessian.double())
+    missing = (before - x) @ w.T + lag
+    return w + missing.T @ x @ torch.linalg.inv(hessian.double())

@@ -16,7 +16,8 @@ plane for the lattice of codes (Chen et al., "The Geometry of LLM Quantization",
 - The inputs X that a linear receives are not the originals X + Δ: what comes before it is quantized already. It should
   put out `W (X + Δ)ᵀ`, and on X the matrix `W + W ΔᵀX H⁻¹` comes closest to that. A share of this is what is rounded in
   place of W (Li et al., "GPTAQ", 2025, arXiv 2504.02692, where the share is one; a few thousand tokens overstate how
-  well the drift can be foretold from X).
+  well the drift can be foretold from X). Where the output is added to something that lags behind the original by R,
+  as the residual stream does, `W + (W ΔᵀX + RᵀX) H⁻¹` makes up for that too.
 - Sweeps of coordinate descent follow: with all other codes fixed, the best q_j is `round(w_j + d_j - (D H)_j / H_jj)`,
   and the best scale of a group has a closed form (Behdin et al., "QuantEase", 2023, arXiv 2309.01885).
 """
@@ -150,14 +151,22 @@ def factor(hessian: Tensor, *, damping: float = 0.01, shrink: float = 0.3, act_o
     )
 
 
-def corrected(weights: Sequence[Tensor], solved: Factor, drift: Tensor, share: float) -> list[Tensor]:
-    """Weights that make up for the drift of their inputs: `W + share W ΔᵀX H⁻¹`, each [N_i, K] float32.
+def corrected(
+    weights: Sequence[Tensor],
+    solved: Factor,
+    drift: Tensor,
+    share: float,
+    lags: Sequence[Tensor | None] | None = None,
+) -> list[Tensor]:
+    """Weights that make up for the drift of their inputs: `W + share (W ΔᵀX + RᵀX) H⁻¹`, each [N_i, K] float32.
 
     Args:
         weights: that receive the same input; never modified.
         solved: the factor of its Hessian.
         drift: [K, K], `ΔᵀX` in the scale of the Hessian, Δ the original inputs less those that are received.
         share: of the correction, 0 to 1.
+        lags: for each weight [N_i, K], `RᵀX` in the same scale, R what its output is added to in the original less what
+            it is added to; None where that is nothing.
 
     Raises:
         InputError: `drift-nonfinite`.
@@ -173,13 +182,18 @@ def corrected(weights: Sequence[Tensor], solved: Factor, drift: Tensor, share: f
         whole = torch.cat([weight.float() for weight in weights])
         root = solved.unit * solved.pivots.sqrt()
         # in the order of the factor: H = root rootᵀ
-        added = (whole @ drift)[:, solved.order]
+        rows = [weight.shape[0] for weight in weights]
+        added = whole @ drift
+        for part, lag in zip(added.split(rows), lags or [None] * len(rows), strict=True):
+            if lag is not None:
+                part.add_(lag)
+        added = added[:, solved.order]
         added = torch.linalg.solve_triangular(root.T, added, upper=False, left=False)
         added = torch.linalg.solve_triangular(root, added, upper=True, left=False)
         back = torch.empty_like(solved.order)
         back[solved.order] = torch.arange(len(back))
         whole.add_(added[:, back], alpha=share)
-        return list(whole.split([weight.shape[0] for weight in weights]))
+        return list(whole.split(rows))
 
 
 def gptq(

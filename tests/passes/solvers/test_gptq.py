@@ -248,10 +248,11 @@ def test_corrected_weights_are_what_the_oracle_aims_at(act_order, shape):
     solved = factor(seen.T @ seen, damping=0.02, shrink=0.3, act_order=act_order)
     drift = (original - seen).T @ seen
     copies = weight.clone(), drift.clone()
+    lag = torch.randn(len(seen), 4, generator=torch.Generator().manual_seed(3))
     for share in (1.0, 0.4):
-        found = corrected([weight, other], solved, drift, share)
-        for before, after in zip((weight, other), found, strict=True):
-            expected = before + share * (aimed(before, seen, original, solved.hessian) - before)
+        found = corrected([weight, other], solved, drift, share, [None, lag.T @ seen])
+        for before, after, more in zip((weight, other), found, (0.0, lag), strict=True):
+            expected = before + share * (aimed(before, seen, original, solved.hessian, more) - before)
             assert float((after - expected).abs().max()) < 1e-5 * float(expected.abs().max())
     assert torch.equal(weight, copies[0])
     assert torch.equal(drift, copies[1])
