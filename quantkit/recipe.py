@@ -11,14 +11,23 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from quantkit import content, registry
 from quantkit.content import Closed, known_keys, parse_yaml, read_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
 
 ModelKind = Literal["decoder", "encoder", "vision"]
-Granularity = Literal["tensor", "channel", "group", "token", "block"]
 
 
 def assigners() -> list[str]:
@@ -114,21 +123,92 @@ def _either(names: Iterable[object]) -> str:
 
 
 class ActivationScheme(Closed):
-    """How activations are quantized: dynamically per token, or with scales fixed by calibration."""
+    """How the input [..., K] of a linear is quantized before it is multiplied: `formats/_activation.py`.
+
+    Args:
+        format: one that computes: `int8`, `fp8_e4m3`.
+        granularity: what shares a scale: a `token` ([..., 1]), a `group` of its features ([..., K/group]), or the whole
+            `tensor`. There is none by input channel: a product sums over channels, so their scale cannot leave it.
+        dynamic: scales come from the values themselves as the model runs; else one scale of the whole tensor is fixed
+            by calibration.
+        symmetric: without a zero point.
+        group: features per group; only with `granularity: group`.
+        range: how far a fixed scale reaches over what calibration saw: all of it (`minmax`), 99.99 % of it
+            (`percentile`), or where the squared error is least (`mse`). What lies beyond saturates.
+    """
 
     format: FormatName
-    granularity: Granularity = "token"
+    granularity: Literal["tensor", "token", "group"] = "token"
     dynamic: bool = True
     symmetric: bool = True
     group: int | None = Field(default=None, gt=0)
+    range: Literal["minmax", "percentile", "mse"] = "minmax"
+
+    @field_validator("format")
+    @classmethod
+    def _computes(cls, value: str) -> str:
+        return _bounded(value, "activations")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if (self.granularity == "group") != (self.group is not None):
+            raise ValueError("`group` goes with `granularity: group`, and only with it")
+        if not self.dynamic and self.granularity != "tensor":
+            raise ValueError(
+                f"a fixed scale is one for the whole tensor, not for each {self.granularity}; "
+                "use `granularity: tensor`, or `dynamic: true`"
+            )
+        if self.dynamic and self.range != "minmax":
+            raise ValueError("`range` is of fixed scales; it goes with `dynamic: false`")
+        _check_zero_point(self.format, self.symmetric)
+        return self
 
 
 class CacheScheme(Closed):
-    """How the KV cache is stored."""
+    """How keys and values [batch, heads, tokens, features] are stored; keys after the rotary embedding.
+
+    Args:
+        format: `fp8_e4m3` or `int8`.
+        granularity: what shares a scale: the whole `tensor` of keys or values, a `head` or a `channel` of it, all fixed
+            by calibration; or a `token` of a head, whose scale comes from its own values.
+        symmetric: without a zero point.
+        range: as for activations.
+    """
 
     format: FormatName
     granularity: Literal["tensor", "head", "channel", "token"] = "tensor"
     symmetric: bool = True
+    range: Literal["minmax", "percentile", "mse"] = "minmax"
+
+    @field_validator("format")
+    @classmethod
+    def _computes(cls, value: str) -> str:
+        return _bounded(value, "a KV cache")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.granularity in ("token", "channel") and self.range != "minmax":
+            raise ValueError(f"`range` is of fixed scales of a tensor or head, not for each {self.granularity}")
+        _check_zero_point(self.format, self.symmetric)
+        return self
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether scales come from the values themselves."""
+        return self.granularity == "token"
+
+
+def _bounded(name: str, what: str) -> str:
+    """A format that activations can have (`formats._activation.Bounded`). Raises ValueError."""
+    able = [each for each in registry.names("formats") if hasattr(registry.load("formats", each), "low")]
+    if name not in able:
+        raise ValueError(f"{what} cannot be in {name}; use {_either(able)}")
+    return name
+
+
+def _check_zero_point(name: str, symmetric: bool) -> None:
+    if not symmetric and not name.startswith("int"):
+        raise ValueError(f"{name} has no zero point; use `symmetric: true`")
 
 
 class Scheme(Closed):
@@ -154,15 +234,35 @@ class CalibrationChoice(Closed):
 
 
 class Override(Closed):
-    """Another weight scheme for the layers that a glob matches; it must match something.
+    """Another scheme for the layers that a glob matches; it must match something.
 
     `weights: null` keeps those layers in high precision; a mapping replaces the named fields of the default scheme.
     With another format, fields that it does not have as they are take its defaults.
+    `activations` likewise: null leaves the inputs of those layers alone. What is not named stays as it is; an override
+    that names neither keeps the layers in high precision.
     `lm_head` matches the language-model head whatever its name in the model; it has to be absent from `keep`.
     """
 
     match: str
     weights: dict[str, Any] | None = None
+    activations: dict[str, Any] | None = None
+
+    @property
+    def of_weights(self) -> bool:
+        """Whether it says something about weights."""
+        return "weights" in self.model_fields_set or not self.of_activations
+
+    @property
+    def of_activations(self) -> bool:
+        """Whether it says something about activations."""
+        return "activations" in self.model_fields_set
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Null and absent are two things."""
+        named = {"match", "weights"} | ({"activations"} if self.of_activations else set())
+        named -= set() if self.of_weights else {"weights"}
+        return {name: value for name, value in handler(self).items() if name in named}
 
 
 class PassStep(Closed):
@@ -294,7 +394,18 @@ class Recipe(Closed):
     @model_validator(mode="after")
     def _overrides_are_schemes(self) -> Self:
         for override in self.overrides:
-            self.overridden(override, self.scheme.weights)
+            if override.of_weights:
+                self.overridden(override, self.scheme.weights)
+            if override.of_activations:
+                self.overridden_activations(override, self.scheme.activations)
+        return self
+
+    @model_validator(mode="after")
+    def _activations_have_weights(self) -> Self:
+        if self.scheme.activations is not None and self.scheme.weights is None:
+            raise ValueError(
+                "activations are quantized for a product with quantized weights; add `scheme: {weights: …}`"
+            )
         return self
 
     @classmethod
@@ -354,13 +465,31 @@ class Recipe(Closed):
             InputError: `recipe-invalid`, overrides that each make sense, but not one upon the other.
         """
         scheme = self.scheme.weights
-        for override in self.overrides:
-            if fnmatchcase(layer, override.match) or role == override.match:
+        for override in self._matching(layer, role):
+            if override.of_weights:
                 try:
                     scheme = self.overridden(override, scheme)
                 except ValueError as error:
                     raise InputError("recipe-invalid", where=layer, value=str(error), rule="overrides add up") from None
         return scheme
+
+    def activations_for(self, layer: str) -> ActivationScheme | None:
+        """How the input of a layer, by its full name, is quantized; the last override that matches wins.
+
+        Raises:
+            InputError: `recipe-invalid`, overrides that each make sense, but not one upon the other.
+        """
+        scheme = self.scheme.activations
+        for override in self._matching(layer):
+            if override.of_activations:
+                try:
+                    scheme = self.overridden_activations(override, scheme)
+                except ValueError as error:
+                    raise InputError("recipe-invalid", where=layer, value=str(error), rule="overrides add up") from None
+        return scheme
+
+    def _matching(self, layer: str, role: str | None = None) -> list[Override]:
+        return [each for each in self.overrides if fnmatchcase(layer, each.match) or role == each.match]
 
     def overridden(self, override: Override, scheme: WeightScheme | None) -> WeightScheme | None:
         """What an override makes of a scheme. Raises ValueError where that is none."""
@@ -373,6 +502,17 @@ class Recipe(Closed):
             base = _carried(base, override.weights["format"])
         found = _checked(f"override {override.match}", WeightScheme, {**base, **override.weights})
         assert isinstance(found, WeightScheme)
+        return found
+
+    def overridden_activations(self, override: Override, scheme: ActivationScheme | None) -> ActivationScheme | None:
+        """What an override makes of an activation scheme. Raises ValueError where that is none."""
+        if override.activations is None:
+            return None
+        base = scheme.model_dump() if scheme is not None else {}
+        if override.activations.get("granularity", "group") != "group":
+            base.pop("group", None)
+        found = _checked(f"override {override.match}", ActivationScheme, {**base, **override.activations})
+        assert isinstance(found, ActivationScheme)
         return found
 
 

@@ -66,13 +66,17 @@ class CalibrationEntry(_Closed):
 
 
 class LayerEntry(_Closed):
-    """One quantized layer: shape [N, K], its scheme, stored bits per weight, relative weight error."""
+    """One quantized layer: shape [N, K], its scheme, stored bits per weight, relative weight error; how its input is
+    quantized, if it is, and the scale of that, if calibration fixed it.
+    """
 
     name: str
     shape: list[int]
     scheme: dict[str, Any]
     bits_per_weight: float
     error: float | None = None
+    activations: dict[str, Any] | None = None
+    input_scale: float | None = None
 
 
 class FileEntry(_Closed):

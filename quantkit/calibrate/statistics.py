@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from quantkit.calibrate.scales import Scales
 from quantkit.errors import InputError
 from quantkit.model.stream import Calls
 from quantkit.model.structure import SharedInput
@@ -171,6 +173,11 @@ Visit = Callable[[SharedInput, InputStats], None]
 Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
 
 
+def _first(module: nn.Module, group: SharedInput, hook: Hook) -> RemovableHandle:
+    """A pre-hook of a group's first linear, before the one that quantizes its input."""
+    return module.get_submodule(group.name).register_forward_pre_hook(hook, prepend=True)
+
+
 @dataclass
 class Original:
     """A block as it came, on what the unquantized model feeds it.
@@ -200,6 +207,7 @@ class Stats:
         hidden: [samples, tokens, width], the block's input.
         outputs: the block's output, once a staged run has ended; passes that change weights afterwards reset it.
         original: the block in the original stream; None unless a pass asked for it.
+        scales: what quantizes the block's inputs and its cache.
     """
 
     module: nn.Module
@@ -209,28 +217,35 @@ class Stats:
     hidden: Tensor
     outputs: Tensor | None = None
     original: Original | None = None
+    scales: Scales = field(default_factory=Scales)
 
     @torch.no_grad()
-    def staged(self, visit: Visit, *, drift: bool = False) -> None:
+    def staged(self, visit: Visit | None, *, drift: bool = False, quantized: bool = False) -> None:
         """Run the block on everything; at each shared input call `visit(group, statistics)` before its linears run.
 
         Args:
-            visit: may change the linears of the group.
+            visit: may change the linears of the group; None only runs the block.
             drift: whether the statistics are to hold how far inputs, and what outputs are added to, are from the
                 original ones.
+            quantized: the statistics are of the inputs as the group's kernels will see them, keys and values go through
+                the cache's format, and fixed scales that are missing are found on the way. It is for the pass that
+                assigns codes: others look at what they may still change.
 
         Raises:
             InputError: `activations-nonfinite`, naming the linear.
         """
         self.outputs = None
+        self.scales.use_cache(quantized)
         if self.hidden.shape[0] <= self.calls.chunk:
-            self._pausing(visit, drift)
+            self._pausing(visit, drift, quantized)
         else:
-            self._replaying(visit, drift)
+            self._replaying(visit, drift, quantized)
 
     def settled(self) -> Tensor:
-        """The block's output with its present weights, [samples, tokens, width]."""
-        if self.outputs is None:
+        """The block's output with its present weights, [samples, tokens, width], inputs and cache quantized."""
+        if self.scales.waits:
+            self.staged(None, quantized=True)
+        if self.scales.use_cache(True) or self.outputs is None:
             self.outputs = self.calls.run_all(self.module, self.index, self.hidden)
         return self.outputs
 
@@ -241,7 +256,7 @@ class Stats:
             original.outputs = self.calls.run_all(original.module, self.index, original.hidden)
         return original.outputs
 
-    def _pausing(self, visit: Visit, drift: bool) -> None:
+    def _pausing(self, visit: Visit | None, drift: bool, quantized: bool) -> None:
         waiting = {group.name: group for group in self.groups}
         sources = self._sources() if drift else ()
         before = self._originals() if drift else {}
@@ -249,9 +264,15 @@ class Stats:
 
         def pause(group: SharedInput) -> Hook:
             def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-                if waiting.pop(group.name, None) is not None:
+                if waiting.pop(group.name, None) is None:
+                    return
+                found = args[0]
+                if quantized:
+                    self.scales.at_once(group, found)
+                    found = self.scales.seen(group, found)
+                if visit is not None:
                     sums = InputStats(name=group.name)
-                    self._add(sums, group, self.hidden, {**seen, group.name: args[0]}, before)
+                    self._add(sums, group, self.hidden, {**seen, group.name: found}, before)
                     if group.name not in sources:  # as soon as it is not needed
                         before.pop(group.name, None)
                     visit(group, sums)
@@ -259,9 +280,10 @@ class Stats:
             return hook
 
         hooks = self._keeping(self.module, seen, sources)
-        hooks += [self.module.get_submodule(each.name).register_forward_pre_hook(pause(each)) for each in self.groups]
+        hooks += [_first(self.module, group, pause(group)) for group in self.groups]
         try:
-            self.outputs = self.calls.run(self.module, self.index, self.hidden)
+            with self.scales.watching_cache(whole=True) if quantized else nullcontext():
+                self.outputs = self.calls.run(self.module, self.index, self.hidden)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -277,19 +299,42 @@ class Stats:
                 hook.remove()
         return kept
 
-    def _replaying(self, visit: Visit, drift: bool) -> None:
+    def _replaying(self, visit: Visit | None, drift: bool, quantized: bool) -> None:
         befores: Iterable[Tensor | None]
         for group in self.groups:
+            if quantized:
+                self._find_scales(group)
+            if visit is None:
+                continue
             sums = InputStats(name=group.name)
             befores = self.calls.chunks(self._original().hidden) if drift else itertools.repeat(None)
             for part, before in zip(self.calls.chunks(self.hidden), befores, strict=False):
                 reached = self._reach(self.module, group, part, drift)
                 if group.name in reached:
+                    if quantized:
+                        reached[group.name] = self.scales.seen(group, reached[group.name])
                     others = {} if before is None else self._reach(self._original().module, group, before, drift)
                     self._add(sums, group, part, reached, others)
             if sums.tokens:  # as when pausing: what nothing reaches is not visited
                 visit(group, sums)
+        if quantized and self.scales.cache_waits:  # no linear comes after the cache
+            with self.scales.watching_cache(whole=False):
+                self.calls.run_all(self.module, self.index, self.hidden)
         self.outputs = self.calls.run_all(self.module, self.index, self.hidden)
+
+    def _find_scales(self, group: SharedInput) -> None:
+        """The fixed scales that are missing up to a group, by replays: of the cache, then of the group's inputs."""
+        if self.scales.cache_waits:
+            with self.scales.watching_cache(whole=False):
+                for part in self.calls.chunks(self.hidden):
+                    self._reach(self.module, group, part, False)
+        if self.scales.waiting(group):
+            observed = self.scales.observed(group)
+            for part in self.calls.chunks(self.hidden):
+                reached = self._reach(self.module, group, part, False)
+                if group.name in reached:
+                    observed.add(reached[group.name].reshape(1, -1))
+            self.scales.settle(group, observed)
 
     def _reach(self, module: nn.Module, group: SharedInput, part: Tensor, drift: bool) -> dict[str, Tensor]:
         """What a shared input, and what runs before it, hold when one chunk runs, up to there."""
@@ -300,7 +345,7 @@ class Stats:
             raise _Reached
 
         hooks = self._keeping(module, found, self._sources() if drift else ())
-        hooks.append(module.get_submodule(group.name).register_forward_pre_hook(stop))
+        hooks.append(_first(module, group, stop))
         try:
             self.calls.run(module, self.index, part)
         except _Reached:

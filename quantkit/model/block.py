@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from quantkit import registry
 from quantkit.formats import QuantTensor
+from quantkit.formats._activation import InputScale
 from quantkit.model import fold as folds
+from quantkit.model.cache import QuantizedCache
 from quantkit.model.fold import Fold
+from quantkit.model.inputs import QuantizedInput
 from quantkit.model.structure import SharedInput, Structure, set_weight, weight_of
 from quantkit.recipe import WeightScheme
 
@@ -34,6 +37,8 @@ class Block:
         fusions: linears to be stored as one.
         tensors: linear -> its codes; what `assign` was given.
         original: the module as it came, when a pass looks at the original stream; folds reach it too.
+        inputs: linear -> how its input is quantized, for those where it is; in force from `assign` on.
+        cache: how keys and values are quantized, if they are.
     """
 
     name: str
@@ -49,6 +54,8 @@ class Block:
     fusions: list[tuple[str, ...]] = field(default_factory=list)
     tensors: dict[str, QuantTensor] = field(default_factory=dict)
     original: nn.Module | None = None
+    inputs: Mapping[str, QuantizedInput] = field(default_factory=dict)
+    cache: QuantizedCache | None = None
 
     def full_name(self, linear: str) -> str:
         """`self_attn.q_proj` -> `model.layers.3.self_attn.q_proj`."""
@@ -79,7 +86,8 @@ class Block:
         return torch.nn.functional.pad(weight, (0, self.scheme(linear).padding(weight.shape[1])))
 
     def assign(self, linear: str, tensor: QuantTensor) -> float:
-        """Decide the codes of a linear; from here on the block computes with what they stand for.
+        """Decide the codes of a linear; from here on the block computes with what they stand for, on inputs as its
+        kernel sees them.
 
         Returns:
             the relative weight error, `||W - dequantize(codes)||² / ||W||²`.
@@ -88,8 +96,21 @@ class Block:
         values = registry.load("formats", tensor.scheme.format).dequantize(tensor)[:, : weight.shape[1]]
         self.tensors[linear] = tensor
         set_weight(self.module.get_submodule(linear), values)
+        if linear in self.inputs:
+            self.inputs[linear].on = True
         energy = float(weight.double().square().sum())
         return float((weight - values).double().square().sum()) / (energy or 1.0)
+
+    def input_scales(self) -> dict[str, InputScale]:
+        """Full names of linears with codes -> the fixed scale of their input, for those that have one."""
+        found = {name: hook.static for name, hook in self.inputs.items() if name in self.tensors}
+        return {self.full_name(name): static for name, static in found.items() if static is not None}
+
+    def cache_scales(self) -> tuple[str, InputScale, InputScale] | None:
+        """The block's name, the fixed scales of its keys and of its values; None where there are none."""
+        if self.cache is None or self.cache.keys is None or self.cache.values is None:
+            return None
+        return self.name, self.cache.keys, self.cache.values
 
     def replace(self, linear: str, weight: Tensor) -> None:
         """Give a linear another weight [N, K], before its codes are assigned."""

@@ -15,20 +15,30 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.formats import Nested, QuantTensor
-from quantkit.recipe import WeightScheme
+from quantkit.formats._activation import InputScale
+from quantkit.recipe import ActivationScheme, CacheScheme, WeightScheme
 
 # a linear's tensors are stored as NAME::FIELD; what has no field is a parameter
 _MARK, _CODES, _NESTED = "::", "codes", "nested."
 _FIELDS = ("codes", "scale", "zero", "codebook", "global_scale")
+_INPUT, _KEYS, _VALUES = "input.", "keys.", "values."
 
 
-def save(path: Path, tensors: Mapping[str, QuantTensor], changed: Mapping[str, Tensor]) -> None:
+def save(
+    path: Path,
+    tensors: Mapping[str, QuantTensor],
+    changed: Mapping[str, Tensor],
+    inputs: Mapping[str, InputScale] | None = None,
+    cache: tuple[str, InputScale, InputScale] | None = None,
+) -> None:
     """Write one block's results.
 
     Args:
         path: the file.
         tensors: linear's full name -> its codes.
         changed: parameter's full name -> its new value, in the dtype it will be stored in.
+        inputs: linear's full name -> the fixed scale of its input.
+        cache: the block's full name, the fixed scales of its keys and of its values.
     """
     flat: dict[str, Tensor] = {name: value.contiguous() for name, value in changed.items()}
     for name, tensor in tensors.items():
@@ -36,6 +46,12 @@ def save(path: Path, tensors: Mapping[str, QuantTensor], changed: Mapping[str, T
         if tensor.nested is not None:
             found |= {_NESTED + field.name: getattr(tensor.nested, field.name) for field in fields(Nested)}
         flat |= {name + _MARK + field: value.contiguous() for field, value in found.items() if value is not None}
+    fixed = {name + _MARK + _INPUT: scale for name, scale in (inputs or {}).items()}
+    if cache is not None:
+        fixed |= {cache[0] + _MARK + _KEYS: cache[1], cache[0] + _MARK + _VALUES: cache[2]}
+    for prefix, scale in fixed.items():
+        parts = {"scale": scale.scale, "zero": scale.zero}
+        flat |= {prefix + part: value.contiguous() for part, value in parts.items() if value is not None}
     save_file(flat, path)
 
 
@@ -45,15 +61,25 @@ class Finished:
     Args:
         files: what `save` wrote.
         schemes: linear's full name -> scheme.
+        activations: linear's full name -> how its input is quantized, for those where it is.
+        cache: how keys and values are quantized, if they are.
     """
 
-    def __init__(self, files: Iterable[Path], schemes: Mapping[str, WeightScheme]) -> None:
+    def __init__(
+        self,
+        files: Iterable[Path],
+        schemes: Mapping[str, WeightScheme],
+        activations: Mapping[str, ActivationScheme] | None = None,
+        cache: CacheScheme | None = None,
+    ) -> None:
         self._places: dict[str, Path] = {}
         for path in files:
             with safe_open(path, framework="pt") as stored:
                 for key in stored.keys():  # noqa: SIM118 (not a dict)
                     self._places[key] = path
         self.schemes = {name: scheme for name, scheme in schemes.items() if name + _MARK + _CODES in self._places}
+        self.activations = {name: each for name, each in (activations or {}).items() if name in self.schemes}
+        self.cache = cache
         self.changed = [key for key in self._places if _MARK not in key]
 
     def _get(self, key: str) -> Tensor:
@@ -71,6 +97,21 @@ class Finished:
             parts = (self._get(linear + _MARK + _NESTED + field.name) for field in fields(Nested))
             found["nested"] = Nested(*parts)
         return QuantTensor(**found, scheme=self.schemes[linear])
+
+    def input_scale(self, linear: str) -> InputScale | None:
+        """The fixed scale of a linear's input; None where there is none."""
+        return self._fixed(linear + _MARK + _INPUT)
+
+    def cache_scales(self, block: str) -> tuple[InputScale, InputScale] | None:
+        """The fixed scales of a block's keys and values; None where there are none."""
+        keys, values = self._fixed(block + _MARK + _KEYS), self._fixed(block + _MARK + _VALUES)
+        return None if keys is None or values is None else (keys, values)
+
+    def _fixed(self, prefix: str) -> InputScale | None:
+        if prefix + "scale" not in self._places:
+            return None
+        zero = self._get(prefix + "zero") if prefix + "zero" in self._places else None
+        return InputScale(self._get(prefix + "scale"), zero)
 
     def tensor(self, name: str) -> Tensor:
         """A parameter in `changed`, by its full name."""

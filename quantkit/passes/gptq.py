@@ -108,7 +108,7 @@ class Gptq:
                 for name, result in zip(names, results, strict=True):
                     outcome.errors[name] = block.assign(name, result.tensor)
 
-        stats.staged(visit, drift=settings.correction > 0)
+        stats.staged(visit, drift=settings.correction > 0, quantized=True)
         return outcome
 
 

@@ -152,7 +152,8 @@ def prepare(request: Request) -> Prepared:
             step.options, layers.schemes, layers.plain, layers.padded(), tied=layers.tied
         )
     decisions = list(layers.decisions)
-    calibration, scoring = tokens.load(recipe, source, calibrate=looks_at_data(steps), decisions=decisions)
+    looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
+    calibration, scoring = tokens.load(recipe, source, calibrate=looks, decisions=decisions)
     for name in request.left_out:
         reason = f"no runtime of {request.target.name} reads it: {', '.join(request.target.runtimes)}"
         decisions.append(decision("export", NOTE, name, reason))
@@ -289,7 +290,7 @@ class _Compilation:
         """All stages."""
         prepared, request = self.prepared, self.prepared.request
         with stopping_when_full(self.build.folder):
-            if prepared.steps:
+            if prepared.steps or prepared.calibration is not None:
                 self._quantize()
             records = [record for key, record in self.build.done().items() if key.startswith(("block-", "head"))]
             taken = [Decision.model_validate(x) for record in records for x in record.get("decisions", [])]
@@ -346,6 +347,8 @@ class _Compilation:
             widest=prepared.layers.widest,
             dtype=getattr(torch, prepared.source.dtype),
             seed=prepared.request.recipe.seed,
+            activations=prepared.layers.activations,
+            cache=prepared.request.recipe.scheme.kv_cache,
             fuses=any(registry.load("export", step.name).fuses for step in prepared.request.recipe.export),
             start=start,
             hidden=states.get("hidden"),
@@ -354,7 +357,9 @@ class _Compilation:
             index = worked.block.index
             result = build.temporary("block.safetensors")
             named = {worked.block.full_name(name): tensor for name, tensor in worked.block.tensors.items()}
-            finished.save(result, named, self._changed(worked))
+            finished.save(
+                result, named, self._changed(worked), worked.block.input_scales(), worked.block.cache_scales()
+            )
             files = {result: build.work / f"block-{index:04}.safetensors"}
             if worked.hidden is not None:
                 outputs = {"hidden": worked.hidden, "original": worked.original}
@@ -429,7 +434,8 @@ class _Compilation:
         layers = []
         for name, tensor in worked.block.tensors.items():
             full = worked.block.full_name(name)
-            entry = self.prepared.layers.entry(full, tensor, worked.errors.get(full))
+            static = worked.block.input_scales().get(full)
+            entry = self.prepared.layers.entry(full, tensor, worked.errors.get(full), static)
             layers.append(entry.model_dump(mode="json"))
         return {
             "layers": layers,
@@ -442,7 +448,8 @@ class _Compilation:
 
         names = ("block-*.safetensors", "head.safetensors", "rest.safetensors")
         files = sorted(path for name in names for path in self.build.work.glob(name))
-        return Finished(files, self.prepared.layers.schemes)
+        layers, cache = self.prepared.layers, self.prepared.request.recipe.scheme.kv_cache
+        return Finished(files, layers.schemes, layers.activations, cache)
 
     def _export(self) -> list[Decision]:
         results = self._results()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -12,9 +12,10 @@ from quantkit import registry
 from quantkit.bundle import Decision, LayerEntry
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
+from quantkit.formats._activation import InputScale
 from quantkit.model.structure import is_linear, weight_of
 from quantkit.passes import decision
-from quantkit.recipe import Recipe, WeightScheme
+from quantkit.recipe import ActivationScheme, Recipe, WeightScheme
 
 # what lies outside the blocks; all but the head is never quantized, and naming it in `keep` says so
 HEAD = "lm_head"
@@ -36,6 +37,7 @@ class Layers:
         decisions: those left in high precision against the default, and what is stored otherwise than the scheme says.
         head: the language-model head's name, if it is to be quantized.
         tied: the head again, if it shares its weight with the embedding.
+        activations: full name -> how its input is quantized, of those in `schemes` whose input is; never the head's.
     """
 
     shapes: Mapping[str, tuple[int, int]]
@@ -44,6 +46,7 @@ class Layers:
     decisions: Sequence[Decision]
     head: str | None = None
     tied: frozenset[str] = frozenset()
+    activations: Mapping[str, ActivationScheme] = field(default_factory=dict)
 
     @property
     def inside(self) -> Mapping[str, tuple[int, int]]:
@@ -59,8 +62,12 @@ class Layers:
         """The layers whose last group is filled up with zeros."""
         return [name for name, scheme in self.schemes.items() if scheme.padding(self.shapes[name][1])]
 
-    def entry(self, name: str, tensor: QuantTensor, error: float | None) -> LayerEntry:
-        """A quantized layer as the manifest lists it; `error` is its relative weight error."""
+    def entry(
+        self, name: str, tensor: QuantTensor, error: float | None, static: InputScale | None = None
+    ) -> LayerEntry:
+        """A quantized layer as the manifest lists it; `error` is its relative weight error, `static` the fixed scale of
+        its input.
+        """
         form = registry.load("formats", tensor.scheme.format)
         rows, columns = self.shapes[name]
         stored = (rows, tensor.shape[1])  # with what fills up the last group
@@ -70,6 +77,8 @@ class Layers:
             scheme=tensor.scheme.model_dump(mode="json"),
             bits_per_weight=form.bits_per_weight(stored, tensor.scheme) * stored[1] / columns,
             error=error,
+            activations=self.activations[name].model_dump(mode="json") if name in self.activations else None,
+            input_scale=float(static.scale) if static is not None else None,
         )
 
 
@@ -129,7 +138,31 @@ def lay_out(
                 rule="a recipe with a weight scheme quantizes something",
                 remedy="look at `keep`, `overrides` and `on_indivisible`",
             )
-    return Layers(shapes, schemes, frozenset(plain), decisions, head, tied if head is not None else frozenset())
+    inside = [name for name in schemes if name != head]
+    found = Layers(
+        shapes,
+        schemes,
+        frozenset(plain),
+        decisions,
+        head,
+        tied if head is not None else frozenset(),
+        {name: each for name in inside if (each := recipe.activations_for(name)) is not None},
+    )
+    _check_activations(found)
+    return found
+
+
+def _check_activations(layers: Layers) -> None:
+    wrong = [name for name, each in layers.activations.items() if each.group and layers.shapes[name][1] % each.group]
+    for name in wrong[:1]:
+        others = f" (and {len(wrong) - 1} other layers)" if len(wrong) > 1 else ""
+        raise InputError(
+            "group-indivisible",
+            where=f"{name}{others}",
+            value=f"activations in groups of {layers.activations[name].group}, K {layers.shapes[name][1]}",
+            rule="the group divides K",
+            remedy="quantize them by token, or leave these layers' inputs alone: an override with `activations: null`",
+        )
 
 
 def _check_formats(schemes: Mapping[str, WeightScheme]) -> None:

@@ -7,7 +7,7 @@ ones put out.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.bundle import Decision
+from quantkit.calibrate.scales import Scales
 from quantkit.calibrate.statistics import Original, Stats
 from quantkit.errors import InputError
-from quantkit.model import fold, structure
+from quantkit.model import cache as caches
+from quantkit.model import fold, inputs, structure
 from quantkit.model.block import Block
 from quantkit.model.fold import Call, Fold
 from quantkit.model.skip import skips
@@ -26,7 +28,7 @@ from quantkit.model.stream import BlockStream, Calls
 from quantkit.model.structure import Structure
 from quantkit.passes import Pass, decision
 from quantkit.plan import machine
-from quantkit.recipe import WeightScheme
+from quantkit.recipe import ActivationScheme, CacheScheme, WeightScheme
 
 # what one forward may take for activations; a run over more sequences goes in chunks
 ACTIVATION_BYTES = 768 * 2**20
@@ -34,6 +36,8 @@ ACTIVATION_BYTES = 768 * 2**20
 _TRIM = 4
 # tensors of the widest activation alive at one time, roughly
 _ALIVE = 6
+# what a fixed scale that is shorter than min-max asks for
+SATURATED = "saturated"
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,12 @@ def chunk_size(widest: int, tokens: int) -> int:
     return max(1, ACTIVATION_BYTES // (widest * tokens * 4 * _ALIVE))
 
 
-def looks_at_data(steps: Sequence[Step]) -> bool:
-    """Whether any pass needs the calibration set."""
-    return any(step.needs for step in steps)
+def looks_at_data(
+    steps: Sequence[Step], activations: Iterable[ActivationScheme] = (), cache: CacheScheme | None = None
+) -> bool:
+    """Whether any pass, or a fixed scale of inputs or of the KV cache, needs the calibration set."""
+    fixed = any(not each.dynamic for each in activations) or (cache is not None and not cache.dynamic)
+    return fixed or any(step.needs for step in steps)
 
 
 def looks_at_original(steps: Sequence[Step]) -> bool:
@@ -167,6 +174,8 @@ def work(
     dtype: torch.dtype,
     seed: int = 0,
     fuses: bool = False,
+    activations: Mapping[str, ActivationScheme] | None = None,
+    cache: CacheScheme | None = None,
     start: int = 0,
     hidden: Tensor | None = None,
     original: Tensor | None = None,
@@ -184,6 +193,8 @@ def work(
         dtype: what unquantized tensors will be stored in.
         seed: for passes that draw random numbers.
         fuses: whether any destination gains from linears that are stored as one.
+        activations: linear's full name -> how its input is quantized, for those where it is.
+        cache: how keys and values are quantized, if they are.
         start: the first block to work on; earlier ones are done.
         hidden: the input of block `start` on `ids`, when resuming.
         original: the same in the original stream, where a pass looks at that.
@@ -194,7 +205,8 @@ def work(
     """
     probe = stream.begin(probe_ids, probe_ids.shape[0])
     calls: Calls | None = None
-    if ids is not None and looks_at_data(steps):
+    activations = activations or {}
+    if ids is not None and looks_at_data(steps, activations.values(), cache):
         both = looks_at_original(steps)
         # what the shared inputs hold in the original stream is kept until the block is done: as much again
         calls = stream.begin(ids, chunk_size(2 * widest if both else widest, ids.shape[1]))
@@ -213,6 +225,8 @@ def work(
         folds = _ProvedFolds(module, traced, call, like)
         name = stream.block_names[index]
         prefix = f"{name}." if name else ""
+        before = copy.deepcopy(module) if original is not None else None
+        quantized = {name: activations[prefix + name] for name in traced.linears if prefix + name in activations}
         block = Block(
             name=name,
             index=index,
@@ -224,9 +238,12 @@ def work(
             dtype=dtype,
             seed=seed,
             fuses=fuses,
-            original=copy.deepcopy(module) if original is not None else None,
+            original=before,
+            inputs=inputs.attach(module, quantized),
+            cache=caches.attach(module, cache) if cache is not None else None,
         )
         stats = Stats(module, traced.groups, calls or probe, index, hidden if hidden is not None else probe.hidden)
+        stats.scales = Scales(block.inputs, block.cache, dtype)
         if block.original is not None and original is not None:
             stats.original = Original(block.original, original, skips(module, call))
         worked = Worked(block, None)
@@ -250,6 +267,21 @@ def work(
             hidden = worked.hidden = stats.settled()
             if stats.original is not None:
                 original = worked.original = stats.original_outputs()
+            worked.decisions += _about_scales(block, stats.scales)
         yield worked
         if index % _TRIM == _TRIM - 1:
             machine.trim_heap()
+
+
+def _about_scales(block: Block, scales: Scales) -> list[Decision]:
+    """What lies beyond the fixed scales of a block, as one decision, and a cache that nothing was written to."""
+    found = []
+    if scales.saturated:
+        worst = max(scales.saturated, key=lambda each: each.beyond / each.total)
+        beyond, total = (sum(getattr(each, name) for each in scales.saturated) for name in ("beyond", "total"))
+        reason = f"{beyond} of {total} calibration values lie beyond a fixed scale and saturate; most in {worst.name}"
+        found.append(decision("calibrate", SATURATED, block.name, reason, None, beyond))
+    if scales.cache_waits:
+        reason = "its attention wrote nothing to the cache; its keys and values stay as they are"
+        found.append(decision("calibrate", "cache-unused", block.name, reason))
+    return found

@@ -1,0 +1,128 @@
+"""Quantized activations, bit for bit as compressed-tensors computes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import compute_dynamic_scales_and_zp
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize as theirs
+
+from quantkit.calibrate.observed import Observed
+from quantkit.formats._activation import InputScale, fake_quantize, parameters
+from quantkit.recipe import ActivationScheme
+
+
+def values(dtype: torch.dtype) -> torch.Tensor:
+    """[2, 5, 64] over five decades, with a token of zeros and one without negative values."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 64) * torch.logspace(-3, 2, 64)
+    x[0, 0] = 0
+    x[1, 1].abs_()
+    return x.to(dtype)
+
+
+def arguments(scheme: ActivationScheme) -> Any:
+    return QuantizationArgs(
+        num_bits=8,
+        type="int" if scheme.format == "int8" else "float",
+        symmetric=scheme.symmetric,
+        strategy=scheme.granularity,
+        dynamic=scheme.dynamic,
+        group_size=scheme.group,
+    )
+
+
+FORMATS = ["int8"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("granularity", ["token", "tensor", "group"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_dynamic_is_what_compressed_tensors_computes(
+    form: str, granularity: str, symmetric: bool, dtype: torch.dtype
+) -> None:
+    if form != "int8" and not symmetric:
+        pytest.skip("no zero point")
+    group = 32 if granularity == "group" else None
+    scheme = ActivationScheme.model_validate(
+        {"format": form, "granularity": granularity, "symmetric": symmetric, "group": group}
+    )
+    x, how = values(dtype), arguments(scheme)
+    kept = x.clone()
+    scale, zero = compute_dynamic_scales_and_zp(x, how, torch.nn.Module())
+    found = fake_quantize(x, scheme)
+    assert torch.equal(found, theirs(x, scale, zero, how)) and found.dtype == dtype
+    assert torch.equal(x, kept)
+    assert not torch.equal(found, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_static_is_what_compressed_tensors_computes_and_saturates(
+    form: str, symmetric: bool, dtype: torch.dtype
+) -> None:
+    if form != "int8" and not symmetric:
+        pytest.skip("no zero point")
+    scheme = ActivationScheme(format=form, granularity="tensor", dynamic=False, symmetric=symmetric)
+    x = values(dtype)
+    scale, zero = parameters(torch.tensor([-3.0]).to(dtype), torch.tensor([20.0]).to(dtype), scheme)
+    found = fake_quantize(x, scheme, InputScale(scale, zero))
+    assert torch.equal(found, theirs(x, scale, zero, arguments(scheme)))
+    assert float(x.abs().max()) > 100
+    assert float(found.abs().max()) < 25
+
+
+def test_two_rows_of_one_tensor_do_not_touch_each_other() -> None:
+    """By token, also where the input has two dimensions, as an expert's has."""
+    x = values(torch.float32)[1]
+    scheme = ActivationScheme(format="int8")
+    apart = torch.stack([fake_quantize(row[None], scheme)[0] for row in x])
+    assert torch.equal(fake_quantize(x, scheme), apart)
+    assert torch.equal(fake_quantize(x[:0], scheme), x[:0])
+
+
+@pytest.mark.parametrize("how", ["minmax", "percentile", "mse"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_fixed_range_is_the_same_in_any_chunks(how: str, symmetric: bool) -> None:
+    scheme = ActivationScheme.model_validate(
+        {"format": "int8", "granularity": "tensor", "dynamic": False, "symmetric": symmetric, "range": how}
+    )
+    torch.manual_seed(1)
+    x = torch.randn(1, 40_000)
+    x[0, 7] = 200.0
+    scales, beyond = [], []
+    for parts in (1, 7):
+        observed = Observed(counted=how != "minmax")
+        for part in x.chunk(parts, dim=1):
+            observed.add(part)
+        found, outside, total = observed.settle(scheme, torch.float32)
+        scales.append(float(found.scale))
+        beyond.append(outside)
+        assert total == (0 if how == "minmax" else 40_000)
+        back = fake_quantize(x, scheme, found)
+    assert scales[0] == scales[1] and beyond[0] == beyond[1]
+    span = 200.0 if symmetric else 200.0 - float(x.min())
+    if how == "minmax":
+        assert scales[0] == pytest.approx(span / (127.5 if symmetric else 255), rel=1e-6) and not any(beyond)
+    else:
+        assert scales[0] * 127.5 < (100 if how == "percentile" else 180) and beyond[0] >= 1
+    if how == "mse":
+        for other in ("minmax", "percentile"):
+            whole = Observed(counted=other != "minmax")
+            whole.add(x)
+            scale, _, _ = whole.settle(scheme.model_copy(update={"range": other}), torch.float32)
+            assert float((back - x).square().sum()) < float((fake_quantize(x, scheme, scale) - x).square().sum())
+
+
+def test_a_fixed_scale_is_held_in_the_models_dtype() -> None:
+    scheme = ActivationScheme(format="int8", granularity="tensor", dynamic=False)
+    observed = Observed(counted=False)
+    observed.add(torch.tensor([[-1.0, 3.3]]))
+    found, _, _ = observed.settle(scheme, torch.bfloat16)
+    assert found.scale.dtype == torch.bfloat16 and found.zero is None
+    assert float(found.scale) == float(torch.tensor(3.3 / 127.5).to(torch.bfloat16))
