@@ -24,7 +24,7 @@ plane for the lattice of codes (Chen et al., "The Geometry of LLM Quantization",
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,8 +32,9 @@ import torch
 
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
-from quantkit.formats._integer import IntegerFormat, stored
-from quantkit.formats._layout import groups_of
+from quantkit.formats._grid import GridFormat, effective
+from quantkit.formats._integer import IntegerFormat
+from quantkit.formats._layout import by_row, groups_of
 from quantkit.passes.solvers import one_thread, ranges
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ Range = Literal["minmax", "mse", "hessian", "pivots", "output"]
 _ATTEMPTS = 6
 # columns chosen one by one before the others hear of it; small enough that a block stays in the cache
 _BLOCK = 32
+_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -239,21 +241,22 @@ def gptq_shared(
     Args:
         weights: each [N_i, K], of any float dtype; never modified.
         hessian: [K, K] of their input, or its `Factor` (then `damping`, `shrink` and `act_order` were given there).
-        scheme: an integer format, any granularity and symmetry; for all the weights.
+        scheme: a format with scales, any granularity and symmetry; for all the weights.
         damping: share of the Hessian's mean diagonal added to it.
         shrink: share taken off its entries beside the diagonal; see `factor`.
         act_order: choose columns in order of falling diagonal of the Hessian.
         range: how each group's grid is placed: `minmax`, `mse` (searched) or `hessian` (searched, weighted by diag H).
         sweeps: rounds of coordinate descent on the codes afterwards.
-        refit: also refit the scales in these rounds; of groups up to 64, whose columns are visited together.
+        refit: also refit the scales in these rounds; of integer formats, in groups up to 64, whose columns are visited
+            together.
 
     Returns:
         One result a weight, in their order.
 
     Raises:
-        InputError: `hessian-nonfinite`, `hessian-not-positive`, `group-indivisible`, `format-not-integer`.
+        InputError: `hessian-nonfinite`, `hessian-not-positive`, `group-indivisible`, `format-without-scale`.
     """
-    form = ranges.integer_format(scheme)
+    form = ranges.grid_format(scheme)
     with one_thread():
         solved = (
             hessian
@@ -261,71 +264,88 @@ def gptq_shared(
             else factor(hessian, damping=damping, shrink=shrink, act_order=act_order)
         )
         rows, columns = [weight.shape[0] for weight in weights], weights[0].shape[1]
-        group = columns // groups_of(columns, scheme)
+        group = (scheme.group or columns) if scheme.granularity == "block" else columns // groups_of(columns, scheme)
         # one row a column of the weights: what is done for a column of all the weights is then one vector operation
         target = torch.cat([weight.float() for weight in weights]).T.contiguous()
-        scale, zero = _place(target, rows, group, scheme, solved, range)
+        wholes = [form.global_scale(part.abs().amax(), scheme) for part in target.split(rows, dim=1)]
+        scale, zero = _place(target, rows, group, scheme, solved, range, wholes)
         codes, errors, delta = _choose(target, solved, scale, zero, group, form)
         if sweeps:
-            free = refit and scheme.granularity != "tensor"
+            free = refit and isinstance(form, IntegerFormat) and scheme.granularity in ("group", "channel")
             errors = _descend(target, codes, delta, solved.hessian, scale, zero, group, form, scheme, sweeps, free)
-        if zero is not None:
-            codes += zero.repeat_interleave(group, dim=0)
         return [
             GptqResult(
-                _tensor(code, grid, None if zero is None else shift, scheme),
+                _tensor(form, code, grid, None if zero is None else shift, group, scheme, whole),
                 solved.damping,
                 solved.raised,
                 float(error.double().sum()),
             )
-            for code, grid, shift, error in zip(
+            for code, grid, shift, error, whole in zip(
                 torch.split(codes, rows, dim=1),
                 torch.split(scale, rows, dim=1),
                 torch.split(scale if zero is None else zero, rows, dim=1),
                 torch.split(errors, rows),
+                wholes,
                 strict=True,
             )
         ]
 
 
-def _tensor(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: WeightScheme) -> QuantTensor:
-    """Transposed parts [K, N], [G, N] as a `QuantTensor`."""
-    if scheme.granularity == "tensor":
-        scale, zero = scale[:, :1], None if zero is None else zero[:, :1]
-    return QuantTensor(
-        codes.T.contiguous().to(torch.int8),
-        scale.T.contiguous().to(getattr(torch, scheme.scale)),
-        None if zero is None else zero.T.contiguous().to(torch.int8),
-        scheme,
-    )
+def _tensor(
+    form: GridFormat,
+    units: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    group: int,
+    scheme: WeightScheme,
+    whole: Tensor | None,
+) -> QuantTensor:
+    """Values in units of their scale [K, N], and scales and zero points [G, N], as a `QuantTensor`."""
+    # rows that share a scale hold the same one
+    stride = {"tensor": scale.shape[1], "block": group}.get(scheme.granularity, 1)
+    scales = scale.T[::stride].contiguous().to(effective(scheme))
+    zeros = None if zero is None else zero.T[::stride].contiguous().to(torch.int8)
+    if isinstance(form, IntegerFormat):
+        codes = units if zero is None else units + zero.repeat_interleave(group, dim=0)
+        return QuantTensor(codes.T.contiguous().to(torch.int8), scales, zeros, scheme)
+    values = units * scale.repeat_interleave(group, dim=0)[: units.shape[0]]
+    return form.nearest(values.T.contiguous(), scales, zeros, scheme, whole)
 
 
 def _place(
-    target: Tensor, rows: list[int], group: int, scheme: WeightScheme, solved: Factor, kind: Range
+    target: Tensor,
+    rows: list[int],
+    group: int,
+    scheme: WeightScheme,
+    solved: Factor,
+    kind: Range,
+    wholes: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero [G, N] float32 of the weights that lie side by side in target [K, N]."""
+    """Effective scale and zero [G, N] float32 of the weights that lie side by side in target [K, N]."""
     search = ranges.Search(steps=0, refinements=0) if kind == "minmax" else ranges.Search()
+    alone = scheme.granularity in ("tensor", "block")
     importance = None
     if kind == "hessian":
         importance = solved.hessian.diagonal().contiguous()
     elif kind == "pivots":
         importance = solved.importance
-    elif kind == "output" and scheme.granularity != "tensor":
+    elif kind == "output" and not alone:
         importance = ranges.blocks(solved.hessian, group)
-    if scheme.granularity != "tensor":
-        scale, zero = ranges.transposed(target, group, scheme, importance, search)
+    if not alone:
+        parts = [whole.expand(count) for whole, count in zip(wholes, rows, strict=True) if whole is not None]
+        scale, zero = ranges.transposed(target, group, scheme, importance, search, torch.cat(parts) if parts else None)
         return scale.float(), None if zero is None else zero.float()
     scales, zeros = [], []
     for part in torch.split(target, rows, dim=1):
         scale, zero = ranges.searched(part.T, scheme, importance, search)
-        scales.append(scale.float().expand(1, part.shape[1]))
+        scales.append(by_row(scale.float(), part.shape[1], scheme).T)
         if zero is not None:
-            zeros.append(zero.float().expand(1, part.shape[1]))
+            zeros.append(by_row(zero.float(), part.shape[1], scheme).T)
     return torch.cat(scales, dim=1), torch.cat(zeros, dim=1) if zeros else None
 
 
 def _choose(
-    target: Tensor, solved: Factor, scale: Tensor, zero: Tensor | None, group: int, form: IntegerFormat
+    target: Tensor, solved: Factor, scale: Tensor, zero: Tensor | None, group: int, form: GridFormat
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One pass over the columns.
 
@@ -335,14 +355,16 @@ def _choose(
         group: inputs a group.
 
     Returns:
-        codes less zero [K, N] float32, the cost of each row [N], and `D` [K, N]; all in the order of the weights.
+        values in units of the scale (codes less zero) [K, N] float32, the cost of each row [N], and `D` [K, N]; all in
+        the order of the weights.
     """
     columns, rows = target.shape
     ordered = target[solved.order]
     groups = (solved.order // group).tolist()
-    inverse = (1 / scale).unbind(0)
+    # a group of zeros may have a scale of zero
+    inverse = scale.clamp(min=_TINY).reciprocal().unbind(0)
     steps = scale.unbind(0)
-    lowest, highest = _bounds(form, zero, len(steps))
+    snap = _snap(form, zero, len(steps))
     codes, delta = torch.empty_like(ordered), torch.empty_like(ordered)
     code_rows, delta_rows, wanted = codes.unbind(0), delta.unbind(0), ordered.unbind(0)
     cost = torch.zeros(rows)
@@ -354,8 +376,7 @@ def _choose(
             column = start + offset
             place = groups[column]
             code, error = code_rows[column], delta_rows[column]
-            torch.mul(aim, inverse[place], out=code).round_()
-            torch.clamp(code, lowest[place], highest[place], out=code)
+            snap(torch.mul(aim, inverse[place], out=code), place, code)
             torch.mul(code, steps[place], out=error).sub_(wanted[column])
             if column + 1 < stop:
                 pending[offset + 1 :].addr_(within[offset, offset + 1 :], error, alpha=-1)
@@ -366,11 +387,16 @@ def _choose(
     return codes[back], cost, delta[back]
 
 
-def _bounds(form: IntegerFormat, zero: Tensor | None, groups: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The least and greatest code less zero of each group: vectors [N], or numbers when there is no zero point."""
-    if zero is None:
-        return [float(form.low)] * groups, [float(form.high)] * groups
-    return (form.low - zero).unbind(0), (form.high - zero).unbind(0)
+def _snap(form: GridFormat, zero: Tensor | None, groups: int) -> Callable[[Tensor, int, Tensor], object]:
+    """What puts the nearest values of the grid to a column [N], in units of its scale, of a group into a third tensor.
+
+    `form.snap`, without temporaries and with the ends of each group looked up beforehand where the grid is uniform.
+    """
+    if not isinstance(form, IntegerFormat):
+        return lambda units, place, out: out.copy_(form.snap(units, None if zero is None else zero[place]))
+    lowest: Sequence[Any] = [float(form.low)] * groups if zero is None else (form.low - zero).unbind(0)
+    highest: Sequence[Any] = [float(form.high)] * groups if zero is None else (form.high - zero).unbind(0)
+    return lambda units, place, out: torch.clamp(units.round_(), lowest[place], highest[place], out=out)
 
 
 def _descend(
@@ -381,7 +407,7 @@ def _descend(
     scale: Tensor,
     zero: Tensor | None,
     group: int,
-    form: IntegerFormat,
+    form: GridFormat,
     scheme: WeightScheme,
     sweeps: int,
     refit: bool,
@@ -394,7 +420,7 @@ def _descend(
     columns = target.shape[0]
     gradient = hessian @ delta
     pull = (hessian / hessian.diagonal()).contiguous()  # pull[i, j] = H_ij / H_jj
-    lowest, highest = _bounds(form, zero, scale.shape[0])
+    snap = _snap(form, zero, scale.shape[0])
     free = torch.empty(target.shape[1])
     # a block has one scale, so it never reaches over the end of a group
     length = max(size for size in range(1, 65) if group % size == 0)
@@ -409,7 +435,9 @@ def _descend(
                 along = (codes[block] * local).sum(dim=0)
                 step = scale[place] - along / (codes[block] * bent).sum(dim=0)
                 fits = torch.isfinite(step) & (step > 0)
-                step = torch.where(fits, stored(torch.where(fits, step, scale[place]), scheme).float(), scale[place])
+                step = torch.where(
+                    fits, form.stored(torch.where(fits, step, scale[place]), scheme).float(), scale[place]
+                )
                 change = step - scale[place]
                 local = torch.addcmul(local, change, bent)
                 delta[block].addcmul_(change, codes[block])
@@ -417,12 +445,11 @@ def _descend(
             # what each column would add to its error if it could: -gradient / curvature
             wish = local / hessian.diagonal()[block].unsqueeze(1)
             inside = pull[block, block]
-            inverse = scale[place].reciprocal()
+            inverse = scale[place].clamp(min=_TINY).reciprocal()
             for offset, slope in enumerate(wish.unbind(0)):
                 column = start + offset
                 code, error = codes[column], delta[column]
-                torch.add(target[column], error, out=free).sub_(slope).mul_(inverse).round_()
-                torch.clamp(free, lowest[place], highest[place], out=code)
+                snap(torch.add(target[column], error, out=free).sub_(slope).mul_(inverse), place, code)
                 torch.mul(code, scale[place], out=free).sub_(target[column])
                 moved = free - error
                 error.copy_(free)

@@ -4,6 +4,7 @@ from reference.gptq_oracle import aimed, cost, wanted
 
 from quantkit import registry
 from quantkit.errors import InputError
+from quantkit.formats._grid import GridFormat
 from quantkit.formats._integer import IntegerFormat
 from quantkit.passes.solvers import gptq as solver
 from quantkit.passes.solvers import one_thread
@@ -67,7 +68,7 @@ def test_each_code_is_the_nearest_to_what_its_column_asked_for(choice, act_order
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_any_width_stays_in_its_range(bits, monkeypatch):
-    monkeypatch.setattr(solver.ranges, "integer_format", lambda _: IntegerFormat("any", bits))
+    monkeypatch.setattr(solver.ranges, "grid_format", lambda _: IntegerFormat("any", bits))
     weight, hessian = problem(5, 32)
     for symmetric in (True, False):
         codes = gptq(weight, hessian, scheme(symmetric=symmetric)).tensor.codes
@@ -164,10 +165,10 @@ def test_a_hessian_that_no_damping_saves_is_an_error():
     assert caught.value.code == "hessian-not-positive"
 
 
-def test_float_formats_are_refused():
+def test_formats_without_a_scale_are_refused():
     with pytest.raises(InputError) as caught:
         gptq(torch.randn(4, 32), torch.eye(32), WeightScheme(format="float16"))
-    assert caught.value.code == "format-not-integer"
+    assert caught.value.code == "format-without-scale"
 
 
 def test_one_thread_restores_the_count_after_an_error():
@@ -276,3 +277,27 @@ def test_a_drift_that_is_not_finite_is_an_error(bad):
     with pytest.raises(InputError) as caught:
         corrected([torch.ones(2, 8)], factor(torch.eye(8)), drift, 0.5)
     assert caught.value.code == "drift-nonfinite"
+
+
+class Uniform(GridFormat):
+    """int4 as a format that solvers know nothing of but how it snaps, with scales for square tiles as well."""
+
+    rules = INT4.rules
+    whole = None
+
+    def __getattribute__(self, name):
+        own = ("name", "bits", "rules", "stretches", "nearest", "dequantize", "kept", "__dict__", "__class__", "whole")
+        return object.__getattribute__(self, name) if name in own else getattr(INT4, name)
+
+
+@pytest.mark.parametrize("choice", SCHEMES[:6], ids=lambda s: f"{s.format}-{s.granularity}-{s.symmetric}")
+@pytest.mark.parametrize("sweeps", [0, 2])
+def test_a_format_known_by_its_grid_alone_gets_the_codes_of_an_integer_one(choice, sweeps, monkeypatch):
+    weight, hessian = problem(12, 48)
+    expected = gptq_shared([weight, weight * 2], hessian, choice, sweeps=sweeps, refit=False)
+    monkeypatch.setattr(solver.ranges, "grid_format", lambda _: Uniform("uniform", 4))
+    found = gptq_shared([weight, weight * 2], hessian, choice, sweeps=sweeps, refit=False)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one.tensor.codes, other.tensor.codes)
+        assert torch.equal(one.tensor.scale, other.tensor.scale)
+        assert one.error == pytest.approx(other.error)
