@@ -47,6 +47,10 @@ _DTYPES: dict[str, type] = {
     "agree": np.bool_,
     "right_original": np.bool_,
     "right_candidate": np.bool_,
+    "best_original": np.int32,
+    "best_candidate": np.int32,
+    "chance_original": np.float32,
+    "chance_candidate": np.float32,
 }
 
 
@@ -62,6 +66,10 @@ class Items:
         agree: `[n]` bool, the same most likely token.
         right_original: `[n]` bool, the most likely token is the one that follows.
         right_candidate: `[n]` bool.
+        best_original: `[n]` int32, the most likely token.
+        best_candidate: `[n]` int32.
+        chance_original: `[n]` float32, how likely it is.
+        chance_candidate: `[n]` float32.
     """
 
     sequence: Array
@@ -71,6 +79,10 @@ class Items:
     agree: Array
     right_original: Array
     right_candidate: Array
+    best_original: Array
+    best_candidate: Array
+    chance_original: Array
+    chance_candidate: Array
 
     @property
     def n(self) -> int:
@@ -354,6 +366,11 @@ def _score(
             "agree": (best_o == best_c).squeeze(-1),
             "right_original": (best_o == following).squeeze(-1),
             "right_candidate": (best_c == following).squeeze(-1),
+            "best_original": best_o.squeeze(-1),
+            "best_candidate": best_c.squeeze(-1),
+            # logits are shifted by their maximum, so the most likely token's is 0
+            "chance_original": log_o.neg().exp_(),
+            "chance_candidate": log_c.neg().exp_(),
         }
         return {name: value.cpu().numpy() for name, value in found.items()}
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import json
 import resource
 import sys
 import time
@@ -47,7 +46,7 @@ from quantkit.pipeline.gates import judge
 from quantkit.pipeline.layers import ASKED, Layers, lay_out
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, default_out
-from quantkit.pipeline.worth import BUILD_UP, REPORT, decide, page, try_to_time
+from quantkit.pipeline.worth import HARM, REPORT, decide, page, try_to_time, worst_positions
 from quantkit.plan import machine
 
 if TYPE_CHECKING:
@@ -511,7 +510,7 @@ class _Compilation:
     def _score(self, subject: str, layers: list[LayerEntry], files: list[Any]) -> list[Row]:
         """Accuracy of every export, each in its own runtime, and sizes."""
         from quantkit.measure import score
-        from quantkit.measure.build_up import build_up
+        from quantkit.measure.harm import through_depth
         from quantkit.model.stream import StreamedModel
 
         prepared, exports = self.prepared, self.prepared.request.recipe.export
@@ -536,8 +535,17 @@ class _Compilation:
             rows += score.flagged(found, source.was)
             if number == 0 and layers:
                 dense = candidate if isinstance(candidate, StreamedModel) else self._dense()
-                curve = build_up(original, dense, scoring.ids)
-                (self.build.bundle / BUILD_UP).write_text(json.dumps(curve) + "\n", encoding="utf-8")
+                harm = through_depth(
+                    prepared.stream,
+                    dense,
+                    scoring.ids,
+                    layers=[layer.name for layer in layers],
+                    before=original if prepared.stream.transforms else None,
+                )
+                if items is not None:
+                    where = worst_positions(items, scoring, source)
+                    harm = harm.model_copy(update={"worst": where.worst, "worst_share": where.worst_share})
+                (self.build.bundle / HARM).write_text(harm.model_dump_json() + "\n", encoding="utf-8")
             sizes = size_rows(
                 layers,
                 files,
@@ -584,7 +592,7 @@ class _Compilation:
     def _written(self, manifest: Manifest, rows: list[Row]) -> Manifest:
         """The page and the card, and the manifest that lists them."""
         folder = self.build.bundle
-        if manifest.verdict is not None or any(row.runtime == "onnxruntime" for row in rows):
+        if manifest.layers or manifest.verdict is not None or any(row.runtime == "onnxruntime" for row in rows):
             made, missing = page(manifest, rows, self.prepared.source.notes, folder)
             manifest = manifest.model_copy(update={"decisions": [*manifest.decisions, *missing]})
             if made is not None:

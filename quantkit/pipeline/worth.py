@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Check, Decision, LayerEntry, Manifest, Verdict
 from quantkit.errors import GateError, InputError, MissingDependency, QuantkitError
+from quantkit.measure.harm import Harm
 from quantkit.measure.latency import Plan
 from quantkit.measure.rows import Row
 from quantkit.measure.verdict import Measured, verdict
@@ -18,10 +19,12 @@ from quantkit.plan import machine
 from quantkit.target import Target
 
 if TYPE_CHECKING:
+    from quantkit.calibrate.sets import TokenSet
+    from quantkit.measure.accuracy import Items
     from quantkit.model.open import Source
 
 RUNTIME = "onnxruntime"
-BUILD_UP = "build_up.json"
+HARM = "harm.json"
 REPORT = "report.html"
 # a compile looks at a few shapes; `quantkit measure` at all of them
 QUICK = Plan(batches=(1, 4, 16), contexts=(128,), prefills=(256,), seconds=40.0, cell_seconds=60.0, rounds=4)
@@ -138,7 +141,7 @@ def page(
     from quantkit.report.page import page as make
 
     try:
-        return make(manifest, rows, notes, build_up=read_build_up(folder)).encode(), []
+        return make(manifest, rows, notes, harm=read_harm(folder)).encode(), []
     except QuantkitError as problem:
         return None, [decision("report", "page-not-made", REPORT, problem.line())]
 
@@ -153,10 +156,25 @@ def documents(manifest: Manifest, rows: Sequence[Row], folder: Path) -> tuple[di
     return {REPORT: made, "README.md": card(manifest, rows, notes).encode()}, missing
 
 
-def read_build_up(folder: Path) -> list[tuple[str, float]] | None:
-    """What `measure.build_up` found, as it is kept in a bundle."""
+def read_harm(folder: Path) -> Harm | None:
+    """What `measure.harm` found, as it is kept in a bundle."""
+    from pydantic import ValidationError
+
     try:
-        found = json.loads((folder / BUILD_UP).read_text(encoding="utf-8"))
-        return [(str(name), float(value)) for name, value in found]
-    except (OSError, ValueError, TypeError):
+        return Harm.model_validate_json((folder / HARM).read_bytes())
+    except (OSError, ValidationError):
         return None
+
+
+def worst_positions(items: Items, tokens: TokenSet, source: Source) -> Harm:
+    """Where a bundle differs most from its original, in words; in ids where the source has no tokenizer."""
+    from quantkit.measure.harm import worst
+
+    try:
+        decode = source.tokenizer().decode
+    except InputError:
+
+        def decode(ids: list[int]) -> str:
+            return " ".join(map(str, ids))
+
+    return worst(items, tokens.ids, lambda ids: str(decode(ids)))

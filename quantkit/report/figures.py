@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -314,3 +315,12 @@ def scheme_of(scheme: dict[str, object]) -> str:
     parts.append("symmetric" if scheme.get("symmetric") else "asymmetric")
     parts.append(f"{scheme.get('scale')} scales")
     return ", ".join(parts)
+
+
+def place(name: str) -> tuple[str, str]:
+    """(block, kind) of a layer: `model.layers.3.mlp.experts.7.up_proj` is an `up_proj` of block 3."""
+    # the first number is the block's: an expert's comes behind it
+    match = re.search(r"^.*?\.(\d+)\.(.+)$", f".{name}")
+    if match is None:
+        return "–", name[-24:]
+    return match[1], match[2].split(".")[-1][-24:]

@@ -9,6 +9,7 @@ also there as a table, for those who cannot see the figures or run no scripts.
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import hashlib
 from collections.abc import Sequence
@@ -17,8 +18,10 @@ from pathlib import Path
 
 from quantkit.bundle import Manifest
 from quantkit.errors import MissingDependency
+from quantkit.measure.harm import Harm
 from quantkit.measure.rows import Row
 from quantkit.report import curves, figures, sections, speed, usage, words
+from quantkit.report import harm as harm_sections
 
 _FOLDER = Path(__file__).parent
 
@@ -37,7 +40,7 @@ def page(
     rows: Sequence[Row],
     notes: Sequence[str],
     *,
-    build_up: Sequence[tuple[str, float]] | None = None,
+    harm: Harm | None = None,
 ) -> str:
     """The page as HTML.
 
@@ -45,7 +48,7 @@ def page(
         manifest: of the bundle.
         rows: its measurements.
         notes: what a reader must know about the figures; stands beside them.
-        build_up: (block, relative error of the hidden state behind it) in the order of the model.
+        harm: where it is hurt, if that was looked for.
 
     Raises:
         MissingDependency: plotly, extra `report`.
@@ -79,7 +82,9 @@ def page(
         tables=sections.accuracy_tables(rows),
         scored=figures.scored(rows),
         notes=[note.rstrip(".") for note in [*notes, *sections.traps(rows, notes)]],
-        layers=sections.layers(manifest, build_up),
+        harm=[*harm_sections.sections(harm), *sections.weights(manifest)],
+        hurts=harm_sections.said(harm),
+        worst=harm_sections.worst(harm),
         sizes=sections.sizes(manifest, rows),
         groups=figures.grouped(manifest.decisions),
         gates=figures.gates(manifest.checks),
@@ -106,6 +111,7 @@ def _library() -> str:
     return str(get_plotlyjs())
 
 
+@functools.cache
 def _packed(library: str) -> str:
     # a third of its size; browsers unpack it themselves (DecompressionStream)
     return base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()

@@ -1,6 +1,7 @@
 """Sections of the report page: figures that belong together, what they show in words, and their data as a table.
 
-Here accuracy, error by layer and sizes; `report.speed` has the times. All are functions of manifest and rows.
+Here accuracy, weights and sizes; `report.speed` has the times, `report.harm` what quantizing does to layers, blocks and
+words. All are functions of manifest and rows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from quantkit.bundle import Manifest
 from quantkit.measure.rows import Row
 from quantkit.report import charts, figures, words
-from quantkit.report.charts import QUANTIZED, Curve, Figure, Mark, Part, Point
+from quantkit.report.charts import Figure, Mark, Part, Point
 from quantkit.report.words import Form, Interval
 
 _FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -181,84 +182,49 @@ def traps(rows: Sequence[Row], notes: Sequence[str]) -> list[str]:
     return found
 
 
-# --- layers ----------------------------------------------------------------------------------------------------------
+# --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def layers(manifest: Manifest, build_up: Sequence[tuple[str, float]] | None) -> list[Section]:
-    """The error of each layer's weights, and of the hidden state behind each block where that is known."""
-    found = []
+def weights(manifest: Manifest) -> list[Section]:
+    """The error of each layer's weights."""
     known = [(layer, layer.error) for layer in manifest.layers if layer.error is not None]
-    if known:
-        worst, error = max(known, key=lambda pair: pair[1])
-        middle = words.percent(median(error for _, error in known))
-        body = [
-            [
-                layer.name,
-                " × ".join(map(str, layer.shape)),
-                figures.scheme_of(layer.scheme),
-                words.figure(layer.bits_per_weight, 4),
-                words.percent(error, 2),
-            ]
-            for layer, error in known
+    if not known:
+        return []
+    worst, error = max(known, key=lambda pair: pair[1])
+    middle = words.percent(median(error for _, error in known))
+    body = [
+        [
+            layer.name,
+            " × ".join(map(str, layer.shape)),
+            figures.scheme_of(layer.scheme),
+            words.figure(layer.bits_per_weight, 4),
+            words.percent(error, 2),
         ]
-        panel = Panel(
-            "Relative error of the weights",
-            "Relative error of every quantized layer as colours: kinds of layers by blocks",
-            _heat([(layer.name, error) for layer, error in known]),
-            wide=True,
-        )
-        said = f"Median {middle}; largest in {worst.name}, {words.percent(error)}."
-        how = "‖W − Ŵ‖ / ‖W‖ of each layer: of its weights alone, whatever they do to the output."
-        head = ["layer", "shape [N, K]", "scheme", "bits per weight", "relative error"]
-        found.append(Section([said], [panel], [how], Sheet(head, body)))
-    if build_up:
-        found.append(_build_up(build_up))
-    return found
+        for layer, error in known
+    ]
+    panel = Panel(
+        "Relative error of the weights",
+        "Relative error of every quantized layer as colours: kinds of layers by blocks",
+        heat([(layer.name, error) for layer, error in known]),
+        wide=True,
+    )
+    said = f"Median {middle}; largest in {worst.name}, {words.percent(error)}."
+    how = "‖W − Ŵ‖² / ‖W‖² of each layer: of its weights alone, whatever they do to the output."
+    head = ["layer", "shape [N, K]", "scheme", "bits per weight", "relative error"]
+    return [Section([said], [panel], [how], Sheet(head, body), title="Weights")]
 
 
-def _heat(errors: Sequence[tuple[str, float]]) -> Figure:
-    """Kinds of layers by blocks; where names have no number, all in one column."""
+def heat(errors: Sequence[tuple[str, float]]) -> Figure:
+    """Kinds of layers by blocks, the largest of those alike; where names have no number, all in one column."""
     cells: dict[str, dict[str, float]] = {}
     for name, error in errors:
-        kind, block = _split(name)
-        cells.setdefault(kind, {})[block] = error
+        block, kind = figures.place(name)
+        row = cells.setdefault(kind, {})
+        row[block] = max(error, row.get(block, error))
     blocks = list(dict.fromkeys(block for row in cells.values() for block in row))
     blocks.sort(key=lambda block: int(block) if block.isdecimal() else -1)
     values = [[row.get(block) for block in blocks] for row in cells.values()]
     return charts.heat(blocks, list(cells), values, of="relative error")
-
-
-def _split(name: str) -> tuple[str, str]:
-    """(kind of layer, block): `model.layers.3.mlp.up_proj` is `up_proj` of block 3."""
-    match = re.search(r"\.(\d+)\.(.+)$", f".{name}")
-    if match is None:
-        return name[-24:], "–"
-    return match[2].split(".")[-1][-24:], match[1]
-
-
-def _build_up(values: Sequence[tuple[str, float]]) -> Section:
-    names = [_number(name, i) for i, (name, _) in enumerate(values)]
-    errors = [error for _, error in values]
-    hover = [f"{name}: {words.percent(error)}" for name, error in values]
-    step = max(1, -(-len(names) // 10))
-    shown = list(range(0, len(names), step))
-    across = charts.Axis("behind block", shown, [names[i] for i in shown], (-0.5, len(names) - 0.5), log=False)
-    axis = charts.straight_axis("relative error", [0.0, *errors], form=lambda v: f"{100 * v:g} %")
-    curve = Curve("", QUANTIZED, range(len(errors)), errors, hover)
-    panel = Panel(
-        "Error of the hidden state",
-        "Relative error of the hidden state behind each block",
-        charts.lines([curve], across, axis, height=250, right=14),
-        wide=True,
-    )
-    said = f"Behind the last block the hidden state is off by {words.percent(errors[-1])}."
-    body = [[name, words.percent(error, 2)] for name, error in values]
-    return Section([said], [panel], [], Sheet(["block", "relative error"], body), title="How it builds up")
-
-
-def _number(name: str, index: int) -> str:
-    numbers = re.findall(r"\d+", name)
-    return str(numbers[-1]) if numbers else str(index)
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------

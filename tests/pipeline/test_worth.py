@@ -194,15 +194,17 @@ def test_the_documents_of_a_bundle(made: Made, monkeypatch: pytest.MonkeyPatch) 
     assert "plotly" in decisions[0].reason
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[1, 2]", '[["a", "b"]]', "null"])
-def test_a_build_up_that_is_missing_or_damaged_is_none(text: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [None, "", "{", "[1, 2]", '{"blocks": 1}', "null"])
+def test_a_harm_that_is_missing_or_damaged_is_none(text: str | None, tmp_path: Path) -> None:
     if text is not None:
-        (tmp_path / worth.BUILD_UP).write_text(text)
-    assert worth.read_build_up(tmp_path) is None
+        (tmp_path / worth.HARM).write_text(text)
+    assert worth.read_harm(tmp_path) is None
 
 
-def test_a_build_up_is_read_as_it_was_written(made: Made) -> None:
-    found = worth.read_build_up(made.both)
+def test_the_harm_is_read_as_it_was_written(made: Made) -> None:
+    found = worth.read_harm(made.both)
     assert found is not None
-    assert [name for name, _ in found] == ["model.layers.0"]
-    assert 0 < found[0][1] < 1
+    assert [block.name for block in found.blocks] == ["model.layers.0"]
+    assert 0 < found.blocks[0].error < 1
+    assert {layer.name for layer in found.layers} == {layer.name for layer in Bundle.load(made.both).manifest.layers}
+    assert len(found.worst) == 10

@@ -20,6 +20,7 @@ from quantkit.errors import MissingDependency
 from quantkit.measure.rows import Row
 from quantkit.report import sections, speed
 from quantkit.report.page import page
+from report.hurt import hurt
 from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
 
 
@@ -31,7 +32,7 @@ def text_of(html: str) -> str:
 @pytest.fixture(scope="module")
 def full() -> str:
     pytest.importorskip("plotly")
-    return page(judged(), everything(), [planted.NOTE], build_up=[(f"layers.{i}", 0.01 * (i + 1)) for i in range(3)])
+    return page(judged(), everything(), [planted.NOTE], harm=hurt())
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,12 @@ def full() -> str:
         # accuracy, layers, sizes
         *("onnxruntime, level 0", "onnxruntime, level 4"),
         *(planted.NOTE, "largest in model.layers.2.mlp.down_proj, 3.7 %", "the hidden state is off by 3.0 %"),
+        *(
+            "Where the loss comes from: down_proj carries 80 %",
+            "Half of what the blocks add comes from 1 of 3 blocks: 2.",
+        ),
+        *("24 % of all KL lies in the worst 1 %", "… the cat sat on the·", "·mat (75 %)", "⏎ (50 %)"),
+        "2 of 3 shared inputs had a channel more than 20 times its median channel, 0 have one now.",
         *("172 MB", "peak memory", "damping-raised", "no factor", "0.01 → 0.1", "gate of the recipe"),
         # how to run it, and where it is from
         *("quantkit verify .", "AutoModelForCausalLM", "quantkit generate . --runtime onnxruntime", "og.Model("),
@@ -85,7 +92,7 @@ def test_nothing_is_fetched(full: str) -> None:
     body = text_of(full)
     assert not re.findall(r"<(?:link|img|iframe|object|base)\b|\bsrc=|@import|url\(", body)
     assert set(re.findall(r'href="([^"]*)"', body)) == {
-        *("#speed", "#accuracy", "#layers", "#size", "#decisions", "#run", "#provenance")
+        *("#speed", "#accuracy", "#harm", "#size", "#decisions", "#run", "#provenance")
     }
 
 
@@ -103,7 +110,7 @@ def test_the_policy_allows_these_scripts_alone(full: str) -> None:
 def test_figures_are_json_and_plotly_takes_them(full: str) -> None:
     objects = pytest.importorskip("plotly.graph_objects")
     found = re.findall(r'<script type="application/json">(.*?)</script>', full, re.DOTALL)
-    assert len(found) == full.count('class="plot"') == 13
+    assert len(found) == full.count('class="plot"') == 15
     for text in found:
         objects.Figure(json.loads(text))
 
@@ -134,7 +141,7 @@ def test_hostile_names_change_nothing(full: str) -> None:
         }
     )
     rows = [row.model_copy(update={"runtime": HOSTILE, "flags": [HOSTILE]}) for row in everything()]
-    text = page(bad, rows, [HOSTILE], build_up=[(HOSTILE, 0.1)])
+    text = page(bad, rows, [HOSTILE], harm=hurt(HOSTILE))
     assert "<img" not in text
     assert "<!--" not in text
     assert text.count("</script>") == text.count("<script")
@@ -247,6 +254,6 @@ def test_a_browser_draws_it_without_a_word(full: str, tmp_path: Path) -> None:
     # a refused request or script would stand here as an error of the policy
     assert [line for line in ran.stderr.splitlines() if "CONSOLE" in line] == []
     drawn = ran.stdout.split('id="plotly"')[0]
-    assert drawn.count('class="plot js-plotly-plot"') == drawn.count('<svg class="main-svg"') / 3 == 13
+    assert drawn.count('class="plot js-plotly-plot"') == drawn.count('<svg class="main-svg"') / 3 == 15
     assert drawn.count('aria-label="Copy: ') == full.count('class="code"') == 7
     assert "rgb(10, 94, 168)" in drawn  # `--quantized`, as resolved from the page
