@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from quantkit import registry
-from quantkit.formats import Rules
+from quantkit.formats import Rules, _bits
 from quantkit.formats import _grid as grid
 from quantkit.formats._grid import GridFormat
 from quantkit.recipe import WeightScheme
@@ -127,21 +127,10 @@ class IntegerFormat(GridFormat):
         """
         import torch
 
-        rows, columns = codes.shape
-        unsigned = codes.to(torch.int16) - self.low
-        shifts = torch.arange(self.bits, dtype=torch.int16)
-        bits = ((unsigned.unsqueeze(2) >> shifts) & 1).reshape(rows, columns * self.bits)
-        bits = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 8)).reshape(rows, -1, 8)
-        places = torch.arange(8, dtype=torch.int16)
-        return (bits << places).sum(dim=2).to(torch.uint8)
+        return _bits.pack(codes.to(torch.int16) - self.low, self.bits)
 
     def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
         """uint8 [N, ceil(K * bits / 8)] -> int8 [N, K]."""
         import torch
 
-        rows = packed.shape[0]
-        places = torch.arange(8, dtype=torch.int16)
-        bits = ((packed.to(torch.int16).unsqueeze(2) >> places) & 1).reshape(rows, -1)[:, : columns * self.bits]
-        shifts = torch.arange(self.bits, dtype=torch.int16)
-        unsigned = (bits.reshape(rows, columns, self.bits) << shifts).sum(dim=2)
-        return (unsigned + self.low).to(torch.int8)
+        return (_bits.unpack(packed, self.bits, columns).to(torch.int16) + self.low).to(torch.int8)

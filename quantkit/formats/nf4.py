@@ -1,0 +1,141 @@
+"""4-bit quantiles of the normal distribution (NormalFloat), in groups of 64, their scales 8-bit again if `double`.
+
+    w = codebook[code] · max|w|        codebook: -1 … 1, each value as likely as any other of normal weights
+
+The scale puts the largest magnitude on ±1. With `scale: double` scales, less their mean, are stored as 8-bit codes of a
+dynamic floating-point type under a float32 for every 256: 4.127 bits a weight instead of 4.5. Codes, scales and values
+are bitsandbytes' to the last bit, which is why a weight is multiplied by the rounded reciprocal of its scale, codes are
+chosen before scales are doubled, and these go through a table of 2^16 places. Rows hold whole groups (bitsandbytes
+counts on over row ends; the two agree where the group divides K).
+(Dettmers et al., "QLoRA", 2023, arXiv 2305.14314; Dettmers, "8-Bit Approximations for Parallelism in Deep Learning",
+2015, arXiv 1511.04561.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from quantkit.formats import Nested, Rules
+from quantkit.formats._scaled import ScaledFormat
+from quantkit.recipe import WeightScheme
+
+if TYPE_CHECKING:
+    import torch
+
+# quantiles of the normal distribution, zero and both ends included, as bitsandbytes rounds them
+VALUES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+# scales that share one when they are quantized themselves
+_NESTED = 256
+
+
+@dataclass(frozen=True)
+class NormalFloat:
+    """The codebook; codes are uint8, places in it in rising order."""
+
+    top: float = 1.0
+
+    def snap(self, units: torch.Tensor) -> torch.Tensor:
+        """The nearest values, float32."""
+        return self.decode(self.encode(units))
+
+    def encode(self, units: torch.Tensor) -> torch.Tensor:
+        """The nearest places; halfway between two, the lower one."""
+        import torch
+
+        values = self.codebook()
+        return torch.bucketize(units.float(), (values[1:] + values[:-1]) / 2, out_int32=True).to(torch.uint8)
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        """A look-up."""
+        return self.codebook()[codes.int()]
+
+    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """Two a byte, the first in the high half, as bitsandbytes does; odd rows are filled up."""
+        import torch
+
+        even = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
+        return (even[:, ::2] << 4) | even[:, 1::2]
+
+    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+        """The inverse of `pack`."""
+        import torch
+
+        return torch.stack([packed >> 4, packed & 15], dim=2).reshape(packed.shape[0], -1)[:, :columns]
+
+    def codebook(self) -> torch.Tensor:
+        """[16] float32, rising."""
+        import torch
+
+        return torch.tensor(VALUES)
+
+
+class Nf4(ScaledFormat):
+    """See the module."""
+
+    rules: ClassVar[Rules] = Rules(
+        granularities={"group": 64},
+        symmetric=(True,),
+        scales=("float32", "double"),
+        groups=(32, 64, 128, 256, 512, 1024, 2048, 4096),
+    )
+
+    def stored(
+        self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As it is: a group of zeros has scale 0."""
+        return scale.float()
+
+    def encode(self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+        """Nearest codes."""
+        return self.element.encode(weight.float() * (1.0 / scale.float().clamp(min=1e-38)))
+
+    def kept(self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None) -> dict[str, Any]:
+        """Scales, doubled if the scheme says so."""
+        fields = super().kept(scale, scheme, global_scale)
+        if scheme.scale == "double":
+            nested = doubled(fields["scale"])
+            fields |= {"nested": nested, "scale": undoubled(nested).reshape(scale.shape)}
+        return fields
+
+
+def dynamic_values() -> torch.Tensor:
+    """The 8-bit type of doubled scales, [256] float32, rising: seven decades, each with twice the steps of the last."""
+    import torch
+
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        positive = 10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2.0)
+        values += [*positive.tolist(), *(-positive).tolist()]
+    return torch.tensor(sorted(values), dtype=torch.float32)
+
+
+def doubled(scale: torch.Tensor) -> Nested:
+    """Scales of any shape, row by row, as 8-bit codes."""
+    import torch
+
+    flat = scale.float().reshape(-1)
+    offset = flat.mean()
+    parts = torch.nn.functional.pad(flat - offset, (0, -len(flat) % _NESTED)).reshape(-1, _NESTED)
+    absmax = parts.abs().amax(dim=1)
+    # all scales alike leave 0 / 0; whatever code they get then stands for 0
+    units = (parts / absmax.unsqueeze(1)).nan_to_num(-1.0).clamp(-1, 1).reshape(-1)
+    places = (((units + 1) * 0.5) * 65535 + 0.5).int()
+    values = dynamic_values()
+    nearest = torch.bucketize(torch.arange(65536) / 65535 * 2 - 1, (values[1:] + values[:-1]) / 2)
+    return Nested(nearest[places][: len(flat)].to(torch.uint8), absmax, offset)
+
+
+def undoubled(nested: Nested) -> torch.Tensor:
+    """The scales that are read back, flat float32."""
+    values = dynamic_values()[nested.codes.int()]
+    return values * nested.absmax.repeat_interleave(_NESTED)[: len(values)] + nested.offset
+
+
+FORMAT = Nf4("nf4", 4, NormalFloat())

@@ -1,0 +1,52 @@
+"""4-bit floats (E2M1) in groups of 16 under E4M3 scales, and one float32 scale for the whole tensor.
+
+    g = max|W| / (448 · 6)        s = e4m3(max|w| / 6 / g)        w = code · s · g
+
+so that the largest group's scale is E4M3's largest number. compressed-tensors and vLLM store the reciprocal: their
+`weight_global_scale` is 1/g. A scale that E4M3 would round to zero becomes its smallest number, 2^-9. (NVIDIA,
+"Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from quantkit.formats import Rules
+from quantkit.formats._elements import FP4_E2M1, FP8_E4M3
+from quantkit.formats._scaled import ScaledFormat
+from quantkit.recipe import WeightScheme
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Nvfp4(ScaledFormat):
+    """See the module."""
+
+    rules: ClassVar[Rules] = Rules(granularities={"group": 16}, symmetric=(True,), scales=("fp8_e4m3",), groups=(16,))
+    # the largest weight on 4 instead of 6: between these two there is no value, and often enough much to lose
+    # (Cook et al., "Four Over Six", 2025)
+    stretches: ClassVar[tuple[float, ...]] = (1.5,)
+
+    def global_scale(self, amax: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+        """`g` of a matrix whose largest magnitude is `amax`; 1 of zeros."""
+        import torch
+
+        found = amax.float() / (FP8_E4M3.top * self.element.top)
+        return torch.where(found >= torch.finfo(torch.float32).tiny, found, torch.ones_like(found))
+
+    def stored(
+        self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The nearest `s · g`."""
+        whole = self.global_scale(scale.max() * self.element.top, scheme) if global_scale is None else global_scale
+        return FP8_E4M3.snap((scale.float() / whole).clamp(min=2**-9)) * whole
+
+    def kept(self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None) -> dict[str, Any]:
+        """Effective scales as `s` and `g`."""
+        assert global_scale is not None
+        fields = super().kept(scale / global_scale, scheme, global_scale)
+        return {**fields, "global_scale": global_scale.float()}
+
+
+FORMAT = Nvfp4("nvfp4", 4, FP4_E2M1)
