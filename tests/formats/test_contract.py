@@ -1,0 +1,210 @@
+"""What every format with scales promises, for all that the registry lists and every granularity that each has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantkit import registry
+from quantkit.formats._grid import GridFormat
+from quantkit.formats._layout import against, by_row, extremes, scale_shape, split
+from quantkit.recipe import WeightScheme
+
+FORMATS: dict[str, GridFormat] = {
+    name: found for name in registry.names("formats") if isinstance(found := registry.load("formats", name), GridFormat)
+}
+
+
+def schemes() -> list[WeightScheme]:
+    """Every format in every granularity and symmetry, with the smallest group it has (16 where any will do)."""
+    found = []
+    for name, form in FORMATS.items():
+        for granularity in form.rules.granularities:
+            group = min(form.rules.groups, default=16) if granularity in ("group", "block") else None
+            for symmetric in form.rules.symmetric:
+                fields = {"format": name, "granularity": granularity, "group": group, "symmetric": symmetric}
+                found.append(WeightScheme.model_validate(fields))
+    return [*found, WeightScheme(format="nf4", group=32, scale="double")]
+
+
+SCHEMES = schemes()
+# a lone row, odd numbers of rows, more than one block each way and one that is cut off
+SHAPES = [(1, 32), (3, 64), (37, 96)]
+
+
+def name_of(how: WeightScheme) -> str:
+    return f"{how.format}-{how.granularity}-{'sym' if how.symmetric else 'zero'}-{how.scale}"
+
+
+def random(shape: tuple[int, int], seed: int = 0, exponent: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
+
+
+def every_value(form: GridFormat) -> torch.Tensor:
+    """The grid, rising, in units of the scale: what each stored bit pattern stands for, NaN and infinity left out."""
+    patterns = torch.arange(2**form.bits).to(torch.uint8).reshape(1, -1)
+    packed = patterns if form.bits == 8 else _dense(patterns, form.bits)
+    values = form.decode(form.unpack(packed, patterns.shape[1]), torch.ones(1), None).reshape(-1)
+    return values[values.isfinite()].unique()
+
+
+def _dense(patterns: torch.Tensor, bits: int) -> torch.Tensor:
+    word = sum(int(code) << (place * bits) for place, code in enumerate(patterns.reshape(-1).tolist()))
+    return torch.frombuffer(bytearray(word.to_bytes(patterns.numel() * bits // 8, "little")), dtype=torch.uint8)[None]
+
+
+def effective(tensor: Any) -> torch.Tensor:
+    scale = tensor.scale.float()
+    return scale if tensor.global_scale is None else scale * tensor.global_scale
+
+
+@pytest.mark.parametrize("how", SCHEMES, ids=name_of)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_codes_are_the_nearest_of_all_values(how: WeightScheme, shape: tuple[int, int]) -> None:
+    """Against a search through all values that the format has, in float64."""
+    form, weight = FORMATS[how.format], random(shape)
+    before = weight.clone()
+    tensor = form.quantize(weight, how)
+    assert torch.equal(weight, before)
+    assert tensor.shape == shape
+    assert tensor.scale.shape == scale_shape(shape, how)
+    assert (tensor.zero is None) == how.symmetric
+    values = form.dequantize(tensor)
+    assert values.dtype == torch.float32
+    if how.scale == "double":
+        return  # codes are chosen before the scales are doubled: see test_nf4
+    grid = every_value(form).double()
+    spread = against(effective(tensor), shape, how).double()
+    grids = grid.expand(*spread.shape, -1)
+    if tensor.zero is not None:
+        grids = grids - against(tensor.zero, shape, how).double().unsqueeze(-1)
+    parts = split(weight, how).double()
+    # a chunk of rows at a time: the widest grids have 256 values
+    best = ((parts / spread).unsqueeze(-1) - grids).abs().amin(dim=-1) * spread
+    error = (split(values, how).double() - parts).abs()
+    assert bool((error <= best + 4e-7 * parts.abs()).all())
+
+
+@pytest.mark.parametrize("how", SCHEMES, ids=name_of)
+def test_a_second_rounding_changes_nothing(how: WeightScheme) -> None:
+    form, weight = FORMATS[how.format], random((5, 96), 1)
+    whole = form.global_scale(weight.abs().amax(), how)
+    scale, zero = form.parameters(*extremes(weight, how), how, whole)
+    tensor = form.nearest(weight, scale, zero, how, whole)
+    values = form.decode(
+        split(tensor.codes, how),
+        against(scale, weight.shape, how),
+        None if zero is None else against(zero, weight.shape, how),
+    ).reshape(weight.shape)
+    again = form.nearest(values, scale, zero, how, whole)
+    assert torch.equal(bits(again.codes), bits(tensor.codes))
+    assert torch.equal(bits(again.scale), bits(tensor.scale))
+    # `snap` is what solvers round with
+    units = split(weight, how) / against(scale, weight.shape, how).float()
+    snapped = form.snap(units, None if zero is None else against(zero, weight.shape, how))
+    assert torch.equal((snapped * against(scale, weight.shape, how).float()).reshape(weight.shape), values)
+    # and what can be stored is stored as it is
+    if how.scale != "double":
+        assert torch.equal(form.stored(scale.float(), how, whole).float(), scale.float())
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    how=st.sampled_from(SCHEMES),
+    rows=st.integers(1, 20),
+    groups=st.integers(1, 3),
+    exponent=st.integers(-20, 12),
+    offset=st.sampled_from([0.0, 3.0, -3.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_error_bound_order_and_zeros(
+    how: WeightScheme, rows: int, groups: int, exponent: int, offset: float, seed: int
+) -> None:
+    """Half of the widest step up to the end of the grid, and what lies beyond it; order kept; zero stays zero."""
+    form = FORMATS[how.format]
+    if how.scale == "float16":
+        exponent = max(exponent, -8)  # below, float16 scales are subnormal: test_integer
+    weight = (random((rows, groups * (how.group or 32)), seed) + offset) * 2.0**exponent
+    weight[0, 0] = 0.0
+    tensor = form.quantize(weight, how)
+    values = form.dequantize(tensor)
+    assert float(values[0, 0]) == 0.0
+    grid = every_value(form)
+    spread = against(effective(tensor), tensor.shape, how)
+    shift = 0.0 if tensor.zero is None else against(tensor.zero, tensor.shape, how).float()
+    parts, found = split(weight, how), split(values, how)
+    inside = torch.minimum(torch.maximum(parts, (grid.min() - shift) * spread), (grid.max() - shift) * spread)
+    half = float(grid.diff().max()) / 2
+    # doubled scales move a whole group by what they were rounded by; float32 rounds the rest
+    slack = 0.02 if how.scale == "double" else 2e-6
+    bound = half * spread + (inside - parts).abs() + slack * (parts.abs() + spread)
+    assert bool(((found - parts).abs() <= bound).all())
+    if how.granularity != "block":
+        order = parts.argsort(dim=2)
+        assert bool((found.gather(2, order).diff(dim=2) >= 0).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FORMATS)), rows=st.integers(1, 5), columns=st.integers(1, 41), seed=st.integers(0, 99)
+)
+def test_packing_is_reversible_and_dense(name: str, rows: int, columns: int, seed: int) -> None:
+    form = FORMATS[name]
+    generator = torch.Generator().manual_seed(seed)
+    packed = torch.randint(0, 256, (rows, -(-columns * form.bits // 8)), generator=generator).to(torch.uint8)
+    codes = form.unpack(packed, columns)
+    assert codes.shape == (rows, columns)
+    again = form.pack(codes)
+    assert again.shape == packed.shape
+    assert again.dtype == torch.uint8
+    assert torch.equal(bits(form.unpack(again, columns)), bits(codes))
+    if columns * form.bits % 8 == 0:
+        assert torch.equal(again, packed)
+
+
+@pytest.mark.parametrize("how", SCHEMES, ids=name_of)
+def test_bits_per_weight_are_what_is_stored(how: WeightScheme) -> None:
+    form, shape = FORMATS[how.format], (37, 96)
+    tensor = form.quantize(random(shape), how)
+    stored = [tensor.scale] if tensor.nested is None else [tensor.nested.codes, tensor.nested.absmax]
+    stored += [each for each in (tensor.global_scale, tensor.nested and tensor.nested.offset) if each is not None]
+    total = tensor.codes.numel() * form.bits + sum(each.numel() * each.element_size() * 8 for each in stored)
+    total += 0 if tensor.zero is None else tensor.zero.numel() * form.bits
+    assert form.bits_per_weight(shape, how) == pytest.approx(total / (37 * 96), rel=1e-12)
+
+
+@pytest.mark.parametrize("how", SCHEMES, ids=name_of)
+def test_zeros_and_extremes_stay_finite(how: WeightScheme) -> None:
+    form = FORMATS[how.format]
+    weight = torch.zeros(34, 64)
+    assert torch.equal(form.dequantize(form.quantize(weight, how)), weight)
+    weight[1], weight[2], weight[17] = 1e30, -1e-30, 7.0
+    # the mean of doubled scales is a sum before it is a mean
+    weight[33] = torch.tensor([-1.0, 1.0] * 32) * (1e36 if how.scale == "double" else 3e38)
+    for each in (weight, weight[:1], weight[2:3], weight[17:18], -weight):
+        tensor = form.quantize(each, how)
+        assert effective(tensor).isfinite().all()
+        assert form.dequantize(tensor).isfinite().all()
+    assert form.dequantize(form.quantize(weight[17:18], how)).mean() == pytest.approx(
+        7.0, rel=0.34
+    )  # int2 reaches 1 of 1.5 steps
+
+
+def test_blocks_are_square_tiles_cut_off_at_the_edges() -> None:
+    how = WeightScheme.model_validate({"format": "fp8_e4m3", "granularity": "block", "group": 16})
+    weight = random((37, 50))
+    tensor = FORMATS["fp8_e4m3"].quantize(weight, how)
+    assert tensor.scale.shape == (3, 4)
+    for row in range(3):
+        for column in range(4):
+            tile = weight[row * 16 : row * 16 + 16, column * 16 : column * 16 + 16]
+            assert float(tensor.scale[row, column]) == float((tile.abs().max() / 448).float())
+    assert torch.equal(by_row(tensor.scale, 37, how)[16:32], tensor.scale[1].expand(16, 4))

@@ -1,0 +1,90 @@
+"""Formats of scaled elements: FP8 in its granularities, and the shared powers of two of microscaling."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.utils import calculate_qparams
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quantkit import registry
+from quantkit.recipe import WeightScheme
+
+MXFP4, MXFP8 = registry.load("formats", "mxfp4"), registry.load("formats", "mxfp8")
+ELEMENTS = {"mxfp4": (2, ml_dtypes.float4_e2m1fn), "mxfp8": (8, ml_dtypes.float8_e4m3fn)}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.parametrize("size", [1.0, 1e-20, 1e20])
+def test_microscaling_is_that_of_the_specification(name: str, size: float) -> None:
+    """One group at a time, in Python and ml_dtypes."""
+    form, (exponent, dtype) = registry.load("formats", name), ELEMENTS[name]
+    weight = random(4, 96) * size
+    tensor = form.quantize(weight, WeightScheme(format=name))
+    assert tensor.scale.dtype == torch.float8_e8m0fnu
+    values = form.dequantize(tensor)
+    for row in range(4):
+        for group in range(3):
+            part = weight[row, group * 32 : group * 32 + 32].numpy()
+            power = math.floor(math.log2(float(np.abs(part).max()))) - exponent
+            assert int(tensor.scale[row, group].view(torch.uint8)) == power + 127
+            top = float(ml_dtypes.finfo(dtype).max)
+            units = np.clip(part / np.float32(2.0**power), -top, top).astype(dtype)
+            assert np.array_equal(values[row, group * 32 : group * 32 + 32], units.astype(np.float32) * 2.0**power)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("mxfp4", 4), ("mxfp8", 8)])
+def test_scales_are_those_of_compressed_tensors_or_one_power_below(name: str, bits: int) -> None:
+    """They go up where the mantissa of the largest weight is 1.75 or more; the specification does not."""
+    amax = torch.rand(4000, generator=torch.Generator().manual_seed(0)) * 8 + 1e-3
+    scale, _ = registry.load("formats", name).parameters(-amax, amax, WeightScheme(format=name))
+    arguments = QuantizationArgs(
+        num_bits=bits, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8, zp_dtype=torch.uint8
+    )
+    theirs, _ = calculate_qparams(-amax, amax, arguments)
+    mantissa = torch.frexp(amax).mantissa * 2
+    expected = torch.where(mantissa >= 1.75, 2.0, 1.0) * scale
+    assert bool((mantissa >= 1.75).any())
+    if theirs.dtype == torch.uint8:
+        theirs = torch.exp2(theirs.float() - 127)
+    assert torch.equal(theirs.float(), expected)
+
+
+@given(exponent=st.integers(-126, 127), mantissa=st.floats(1.0, 1.9999998807907104, width=32))
+def test_powers_of_two_are_exact(exponent: int, mantissa: float) -> None:
+    amax = torch.tensor(mantissa * 2.0**exponent, dtype=torch.float32)
+    scale, _ = MXFP4.parameters(-amax, amax, WeightScheme(format="mxfp4"))
+    assert float(scale) == 2.0 ** max(exponent - 2, -127)
+    nearest = float(MXFP4.stored(amax, WeightScheme(format="mxfp4")))
+    assert nearest == 2.0 ** min(exponent + (mantissa >= 2**0.5), 127)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_the_largest_weight_is_the_largest_float(name: str) -> None:
+    form, weight = registry.load("formats", name), random(6, 64)
+    for granularity in ("tensor", "channel", "group", "block"):
+        fields = {
+            "format": name,
+            "granularity": granularity,
+            "group": 32 if granularity in ("group", "block") else None,
+        }
+        tensor = form.quantize(weight, WeightScheme.model_validate(fields))
+        assert tensor.codes.dtype == getattr(torch, "float8_e4m3fn" if name == "fp8_e4m3" else "float8_e5m2")
+        assert float(tensor.codes.float().abs().max()) == form.element.top
+        assert tensor.scale.dtype == torch.float32
+
+
+def test_outliers_saturate_under_a_scale_that_is_too_small() -> None:
+    form, how = registry.load("formats", "fp8_e4m3"), WeightScheme(format="fp8_e4m3", granularity="tensor")
+    tensor = form.nearest(torch.tensor([[1e9, -1e9, 449.0, 1.0]]), torch.ones(1, 1), None, how)
+    assert form.dequantize(tensor).tolist() == [[448.0, -448.0, 448.0, 1.0]]
