@@ -63,10 +63,21 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, object]]] = {
     ),
 }
 
+# what a few tests need besides; not every test runs over these
+OTHERS: dict[str, tuple[str, str, dict[str, object]]] = {
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_LLAMA, "head_dim": 16}),
+    "olmo": ("OlmoForCausalLM", "OlmoConfig", _LLAMA),
+    "bloom": (
+        "BloomForCausalLM",
+        "BloomConfig",
+        {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 3, "n_head": 4},
+    ),
+}
+
 
 def tiny(name: str, seed: int = 0, **changes: object) -> nn.Module:
     """A random model whose norms are not all ones, so that folds have something to fold."""
-    model_class, config_class, settings = ARCHITECTURES[name]
+    model_class, config_class, settings = {**ARCHITECTURES, **OTHERS}[name]
     config = getattr(transformers, config_class)(**{**settings, **changes})
     torch.manual_seed(seed)
     model = getattr(transformers, model_class)(config).eval()

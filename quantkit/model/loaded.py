@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
-from quantkit.model.stream import Calls, find_blocks, record_calls, returns_tuple
+from quantkit.model.stream import Calls, Transform, find_blocks, record_calls, returns_tuple
 
 
 class LoadedModel:
@@ -20,13 +21,13 @@ class LoadedModel:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model.eval()
-        self.path: str | None = None
+        self.path = ""
         # how a transformer hands hidden states from layer to layer is known; what another module does is not
         if "input_ids" in inspect.signature(model.forward).parameters:
             try:
                 self.path = find_blocks(model)
             except InputError:
-                self.path = None
+                self.path = ""
         count = len(self.model.get_submodule(self.path)) if self.path else 1  # type: ignore[arg-type]
         self.block_names = [f"{self.path}.{index}" for index in range(count)] if self.path else [""]
 
@@ -34,11 +35,22 @@ class LoadedModel:
         """The block itself, not a copy."""
         return self.model.get_submodule(self.block_names[index])
 
+    def rest(self) -> nn.Module:
+        """A copy of what lies outside the blocks."""
+        blocks = self.model.get_submodule(self.path)
+        return copy.deepcopy(self.model, {id(blocks): blocks})
+
+    def apply(self, transform: Transform) -> None:
+        """Transform every part, in place."""
+        for index in range(len(self.block_names)):
+            transform.block(index, self.load(index))
+        transform.rest(self.model)
+
     @torch.no_grad()
     def begin(self, ids: Tensor, chunk: int) -> Calls:
         """Hidden states before block 0 for token `ids` [samples, tokens]; for a single block, `ids` is its input."""
         calls = Calls(hidden=torch.empty(0), chunk=chunk)
-        if self.path is None:
+        if not self.path:
             calls.hidden = ids
             calls.arguments = {part.shape[0]: [((), {})] for part in ids.split(chunk)}
             return calls

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ class Source:
         was: what it was before it was converted (`gguf Q4_1`); said wherever its figures are shown.
         notes: sentences for the reader of its figures.
         sha256: over (file name, sha256) of config, weights and tokenizer files, sorted.
+        untied: head and embedding are two tensors, whatever the folder's config says; see `untied`.
     """
 
     ref: str
@@ -80,6 +82,7 @@ class Source:
     weights: Weights
     trust_remote_code: bool = False
     architecture: str = field(default="")
+    untied: bool = False
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The folder's tokenizer; nothing is downloaded.
@@ -119,6 +122,8 @@ class Source:
         loaded = _load_config(self.path, self.ref, self.trust_remote_code)
         model_class = _model_class(self.config, self.path, self.ref, self.trust_remote_code)
         config = copy.deepcopy(loaded)
+        if self.untied:
+            config.tie_word_embeddings = False
         attention = "sdpa" if model_class._supports_sdpa else "eager"
         try:
             with torch.device("meta"), initialization.meta_device_safe_creation_ops():
@@ -164,6 +169,24 @@ def open_model(ref: str, *, trust_remote_code: bool = False) -> Source:
             remedy=f"{error.remedy}; a folder is written ./{ref}, a hub model hf:org/name",
         )
     return _open_folder(path, full, name, trust_remote_code, was=was, notes=notes)
+
+
+def untied(source: Source, files: Mapping[str, str]) -> Source:
+    """The same model with a tensor of its own, of the same values, for each parameter that shares one.
+
+    Args:
+        source: as opened.
+        files: parameter of its skeleton -> tensor of the files. The first to share a tensor keeps it.
+    """
+    entries = dict(source.weights.entries)
+    owners: dict[str, str] = {}
+    sharing = [name for name, file in files.items() if owners.setdefault(file, name) != name]
+    if not sharing:
+        return source
+    for name in sharing:
+        entries.setdefault(name, replace(entries[files[name]], name=name))  # or it is in the files twice
+    config = {**source.config, "tie_word_embeddings": False}
+    return replace(source, weights=replace(source.weights, entries=entries), config=config, untied=True)
 
 
 def parameter_names(source: Source, skeleton: PreTrainedModel) -> dict[str, str]:

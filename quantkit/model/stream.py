@@ -40,6 +40,17 @@ class BlockStream(Protocol):
         """Hidden states [samples, tokens, width] before block 0, and how each block is called."""
 
 
+class Whole(BlockStream, Protocol):
+    """What a pass of scope `model` needs of a model: what lies outside its blocks, too."""
+
+    @property
+    def path(self) -> str:
+        """Of the `ModuleList` of blocks; empty where the whole model is the block."""
+
+    def rest(self) -> nn.Module:
+        """The model with weights everywhere but in its blocks: a copy, which may be changed."""
+
+
 class Transform(Protocol):
     """An exact change of the whole model, made as its parts load: a rotation, an untying, a permutation."""
 

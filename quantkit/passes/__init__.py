@@ -15,7 +15,7 @@ from quantkit.bundle import Decision
 if TYPE_CHECKING:
     from quantkit.calibrate.statistics import Stats
     from quantkit.model.block import Block
-    from quantkit.model.stream import StreamedModel, Transform
+    from quantkit.model.stream import Transform, Whole
 
 
 @dataclass
@@ -31,6 +31,21 @@ class Outcome:
     changed: bool
     decisions: list[Decision] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class ModelOutcome:
+    """What a pass of scope `model` will do.
+
+    Args:
+        transform: applied to each part as it loads; None where the pass declined.
+        decisions: as in `Outcome`.
+        unties: a head that shares its weight with the embedding will not be equal to it any more.
+    """
+
+    transform: Transform | None
+    decisions: list[Decision] = field(default_factory=list)
+    unties: bool = False
 
 
 class Pass(Protocol):
@@ -58,7 +73,7 @@ class Pass(Protocol):
     def run(self, block: Block, stats: Stats, settings: Any) -> Outcome:
         """Change the block in place. Of scope `block`."""
 
-    def transform(self, model: StreamedModel, settings: Any, seed: int) -> Transform:
+    def transform(self, model: Whole, settings: Any, seed: int) -> ModelOutcome:
         """What to do to each block and to the rest as they load, seeded or in closed form. Of scope `model`."""
 
 

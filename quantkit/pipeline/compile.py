@@ -43,7 +43,7 @@ from quantkit.passes import decision
 from quantkit.pipeline import tokens
 from quantkit.pipeline.estimate import demand_disk, estimate, head_size, times
 from quantkit.pipeline.gates import judge
-from quantkit.pipeline.layers import ASKED, Layers, lay_out
+from quantkit.pipeline.layers import ASKED, UNTIED, Layers, lay_out
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, default_out
 from quantkit.pipeline.worth import HARM, REPORT, decide, page, try_to_time, worst_positions
@@ -104,9 +104,16 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request whose every input was opened and found good; nothing has been written."""
+    """A request whose every input was opened and found good; nothing has been written.
+
+    Args:
+        original: the model as opened.
+        source: the same, untied where a pass of scope `model` will make two tensors of a tied one.
+        cpu_seconds: processor seconds that passes of scope `model` took to find out what they will do.
+    """
 
     request: Request
+    original: Source
     source: Source
     stream: StreamedModel
     layers: Layers
@@ -115,6 +122,7 @@ class Prepared:
     scoring: TokenSet
     out: Path
     decisions: list[Decision]
+    cpu_seconds: float = 0.0
 
 
 def prepare(request: Request) -> Prepared:
@@ -140,17 +148,18 @@ def prepare(request: Request) -> Prepared:
     stream = StreamedModel(source)
     for tensor in dict.fromkeys(stream.files.values()):
         source.weights.read(tensor)  # finite, every one of them: now, not hours later
-    layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head)
     steps = [Step(registry.load("passes", step.name), step.settings) for step in recipe.passes]
     check_order(steps)
-    for chosen in steps:
-        if chosen.run.scope == "model":
-            stream.transforms.append(chosen.run.transform(stream, chosen.settings, recipe.seed))
+    begun = time.process_time()
+    stream, taken = _transformed(stream, steps, recipe.seed)
+    cpu_seconds = time.process_time() - begun
+    original, source = source, stream.source
+    layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head)
     for step in recipe.export:
         registry.load("export", step.name).accepts(
             step.options, layers.schemes, layers.plain, layers.padded(), tied=layers.tied
         )
-    decisions = list(layers.decisions)
+    decisions = [*taken, *layers.decisions]
     looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
     calibration, scoring = tokens.load(recipe, source, calibrate=looks, decisions=decisions)
     for name in request.left_out:
@@ -160,7 +169,32 @@ def prepare(request: Request) -> Prepared:
     where = tokens.public(recipe.calibration.set)
     decisions += [decision("calibrate", NOTE, where, note) for note in notes]
     out = request.out or default_out(source.name, recipe.name, resume=request.resume)
-    return Prepared(request, source, stream, layers, steps, calibration, scoring, out, decisions)
+    return Prepared(request, original, source, stream, layers, steps, calibration, scoring, out, decisions, cpu_seconds)
+
+
+def _transformed(stream: StreamedModel, steps: list[Step], seed: int) -> tuple[StreamedModel, list[Decision]]:
+    """The model as passes of scope `model` will have it, and what they decided."""
+    from quantkit.model.open import untied
+    from quantkit.model.stream import StreamedModel
+
+    decisions: list[Decision] = []
+    for step in steps:
+        if step.run.scope != "model":
+            continue
+        outcome = step.run.transform(stream, step.settings, seed)
+        decisions += outcome.decisions
+        if outcome.transform is None:
+            continue
+        source = untied(stream.source, stream.files) if outcome.unties else stream.source
+        if source is not stream.source:
+            before, after = stream.source.weights.total_bytes(), source.weights.total_bytes()
+            reason = f"it will differ from the embedding that it was tied to: {after - before} bytes more"
+            decisions.append(decision(step.run.name, UNTIED, stream.head or "head", reason, before, after))
+            made = StreamedModel(source)
+            made.transforms = stream.transforms
+            stream = made
+        stream.transforms.append(outcome.transform)
+    return stream, decisions
 
 
 def compile_model(request: Request, progress: Progress | None = None) -> Compiled:
@@ -295,7 +329,7 @@ class _Compilation:
             taken = [Decision.model_validate(x) for record in records for x in record.get("decisions", [])]
             decisions = [*prepared.decisions, *taken]
             layers = [LayerEntry.model_validate(x) for record in records for x in record["layers"]]
-            self.quantize_cpu = sum(record["cpu_seconds"] for record in records)
+            self.quantize_cpu = prepared.cpu_seconds + sum(record["cpu_seconds"] for record in records)
             if request.strict:
                 _refuse(decisions)
             decisions += self._export()
@@ -404,7 +438,7 @@ class _Compilation:
                     where=name,
                     value="a pass changed one of two tied tensors",
                     rule="tied tensors are stored once",
-                    remedy="untie the model first",
+                    remedy="the pass has to say that it unties",
                 )
             by_file[stream.files[name]] = value
             if not torch.equal(value, stream.tensor(name).to(dtype)):
@@ -515,7 +549,7 @@ class _Compilation:
 
         prepared, exports = self.prepared, self.prepared.request.recipe.export
         source, scoring = prepared.source, prepared.scoring
-        original = StreamedModel(source) if prepared.stream.transforms else prepared.stream
+        original = StreamedModel(prepared.original) if prepared.stream.transforms else prepared.stream
         rows: list[Row] = []
         for number, step in enumerate(exports):
             runtime = registry.load("export", step.name).runtimes[0]
@@ -551,7 +585,7 @@ class _Compilation:
                 files,
                 subject=subject,
                 baseline=source.sha256,
-                baseline_bytes=source.weights.total_bytes(),
+                baseline_bytes=prepared.original.weights.total_bytes(),
                 folder=folder_of(step.name),
             )
             rows += sizes if number == 0 else [row for row in sizes if row.name == "size.bytes"]
@@ -575,7 +609,7 @@ class _Compilation:
             self.build.bundle / folder_of("onnx"),
             subject,
             layers,
-            self.prepared.source,
+            self.prepared.original,
             step.options,
             lambda share, words: self.progress.at("speed", share, words),
         )

@@ -21,8 +21,8 @@ from quantkit.recipe import ActivationScheme, Recipe, WeightScheme
 HEAD = "lm_head"
 ROLES = ("embeddings", HEAD, "norms")
 # decisions with these codes are no fallback: the recipe asks for them
-AS_ASKED, SHRUNK, ROUNDED = "kept-as-asked", "group-shrunk", "head-rounded"
-ASKED = (AS_ASKED, SHRUNK, ROUNDED)
+AS_ASKED, SHRUNK, ROUNDED, UNTIED = "kept-as-asked", "group-shrunk", "head-rounded", "untied"
+ASKED = (AS_ASKED, SHRUNK, ROUNDED, UNTIED)
 _POWERS = (256, 128, 64, 32, 16)
 
 

@@ -78,7 +78,15 @@ class Pipeline:
         steps = [Step(registry.load("passes", step.name), step.settings) for step in self.recipe.passes]
         check_order(steps)
         self.tensors, self.decisions = {}, list(layers.decisions)
-        probe = inputs[:2, :12] if stream.path is not None else inputs[:2]
+        for step in steps:
+            if step.run.scope == "model":
+                outcome = step.run.transform(stream, step.settings, self.recipe.seed)
+                self.decisions += outcome.decisions
+                if outcome.transform is not None:
+                    stream.apply(outcome.transform)
+                if outcome.unties and getattr(model.config, "tie_word_embeddings", False):
+                    model.config.tie_word_embeddings = False  # type: ignore[union-attr]
+        probe = inputs[:2, :12] if stream.path else inputs[:2]
         for worked in work(
             stream,
             steps,

@@ -148,7 +148,17 @@ def check_order(steps: Sequence[Step]) -> None:
         InputError: `pass-order`.
     """
     facts = {"unassigned"}
+    before = ""
     for step in steps:
+        if step.run.scope == "model" and before:
+            raise InputError(
+                "pass-order",
+                where=f"passes: {step.run.name}",
+                value=f"comes after {before}",
+                rule="what changes the whole model is done as its blocks load, before what works block by block",
+                remedy=f"move {step.run.name} to the beginning",
+            )
+        before = step.run.name if step.run.scope == "block" else before
         missing = step.run.requires - facts
         if missing:
             raise InputError(

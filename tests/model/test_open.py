@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from zoo import ARCHITECTURES, ids, tiny
 
 from quantkit.errors import InputError
-from quantkit.model.open import Source, names_of, open_model, parameter_names
+from quantkit.model.open import Source, names_of, open_model, parameter_names, untied
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +115,36 @@ def test_a_config_without_architectures_means_the_usual_class(name: str, tmp_pat
     source = open_model(str(folder))
     assert source.architecture == ARCHITECTURES[name][0]
     assert parameter_names(source, source.skeleton())
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_an_untied_model_has_a_head_of_its_own(twice: bool, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama-tied")
+    if twice:
+        edit_weights(
+            folder, lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        )
+    source = open_model(str(folder))
+    files = parameter_names(source, source.skeleton())
+    assert files["lm_head.weight"] == files["model.embed_tokens.weight"]
+    apart = untied(source, files)
+    assert (apart.untied, apart.config["tie_word_embeddings"], apart.sha256) == (True, False, source.sha256)
+    found = parameter_names(apart, apart.skeleton())
+    assert (found["lm_head.weight"], found["model.embed_tokens.weight"]) == (
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+    )
+    assert torch.equal(apart.weights.read("lm_head.weight"), source.weights.read("model.embed_tokens.weight"))
+    table = source.weights.entries["model.embed_tokens.weight"].bytes
+    assert apart.weights.total_bytes() == source.weights.total_bytes() + (0 if twice else table)
+    assert source.config["tie_word_embeddings"] is True
+    with torch.no_grad():
+        assert torch.equal(filled(apart)(ids()).logits, tiny("llama-tied")(ids()).logits)
+
+
+def test_what_ties_nothing_is_untied_already(tmp_path: Path) -> None:
+    source = open_model(str(saved(tmp_path / "model", "llama")))
+    assert untied(source, parameter_names(source, source.skeleton())) is source
 
 
 # names ----------------------------------------------------------------------------------------------------------------

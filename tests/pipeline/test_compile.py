@@ -229,6 +229,46 @@ def test_a_transform_of_scope_model_is_exact_and_exported(
     assert rows["accuracy.kl"] < 0.01
 
 
+def test_a_rotated_tied_model_is_stored_with_a_head_of_its_own(
+    tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
+    folder = save(tmp_path / "m.odel", byte_tokenizer, "llama-tied", num_hidden_layers=2)
+    eight = {"weights": {"format": "int8", "granularity": "channel", "scale": "float32"}}
+    exports = [{"checkpoint": {}}, {"onnx": {"accuracy_level": 0}}]
+    chosen = recipe("rotate", "gptq", scheme=eight, export=exports)
+    bundle = run(folder, chosen, tmp_path / "out", speed=False, strict=True)
+    untied = [each for each in bundle.manifest.decisions if each.code == "untied"]
+    table = 4 * 258 * 64
+    assert [(each.where, each.to - each.from_) for each in untied] == [("lm_head", table)]  # type: ignore[operator]
+    config = json.loads((bundle.model_folder / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    assert all(check.ok for check in bundle.manifest.checks)
+    rows = {(row["name"], row["runtime"]): row for row in bundle.measurements}
+    for runtime in ("torch", "onnxruntime"):
+        assert rows["accuracy.kl", runtime]["value"] < 1e-3
+    # the size is set against the model as it was
+    assert rows["size.bytes", None]["baseline"]["value"] == sum(
+        value.numel() * 4 for value in transformers.AutoModelForCausalLM.from_pretrained(folder).parameters()
+    )
+    source = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    written = bundle.model(dtype=torch.float32)
+    assert not torch.equal(written.lm_head.weight, written.model.embed_tokens.weight)
+    with torch.no_grad():
+        before, after = (model(input_ids=zoo.ids()).logits.log_softmax(-1) for model in (source, written))
+    assert float((before.exp() * (before - after)).sum(-1).mean()) < 1e-3
+
+
+def test_a_model_that_does_not_turn_is_quantized_as_it_is(
+    tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
+    folder = save(tmp_path / "m.odel", byte_tokenizer, "gemma2", num_hidden_layers=2)
+    prepared = prepare(Request.of(str(folder), recipe=recipe("rotate", "rtn"), out=tmp_path / "out"))
+    assert [each.code for each in prepared.decisions if each.pass_ == "rotate"] == ["not-rotated"]
+    assert (prepared.stream.transforms, prepared.source) == ([], prepared.original)
+    with pytest.raises(GateError, match="not-rotated"):
+        run(folder, recipe("rotate", "rtn"), tmp_path / "out", strict=True)
+
+
 def test_the_manifest_tells_where_everything_came_from(llama: Path, tmp_path: Path) -> None:
     bundle = run(llama, recipe("gptq"), tmp_path / "out")
     manifest = json.loads((bundle.path / "manifest.json").read_text())

@@ -1,0 +1,178 @@
+"""Rotate: turn the residual stream by an orthogonal matrix, so that no channel is an outlier; exact before rounding.
+
+Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", 2024, arXiv 2404.00456, of which this is the
+part that costs nothing at run time: the rotation is folded into the weights. The matrices are in `solvers/rotate.py`;
+`model/residual.py` finds by running a model what reads from and writes to the stream, `model/turn.py` turns it. Every
+block, the embedding and the head are proved in float64 before any work begins: outputs within 1e-10 of the original's.
+Where that fails the model stays as it is, with the reason: norms behind the linears (Gemma 2 and 3, BERT) do not turn.
+
+A norm's weight goes into the linears that read it, the last norm's into the head, which then differs from an embedding
+that it was tied to: the model is untied, and larger by one table.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from quantkit.content import Closed
+from quantkit.passes import ModelOutcome, decision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+    from quantkit.model.ends import Ends
+    from quantkit.model.stream import Whole
+    from quantkit.model.turn import Residual
+    from quantkit.passes.solvers.rotate import Rotation
+
+# tokens to trace and prove on
+_PROBE = (2, 12)
+
+
+@dataclass(frozen=True)
+class Turning:
+    """The rotation of a whole model, as its parts load.
+
+    Args:
+        rotation: of the residual stream.
+        heads: head size -> rotation of the value paths; None leaves them.
+        blocks: what to turn in each block.
+        outside: what to turn outside of them.
+    """
+
+    rotation: Rotation
+    heads: Callable[[int], Rotation] | None
+    blocks: Sequence[Residual]
+    outside: Residual
+
+    def block(self, index: int, block: nn.Module) -> None:
+        """Turn a block in place."""
+        from quantkit.model.turn import turn
+
+        turn(block, self.blocks[index], self.rotation, self.heads)
+
+    def rest(self, model: nn.Module) -> None:
+        """Turn embedding and head in place."""
+        from quantkit.model.turn import turn
+
+        turn(model, self.outside, self.rotation)
+
+
+class Rotate:
+    """See the module."""
+
+    name = "rotate"
+    paper = "arXiv 2404.00456"
+    scope = "model"
+    needs: frozenset[str] = frozenset()
+    requires = frozenset({"unassigned"})
+    ensures = frozenset({"folded"})
+
+    class Settings(Closed):
+        """Which rotations.
+
+        Args:
+            matrix: `hadamard`, with random signs: every channel becomes a mean of all, equally weighted. Where the
+                width is of no known order, the product of one with a random orthogonal matrix. `random`: a random
+                orthogonal matrix, dense.
+            values: also turn each head's values, undone in the output projection.
+        """
+
+        matrix: Literal["hadamard", "random"] = "hadamard"
+        values: bool = True
+
+    def transform(self, model: Whole, settings: Settings, seed: int) -> ModelOutcome:
+        """Find what touches the residual stream, and prove that all of it turns."""
+        from quantkit.model.residual import Unturnable
+        from quantkit.passes.solvers import rotate as solver
+
+        try:
+            turning = _proved(model, settings, seed)
+        except Unturnable as problem:
+            return ModelOutcome(None, [decision(self.name, "not-rotated", "model", str(problem))])
+        decisions = []
+        width = turning.rotation.size
+        if settings.matrix == "hadamard" and not solver.is_hadamard(width):
+            reason = f"no Hadamard matrix of order {width} is constructed; {width & -width} of it is one"
+            decisions.append(decision(self.name, "not-hadamard", "model", reason, "hadamard", "random"))
+        return ModelOutcome(turning, decisions, unties=True)
+
+
+def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
+    """The rotation, proved on every part.
+
+    Raises:
+        Unturnable: with the reason.
+    """
+    import torch
+
+    from quantkit.model.ends import Ends
+    from quantkit.model.fold import TOLERANCE, Call
+    from quantkit.model.residual import Unturnable, find, find_heads
+    from quantkit.model.turn import Part, Residual, prove
+    from quantkit.passes.solvers import rotate as solver
+
+    ids = torch.arange(1, 1 + _PROBE[0] * _PROBE[1]).reshape(_PROBE)
+    calls = model.begin(ids, _PROBE[0])
+    width = calls.hidden.shape[-1]
+    make = solver.hadamard_rotation if settings.matrix == "hadamard" else solver.random_rotation
+
+    def call(index: int) -> Call:
+        return Call(calls.hidden, *calls.arguments[_PROBE[0]][index])
+
+    def part(index: int) -> Part:
+        return Part.of_block(model.load(index), call(index))
+
+    like = find(part(0))
+    if settings.values:
+        paths = find_heads(model.load(0), call(0), like.writers, lambda size: make(size, seed + 1))
+        like = replace(like, heads=paths)
+    ends = Ends(model, ids)
+    last = find(Part(ends.model, ends.finish, calls.hidden.double(), turns_output=False))
+    if not last.norms:
+        raise Unturnable("no linear reads the last norm: its output is the model's")
+    outside = Residual(last.norms, (), ends.embeddings(width))
+    rotation = make(width, seed)
+    if like.centres or last.centres:
+        rotation = rotation.keeping_means()
+    heads = functools.cache(lambda size: make(size, seed + 1)) if settings.values else None
+    blocks = []
+    for index, name in enumerate(model.block_names):
+        error = prove(part(index), like, rotation, heads)
+        if error > TOLERANCE and index:
+            # not like the first: with an attention of another kind, say
+            like = find(part(index))
+            error = prove(part(index), like, rotation)
+        if not error <= TOLERANCE:
+            raise Unturnable(f"outputs of {name} differ by {error:.1e} after turning")
+        blocks.append(like)
+    _prove_ends(ends, outside, rotation, calls.hidden.double())
+    return Turning(rotation, heads, blocks, outside)
+
+
+def _prove_ends(ends: Ends, outside: Residual, rotation: Rotation, hidden: Tensor) -> None:
+    """Embedding and head.
+
+    Raises:
+        Unturnable: they do not turn.
+    """
+    from quantkit.model.fold import TOLERANCE, disagreement
+    from quantkit.model.residual import Unturnable
+    from quantkit.model.turn import Part, prove
+
+    before, given = ends.start()
+    error = prove(Part(ends.model, ends.finish, hidden, turns_output=False), outside, rotation)
+    if not error <= TOLERANCE:
+        raise Unturnable(f"logits differ by {error:.1e} after turning")
+    after, still = ends.start()
+    error = disagreement(rotation.apply(before), after)
+    moved = [disagreement(*pair) for pair in zip(given, still, strict=True) if pair[0].is_floating_point()]
+    if not max([error, *moved]) <= TOLERANCE:
+        raise Unturnable(f"what the first block is given differs by {max([error, *moved]):.1e} after turning")
+
+
+PASS = Rotate()
