@@ -43,7 +43,8 @@ class Gptq:
                 one input can make up for another, which is what overfits. `auto` estimates the share that is chance
                 from two halves of the calibration set.
             correction: share of the inputs' drift that weights make up for before they are rounded: blocks and linears
-                that came before are quantized, so inputs are no longer what they were. 0 spares the original stream.
+                that came before are quantized, so inputs are no longer what they were, nor is what outputs are added
+                to. The more is shrunk, the less of it. 0 spares the original stream, a forward of the model.
             act_order: choose the columns that matter most first; the ranges stay static groups.
             range: how the range of a group is chosen: `minmax`, `mse`, or `hessian` (squared error weighted by the
                 Hessian's diagonal).

@@ -14,10 +14,11 @@ plane for the lattice of codes (Chen et al., "The Geometry of LLM Quantization",
 - Columns of a block are chosen one by one for all rows at once; what earlier blocks pass on arrives in one matrix
   product a block. Weights that share an input go through together, with one factor.
 - The inputs X that a linear receives are not the originals X + Δ: what comes before it is quantized already. It should
-  put out `W (X + Δ)ᵀ`, and on X the matrix `W + W ΔᵀX H⁻¹` comes closest to that. A share of this is what is rounded in
-  place of W (Li et al., "GPTAQ", 2025, arXiv 2504.02692, where the share is one; a few thousand tokens overstate how
-  well the drift can be foretold from X). Where the output is added to something that lags behind the original by R,
-  as the residual stream does, `W + (W ΔᵀX + RᵀX) H⁻¹` makes up for that too.
+  put out `W (X + Δ)ᵀ`, and on X the matrix `W + W ΔᵀX H⁻¹` comes closest to that; it is rounded in place of W (Li et
+  al., "GPTAQ", 2025, arXiv 2504.02692). Where the output is added to something that lags behind the original by R, as
+  the residual stream does, `W + (W ΔᵀX + RᵀX) H⁻¹` makes up for that too. A few thousand tokens overstate how well Δ
+  and R can be foretold from X, so the regression is a ridge: with s the share by which the Hessian is shrunk and D its
+  diagonal, `(H + s / (1 - s) D)⁻¹` takes the place of `H⁻¹`, which is `(1 - s)` times the inverse that is there.
 - Sweeps of coordinate descent follow: with all other codes fixed, the best q_j is `round(w_j + d_j - (D H)_j / H_jj)`,
   and the best scale of a group has a closed form (Behdin et al., "QuantEase", 2023, arXiv 2309.01885).
 """
@@ -62,6 +63,7 @@ class Factor:
         pivots: [K], `M_jj²`: what a squared error of column j costs once all later ones made up for it.
         damping: the share of the mean diagonal that was added.
         raised: how often it had to be raised for the factor to exist.
+        shrink: the share that was taken off the entries beside the diagonal.
     """
 
     hessian: Tensor
@@ -70,6 +72,7 @@ class Factor:
     pivots: Tensor
     damping: float
     raised: int
+    shrink: float = 0.0
 
     @property
     def importance(self) -> Tensor:
@@ -143,7 +146,7 @@ def factor(hessian: Tensor, *, damping: float = 0.01, shrink: float = 0.3, act_o
             upper = lower.flip(0, 1)
             pivots = upper.diagonal()
             whole.diagonal().add_(added)
-            return Factor(whole, order, upper / pivots, pivots.square(), share, raised)
+            return Factor(whole, order, upper / pivots, pivots.square(), share, raised, shrink)
         share = max(share * 10, 1e-4)
     raise InputError(
         "hessian-not-positive",
@@ -161,6 +164,8 @@ def corrected(
     lags: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
     """Weights that make up for the drift of their inputs: `W + share (W ΔᵀX + RᵀX) H⁻¹`, each [N_i, K] float32.
+
+    H is ridged by as much as the factor's was shrunk, see above: at `shrink` 1 nothing is corrected.
 
     Args:
         weights: that receive the same input; never modified.
@@ -194,7 +199,7 @@ def corrected(
         added = torch.linalg.solve_triangular(root, added, upper=True, left=False)
         back = torch.empty_like(solved.order)
         back[solved.order] = torch.arange(len(back))
-        whole.add_(added[:, back], alpha=share)
+        whole.add_(added[:, back], alpha=share * (1 - solved.shrink))
         return list(whole.split(rows))
 
 

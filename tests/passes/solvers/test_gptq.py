@@ -241,19 +241,20 @@ def drifted(columns, tokens=400, seed=0):
 
 @pytest.mark.parametrize("act_order", [True, False])
 @pytest.mark.parametrize("shape", [(1, 3), (17, 48), (5, 1)])
-def test_corrected_weights_are_what_the_oracle_aims_at(act_order, shape):
+@pytest.mark.parametrize("shrink", [0.0, 0.3, 1.0])
+def test_corrected_weights_are_what_the_oracle_aims_at(act_order, shape, shrink):
     rows, columns = shape
     seen, original = drifted(columns)
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
     other = 2 * torch.randn(4, columns, generator=torch.Generator().manual_seed(2))
-    solved = factor(seen.T @ seen, damping=0.02, shrink=0.3, act_order=act_order)
+    solved = factor(seen.T @ seen, damping=0.02, shrink=shrink, act_order=act_order)
     drift = (original - seen).T @ seen
     copies = weight.clone(), drift.clone()
     lag = torch.randn(len(seen), 4, generator=torch.Generator().manual_seed(3))
     for share in (1.0, 0.4):
         found = corrected([weight, other], solved, drift, share, [None, lag.T @ seen])
         for before, after, more in zip((weight, other), found, (0.0, lag), strict=True):
-            expected = before + share * (aimed(before, seen, original, solved.hessian, more) - before)
+            expected = before + share * (1 - shrink) * (aimed(before, seen, original, solved.hessian, more) - before)
             assert float((after - expected).abs().max()) < 1e-5 * float(expected.abs().max())
     assert torch.equal(weight, copies[0])
     assert torch.equal(drift, copies[1])
@@ -268,6 +269,23 @@ def test_corrected_weights_put_out_what_the_original_did():
     best = torch.linalg.lstsq(seen, original @ weight.T).solution
     assert missed[1] < 0.5 * missed[0]
     assert missed[1] == pytest.approx(float((seen @ best - original @ weight.T).square().sum()), rel=1e-4)
+
+
+def test_shrinking_never_corrects_too_much():
+    """Inputs that are nearly one: the inverse of their shrunk Hessian is far too large."""
+    generator = torch.Generator().manual_seed(0)
+    seen = torch.randn(500, 1, generator=generator) + 0.05 * torch.randn(500, 32, generator=generator)
+    original = 1.3 * seen
+    weight = torch.ones(1, 32)
+    missed = []
+    for shrink in (0.0, 0.3, 0.7, 0.95):
+        solved = factor(seen.T @ seen, damping=0.0, shrink=shrink)
+        (better,) = corrected([weight], solved, (original - seen).T @ seen, 1.0)
+        wanted, found = (original @ weight.T).squeeze(), (seen @ better.T).squeeze()
+        assert float((found / wanted).median()) < 1.01
+        missed.append(float((found - wanted).square().sum()))
+    assert missed == sorted(missed)
+    assert missed[-1] < float((seen @ weight.T - original @ weight.T).square().sum())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
