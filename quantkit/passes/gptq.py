@@ -44,7 +44,9 @@ class Gptq:
                 from two halves of the calibration set.
             correction: share of the inputs' drift that weights make up for before they are rounded: blocks and linears
                 that came before are quantized, so inputs are no longer what they were, nor is what outputs are added
-                to. The more is shrunk, the less of it. 0 spares the original stream, a forward of the model.
+                to. 0 spares the original stream, a forward of the model.
+            ridge: how little the correction trusts the calibration text: 0 takes all that it foretells; the more, the
+                less of what rests on few tokens.
             act_order: choose the columns that matter most first; the ranges stay static groups.
             range: how the range of a group is chosen: `minmax`, `mse`, or `hessian` (squared error weighted by the
                 Hessian's diagonal).
@@ -55,6 +57,7 @@ class Gptq:
         damping: float = Field(default=0.01, ge=0)
         shrink: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
         correction: float = Field(default=0.0, ge=0, le=1)
+        ridge: float = Field(default=2.0, ge=0)
         act_order: bool = True
         range: Literal["minmax", "mse", "hessian"] = "hessian"
         sweeps: int = Field(default=0, ge=0)
@@ -96,8 +99,15 @@ class Gptq:
                             decision(self.name, "damping-raised", where, reason, settings.damping, solved.damping)
                         )
                 if settings.correction and seen.drift is not None:
-                    drift, lags = padded(seen.drift, width), [widened(seen.lag(name), width) for name in names]
-                    weights = corrected(weights, factors[width], drift, settings.correction, lags)
+                    weights = corrected(
+                        weights,
+                        padded(seen.hessian, width),
+                        padded(seen.drift, width),
+                        [widened(seen.lag(name), width) for name in names],
+                        ridge=settings.ridge,
+                        share=settings.correction,
+                        damping=settings.damping,
+                    )
                 results = gptq_shared(
                     weights,
                     factors[width],

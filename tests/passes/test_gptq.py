@@ -167,7 +167,7 @@ def test_correcting_for_the_drift_of_inputs_brings_outputs_closer() -> None:
     expected = outputs(zoo.tiny("llama"), ids)
     error = []
     for share in (0.0, 1.0):
-        step = {"gptq": {"correction": share, "shrink": 0.0}}
+        step = {"gptq": {"correction": share, "ridge": 0.0, "shrink": 0.0}}
         model = Pipeline([step], weights={"format": "int4"}).apply(zoo.tiny("llama"), ids)
         error.append(float((outputs(model, ids) - expected).square().mean()))
     assert error[1] < 0.9 * error[0]

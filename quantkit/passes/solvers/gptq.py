@@ -17,8 +17,7 @@ plane for the lattice of codes (Chen et al., "The Geometry of LLM Quantization",
   put out `W (X + Δ)ᵀ`, and on X the matrix `W + W ΔᵀX H⁻¹` comes closest to that; it is rounded in place of W (Li et
   al., "GPTAQ", 2025, arXiv 2504.02692). Where the output is added to something that lags behind the original by R, as
   the residual stream does, `W + (W ΔᵀX + RᵀX) H⁻¹` makes up for that too. A few thousand tokens overstate how well Δ
-  and R can be foretold from X, so the regression is a ridge: with s the share by which the Hessian is shrunk and D its
-  diagonal, `(H + s / (1 - s) D)⁻¹` takes the place of `H⁻¹`, which is `(1 - s)` times the inverse that is there.
+  and R can be foretold from X, so the regression is a ridge: `(H + λ D)⁻¹` in place of `H⁻¹`, D the diagonal of H.
 - Sweeps of coordinate descent follow: with all other codes fixed, the best q_j is `round(w_j + d_j - (D H)_j / H_jj)`,
   and the best scale of a group has a closed form (Behdin et al., "QuantEase", 2023, arXiv 2309.01885).
 """
@@ -63,7 +62,6 @@ class Factor:
         pivots: [K], `M_jj²`: what a squared error of column j costs once all later ones made up for it.
         damping: the share of the mean diagonal that was added.
         raised: how often it had to be raised for the factor to exist.
-        shrink: the share that was taken off the entries beside the diagonal.
     """
 
     hessian: Tensor
@@ -72,7 +70,6 @@ class Factor:
     pivots: Tensor
     damping: float
     raised: int
-    shrink: float = 0.0
 
     @property
     def importance(self) -> Tensor:
@@ -146,7 +143,7 @@ def factor(hessian: Tensor, *, damping: float = 0.01, shrink: float = 0.3, act_o
             upper = lower.flip(0, 1)
             pivots = upper.diagonal()
             whole.diagonal().add_(added)
-            return Factor(whole, order, upper / pivots, pivots.square(), share, raised, shrink)
+            return Factor(whole, order, upper / pivots, pivots.square(), share, raised)
         share = max(share * 10, 1e-4)
     raise InputError(
         "hessian-not-positive",
@@ -158,25 +155,28 @@ def factor(hessian: Tensor, *, damping: float = 0.01, shrink: float = 0.3, act_o
 
 def corrected(
     weights: Sequence[Tensor],
-    solved: Factor,
+    hessian: Tensor,
     drift: Tensor,
-    share: float,
     lags: Sequence[Tensor | None] | None = None,
+    *,
+    ridge: float = 2.0,
+    share: float = 1.0,
+    damping: float = 0.01,
 ) -> list[Tensor]:
-    """Weights that make up for the drift of their inputs: `W + share (W ΔᵀX + RᵀX) H⁻¹`, each [N_i, K] float32.
-
-    H is ridged by as much as the factor's was shrunk, see above: at `shrink` 1 nothing is corrected.
+    """Weights that make up for the drift of their inputs: `W + share (W ΔᵀX + RᵀX) (H + ridge D)⁻¹`, each [N_i, K].
 
     Args:
         weights: that receive the same input; never modified.
-        solved: the factor of its Hessian.
-        drift: [K, K], `ΔᵀX` in the scale of the Hessian, Δ the original inputs less those that are received.
+        hessian: [K, K] of it, `XᵀX` in any scale. Inputs never seen (zero diagonal) are allowed.
+        drift: [K, K], `ΔᵀX` in that scale, Δ the original inputs less those that are received.
+        lags: for each weight [N_i, K], `RᵀX` in that scale, R what its output is added to in the original less what it
+            is added to; None where that is nothing.
+        ridge: share of the Hessian's diagonal D that is added to it.
         share: of the correction, 0 to 1.
-        lags: for each weight [N_i, K], `RᵀX` in the same scale, R what its output is added to in the original less what
-            it is added to; None where that is nothing.
+        damping: added to the ridged Hessian's diagonal as well, as a share of its mean; raised if it has to be.
 
     Raises:
-        InputError: `drift-nonfinite`.
+        InputError: `drift-nonfinite`, `hessian-nonfinite`, `hessian-not-positive`.
     """
     if not bool(torch.isfinite(drift).all()):
         raise InputError(
@@ -186,21 +186,18 @@ def corrected(
             remedy="compute in float32, or set correction: 0",
         )
     with one_thread():
-        whole = torch.cat([weight.float() for weight in weights])
-        root = solved.unit * solved.pivots.sqrt()
-        # in the order of the factor: H = root rootᵀ
+        # (H + ridge D) = (1 + ridge) times H with ridge / (1 + ridge) of its entries beside the diagonal taken off
+        solved = factor(hessian, damping=damping, shrink=ridge / (1 + ridge), act_order=False)
         rows = [weight.shape[0] for weight in weights]
+        whole = torch.cat([weight.float() for weight in weights])
         added = whole @ drift
         for part, lag in zip(added.split(rows), lags or [None] * len(rows), strict=True):
             if lag is not None:
                 part.add_(lag)
-        added = added[:, solved.order]
+        root = solved.unit * solved.pivots.sqrt()  # H = root rootᵀ
         added = torch.linalg.solve_triangular(root.T, added, upper=False, left=False)
         added = torch.linalg.solve_triangular(root, added, upper=True, left=False)
-        back = torch.empty_like(solved.order)
-        back[solved.order] = torch.arange(len(back))
-        whole.add_(added[:, back], alpha=share * (1 - solved.shrink))
-        return list(whole.split(rows))
+        return list(whole.add_(added, alpha=share / (1 + ridge)).split(rows))
 
 
 def gptq(
