@@ -1,8 +1,9 @@
 """What exists is what stands in a folder: one file, one thing.
 
-A pass, format, exporter or runtime is a module in `quantkit/<kind>/`; its name is the file's stem with `_` as it is,
-its summary the first line of its docstring (read without importing, so that listing needs no torch), and importing
-it yields one constant: `PASS`, `FORMAT`, `EXPORT`, `RUNTIME`. Files whose name starts with `_` are helpers.
+A pass, format, exporter, runtime or layout is a module in `quantkit/<kind>/`; its name is the file's stem with `_` as
+it is, its summary the first line of its docstring (read without importing, so that listing needs no torch), and
+importing it yields one constant: `PASS`, `FORMAT`, `EXPORT`, `RUNTIME`, `LAYOUT`. Files whose name starts with `_` are
+helpers.
 """
 
 from __future__ import annotations
@@ -15,14 +16,26 @@ from typing import Any
 
 from quantkit.errors import unknown_name
 
-CONSTANTS = {"passes": "PASS", "formats": "FORMAT", "export": "EXPORT", "runtimes": "RUNTIME"}
-_SINGULAR = {"passes": "pass", "formats": "format", "export": "exporter", "runtimes": "runtime"}
+CONSTANTS = {
+    "passes": "PASS",
+    "formats": "FORMAT",
+    "export": "EXPORT",
+    "runtimes": "RUNTIME",
+    "model.layouts": "LAYOUT",
+}
+_SINGULAR = {
+    "passes": "pass",
+    "formats": "format",
+    "export": "exporter",
+    "runtimes": "runtime",
+    "model.layouts": "layout",
+}
 
 
 @cache
 def summaries(kind: str) -> dict[str, str]:
-    """Name -> one-line summary of all that exists of a kind ("passes", "formats", "export", "runtimes")."""
-    folder = Path(__file__).parent / kind
+    """Name -> one-line summary of all that exists of a kind ("passes", "formats", "export", "runtimes", ...)."""
+    folder = Path(__file__).parent.joinpath(*kind.split("."))
     found = {}
     for path in sorted(folder.glob("*.py")):
         if path.stem.startswith("_"):

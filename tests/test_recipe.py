@@ -92,7 +92,7 @@ def test_what_is_misspelt_is_named_with_its_nearest(changes: dict[str, Any], say
         ({"passes": ["rtn", "rtn"]}, "found rtn, rtn"),
         ({"passes": []}, "needs a pass that assigns the codes"),
         ({"export": []}, "at least 1 item"),
-        ({"export": [{"checkpoint": {"layout": "dens"}}]}, "'pack-quantized' or 'dense'"),
+        ({"export": [{"checkpoint": {"layout": "dens"}}]}, "no layout is called 'dens'; did you mean 'dense'"),
         ({"export": [{"checkpoint": {1: 2}}]}, "Keys should be strings"),
         ({"models": []}, "at least 1 item"),
         ({"models": ["decodr"]}, "'decoder'"),

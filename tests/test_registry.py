@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 import quantkit
 from quantkit import registry
 from quantkit.errors import InputError
+from quantkit.model.layouts import Layout
 
 PACKAGE = Path(quantkit.__file__).parent
 EVERY = [(kind, name) for kind in registry.CONSTANTS for name in registry.names(kind)]
@@ -29,6 +30,7 @@ def test_what_ships_today_is_there() -> None:
     assert {"int4", "int8", "float32", "float16", "bfloat16"} <= set(registry.names("formats"))
     assert "checkpoint" in registry.names("export")
     assert "torch" in registry.names("runtimes")
+    assert "pack_quantized" in registry.names("model.layouts")
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY)
@@ -37,7 +39,7 @@ def test_one_file_one_thing(kind: str, name: str) -> None:
     assert 10 < len(summary) <= 120, "the docstring's first line is its summary"
     assert summary.endswith((".", ":")) or "." in summary
     thing = registry.load(kind, name)
-    assert thing.name == name == (PACKAGE / kind / f"{name}.py").stem
+    assert thing.name == name == PACKAGE.joinpath(*kind.split("."), f"{name}.py").stem
 
 
 @pytest.mark.parametrize("kind", registry.CONSTANTS)
@@ -47,7 +49,7 @@ def test_helpers_are_not_listed_and_a_near_miss_is_named(kind: str) -> None:
     known = registry.names(kind)[0]
     with pytest.raises(InputError) as caught:
         registry.load(kind, known + "x", where="here")
-    singular = {"passes": "pass", "formats": "format", "export": "exporter", "runtimes": "runtime"}[kind]
+    singular = {"passes": "pass", "formats": "format", "export": "exporter", "runtimes": "runtime"}.get(kind, "layout")
     assert caught.value.code == f"unknown-{singular}"
     assert caught.value.where == "here"
     assert "did you mean" in caught.value.remedy
@@ -107,6 +109,17 @@ def test_an_exporter_offers_what_the_pipeline_relies_on(name: str) -> None:
     exporter.Options()
     for method in ("accepts", "write", "check"):
         assert callable(getattr(exporter, method))
+
+
+@pytest.mark.parametrize("name", registry.names("model.layouts"))
+def test_a_layout_offers_what_writing_and_reading_rely_on(name: str) -> None:
+    layout = registry.load("model.layouts", name)
+    assert layout.codes in layout.parts
+    assert layout.scales in layout.parts
+    methods = [method for method, value in vars(Layout).items() if callable(value) and not method.startswith("_")]
+    assert "read_back" in methods
+    for method in methods:
+        assert callable(getattr(layout, method))
 
 
 @pytest.mark.parametrize("name", registry.names("runtimes"))

@@ -4,8 +4,8 @@
 
 of the logits on one batch, both sides by the same class of plain transformers in the model's own dtype: `loaded` from
 the folder, with whatever expands it; `expected` from dense tensors that are computed from the codes. Missing,
-unexpected and mismatched keys fail as well. And the same of every packed linear, expanded by compressed-tensors' own
-code: that takes one tensor at a time, so it covers a model of any size, where logits are compared on its first blocks.
+unexpected and mismatched keys fail as well. And the same of every packed linear, expanded by its library's own code:
+that takes one tensor at a time, so it covers a model of any size, where logits are compared on its first blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 from quantkit import registry
 from quantkit.bundle import Bundle, Check
 from quantkit.errors import GateError, InputError, QuantkitError
-from quantkit.export import _packed
+from quantkit.model import layouts
+from quantkit.model.layouts import Layout
+from quantkit.model.names import same
 from quantkit.model.weights import Weights, strict_json
 from quantkit.plan import machine
 from quantkit.recipe import WeightScheme
@@ -44,12 +46,14 @@ class Expected:
     Args:
         names: tensors of the dense model, by their names in the files.
         read: name -> value.
+        layout: how the packed linears are stored; None: there are none.
         packed: prefix in the files -> scheme, of the packed linears.
         leftover: tensors of the files that the class does not use.
     """
 
     names: Sequence[str]
     read: Callable[[str], torch.Tensor]
+    layout: Layout | None
     packed: Mapping[str, WeightScheme]
     leftover: Collection[str] = ()
 
@@ -72,12 +76,14 @@ def check(
 ) -> list[Check]:
     """All checks of a checkpoint; the later ones only if the earlier ones hold."""
     weights = Weights.open(folder)
-    checks = [*_stored(weights, wanted.packed)]
-    if wanted.packed and all(found.ok for found in checks):
-        checks.append(_expanded(folder, weights, wanted))
+    checks: list[Check] = []
+    if wanted.layout is not None:
+        checks += _stored(weights, wanted.layout, wanted.packed)
+        if all(found.ok for found in checks):
+            checks.append(_expanded(folder, weights, wanted.layout, wanted))
     if all(found.ok for found in checks):
         if blocks is None:
-            dense = _dense_bytes(weights)
+            dense = _dense_bytes(weights, wanted)
             blocks = None if dense <= min(WHOLE_BYTES, machine.memory_limit() // 4) else FEW
         checks.append(reload(folder, wanted, inputs=inputs, blocks=blocks))
     return checks
@@ -93,22 +99,26 @@ def check_bundle(
         return []
     weights = Weights.open(folder)
     schemes = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in bundle.manifest.layers}
-    prefixes = [name.removesuffix(_packed.PACKED) for name in weights.entries if name.endswith(_packed.PACKED)]
-    packed = {prefix: _scheme_of(prefix, schemes) for prefix in prefixes}
     config = _config_json(folder)
     dtype = loading_dtype(config, bundle.manifest.model.source.dtype)
-    single = len(_packed.kinds(packed.values())) == 1
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        plain = list(weights.entries)
+        return check(folder, Expected(plain, weights.read, None, {}, plain), inputs=inputs, blocks=blocks)
+    layout = layouts.of(quantization)
+    packed = {prefix: _scheme_of(prefix, schemes) for prefix in layout.prefixes(weights.entries)}
+    parts = {prefix + part for prefix in packed for part in layout.parts}
 
     def expected(name: str) -> torch.Tensor:
         prefix = name.removesuffix(".weight")
-        if prefix in packed and name not in weights.entries:
-            return _packed.as_loaded(_packed.read_back(prefix, packed[prefix], weights.read), dtype, single=single)
+        if name != prefix and prefix in packed:
+            return layout.as_loaded(layout.read_back(prefix, packed[prefix], weights.read), dtype, packed.values())
         return weights.read(name)
 
     # what is not packed may be something that the source held and its class did not use
-    plain = [name for name in weights.entries if name.rpartition(".")[0] not in packed or name.endswith(".bias")]
+    plain = [name for name in weights.entries if name not in parts]
     names = [*plain, *(f"{prefix}.weight" for prefix in packed)]
-    return check(folder, Expected(names, expected, packed, plain), inputs=inputs, blocks=blocks)
+    return check(folder, Expected(names, expected, layout, packed, plain), inputs=inputs, blocks=blocks)
 
 
 def demand(checks: Sequence[Check]) -> None:
@@ -174,24 +184,20 @@ def reload(
     return _judge("reload.transformers", _difference(found, expected), "logits")
 
 
-def _stored(weights: Weights, packed: Mapping[str, WeightScheme]) -> list[Check]:
+def _stored(weights: Weights, layout: Layout, packed: Mapping[str, WeightScheme]) -> list[Check]:
     """`scales.finite` and `bits_per_weight.checkpoint`, of what is on disk."""
-    if not packed:
-        return []
     bad: list[str] = []
     bits, planned, slack, count = 0, 0.0, 0, 0
     for prefix, scheme in packed.items():
-        if not _scale_is_good(weights, prefix):
+        if not _scale_is_good(weights, prefix + layout.scales):
             bad.append(prefix)
-        rows, columns = (int(size) for size in weights.read(prefix + _packed.SHAPE))
-        parts = (prefix + part for part in (_packed.PACKED, _packed.SCALE, _packed.ZERO))
+        shape = layout.shape(prefix, weights.read)
+        parts = (prefix + part for part in layout.parts)
         bits += sum(8 * weights.entries[part].bytes for part in parts if part in weights.entries)
-        form = registry.load("formats", scheme.format)
-        planned += form.bits_per_weight((rows, columns), scheme) * rows * columns
-        # a row of codes, and a column of zero points, is padded to whole 32-bit words; one zero point takes a byte
-        groups = weights.entries[prefix + _packed.SCALE].shape[-1]
-        slack += 31 * rows + (0 if scheme.symmetric else 31 * groups)
-        count += rows * columns
+        weighed = shape[0] * shape[1]
+        planned += registry.load("formats", scheme.format).bits_per_weight(shape, scheme) * weighed
+        slack += layout.overhead(shape, scheme)
+        count += weighed
     holds = planned <= bits + 1e-6 * count and bits <= planned + slack
     return [
         Check(name="scales.finite", value=len(bad), limit=0, ok=not bad, where=", ".join(bad[:3])),
@@ -205,41 +211,34 @@ def _stored(weights: Weights, packed: Mapping[str, WeightScheme]) -> list[Check]
     ]
 
 
-def _scale_is_good(weights: Weights, prefix: str) -> bool:
+def _scale_is_good(weights: Weights, name: str) -> bool:
     try:
-        scale = weights.read(prefix + _packed.SCALE)
+        scale = weights.read(name)
     except QuantkitError:  # not finite
         return False
     return bool((scale.float() > 0).all())
 
 
-def _expanded(folder: Path, weights: Weights, wanted: Expected) -> Check:
-    """`reload.compressed_tensors`: every packed linear, expanded by the library's own code."""
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    raw = _config_json(folder).get("quantization_config") or {}
-    config = QuantizationConfig.model_validate(raw)
-    groups = list(config.config_groups.values())
-    compressor = BaseCompressor.get_value_from_registry(config.format)
-    parts = (_packed.PACKED, _packed.SCALE, _packed.ZERO, _packed.SHAPE)
+def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected) -> Check:
+    """`reload.LIBRARY`: every packed linear, expanded by the library's own code."""
+    config = _config_json(folder)
+    quantization = config.get("quantization_config") or {}
+    first = wanted.read(f"{next(iter(wanted.packed))}.weight")
+    expansion = layout.expansion(quantization, first.dtype)
+    name = f"reload.{expansion.library or 'own_reader'}"
     worst, place = 0.0, ""
     for prefix in wanted.packed:
-        named = [group for group in groups if any(_same(prefix, target) for target in group.targets)]
         expected = wanted.read(f"{prefix}.weight")
-        state = {part[1:]: weights.read(prefix + part) for part in parts if prefix + part in weights.entries}
-        if not raw.get("dequantize"):
-            state["weight_scale"] = state["weight_scale"].to(expected.dtype)
         try:
-            values = compressor.decompress(state, (named or groups)[0])["weight"].to(expected.dtype)
+            values = expansion.weight(prefix, weights.read)
             difference = _difference(values, expected) if values.shape == expected.shape else math.inf
-        except (RuntimeError, ValueError, AssertionError) as trouble:
-            return _judge("reload.compressed_tensors", None, f"{prefix}: {' '.join(str(trouble).split())[:160]}")
+        except (RuntimeError, ValueError, AssertionError, KeyError) as trouble:
+            return _judge(name, None, f"{prefix}: {' '.join(str(trouble).split())[:160]}")
         if not difference <= worst:
             worst, place = difference, prefix
             if not math.isfinite(difference):
                 break
-    return _judge("reload.compressed_tensors", worst, place)
+    return _judge(name, worst, place)
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -257,15 +256,20 @@ def _judge(name: str, value: float | None, where: str) -> Check:
     return Check(name=name, value=finite, limit=LIMIT, ok=ok, where="" if ok else where)
 
 
-def _dense_bytes(weights: Weights) -> int:
-    """Of the model in 32-bit floats: 4-bit codes become eight times as large."""
-    return sum(8 * entry.bytes if entry.dtype == "I32" else entry.bytes for entry in weights.entries.values())
+def _dense_bytes(weights: Weights, wanted: Expected) -> int:
+    """Of the model in 32-bit floats, where it is packed."""
+    layout = wanted.layout
+    if layout is None:
+        return weights.total_bytes()
+    parts = {prefix + part for prefix in wanted.packed for part in layout.parts}
+    rest = sum(entry.bytes for name, entry in weights.entries.items() if name not in parts)
+    return rest + sum(4 * math.prod(layout.shape(prefix, weights.read)) for prefix in wanted.packed)
 
 
 def _scheme_of(prefix: str, schemes: Mapping[str, WeightScheme]) -> WeightScheme:
     """By name; the files may lack, or have, the base model's prefix."""
     for name, scheme in schemes.items():
-        if _same(name, prefix):
+        if same(name, prefix):
             return scheme
     raise InputError(
         "layer-unlisted",
@@ -274,11 +278,6 @@ def _scheme_of(prefix: str, schemes: Mapping[str, WeightScheme]) -> WeightScheme
         rule="the manifest lists every quantized layer",
         remedy="make the bundle again",
     )
-
-
-def _same(name: str, other: str) -> bool:
-    """Whether two names are one but for the base model's prefix, which the files may lack or have."""
-    return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
 
 
 def _block(name: str) -> int:
@@ -332,7 +331,7 @@ def _load(model_class: Any, folder: Path, blocks: int | None, leftover: Collecti
     unexpected = {
         name
         for name in info["unexpected_keys"]
-        if (blocks is None or _block(name) < blocks) and not any(_same(name, other) for other in leftover)
+        if (blocks is None or _block(name) < blocks) and not any(same(name, other) for other in leftover)
     }
     for kind, names in (
         ("missing", info["missing_keys"]),

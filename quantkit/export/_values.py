@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from quantkit import registry
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.export import _packed
 from quantkit.formats import QuantTensor
 from quantkit.model.finished import Finished
 from quantkit.model.open import Source
@@ -113,7 +112,7 @@ class Values:
         def quantized(linear: str) -> QuantTensor:
             assert isinstance(weights, ExpandedWeights)
             prefix = stream.files[f"{linear}.weight"].removesuffix(".weight")
-            return _packed.read_back(prefix, layers[linear], weights.stored.read)
+            return weights.layout.read_back(prefix, layers[linear], weights.stored.read)
 
         return cls(stream, layers, quantized)
 

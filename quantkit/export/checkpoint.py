@@ -1,9 +1,9 @@
 """A folder that plain transformers, with compressed-tensors, and vLLM load.
 
 The shards are the source's: same names, same tensors in each, so that what was in one file stays in one file. Each is
-written with one tensor in memory. A quantized linear's `X.weight` becomes the tensors of `_packed.py`; with
-`layout: dense` it stays one tensor, holding the values that the codes stand for, which loads wherever the source does.
-Tokenizer, generation config, chat template and licence are carried over as they are.
+written with one tensor in memory. A quantized linear's `X.weight` becomes the tensors of a layout in `model/layouts`;
+with `layout: dense` it stays one tensor, holding the values that the codes stand for, which loads wherever the source
+does. Tokenizer, generation config, chat template and licence are carried over as they are.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ import math
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
+
+from pydantic import field_validator
 
 from quantkit import registry
 from quantkit.bundle import Check
 from quantkit.content import Closed
-from quantkit.errors import InputError, MissingDependency
-from quantkit.export import _packed, _reload
+from quantkit.errors import InputError, did_you_mean
+from quantkit.export import _reload
+from quantkit.model import layouts
+from quantkit.model.layouts import Header, Layout
 from quantkit.model.weights import INDEX, SINGLE, checked_file, torch_dtype, write_atomic, write_safetensors
 
 if TYPE_CHECKING:
@@ -38,17 +43,30 @@ _LEFT_BEHIND = {
 }
 _REPLACED = {"config.json", "README.md", INDEX}
 
-Header = tuple[str, str, tuple[int, ...]]
+DENSE = "dense"
 
 
 class CheckpointOptions(Closed):
     """Settings of `export: - checkpoint: {…}`.
 
     Args:
-        layout: `pack-quantized` (compressed-tensors), or `dense`: dequantized, in the source's dtype.
+        layout: one of `quantkit/model/layouts`, or `dense`: dequantized, in the source's dtype.
     """
 
-    layout: Literal["pack-quantized", "dense"] = "pack-quantized"
+    layout: str = "pack-quantized"
+
+    @field_validator("layout")
+    @classmethod
+    def _known_layout(cls, value: str) -> str:
+        known = [*layouts.names(), DENSE]
+        if value not in known:
+            raise ValueError(f"no layout is called {value!r}; {did_you_mean(value, known)}")
+        return value
+
+    @property
+    def found(self) -> Layout | None:
+        """How quantized linears are stored; None: as their values."""
+        return None if self.layout == DENSE else layouts.load(self.layout)
 
 
 @dataclass(frozen=True)
@@ -69,13 +87,22 @@ class Writer:
     linears: Mapping[str, bool]
     options: CheckpointOptions
 
-    @property
-    def packed(self) -> dict[str, WeightScheme]:
-        """Prefix in the files -> scheme, of the linears that are stored packed."""
-        if self.options.layout == "dense":
+    @cached_property
+    def layout(self) -> Layout | None:
+        """How quantized linears are stored; None: as their values, or there are none."""
+        return self.options.found if self.finished.schemes else None
+
+    @cached_property
+    def stored(self) -> dict[str, str]:
+        """Prefix in the files -> linear, of what the layout stores."""
+        if self.layout is None:
             return {}
-        schemes = self.finished.schemes
-        return {self.files[f"{linear}.weight"].removesuffix(".weight"): schemes[linear] for linear in schemes}
+        return {self.files[f"{linear}.weight"].removesuffix(".weight"): linear for linear in self.finished.schemes}
+
+    @cached_property
+    def packed(self) -> dict[str, WeightScheme]:
+        """Prefix in the files -> scheme, of what the layout stores."""
+        return {prefix: self.finished.schemes[linear] for prefix, linear in self.stored.items()}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,15 +126,14 @@ class Writer:
 
     def headers(self, shard: str) -> list[Header]:
         """What a shard will hold, in the source's order."""
-        quantized = self._quantized
         found: list[Header] = []
         for entry in self.source.weights.entries.values():
             if entry.shard != shard:
                 continue
-            if entry.name in quantized and self.options.layout == "pack-quantized":
-                scheme = self.finished.schemes[quantized[entry.name]]
+            prefix = entry.name.removesuffix(".weight")
+            if self.layout is not None and prefix in self.stored:
                 rows, columns = entry.shape
-                found += _packed.headers(entry.name.removesuffix(".weight"), (rows, columns), scheme)
+                found += self.layout.headers(prefix, (rows, columns), self.packed[prefix])
             else:
                 found.append((entry.name, entry.dtype, entry.shape))
         return found
@@ -128,10 +154,10 @@ class Writer:
         if not config.keys() & {"dtype", "torch_dtype"}:
             # else a loader takes the dtype of the first tensor it finds, which may be a scale
             config["dtype"] = self.source.dtype
-        schemes = self.finished.schemes
-        if schemes and self.options.layout == "pack-quantized":
+        if self.layout is not None:
+            schemes = self.finished.schemes
             others = [name for name in self.linears if name not in schemes]
-            config["quantization_config"] = _packed.quantization_config(schemes, others)
+            config["quantization_config"] = self.layout.quantization_config(schemes, others)
         write_atomic(folder / "config.json", [_json(config)])
         if self.shards != [SINGLE]:
             placed = {header[0]: shard for shard in self.shards for header in self.headers(shard)}
@@ -150,10 +176,10 @@ class Writer:
 
     def expected(self, name: str) -> torch.Tensor:
         """What a loader has to have under a name of the files; from the codes, and not from what was written."""
-        quantized = self._quantized
-        if name in quantized and self.options.layout == "pack-quantized":
-            single = len(_packed.kinds(self.finished.schemes.values())) == 1
-            return _packed.as_loaded(self.finished.quantized(quantized[name]), self.dtype, single=single)
+        prefix = name.removesuffix(".weight")
+        if self.layout is not None and prefix in self.stored:
+            tensor = self.finished.quantized(self.stored[prefix])
+            return self.layout.as_loaded(tensor, self.dtype, self.finished.schemes.values())
         return self.dense(name)
 
     def dense(self, name: str) -> torch.Tensor:
@@ -178,28 +204,31 @@ class Writer:
 class _Producer:
     """Name -> tensor of a shard, each asked for once.
 
-    The writer asks by element size, so a linear's scales come long after its codes; they wait, being small.
+    The writer asks by element size, so some parts of a linear come long after others. The small ones wait; its codes
+    are packed when it is their turn.
     """
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._quantized = writer._quantized
         self._waiting: dict[str, torch.Tensor] = {}
+        # stored tensor -> the linear it is of
+        self._prefixes = {prefix + part: prefix for prefix in writer.stored for part in self._parts}
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        return self._writer.layout.parts if self._writer.layout is not None else ()
 
     def __call__(self, name: str) -> torch.Tensor:
-        import torch
-
         writer = self._writer
-        entries = writer.source.weights.entries
-        if name in entries:
+        if writer.layout is None or name not in self._prefixes:
             return writer.dense(name)
-        prefix = name.rpartition(".")[0]
-        entry = entries[f"{prefix}.weight"]
-        if name.endswith(_packed.SHAPE):
-            return torch.tensor(entry.shape, dtype=torch.int64)
-        if name not in self._waiting:
-            tensor = writer.finished.quantized(self._quantized[entry.name])
-            self._waiting.update(_packed.quantized_tensors(prefix, tensor, writer.dtype))
+        if name in self._waiting:
+            return self._waiting.pop(name)
+        prefix = self._prefixes[name]
+        tensor = writer.finished.quantized(writer.stored[prefix])
+        if name == prefix + writer.layout.codes:
+            return writer.layout.packed(tensor)
+        self._waiting.update(writer.layout.companions(prefix, tensor, writer.dtype))
         return self._waiting.pop(name)
 
 
@@ -259,7 +288,7 @@ class Checkpoint:
 
         Raises:
             InputError: `layout-unsupported`, naming the first layer.
-            MissingDependency: compressed-tensors.
+            MissingDependency: what the layout is written with.
         """
         for linear in tied:
             raise InputError(
@@ -269,7 +298,8 @@ class Checkpoint:
                 rule="transformers stores tied weights once, as one or the other",
                 remedy="keep: [embeddings, lm_head], or leave `checkpoint` out of `export`",
             )
-        if CheckpointOptions(**options).layout == "dense" or not schemes:
+        layout = CheckpointOptions(**options).found
+        if layout is None or not schemes:
             return
         for linear, scheme in schemes.items():
             reason = "its weight is stored [K, N]" if linear not in plain else ""
@@ -279,13 +309,10 @@ class Checkpoint:
                     "layout-unsupported",
                     where=linear,
                     value=reason,
-                    rule="compressed-tensors packs torch.nn.Linear whose groups divide K",
+                    rule="it packs torch.nn.Linear whose groups divide K",
                     remedy="export: checkpoint: {layout: dense}",
                 )
-        try:
-            _packed.quantization_config(schemes, [])
-        except ImportError:
-            raise MissingDependency("compressed_tensors", extra="compile", purpose="a packed checkpoint") from None
+        layout.accepts(schemes)
 
     def writer(self, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]) -> Writer:
         """Prepare an export."""
@@ -327,7 +354,7 @@ class Checkpoint:
             blocks: compare the outputs of only so many layers; by default all of a small model, two of a large one.
 
         Returns:
-            checks `scales.finite`, `bits_per_weight.checkpoint`, `reload.compressed_tensors` (every linear) and
+            checks `scales.finite`, `bits_per_weight.checkpoint`, `reload.LIBRARY` (every linear) and
             `reload.transformers` (the logits); `where` says what is wrong with one that is not `ok`.
 
         Raises:
@@ -339,6 +366,7 @@ class Checkpoint:
         wanted = _reload.Expected(
             names=list(source.weights.entries),
             read=writer.expected,
+            layout=writer.layout,
             packed=writer.packed,
             leftover=[name for name in source.weights.entries if name not in set(writer.files.values())],
         )

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 _FLOATS = ("F32", "F16", "BF16")
 
 
+def same(name: str, other: str) -> bool:
+    """Whether two names are one but for the base model's prefix, which the files may lack or have."""
+    return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
+
+
 @dataclass(frozen=True)
 class Names:
     """`files`: parameter or persistent buffer of the skeleton -> tensor of the files; `unused`: the other tensors."""

@@ -1,0 +1,127 @@
+"""How a quantized linear lies in a checkpoint's files: one layout a file, by the name its own library calls it.
+
+What is written and what is read of one layout stand together. A layout is looked up here and nowhere else: by the name
+a recipe calls it, or by the `quantization_config` that was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quantkit import registry
+from quantkit.errors import InputError, unknown_name
+from quantkit.formats import QuantTensor
+from quantkit.recipe import WeightScheme
+
+if TYPE_CHECKING:
+    import torch
+
+KIND = "model.layouts"
+Header = tuple[str, str, tuple[int, ...]]
+# a stored tensor by its full name in the files
+Read = Callable[[str], "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """What turns stored tensors into the weight that they stand for.
+
+    Args:
+        library: the package whose code does it; None: our own reader, where the library is not installed.
+        weight: (linear's name in the files, what reads a stored tensor) -> [N, K], in the dtype the model is loaded in.
+    """
+
+    library: str | None
+    weight: Callable[[str, Read], torch.Tensor]
+
+
+class Layout(Protocol):
+    """What a layout's constant `LAYOUT` offers. Torch-free at import; `prefix` is a linear's name in the files.
+
+    Args:
+        name: its file's stem; recipes write `-` for `_`.
+        library: the package that expands it inside transformers, by its import name.
+        codes: suffix of the tensor that holds the codes: the large one, which is made last and never waits in memory.
+        scales: suffix of what has to be finite and positive.
+        parts: suffixes of all that it stores of one linear.
+    """
+
+    name: str
+    library: str
+    codes: str
+    scales: str
+    parts: tuple[str, ...]
+
+    def accepts(self, schemes: Mapping[str, WeightScheme]) -> None:
+        """Refuse what it cannot hold: `layout-unsupported`, naming the first linear; MissingDependency."""
+
+    def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
+        """(name, safetensors dtype, shape) of what is stored of [N, K]."""
+
+    def packed(self, tensor: QuantTensor) -> torch.Tensor:
+        """The tensor that holds the codes."""
+
+    def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """All other stored tensors; `dtype` is what the model will be loaded in. InputError (`scale-inexact`)."""
+
+    def quantization_config(self, layers: Mapping[str, WeightScheme], ignore: Sequence[str]) -> dict[str, Any]:
+        """`quantization_config` of config.json; `ignore` are the linears that are not quantized."""
+
+    def wrote(self, config: Mapping[str, Any]) -> bool:
+        """Whether a `quantization_config` is this layout's."""
+
+    def prefixes(self, names: Iterable[str]) -> list[str]:
+        """The linears that are stored this way, from all tensors' names."""
+
+    def shape(self, prefix: str, read: Read) -> tuple[int, int]:
+        """[N, K] of a stored linear."""
+
+    def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
+        """Bits at most by which the files exceed the format's own count: padding, shapes, tables."""
+
+    def read_back(self, prefix: str, scheme: WeightScheme, read: Read) -> QuantTensor:
+        """The inverse of `packed` and `companions`, by our own code."""
+
+    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, among: Collection[WeightScheme]) -> torch.Tensor:
+        """The weight [N, K] as its library makes it, bit for bit; `among` are the schemes of the whole checkpoint."""
+
+    def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
+        """What expands the stored tensors, by its library's own code where that is installed."""
+
+
+def names() -> list[str]:
+    """What recipes may call for, sorted."""
+    return [name.replace("_", "-") for name in registry.names(KIND)]
+
+
+def load(name: str) -> Layout:
+    """A layout by the name that recipes call it.
+
+    Raises:
+        InputError: `unknown-layout`.
+    """
+    if name not in names():
+        raise unknown_name("layout", name, names())
+    found: Layout = registry.load(KIND, name.replace("-", "_"))
+    return found
+
+
+def of(config: Mapping[str, Any]) -> Layout:
+    """The layout of a checkpoint, from its `quantization_config`.
+
+    Raises:
+        InputError: `unknown-layout`.
+    """
+    for name in names():
+        layout = load(name)
+        if layout.wrote(config):
+            return layout
+    method = config.get("quant_method")
+    raise InputError(
+        "unknown-layout",
+        where="config.json: quantization_config",
+        value=f"{method} {config.get('format') or config.get('checkpoint_format') or ''}".strip(),
+        rule=f"known: {', '.join(names())}",
+    )

@@ -1,0 +1,231 @@
+"""Integers of up to 8 bits in compressed-tensors' `pack-quantized` layout, and back.
+
+A matrix [N, K] of b-bit codes in G groups becomes
+
+    weight_packed      int32 [N, ceil(K b / 32)]   code + 2^(b-1), densely, least significant bit first
+    weight_scale       [N, G]; [1] per tensor      in the scheme's scale dtype
+    weight_zero_point  int32 [ceil(N b / 32), G]   zero + 2^(b-1), packed along N; int8 [1] per tensor; asymmetric only
+    weight_shape       int64 [2]                   N, K
+
+so that [4096, 4096] in 4 bits and groups of 128 is int32 [4096, 512], [4096, 32] and [512, 32].
+Packed and unpacked by our own code, so that what compressed-tensors makes of it is an independent check.
+See `compressed_tensors/compressors/pack_quantized`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quantkit import registry
+from quantkit.errors import InputError
+from quantkit.formats import QuantTensor
+from quantkit.model.layouts import Expansion, Header, Read, _compressed_tensors
+from quantkit.recipe import WeightScheme
+
+if TYPE_CHECKING:
+    import torch
+
+PACKED, SCALE, ZERO, SHAPE = ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape"
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def bits_of(scheme: WeightScheme) -> int:
+    """Bits of a code.
+
+    Raises:
+        InputError: `layout-unsupported`, not an integer format.
+    """
+    if scheme.format not in ("int8", "int4", "int3", "int2"):
+        raise InputError(
+            "layout-unsupported",
+            value=f"pack-quantized of {scheme.format}",
+            rule="this layout holds integers of up to 8 bits",
+            remedy="export: checkpoint: {layout: dense}",
+        )
+    return int(scheme.format.removeprefix("int"))
+
+
+def kinds(schemes: Iterable[WeightScheme]) -> set[tuple[int, str, int | None, bool]]:
+    """The schemes that the library tells apart: (bits, granularity, group, symmetric)."""
+    return {(bits_of(scheme), scheme.granularity, scheme.group, scheme.symmetric) for scheme in schemes}
+
+
+class PackQuantized:
+    """See the module."""
+
+    name = "pack_quantized"
+    library = _compressed_tensors.LIBRARY
+    codes, scales = PACKED, SCALE
+    parts = (PACKED, SCALE, ZERO, SHAPE)
+
+    def accepts(self, schemes: Mapping[str, WeightScheme]) -> None:
+        """See `Layout`."""
+        self.quantization_config(schemes, [])
+
+    def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
+        """See `Layout`."""
+        rows, columns = shape
+        bits = bits_of(scheme)
+        tensor = scheme.granularity == "tensor"
+        groups = columns // (scheme.group or columns)
+        found: list[Header] = [
+            (prefix + PACKED, "I32", (rows, math.ceil(columns * bits / 32))),
+            (prefix + SCALE, _DTYPES[scheme.scale], (1,) if tensor else (rows, groups)),
+        ]
+        if not scheme.symmetric:
+            whole = (prefix + ZERO, "I8", (1,))
+            found.append(whole if tensor else (prefix + ZERO, "I32", (math.ceil(rows * bits / 32), groups)))
+        return [*found, (prefix + SHAPE, "I64", (2,))]
+
+    def packed(self, tensor: QuantTensor) -> torch.Tensor:
+        """int32 [N, ceil(K b / 32)]."""
+        return _pack(tensor.codes, bits_of(tensor.scheme))
+
+    def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Scales, packed zero points, shape.
+
+        Raises:
+            InputError: `scale-inexact`, a scale that `dtype` cannot hold: loaders cast scales to it.
+        """
+        import torch
+
+        scheme = tensor.scheme
+        stored = tensor.scale.to(getattr(torch, scheme.scale))
+        if not torch.equal(stored.to(dtype).float(), tensor.scale.float()):
+            raise InputError(
+                "scale-inexact",
+                where=prefix,
+                value=f"{scheme.scale} scales in a {str(dtype).removeprefix('torch.')} model",
+                rule="who loads the checkpoint casts its scales to the model's dtype",
+                remedy=f"scheme.weights.scale={str(dtype).removeprefix('torch.')}",
+            )
+        whole = scheme.granularity == "tensor"
+        found = {prefix + SCALE: stored.reshape(1) if whole else stored}
+        if tensor.zero is not None:
+            packed = tensor.zero.reshape(1) if whole else _pack(tensor.zero.T, bits_of(scheme)).T.contiguous()
+            found[prefix + ZERO] = packed
+        found[prefix + SHAPE] = torch.tensor(tensor.shape, dtype=torch.int64)
+        return found
+
+    def quantization_config(self, layers: Mapping[str, WeightScheme], ignore: Sequence[str]) -> dict[str, Any]:
+        """See `Layout`.
+
+        Raises:
+            InputError: `layout-unsupported`, several schemes of which one has zero points.
+            MissingDependency: compressed-tensors.
+        """
+        single = len(kinds(layers.values())) == 1
+        if not single and any(not scheme.symmetric for scheme in layers.values()):
+            first = next(iter(layers.values()))
+            raise InputError(
+                "layout-unsupported",
+                where=next(name for name, scheme in layers.items() if kinds([scheme]) != kinds([first])),
+                value=f"{len(kinds(layers.values()))} different schemes, at least one with zero points",
+                rule="transformers loads packed zero points of a single scheme only",
+                remedy="make them symmetric, or give all layers one scheme",
+            )
+        written = _compressed_tensors.quantization_config(layers, ignore, layout="pack-quantized", weights=_arguments)
+        if single:
+            # compressed-tensors 0.18 to 0.20 expects *unpacked* zero points in a model that is built without weights,
+            # as transformers builds it, and so rejects the packed ones, which its own writer makes. transformers' other
+            # way in, which expands every linear as it is read, takes them; it knows one scheme only. vLLM ignores it.
+            written["dequantize"] = True
+        return written
+
+    def wrote(self, config: Mapping[str, Any]) -> bool:
+        """See `Layout`."""
+        return config.get("quant_method") == "compressed-tensors" and config.get("format") == "pack-quantized"
+
+    def prefixes(self, names: Iterable[str]) -> list[str]:
+        """See `Layout`."""
+        return [name.removesuffix(PACKED) for name in names if name.endswith(PACKED)]
+
+    def shape(self, prefix: str, read: Read) -> tuple[int, int]:
+        """See `Layout`."""
+        rows, columns = (int(size) for size in read(prefix + SHAPE))
+        return rows, columns
+
+    def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
+        """A row of codes, and a column of zero points, is padded to whole 32-bit words; one zero point takes a byte."""
+        rows, columns = shape
+        groups = columns // (scheme.group or columns)
+        return 128 + 31 * rows + (0 if scheme.symmetric else 31 * groups)
+
+    def read_back(self, prefix: str, scheme: WeightScheme, read: Read) -> QuantTensor:
+        """See `Layout`."""
+        bits = bits_of(scheme)
+        rows, columns = self.shape(prefix, read)
+        scale = read(prefix + SCALE)
+        codes = _unpack(read(prefix + PACKED), bits, columns)
+        if scheme.granularity == "tensor":
+            zero = None if scheme.symmetric else read(prefix + ZERO).reshape(1, 1)
+            return QuantTensor(codes, scale.reshape(1, 1), zero, scheme)
+        zero = None if scheme.symmetric else _unpack(read(prefix + ZERO).T.contiguous(), bits, rows).T
+        return QuantTensor(codes, scale, zero, scheme)
+
+    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, among: Collection[WeightScheme]) -> torch.Tensor:
+        """See `Layout`.
+
+        Where the checkpoint has one scheme, code and scale are multiplied in the dtype the scale is stored in (see
+        `quantization_config`), else in the model's. The two differ where float16 scales stand in a float32 model, by
+        one rounding to 11 bits.
+        """
+        values: torch.Tensor = registry.load("formats", tensor.scheme.format).dequantize(tensor)
+        # codes and scales are short enough for their product to be exact in float32: what follows is the only rounding
+        return values.to(tensor.scale.dtype).to(dtype) if len(kinds(among)) == 1 else values.to(dtype)
+
+    def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
+        """See `Layout`."""
+        return _compressed_tensors.expansion(config, dtype)
+
+
+def _arguments(scheme: WeightScheme) -> dict[str, Any]:
+    return {
+        "num_bits": bits_of(scheme),
+        "type": "int",
+        "symmetric": scheme.symmetric,
+        "strategy": scheme.granularity,
+        "group_size": scheme.group,
+    }
+
+
+def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """int8 [N, K] -> int32 [N, ceil(K b / 32)], rows filled up with zero bits."""
+    import torch
+
+    rows, columns = codes.shape
+    words = math.ceil(columns * bits / 32)
+    if bits in (4, 8):
+        # whole bytes at once: this is every weight of a model
+        packed = codes.contiguous().view(torch.uint8) + 2 ** (bits - 1)
+        missing = words * 32 // bits - columns
+        if missing:
+            packed = torch.nn.functional.pad(packed & (2**bits - 1), (0, missing))
+        if bits == 4:
+            # a pair of bytes is 0000 bbbb 0000 aaaa; its low byte is to be bbbb aaaa
+            pairs = (packed & 15).reshape(-1).view(torch.int16)
+            packed = (pairs | (pairs >> 4)).to(torch.uint8)
+    else:
+        packed = registry.load("formats", f"int{bits}").pack(codes)
+        packed = torch.nn.functional.pad(packed, (0, 4 * words - packed.shape[1]))
+    found: torch.Tensor = packed.reshape(-1).view(torch.int32).reshape(rows, words)
+    return found
+
+
+def _unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+    """int32 [N, ceil(K b / 32)] -> int8 [N, K]."""
+    import torch
+
+    packed = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return (packed[:, :columns] ^ 0x80).view(torch.int8)
+    if bits == 4:
+        pairs = torch.stack((packed & 15, packed >> 4), dim=2).reshape(packed.shape[0], -1)
+        return pairs[:, :columns].to(torch.int8) - 8
+    codes: torch.Tensor = registry.load("formats", f"int{bits}").unpack(packed, columns)
+    return codes
+
+
+LAYOUT = PackQuantized()
