@@ -6,6 +6,8 @@ of the logits on one batch, both sides by the same class of plain transformers i
 the folder, with whatever expands it; `expected` from dense tensors that are computed from the codes. Missing,
 unexpected and mismatched keys fail as well. And the same of every packed linear, expanded by its library's own code:
 that takes one tensor at a time, so it covers a model of any size, where logits are compared on its first blocks.
+Where the library is not installed, transformers cannot load it: then our own reader of the stored files expands them,
+and all other tensors are compared as well (`reload.own_reader`).
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ def check(
         checks += _stored(weights, wanted.layout, wanted.packed)
         if all(found.ok for found in checks):
             checks.append(_expanded(folder, weights, wanted.layout, wanted))
-    if all(found.ok for found in checks):
+    loadable = wanted.layout is None or not layouts.missing(wanted.layout)
+    if loadable and all(found.ok for found in checks):
         if blocks is None:
             dense = _dense_bytes(weights, wanted)
             blocks = None if dense <= min(WHOLE_BYTES, machine.memory_limit() // 4) else FEW
@@ -134,8 +137,8 @@ def demand(checks: Sequence[Check]) -> None:
                 where=found.name,
                 value=found.where or found.value,
                 rule=f"at most {found.limit:g}" if found.limit is not None else "",
-                remedy="the export is not what was decided on: report it, with the versions of transformers and "
-                "compressed-tensors",
+                remedy="the export is not what was decided on: report it, with the versions of transformers and of "
+                "what it loads the layout with",
             )
 
 
@@ -220,22 +223,21 @@ def _scale_is_good(weights: Weights, name: str) -> bool:
 
 
 def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected) -> Check:
-    """`reload.LIBRARY`: every packed linear, expanded by the library's own code."""
-    config = _config_json(folder)
-    quantization = config.get("quantization_config") or {}
-    first = wanted.read(f"{next(iter(wanted.packed))}.weight")
-    expansion = layout.expansion(quantization, first.dtype)
+    """`reload.LIBRARY`: every packed linear, expanded by the library's own code; `reload.own_reader`: all tensors."""
+    quantization = _config_json(folder).get("quantization_config") or {}
+    dense = {f"{prefix}.weight": prefix for prefix in wanted.packed}
+    expansion = layout.expansion(quantization, wanted.read(next(iter(dense))).dtype)
     name = f"reload.{expansion.library or 'own_reader'}"
     worst, place = 0.0, ""
-    for prefix in wanted.packed:
-        expected = wanted.read(f"{prefix}.weight")
+    for tensor in dense if expansion.library else wanted.names:
+        expected = wanted.read(tensor)
         try:
-            values = expansion.weight(prefix, weights.read)
-            difference = _difference(values, expected) if values.shape == expected.shape else math.inf
+            found = expansion.weight(dense[tensor], weights.read) if tensor in dense else weights.read(tensor)
+            difference = _difference(found, expected) if found.shape == expected.shape else math.inf
         except (RuntimeError, ValueError, AssertionError, KeyError) as trouble:
-            return _judge(name, None, f"{prefix}: {' '.join(str(trouble).split())[:160]}")
+            return _judge(name, None, f"{tensor}: {' '.join(str(trouble).split())[:160]}")
         if not difference <= worst:
-            worst, place = difference, prefix
+            worst, place = difference, tensor.removesuffix(".weight")
             if not math.isfinite(difference):
                 break
     return _judge(name, worst, place)

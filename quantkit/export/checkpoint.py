@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import field_validator
 
 from quantkit import registry
-from quantkit.bundle import Check
+from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, did_you_mean
 from quantkit.export import _reload
 from quantkit.model import layouts
 from quantkit.model.layouts import Header, Layout
 from quantkit.model.weights import INDEX, SINGLE, checked_file, torch_dtype, write_atomic, write_safetensors
+from quantkit.passes import decision
 
 if TYPE_CHECKING:
     import torch
@@ -276,6 +277,7 @@ class Checkpoint:
         padded: Collection[str],
         *,
         tied: Collection[str] = (),
+        shapes: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         """Refuse, before any work, what the layout cannot hold.
 
@@ -285,6 +287,7 @@ class Checkpoint:
             plain: the linears that are `torch.nn.Linear`.
             padded: the linears whose last group is filled up.
             tied: a head that shares its weight with the embedding.
+            shapes: linear -> [N, K].
 
         Raises:
             InputError: `layout-unsupported`, naming the first layer.
@@ -312,7 +315,7 @@ class Checkpoint:
                     rule="it packs torch.nn.Linear whose groups divide K",
                     remedy="export: checkpoint: {layout: dense}",
                 )
-        layout.accepts(schemes)
+        layout.accepts(schemes, shapes or {})
 
     def writer(self, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]) -> Writer:
         """Prepare an export."""
@@ -324,14 +327,23 @@ class Checkpoint:
 
     def write(
         self, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]
-    ) -> None:
-        """Write `model/` of a bundle.
+    ) -> list[Decision]:
+        """Write `model/` of a bundle; the decisions say who checks it.
 
         Raises:
             InputError: `scale-inexact`, `layout-unsupported`.
             Stopped: `disk-full`.
         """
-        self.writer(source, stream, results, options).write(bundle / "model")
+        writer = self.writer(source, stream, results, options)
+        writer.write(bundle / "model")
+        absent = layouts.missing(writer.layout) if writer.layout is not None else []
+        if not absent:
+            return []
+        reason = (
+            f"checked with our own reader of the stored files; pip install {' '.join(absent)} to check it with the "
+            "code that others load it with"
+        )
+        return [decision("checkpoint", "own-reader", "model/", reason)]
 
     def check(
         self,

@@ -61,6 +61,7 @@ class Onnx:
         padded: Collection[str],
         *,
         tied: Collection[str] = (),
+        shapes: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         """Refuse, before any work, what the dialect cannot hold; see `export.checkpoint` for the arguments.
 

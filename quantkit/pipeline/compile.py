@@ -157,7 +157,7 @@ def prepare(request: Request) -> Prepared:
     layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head)
     for step in recipe.export:
         registry.load("export", step.name).accepts(
-            step.options, layers.schemes, layers.plain, layers.padded(), tied=layers.tied
+            step.options, layers.schemes, layers.plain, layers.padded(), tied=layers.tied, shapes=layers.shapes
         )
     decisions = [*taken, *layers.decisions]
     looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)

@@ -1,7 +1,8 @@
-"""PyTorch with transformers and compressed-tensors: loads a bundle's checkpoint as anyone else would.
+"""PyTorch with transformers and what it loads a layout with: loads a bundle's checkpoint as anyone else would.
 
 compressed-tensors keeps the weights packed until the first forward, then expands all of them to floats; so this runtime
-proves that a checkpoint is right, and shows what it costs in accuracy, but saves no memory and no time.
+proves that a checkpoint is right, and shows what it costs in accuracy, but saves no memory and no time. What a layout's
+library is not installed for is expanded by our own reader.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError, MissingDependency
+from quantkit.model import layouts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,8 +42,21 @@ class TorchRuntime:
         folder = self.folder(bundle)
         config = transformers.AutoConfig.from_pretrained(folder)
         model_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel)
+        quantization = getattr(config, "quantization_config", None)
+        if quantization and layouts.missing(layouts.of(quantization)):
+            return self._expanded(model_class, config, folder)
         options = {"dtype": "auto", "use_safetensors": True, "local_files_only": True, **settings}
         return model_class.from_pretrained(folder, **options).eval()
+
+    def _expanded(self, model_class: Any, config: Any, folder: Path) -> Any:
+        """The model with weights that our own reader has expanded."""
+        import torch
+
+        weights = self.stream(folder).source.weights
+        del config.quantization_config
+        state = {name: weights.read(name) for name in weights.entries}
+        dtype = getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
+        return model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype).eval()
 
     def folder(self, bundle: Bundle) -> Path:
         """The checkpoint's folder."""
@@ -60,7 +75,7 @@ class TorchRuntime:
         return self.stream(path / "model")
 
     def stream(self, folder: Path) -> StreamedModel:
-        """A checkpoint block by block, expanded by compressed-tensors' own code."""
+        """A checkpoint block by block, expanded by its library's own code."""
         from quantkit.runtimes._reloaded import reloaded
 
         return reloaded(folder)

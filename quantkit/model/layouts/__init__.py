@@ -6,6 +6,7 @@ a recipe calls it, or by the `quantization_config` that was written.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -38,24 +39,35 @@ class Expansion:
 
 
 class Layout(Protocol):
-    """What a layout's constant `LAYOUT` offers. Torch-free at import; `prefix` is a linear's name in the files.
+    """What a layout's constant `LAYOUT` offers. Torch-free at import; `prefix` is a linear's name in the files."""
 
-    Args:
-        name: its file's stem; recipes write `-` for `_`.
-        library: the package that expands it inside transformers, by its import name.
-        codes: suffix of the tensor that holds the codes: the large one, which is made last and never waits in memory.
-        scales: suffix of what has to be finite and positive.
-        parts: suffixes of all that it stores of one linear.
-    """
+    @property
+    def name(self) -> str:
+        """Its file's stem; recipes write `-` for `_`."""
 
-    name: str
-    library: str
-    codes: str
-    scales: str
-    parts: tuple[str, ...]
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """The packages without which transformers does not load it, by their import names."""
 
-    def accepts(self, schemes: Mapping[str, WeightScheme]) -> None:
-        """Refuse what it cannot hold: `layout-unsupported`, naming the first linear; MissingDependency."""
+    @property
+    def codes(self) -> str:
+        """Suffix of the tensor that holds the codes: the large one, which is made last and never waits in memory."""
+
+    @property
+    def scales(self) -> str:
+        """Suffix of what has to be finite and positive."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Suffixes of all that it stores of one linear."""
+
+    def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
+        """Refuse what it cannot hold: `layout-unsupported`, naming the first linear; MissingDependency.
+
+        Args:
+            schemes: linear -> scheme.
+            shapes: linear -> [N, K], of those that are known.
+        """
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
         """(name, safetensors dtype, shape) of what is stored of [N, K]."""
@@ -106,6 +118,11 @@ def load(name: str) -> Layout:
         raise unknown_name("layout", name, names())
     found: Layout = registry.load(KIND, name.replace("-", "_"))
     return found
+
+
+def missing(layout: Layout) -> list[str]:
+    """What is not installed of the packages that transformers loads it with."""
+    return [name for name in layout.libraries if importlib.util.find_spec(name) is None]
 
 
 def of(config: Mapping[str, Any]) -> Layout:

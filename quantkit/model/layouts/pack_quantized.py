@@ -22,29 +22,13 @@ from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
 from quantkit.model.layouts import Expansion, Header, Read, _compressed_tensors
+from quantkit.model.layouts._words import FLOATS, bits_of, pack, unpack
 from quantkit.recipe import WeightScheme
 
 if TYPE_CHECKING:
     import torch
 
 PACKED, SCALE, ZERO, SHAPE = ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape"
-_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-
-
-def bits_of(scheme: WeightScheme) -> int:
-    """Bits of a code.
-
-    Raises:
-        InputError: `layout-unsupported`, not an integer format.
-    """
-    if scheme.format not in ("int8", "int4", "int3", "int2"):
-        raise InputError(
-            "layout-unsupported",
-            value=f"pack-quantized of {scheme.format}",
-            rule="this layout holds integers of up to 8 bits",
-            remedy="export: checkpoint: {layout: dense}",
-        )
-    return int(scheme.format.removeprefix("int"))
 
 
 def kinds(schemes: Iterable[WeightScheme]) -> set[tuple[int, str, int | None, bool]]:
@@ -56,11 +40,11 @@ class PackQuantized:
     """See the module."""
 
     name = "pack_quantized"
-    library = _compressed_tensors.LIBRARY
+    libraries = (_compressed_tensors.LIBRARY,)
     codes, scales = PACKED, SCALE
     parts = (PACKED, SCALE, ZERO, SHAPE)
 
-    def accepts(self, schemes: Mapping[str, WeightScheme]) -> None:
+    def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
         """See `Layout`."""
         self.quantization_config(schemes, [])
 
@@ -72,7 +56,7 @@ class PackQuantized:
         groups = columns // (scheme.group or columns)
         found: list[Header] = [
             (prefix + PACKED, "I32", (rows, math.ceil(columns * bits / 32))),
-            (prefix + SCALE, _DTYPES[scheme.scale], (1,) if tensor else (rows, groups)),
+            (prefix + SCALE, FLOATS[scheme.scale], (1,) if tensor else (rows, groups)),
         ]
         if not scheme.symmetric:
             whole = (prefix + ZERO, "I8", (1,))
@@ -81,7 +65,7 @@ class PackQuantized:
 
     def packed(self, tensor: QuantTensor) -> torch.Tensor:
         """int32 [N, ceil(K b / 32)]."""
-        return _pack(tensor.codes, bits_of(tensor.scheme))
+        return pack(tensor.codes, bits_of(tensor.scheme))
 
     def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Scales, packed zero points, shape.
@@ -104,7 +88,7 @@ class PackQuantized:
         whole = scheme.granularity == "tensor"
         found = {prefix + SCALE: stored.reshape(1) if whole else stored}
         if tensor.zero is not None:
-            packed = tensor.zero.reshape(1) if whole else _pack(tensor.zero.T, bits_of(scheme)).T.contiguous()
+            packed = tensor.zero.reshape(1) if whole else pack(tensor.zero.T, bits_of(scheme)).T.contiguous()
             found[prefix + ZERO] = packed
         found[prefix + SHAPE] = torch.tensor(tensor.shape, dtype=torch.int64)
         return found
@@ -158,11 +142,11 @@ class PackQuantized:
         bits = bits_of(scheme)
         rows, columns = self.shape(prefix, read)
         scale = read(prefix + SCALE)
-        codes = _unpack(read(prefix + PACKED), bits, columns)
+        codes = unpack(read(prefix + PACKED), bits, columns)
         if scheme.granularity == "tensor":
             zero = None if scheme.symmetric else read(prefix + ZERO).reshape(1, 1)
             return QuantTensor(codes, scale.reshape(1, 1), zero, scheme)
-        zero = None if scheme.symmetric else _unpack(read(prefix + ZERO).T.contiguous(), bits, rows).T
+        zero = None if scheme.symmetric else unpack(read(prefix + ZERO).T.contiguous(), bits, rows).T
         return QuantTensor(codes, scale, zero, scheme)
 
     def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, among: Collection[WeightScheme]) -> torch.Tensor:
@@ -189,43 +173,6 @@ def _arguments(scheme: WeightScheme) -> dict[str, Any]:
         "strategy": scheme.granularity,
         "group_size": scheme.group,
     }
-
-
-def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """int8 [N, K] -> int32 [N, ceil(K b / 32)], rows filled up with zero bits."""
-    import torch
-
-    rows, columns = codes.shape
-    words = math.ceil(columns * bits / 32)
-    if bits in (4, 8):
-        # whole bytes at once: this is every weight of a model
-        packed = codes.contiguous().view(torch.uint8) + 2 ** (bits - 1)
-        missing = words * 32 // bits - columns
-        if missing:
-            packed = torch.nn.functional.pad(packed & (2**bits - 1), (0, missing))
-        if bits == 4:
-            # a pair of bytes is 0000 bbbb 0000 aaaa; its low byte is to be bbbb aaaa
-            pairs = (packed & 15).reshape(-1).view(torch.int16)
-            packed = (pairs | (pairs >> 4)).to(torch.uint8)
-    else:
-        packed = registry.load("formats", f"int{bits}").pack(codes)
-        packed = torch.nn.functional.pad(packed, (0, 4 * words - packed.shape[1]))
-    found: torch.Tensor = packed.reshape(-1).view(torch.int32).reshape(rows, words)
-    return found
-
-
-def _unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """int32 [N, ceil(K b / 32)] -> int8 [N, K]."""
-    import torch
-
-    packed = words.contiguous().view(torch.uint8)
-    if bits == 8:
-        return (packed[:, :columns] ^ 0x80).view(torch.int8)
-    if bits == 4:
-        pairs = torch.stack((packed & 15, packed >> 4), dim=2).reshape(packed.shape[0], -1)
-        return pairs[:, :columns].to(torch.int8) - 8
-    codes: torch.Tensor = registry.load("formats", f"int{bits}").unpack(packed, columns)
-    return codes
 
 
 LAYOUT = PackQuantized()

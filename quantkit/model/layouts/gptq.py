@@ -1,0 +1,205 @@
+"""Integers in the layout of AutoGPTQ and GPTQModel, version 1, which stores zero points minus one.
+
+A matrix [N, K] of b-bit codes in G groups becomes
+
+    qweight  int32 [K b / 32, N]   code + 2^(b-1), densely along K, least significant bit first
+    qzeros   int32 [G, N b / 32]   zero + 2^(b-1), densely along N; less one in version 1; symmetric: zero = 0
+    scales   [G, N]                in the scheme's scale dtype
+    g_idx    int32 [K]             the group of each input: k // group
+
+so that [4096, 4096] in 4 bits and groups of 128 is int32 [512, 4096], [32, 512], [32, 4096] and [4096]. Its readers
+compute `scales * (code - zero)` in the dtype of the scales.
+See `BaseQuantLinear.dequantize_weight` and `convert_gptq_v1_to_v2_format_module` of GPTQModel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import quantkit
+from quantkit import registry
+from quantkit.errors import InputError
+from quantkit.formats import QuantTensor
+from quantkit.model.layouts import Expansion, Header, Read, missing
+from quantkit.model.layouts._words import FLOATS, bits_of, pack, unpack
+from quantkit.recipe import WeightScheme
+
+if TYPE_CHECKING:
+    import torch
+
+QWEIGHT, QZEROS, SCALES, G_IDX = ".qweight", ".qzeros", ".scales", ".g_idx"
+_IN_A_BLOCK = re.compile(r"(?:^|\.)\d+\.")
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """See the module.
+
+    Args:
+        name: the file's stem, and what `checkpoint_format` in the config says.
+        less: what is taken off a zero point to store it.
+    """
+
+    name: str
+    less: int
+    libraries: tuple[str, ...] = ("gptqmodel", "optimum")
+    codes: str = QWEIGHT
+    scales: str = SCALES
+    parts: tuple[str, ...] = (QWEIGHT, QZEROS, SCALES, G_IDX)
+
+    def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
+        """See `Layout`."""
+        kinds = {self._kind(scheme): linear for linear, scheme in schemes.items()}
+        if len(kinds) > 1:
+            raise _unsupported(
+                list(kinds.values())[1],
+                f"{len(kinds)} different schemes",
+                "its readers in transformers know one",
+                "give all layers one scheme, or layout: pack-quantized",
+            )
+        for linear, scheme in schemes.items():
+            bits = bits_of(scheme, self.name)
+            if not _IN_A_BLOCK.search(linear):
+                raise _unsupported(
+                    linear, "outside of the blocks", "its readers look into the blocks", "keep: [lm_head]"
+                )
+            if scheme.granularity == "tensor":
+                raise _unsupported(linear, "one scale per tensor", "a scale for every row", "granularity: channel")
+            if not scheme.symmetric and self.less:
+                raise _unsupported(
+                    linear,
+                    "zero points",
+                    "version 1 stores them minus one, and has no place for a zero point of 0",
+                    "layout: gptq-v2",
+                )
+            rows, columns = shapes.get(linear, (32, 32))
+            if rows * bits % 32 or columns * bits % 32:
+                raise _unsupported(linear, f"[{rows}, {columns}]", f"multiples of {32 // bits if bits != 3 else 32}")
+
+    def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
+        """See `Layout`."""
+        rows, columns = shape
+        bits, groups = bits_of(scheme, self.name), columns // (scheme.group or columns)
+        return [
+            (prefix + QWEIGHT, "I32", (columns * bits // 32, rows)),
+            (prefix + QZEROS, "I32", (groups, rows * bits // 32)),
+            (prefix + SCALES, FLOATS[scheme.scale], (groups, rows)),
+            (prefix + G_IDX, "I32", (columns,)),
+        ]
+
+    def packed(self, tensor: QuantTensor) -> torch.Tensor:
+        """int32 [K b / 32, N]."""
+        return pack(tensor.codes, bits_of(tensor.scheme)).T.contiguous()
+
+    def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """See `Layout`."""
+        import torch
+
+        columns, groups = tensor.codes.shape[1], tensor.scale.shape[1]
+        zero = torch.zeros(tensor.scale.shape, dtype=torch.int8) if tensor.zero is None else tensor.zero
+        return {
+            prefix + QZEROS: pack(zero.T - self.less, bits_of(tensor.scheme)),
+            prefix + SCALES: tensor.scale.to(getattr(torch, tensor.scheme.scale)).T.contiguous(),
+            prefix + G_IDX: torch.arange(columns, dtype=torch.int32) // (columns // groups),
+        }
+
+    def quantization_config(self, layers: Mapping[str, WeightScheme], ignore: Sequence[str]) -> dict[str, Any]:
+        """See `Layout`."""
+        bits, group, symmetric = self._kind(next(iter(layers.values())))
+        config = {
+            "quant_method": "gptq",
+            "checkpoint_format": self.name,
+            "bits": bits,
+            "group_size": group,
+            "sym": symmetric,
+            "desc_act": False,
+            "lm_head": False,
+            "pack_dtype": "int32",
+            "meta": {"quantizer": [f"quantkit:{quantkit.__version__}"]},
+        }
+        kept = [name for name in ignore if _IN_A_BLOCK.search(name)]
+        if kept:
+            # the first is for transformers (optimum), the second for GPTQModel and vLLM
+            config["modules_in_block_to_quantize"] = [list(layers)]
+            config["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in kept}
+        return config
+
+    def wrote(self, config: Mapping[str, Any]) -> bool:
+        """See `Layout`."""
+        return config.get("quant_method") == "gptq" and config.get("checkpoint_format", "gptq") == self.name
+
+    def prefixes(self, names: Iterable[str]) -> list[str]:
+        """See `Layout`."""
+        return [name.removesuffix(QWEIGHT) for name in names if name.endswith(QWEIGHT)]
+
+    def shape(self, prefix: str, read: Read) -> tuple[int, int]:
+        """See `Layout`."""
+        return read(prefix + SCALES).shape[1], read(prefix + G_IDX).shape[0]
+
+    def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
+        """The group of each input; symmetric ones store their zero points all the same."""
+        rows, columns = shape
+        groups = columns // (scheme.group or columns)
+        return 32 * columns + (groups * rows * bits_of(scheme) if scheme.symmetric else 0)
+
+    def read_back(self, prefix: str, scheme: WeightScheme, read: Read) -> QuantTensor:
+        """See `Layout`."""
+        bits, (rows, columns) = bits_of(scheme), self.shape(prefix, read)
+        codes = unpack(read(prefix + QWEIGHT).T, bits, columns)
+        stored = unpack(read(prefix + QZEROS), bits, rows).T
+        zero = None if scheme.symmetric else (stored + self.less).contiguous()
+        return QuantTensor(codes, read(prefix + SCALES).T.contiguous(), zero, scheme)
+
+    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, among: Collection[WeightScheme]) -> torch.Tensor:
+        """Code and scale are multiplied in the dtype of the scale."""
+        values: torch.Tensor = registry.load("formats", tensor.scheme.format).dequantize(tensor)
+        return values.to(tensor.scale.dtype).to(dtype)
+
+    def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
+        """GPTQModel's `TorchLinear.dequantize_weight`, or our own reader."""
+        if missing(self):
+            return Expansion(None, lambda prefix, read: self._own(config, prefix, read).to(dtype))
+        return Expansion("gptqmodel", lambda prefix, read: self._theirs(config, prefix, read).to(dtype))
+
+    def _own(self, config: Mapping[str, Any], prefix: str, read: Read) -> torch.Tensor:
+        group = config["group_size"]
+        grouped = {"granularity": "group", "group": group} if group > 0 else {"granularity": "channel"}
+        # zero points are always in the file
+        scheme = WeightScheme(format=f"int{config['bits']}", symmetric=False, **grouped)
+        tensor = self.read_back(prefix, scheme, read)
+        groups = read(prefix + G_IDX).long()
+        assert tensor.zero is not None
+        scale, zero = tensor.scale[:, groups], tensor.zero[:, groups]
+        # float32 holds the product of a code and a 16-bit scale, so the one rounding is the reader's
+        return ((tensor.codes.float() - zero.float()) * scale.float()).to(scale.dtype)
+
+    def _theirs(self, config: Mapping[str, Any], prefix: str, read: Read) -> torch.Tensor:
+        import torch
+        from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+        from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
+
+        stored = {part.removeprefix("."): read(prefix + part) for part in self.parts}
+        rows, columns = self.shape(prefix, read)
+        module = TorchLinear(
+            config["bits"], config["group_size"], config["sym"], config["desc_act"], columns, rows, bias=False
+        )
+        for name, value in stored.items():
+            setattr(module, name, value)
+        if self.less:
+            convert_gptq_v1_to_v2_format_module(module, bits=config["bits"], pack_dtype=torch.int32)
+        module.post_init()
+        weight: torch.Tensor = module.dequantize_weight()
+        return weight.T.contiguous()
+
+    def _kind(self, scheme: WeightScheme) -> tuple[int, int, bool]:
+        return bits_of(scheme, self.name), scheme.group or -1, scheme.symmetric
+
+
+def _unsupported(where: str, value: str, rule: str, remedy: str = "export: checkpoint: {layout: dense}") -> InputError:
+    return InputError("layout-unsupported", where=where, value=value, rule=rule, remedy=remedy)
+
+
+LAYOUT = Gptq("gptq", less=1)

@@ -1,0 +1,7 @@
+"""Integers in the layout of GPTQModel, version 2: zero points as they are, so symmetric or not."""
+
+from __future__ import annotations
+
+from quantkit.model.layouts.gptq import Gptq
+
+LAYOUT = Gptq("gptq_v2", less=0)
