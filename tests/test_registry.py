@@ -115,7 +115,7 @@ def test_an_exporter_offers_what_the_pipeline_relies_on(name: str) -> None:
 def test_a_layout_offers_what_writing_and_reading_rely_on(name: str) -> None:
     layout = registry.load("model.layouts", name)
     assert layout.codes in layout.parts
-    assert layout.scales in layout.parts
+    assert layout.libraries
     methods = [method for method, value in vars(Layout).items() if callable(value) and not method.startswith("_")]
     assert "read_back" in methods
     for method in methods:

@@ -192,7 +192,7 @@ def _stored(weights: Weights, layout: Layout, packed: Mapping[str, WeightScheme]
     bad: list[str] = []
     bits, planned, slack, count = 0, 0.0, 0, 0
     for prefix, scheme in packed.items():
-        if not _scale_is_good(weights, prefix + layout.scales):
+        if not _scale_is_good(layout, prefix, weights.read):
             bad.append(prefix)
         shape = layout.shape(prefix, weights.read)
         parts = (prefix + part for part in layout.parts)
@@ -214,12 +214,12 @@ def _stored(weights: Weights, layout: Layout, packed: Mapping[str, WeightScheme]
     ]
 
 
-def _scale_is_good(weights: Weights, name: str) -> bool:
+def _scale_is_good(layout: Layout, prefix: str, read: layouts.Read) -> bool:
     try:
-        scale = weights.read(name)
+        scale = layout.scale(prefix, read).float()
     except QuantkitError:  # not finite
         return False
-    return bool((scale.float() > 0).all())
+    return bool((scale > 0).all() and scale.isfinite().all())
 
 
 def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected) -> Check:

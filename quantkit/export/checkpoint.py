@@ -158,7 +158,8 @@ class Writer:
         if self.layout is not None:
             schemes = self.finished.schemes
             others = [name for name in self.linears if name not in schemes]
-            config["quantization_config"] = self.layout.quantization_config(schemes, others)
+            dtype = str(self.dtype).removeprefix("torch.")
+            config["quantization_config"] = self.layout.quantization_config(schemes, others, dtype)
         write_atomic(folder / "config.json", [_json(config)])
         if self.shards != [SINGLE]:
             placed = {header[0]: shard for shard in self.shards for header in self.headers(shard)}

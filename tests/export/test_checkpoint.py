@@ -288,7 +288,7 @@ def test_what_the_layout_cannot_hold_is_refused_before_any_work() -> None:
         (mixed, {"a", "b"}, [], "zero points"),
         ({"a": scheme()}, set(), [], r"\[K, N\]"),
         ({"a": scheme()}, {"a"}, ["a"], "padded"),
-        ({"a": scheme("float16", granularity="channel")}, {"a"}, [], "float16"),
+        ({"a": scheme("float16", granularity="tensor")}, {"a"}, [], "float16"),
     ]
     for schemes, plain, padded, reason in refused:
         with pytest.raises(InputError, match=f"layout-unsupported.*{reason}"):

@@ -54,10 +54,6 @@ class Layout(Protocol):
         """Suffix of the tensor that holds the codes: the large one, which is made last and never waits in memory."""
 
     @property
-    def scales(self) -> str:
-        """Suffix of what has to be finite and positive."""
-
-    @property
     def parts(self) -> tuple[str, ...]:
         """Suffixes of all that it stores of one linear."""
 
@@ -78,8 +74,16 @@ class Layout(Protocol):
     def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """All other stored tensors; `dtype` is what the model will be loaded in. InputError (`scale-inexact`)."""
 
-    def quantization_config(self, layers: Mapping[str, WeightScheme], ignore: Sequence[str]) -> dict[str, Any]:
-        """`quantization_config` of config.json; `ignore` are the linears that are not quantized."""
+    def quantization_config(
+        self, layers: Mapping[str, WeightScheme], ignore: Sequence[str], dtype: str
+    ) -> dict[str, Any]:
+        """`quantization_config` of config.json.
+
+        Args:
+            layers: linear -> scheme.
+            ignore: the linears that are not quantized.
+            dtype: what the model is loaded in: `bfloat16`.
+        """
 
     def wrote(self, config: Mapping[str, Any]) -> bool:
         """Whether a `quantization_config` is this layout's."""
@@ -89,6 +93,9 @@ class Layout(Protocol):
 
     def shape(self, prefix: str, read: Read) -> tuple[int, int]:
         """[N, K] of a stored linear."""
+
+    def scale(self, prefix: str, read: Read) -> torch.Tensor:
+        """What codes are multiplied by, as stored: it has to be finite and positive."""
 
     def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
         """Bits at most by which the files exceed the format's own count: padding, shapes, tables."""

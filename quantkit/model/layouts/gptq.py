@@ -47,7 +47,6 @@ class Gptq:
     less: int
     libraries: tuple[str, ...] = ("gptqmodel", "optimum")
     codes: str = QWEIGHT
-    scales: str = SCALES
     parts: tuple[str, ...] = (QWEIGHT, QZEROS, SCALES, G_IDX)
 
     def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
@@ -106,7 +105,9 @@ class Gptq:
             prefix + G_IDX: torch.arange(columns, dtype=torch.int32) // (columns // groups),
         }
 
-    def quantization_config(self, layers: Mapping[str, WeightScheme], ignore: Sequence[str]) -> dict[str, Any]:
+    def quantization_config(
+        self, layers: Mapping[str, WeightScheme], ignore: Sequence[str], dtype: str
+    ) -> dict[str, Any]:
         """See `Layout`."""
         bits, group, symmetric = self._kind(next(iter(layers.values())))
         config = {
@@ -138,6 +139,10 @@ class Gptq:
     def shape(self, prefix: str, read: Read) -> tuple[int, int]:
         """See `Layout`."""
         return read(prefix + SCALES).shape[1], read(prefix + G_IDX).shape[0]
+
+    def scale(self, prefix: str, read: Read) -> torch.Tensor:
+        """See `Layout`."""
+        return read(prefix + SCALES)
 
     def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
         """The group of each input; symmetric ones store their zero points all the same."""

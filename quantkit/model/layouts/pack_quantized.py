@@ -41,12 +41,12 @@ class PackQuantized:
 
     name = "pack_quantized"
     libraries = (_compressed_tensors.LIBRARY,)
-    codes, scales = PACKED, SCALE
+    codes = PACKED
     parts = (PACKED, SCALE, ZERO, SHAPE)
 
     def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
         """See `Layout`."""
-        self.quantization_config(schemes, [])
+        self.quantization_config(schemes, [], "float32")
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
         """See `Layout`."""
@@ -93,7 +93,9 @@ class PackQuantized:
         found[prefix + SHAPE] = torch.tensor(tensor.shape, dtype=torch.int64)
         return found
 
-    def quantization_config(self, layers: Mapping[str, WeightScheme], ignore: Sequence[str]) -> dict[str, Any]:
+    def quantization_config(
+        self, layers: Mapping[str, WeightScheme], ignore: Sequence[str], dtype: str
+    ) -> dict[str, Any]:
         """See `Layout`.
 
         Raises:
@@ -130,6 +132,10 @@ class PackQuantized:
         """See `Layout`."""
         rows, columns = (int(size) for size in read(prefix + SHAPE))
         return rows, columns
+
+    def scale(self, prefix: str, read: Read) -> torch.Tensor:
+        """See `Layout`."""
+        return read(prefix + SCALE)
 
     def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
         """A row of codes, and a column of zero points, is padded to whole 32-bit words; one zero point takes a byte."""

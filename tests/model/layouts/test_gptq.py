@@ -67,7 +67,7 @@ def test_our_reader_goes_by_the_files_and_the_config_alone() -> None:
     how = WeightScheme(format="int4", granularity="group", group=32, symmetric=False)
     tensor = quantized(how)
     found = stored(layout, tensor)
-    config = layout.quantization_config({LAYER: how}, [])
+    config = layout.quantization_config({LAYER: how}, [], "float32")
     expansion = layout.expansion(config, torch.float32)
     if layouts.missing(layout):
         assert expansion.library is None
@@ -82,16 +82,16 @@ def test_the_config_is_what_its_readers_look_for() -> None:
     kept = "model.layers.1.mlp.up_proj"
     for name, version in (("gptq", "gptq"), ("gptq-v2", "gptq_v2")):
         layout = layouts.load(name)
-        config = layout.quantization_config({LAYER: how}, ["lm_head"])
+        config = layout.quantization_config({LAYER: how}, ["lm_head"], "float16")
         assert config["quant_method"] == "gptq"
         assert (config["bits"], config["group_size"], config["sym"], config["desc_act"]) == (4, 128, True, False)
         assert config["checkpoint_format"] == version
         assert not {"dynamic", "modules_in_block_to_quantize"} & config.keys()
         assert layouts.of(config) is layout
-        mixed = layout.quantization_config({LAYER: how}, ["lm_head", kept])
+        mixed = layout.quantization_config({LAYER: how}, ["lm_head", kept], "float16")
         assert mixed["modules_in_block_to_quantize"] == [[LAYER]]
         assert mixed["dynamic"] == {"-:^model\\.layers\\.1\\.mlp\\.up_proj$": {}}
-    per_channel = layouts.load("gptq").quantization_config({LAYER: WeightScheme(format="int8")}, [])
+    per_channel = layouts.load("gptq").quantization_config({LAYER: WeightScheme(format="int8")}, [], "float16")
     assert per_channel["group_size"] == -1
 
 

@@ -1,0 +1,161 @@
+"""4-bit floats (E2M1) as compressed-tensors packs them: two a byte, the first in the low half.
+
+A matrix [N, K] in G groups becomes
+
+    weight_packed        uint8 [N, K / 2]   sign bit, then the place among 0, 0.5, 1, 1.5, 2, 3, 4, 6
+    weight_scale         [N, G]             float8_e4m3fn (nvfp4), or uint8, the exponent plus 127 (mxfp4)
+    weight_global_scale  float32 [1]        nvfp4 alone: what scales are *divided* by
+
+so that [4096, 4096] in groups of 16 is uint8 [4096, 2048] and [4096, 256].
+See `compressed_tensors/compressors/nvfp4` and `mxfp4`; its expansion multiplies in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quantkit import registry
+from quantkit.errors import InputError
+from quantkit.formats import QuantTensor
+from quantkit.model.layouts import Expansion, Header, Read, _compressed_tensors
+from quantkit.recipe import WeightScheme
+
+if TYPE_CHECKING:
+    import torch
+
+PACKED, SCALE, GLOBAL = ".weight_packed", ".weight_scale", ".weight_global_scale"
+
+
+@dataclass(frozen=True)
+class PackedFp4:
+    """See the module.
+
+    Args:
+        name: the file's stem, and with hyphens the library's name of the layout.
+        format: the one that it holds.
+        strategy: the library's name of its granularity.
+        dtype: safetensors' name of what scales are stored as.
+        argument: the library's name of the same.
+    """
+
+    name: str
+    format: str
+    strategy: str
+    dtype: str
+    argument: str
+    libraries: tuple[str, ...] = (_compressed_tensors.LIBRARY,)
+    codes: str = PACKED
+    parts: tuple[str, ...] = (PACKED, SCALE, GLOBAL)
+
+    @property
+    def _layout(self) -> str:
+        return self.name.replace("_", "-")
+
+    @property
+    def _global(self) -> bool:
+        return self.strategy == "tensor_group"
+
+    def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
+        """See `Layout`."""
+        for linear, scheme in schemes.items():
+            if scheme.format != self.format:
+                raise InputError(
+                    "layout-unsupported",
+                    where=linear,
+                    value=f"{self._layout} of {scheme.format}",
+                    rule=f"this layout holds {self.format}",
+                    remedy="export: checkpoint: {layout: dense}",
+                )
+        self.quantization_config(schemes, [], "float32")
+
+    def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
+        """See `Layout`."""
+        rows, columns = shape
+        groups = columns // (scheme.group or columns)
+        found: list[Header] = [
+            (prefix + PACKED, "U8", (rows, columns // 2)),
+            (prefix + SCALE, self.dtype, (rows, groups)),
+        ]
+        return [*found, (prefix + GLOBAL, "F32", (1,))] if self._global else found
+
+    def packed(self, tensor: QuantTensor) -> torch.Tensor:
+        """uint8 [N, K / 2]."""
+        codes = tensor.codes
+        return codes[:, ::2] | (codes[:, 1::2] << 4)
+
+    def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """See `Layout`."""
+        import torch
+
+        found = {prefix + SCALE: tensor.scale.view(torch.uint8) if self.dtype == "U8" else tensor.scale}
+        if tensor.global_scale is not None:
+            found[prefix + GLOBAL] = (1 / tensor.global_scale.float()).reshape(1)
+        return found
+
+    def quantization_config(
+        self, layers: Mapping[str, WeightScheme], ignore: Sequence[str], dtype: str
+    ) -> dict[str, Any]:
+        """See `Layout`."""
+        written = _compressed_tensors.quantization_config(layers, ignore, layout=self._layout, weights=self._arguments)
+        # expanded as they are read: one scheme is all there is
+        written["dequantize"] = True
+        return written
+
+    def wrote(self, config: Mapping[str, Any]) -> bool:
+        """See `Layout`."""
+        return config.get("quant_method") == "compressed-tensors" and config.get("format") == self._layout
+
+    def prefixes(self, names: Iterable[str]) -> list[str]:
+        """See `Layout`."""
+        return [name.removesuffix(PACKED) for name in names if name.endswith(PACKED)]
+
+    def shape(self, prefix: str, read: Read) -> tuple[int, int]:
+        """See `Layout`."""
+        rows, half = read(prefix + PACKED).shape
+        return rows, 2 * half
+
+    def scale(self, prefix: str, read: Read) -> torch.Tensor:
+        """See `Layout`."""
+        import torch
+
+        stored = read(prefix + SCALE)
+        scale = stored.view(torch.float8_e8m0fnu).float() if self.dtype == "U8" else stored.float()
+        return scale / read(prefix + GLOBAL) if self._global else scale
+
+    def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
+        """Nothing: rows hold whole groups."""
+        return 0
+
+    def read_back(self, prefix: str, scheme: WeightScheme, read: Read) -> QuantTensor:
+        """See `Layout`."""
+        import torch
+
+        packed, scale = read(prefix + PACKED), read(prefix + SCALE)
+        codes = torch.stack((packed & 15, packed >> 4), dim=2).reshape(packed.shape[0], -1)
+        whole = 1 / read(prefix + GLOBAL).reshape(()) if self._global else None
+        scale = scale.view(torch.float8_e8m0fnu) if self.dtype == "U8" else scale
+        book = registry.load("formats", self.format).element.codebook()
+        return QuantTensor(codes, scale, None, scheme, codebook=book, global_scale=whole)
+
+    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, among: Collection[WeightScheme]) -> torch.Tensor:
+        """The library multiplies in bfloat16."""
+        import torch
+
+        values: torch.Tensor = registry.load("formats", self.format).dequantize(tensor)
+        return values.to(torch.bfloat16).to(dtype)
+
+    def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
+        """See `Layout`."""
+        return _compressed_tensors.expansion(config, dtype)
+
+    def _arguments(self, scheme: WeightScheme) -> dict[str, Any]:
+        return {
+            "num_bits": 4,
+            "type": "float",
+            "symmetric": True,
+            "strategy": self.strategy,
+            "group_size": scheme.group,
+            "scale_dtype": self.argument,
+        }
