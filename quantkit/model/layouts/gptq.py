@@ -19,7 +19,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import quantkit
 from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
@@ -119,7 +118,6 @@ class Gptq:
             "desc_act": False,
             "lm_head": False,
             "pack_dtype": "int32",
-            "meta": {"quantizer": [f"quantkit:{quantkit.__version__}"]},
         }
         kept = [name for name in ignore if _IN_A_BLOCK.search(name)]
         if kept:
