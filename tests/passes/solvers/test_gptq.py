@@ -340,3 +340,41 @@ def test_a_format_known_by_its_grid_alone_gets_the_codes_of_an_integer_one(choic
         assert torch.equal(one.tensor.codes, other.tensor.codes)
         assert torch.equal(one.tensor.scale, other.tensor.scale)
         assert one.error == pytest.approx(other.error)
+
+
+SCALED = {
+    "nf4": {"granularity": "group", "group": 64, "scale": "float32"},
+    "mxfp4": {"granularity": "group", "group": 32, "scale": "e8m0"},
+    "nvfp4": {"granularity": "group", "group": 16, "scale": "fp8_e4m3"},
+    "fp8_e4m3": {"granularity": "channel", "scale": "float32"},
+    "fp8_e5m2": {"granularity": "block", "group": 128, "scale": "float32"},
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("sweeps", [0, 1])
+def test_any_grid_makes_up_for_errors(name, sweeps):
+    choice = WeightScheme(format=name, symmetric=True, **SCALED[name])
+    form = registry.load("formats", name)
+    weight, hessian = problem(20, 192)
+    other = 5 * weight[:7].flip(0)
+    other[:, :64] = 0  # groups without a range
+    for one, result in zip((weight, other), gptq_shared([weight, other], hessian, choice, sweeps=sweeps), strict=True):
+        values = read(result)
+        assert torch.isfinite(values).all()
+        nearest = form.dequantize(form.quantize(one, choice))
+        assert cost(one, values, hessian) < 0.7 * cost(one, nearest, hessian)
+        # and what is stored is on the grid of its scale
+        again = form.nearest(values, effective_scale(result.tensor), None, choice, result.tensor.global_scale)
+        assert torch.equal(form.dequantize(again), values)
+        if not sweeps:
+            solved = factor(hessian)
+            asked = wanted(one, values, solved.hessian, solved.order).float()
+            best = form.dequantize(
+                form.nearest(asked, effective_scale(result.tensor), None, choice, result.tensor.global_scale)
+            )
+            assert ((best - asked).abs() >= (values - asked).abs() - 1e-4 * asked.abs()).float().mean() > 0.999
+
+
+def effective_scale(tensor):
+    return tensor.scale.float() if tensor.global_scale is None else tensor.scale.float() * tensor.global_scale
