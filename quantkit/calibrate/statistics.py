@@ -30,6 +30,8 @@ from quantkit.model.structure import SharedInput
 
 # columns of a Hessian that are summed at a time; only the part on and above the diagonal is
 _PANEL = 256
+# inputs that are kept as they are: so many in all, and of one sequence, evenly spaced
+_SAMPLE, _SAMPLE_EACH = 512, 16
 
 
 class InputStats:
@@ -51,6 +53,7 @@ class InputStats:
         self._hessian: Tensor | None = None
         self._sum = torch.zeros(0, dtype=torch.float64)
         self._absmax = torch.zeros(0)
+        self._sample: list[Tensor] = []
         for part in inputs:
             self.add(part)
 
@@ -105,6 +108,14 @@ class InputStats:
         if flat.shape[0]:
             low, high = torch.aminmax(flat, dim=0)
             self._absmax = torch.maximum(self._absmax, torch.maximum(-low, high))
+        for sequence in part[: max(0, _SAMPLE - len(self._sample))]:
+            rows = sequence.reshape(-1, width)
+            self._sample += rows[:: max(1, -(-rows.shape[0] // _SAMPLE_EACH))].clone().unbind()
+
+    @property
+    def sample(self) -> Tensor:
+        """Some inputs, [at most 512, K] float32: up to 16 of each of the first sequences."""
+        return torch.stack(self._sample[:_SAMPLE])
 
     @property
     def absmax(self) -> Tensor:

@@ -61,9 +61,20 @@ def test_sums_are_what_they_say(name: str, chunk: int) -> None:
         assert relative(seen[group].hessian, x.T @ x / x.shape[0]) < 1e-6
         assert relative(seen[group].absmax, x.abs().amax(dim=0)) < 1e-6
         assert relative(seen[group].mean, x.mean(dim=0)) < 1e-6
+        assert relative(seen[group].sample, x) < 1e-6  # few enough for all to be kept
     # the block's output came along
     assert found.outputs is not None
     assert relative(found.outputs, found.calls.run_all(found.module, 0, found.hidden)) < 1e-6
+
+
+def test_a_sample_is_spread_over_sequences_and_bounded_however_it_comes() -> None:
+    inputs = torch.arange(40 * 100.0).reshape(40, 100, 1)
+    for chunk in (40, 7, 1):
+        found = InputStats(inputs.split(chunk)).sample
+        assert found.shape == (512, 1)
+        assert torch.equal(found[:15, 0], torch.arange(0, 100.0, 7))
+        assert len({int(row) // 100 for row in found}) == 512 // 15 + 1
+    assert InputStats([torch.ones(600, 3)]).sample.shape == (512, 3)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])

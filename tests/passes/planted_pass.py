@@ -27,6 +27,7 @@ def run(
     fuses: bool = False,
     keep: tuple[str, ...] = (),
     overrides: tuple[dict[str, Any], ...] = (),
+    activations: dict[str, Any] | None = None,
 ) -> tuple[list[Block], list[Outcome]]:
     """Blocks, and the outcome of the last pass on each; `settings` are of the last pass."""
     outcomes: list[Outcome] = []
@@ -48,7 +49,7 @@ def run(
     recipe = Recipe.from_dict(
         {
             "summary": "a test",
-            "scheme": {"weights": weights or GROUPED},
+            "scheme": {"weights": weights or GROUPED, "activations": activations},
             "passes": ["rtn"],
             "keep": list(keep),
             "overrides": list(overrides),
@@ -61,5 +62,15 @@ def run(
     steps = [Step(each, each.Settings()) for each in before]
     steps.append(Step(Noted(last), last.Settings(**(settings or {}))))
     probe = ids[:2, :12]
-    done = work(stream, steps, layers.schemes, ids, probe_ids=probe, widest=layers.widest, dtype=dtype, fuses=fuses)
+    done = work(
+        stream,
+        steps,
+        layers.schemes,
+        ids,
+        probe_ids=probe,
+        widest=layers.widest,
+        dtype=dtype,
+        fuses=fuses,
+        activations=layers.activations,
+    )
     return [worked.block for worked in done], outcomes

@@ -1,0 +1,128 @@
+"""SmoothQuant: even out inputs and weights before both are quantized, by scales folded into what produces the inputs.
+
+Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models", 2023,
+arXiv 2211.10438. The mathematics is in `solvers/smoothquant.py`. Each scale goes where the block's structure proves
+that it can: a norm, as in the paper, and also the value projection (heads that share it tied) and the up projection,
+whose products hold the largest outliers of a gated block.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from quantkit import registry
+from quantkit.content import Closed
+from quantkit.passes import Outcome, decision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from quantkit.calibrate.statistics import InputStats, Stats
+    from quantkit.model.block import Block
+    from quantkit.model.structure import SharedInput
+
+
+class SmoothQuant:
+    """See the module."""
+
+    name = "smoothquant"
+    paper = "arXiv 2211.10438"
+    scope = "block"
+    needs = frozenset({"absmax"})
+    requires = frozenset({"unassigned"})
+    ensures = frozenset({"folded"})
+
+    class Settings(Closed):
+        """How much is moved.
+
+        Args:
+            alpha: the share of the outliers that goes into the weights; `search` takes, for each shared input, the one
+                with the least error at the output of some calibration tokens, weights and inputs rounded as the recipe
+                says.
+            grid: steps of α from 0 to 1; only with `alpha: search`.
+            through: `norms` smooths what norms put out, as the paper does; `all` also what linears do.
+        """
+
+        alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = 0.5
+        grid: int = Field(default=10, ge=1)
+        through: Literal["norms", "all"] = "all"
+
+    def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
+        """Measure, choose and fold."""
+        import torch
+
+        from quantkit.passes.solvers import smoothquant
+
+        outcome = Outcome(False)
+        reaches: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def visit(group: SharedInput, seen: InputStats) -> None:
+            reaches[group.name] = seen.absmax, seen.sample
+
+        stats.staged(visit)
+        for group in block.groups():
+            name = block.group_name(group)
+            fold = block.folds.get(name)
+            reason = ""
+            if name not in reaches:
+                reason = "no calibration token reached it"
+            elif fold is None:
+                reason = block.declined[name]
+            elif fold.form == "linear" and settings.through == "norms":
+                reason = "a linear produces it"
+            if reason or fold is None:
+                outcome.decisions.append(decision(self.name, "not-smoothed", block.full_name(name), reason))
+                continue
+            reach, sample = reaches[name]
+            weights = [block.weight(member)[:, : group.features] for member in group.members]
+            if settings.alpha == "search":
+                found = smoothquant.search(
+                    sample,
+                    reach,
+                    weights,
+                    [_rounded(block, member) for member in group.members],
+                    [_seen(block, member) for member in group.members],
+                    grid=settings.grid,
+                    producers=fold.index,
+                )
+                if found.alpha is None:
+                    continue
+                scales = found.scales
+            else:
+                scales = smoothquant.scales(reach, weights, settings.alpha, fold.index)
+            channels = torch.ones(fold.channels)
+            channels[fold.index] = scales
+            block.fold(group, channels)
+            outcome.changed = True
+        stats.outputs = None
+        return outcome
+
+
+def _rounded(block: Block, linear: str) -> Callable[[Tensor], Tensor]:
+    """A weight [N, K] -> what plain rounding makes of it under the linear's scheme."""
+    import torch
+
+    scheme = block.scheme(linear)
+    form = registry.load("formats", scheme.format)
+
+    def rounded(weight: Tensor) -> Tensor:
+        padded = torch.nn.functional.pad(weight, (0, scheme.padding(weight.shape[1])))
+        values: Tensor = form.dequantize(form.quantize(padded, scheme))
+        return values[:, : weight.shape[1]]
+
+    return rounded
+
+
+def _seen(block: Block, linear: str) -> Callable[[Tensor], Tensor]:
+    """An input -> what the linear's kernel sees of it; a scale that will be fixed is the sample's for now."""
+    from quantkit.formats import _activation
+
+    hook = block.inputs.get(linear)
+    return (lambda x: x) if hook is None else lambda x: _activation.fake_quantize(x, hook.scheme)
+
+
+PASS = SmoothQuant()
