@@ -18,7 +18,7 @@ from quantkit.model.layouts import Layout
 PACKAGE = Path(quantkit.__file__).parent
 EVERY = [(kind, name) for kind in registry.CONSTANTS for name in registry.names(kind)]
 FACTS = {"unassigned", "codes", "folded"}
-STATISTICS = {"hessian", "absmax", "mean", "inputs", "original_outputs"}
+STATISTICS = {"hessian", "absmax", "mean", "weight_errors", "inputs", "original_outputs"}
 
 
 def passes() -> list[str]:

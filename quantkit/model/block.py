@@ -39,6 +39,8 @@ class Block:
         original: the module as it came, when a pass looks at the original stream; folds reach it too.
         inputs: linear -> how its input is quantized, for those where it is; in force from `assign` on.
         cache: how keys and values are quantized, if they are.
+        keeps_errors: whether `weight_errors` is wanted: as large as the block.
+        weight_errors: linear -> [N, K], its weight less what its codes stand for, of those with a bias.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Block:
     original: nn.Module | None = None
     inputs: Mapping[str, QuantizedInput] = field(default_factory=dict)
     cache: QuantizedCache | None = None
+    keeps_errors: bool = False
+    weight_errors: dict[str, Tensor] = field(default_factory=dict)
 
     def full_name(self, linear: str) -> str:
         """`self_attn.q_proj` -> `model.layers.3.self_attn.q_proj`."""
@@ -92,10 +96,14 @@ class Block:
         Returns:
             the relative weight error, `||W - dequantize(codes)||² / ||W||²`.
         """
-        weight = weight_of(self.module.get_submodule(linear)).float()
+        module = self.module.get_submodule(linear)
+        weight = weight_of(module).float()
         values = registry.load("formats", tensor.scheme.format).dequantize(tensor)[:, : weight.shape[1]]
         self.tensors[linear] = tensor
-        set_weight(self.module.get_submodule(linear), values)
+        if self.keeps_errors and getattr(module, "bias", None) is not None:
+            # where a later pass improves codes, what the first ones lost is in it
+            self.weight_errors[linear] = weight - values + self.weight_errors.get(linear, 0.0)
+        set_weight(module, values)
         if linear in self.inputs:
             self.inputs[linear].on = True
         energy = float(weight.double().square().sum())

@@ -251,6 +251,7 @@ def work(
             original=before,
             inputs=inputs.attach(module, quantized),
             cache=caches.attach(module, cache) if cache is not None else None,
+            keeps_errors=any("weight_errors" in step.needs for step in block_steps),
         )
         stats = Stats(module, traced.groups, calls or probe, index, hidden if hidden is not None else probe.hidden)
         stats.scales = Scales(block.inputs, block.cache, dtype)
