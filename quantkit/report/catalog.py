@@ -258,14 +258,34 @@ def _described(docstring: str, key: str) -> str:
 
 def _format(name: str) -> Entry:
     found = registry.load("formats", name)
-    facts = [("bits", f"{found.bits:g}")]
+    rules = found.rules
+    sizes = f"{', '.join(str(size) for size in rules.groups)}" if rules.groups else ""
+    facts = [
+        ("bits", f"{found.bits:g}"),
+        ("granularity", ", ".join(_sharing(each, group, sizes) for each, group in rules.granularities.items())),
+        ("zero points", {(True,): "never", (False,): "always"}.get(rules.symmetric, "without, or with")),
+        ("scale", ", ".join(rules.scales)),
+    ]
     for target in content.names("export"):
         from quantkit.target import Target
 
         cells = Target.load(target).formats.get(name, {})
         if cells:
             facts.append((target, "; ".join(f"{runtime} {cell.state}" for runtime, cell in cells.items())))
-    return Entry("format", name, registry.summaries("formats")[name], facts, "", {"bits": found.bits})
+    stated = {
+        "bits": found.bits,
+        "granularities": dict(rules.granularities),
+        "groups": list(rules.groups),
+        "symmetric": list(rules.symmetric),
+        "scales": list(rules.scales),
+    }
+    return Entry("format", name, registry.summaries("formats")[name], facts, "", stated)
+
+
+def _sharing(name: str, group: int | None, sizes: str) -> str:
+    """`group of 64 (32, 64, 128)`: with its default, and what else there is."""
+    of = f" of {group}" if group else ""
+    return f"{name}{of} ({sizes})" if sizes and sizes != str(group) else f"{name}{of}"
 
 
 def _exporter(name: str) -> Entry:

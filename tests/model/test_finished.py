@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,39 @@ def test_round_trip(tmp_path: Path) -> None:
     assert found.tensor("b.0.norm.weight").dtype == torch.bfloat16
     with pytest.raises(KeyError):
         found.quantized("b.2.q")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"format": "fp8_e4m3", "granularity": "block", "group": 16},
+        {"format": "nf4", "group": 32, "scale": "double"},
+        {"format": "mxfp4"},
+        {"format": "nvfp4"},
+    ],
+    ids=lambda written: str(written["format"]),
+)
+def test_whatever_a_format_stores_comes_back(tmp_path: Path, written: dict[str, object]) -> None:
+    """Two linears of one format: a codebook that they have in common is stored with each."""
+    scheme = WeightScheme.model_validate(written)
+    tensors = {name: quantized(scheme, (20, 64), seed) for seed, name in enumerate("ab")}
+    finished.save(tmp_path / "0", tensors, {})
+    found = Finished([tmp_path / "0"], dict.fromkeys("ab", scheme))
+    assert found.changed == []
+    form = registry.load("formats", scheme.format)
+    for name, tensor in tensors.items():
+        back = found.quantized(name)
+        assert torch.equal(form.dequantize(back), form.dequantize(tensor))
+        for field in dataclasses.fields(QuantTensor):
+            here, there = getattr(back, field.name), getattr(tensor, field.name)
+            assert (here is None) == (there is None)
+            if isinstance(here, torch.Tensor):
+                assert here.dtype == there.dtype
+                assert torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8))
+        if tensor.nested is not None and back.nested is not None:
+            assert torch.equal(back.nested.codes, tensor.nested.codes)
+            assert torch.equal(back.nested.absmax, tensor.nested.absmax)
+            assert torch.equal(back.nested.offset, tensor.nested.offset)
 
 
 def test_nothing_decided_is_nothing_found(tmp_path: Path) -> None:

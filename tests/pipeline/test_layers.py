@@ -224,3 +224,36 @@ def test_a_model_that_is_one_block() -> None:
     recipe = Recipe.from_dict({"summary": "", "scheme": {"weights": {"format": "int8"}}, "passes": ["rtn"]}, name="x")
     found = lay_out(recipe, nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 5)), [""], "float32")
     assert found.shapes == {"0": (3, 4), "2": (5, 3)}
+
+
+def test_a_format_is_shrunk_only_to_groups_that_it_has() -> None:
+    found = layers(scheme={"weights": {"format": "nf4"}}, on_indivisible="shrink")
+    assert found.schemes["model.layers.0.mlp.down_proj"].group == 32
+    assert found.schemes["model.layers.0.self_attn.q_proj"].group == 64
+    with pytest.raises(InputError) as caught:
+        layers(scheme={"weights": {"format": "nf4", "group": 128}})
+    assert caught.value.code == "group-indivisible"
+    assert caught.value.remedy == "use 32, or on_indivisible: keep"
+
+
+def test_blocks_are_cut_off_at_the_edges_and_never_filled_up() -> None:
+    scheme = {"format": "fp8_e4m3", "granularity": "block"}
+    found = layers(scheme={"weights": scheme})
+    assert not found.decisions
+    assert not found.padded()
+    assert found.schemes["model.layers.0.mlp.down_proj"].group == 128
+
+
+def test_scales_that_are_no_plain_floats_stay_as_they_are_in_a_half_precision_model() -> None:
+    for name in ("nf4", "mxfp4", "nvfp4"):
+        found = layers("bfloat16", scheme={"weights": {"format": name}}, on_indivisible="shrink")
+        assert "scale-dtype" not in {each.code for each in found.decisions}
+    found = layers("bfloat16", scheme={"weights": {"format": "fp8_e4m3"}})
+    assert {scheme.scale for scheme in found.schemes.values()} == {"bfloat16"}
+
+
+def test_a_float_format_has_no_codes_to_assign() -> None:
+    with pytest.raises(InputError) as caught:
+        layers(scheme={"weights": {"format": "float16"}})
+    assert caught.value.code == "format-unsupported"
+    assert "nvfp4" in caught.value.remedy

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from quantkit import registry
-from quantkit.passes.solvers.ranges import Search, minmax, searched
+from quantkit.errors import InputError
+from quantkit.passes.solvers.ranges import Search, for_output, minmax, searched, transposed
 from quantkit.recipe import WeightScheme
 
 INT4 = registry.load("formats", "int4")
@@ -78,3 +79,84 @@ def test_weights_are_not_modified():
     copy = weight.clone()
     searched(weight, scheme())
     assert torch.equal(weight, copy)
+
+
+OTHERS = [
+    WeightScheme.model_validate(fields)
+    for fields in (
+        {"format": "nf4", "group": 32},
+        {"format": "nf4", "group": 32, "scale": "double"},
+        {"format": "mxfp4"},
+        {"format": "mxfp8"},
+        {"format": "nvfp4"},
+        {"format": "fp8_e4m3", "granularity": "tensor"},
+        {"format": "fp8_e5m2", "granularity": "group", "group": 16},
+        {"format": "fp8_e4m3", "granularity": "block", "group": 16},
+    )
+]
+
+
+def cost(weight, tensor, importance=None):
+    squared = (registry.load("formats", tensor.scheme.format).dequantize(tensor) - weight).double().square()
+    return float((squared if importance is None else squared * importance.double()).sum())
+
+
+@pytest.mark.parametrize("choice", OTHERS, ids=lambda s: f"{s.format}-{s.granularity}-{s.scale}")
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shape", [(1, 32), (37, 96)])
+def test_searching_works_for_every_grid(choice, weighted, shape):
+    generator = torch.Generator().manual_seed(4)
+    form, weight = registry.load("formats", choice.format), torch.randn(*shape, generator=generator)
+    weight[:, 5] *= 3
+    importance = torch.rand(shape[1], generator=generator) + 0.01 if weighted else None
+    plain = form.quantize(weight, choice)
+    assert torch.equal(form.nearest(weight, *minmax(weight, choice), choice).codes.float(), plain.codes.float())
+    scale, zero = searched(weight, choice, importance)
+    assert zero is None
+    assert scale.shape == plain.scale.shape
+    found = form.nearest(weight, scale, zero, choice)
+    # scales are doubled after the search, which knows nothing of it
+    slack = 1.02 if choice.scale == "double" else 1 + 1e-5
+    assert cost(weight, found, importance) <= cost(weight, plain, importance) * slack
+    if choice.format in ("nf4", "mxfp4", "nvfp4") and shape[0] > 1:
+        assert cost(weight, found, importance) < cost(weight, plain, importance) * 0.97
+
+
+def test_a_block_is_searched_as_one_range():
+    """Each tile alone gives the scale that it has among the others; what fills up a tile counts for nothing."""
+    choice = WeightScheme.model_validate({"format": "fp8_e4m3", "granularity": "block", "group": 16})
+    weight = torch.randn(37, 50, generator=torch.Generator().manual_seed(6))
+    importance = torch.rand(50, generator=torch.Generator().manual_seed(7)) + 0.01
+    scale, _ = searched(weight, choice, importance)
+    assert scale.shape == (3, 4)
+    for row in range(3):
+        for column in range(4):
+            rows, columns = slice(row * 16, row * 16 + 16), slice(column * 16, column * 16 + 16)
+            alone, _ = searched(weight[rows, columns], choice, importance[columns])
+            # sums of another length are rounded otherwise
+            torch.testing.assert_close(alone, scale[row : row + 1, column : column + 1], rtol=1e-5, atol=0)
+
+
+def test_the_hessian_ranges_every_grid():
+    weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(8))
+    inputs = torch.randn(200, 96, generator=torch.Generator().manual_seed(9))
+    for choice in OTHERS:
+        form = registry.load("formats", choice.format)
+        scale, zero = for_output(weight, choice, inputs.T @ inputs)
+        assert bool(torch.isfinite(form.dequantize(form.nearest(weight, scale, zero, choice))).all())
+
+
+def test_each_matrix_keeps_its_own_global_scale():
+    """Matrices side by side, as solvers hold them, get the scales that they get alone."""
+    choice = WeightScheme(format="nvfp4")
+    form = registry.load("formats", "nvfp4")
+    parts = [torch.randn(5, 32, generator=torch.Generator().manual_seed(seed)) * 10**seed for seed in (0, 1)]
+    wholes = torch.cat([form.global_scale(part.abs().amax(), choice).expand(5) for part in parts])
+    together, _ = transposed(torch.cat(parts).T.contiguous(), 16, choice, None, Search(), wholes)
+    assert torch.equal(together.T, torch.cat([searched(part, choice)[0] for part in parts]))
+
+
+def test_a_format_without_scales_is_refused():
+    with pytest.raises(InputError) as caught:
+        minmax(torch.randn(2, 4), WeightScheme(format="float16"))
+    assert caught.value.code == "format-without-scale"
