@@ -61,12 +61,7 @@ def load(
     from quantkit.calibrate.sets import load_tokens
 
     choice = recipe.calibration
-    try:
-        tokenizer = source.tokenizer()
-    except InputError as error:
-        if error.code != "tokenizer-missing" or not choice.set.endswith(_IDS):
-            raise
-        tokenizer = None
+    tokenizer = _tokenizer(source, recipe)
     tokens = sequence_length(recipe, source, decisions)
     common: dict[str, Any] = {"tokenizer": tokenizer, "tokens": tokens, "vocab_size": vocabulary(source)}
     calibration = None
@@ -94,6 +89,49 @@ def load(
     return calibration, load_tokens(_FALLBACK, "eval", samples=samples, seed=recipe.seed, **common)
 
 
+def guiding(
+    recipe: Recipe,
+    source: Source,
+    *,
+    samples: int,
+    tokens: int,
+    calibration: TokenSet | None,
+    decisions: list[Decision],
+) -> TokenSet:
+    """The text that may guide a choice: the `tune` split of the recipe's set, which neither calibrates nor scores.
+
+    Args:
+        recipe: its calibration choice and seed.
+        source: whose tokenizer and vocabulary.
+        samples, tokens: how much of it.
+        calibration: what the passes see.
+        decisions: gets what was done otherwise than asked.
+
+    Raises:
+        InputError: of `load_tokens`.
+    """
+    from quantkit.calibrate.sets import load_tokens
+
+    common: dict[str, Any] = {
+        "tokenizer": _tokenizer(source, recipe),
+        "samples": samples,
+        "tokens": tokens,
+        "seed": recipe.seed,
+        "vocab_size": vocabulary(source),
+    }
+    chosen, problem = recipe.calibration.set, "it has nothing that calibration did not see"
+    try:
+        found = load_tokens(chosen, "tune", **common)
+        if calibration is None or not _overlap(calibration, found):
+            return found
+    except InputError as error:
+        if error.code not in ("calibration-short", "calibration-split") or chosen == _FALLBACK:
+            raise
+        problem = "it is too short, or has no tune split"
+    decisions.append(decision("tune", "guided-elsewhere", public(chosen), problem, public(chosen), _FALLBACK))
+    return load_tokens(_FALLBACK, "tune", **common)
+
+
 def vocabulary(source: Source) -> int:
     """Token ids lie below it."""
     size = source.config.get("vocab_size")
@@ -102,6 +140,17 @@ def vocabulary(source: Source) -> int:
     return int(source.skeleton().get_input_embeddings().weight.shape[0])  # type: ignore[operator, union-attr, arg-type]
 
 
+def _tokenizer(source: Source, recipe: Recipe) -> Any:
+    """The model's; None where it has none and the set holds token ids."""
+    try:
+        return source.tokenizer()
+    except InputError as error:
+        if error.code != "tokenizer-missing" or not recipe.calibration.set.endswith(_IDS):
+            raise
+        return None
+
+
 def _overlap(calibration: TokenSet, scoring: TokenSet) -> bool:
-    seen = {tuple(row) for row in calibration.ids.tolist()}
-    return any(tuple(row) in seen for row in scoring.ids.tolist())
+    length = min(calibration.ids.shape[1], scoring.ids.shape[1])
+    seen = {tuple(row) for row in calibration.ids[:, :length].tolist()}
+    return any(tuple(row) in seen for row in scoring.ids[:, :length].tolist())

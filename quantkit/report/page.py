@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quantkit.bundle import Manifest
 from quantkit.errors import MissingDependency
@@ -53,22 +54,9 @@ def page(
     Raises:
         MissingDependency: plotly, extra `report`.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-
-    library = _library()
-    script = _read("page.js")
     answer, because = figures.verdict(manifest, rows)
-    environment = Environment(
-        loader=FileSystemLoader(_FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"change": figures.change, "relation": figures.relation, "short": figures.short}
-    environment.filters |= {"size": words.size, "plural": words.plural}
-    text = environment.get_template("page.html.j2").render(
+    return rendered(
+        "page.html.j2",
         manifest=manifest,
         origin=figures.origin(manifest),
         schemes=figures.schemes(manifest),
@@ -94,13 +82,38 @@ def page(
         again=usage.again(manifest),
         facts=_facts(manifest, rows),
         recipe=usage.recipe(manifest),
+    )
+
+
+def rendered(template: str, **values: Any) -> str:
+    """A page of this package's style from one of its templates: escaped, with its scripts and the policy for them.
+
+    Raises:
+        MissingDependency: plotly, extra `report`.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    library = _library()
+    script = _read("page.js")
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"change": figures.change, "relation": figures.relation, "short": figures.short}
+    environment.filters |= {"size": words.size, "plural": words.plural}
+    text = environment.get_template(template).render(
+        **values,
         policy=_policy(script, library),
         # these three are this package's own and plotly's; everything else is escaped
         style=Markup(_read("page.css")),  # noqa: S704
         script=Markup(script),  # noqa: S704
         library=Markup(_packed(library)),  # noqa: S704
     )
-    return text.rstrip("\n") + "\n"
+    return text.strip("\n") + "\n"
 
 
 def _library() -> str:
