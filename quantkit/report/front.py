@@ -95,7 +95,7 @@ def verdict(data: Data) -> tuple[str, str, list[str]]:
     if chosen["measured"] < uniform["measured"]:
         less = 1 - chosen["measured"] / uniform["measured"]
         return "good", f"Mixed precision is better by {words.percent(less, 0)} of the KL", because
-    return "bad", f"{words.sentence(uniform['name'])} throughout is as good: use {data['recipe']}", because
+    return "bad", f"{words.sentence(uniform['name'])} throughout is as good: use {data['base']}", because
 
 
 def _held_out(scored: Data) -> str:

@@ -39,7 +39,7 @@ def front_of(
     """`front.json`.
 
     Args:
-        facts: model, recipe, target, budget, candidates, texts, factor, decisions, notes.
+        facts: model, base recipe, target, budget, candidates, texts, factor, decisions, notes.
         tables: of the model.
         chosen: the choice.
         measured: what was compiled and scored on the way to it, the choice last.
@@ -101,7 +101,7 @@ def comment(data: Mapping[str, Any]) -> list[str]:
     chosen, seen, check = data["chosen"], data["texts"]["harm"], data["texts"]["check"]
     limits = ", ".join(f"{kind}={value:g}" for kind, value in data["budget"].items())
     lines = [
-        f"{data['model']['name']} within {limits}, chosen by quantkit tune from {data['recipe']}.",
+        f"{data['model']['name']} within {limits}, chosen by quantkit tune from {data['base']}.",
         f"{len(data['units'])} units, each measured alone on {seen['samples']} x {seen['tokens']} tokens of"
         f" {seen['set']} ({seen['split']}).",
         f"{chosen['bits']:.4f} bits a weight; sum of harms {chosen['predicted']:.4f} nats a token.",

@@ -67,14 +67,14 @@ def name_of(scheme: WeightScheme | None) -> str:
     """`int4 g64`, `int8 channel`, `int4 g32 asymmetric`, `float`."""
     if scheme is None:
         return FLOAT
-    span = f"g{scheme.group}" if scheme.group else scheme.granularity
+    span = f"{'b' if scheme.granularity == 'block' else 'g'}{scheme.group}" if scheme.group else scheme.granularity
     return f"{scheme.format} {span}{'' if scheme.symmetric else ' asymmetric'}"
 
 
 def bits_of(shape: tuple[int, int], scheme: WeightScheme) -> float:
     """All stored bits of a [N, K] matrix: codes, scales, zero points, what fills up the last group."""
     rows, columns = shape
-    padded = columns + (-columns % scheme.group if scheme.group else 0)
+    padded = columns + scheme.padding(columns)
     stored: float = registry.load("formats", scheme.format).bits_per_weight((rows, padded), scheme)
     return stored * rows * padded
 
@@ -140,11 +140,17 @@ def choices(
 
 
 def _changed(base: WeightScheme, change: Mapping[str, Any], recipe: str) -> WeightScheme:
-    fields = {**base.model_dump(), **change}
-    if change.get("granularity", "group") != "group":
-        fields["group"] = None
-    elif "group" in change:
-        fields["granularity"] = "group"
+    rules = registry.load("formats", change.get("format", base.format)).rules
+    fields: dict[str, Any] = {"format": base.format}
+    # of the recipe's scheme, what the new format has as well; where it has not, what it says of itself
+    if base.granularity in rules.granularities and (not rules.groups or base.group in (None, *rules.groups)):
+        fields |= {"granularity": base.granularity, "group": base.group}
+    fields |= {"symmetric": base.symmetric} if base.symmetric in rules.symmetric else {}
+    fields |= {"scale": base.scale} if base.scale in rules.scales else {}
+    if "granularity" in change or "group" in change:
+        fields.pop("group", None)
+        fields |= {"granularity": "group"} if "granularity" not in change else {}
+    fields |= change
     checked = Recipe.from_dict(
         {"schema": 1, "summary": "a candidate", "scheme": {"weights": fields}, "passes": [{"rtn": {}}]},
         name=recipe,
@@ -201,7 +207,7 @@ def _together(
     try:
         _accept_mixed(prepared, possible)
     except InputError as problem:
-        without = {scheme.model_copy(update={"symmetric": True}): None for scheme in possible}
+        without = {_changed(scheme, {"symmetric": True}, "symmetric"): None for scheme in possible}
         if without.keys() == possible.keys():
             raise
         made = {scheme: _laid_out(prepared, scheme) for scheme in without}

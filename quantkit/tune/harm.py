@@ -36,8 +36,8 @@ from quantkit.model.block import Block
 from quantkit.model.stream import Calls, Head, StreamedModel
 from quantkit.model.structure import set_weight, weight_of
 from quantkit.passes import Outcome
-from quantkit.pipeline.work import Step, Worked, chunk_size, work
-from quantkit.recipe import ASSIGNERS, WeightScheme
+from quantkit.pipeline.work import Step, Worked, chunk_size, looks_at_original, work
+from quantkit.recipe import WeightScheme, assigners
 
 # hidden states of a wave's variants; and waves at least, so that what was measured is kept every now and then
 STATES = 512 * 2**20
@@ -203,7 +203,7 @@ class _Measurement:
         """
         subject = self.subject
         before = _Before()
-        at = next(i for i, step in enumerate(subject.steps) if step.run.name in ASSIGNERS)
+        at = next(i for i, step in enumerate(subject.steps) if step.run.name in assigners())
         steps = [*subject.steps[:at], Step(before, None), *subject.steps[at:]]
         size = float(self.clean.double().square().sum()) or 1.0
         units: dict[tuple[str, ...], list[_Variant]] = {}
@@ -219,6 +219,7 @@ class _Measurement:
                 seed=subject.seed,
                 start=index,
                 hidden=calibration,
+                original=calibration if looks_at_original(subject.steps) else None,
             )
             worked = next(blocks)
             assert before.module is not None

@@ -157,7 +157,7 @@ class _Search:
             "quantkit": quantkit.__version__,
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "model": {"name": source.name, "ref": source.ref, "sha256": source.sha256, "dtype": source.dtype},
-            "recipe": self.request.recipe.name,
+            "base": self.request.recipe.name,
             "target": self.request.target.name,
             "budget": self.question.budget.as_dict(),
             "candidates": [

@@ -98,7 +98,8 @@ def globs(
         # a whole part of a block, where all that the glob matches has this scheme
         for glob in (f"{stem.rpartition('.')[0]}.*", f"{stem}.*", layer):
             matched = [other for other in assignment if fnmatchcase(other, glob)]
-            if all(assignment[other] == scheme for other in matched) and (len(matched) > 1 or glob == layer):
+            saves = sum(other in left for other in matched) > 1
+            if glob == layer or (saves and all(assignment[other] == scheme for other in matched)):
                 break
         found.append((glob, scheme))
         left = [other for other in left if other not in matched]
