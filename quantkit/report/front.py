@@ -22,6 +22,10 @@ from quantkit.report.sections import Panel, Section, Sheet
 
 Data = Mapping[str, Any]
 
+_HEAD = ("", "bits", "size", "KL expected", "KL measured", "units")
+_CHOSEN = "chosen"
+# points of the front on a screen, and room for ticks such as 0.0001
+_SHOWN, _LEFT = 8, 76
 # of the bars: kinds of units, in the order in which a block runs them
 _SHADES = (QUANTIZED, "quantized-soft", ORIGINAL, "rest")
 
@@ -49,7 +53,7 @@ def page(data: Data, recipe: str) -> str:
         harm=_harm(data),
         chosen=_chosen(data),
         recipe=recipe.rstrip("\n"),
-        command=f"quantkit compile {data['model']['ref'].removeprefix('alias:')} --recipe ./tuned.yaml",
+        command=f"quantkit compile {_model(data['model']['ref'])} --recipe ./tuned.yaml",
         decisions=[Decision.model_validate(each) for each in data["decisions"]],
         facts=_facts(data),
     )
@@ -60,16 +64,22 @@ def terminal(data: Data, out: str) -> list[RenderableType]:
     tone, answer, because = verdict(data)
     style = {"good": "green", "bad": "bold red"}.get(tone, "bold")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("", "bits", "size", "KL expected", "KL measured", "units"):
-        table.add_column(name, justify="left" if name in ("", "units") else "right", no_wrap=name != "units")
-    for line in _lines(data):
-        table.add_row(*(Text(cell, "bold" if line[0] == "chosen" else "") for cell in line))
+    for name in _HEAD[:-1]:
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for line in _thinned(_lines(data)):
+        table.add_row(*(Text(cell, "bold" if line[0] == _CHOSEN else "") for cell in line[:-1]))
     found: list[RenderableType] = [Text(), Text.assemble((f"{answer}.", style))]
     found += [Padding(Text(reason), (0, 0, 0, 2)) for reason in because]
     found += [Text(), Padding(table, (0, 0, 0, 2)), Text()]
     found.append(Text(f"  {out}/tuned.yaml", no_wrap=True))
     found.append(Text(f"  {out}/report.html", no_wrap=True))
     return found
+
+
+def _model(ref: str) -> str:
+    """A model as a command names it; of a user's own folder only the name is known."""
+    kind, _, name = ref.partition(":")
+    return {"alias": name, "path": f"./{name}"}.get(kind, ref)
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------
@@ -90,12 +100,12 @@ def verdict(data: Data) -> tuple[str, str, list[str]]:
         return "bad", "The limit on KL was not met", because
     if uniform is None:
         return "open", "The best mixture within the budget", because
-    against = f"{uniform['name']} throughout, at {words.figure(uniform['bits'], 4)} bits"
-    because.append(f"{words.sentence(against)}, has {_kl(uniform['measured'])}{_held_out(uniform)}.")
+    against = f"All units in {uniform['name']}, at {words.figure(uniform['bits'], 4)} bits, have"
+    because.append(f"{against} {_kl(uniform['measured'])}{_held_out(uniform)}.")
     if chosen["measured"] < uniform["measured"]:
         less = 1 - chosen["measured"] / uniform["measured"]
         return "good", f"Mixed precision is better by {words.percent(less, 0)} of the KL", because
-    return "bad", f"{words.sentence(uniform['name'])} throughout is as good: use {data['base']}", because
+    return "bad", f"A mixture is no better than {uniform['name']} throughout", because
 
 
 def _held_out(scored: Data) -> str:
@@ -135,13 +145,21 @@ def _lines(data: Data) -> list[list[str]]:
         return [name, bits, size, _kl(entry["expected"]), words.or_dash(measured, _kl), units]
 
     found = [(entry["bits"], line("", entry, None)) for entry in data["front"]]
-    found.append((data["chosen"]["bits"], line("chosen", data["chosen"], data["chosen"]["measured"])))
+    found.append((data["chosen"]["bits"], line(_CHOSEN, data["chosen"], data["chosen"]["measured"])))
     found += [(entry["bits"], line(entry["name"], entry, None)) for entry in data["alone"] if entry["predicted"] > 0]
     uniform = data["uniform"]
     if uniform:
         entry = [f"{uniform['name']}, compiled", words.figure(uniform["bits"], 4), words.size(uniform["file_bytes"])]
         found.append((uniform["bits"], [*entry, "–", _kl(uniform["measured"]), "all"]))
     return [text for _, text in sorted(found, key=lambda each: each[0])]
+
+
+def _thinned(lines: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """For a screen: what has a name, and of the rest of the front only so many."""
+    unnamed = [i for i, line in enumerate(lines) if not line[0]]
+    step = -(-len(unnamed) // _SHOWN) or 1
+    kept = set(unnamed[step // 2 :: step])
+    return [line for i, line in enumerate(lines) if line[0] or i in kept]
 
 
 def _pareto(data: Data) -> Section:
@@ -172,6 +190,7 @@ def _pareto(data: Data) -> Section:
     x = charts.straight_axis("bits a weight", bits)
     y = charts.log_axis("KL, nats a token", harms)
     figure = charts.lines(curves, x, y, height=400, marks=[Mark(chosen["bits"], "chosen")])
+    figure["layout"]["margin"]["l"] = _LEFT
     _label_points(figure, [(entry["name"], entry["bits"], entry["expected"]) for entry in data["alone"]])
     keys = [(QUANTIZED, f"mixtures, {factor}"), ("muted", f"one scheme for all, {factor}")]
     if uniform:
@@ -189,14 +208,15 @@ def _pareto(data: Data) -> Section:
         f"Harm: each unit quantized alone, KL over {seen['items']:,} positions of {seen['set']} ({seen['split']})."
     )
     captions = [caption]
+    if data["anchor"]:
+        captions.append(f"Measured in {data['anchor']}; the other candidates by their error, relative to its.")
     if data["texts"]["check"]:
         scored = data["texts"]["check"]
         captions.append(f"Measured: over {scored['items']:,} positions of {scored['set']} ({scored['split']}).")
     if not data["timings"]:
         captions.append("No timings were given, so speed took no part in the choice.")
-    head = ["", "bits", "size", "KL expected", "KL measured", "units"]
     panel = Panel("KL against bits", "KL divergence falls as bits a weight grow.", figure, wide=True)
-    return Section(said, [panel], captions, Sheet(head, _lines(data), remarks=1), keys=keys)
+    return Section(said, [panel], captions, Sheet(_HEAD, _lines(data), remarks=1), keys=keys)
 
 
 def _label_points(figure: Figure, points: Sequence[tuple[str, float, float]]) -> None:
@@ -288,6 +308,7 @@ def _bars(blocks: Sequence[int], values: Mapping[str, Sequence[float]]) -> Figur
     x = charts.straight_axis("block", [blocks[0] - 0.5, blocks[-1] + 0.5])
     y = charts.straight_axis("KL, nats a token", [0.0, max(tops)])
     figure = charts.lines([], x, y, height=300, right=14)
+    figure["layout"]["margin"]["l"] = _LEFT
     figure["layout"] |= {"barmode": "stack", "bargap": 0.25}
     return {**figure, "data": data}
 

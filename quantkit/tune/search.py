@@ -165,6 +165,7 @@ class _Search:
                 for each in self.found.candidates
             ],
             "texts": {"harm": answer.text_of(self.text), "check": answer.text_of(self.scored) if self.scored else None},
+            "anchor": self._anchor(),
             "factor": self.factor if self.measured else None,
             "decisions": [each.model_dump(mode="json", by_alias=True) for each in self.decisions],
             "notes": list(source.notes),

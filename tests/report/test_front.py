@@ -1,0 +1,126 @@
+"""The page and the screen of a search."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from typing import Any
+
+import pytest
+
+from quantkit.report import front, terminal
+
+NAMES = ("int4 g32", "int8 g32", "float")
+BITS = (4.5, 8.5, 32.0)
+
+
+def data(**changes: Any) -> dict[str, Any]:
+    def point(bits: float, predicted: float, **units: int) -> dict[str, Any]:
+        found = {"bits": bits, "bytes": round(1e5 * bits), "predicted": predicted, "expected": 1.2 * predicted}
+        return found | {"units": {name.replace("_", " "): count for name, count in units.items()}}
+
+    text = {"set": "prose-en", "split": "tune", "sha256": "a" * 64, "samples": 2, "tokens": 128, "items": 254}
+    kinds = (["q_proj", "k_proj"], ["o_proj"])
+    units = [
+        {
+            "block": block,
+            "members": [f"m.{block}.{name}" for name in kind],
+            "weights": 10,
+            "harm": dict(zip(NAMES, (1e-3 * (block + 1), 1e-5, 0.0), strict=True)),
+            "chosen": NAMES[block],
+        }
+        for block in range(2)
+        for kind in kinds
+    ]
+    scored = {"name": "tuned", "measured": 0.0031, "held_out": 0.0033, "held_out_ci95": [0.003, 0.0036]}
+    return {
+        "schema": 1,
+        "quantkit": "0.1.0",
+        "created": "2026-01-01T00:00:00+00:00",
+        "model": {"name": "a <model>", "ref": "path:tiny", "sha256": "b" * 64, "dtype": "float32"},
+        "base": "gptq-int4",
+        "target": "cpu-x86",
+        "budget": {"bits": 6.5},
+        "candidates": [{"name": name, "scheme": None} for name in NAMES],
+        "texts": {"harm": text, "check": {**text, "items": 6000}},
+        "anchor": "int4 g32",
+        "factor": 1.2,
+        "chosen": {**point(6.5, 0.0026, int4_g32=2, int8_g32=2), **scored},
+        "checks": [{**scored}],
+        "uniform": {"name": "int4 g32", "bits": 4.5, "file_bytes": 450_000, "measured": 0.0072, "held_out": 0.0075},
+        "alone": [
+            {"name": name, **point(bits, harm)}
+            for name, bits, harm in zip(NAMES, BITS, (0.006, 4e-5, 0.0), strict=True)
+        ],
+        "front": [point(4.5 + i / 5, 0.006 / 1.2**i, int4_g32=4) for i in range(20)],
+        "timings": [],
+        "units": units,
+        "decisions": [
+            {"pass": "tune", "code": "made-symmetric", "where": "x", "from": False, "to": True, "reason": "a mixture"}
+        ],
+        "notes": ["a note about the source"],
+        "seconds": 200.0,
+        **changes,
+    }
+
+
+def shown(given: dict[str, Any]) -> str:
+    out = io.StringIO()
+    terminal.write(front.terminal(given, "./out"), out)
+    return out.getvalue()
+
+
+def test_a_mixture_that_wins_says_by_how_much() -> None:
+    tone, answer, because = front.verdict(data())
+    assert tone == "good"
+    assert answer == "Mixed precision is better by 57 % of the KL"
+    assert any("0.00720" in reason for reason in because)
+
+
+def test_a_mixture_that_does_not_win_says_so() -> None:
+    worse = data()
+    worse["uniform"]["measured"] = 0.003
+    tone, answer, _ = front.verdict(worse)
+    assert (tone, answer) == ("bad", "A mixture is no better than int4 g32 throughout")
+
+
+def test_a_prediction_is_called_one() -> None:
+    given = data(uniform=None, checks=[], factor=None)
+    given["chosen"] |= {"measured": None, "held_out": None}
+    given["texts"] |= {"check": None}
+    assert "prediction" in front.verdict(given)[1]
+    assert "predicted, not compiled" in front.page(given, "schema: 1\n")
+    assert "prediction" in shown(given)
+
+
+def test_a_limit_on_kl_that_was_not_met_is_named() -> None:
+    assert front.verdict(data(budget={"kl": 0.001}))[1] == "The limit on KL was not met"
+
+
+def test_the_screen_holds_every_name_and_fits() -> None:
+    text = shown(data())
+    assert all(name in text for name in ("chosen", "int4 g32", "int8 g32", "int4 g32, compiled", "./out/tuned.yaml"))
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert len(text.splitlines()) < 30
+
+
+def test_the_page_has_every_figure_and_is_escaped() -> None:
+    page = front.page(data(), "schema: 1\nsummary: <b>\n")
+    figures = [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page, re.S)]
+    assert len(figures) == 3
+    assert "a &lt;model&gt;" in page
+    assert "<b>" not in page
+    assert "summary: &lt;b&gt;" in page
+    # the choice as measured, one scheme for all as measured, and the front as expected
+    points = {(x, y) for trace in figures[0]["data"] for x, y in zip(trace["x"], trace["y"], strict=True)}
+    assert {(6.5, 0.0031), (4.5, 0.0072)} <= points
+    assert figures[0]["data"][0]["y"][0] == pytest.approx(0.0072)
+    # bars by depth add up to the harms of the scheme that most units are in
+    assert sum(sum(trace["y"]) for trace in figures[1]["data"]) == pytest.approx(2 * 1e-3 + 2 * 2e-3)
+    assert figures[2]["data"][0]["z"] == [[4.5, 8.5], [4.5, 8.5]]
+    assert "No timings were given" in page
+
+
+def test_the_same_data_give_the_same_page() -> None:
+    assert front.page(data(), "x") == front.page(json.loads(json.dumps(data())), "x")
