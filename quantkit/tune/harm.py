@@ -315,7 +315,7 @@ class _Before:
         self.module = copy.deepcopy(block.module)
         return Outcome(False)
 
-    def transform(self, model: StreamedModel, settings: Any, seed: int) -> Any:
+    def transform(self, model: Any, settings: Any, seed: int) -> Any:
         """Not of scope `model`."""
         raise NotImplementedError
 
