@@ -105,9 +105,9 @@ class InputStats:
         self._hessian = None
         flat = part.reshape(-1, width)
         self._sum += flat.sum(dim=0).double()
-        if flat.shape[0]:
-            low, high = torch.aminmax(flat, dim=0)
-            self._absmax = torch.maximum(self._absmax, torch.maximum(-low, high))
+        # in pieces that a cache holds, and not by torch.aminmax, which takes ten times as long across rows
+        for piece in flat.split(_PANEL) if flat.shape[0] else ():
+            self._absmax = torch.maximum(self._absmax, piece.abs().amax(dim=0))
         for sequence in part[: max(0, _SAMPLE - len(self._sample))]:
             rows = sequence.reshape(-1, width)
             self._sample += rows[:: max(1, -(-rows.shape[0] // _SAMPLE_EACH))].clone().unbind()

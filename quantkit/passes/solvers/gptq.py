@@ -124,9 +124,9 @@ def factor(hessian: Tensor, *, damping: float = 0.01, shrink: float = 0.3, act_o
     diagonal = hessian.diagonal().float()
     mean = float(diagonal.mean())
     if mean <= 0:  # no input was ever seen: plain rounding is the best there is, and what an identity yields
-        hessian, mean = torch.eye(len(diagonal)), 1.0
+        hessian, diagonal, mean = torch.eye(len(diagonal)), torch.ones(len(diagonal)), 1.0
     whole = hessian.float() * (1 - shrink)
-    whole.diagonal().copy_(hessian.diagonal())
+    whole.diagonal().copy_(diagonal)
     order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(len(diagonal))
     backwards = order.flip(0)
     reordered = whole[backwards][:, backwards]
@@ -136,9 +136,8 @@ def factor(hessian: Tensor, *, damping: float = 0.01, shrink: float = 0.3, act_o
         added += share * mean
         # a column without any input costs nothing; some cost keeps it at the nearest code
         added[diagonal <= 0] += mean
-        damped = reordered.clone()
-        damped.diagonal().add_(added[backwards])
-        lower, info = torch.linalg.cholesky_ex(damped)
+        reordered.diagonal().copy_((diagonal + added)[backwards])
+        lower, info = torch.linalg.cholesky_ex(reordered)
         if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
             upper = lower.flip(0, 1)
             pivots = upper.diagonal()
