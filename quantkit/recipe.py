@@ -380,7 +380,9 @@ class Recipe(Closed):
     @model_validator(mode="after")
     def _one_assigner(self) -> Self:
         assigning = [step.name for step in self.passes if _assigns(step.name)]
-        if self.passes and self.scheme.weights is not None and len(assigning) != 1:
+        # one that asks for nothing may also improve the codes of those before it: gptq, then round
+        improving = [name for name in assigning[1:] if "unassigned" not in registry.load("passes", name).requires]
+        if self.passes and self.scheme.weights is not None and len(assigning) - len(improving) != 1:
             found = ", ".join(assigning) or "none"
             raise ValueError(f"exactly one of {', '.join(assigners())} assigns the codes; found {found}")
         if assigning and self.scheme.weights is None:

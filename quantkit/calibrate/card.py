@@ -4,7 +4,7 @@
 
 Passes see `calib`; `tune` alone may guide a choice; `eval` is for scoring and nothing else. A file is read only if its
 bytes have the length and the sha256 that the card states, so a set that changed cannot be mistaken for the one that
-figures were made on.
+figures were made on. A set of kind `random` has no files: its tokens are drawn from the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -80,13 +80,19 @@ class Card(Closed):
 
     schema_: Annotated[Literal[1], Field(alias="schema")]
     summary: str = Field(min_length=1)
-    kind: Literal["text", "tokens", "images", "pairs"]
+    kind: Literal["text", "tokens", "images", "pairs", "random"]
     source: Source
     licence: str = Field(min_length=1)
-    files: list[SplitFile] = Field(min_length=1)
+    files: list[SplitFile] = Field(default=[])
     sampling: Sampling = Sampling()
     preprocess: Preprocess | None = None
     _folder: Path = PrivateAttr(default=Path())
+
+    @model_validator(mode="after")
+    def _files_with_data(self) -> Self:
+        if (self.kind == "random") == bool(self.files):
+            raise ValueError("a set has `files`, unless it is of kind random")
+        return self
 
     @model_validator(mode="after")
     def _splits_apart(self) -> Self:

@@ -2,7 +2,8 @@
 
 A shipped set or a folder with a `card.yaml` has its splits. A user's own text has none, and what calibrates must not
 score: its last 10 % are kept for `eval`, the 5 % before for `tune`, by whole documents where there are 20 or more, else
-by the length of the text. Token ids are used as given, in order, whichever split is asked for.
+by the length of the text. Token ids are used as given, in order, whichever split is asked for. A set of kind `random`
+is no data at all: ids drawn from the vocabulary, each as likely as the next, to calibrate on and for nothing else.
 
     load_tokens("prose-en", "calib", tokenizer=..., samples=16, tokens=512, seed=0, vocab_size=49152).ids   # [16, 512]
 """
@@ -80,10 +81,12 @@ def load_tokens(
     Raises:
         InputError: `unknown-calibration`, `file-missing`, `card-invalid`, and `calibration-` followed by `checksum`,
             `split`, `kind`, `folder`, `suffix`, `empty`, `short`, `not-text`, `json`, `fields`, `mixed`, `unreadable`,
-            `ids`, `tokenizer`.
+            `ids`, `tokenizer`, `random`.
     """
     part = _open(reference, split)
-    if isinstance(part.content, Ids):
+    if part.content is None:
+        ids = _drawn(part, split, samples=samples, tokens=tokens, seed=seed, vocab_size=vocab_size)
+    elif isinstance(part.content, Ids):
         ids = _as_given(part.content, samples, tokens, vocab_size, part.where)
     else:
         ids = _from_text(part, split, tokenizer, samples=samples, tokens=tokens, seed=seed)
@@ -96,9 +99,9 @@ def load_tokens(
 
 @dataclass(frozen=True)
 class _Part:
-    """The data of one split, read but not tokenized."""
+    """The data of one split, read but not tokenized; None where ids are drawn."""
 
-    content: Texts | Ids
+    content: Texts | Ids | None
     sampling: Sampling
     name: str
     where: str
@@ -134,6 +137,8 @@ def _open(reference: str, split: Split) -> _Part:
 
 def _from_card(card: Card, split: Split) -> _Part:
     where = str(card.folder / "card.yaml")
+    if card.kind == "random":
+        return _Part(None, card.sampling, card.name, where)
     if card.kind not in ("text", "tokens"):
         raise InputError(
             "calibration-kind",
@@ -179,6 +184,19 @@ def _cut(text: str, share: float) -> int:
     while place < len(text) and not text[place].isspace():
         place += 1
     return place if place < len(text) else int(len(text) * share)
+
+
+def _drawn(part: _Part, split: Split, *, samples: int, tokens: int, seed: int, vocab_size: int) -> NDArray[np.int64]:
+    if split != "calib":
+        raise InputError(
+            "calibration-random",
+            where=part.where,
+            value=f"the split {split!r} of a set without text",
+            rule="random tokens say how large activations are, and nothing about how good a model is",
+            remedy="score on a set of text",
+        )
+    generator = np.random.default_rng([part.sampling.seed, seed])
+    return generator.integers(0, vocab_size, (samples, tokens), dtype=np.int64)
 
 
 def _as_given(rows: Ids, samples: int, tokens: int, vocab_size: int, where: str) -> NDArray[np.int64]:

@@ -86,7 +86,18 @@ class Block:
 
     def weight(self, linear: str) -> Tensor:
         """The current weight [N, K + padding], float32; not to be written to."""
-        weight = weight_of(self.module.get_submodule(linear)).float()
+        return self._padded(linear, self.module)
+
+    def original_weight(self, linear: str) -> Tensor:
+        """What the codes of a linear stand for, [N, K + padding], float32: folds applied, clipping not.
+
+        Only where a pass asked for the original stream.
+        """
+        assert self.original is not None
+        return self._padded(linear, self.original)
+
+    def _padded(self, linear: str, module: nn.Module) -> Tensor:
+        weight = weight_of(module.get_submodule(linear)).float()
         return torch.nn.functional.pad(weight, (0, self.scheme(linear).padding(weight.shape[1])))
 
     def assign(self, linear: str, tensor: QuantTensor) -> float:

@@ -52,7 +52,7 @@ class LoadedModel:
         calls = Calls(hidden=torch.empty(0), chunk=chunk)
         if not self.path:
             calls.hidden = ids
-            calls.arguments = {part.shape[0]: [((), {})] for part in ids.split(chunk)}
+            calls.arguments = {size: [((), {})] for size in (1, *(part.shape[0] for part in ids.split(chunk)))}
             return calls
         as_tuple = returns_tuple(self.model, self.path, self.load(0), ids)
         parts = []
@@ -61,4 +61,6 @@ class LoadedModel:
             parts.append(hidden)
             calls.arguments.setdefault(part.shape[0], arguments)
         calls.hidden = torch.cat(parts)
+        if 1 not in calls.arguments:
+            calls.arguments[1] = record_calls(self.model, self.path, ids[:1], as_tuple=as_tuple)[1]
         return calls

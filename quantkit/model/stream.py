@@ -68,18 +68,22 @@ class Calls:
     Args:
         hidden: [samples, tokens, width] float32.
         chunk: sequences per forward.
-        arguments: batch size -> one (args, kwargs) a block.
+        arguments: batch size -> one (args, kwargs) a block: for chunks, for what is left over, and for 1.
     """
 
     hidden: Tensor
     chunk: int
     arguments: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
 
+    def forward(self, block: nn.Module, index: int, hidden: Tensor) -> Tensor:
+        """The block's output on one chunk or one sequence, with gradients where those are enabled."""
+        args, kwargs = self.arguments[hidden.shape[0]][index]
+        return primary(block(hidden, *args, **kwargs))
+
     @torch.no_grad()
     def run(self, block: nn.Module, index: int, hidden: Tensor) -> Tensor:
         """The block's output on one chunk, [at most chunk, tokens, width]."""
-        args, kwargs = self.arguments[hidden.shape[0]][index]
-        return primary(block(hidden, *args, **kwargs))
+        return self.forward(block, index, hidden)
 
     def chunks(self, hidden: Tensor) -> Iterator[Tensor]:
         """`hidden` in forwards' worth."""
@@ -346,6 +350,8 @@ class StreamedModel:
                 yield hidden.to(self.dtype)
 
         calls.hidden = gathered(parts(), ids.shape[0])
+        if 1 not in calls.arguments:
+            calls.arguments[1] = record_calls(model, self.path, ids[:1], as_tuple=self.as_tuple)[1]
         return calls
 
     @torch.no_grad()

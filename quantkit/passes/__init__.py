@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from quantkit.model.block import Block
     from quantkit.model.stream import Transform, Whole
 
+# a decision with this code tells how an input was read; it is no fallback
+NOTE = "note"
+
 
 @dataclass
 class Outcome:

@@ -39,7 +39,7 @@ from quantkit.bundle.manifest import MEASUREMENTS
 from quantkit.errors import GateError, InputError, Stopped
 from quantkit.measure.rows import Row, write_rows
 from quantkit.measure.size import folder_of, size_rows
-from quantkit.passes import decision
+from quantkit.passes import NOTE, decision
 from quantkit.pipeline import tokens
 from quantkit.pipeline.estimate import demand_disk, estimate, head_size, times
 from quantkit.pipeline.gates import judge
@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from quantkit.model.stream import StreamedModel
     from quantkit.pipeline.work import Step, Worked
 
-# a decision with this code tells how an input was read; it is no fallback
-NOTE = "note"
 # packages that an ONNX graph's bytes depend on
 _GRAPH = ("onnx", "onnx-ir", "onnxscript")
 # a few tokens are enough to trace a block and to prove its folds

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from quantkit import content
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
-from quantkit.passes import decision
-from quantkit.recipe import Recipe
+from quantkit.passes import NOTE, decision
+from quantkit.recipe import CalibrationChoice, Recipe
 
 if TYPE_CHECKING:
     from quantkit.calibrate.sets import TokenSet
@@ -33,9 +33,8 @@ def without_paths(recipe: dict[str, Any]) -> dict[str, Any]:
     return {**recipe, "calibration": calibration}
 
 
-def sequence_length(recipe: Recipe, source: Source, decisions: list[Decision]) -> int:
-    """Tokens a sequence: the recipe's, or as many as the model has positions."""
-    tokens = recipe.calibration.tokens
+def sequence_length(tokens: int, source: Source, decisions: list[Decision]) -> int:
+    """Tokens a sequence: those asked for, or as many as the model has positions."""
     positions = source.config.get("max_position_embeddings", source.config.get("n_positions"))
     if isinstance(positions, int) and tokens > positions:
         reason = f"the model has {positions} positions"
@@ -62,20 +61,25 @@ def load(
 
     choice = recipe.calibration
     tokenizer = _tokenizer(source, recipe)
-    tokens = sequence_length(recipe, source, decisions)
+    tokens = sequence_length(choice.tokens, source, decisions)
     common: dict[str, Any] = {"tokenizer": tokenizer, "tokens": tokens, "vocab_size": vocabulary(source)}
     calibration = None
     if calibrate:
         calibration = load_tokens(choice.set, "calib", samples=choice.samples, seed=recipe.seed, **common)
     samples = -(-SCORED // max(tokens - 1, 1))
-    problem = "it is too short to score on"
+    problem, code = "it is too short to score on", "scored-elsewhere"
     try:
         scoring = load_tokens(choice.set, "eval", samples=samples, seed=recipe.seed, **common)
         if calibration is None or not _overlap(calibration, scoring):
             return calibration, scoring
         problem = "it has nothing that calibration did not see"
     except InputError as error:
-        if error.code != "calibration-short":
+        if error.code == "calibration-random":
+            problem, code = "its tokens are drawn at random", NOTE
+            # as long as other recipes' sequences, so that their scores compare
+            common["tokens"] = sequence_length(CalibrationChoice().tokens, source, [])
+            samples = -(-SCORED // max(common["tokens"] - 1, 1))
+        elif error.code != "calibration-short":
             raise
     if tokenizer is None or choice.set == _FALLBACK:
         raise InputError(
@@ -85,7 +89,7 @@ def load(
             rule=f"accuracy is scored on at least {SCORED} positions that did not calibrate",
             remedy="give a longer set, or one with an eval split, or a model folder with a tokenizer",
         )
-    decisions.append(decision("score", "scored-elsewhere", public(choice.set), problem, public(choice.set), _FALLBACK))
+    decisions.append(decision("score", code, public(choice.set), problem, public(choice.set), _FALLBACK))
     return calibration, load_tokens(_FALLBACK, "eval", samples=samples, seed=recipe.seed, **common)
 
 
@@ -125,7 +129,7 @@ def guiding(
         if calibration is None or not _overlap(calibration, found):
             return found
     except InputError as error:
-        if error.code not in ("calibration-short", "calibration-split") or chosen == _FALLBACK:
+        if error.code not in ("calibration-short", "calibration-split", "calibration-random") or chosen == _FALLBACK:
             raise
         problem = "it is too short, or has no tune split"
     decisions.append(decision("tune", "guided-elsewhere", public(chosen), problem, public(chosen), _FALLBACK))

@@ -229,7 +229,7 @@ class _Search:
     def _guiding(self, samples: int, tokens: int) -> TokenSet:
         from quantkit.pipeline.tokens import guiding, sequence_length
 
-        length = min(tokens, sequence_length(self.request.recipe, self.prepared.source, []))
+        length = min(tokens, sequence_length(self.request.recipe.calibration.tokens, self.prepared.source, []))
         decisions: list[Decision] = []
         calibration = self.prepared.calibration
         source, recipe = self.prepared.source, self.request.recipe
@@ -366,4 +366,4 @@ class _Search:
     def _length(self) -> int:
         from quantkit.pipeline.tokens import sequence_length
 
-        return sequence_length(self.request.recipe, self.prepared.source, [])
+        return sequence_length(self.request.recipe.calibration.tokens, self.prepared.source, [])

@@ -82,8 +82,8 @@ def test_sequences_are_no_longer_than_the_model(byte_tokenizer: Any) -> None:
     assert calibration.ids.shape[1] == scoring.ids.shape[1] == 16
     (only,) = decisions
     assert (only.code, only.from_, only.to) == ("sequences-shortened", 32, 16)
-    assert tokens.sequence_length(recipe(), source(n_positions=8), []) == 8
-    assert tokens.sequence_length(recipe(), source(max_position_embeddings=4096), []) == 32
+    assert tokens.sequence_length(32, source(n_positions=8), []) == 8
+    assert tokens.sequence_length(32, source(max_position_embeddings=4096), []) == 32
 
 
 def test_ids_are_used_as_given_and_what_calibrated_never_scores(byte_tokenizer: Any, ids: Any) -> None:
@@ -135,3 +135,16 @@ def test_the_vocabulary_is_the_configs_else_the_embeddings() -> None:
     assert tokens.vocabulary(source()) == 258
     plain = SimpleNamespace(config={}, skeleton=lambda: zoo.tiny("llama"))
     assert tokens.vocabulary(plain) == zoo.VOCABULARY  # type: ignore[arg-type]
+
+
+def test_random_tokens_calibrate_and_text_scores(byte_tokenizer: Any) -> None:
+    chosen = Recipe.from_dict(
+        {"summary": "", "calibration": {"set": "random-tokens", "samples": 3, "tokens": 16}}, name="x"
+    )
+    decisions: list[Decision] = []
+    small = source(byte_tokenizer, max_position_embeddings=40)
+    calibration, scoring = tokens.load(chosen, small, calibrate=True, decisions=decisions)
+    assert calibration is not None
+    assert calibration.ids.shape == (3, 16)
+    assert (scoring.name, scoring.ids.shape[1]) == ("prose-en", 40), "as long as other recipes' sequences"
+    assert [(each.code, each.to) for each in decisions] == [("note", "prose-en")]

@@ -21,7 +21,7 @@ import torch
 
 from quantkit import registry
 from quantkit.errors import InputError
-from quantkit.formats._grid import GridFormat, effective
+from quantkit.formats._grid import GridFormat
 from quantkit.formats._integer import IntegerFormat
 from quantkit.formats._layout import groups_of, tiles
 
@@ -208,20 +208,27 @@ def transposed(
     groups, columns = target.shape[0] // length, target.shape[1]
     whole = form.global_scale(target.abs().amax(), scheme) if global_scale is None else global_scale
     wholes = None if whole is None else whole.expand(columns)
-    scale = torch.empty(groups, columns, dtype=effective(scheme))
-    zero = None if scheme.symmetric else torch.empty(groups, columns, dtype=torch.int8)
+    parts = target.unflatten(0, (groups, length))
+    low, high = parts.amin(dim=1), parts.amax(dim=1)
+    scale, zero = form.parameters(low, high, scheme, wholes)
+    if search.steps == search.refinements == 0:
+        return scale, zero
+    shares = [search.smallest + (1 - search.smallest) * number / search.steps for number in range(search.steps)]
+    # of all groups at once: vectors of one group are so short that calling torch would take longer than it computes
+    grids = [form.parameters(low * share, high * share, scheme, wholes) for share in (*shares, *form.stretches)]
     step = max(1, _CHUNK // length)
     for group in range(groups):
         costs = None
         if importance is not None:
             costs = importance[group] if importance.dim() == 3 else importance[group * length : (group + 1) * length]
         for start in range(0, columns, step):
-            part = target[group * length : (group + 1) * length, start : start + step].contiguous()
-            factor = None if wholes is None else wholes[start : start + step]
-            best, shift = _search(part, costs, scheme, form, search, factor)
-            scale[group, start : start + step] = best
+            at = (group, slice(start, start + step))
+            chosen = [(tried[at], None if shift is None else shift[at]) for tried, shift in ((scale, zero), *grids)]
+            factor = None if wholes is None else wholes[at[1]]
+            best, shift = _search(parts[group, :, at[1]].contiguous(), costs, scheme, form, search, chosen, factor)
+            scale[at] = best
             if zero is not None and shift is not None:
-                zero[group, start : start + step] = shift
+                zero[at] = shift
     return scale, zero
 
 
@@ -231,13 +238,10 @@ def _search(
     scheme: WeightScheme,
     form: GridFormat,
     search: Search,
+    grids: list[tuple[Tensor, Tensor | None]],
     whole: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The search for columns [L, n] of one group that fit into a cache; scale and zero [n]."""
-    low, high = part.amin(dim=0), part.amax(dim=0)
-    scale, zero = form.parameters(low, high, scheme, whole)
-    if search.steps == search.refinements == 0:
-        return scale, zero
+    """The best of some grids, [n] each, for columns [L, n] of one group that fit into a cache; scale and zero [n]."""
     exact, codes, error = torch.empty_like(part), torch.empty_like(part), torch.empty_like(part)
     weights = torch.ones(part.shape[0]) if costs is None else costs
 
@@ -260,10 +264,9 @@ def _search(
         torch.sub(codes, exact, out=error)
         return total(error, error) * width.square()
 
+    scale, zero = grids[0]
     least = measure(scale, zero)
-    shares = [search.smallest + (1 - search.smallest) * number / search.steps for number in range(search.steps)]
-    for share in (*shares, *form.stretches):
-        tried, shift = form.parameters(low * share, high * share, scheme, whole)
+    for tried, shift in grids[1:]:
         scale, zero, least = _better(measure(tried, shift), tried, shift, scale, zero, least)
     for _ in range(search.refinements):
         measure(scale, zero)

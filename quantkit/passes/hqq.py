@@ -1,0 +1,61 @@
+"""HQQ: round to nearest on grids fitted to the weights alone, outliers forgiven. No data needed.
+
+Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023, https://mobiusml.github.io/hqq_blog.
+The solver is `solvers/hqq.py`. Zero points are whole numbers here, as they are stored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from quantkit import registry
+from quantkit.content import Closed
+from quantkit.passes import Outcome
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.statistics import Stats
+    from quantkit.model.block import Block
+
+
+class Hqq:
+    """See the module."""
+
+    name = "hqq"
+    paper = "https://mobiusml.github.io/hqq_blog"
+    scope = "block"
+    needs: frozenset[str] = frozenset()
+    requires = frozenset({"unassigned"})
+    ensures = frozenset({"codes"})
+
+    class Settings(Closed):
+        """How grids are fitted.
+
+        Args:
+            norm: p of the norm of the errors; below 1, so that a few large ones count little.
+            beta: how much the split-off errors are trusted in the first turn.
+            growth: by what that grows each turn.
+            iterations: turns.
+        """
+
+        norm: float = Field(default=0.7, gt=0, le=1)
+        beta: float = Field(default=10.0, gt=0)
+        growth: float = Field(default=1.01, ge=1)
+        iterations: int = Field(default=10, ge=0)
+
+    def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
+        """Assign codes to every linear of the block."""
+        from quantkit.passes.solvers.hqq import half_quadratic
+
+        outcome = Outcome(True)
+        for linear in block.linears():
+            scheme, weight = block.scheme(linear), block.weight(linear)
+            scale, zero = half_quadratic(weight, scheme, **settings.model_dump())
+            tensor = registry.load("formats", scheme.format).nearest(weight, scale, zero, scheme)
+            outcome.errors[linear] = block.assign(linear, tensor)
+        stats.outputs = None
+        return outcome
+
+
+PASS = Hqq()

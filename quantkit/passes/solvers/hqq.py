@@ -1,0 +1,119 @@
+"""HQQ: grids fitted to the weights alone, with a norm that lets a few of them lie far off.
+
+    minimise over s, z, e     sum |e|^p  +  β/2 · sum (e - (w - ŵ))²        ŵ = (c - z) · s,  c = clip(round(w / s + z))
+
+by turns (half-quadratic splitting), β growing by a factor κ each time:
+
+    e = sign(r) · max(0, |r| - |r|^(p-1) / β)        r = w - ŵ: what the norm forgives, outliers above all
+    s, z: the line through (c, w - e) with the least squared distance; z to the next whole number, then s for that z
+
+Of all turns the grid with the least `sum |r|^p` is kept, min-max among them, so the result is never worse than that.
+(Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023,
+https://mobiusml.github.io/hqq_blog. There the zero point is a float and the scale stays that of min-max; here zero
+points are codes, so it is the scale that has to give.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantkit.passes.solvers import one_thread, ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from quantkit.recipe import WeightScheme
+
+# weights worked on at a time, so that the handful of temporaries stays in the last-level cache
+_CHUNK = 1 << 17
+
+
+def half_quadratic(
+    weight: Tensor,
+    scheme: WeightScheme,
+    *,
+    norm: float = 0.7,
+    beta: float = 10.0,
+    growth: float = 1.01,
+    iterations: int = 10,
+) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point of each group.
+
+    Args:
+        weight: [N, K] of any float dtype.
+        scheme: an integer format; any granularity and symmetry.
+        norm: p, in (0, 1].
+        beta: β of the first turn, for weights in units of the min-max scale.
+        growth: κ.
+        iterations: turns.
+
+    Returns:
+        scale [N, G] as stored ([1, 1] per tensor), and zero of that shape, int8, None when symmetric.
+
+    Raises:
+        InputError: `format-not-integer`, `group-indivisible`.
+    """
+    form = ranges.integer_format(scheme)
+    scale, zero = ranges.minmax(weight, scheme)
+    rows = weight.float().reshape(scale.numel(), -1)
+    flat, shift = scale.reshape(-1), None if zero is None else zero.reshape(-1)
+    with one_thread():
+        for at in torch.arange(len(rows)).split(max(1, _CHUNK // rows.shape[1])):
+            part = slice(int(at[0]), int(at[-1]) + 1)
+            found = _fit(
+                rows[part],
+                flat[part],
+                None if shift is None else shift[part],
+                lambda wanted: form.stored(wanted, scheme),
+                (form.low, form.high),
+                (norm, beta, growth, iterations),
+            )
+            flat[part] = found[0]
+            if shift is not None and found[1] is not None:
+                shift[part] = found[1]
+    return scale, zero
+
+
+def _fit(
+    part: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    store: Callable[[Tensor], Tensor],
+    ends: tuple[int, int],
+    settings: tuple[float, float, float, int],
+) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero [n] for groups [n, L]."""
+    norm, beta, growth, iterations = settings
+    unit = scale.float().unsqueeze(1)  # β is for weights of this size
+    least = torch.full((len(part),), torch.inf)
+    now, shift = scale, zero
+    for turn in range(iterations + 1):
+        step, offset = now.float().unsqueeze(1), torch.zeros(()) if shift is None else shift.float().unsqueeze(1)
+        codes = (part / step).round_().clamp_(ends[0] - offset, ends[1] - offset)
+        rest = torch.addcmul(part, codes, step, value=-1)
+        size = rest.abs()
+        bent = size.clamp(min=1e-12).pow(norm)
+        cost = bent.sum(dim=1)
+        wins = cost < least
+        least = torch.where(wins, cost, least)
+        scale = torch.where(wins, now, scale)
+        zero = None if shift is None or zero is None else torch.where(wins, shift, zero)
+        if turn == iterations:
+            break
+        # |r|^(p-1) / β in units of the scale: (|r| / u)^(p-1) u / β
+        kept = size.sub_(bent.div_(size.clamp(min=1e-12)).mul_(unit.pow(2 - norm) / beta)).clamp_(min=0)
+        aim = part - kept.mul_(rest.sign_())
+        beta *= growth
+        if shift is not None:
+            raw = codes + offset
+            across = raw - raw.mean(dim=1, keepdim=True)
+            slope = (across * aim).sum(dim=1, keepdim=True) / across.square().sum(dim=1, keepdim=True)
+            offset = (raw - aim / slope).mean(dim=1, keepdim=True).nan_to_num().round_().clamp_(*ends)
+            shift, codes = offset.squeeze(1).to(torch.int8), raw - offset
+        wanted = (codes * aim).sum(dim=1) / codes.square().sum(dim=1)
+        now = store(torch.where(torch.isfinite(wanted) & (wanted > 0), wanted, now.float()))
+    return scale, zero
