@@ -19,7 +19,7 @@ from typing import Any
 from harness.process import THREADS, compiled, scored
 from harness.record import record, sha256, show, verdicts
 
-RECIPES = ["rtn-int4", "gptq-int4", "awq-int4", "int8-weights"]
+RECIPES = ["rtn-int4", "gptq-int4", "awq-int4", "int4-best", "int4-symmetric", "int3", "int8-weights"]
 # mean KL in nats and processor seconds, at 8 x 512 calibration tokens
 TARGETS = {"gptq-int4": (0.100, 45.0), "awq-int4": (0.110, 120.0)}
 
