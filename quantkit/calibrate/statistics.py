@@ -46,7 +46,7 @@ class InputStats:
         self._name = name
         self.tokens = 0
         self._halves: list[Tensor] = []
-        self._drifts: list[Tensor] | None = []
+        self._drift: Tensor | None = None
         self._lags: dict[str, Tensor] = {}
         self._counts = [0, 0]
         self._sequences = 0
@@ -73,18 +73,18 @@ class InputStats:
         width = part.shape[-1]
         if not self._halves:
             self._halves = [torch.zeros(width, width) for _ in range(2)]
-            self._drifts = [torch.zeros(width, width) for _ in range(2)] if original is not None else None
+            self._drift = torch.zeros(width, width) if original is not None else None
             self._sum, self._absmax = self._sum.new_zeros(width), self._absmax.new_zeros(width)
         if original is None:
-            self._drifts = None
+            self._drift = None
+        elif self._drift is not None:
+            here = part.reshape(-1, width)
+            self._drift.addmm_((original.float().reshape(-1, width) - here).T, here)
         for half in range(2):
             piece = part[(half + self._sequences) % 2 :: 2].reshape(-1, width)
             for left in range(0, width, _PANEL):
                 panel = self._halves[half][left : left + _PANEL, left:]
                 panel.addmm_(piece[:, left : left + _PANEL].T, piece[:, left:])
-            if original is not None and self._drifts is not None:
-                apart = original.float().reshape(part.shape)[(half + self._sequences) % 2 :: 2].reshape(-1, width)
-                self._drifts[half].addmm_((apart - piece).T, piece)
             self._counts[half] += piece.shape[0]
         for linear, lag in (lags or {}).items():
             flat = lag.float().reshape(-1, lag.shape[-1])
@@ -138,9 +138,7 @@ class InputStats:
     @property
     def drift(self) -> Tensor | None:
         """`ΔᵀX / tokens`, [K, K] float32, with Δ the original inputs less these; None where those are not known."""
-        if not self._drifts:
-            return None
-        return (self._drifts[0] + self._drifts[1]).div_(self.tokens)
+        return None if self._drift is None else self._drift / self.tokens
 
     def lag(self, linear: str) -> Tensor | None:
         """`RᵀX / tokens`, [N, K] float32, with R how far what the linear's output is added to lags behind the original.

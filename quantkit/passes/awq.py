@@ -54,7 +54,7 @@ class Awq:
         import torch
 
         from quantkit.passes.solvers import awq
-        from quantkit.passes.solvers.gptq import factor
+        from quantkit.passes.solvers.factor import factor
 
         outcome = Outcome(False)
         hessians: dict[str, Tensor] = {}

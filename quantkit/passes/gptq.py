@@ -70,7 +70,9 @@ class Gptq:
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, stage by stage."""
-        from quantkit.passes.solvers.gptq import Factor, corrected, factor, gptq_shared
+        from quantkit.passes.solvers.drift import corrected
+        from quantkit.passes.solvers.factor import Factor, factor
+        from quantkit.passes.solvers.gptq import gptq_shared
 
         outcome = Outcome(True)
 

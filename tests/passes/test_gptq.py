@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quantkit import Pipeline, registry
 from quantkit.passes import gptq
 from quantkit.passes.gptq import padded
-from quantkit.passes.solvers import gptq as solver
+from quantkit.passes.solvers import factor as solver
 
 GROUPED = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
 

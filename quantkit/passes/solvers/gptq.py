@@ -13,11 +13,6 @@ plane for the lattice of codes (Chen et al., "The Geometry of LLM Quantization",
   make up for it. Ranges are fixed before (static groups), so codes stay in the order of the weights.
 - Columns of a block are chosen one by one for all rows at once; what earlier blocks pass on arrives in one matrix
   product a block. Weights that share an input go through together, with one factor.
-- The inputs X that a linear receives are not the originals X + Δ: what comes before it is quantized already. It should
-  put out `W (X + Δ)ᵀ`, and on X the matrix `W + W ΔᵀX H⁻¹` comes closest to that; it is rounded in place of W (Li et
-  al., "GPTAQ", 2025, arXiv 2504.02692). Where the output is added to something that lags behind the original by R, as
-  the residual stream does, `W + (W ΔᵀX + RᵀX) H⁻¹` makes up for that too. A few thousand tokens overstate how well Δ
-  and R can be foretold from X, so the regression is a ridge: `(H + λ D)⁻¹` in place of `H⁻¹`, D the diagonal of H.
 - Sweeps of coordinate descent follow: with all other codes fixed, the best q_j is `round(w_j + d_j - (D H)_j / H_jj)`,
   and the best scale of a group has a closed form (Behdin et al., "QuantEase", 2023, arXiv 2309.01885).
 """
@@ -30,12 +25,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
 from quantkit.formats._grid import GridFormat, effective
 from quantkit.formats._integer import IntegerFormat
 from quantkit.formats._layout import by_row, groups_of
 from quantkit.passes.solvers import one_thread, ranges
+from quantkit.passes.solvers.factor import Factor, factor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,43 +39,9 @@ if TYPE_CHECKING:
 
 Range = Literal["minmax", "mse", "hessian", "pivots", "output"]
 
-# how often damping may be raised (tenfold each time) before the Hessian is given up
-_ATTEMPTS = 6
 # columns chosen one by one before the others hear of it; small enough that a block stays in the cache
 _BLOCK = 32
 _TINY = torch.finfo(torch.float32).tiny
-
-
-@dataclass(frozen=True)
-class Factor:
-    """A damped Hessian, and its factor in the order in which columns are chosen.
-
-    Args:
-        hessian: [K, K] float32, damped, in the order of the weights.
-        order: [K], the columns in the order in which they are chosen.
-        unit: [K, K] upper triangular with unit diagonal, `M_ij / M_jj` in that order.
-        pivots: [K], `M_jj²`: what a squared error of column j costs once all later ones made up for it.
-        damping: the share of the mean diagonal that was added.
-        raised: how often it had to be raised for the factor to exist.
-    """
-
-    hessian: Tensor
-    order: Tensor
-    unit: Tensor
-    pivots: Tensor
-    damping: float
-    raised: int
-
-    @property
-    def importance(self) -> Tensor:
-        """[K] in the order of the weights: what a squared error of each column costs once later ones made up for it.
-
-        It is the diagonal to measure ranges and scales by when GPTQ assigns the codes: without the part that it takes
-        back, and without a product with the whole Hessian.
-        """
-        spread = torch.empty_like(self.pivots)
-        spread[self.order] = self.pivots
-        return spread
 
 
 @dataclass(frozen=True)
@@ -98,105 +59,6 @@ class GptqResult:
     damping: float
     raised: int
     error: float
-
-
-def factor(hessian: Tensor, *, damping: float = 0.01, shrink: float = 0.3, act_order: bool = True) -> Factor:
-    """Shrink, damp and factor a Hessian; damping is raised tenfold until that succeeds.
-
-    Args:
-        hessian: [K, K], symmetric, `Xᵀ X` of the inputs, in any scale. Inputs never seen (zero diagonal) are allowed.
-        damping: share of the mean diagonal added to the diagonal.
-        shrink: share taken off the entries beside the diagonal, 0 to 1. They say which column's error another can
-            make up for, and a few thousand tokens say more of that than holds for the next text: the correlations of
-            a finite sample are too large. At 1 nothing is made up for: that is plain rounding.
-        act_order: choose columns in order of falling diagonal (ties in order of index), else from left to right.
-
-    Raises:
-        InputError: `hessian-nonfinite`; `hessian-not-positive` when no damping helps.
-    """
-    if not bool(torch.isfinite(hessian).all()):
-        raise InputError(
-            "hessian-nonfinite",
-            value=f"{int((~torch.isfinite(hessian)).sum())} of {hessian.numel()} entries are NaN or infinite",
-            rule="the activations of the calibration text have to be finite",
-            remedy="compute in float32, or leave this layer in high precision with an override",
-        )
-    diagonal = hessian.diagonal().float()
-    mean = float(diagonal.mean())
-    if mean <= 0:  # no input was ever seen: plain rounding is the best there is, and what an identity yields
-        hessian, diagonal, mean = torch.eye(len(diagonal)), torch.ones(len(diagonal)), 1.0
-    whole = hessian.float() * (1 - shrink)
-    whole.diagonal().copy_(diagonal)
-    order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(len(diagonal))
-    backwards = order.flip(0)
-    reordered = whole[backwards][:, backwards]
-    share = damping
-    for raised in range(_ATTEMPTS):
-        added = torch.zeros_like(diagonal)
-        added += share * mean
-        # a column without any input costs nothing; some cost keeps it at the nearest code
-        added[diagonal <= 0] += mean
-        reordered.diagonal().copy_((diagonal + added)[backwards])
-        lower, info = torch.linalg.cholesky_ex(reordered)
-        if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
-            upper = lower.flip(0, 1)
-            pivots = upper.diagonal()
-            whole.diagonal().add_(added)
-            return Factor(whole, order, upper / pivots, pivots.square(), share, raised)
-        share = max(share * 10, 1e-4)
-    raise InputError(
-        "hessian-not-positive",
-        value=f"no Cholesky factor with damping up to {share / 10:g}",
-        rule="a Hessian is a sum of squares",
-        remedy="use more calibration text, or leave this layer in high precision with an override",
-    )
-
-
-def corrected(
-    weights: Sequence[Tensor],
-    hessian: Tensor,
-    drift: Tensor,
-    lags: Sequence[Tensor | None] | None = None,
-    *,
-    ridge: float = 2.0,
-    share: float = 1.0,
-    damping: float = 0.01,
-) -> list[Tensor]:
-    """Weights that make up for the drift of their inputs: `W + share (W ΔᵀX + RᵀX) (H + ridge D)⁻¹`, each [N_i, K].
-
-    Args:
-        weights: that receive the same input; never modified.
-        hessian: [K, K] of it, `XᵀX` in any scale. Inputs never seen (zero diagonal) are allowed.
-        drift: [K, K], `ΔᵀX` in that scale, Δ the original inputs less those that are received.
-        lags: for each weight [N_i, K], `RᵀX` in that scale, R what its output is added to in the original less what it
-            is added to; None where that is nothing.
-        ridge: share of the Hessian's diagonal D that is added to it.
-        share: of the correction, 0 to 1.
-        damping: added to the ridged Hessian's diagonal as well, as a share of its mean; raised if it has to be.
-
-    Raises:
-        InputError: `drift-nonfinite`, `hessian-nonfinite`, `hessian-not-positive`.
-    """
-    if not bool(torch.isfinite(drift).all()):
-        raise InputError(
-            "drift-nonfinite",
-            value=f"{int((~torch.isfinite(drift)).sum())} of {drift.numel()} entries are NaN or infinite",
-            rule="the original activations of the calibration text have to be finite",
-            remedy="compute in float32, or set correction: 0",
-        )
-    with one_thread():
-        # (H + ridge D) = (1 + ridge) times H with ridge / (1 + ridge) of its entries beside the diagonal taken off
-        solved = factor(hessian, damping=damping, shrink=ridge / (1 + ridge), act_order=False)
-        rows = [weight.shape[0] for weight in weights]
-        whole = torch.cat([weight.float() for weight in weights])
-        added = whole @ drift
-        for part, lag in zip(added.split(rows), lags or [None] * len(rows), strict=True):
-            if lag is not None:
-                part.add_(lag)
-        root = solved.unit * solved.pivots.sqrt()  # H = root rootᵀ
-        added = torch.linalg.solve_triangular(root.T, added, upper=False, left=False)
-        added = torch.linalg.solve_triangular(root, added, upper=True, left=False)
-        return list(whole.add_(added, alpha=share / (1 + ridge)).split(rows))
 
 
 def gptq(

@@ -6,7 +6,8 @@ from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.passes.solvers import awq as solver
 from quantkit.passes.solvers.awq import clip, search_scales, transformed
-from quantkit.passes.solvers.gptq import factor, gptq
+from quantkit.passes.solvers.factor import factor
+from quantkit.passes.solvers.gptq import gptq
 from quantkit.recipe import WeightScheme
 
 INT4 = registry.load("formats", "int4")
