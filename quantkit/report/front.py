@@ -71,6 +71,8 @@ def terminal(data: Data, out: str) -> list[RenderableType]:
     found: list[RenderableType] = [Text(), Text.assemble((f"{answer}.", style))]
     found += [Padding(Text(reason), (0, 0, 0, 2)) for reason in because]
     found += [Text(), Padding(table, (0, 0, 0, 2)), Text()]
+    if not data["timings"]:
+        found.append(Text("  no timings were given: speed took no part in the choice", "dim"))
     found.append(Text(f"  {out}/tuned.yaml", no_wrap=True))
     found.append(Text(f"  {out}/report.html", no_wrap=True))
     return found

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import quantkit
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
+from quantkit.passes import decision
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, default_out
 from quantkit.plan import machine
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from quantkit.calibrate.sets import TokenSet
     from quantkit.measure.rows import Row
     from quantkit.pipeline import Prepared
-    from quantkit.recipe import Recipe
+    from quantkit.recipe import Recipe, WeightScheme
     from quantkit.tune.check import Measured
     from quantkit.tune.harm import Harm, Subject
 
@@ -129,9 +130,12 @@ class _Search:
         self.measured: list[tuple[Point, Measured]] = []
         self.scored: TokenSet | None = None
         self.factor = 1.0
+        # linears that nothing was measured of; they keep the recipe's own scheme
+        self.unmeasured: dict[str, WeightScheme] = {}
 
     def run(self) -> Tuned:
         harms = self._harms()
+        self._settle(harms)
         tables = self._tables(harms)
         chosen = front.best(tables, self.question.budget)
         uniform = None
@@ -148,7 +152,10 @@ class _Search:
             self.work.rename(self.out)
         finally:
             shutil.rmtree(self.work, ignore_errors=True)
-        return Tuned(self.out, data, self.decisions, list(self.prepared.source.notes))
+        warnings = list(self.prepared.source.notes)
+        if data["chosen"].get("state") == "gate_failed":
+            warnings.append(f"the choice, compiled, fails a gate of {self.request.recipe.name}")
+        return Tuned(self.out, data, self.decisions, warnings)
 
     def _facts(self) -> dict[str, Any]:
         """What was asked, of what, and what was done otherwise."""
@@ -280,6 +287,18 @@ class _Search:
         self.progress.note(f"expected: {words.about(sum(stages.values()))}, {variants} variants of units to measure")
         return {**stages, "front": 2.0}
 
+    def _settle(self, harms: Sequence[Harm]) -> None:
+        """Linears that no token of the texts reached, as those of an expert: nothing is known of their harm."""
+        seen = {name for harm in harms for name in harm.members}
+        own = next(each for each in self.found.candidates if each.name == (self._anchor() or each.name))
+        self.unmeasured = {name: scheme for name, scheme in own.layers.items() if name not in seen}
+        if self.unmeasured:
+            first = next(iter(self.unmeasured))
+            others = f" (and {len(self.unmeasured) - 1} others)" if len(self.unmeasured) > 1 else ""
+            reason = f"no token reached it while its block was traced; it is stored in {own.name}"
+            self.decisions.append(decision("tune", "not-measured", f"{first}{others}", reason))
+            self.found = replace(self.found, fixed={**self.found.fixed, **self.unmeasured})
+
     # --- the choice --------------------------------------------------------------------------------------------------
 
     def _tables(self, harms: Sequence[Harm]) -> Tables:
@@ -300,6 +319,7 @@ class _Search:
             for unit, c in zip(tables.units, point.choice, strict=True)
             for linear in unit.members
         }
+        assignment |= self.unmeasured
         sizes = {name: rows * columns for name, (rows, columns) in self.found.shapes.items()}
         budget = ", ".join(f"{kind} {value:g}" for kind, value in self.question.budget.as_dict().items())
         summary = f"{self.request.recipe.name} in mixed precision for {self.prepared.source.name}: {budget}"

@@ -127,3 +127,26 @@ def test_the_command_prints_one_object(model: Path, tmp_path: Path, capsys: pyte
     answer = json.loads(capsys.readouterr().out)
     assert answer["error"]["code"] == "budget-unreachable"
     assert "bits=4.5" in answer["error"]["rule"]
+
+
+def test_what_was_not_measured_keeps_the_recipes_scheme(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, hidden = measurement.measure, "model.layers.1.self_attn.o_proj"
+
+    def partly(*asked: Any) -> Any:
+        for wave in real(*asked):
+            yield [each for each in wave if each.members != (hidden,)]
+
+    monkeypatch.setattr(measurement, "measure", partly)
+    tuned = search(model, tmp_path / "out", "bits=7")
+    scheme = Recipe.load(tuned.out / "tuned.yaml").weights_for(hidden)
+    assert scheme is not None
+    assert scheme.format == "int4"
+    assert [each.where for each in tuned.decisions if each.code == "not-measured"] == [hidden]
+    # and counts with its 64 x 64 weights in 4.5 bits
+    wide = [unit for unit in tuned.front["units"] if unit["chosen"] == "int8 g32"]
+    sizes = sum(unit["weights"] for unit in tuned.front["units"])
+    large = sum(unit["weights"] for unit in wide)
+    bits = (8.5 * large + 4.5 * (sizes - large + 64 * 64)) / (sizes + 64 * 64)
+    assert tuned.front["chosen"]["bits"] == pytest.approx(bits)
