@@ -129,11 +129,17 @@ def test_the_number_of_threads_changes_no_sum() -> None:
         found = []
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(InputStats([x[:100], x[100:]]).hessian)
+            sums = InputStats()
+            for part in (x[:100], x[100:]):
+                sums.add(part, part.sin(), {"linear": part.cos()})
+            found.append((sums.hessian, sums.drift, sums.lag("linear")))
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(*found)
-    assert relative(found[0], x.double().T @ x.double() / 300) < 1e-6
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    hessian, drift, lag = found[0]
+    assert relative(hessian, x.double().T @ x.double() / 300) < 1e-6
+    assert relative(drift, (x.sin() - x).double().T @ x.double() / 300) < 1e-5
+    assert relative(lag, x.cos().double().T @ x.double() / 300) < 1e-5
 
 
 @pytest.mark.parametrize("chunk", [5, 2])
