@@ -95,3 +95,49 @@ def ids(samples: int = 4, tokens: int = 24, seed: int = 0) -> torch.Tensor:
     """Random token ids [samples, tokens]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (samples, tokens), generator=generator)
+
+
+_MIXTURE = {**_LLAMA, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+# mixtures of experts, apart from the others: what these are for is the experts
+MIXTURES: dict[str, tuple[str, str, dict[str, object]]] = {
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_MIXTURE, "num_local_experts": 4}),
+    "qwen3": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {
+            **_MIXTURE,
+            **{"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16},
+            **{"mlp_only_layers": [0], "norm_topk_prob": True},
+        },
+    ),
+    # a shared expert behind a gate that is a linear
+    "qwen2": (
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        {**_MIXTURE, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    ),
+    # a dense first layer, a shared expert, groups of experts, a bias on the choice
+    "deepseek": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {
+            **_MIXTURE,
+            **{"num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 32, "n_shared_experts": 1},
+            **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32},
+            **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
+        },
+    ),
+}
+
+
+def mixture(name: str, seed: int = 0, **changes: object) -> nn.Module:
+    """A mixture of experts with random weights, large enough that experts differ and routing is decided."""
+    model_class, config_class, settings = MIXTURES[name]
+    config = getattr(transformers, config_class)(**{**settings, **changes})
+    model: nn.Module = getattr(transformers, model_class)(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+    return model

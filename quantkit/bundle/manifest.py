@@ -68,6 +68,8 @@ class CalibrationEntry(_Closed):
 class LayerEntry(_Closed):
     """One quantized layer: shape [N, K], its scheme, stored bits per weight, relative weight error; how its input is
     quantized, if it is, and the scale of that, if calibration fixed it.
+
+    `routed`: of an expert's layer, the calibration tokens that were routed to it.
     """
 
     name: str
@@ -77,6 +79,7 @@ class LayerEntry(_Closed):
     error: float | None = None
     activations: dict[str, Any] | None = None
     input_scale: float | None = None
+    routed: int | None = None
 
 
 class FileEntry(_Closed):

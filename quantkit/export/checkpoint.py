@@ -23,7 +23,7 @@ from quantkit import registry
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, did_you_mean
-from quantkit.export import _reload
+from quantkit.export import _experts, _reload
 from quantkit.model import layouts
 from quantkit.model.layouts import Header, Layout
 from quantkit.model.weights import INDEX, SINGLE, checked_file, torch_dtype, write_atomic, write_safetensors
@@ -279,6 +279,8 @@ class Checkpoint:
         *,
         tied: Collection[str] = (),
         shapes: Mapping[str, tuple[int, int]] | None = None,
+        merged: Collection[str] = (),
+        partly: bool = False,
     ) -> None:
         """Refuse, before any work, what the layout cannot hold.
 
@@ -289,6 +291,8 @@ class Checkpoint:
             padded: the linears whose last group is filled up.
             tied: a head that shares its weight with the embedding.
             shapes: linear -> [N, K].
+            merged: the linears of experts, which transformers merges while it loads them.
+            partly: whether calibration may leave some experts in high precision.
 
         Raises:
             InputError: `layout-unsupported`, naming the first layer.
@@ -305,6 +309,7 @@ class Checkpoint:
         layout = CheckpointOptions(**options).found
         if layout is None or not schemes:
             return
+        _experts.demand_loadable(layout.name, schemes, merged, partly)
         for linear, scheme in schemes.items():
             reason = "its weight is stored [K, N]" if linear not in plain else ""
             reason = f"its last group of {scheme.group} is padded" if linear in padded else reason

@@ -62,6 +62,8 @@ class Onnx:
         *,
         tied: Collection[str] = (),
         shapes: Mapping[str, tuple[int, int]] | None = None,
+        merged: Collection[str] = (),
+        partly: bool = False,
     ) -> None:
         """Refuse, before any work, what the dialect cannot hold; see `export.checkpoint` for the arguments.
 
@@ -73,6 +75,14 @@ class Onnx:
 
         OnnxOptions(**options)
         _demand()
+        for linear in sorted(merged)[:1]:
+            raise InputError(
+                "layout-unsupported",
+                where=linear,
+                value="belongs to a mixture of experts",
+                rule="the graph is traced once, and which expert runs depends on the data",
+                remedy="leave `onnx` out of `export`",
+            )
         from quantkit.export._dialect_ort import BITS, block_size
 
         for linear, scheme in schemes.items():

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quantkit.model.experts import are_apart
 from quantkit.model.stream import primary
 from quantkit.model.structure import SharedInput, Structure, is_linear, is_transposed
 
@@ -183,6 +184,9 @@ def find(block: nn.Module, structure: Structure, call: Call) -> tuple[dict[str, 
         for name in reversed(candidates):
             producer = block.get_submodule(name)
             if name in group.members or not _can_absorb(producer):
+                continue
+            if are_apart(name, group.name, block):
+                reason = "what flows into an expert flows into others too"
                 continue
             found = probe.index(name, group)
             if found is None:

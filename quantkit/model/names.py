@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
 
@@ -45,7 +45,7 @@ def match_names(weights: Weights, skeleton: PreTrainedModel) -> Names:
 
     Raises:
         InputError: `weights-missing`, `weights-shape`, `weights-dtype`, `weights-unexpected`, `weights-ambiguous`,
-            `weights-tied`, `architecture-unsupported` (experts that transformers merges while loading).
+            `weights-tied`, `architecture-unsupported` (tensors that transformers merges while loading).
     """
     wanted = skeleton.state_dict(keep_vars=True)
     stored = _renamed(weights, skeleton, wanted)
@@ -76,14 +76,23 @@ def match_names(weights: Weights, skeleton: PreTrainedModel) -> Names:
     return Names(files, sorted(unused))
 
 
+def merging_rules(skeleton: PreTrainedModel) -> list[Any]:
+    """transformers' rules by which several tensors of the files become one parameter."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    return [each for each in get_model_conversion_mapping(skeleton) if not isinstance(each, WeightRenaming)]
+
+
 def _renamed(weights: Weights, skeleton: PreTrainedModel, wanted: dict[str, Tensor]) -> dict[str, str]:
     """Name in the skeleton's terms -> name in the file, for all tensors of the files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-    transforms = get_model_conversion_mapping(skeleton)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if not isinstance(transform, WeightRenaming)]
+    from quantkit.model.experts import other_rules
+
+    renamings = [each for each in get_model_conversion_mapping(skeleton) if isinstance(each, WeightRenaming)]
+    converters = other_rules(skeleton, merging_rules(skeleton))
     stored: dict[str, str] = {}
     for file in sorted(weights.entries):  # some renamings depend on the order
         name, converted = rename_source_key(file, renamings, converters, skeleton.base_model_prefix, wanted)
@@ -92,7 +101,7 @@ def _renamed(weights: Weights, skeleton: PreTrainedModel, wanted: dict[str, Tens
                 "architecture-unsupported",
                 where=file,
                 value=f"becomes part of {name} while loading",
-                rule="a parameter is one tensor of the files (experts that are merged are not handled yet)",
+                rule="a parameter is one tensor of the files (of what is merged, only gated experts are handled)",
             )
         if name in stored:
             raise InputError(

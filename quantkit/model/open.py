@@ -111,13 +111,17 @@ class Source:
         """The model without weights: parameters and persistent buffers on the meta device, float32, eval mode.
 
         Buffers that no file holds (rotary tables, masks, position numbers) are computed, as transformers does after a
-        load, and real. Attention is `sdpa` where the class supports it, else `eager`.
+        load, and real. Merged experts are taken apart (`model.experts`). Attention is `sdpa` where the class
+        supports it, else `eager`.
 
         Raises:
             InputError: `config-invalid`, where the class makes no model of the config.
         """
         import torch
         from transformers import initialization
+
+        from quantkit.model import experts
+        from quantkit.model.names import merging_rules
 
         loaded = _load_config(self.path, self.ref, self.trust_remote_code)
         model_class = _model_class(self.config, self.path, self.ref, self.trust_remote_code)
@@ -136,6 +140,7 @@ class Source:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, torch.empty_like(buffer, device="cpu"))
         model.initialize_weights()  # fills the buffers; on meta parameters it does nothing
+        experts.split(model, merging_rules(model))
         return model.eval().requires_grad_(False)
 
 

@@ -146,6 +146,8 @@ def prepare(request: Request) -> Prepared:
     stream = StreamedModel(source)
     for tensor in dict.fromkeys(stream.files.values()):
         source.weights.read(tensor)  # finite, every one of them: now, not hours later
+    if recipe.passes:
+        _demand_equal_experts(stream)
     steps = [Step(registry.load("passes", step.name), step.settings) for step in recipe.passes]
     check_order(steps)
     begun = time.process_time()
@@ -155,7 +157,14 @@ def prepare(request: Request) -> Prepared:
     layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head)
     for step in recipe.export:
         registry.load("export", step.name).accepts(
-            step.options, layers.schemes, layers.plain, layers.padded(), tied=layers.tied, shapes=layers.shapes
+            step.options,
+            layers.schemes,
+            layers.plain,
+            layers.padded(),
+            tied=layers.tied,
+            shapes=layers.shapes,
+            merged=layers.merged,
+            partly=looks_at_data(steps) and recipe.calibration.experts == "keep",
         )
     decisions = [*taken, *layers.decisions]
     looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
@@ -193,6 +202,20 @@ def _transformed(stream: StreamedModel, steps: list[Step], seed: int) -> tuple[S
             stream = made
         stream.transforms.append(outcome.transform)
     return stream, decisions
+
+
+def _demand_equal_experts(stream: StreamedModel) -> None:
+    """Prove on the first block with experts that they are what their linears make of them; the others are of its class.
+
+    Raises:
+        InputError: `architecture-unsupported`.
+    """
+    from quantkit.model import experts
+
+    for index, name in enumerate(stream.block_names):
+        if experts.found_in(stream.blocks[index]):
+            experts.demand_equal(stream.load(index), name)
+            return
 
 
 def compile_model(request: Request, progress: Progress | None = None) -> Compiled:
@@ -355,9 +378,11 @@ class _Compilation:
         from safetensors.torch import load_file, save_file
 
         from quantkit.model import finished
+        from quantkit.pipeline.route import Rare
         from quantkit.pipeline.work import work
 
         prepared, build = self.prepared, self.build
+        choice = prepared.request.recipe.calibration
         count = len(prepared.stream.block_names)
         start = sum(key.startswith("block-") for key in build.done())
         if start == count:
@@ -384,6 +409,7 @@ class _Compilation:
             start=start,
             hidden=states.get("hidden"),
             original=states.get("original"),
+            rare=Rare(choice.expert_tokens, choice.experts),
         ):
             index = worked.block.index
             result = build.temporary("block.safetensors")
@@ -467,6 +493,7 @@ class _Compilation:
             full = worked.block.full_name(name)
             static = worked.block.input_scales().get(full)
             entry = self.prepared.layers.entry(full, tensor, worked.errors.get(full), static)
+            entry = entry.model_copy(update={"routed": worked.routed.get(full)})
             layers.append(entry.model_dump(mode="json"))
         return {
             "layers": layers,

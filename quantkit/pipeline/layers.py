@@ -13,6 +13,7 @@ from quantkit.bundle import Decision, LayerEntry
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
 from quantkit.formats._activation import InputScale
+from quantkit.model import experts
 from quantkit.model.structure import is_linear, weight_of
 from quantkit.passes import decision
 from quantkit.recipe import ActivationScheme, Recipe, WeightScheme
@@ -21,8 +22,8 @@ from quantkit.recipe import ActivationScheme, Recipe, WeightScheme
 HEAD = "lm_head"
 ROLES = ("embeddings", HEAD, "norms")
 # decisions with these codes are no fallback: the recipe asks for them
-AS_ASKED, SHRUNK, ROUNDED, UNTIED = "kept-as-asked", "group-shrunk", "head-rounded", "untied"
-ASKED = (AS_ASKED, SHRUNK, ROUNDED, UNTIED)
+AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER = "kept-as-asked", "group-shrunk", "head-rounded", "untied", "router-kept"
+ASKED = (AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER)
 _POWERS = (256, 128, 64, 32, 16)
 
 
@@ -38,6 +39,7 @@ class Layers:
         head: the language-model head's name, if it is to be quantized.
         tied: the head again, if it shares its weight with the embedding.
         activations: full name -> how its input is quantized, of those in `schemes` whose input is; never the head's.
+        merged: those of experts, which transformers merges while it loads them.
     """
 
     shapes: Mapping[str, tuple[int, int]]
@@ -47,6 +49,7 @@ class Layers:
     head: str | None = None
     tied: frozenset[str] = frozenset()
     activations: Mapping[str, ActivationScheme] = field(default_factory=dict)
+    merged: frozenset[str] = frozenset()
 
     @property
     def inside(self) -> Mapping[str, tuple[int, int]]:
@@ -98,9 +101,15 @@ def lay_out(
         InputError: `override-unmatched`, `keep-unmatched`, `group-indivisible`, `nothing-to-quantize`.
     """
     shapes: dict[str, tuple[int, int]] = {}
-    plain = set()
+    plain, merged = set(), set()
+    decisions: list[Decision] = []
     for block in block_names:
         for path, module in model.get_submodule(block).named_modules():
+            if isinstance(module, experts.Expert):
+                merged |= {f"{block}.{path}.{leaf}" for leaf, _ in module.named_children()}
+            if experts.is_merged(module):
+                reason = "its experts are one tensor in the files; only linears are quantized"
+                decisions.append(decision("recipe", "experts-merged", f"{block}.{path}", reason))
             if is_linear(module):
                 name = f"{block}.{path}" if block else path
                 rows, columns = weight_of(module).shape
@@ -116,11 +125,15 @@ def lay_out(
         plain.add(head)
         others = (value for name, value in model.named_parameters(remove_duplicate=False) if name != f"{head}.weight")
         tied = frozenset([head] if any(value is weight for value in others) else [])
-    decisions: list[Decision] = []
     schemes: dict[str, WeightScheme] = {}
-    if recipe.passes:
+    if not recipe.passes:
+        decisions = []
+    else:
         _check_globs(recipe, shapes)
         schemes = _assigned(recipe, shapes, head, decisions)
+        for router in sorted(experts.routers(model) & schemes.keys()):
+            reason = "it chooses or weighs experts"
+            decisions.append(decision("recipe", ROUTER, router, reason, schemes.pop(router).format))
         schemes = _divisible(recipe, shapes, schemes, decisions)
         schemes = _storable(schemes, dtype, decisions)
         _check_formats(schemes)
@@ -147,6 +160,7 @@ def lay_out(
         head,
         tied if head is not None else frozenset(),
         {name: each for name in inside if (each := recipe.activations_for(name)) is not None},
+        frozenset(merged),
     )
     _check_activations(found)
     return found

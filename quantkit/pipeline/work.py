@@ -16,17 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.bundle import Decision
+from quantkit.calibrate import routing
 from quantkit.calibrate.scales import Scales
 from quantkit.calibrate.statistics import Original, Stats
 from quantkit.errors import InputError
 from quantkit.model import cache as caches
-from quantkit.model import fold, inputs, structure
+from quantkit.model import experts, fold, inputs, structure
 from quantkit.model.block import Block
 from quantkit.model.fold import Call, Fold
 from quantkit.model.skip import skips
 from quantkit.model.stream import BlockStream, Calls
 from quantkit.model.structure import Structure
 from quantkit.passes import Pass, decision
+from quantkit.pipeline import route
+from quantkit.pipeline.route import Rare
 from quantkit.plan import machine
 from quantkit.recipe import ActivationScheme, CacheScheme, WeightScheme
 
@@ -64,6 +67,7 @@ class Worked:
         original: its output in the original stream; None when no pass looks at that.
         decisions: of its passes.
         errors: linear's full name -> relative weight error.
+        routed: of an expert's linear, its full name -> the calibration tokens that were routed to it.
     """
 
     block: Block
@@ -71,6 +75,7 @@ class Worked:
     original: Tensor | None = None
     decisions: list[Decision] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
+    routed: dict[str, int] = field(default_factory=dict)
 
 
 # shared input's name -> where its scale can go, and why some have no such place
@@ -93,9 +98,10 @@ class _ProvedFolds(Mapping[str, Fold]):
         self.asked = True
         folds, reasons = self._like
         alike = bool(folds) and {*folds, *reasons} == {group.name for group in self._structure.groups}
-        if alike and fold.prove_all(self._module, self._structure, folds, self._call) <= fold.TOLERANCE:
-            return self._like
-        return fold.find(self._module, self._structure, self._call)
+        with experts.all_running(self._module):
+            if alike and fold.prove_all(self._module, self._structure, folds, self._call) <= fold.TOLERANCE:
+                return self._like
+            return fold.find(self._module, self._structure, self._call)
 
     def __getitem__(self, name: str) -> Fold:
         return self.found[0][name]
@@ -190,6 +196,7 @@ def work(
     hidden: Tensor | None = None,
     original: Tensor | None = None,
     on_start: Callable[[Calls], None] | None = None,
+    rare: Rare | None = None,
 ) -> Iterator[Worked]:
     """Run every pass on every block, one block at a time.
 
@@ -209,6 +216,7 @@ def work(
         hidden: the input of block `start` on `ids`, when resuming.
         original: the same in the original stream, where a pass looks at that.
         on_start: called with the calls before the first block.
+        rare: what becomes of experts that see few calibration tokens.
 
     Yields:
         each block when it is finished; the caller commits it before asking for the next.
@@ -231,7 +239,11 @@ def work(
         module = stream.load(index)
         args, kwargs = probe.arguments[probe_ids.shape[0]][index]
         call = Call(probe.hidden, args, kwargs)
-        traced = structure.trace(module, lambda module=module, call=call: call(module))  # type: ignore[misc]
+        with experts.all_running(module):
+            traced = structure.trace(module, lambda module=module, call=call: call(module))  # type: ignore[misc]
+        counts: dict[str, int] = {}
+        if calls is not None and hidden is not None:
+            counts = routing.count(module, calls, index, hidden)
         folds = _ProvedFolds(module, traced, call, like)
         name = stream.block_names[index]
         prefix = f"{name}." if name else ""
@@ -253,11 +265,12 @@ def work(
             cache=caches.attach(module, cache) if cache is not None else None,
             keeps_errors=any("weight_errors" in step.needs for step in block_steps),
         )
+        worked = Worked(block, None)
+        worked.routed, worked.decisions = route.settle(block, counts, rare or Rare())
         stats = Stats(module, traced.groups, calls or probe, index, hidden if hidden is not None else probe.hidden)
         stats.scales = Scales(block.inputs, block.cache, dtype)
         if block.original is not None and original is not None:
             stats.original = Original(block.original, original, skips(module, call))
-        worked = Worked(block, None)
         for linear in traced.idle:
             if schemes.get(prefix + linear) is not None:
                 reason = "no token reached it while the block was traced; it stays in high precision"
@@ -271,6 +284,7 @@ def work(
                 if linear not in block.tensors:
                     reason = "no calibration token reached it; it stays in high precision"
                     worked.decisions.append(decision("trace", "never-ran", prefix + linear, reason))
+        routing.force(module, [])
         # a block where fewer folds hold is no model for the next
         if folds.asked and len(folds.found[0]) >= len(like[0]):
             like = folds.found

@@ -269,7 +269,10 @@ def test_two_tensors_for_one_parameter(tmp_path: Path) -> None:
     assert refused(folder).code == "weights-ambiguous"
 
 
-def test_experts_that_are_merged_while_loading_are_refused(tmp_path: Path) -> None:
+def test_what_is_merged_while_loading_and_cannot_be_taken_apart_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.model.experts.split", lambda *_: None)
     settings = {**ARCHITECTURES["llama"][2], "num_local_experts": 2, "num_experts_per_tok": 1}
     transformers.MixtralForCausalLM(transformers.MixtralConfig(**settings)).save_pretrained(tmp_path / "moe")
     assert refused(tmp_path / "moe").code == "architecture-unsupported"

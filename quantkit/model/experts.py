@@ -1,0 +1,248 @@
+"""Mixture of experts, one linear at a time.
+
+transformers keeps the experts of a layer merged in 3-D parameters, [experts, N, K], while checkpoints hold a linear for
+each. Here such a module is replaced by one that holds the linears as the files do, under the names that they have
+there:
+
+    y = Σ_e  p_e · down_e( act(gate_e x) · (up_e x) )      over the experts that token x is routed to
+
+What is merged is found in transformers' own conversion rules, by structure: a rule that stacks `experts.*.NAME.weight`
+to a 3-D parameter. Nothing is known of any model. `prove` holds the two forms against each other in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import InputError
+
+TOLERANCE = 1e-10
+# a rule's pattern: what stands before the expert's number, its place, and what a linear's weight is called
+_PLACE, _WEIGHT = ".*.", ".weight"
+# of a proof
+_EXPERTS, _TOKENS, _CHOSEN = 4, 16, 2
+
+
+class Expert(nn.Module):
+    """One expert: its linears by the names that they have in the files."""
+
+    def __init__(self, first: Mapping[str, tuple[int, int]], last: str, sizes: tuple[int, int]) -> None:
+        super().__init__()
+        self.first, self.last = list(first), last
+        for name, (rows, columns) in {**first, last: sizes}.items():
+            self.add_module(name, nn.Linear(columns, rows, bias=False))
+
+
+class Experts(nn.Module):
+    """The experts of one layer, called as the merged module is.
+
+    Args:
+        merged: transformers' module, with its parameters on the meta device.
+        first: names of the linears that read the layer's input, in the order in which they are merged.
+        last: name of the linear that writes its output.
+
+    Attributes:
+        every: each expert runs on every token and adds to the output, so that a trace or a proof sees all of them.
+        forced: these run on every token first, for whoever watches their inputs; the output is as if they did not.
+    """
+
+    def __init__(self, merged: nn.Module, first: Sequence[str], last: str) -> None:
+        super().__init__()
+        up, down = (value for _, value in _stacked(merged))
+        count, rows, columns = up.shape
+        sizes = {name: (rows // len(first), columns) for name in first}
+        with torch.device("meta"):
+            for number in range(count):
+                self.add_module(str(number), Expert(sizes, last, (down.shape[1], down.shape[2])))
+        # in a list, or its parameters would be ours
+        self._merged = [merged]
+        self.every = False
+        self.forced: frozenset[int] = frozenset()
+
+    @property
+    def merged(self) -> nn.Module:
+        """transformers' module: its activation, and what `prove` compares with."""
+        return self._merged[0]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def run(self, number: int, x: Tensor) -> Tensor:
+        """What one expert makes of tokens [n, K]."""
+        expert = self.get_submodule(str(number))
+        assert isinstance(expert, Expert)
+        inner = torch.cat([expert.get_submodule(name)(x) for name in expert.first], dim=-1)
+        gated = len(expert.first) > 1
+        inner = self.merged._apply_gate(inner) if gated else self.merged.act_fn(inner)  # type: ignore[operator]
+        found: Tensor = expert.get_submodule(expert.last)(inner)
+        return found
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Tokens [n, K], the experts that each goes to [n, k], and their weights [n, k] -> [n, K]."""
+        result = torch.zeros_like(hidden_states)
+        for number in range(len(self)):
+            if self.every:
+                # a tensor of its own, or all experts would seem to share an input
+                result += self.run(number, hidden_states.clone()) / len(self)
+            elif number in self.forced:
+                self.run(number, hidden_states.clone())
+            token, place = torch.where(top_k_index == number)
+            if token.numel():
+                out = self.run(number, hidden_states[token]) * top_k_weights[token, place, None]
+                result.index_add_(0, token, out.to(result.dtype))
+        return result
+
+
+def found_in(module: nn.Module) -> dict[str, Experts]:
+    """Path -> the experts in a module."""
+    return {path: child for path, child in module.named_modules() if isinstance(child, Experts)}
+
+
+@contextmanager
+def all_running(module: nn.Module) -> Iterator[None]:
+    """Within it every expert runs on every token: see `Experts.every`."""
+    inside = found_in(module).values()
+    for each in inside:
+        each.every = True
+    try:
+        yield
+    finally:
+        for each in inside:
+            each.every = False
+
+
+def are_apart(one: str, other: str, module: nn.Module) -> bool:
+    """Whether no scale can go from one module of a block to the other, since one of them is an expert's and the other
+    not that expert's: what flows into experts flows into several, what flows out is their sum."""
+    owners = []
+    for name in (one, other):
+        inside = (path for path in found_in(module) if name.startswith(f"{path}."))
+        owners.append(next((name.split(".")[: path.count(".") + 2] for path in inside), None))
+    return owners[0] != owners[1]
+
+
+def is_merged(module: nn.Module) -> bool:
+    """Whether a module holds the weights of several linears in 3-D parameters, as experts that were not split do."""
+    stacked = [value for _, value in _stacked(module) if value.dim() == 3]
+    return len(stacked) > 1
+
+
+def routers(model: nn.Module) -> set[str]:
+    """Linears that stand beside experts, in the module that holds both: they choose or weigh experts."""
+    found = set()
+    for path in found_in(model):
+        owner = path.rpartition(".")[0]
+        for name, child in model.get_submodule(owner).named_children():
+            if isinstance(child, nn.Linear):
+                found.add(f"{owner}.{name}" if owner else name)
+    return found
+
+
+def split(model: nn.Module, rules: Sequence[Any]) -> None:
+    """Replace, in a model without weights, every module of merged experts that a rule makes, in place.
+
+    Args:
+        model: on the meta device.
+        rules: transformers' `WeightConverter`s for it.
+    """
+    for path, module in list(model.named_modules()):
+        names = _names(path, module, rules)
+        if names is not None:
+            owner, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, Experts(module, *names))
+
+
+def other_rules(model: nn.Module, rules: Sequence[Any]) -> list[Any]:
+    """The rules that are not needed any more leave the list."""
+    merged = [
+        f".{path}.{name}" for path, experts in found_in(model).items() for name, _ in experts.merged.named_parameters()
+    ]
+    return [rule for rule in rules if not any(_makes(rule, name) for name in merged)]
+
+
+def prove(experts: Experts) -> float:
+    """How far our form is from transformers': the largest difference over the largest value, in float64.
+
+    A few of the experts, with their weights, on random tokens that are routed at random.
+    """
+    count = min(_EXPERTS, len(experts))
+    generator = torch.Generator().manual_seed(0)
+    ours = copy.deepcopy(experts)
+    for number in range(count, len(experts)):
+        delattr(ours, str(number))
+    ours.double()
+    theirs = copy.deepcopy(experts.merged)
+    children = [child for child in ours.children() if isinstance(child, Expert)]
+    for (name, _), parts in zip(_stacked(theirs), (children[0].first, [children[0].last]), strict=True):
+        rows = [torch.cat([child.get_submodule(part).weight for part in parts]) for child in children]  # type: ignore[misc]
+        setattr(theirs, name, nn.Parameter(torch.stack(rows).detach(), requires_grad=False))
+    if hasattr(theirs, "num_experts"):
+        theirs.num_experts = count  # type: ignore[assignment]
+    width = _stacked(experts.merged)[0][1].shape[-1]
+    x = torch.randn(_TOKENS, width, generator=generator, dtype=torch.float64)
+    chosen = min(_CHOSEN, count)
+    index = torch.stack([torch.randperm(count, generator=generator)[:chosen] for _ in range(_TOKENS)])
+    weights = torch.rand(_TOKENS, chosen, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        # the class's own loop, whatever faster one is set
+        expected = inspect.unwrap(type(theirs).forward)(theirs, x, index, weights)
+        found = ours(x, index, weights)
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-300))
+
+
+def demand_equal(block: nn.Module, name: str) -> None:
+    """Refuse experts that are not what the linears make of them.
+
+    Raises:
+        InputError: `architecture-unsupported`.
+    """
+    for path, experts in found_in(block).items():
+        difference = prove(experts)
+        if difference > TOLERANCE:
+            raise InputError(
+                "architecture-unsupported",
+                where=f"{name}.{path}",
+                value=f"its experts as linears differ by {difference:.1e} in float64",
+                rule="experts are a gated product of two linears, and a third",
+                remedy="leave the model as it is",
+            )
+
+
+def _stacked(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters of merged experts: the first and the last linear."""
+    return [(name, value) for name, value in module._parameters.items() if value is not None]
+
+
+def _names(path: str, module: nn.Module, rules: Sequence[Any]) -> tuple[list[str], str] | None:
+    """The linears' names of a module of merged experts; None for any other module, or what cannot be told apart."""
+    stacked = _stacked(module)
+    if len(stacked) != 2 or any(value.dim() != 3 for _, value in stacked):
+        return None
+    odd = ("is_transposed", "has_bias", "has_post_expert_norm")
+    if any(getattr(module, name, False) for name in odd) or not getattr(module, "is_concatenated", True):
+        return None
+    found: list[list[str]] = []
+    for name, _ in stacked:
+        rule = next((rule for rule in rules if _makes(rule, f".{path}.{name}")), None)
+        if rule is None:
+            return None
+        found.append([pattern.rpartition(_PLACE)[2].removesuffix(_WEIGHT) for pattern in rule.source_patterns])
+    first, last = found
+    plain = all("." not in name and "*" not in name for name in [*first, *last])
+    if not plain or len(last) != 1 or len(first) != (2 if getattr(module, "has_gate", True) else 1):
+        return None
+    return first, last[0]
+
+
+def _makes(rule: Any, name: str) -> bool:
+    """Whether a rule stacks the linears of experts to the parameter of that name (with a dot in front)."""
+    sources = rule.source_patterns
+    stacks = all(_PLACE in source and source.endswith(_WEIGHT) for source in sources)
+    return stacks and any(name.endswith("." + target.lstrip(".")) for target in rule.target_patterns)

@@ -1,0 +1,112 @@
+"""Experts as linears: equal to transformers' merged ones, found by structure, with the names that the files have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+from quantkit.errors import InputError
+from quantkit.model import experts, fold, structure
+from quantkit.model.fold import Call
+from quantkit.model.open import open_model
+from quantkit.model.stream import Head, StreamedModel
+
+NAMES = {
+    "mixtral": ("block_sparse_moe.experts", ["w1", "w3", "w2"]),
+    "qwen3": ("mlp.experts", ["gate_proj", "up_proj", "down_proj"]),
+    "qwen2": ("mlp.experts", ["gate_proj", "up_proj", "down_proj"]),
+    "deepseek": ("mlp.experts", ["gate_proj", "up_proj", "down_proj"]),
+}
+
+
+def stream(name: str, folder: Path, **changes: object) -> tuple[nn.Module, StreamedModel]:
+    model = zoo.mixture(name, **changes)
+    model.save_pretrained(folder)  # type: ignore[operator]
+    return model, StreamedModel(open_model(str(folder)))
+
+
+@pytest.mark.parametrize("name", zoo.MIXTURES)
+def test_the_model_computes_what_it_did(name: str, tmp_path: Path) -> None:
+    model, streamed = stream(name, tmp_path)
+    ids = zoo.ids(2, 20)
+    found = Head(streamed.rest(), streamed.path, as_tuple=False)(streamed.run(ids), ids)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+    owner, leaves = NAMES[name]
+    for number in range(4):
+        files = [streamed.files[f"model.layers.1.mlp.experts.{number}.{leaf}.weight"] for leaf in leaves]
+        assert files == [f"model.layers.1.{owner}.{number}.{leaf}.weight" for leaf in leaves]
+    block = streamed.load(1)
+    (layer,) = experts.found_in(block).values()
+    assert experts.prove(layer) < 1e-13
+
+
+def test_a_proof_fails_where_the_linears_are_not_what_was_merged(tmp_path: Path) -> None:
+    _, streamed = stream("mixtral", tmp_path)
+    block = streamed.load(0)
+    experts.demand_equal(block, "model.layers.0")
+    (layer,) = experts.found_in(block).values()
+    layer.get_submodule("1").first.reverse()  # type: ignore[union-attr, operator]
+    with pytest.raises(InputError, match=r"architecture-unsupported.*differ by"):
+        experts.demand_equal(block, "model.layers.0")
+
+
+def test_what_has_biases_or_no_rule_is_left_as_it_is() -> None:
+    layer = nn.Module()
+    layer.up, layer.down = (nn.Parameter(torch.zeros(2, 4, 4)) for _ in range(2))
+    model = nn.Module()
+    model.experts = layer
+    experts.split(model, [])
+    assert model.experts is layer
+    assert experts.is_merged(layer)
+    assert not experts.is_merged(nn.Conv1d(2, 2, 3))
+
+
+def test_a_gate_that_is_a_linear_beside_experts_is_a_router(tmp_path: Path) -> None:
+    _, streamed = stream("qwen2", tmp_path)
+    assert experts.routers(streamed.skeleton) == {f"model.layers.{i}.mlp.shared_expert_gate" for i in range(2)}
+
+
+def test_every_expert_is_traced_with_an_input_of_its_own_and_folds_stay_inside_it(tmp_path: Path) -> None:
+    _, streamed = stream("deepseek", tmp_path, n_routed_experts=3, n_group=1)
+    ids = zoo.ids(1, 3)  # too few tokens to reach all
+    calls = streamed.begin(ids, 1)
+    block = streamed.load(1)
+    args, kwargs = calls.arguments[1][1]
+    call = Call(calls.hidden, args, kwargs)
+    with experts.all_running(block):
+        traced = structure.trace(block, lambda: call(block))
+        folds, declined = fold.find(block, traced, call)
+    assert traced.idle == ()
+    inside = [group for group in traced.groups if ".experts." in group.name]
+    assert [len(group.members) for group in inside] == [2, 1] * 3
+    for number in range(3):
+        up, down = f"mlp.experts.{number}.up_proj", f"mlp.experts.{number}.down_proj"
+        assert folds[down].producer == up
+        # the norm before them feeds the router and the other experts too
+        assert f"mlp.experts.{number}.gate_proj" in declined
+    assert experts.are_apart("mlp.experts.0.up_proj", "mlp.experts.1.down_proj", block)
+    assert experts.are_apart("input_layernorm", "mlp.experts.1.down_proj", block)
+    assert not experts.are_apart("mlp.experts.1.up_proj", "mlp.experts.1.down_proj", block)
+    assert not experts.are_apart("input_layernorm", "mlp.shared_experts.up_proj", block)
+
+
+def test_a_forced_expert_sees_every_token_and_changes_nothing(tmp_path: Path) -> None:
+    _, streamed = stream("mixtral", tmp_path)
+    block = streamed.load(0)
+    (layer,) = experts.found_in(block).values()
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    index, weights = torch.tensor([[0, 1]] * 6), torch.full((6, 2), 0.5)
+    seen: list[int] = []
+    for number in (0, 3):
+        layer.get_submodule(f"{number}.w1").register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[0]))
+    before = layer(x, index, weights)
+    assert seen == [6]
+    layer.forced = frozenset([3])
+    assert torch.equal(layer(x, index, weights), before)
+    assert seen == [6, 6, 6]

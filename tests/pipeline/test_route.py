@@ -1,0 +1,214 @@
+"""Quantized mixtures of experts: each expert against one quantized by hand, rare experts, and what can be loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from pipeline.conftest import recipe
+from torch import Tensor, nn
+
+from quantkit import registry
+from quantkit.calibrate.statistics import InputStats
+from quantkit.errors import InputError
+from quantkit.model import experts
+from quantkit.model.open import open_model
+from quantkit.model.stream import StreamedModel
+from quantkit.passes.solvers.gptq import factor, gptq_shared
+from quantkit.pipeline import Request, compile_model
+from quantkit.pipeline.layers import lay_out
+from quantkit.pipeline.route import Rare
+from quantkit.pipeline.work import Step, Worked, work
+from quantkit.recipe import WeightScheme
+
+SCHEME = {"format": "int4", "granularity": "group", "group": 32, "symmetric": True, "scale": "float32"}
+PLAIN = {"damping": 0.01, "shrink": 0.0, "act_order": True, "range": "minmax", "sweeps": 0, "refit": False}
+EXPERTS = "mlp.experts"
+
+
+def lopsided() -> nn.Module:
+    """A Mixtral whose first layer never chooses expert 3."""
+    model = zoo.mixture("mixtral")
+    gate = model.get_submodule("model.layers.0.mlp.gate")
+    with torch.no_grad():
+        # a channel that is large for every token, and that attention leaves alone, decides against it
+        model.get_input_embeddings().weight[:, 0] = 0.5  # type: ignore[operator]
+        for part in "qkv":
+            model.get_submodule(f"model.layers.0.self_attn.{part}_proj").weight[:, 0] = 0.0  # type: ignore[index, operator]
+        model.get_submodule("model.layers.0.self_attn.o_proj").weight[0] = 0.0  # type: ignore[index, operator]
+        gate.weight[:, 0] = 0.0  # type: ignore[index, operator]
+        gate.weight[3, 0] = -20.0  # type: ignore[index, operator]
+    return model
+
+
+def worked(folder: Path, model: nn.Module, rare: Rare, **settings: Any) -> tuple[StreamedModel, Worked]:
+    """The first block, quantized on four sequences of 24 tokens."""
+    model.save_pretrained(folder)  # type: ignore[operator]
+    stream = StreamedModel(open_model(str(folder)))
+    chosen = recipe("checkpoint", passes=("gptq",), scheme={"weights": SCHEME})
+    layers = lay_out(chosen, stream.skeleton, stream.block_names, "float32")
+    gptq = registry.load("passes", "gptq")
+    found = work(
+        stream,
+        [Step(gptq, gptq.Settings(**{**PLAIN, **settings}))],
+        layers.schemes,
+        zoo.ids(4, 24),
+        probe_ids=zoo.ids(1, 6),
+        widest=layers.widest,
+        dtype=torch.float32,
+        rare=rare,
+    )
+    return stream, next(found)
+
+
+def by_hand(stream: StreamedModel, done: Worked, number: int, *, everything: bool) -> dict[str, Tensor]:
+    """The codes of one expert, from the inputs that the finished block routes to it, or from all of its layer's."""
+    calls = stream.begin(zoo.ids(4, 24), 4)
+    seen: list[tuple[Tensor, ...]] = []
+    layer = done.block.module.get_submodule(EXPERTS)
+    hook = layer.register_forward_pre_hook(lambda _, args: seen.append(args))
+    calls.run_all(done.block.module, 0, calls.hidden)
+    hook.remove()
+    hidden, index, _ = seen[0]
+    x = hidden if everything else hidden[(index == number).any(dim=1)]
+    original = stream.load(0)
+    old, new = (module.get_submodule(f"{EXPERTS}.{number}") for module in (original, done.block.module))
+    with torch.no_grad():
+        gate, up = (new.get_submodule(name)(x) for name in ("w1", "w3"))
+        inner = torch.nn.functional.silu(gate) * up
+    found = {}
+    for names, inputs in ((("w1", "w3"), x), (("w2",), inner)):
+        solved = factor(InputStats([inputs]).hessian, damping=0.01, shrink=0.0, act_order=True)
+        weights = [old.get_submodule(name).weight.detach() for name in names]
+        scheme = WeightScheme.model_validate(SCHEME)
+        results = gptq_shared(weights, solved, scheme, range="minmax", sweeps=0, refit=False)
+        found |= {name: result.tensor.codes for name, result in zip(names, results, strict=True)}
+    return found
+
+
+def codes(done: Worked, number: int) -> dict[str, Tensor]:
+    return {name: done.block.tensors[f"{EXPERTS}.{number}.{name}"].codes for name in ("w1", "w3", "w2")}
+
+
+@pytest.mark.parametrize("chunk", [4, 1], ids=["at once", "replayed"])
+def test_experts_are_quantized_on_their_own_tokens_and_a_rare_one_on_all(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.pipeline.work.chunk_size", lambda *_: chunk)
+    stream, done = worked(tmp_path, lopsided(), Rare(8, "force"))
+    routed = {number: done.routed[f"model.layers.0.{EXPERTS}.{number}.w2"] for number in range(4)}
+    assert routed[3] == 0
+    assert sum(routed.values()) == 2 * 4 * 24
+    for number in range(4):
+        expected = by_hand(stream, done, number, everything=number == 3)
+        for name, found in codes(done, number).items():
+            # sums in another order: a code at a boundary may fall to the other side
+            assert float((found != expected[name]).float().mean()) < 0.01, (number, name)
+    (taken,) = [each for each in done.decisions if each.code == "expert-unrouted"]
+    assert (taken.where, taken.from_, taken.to) == (f"model.layers.0.{EXPERTS}.3", 0, "forced")
+    # what was forced for the statistics is no part of the model
+    assert not any(layer.forced for layer in experts.found_in(done.block.module).values())
+
+
+def test_codes_differ_with_the_tokens_an_expert_sees(tmp_path: Path) -> None:
+    stream, done = worked(tmp_path, lopsided(), Rare(8, "force"))
+    wrong = by_hand(stream, done, 0, everything=True)
+    assert float((codes(done, 0)["w2"] != wrong["w2"]).float().mean()) > 0.02
+
+
+def test_a_rare_expert_is_kept_if_the_recipe_says_so(tmp_path: Path) -> None:
+    _, done = worked(tmp_path, lopsided(), Rare(8, "keep"))
+    kept = {name for name in done.block.module.state_dict() if f"{EXPERTS}.3." in name}
+    assert len(kept) == 3
+    assert not any(name.startswith(f"{EXPERTS}.3.") for name in done.block.tensors)
+    assert f"{EXPERTS}.2.w2" in done.block.tensors
+    (taken,) = [each for each in done.decisions if each.code == "expert-unrouted"]
+    assert taken.to == "kept"
+    assert not [each for each in done.decisions if each.code == "never-ran"]
+
+
+def test_the_original_stream_runs_forced_experts_too(tmp_path: Path) -> None:
+    _, plain = worked(tmp_path / "1", lopsided(), Rare(8, "force"))
+    _, drifted = worked(tmp_path / "2", lopsided(), Rare(8, "force"), correction=0.5)
+    # o_proj's inputs have drifted, so the tokens that reach the experts have; the correction is seen in the codes
+    assert not torch.equal(codes(plain, 3)["w1"], codes(drifted, 3)["w1"])
+
+
+@pytest.fixture
+def small_scores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 100)
+
+
+def folder_of(model: nn.Module, folder: Path, tokenizer: Any) -> str:
+    model.save_pretrained(folder)  # type: ignore[operator]
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.usefixtures("small_scores")
+@pytest.mark.parametrize(
+    ("name", "layout", "symmetric"),
+    [
+        ("mixtral", "pack-quantized", True),
+        ("qwen3", "pack-quantized", True),
+        ("qwen2", "dense", False),
+        ("deepseek", "pack-quantized", True),
+    ],
+)
+def test_a_bundle_loads_in_plain_transformers(
+    name: str, layout: str, symmetric: bool, tmp_path: Path, byte_tokenizer: Any
+) -> None:
+    model = folder_of(zoo.mixture(name, vocab_size=258), tmp_path / "model", byte_tokenizer)
+    chosen = recipe(
+        "checkpoint",
+        scheme={"weights": {**SCHEME, "symmetric": symmetric}},
+        passes=("gptq",),
+        export=[{"checkpoint": {"layout": layout}}],
+        calibration={"set": "prose-en", "samples": 2, "tokens": 32, "expert_tokens": 20},
+    )
+    made = compile_model(Request.of(model, recipe=chosen, out=tmp_path / "out", speed=False))
+    manifest = made.bundle.manifest
+    checks = {check.name: check.value for check in manifest.checks}
+    # the whole model, as from_pretrained loads it, gives the logits of the codes
+    assert checks["reload.transformers"] == pytest.approx(0.0, abs=1e-6)
+    names = {layer.name for layer in manifest.layers}
+    assert all(f"model.layers.1.mlp.experts.{i}.{leaf}" in names for i in range(4) for leaf in leaves(name))
+    assert not any(part.endswith(("mlp.gate", "shared_expert_gate")) for part in names)
+    inside = [layer for layer in manifest.layers if ".experts." in layer.name]
+    assert all(layer.routed is not None for layer in inside)
+    assert not any(layer.routed is not None for layer in manifest.layers if layer not in inside)
+    rare = {layer.name.rpartition(".")[0] for layer in inside if (layer.routed or 0) < 20}
+    assert rare == {each.where for each in manifest.decisions if each.code == "expert-unrouted"}
+
+
+def leaves(name: str) -> tuple[str, ...]:
+    return ("w1", "w2", "w3") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "zero points": ({"scheme": {"weights": {**SCHEME, "symmetric": False}}}, "an expert with zero points"),
+    "kept by name": ({"keep": ["*.experts.2.*"]}, "an expert in high precision"),
+    "kept if rare": (
+        {"calibration": {"set": "prose-en", "samples": 2, "tokens": 32, "experts": "keep"}, "passes": ["gptq"]},
+        "keep may leave",
+    ),
+    "several schemes": (
+        {"overrides": [{"match": "*.self_attn.*", "weights": {"format": "int8"}}]},
+        "one of several schemes",
+    ),
+    "a graph": ({"export": [{"onnx": {}}]}, "belongs to a mixture of experts"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_nobody_could_load_is_refused_before_any_work(case: str, tmp_path: Path, byte_tokenizer: Any) -> None:
+    changes, value = REFUSED[case]
+    model = folder_of(zoo.mixture("mixtral", vocab_size=258), tmp_path / "model", byte_tokenizer)
+    chosen = recipe("checkpoint", **{"scheme": {"weights": SCHEME}, **changes})
+    with pytest.raises(InputError, match=f"layout-unsupported.*{value}"):
+        compile_model(Request.of(model, recipe=chosen, out=tmp_path / "out", speed=False))
+    assert not (tmp_path / "out").exists()
