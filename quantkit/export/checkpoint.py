@@ -309,7 +309,7 @@ class Checkpoint:
         layout = CheckpointOptions(**options).found
         if layout is None or not schemes:
             return
-        _experts.demand_loadable(layout.name, schemes, merged, partly)
+        _experts.demand_loadable(CheckpointOptions(**options).layout, schemes, merged, partly)
         for linear, scheme in schemes.items():
             reason = "its weight is stored [K, N]" if linear not in plain else ""
             reason = f"its last group of {scheme.group} is padded" if linear in padded else reason

@@ -105,13 +105,13 @@ def lay_out(
     decisions: list[Decision] = []
     for block in block_names:
         for path, module in model.get_submodule(block).named_modules():
+            name = f"{block}.{path}" if block else path
             if isinstance(module, experts.Expert):
-                merged |= {f"{block}.{path}.{leaf}" for leaf, _ in module.named_children()}
+                merged |= {f"{name}.{leaf}" for leaf, _ in module.named_children()}
             if experts.is_merged(module):
-                reason = "its experts are one tensor in the files; only linears are quantized"
-                decisions.append(decision("recipe", "experts-merged", f"{block}.{path}", reason))
+                reason = "its experts are one tensor; only linears are quantized"
+                decisions.append(decision("recipe", "experts-merged", name, reason))
             if is_linear(module):
-                name = f"{block}.{path}" if block else path
                 rows, columns = weight_of(module).shape
                 shapes[name] = (rows, columns)
                 if isinstance(module, nn.Linear):

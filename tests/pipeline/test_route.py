@@ -154,7 +154,6 @@ def folder_of(model: nn.Module, folder: Path, tokenizer: Any) -> str:
     ("name", "layout", "symmetric"),
     [
         ("mixtral", "pack-quantized", True),
-        ("qwen3", "pack-quantized", True),
         ("qwen2", "dense", False),
         ("deepseek", "pack-quantized", True),
     ],
