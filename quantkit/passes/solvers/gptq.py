@@ -29,6 +29,7 @@ from quantkit.formats import QuantTensor
 from quantkit.formats._grid import GridFormat, effective
 from quantkit.formats._integer import IntegerFormat
 from quantkit.formats._layout import by_row, groups_of
+from quantkit.formats._scaled import ScaledFormat
 from quantkit.passes.solvers import one_thread, ranges
 from quantkit.passes.solvers.factor import Factor, factor
 
@@ -253,8 +254,13 @@ def _choose(
 def _snap(form: GridFormat, zero: Tensor | None, groups: int) -> Callable[[Tensor, int, Tensor], object]:
     """What puts the nearest values of the grid to a column [N], in units of its scale, of a group into a third tensor.
 
-    `form.snap`, without temporaries and with the ends of each group looked up beforehand where the grid is uniform.
+    `form.snap`, without temporaries, and with the ends of each group, or the middles between the values of a codebook,
+    looked up beforehand.
     """
+    values = form.element.codebook() if isinstance(form, ScaledFormat) else None
+    if values is not None and bool((values.diff() > 0).all()):
+        middles = (values[1:] + values[:-1]) / 2
+        return lambda units, _, out: torch.index_select(values, 0, torch.bucketize(units, middles), out=out)
     if not isinstance(form, IntegerFormat):
         return lambda units, place, out: out.copy_(form.snap(units, None if zero is None else zero[place]))
     lowest: Sequence[Any] = [float(form.low)] * groups if zero is None else (form.low - zero).unbind(0)
