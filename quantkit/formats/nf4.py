@@ -30,6 +30,8 @@ VALUES = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
+# steps a unit of the table; no two middles lie in one step, and none on the edge of one
+_FINE = 2048
 # scales that share one when they are quantized themselves
 _NESTED = 256
 
@@ -49,11 +51,18 @@ class NormalFloat:
         import torch
 
         values = self.codebook()
-        return torch.bucketize(units.float(), (values[1:] + values[:-1]) / 2, out_int32=True).to(torch.uint8)
+        middles = torch.cat([(values[1:] + values[:-1]) / 2, torch.tensor([torch.inf])])
+        # torch.bucketize takes five times as long: a table of fine steps leaves one middle to compare with
+        below = torch.bucketize(torch.arange(2 * _FINE + 1) / _FINE - 1, middles[:-1], out_int32=True)
+        exact = units.float().reshape(-1)
+        place = exact.clamp(-1, 1).nan_to_num_(1.0).add_(1).mul_(_FINE).int()
+        codes = below.index_select(0, place)
+        codes += exact > middles.index_select(0, codes)
+        return codes.to(torch.uint8).reshape(units.shape)
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """A look-up."""
-        return self.codebook()[codes.int()]
+        return self.codebook().index_select(0, codes.int().reshape(-1)).reshape(codes.shape)
 
     def pack(self, codes: torch.Tensor) -> torch.Tensor:
         """Two a byte, the first in the high half, as bitsandbytes does; odd rows are filled up."""
