@@ -24,6 +24,8 @@ Data = Mapping[str, Any]
 
 _HEAD = ("", "bits", "size", "KL expected", "KL measured", "units")
 _CHOSEN = "chosen"
+# a scheme with at least this share of a mixture's bits is compared with it at equal bits
+_NEAR = 0.97
 # points of the front on a screen, and room for ticks such as 0.0001
 _SHOWN, _LEFT = 8, 76
 # of the bars: kinds of units, in the order in which a block runs them
@@ -104,6 +106,9 @@ def verdict(data: Data) -> tuple[str, str, list[str]]:
         return "open", "The best mixture within the budget", because
     against = f"All units in {uniform['name']}, at {words.figure(uniform['bits'], 4)} bits, have"
     because.append(f"{against} {_kl(uniform['measured'])}{_held_out(uniform)}.")
+    if chosen["measured"] < uniform["measured"] and uniform["bits"] < _NEAR * chosen["bits"]:
+        because.append("It has fewer bits, so this is no comparison at equal size.")
+        return "open", "The best mixture within the budget; no single scheme has as many bits", because
     if chosen["measured"] < uniform["measured"]:
         less = 1 - chosen["measured"] / uniform["measured"]
         return "good", f"Mixed precision is better by {words.percent(less, 0)} of the KL", because

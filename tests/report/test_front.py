@@ -48,7 +48,7 @@ def data(**changes: Any) -> dict[str, Any]:
         "factor": 1.2,
         "chosen": {**point(6.5, 0.0026, int4_g32=2, int8_g32=2), **scored},
         "checks": [{**scored}],
-        "uniform": {"name": "int4 g32", "bits": 4.5, "file_bytes": 450_000, "measured": 0.0072, "held_out": 0.0075},
+        "uniform": {"name": "int4 g32", "bits": 6.4, "file_bytes": 450_000, "measured": 0.0072, "held_out": 0.0075},
         "alone": [
             {"name": name, **point(bits, harm)}
             for name, bits, harm in zip(NAMES, BITS, (0.006, 4e-5, 0.0), strict=True)
@@ -85,6 +85,15 @@ def test_a_mixture_that_does_not_win_says_so() -> None:
     assert (tone, answer) == ("bad", "A mixture is no better than int4 g32 throughout")
 
 
+def test_a_scheme_of_far_fewer_bits_is_no_comparison() -> None:
+    fewer = data()
+    fewer["uniform"]["bits"] = 4.5
+    tone, answer, because = front.verdict(fewer)
+    assert tone == "open"
+    assert "no single scheme has as many bits" in answer
+    assert any("no comparison at equal size" in reason for reason in because)
+
+
 def test_a_prediction_is_called_one() -> None:
     given = data(uniform=None, checks=[], factor=None)
     given["chosen"] |= {"measured": None, "held_out": None}
@@ -114,7 +123,7 @@ def test_the_page_has_every_figure_and_is_escaped() -> None:
     assert "summary: &lt;b&gt;" in page
     # the choice as measured, one scheme for all as measured, and the front as expected
     points = {(x, y) for trace in figures[0]["data"] for x, y in zip(trace["x"], trace["y"], strict=True)}
-    assert {(6.5, 0.0031), (4.5, 0.0072)} <= points
+    assert {(6.5, 0.0031), (6.4, 0.0072)} <= points
     assert figures[0]["data"][0]["y"][0] == pytest.approx(0.0072)
     # bars by depth add up to the harms of the scheme that most units are in
     assert sum(sum(trace["y"]) for trace in figures[1]["data"]) == pytest.approx(2 * 1e-3 + 2 * 2e-3)
