@@ -420,23 +420,20 @@ class Recipe(Closed):
         """Read a shipped recipe by name or a file by path, apply `--set` changes, validate everything.
 
         Args:
-            reference: a bare shipped name, or a path.
+            reference: a bare shipped name, or a path; add-ons may follow, `awq-int4+kv-fp8`. (A `Path` is one file,
+                whatever its name.)
             changes: `PATH=YAML`; PATH begins with a top-level key of the recipe or with a pass name.
 
         Raises:
-            InputError: unknown name, unreadable YAML, unknown key, wrong value: one line, with a did-you-mean.
+            InputError: unknown name, unreadable YAML, unknown key, wrong value: one line, with a did-you-mean; an
+                add-on that has passes.
         """
-        path = content.find("recipes", content.as_reference(reference))
-        data = read_yaml(path)
-        if isinstance(data, dict) and data.get("name", path.stem) != path.stem:
-            raise InputError(
-                "recipe-invalid",
-                where=f"{reference}: name",
-                value=data["name"],
-                rule="a recipe's name is its file's stem",
-                remedy="rename the file, or leave `name` out",
-            )
-        return cls.from_dict(data, name=path.stem, where=str(reference), changes=changes)
+        first, *others = [reference] if isinstance(reference, Path) else reference.split("+")
+        data, name = _read(first)
+        for other in others:
+            addition, suffix = _read(other)
+            data, name = _laid_over(data, addition, str(other)), f"{name}+{suffix}"
+        return cls.from_dict(data, name=name, where=str(reference), changes=changes)
 
     @classmethod
     def from_dict(cls, data: Any, *, name: str, where: str = "recipe", changes: Sequence[str] = ()) -> Recipe:
@@ -521,6 +518,46 @@ class Recipe(Closed):
         found = _checked(f"override {override.match}", ActivationScheme, {**base, **override.activations})
         assert isinstance(found, ActivationScheme)
         return found
+
+
+def _read(reference: str | Path) -> tuple[Any, str]:
+    """A recipe's YAML, and its name."""
+    path = content.find("recipes", content.as_reference(reference))
+    data = read_yaml(path)
+    if isinstance(data, dict) and data.get("name", path.stem) != path.stem:
+        raise InputError(
+            "recipe-invalid",
+            where=f"{reference}: name",
+            value=data["name"],
+            rule="a recipe's name is its file's stem",
+            remedy="rename the file, or leave `name` out",
+        )
+    return data, path.stem
+
+
+def _laid_over(data: Any, addition: Any, name: str) -> Any:
+    """A recipe with an add-on: a recipe without passes, whose scheme and gates are laid over the first one's.
+
+    Everything else is the first one's; it is for the kinds of model that both are for.
+    """
+    if not (isinstance(data, dict) and isinstance(addition, dict)):
+        return data  # validation, which follows, says so
+    if addition.get("passes"):
+        raise InputError(
+            "recipe-invalid",
+            where=name,
+            value="has passes",
+            rule="what is added to a recipe with + has a scheme and gates alone",
+            remedy="use it by itself",
+        )
+    Recipe.from_dict(addition, name=name, where=name)
+    found = dict(data)
+    for key in ("scheme", "gates"):
+        found[key] = {**(data.get(key) or {}), **(addition.get(key) or {})}
+    default = ["decoder", "encoder"]
+    both = addition.get("models", default)
+    found["models"] = [kind for kind in data.get("models", default) if kind in both]
+    return found
 
 
 def _carried(fields: dict[str, Any], name: Any) -> dict[str, Any]:

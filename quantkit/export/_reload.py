@@ -16,16 +16,17 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import registry
 from quantkit.bundle import Bundle, Check
 from quantkit.errors import GateError, InputError, QuantkitError
-from quantkit.model import layouts
+from quantkit.model import layouts, run_time
 from quantkit.model.layouts import Layout
 from quantkit.model.names import same
+from quantkit.model.run_time import RunTime
 from quantkit.model.weights import Weights, strict_json
 from quantkit.plan import machine
 from quantkit.recipe import WeightScheme
@@ -51,6 +52,7 @@ class Expected:
         layout: how the packed linears are stored; None: there are none.
         packed: prefix in the files -> scheme, of the packed linears.
         leftover: tensors of the files that the class does not use.
+        run_time: how inputs and cache are quantized when it runs.
     """
 
     names: Sequence[str]
@@ -58,6 +60,7 @@ class Expected:
     layout: Layout | None
     packed: Mapping[str, WeightScheme]
     leftover: Collection[str] = ()
+    run_time: RunTime = field(default_factory=RunTime)
 
 
 def loading_dtype(config: Mapping[str, Any], stored: str) -> torch.dtype:
@@ -105,9 +108,11 @@ def check_bundle(
     config = _config_json(folder)
     dtype = loading_dtype(config, bundle.manifest.model.source.dtype)
     quantization = config.get("quantization_config")
-    if quantization is None:
-        plain = list(weights.entries)
-        return check(folder, Expected(plain, weights.read, None, {}, plain), inputs=inputs, blocks=blocks)
+    how = run_time.read(quantization, schemes, weights.entries, weights.read)
+    if quantization is None or run_time.weights_are_dense(quantization):
+        plain = [name for name in weights.entries if not name.endswith(run_time.PARTS)]
+        wanted = Expected(plain, weights.read, None, {}, plain, how)
+        return check(folder, wanted, inputs=inputs, blocks=blocks)
     layout = layouts.of(quantization)
     packed = {prefix: _scheme_of(prefix, schemes) for prefix in layout.prefixes(weights.entries)}
     parts = {prefix + part for prefix in packed for part in layout.parts}
@@ -119,9 +124,9 @@ def check_bundle(
         return weights.read(name)
 
     # what is not packed may be something that the source held and its class did not use
-    plain = [name for name in weights.entries if name not in parts]
+    plain = [name for name in weights.entries if name not in parts and not name.endswith(run_time.PARTS)]
     names = [*plain, *(f"{prefix}.weight" for prefix in packed)]
-    return check(folder, Expected(names, expected, layout, packed, plain), inputs=inputs, blocks=blocks)
+    return check(folder, Expected(names, expected, layout, packed, plain, how), inputs=inputs, blocks=blocks)
 
 
 def demand(checks: Sequence[Check]) -> None:
@@ -159,8 +164,10 @@ def reload(
     """
     with _quiet():
         model_class = _class(folder)
+        forgets = run_time.expands_at_load(folder)
         try:
-            loaded, problem = _load(model_class, folder, blocks, wanted.leftover)
+            leftover = [*wanted.leftover, *(run_time.PARTS if forgets else ())]
+            loaded, problem = _load(model_class, folder, blocks, leftover)
             if problem:
                 return _judge("reload.transformers", None, problem)
             inputs = inputs or _batch(loaded.config)
@@ -183,8 +190,21 @@ def reload(
         del state
         if info["missing_keys"]:
             return _judge("reload.transformers", None, f"missing {sorted(info['missing_keys'])[0]}")
+        if not forgets:
+            _quantize_at_run_time(reference, wanted.run_time)
         expected = _run(reference, inputs)
     return _judge("reload.transformers", _difference(found, expected), "logits")
+
+
+def _quantize_at_run_time(model: Any, how: RunTime) -> None:
+    """Have a model see its inputs and its cache quantized."""
+    from quantkit.model.stream import find_blocks
+
+    path = find_blocks(model)
+    blocks = model.get_submodule(path)
+    for transform in how.transforms([f"{path}.{index}" for index in range(len(blocks))], model.dtype):
+        for index, block in enumerate(blocks):
+            transform.block(index, block)
 
 
 def _stored(weights: Weights, layout: Layout, packed: Mapping[str, WeightScheme]) -> list[Check]:
@@ -333,7 +353,8 @@ def _load(model_class: Any, folder: Path, blocks: int | None, leftover: Collecti
     unexpected = {
         name
         for name in info["unexpected_keys"]
-        if (blocks is None or _block(name) < blocks) and not any(same(name, other) for other in leftover)
+        if (blocks is None or _block(name) < blocks)
+        and not any(name.endswith(other) if other.startswith(".") else same(name, other) for other in leftover)
     }
     for kind, names in (
         ("missing", info["missing_keys"]),

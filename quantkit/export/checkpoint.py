@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,9 +24,18 @@ from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, did_you_mean
 from quantkit.export import _experts, _reload
-from quantkit.model import layouts
+from quantkit.model import layouts, run_time
 from quantkit.model.layouts import Header, Layout
-from quantkit.model.weights import INDEX, SINGLE, checked_file, torch_dtype, write_atomic, write_safetensors
+from quantkit.model.run_time import RunTime
+from quantkit.model.weights import (
+    INDEX,
+    SINGLE,
+    checked_file,
+    dtype_name,
+    torch_dtype,
+    write_atomic,
+    write_safetensors,
+)
 from quantkit.passes import decision
 
 if TYPE_CHECKING:
@@ -35,7 +44,7 @@ if TYPE_CHECKING:
     from quantkit.model.finished import Finished
     from quantkit.model.open import Source
     from quantkit.model.stream import StreamedModel
-    from quantkit.recipe import WeightScheme
+    from quantkit.recipe import ActivationScheme, CacheScheme, WeightScheme
 
 # weights in any other form, code, and what describes the source rather than the result
 _LEFT_BEHIND = {
@@ -80,6 +89,8 @@ class Writer:
         files: parameter of the skeleton -> tensor of the files.
         linears: linears of the skeleton -> whether their weight is stored [K, N].
         options: the layout.
+        blocks: names of the skeleton's blocks.
+        attention: what a block calls its attention; only asked for where its cache is quantized.
     """
 
     source: Source
@@ -87,6 +98,41 @@ class Writer:
     files: Mapping[str, str]
     linears: Mapping[str, bool]
     options: CheckpointOptions
+    blocks: Sequence[str] = ()
+    attention: str = ""
+
+    @cached_property
+    def run_time(self) -> RunTime:
+        """How inputs and cache are quantized when the model runs."""
+        finished = self.finished
+        scales = {name: finished.input_scale(name) for name in finished.activations}
+        cache = {index: finished.cache_scales(name) for index, name in enumerate(self.blocks)}
+        return RunTime(
+            finished.activations,
+            {name: found for name, found in scales.items() if found is not None},
+            finished.cache,
+            {index: found for index, found in cache.items() if found is not None},
+        )
+
+    @cached_property
+    def fixed(self) -> dict[str, tuple[str, torch.Tensor]]:
+        """Name in the files -> shard and value, of the fixed scales of inputs and caches."""
+        entries = self.source.weights.entries
+        found: dict[str, tuple[str, torch.Tensor]] = {}
+        for linear, static in self.run_time.scales.items():
+            entry = entries[self.files[f"{linear}.weight"]]
+            prefix = entry.name.removesuffix(".weight")
+            found[prefix + run_time.INPUT_SCALE] = entry.shard, static.scale.reshape(1)
+            if static.zero is not None:
+                found[prefix + run_time.INPUT_ZERO] = entry.shard, static.zero.reshape(1)
+        for index, pair in self.run_time.cache_scales.items():
+            inside = f"{self.blocks[index]}.{self.attention}."
+            name = next(name for name in self.files if name.startswith(inside))
+            entry = entries[self.files[name]]
+            prefix = entry.name.removesuffix(name.removeprefix(inside))
+            for part, static in zip((run_time.KEY_SCALE, run_time.VALUE_SCALE), pair, strict=True):
+                found[prefix.removesuffix(".") + part] = entry.shard, static.scale
+        return found
 
     @cached_property
     def layout(self) -> Layout | None:
@@ -137,7 +183,8 @@ class Writer:
                 found += self.layout.headers(prefix, (rows, columns), self.packed[prefix])
             else:
                 found.append((entry.name, entry.dtype, entry.shape))
-        return found
+        fixed = {name: value for name, (place, value) in self.fixed.items() if place == shard}
+        return found + [(name, dtype_name(value.dtype), tuple(value.shape)) for name, value in fixed.items()]
 
     def write_shard(self, shard: str, path: Path) -> str:
         """Write one shard and return its sha256.
@@ -155,11 +202,16 @@ class Writer:
         if not config.keys() & {"dtype", "torch_dtype"}:
             # else a loader takes the dtype of the first tensor it finds, which may be a scale
             config["dtype"] = self.source.dtype
+        quantization = None
         if self.layout is not None:
             schemes = self.finished.schemes
             others = [name for name in self.linears if name not in schemes]
             dtype = str(self.dtype).removeprefix("torch.")
-            config["quantization_config"] = self.layout.quantization_config(schemes, others, dtype)
+            quantization = self.layout.quantization_config(schemes, others, dtype)
+        how = self.run_time
+        quantization = run_time.described(quantization, list(self.finished.schemes), how.activations, how.cache)
+        if quantization is not None:
+            config["quantization_config"] = quantization
         write_atomic(folder / "config.json", [_json(config)])
         if self.shards != [SINGLE]:
             placed = {header[0]: shard for shard in self.shards for header in self.headers(shard)}
@@ -222,6 +274,8 @@ class _Producer:
 
     def __call__(self, name: str) -> torch.Tensor:
         writer = self._writer
+        if name in writer.fixed:
+            return writer.fixed[name][1]
         if writer.layout is None or name not in self._prefixes:
             return writer.dense(name)
         if name in self._waiting:
@@ -281,6 +335,8 @@ class Checkpoint:
         shapes: Mapping[str, tuple[int, int]] | None = None,
         merged: Collection[str] = (),
         partly: bool = False,
+        activations: Mapping[str, ActivationScheme] | None = None,
+        cache: CacheScheme | None = None,
     ) -> None:
         """Refuse, before any work, what the layout cannot hold.
 
@@ -293,6 +349,8 @@ class Checkpoint:
             shapes: linear -> [N, K].
             merged: the linears of experts, which transformers merges while it loads them.
             partly: whether calibration may leave some experts in high precision.
+            activations: linear -> how its input is quantized.
+            cache: how keys and values are quantized.
 
         Raises:
             InputError: `layout-unsupported`, naming the first layer.
@@ -307,6 +365,16 @@ class Checkpoint:
                 remedy="keep: [embeddings, lm_head], or leave `checkpoint` out of `export`",
             )
         layout = CheckpointOptions(**options).found
+        chosen = CheckpointOptions(**options).layout if schemes else DENSE
+        run_time.refuse(activations or {}, cache, chosen, all(scheme.symmetric for scheme in schemes.values()))
+        for linear in sorted(set(merged) & set(activations or {}))[:1]:
+            raise InputError(
+                "layout-unsupported",
+                where=linear,
+                value="belongs to a mixture of experts",
+                rule="transformers merges experts while it loads them, and leaves their inputs alone",
+                remedy="an override for the experts with `activations: null`",
+            )
         if layout is None or not schemes:
             return
         _experts.demand_loadable(CheckpointOptions(**options).layout, schemes, merged, partly)
@@ -329,7 +397,9 @@ class Checkpoint:
 
         modules = stream.skeleton.named_modules()
         linears = {name: is_transposed(module) for name, module in modules if is_linear(module)}
-        return Writer(source, results, stream.files, linears, CheckpointOptions(**options))
+        attention = run_time.attention_of(stream.blocks[0]) if results.cache is not None else ""
+        chosen = CheckpointOptions(**options)
+        return Writer(source, results, stream.files, linears, chosen, stream.block_names, attention)
 
     def write(
         self, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]
@@ -342,14 +412,20 @@ class Checkpoint:
         """
         writer = self.writer(source, stream, results, options)
         writer.write(bundle / "model")
+        taken = []
+        if run_time.expands_at_load(bundle / "model") and results.cache is not None:
+            reason = (
+                "transformers expands packed weights as it loads them, and then leaves the cache alone; vLLM does not"
+            )
+            taken.append(decision("checkpoint", "cache-elsewhere", "scheme.kv_cache", reason))
         absent = layouts.missing(writer.layout) if writer.layout is not None else []
         if not absent:
-            return []
+            return taken
         reason = (
             f"checked with our own reader of the stored files; pip install {' '.join(absent)} to check it with the "
             "code that others load it with"
         )
-        return [decision("checkpoint", "own-reader", "model/", reason)]
+        return [*taken, decision("checkpoint", "own-reader", "model/", reason)]
 
     def check(
         self,
@@ -387,6 +463,7 @@ class Checkpoint:
             layout=writer.layout,
             packed=writer.packed,
             leftover=[name for name in source.weights.entries if name not in set(writer.files.values())],
+            run_time=writer.run_time,
         )
         return _reload.check(bundle / "model", wanted, inputs=inputs, blocks=blocks)
 

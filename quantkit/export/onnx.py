@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quantkit.model.finished import Finished
     from quantkit.model.open import Source
     from quantkit.model.stream import StreamedModel
-    from quantkit.recipe import WeightScheme
+    from quantkit.recipe import ActivationScheme, CacheScheme, WeightScheme
 
 FOLDER, MODEL, DATA = "onnx", "model.onnx", "model.onnx.data"
 # tensors from this many bytes on go into the data file
@@ -64,6 +64,8 @@ class Onnx:
         shapes: Mapping[str, tuple[int, int]] | None = None,
         merged: Collection[str] = (),
         partly: bool = False,
+        activations: Mapping[str, ActivationScheme] | None = None,
+        cache: CacheScheme | None = None,
     ) -> None:
         """Refuse, before any work, what the dialect cannot hold; see `export.checkpoint` for the arguments.
 
@@ -85,6 +87,16 @@ class Onnx:
             )
         from quantkit.export._dialect_ort import BITS, block_size
 
+        refused = {name: f"activations in {each.format}" for name, each in (activations or {}).items()}
+        refused |= {"scheme.kv_cache": f"a KV cache in {cache.format}"} if cache is not None else {}
+        for where, value in refused.items():
+            raise InputError(
+                "layout-unsupported",
+                where=where,
+                value=value,
+                rule="this exporter quantizes weights alone",
+                remedy="leave `onnx` out of `export`; accuracy_level: 4 has ONNX Runtime round activations to int8",
+            )
         for linear, scheme in schemes.items():
             bits = registry.load("formats", scheme.format).bits
             if bits not in BITS or not scheme.format.startswith("int"):

@@ -78,6 +78,16 @@ class Fp8Format(ScaledFormat):
         scales=("float32", "bfloat16", "float16"),
     )
 
+    @property
+    def low(self) -> float:
+        """The smallest value."""
+        return -self.element.top
+
+    @property
+    def high(self) -> float:
+        """The largest value."""
+        return self.element.top
+
 
 @dataclass(frozen=True)
 class MxFormat(ScaledFormat):

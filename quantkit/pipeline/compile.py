@@ -143,6 +143,14 @@ def prepare(request: Request) -> Prepared:
             rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
             remedy="choose another recipe, or add the kind to its `models`",
         )
+    if recipe.scheme.kv_cache is not None and source.kind != "decoder":
+        raise InputError(
+            "cache-unknown",
+            where=source.ref,
+            value=f"a {source.kind}",
+            rule="only a decoder has a KV cache",
+            remedy="--set scheme.kv_cache=null",
+        )
     stream = StreamedModel(source)
     for tensor in dict.fromkeys(stream.files.values()):
         source.weights.read(tensor)  # finite, every one of them: now, not hours later
@@ -165,6 +173,8 @@ def prepare(request: Request) -> Prepared:
             shapes=layers.shapes,
             merged=layers.merged,
             partly=looks_at_data(steps) and recipe.calibration.experts == "keep",
+            activations=layers.activations,
+            cache=recipe.scheme.kv_cache,
         )
     decisions = [*taken, *layers.decisions]
     looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
@@ -613,8 +623,31 @@ class _Compilation:
                 baseline_bytes=prepared.original.weights.total_bytes(),
                 folder=folder_of(step.name),
             )
+            if step.name == "checkpoint" and prepared.request.recipe.scheme.kv_cache is not None:
+                rows += self._score_long(original, subject)
             rows += sizes if number == 0 else [row for row in sizes if row.name == "size.bytes"]
         return rows
+
+    def _score_long(self, original: StreamedModel, subject: str) -> list[Row]:
+        """What the quantized cache costs at a long context, beside what the rest costs there."""
+        from quantkit.measure import long_context, score
+
+        prepared = self.prepared
+        recipe, runtime = prepared.request.recipe, registry.load("runtimes", "torch")
+        self.progress.at("score", 0.9, f"up to {long_context.CONTEXT:,} tokens, with a quantized and a float cache")
+        folder = self.build.bundle / "model"
+        found = long_context.rows(
+            original,
+            {
+                long_context.named(recipe.scheme.kv_cache): runtime.stream(folder),
+                long_context.FLOAT: runtime.stream(folder, cache=False),
+            },
+            tokens.long(recipe, prepared.source, long_context.CONTEXT, long_context.SAMPLES),
+            subject=subject,
+            runtime=runtime.name,
+            settings={"dtype": "float32"},
+        )
+        return score.flagged(found, prepared.source.was)
 
     def _dense(self) -> StreamedModel:
         """The model with the values that its codes stand for, where no checkpoint holds it."""

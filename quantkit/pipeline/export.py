@@ -18,7 +18,7 @@ from quantkit.measure.rows import Row
 from quantkit.measure.size import folder_of
 from quantkit.pipeline import worth
 from quantkit.pipeline.progress import Progress
-from quantkit.recipe import WeightScheme
+from quantkit.recipe import ActivationScheme, CacheScheme, WeightScheme
 from quantkit.report import usage
 
 
@@ -90,7 +90,20 @@ def export_bundle(
     options = _options(exporter, changes, bundle)
     manifest = bundle.manifest
     schemes = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in manifest.layers}
-    exporter.accepts(options, schemes, list(schemes), [])
+    activations = {
+        layer.name: ActivationScheme.model_validate(layer.activations)
+        for layer in manifest.layers
+        if layer.activations is not None
+    }
+    cache = (manifest.recipe.get("scheme") or {}).get("kv_cache")
+    exporter.accepts(
+        options,
+        schemes,
+        list(schemes),
+        [],
+        activations=activations,
+        cache=None if cache is None else CacheScheme.model_validate(cache),
+    )
     place = folder_of(to)
     if any(entry.path.startswith(f"{place}/") for entry in manifest.files):
         raise InputError(

@@ -30,7 +30,9 @@ def judge(gates: Gates, rows: Sequence[Row]) -> tuple[list[Check], list[Decision
         if limit is None:
             continue
         name, is_ratio, more_is_worse = _ABOUT[gate]
-        found = {row.runtime: _measured(row, is_ratio) for row in rows if row.name == name}
+        # what a longer context costs is told, and not gated
+        plain = [row for row in rows if row.name == name and "context" not in (row.shape or {})]
+        found = {row.runtime: _measured(row, is_ratio) for row in plain}
         values = [(runtime, value) for runtime, value in found.items() if value is not None]
         if not values:
             reason = f"{name} was not measured for this kind of model"

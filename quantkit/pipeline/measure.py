@@ -344,7 +344,7 @@ def _runtimes(manifest: Manifest) -> list[str]:
 def _kind(row: Row, against: str) -> tuple[Any, ...]:
     """Rows of one kind replace each other; those against another baseline, in another runtime, or timed on another
     machine stand beside each other. A row without baseline is one against `against`."""
-    export = row.settings.get("export")
+    export = row.settings.get("export") or row.settings.get("kv_cache")
     baseline = row.baseline.subject if row.baseline else against
     device = row.device.id if row.device and worth.is_timing(row) else None
     return row.name, baseline, row.runtime, export, device, row.batch, tuple(sorted((row.shape or {}).items()))

@@ -78,7 +78,6 @@ class Request:
             kept = chosen.calibration.model_copy(update={"set": content.as_reference(calibration)})
             chosen = chosen.model_copy(update={"calibration": kept})
         content.find("calibration", chosen.calibration.set)
-        _refuse_unbuilt(chosen)
         aimed = target if isinstance(target, Target) else Target.load(target or this_machine())
         chosen, left_out = for_target(chosen, aimed)
         check_target(chosen, aimed)
@@ -94,19 +93,6 @@ class Request:
         return cls(model, chosen, aimed, where, resume, strict, trust_remote_code, speed, left_out)
 
 
-def _refuse_unbuilt(recipe: Recipe) -> None:
-    """What the schema has words for and nothing quantizes yet would be left out without a word."""
-    for name in ("activations", "kv_cache"):
-        if getattr(recipe.scheme, name) is not None:
-            raise InputError(
-                "scheme-unsupported",
-                where=f"{recipe.name}: scheme.{name}",
-                value="set",
-                rule="this version quantizes weights alone",
-                remedy=f"--set scheme.{name}=null",
-            )
-
-
 def this_machine() -> str:
     """The shipped target of this machine's processor."""
     return "cpu-arm" if platform.machine().lower() in ("aarch64", "arm64") else "cpu-x86"
@@ -120,7 +106,8 @@ def stored_formats(recipe: Recipe) -> list[tuple[str, bool]]:
         if scheme is not None:
             schemes.append(scheme)
     found: dict[tuple[str, bool], None] = {(scheme.format, scheme.symmetric): None for scheme in schemes}
-    for part in (recipe.scheme.activations, recipe.scheme.kv_cache):
+    others = [recipe.overridden_activations(each, recipe.scheme.activations) for each in recipe.overrides]
+    for part in (recipe.scheme.activations, *others, recipe.scheme.kv_cache):
         if part is not None:
             found[part.format, part.symmetric] = None
     return list(found)

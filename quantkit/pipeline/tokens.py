@@ -136,6 +136,31 @@ def guiding(
     return load_tokens(_FALLBACK, "tune", **common)
 
 
+def long(recipe: Recipe, source: Source, tokens: int, samples: int) -> TokenSet:
+    """A few sequences of `tokens`, or of as many as the model has positions, to score on; of the recipe's set, where it
+    is long enough.
+
+    Raises:
+        InputError: of `load_tokens`.
+    """
+    from quantkit.calibrate.sets import load_tokens
+
+    longer = recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update={"tokens": tokens})})
+    common: dict[str, Any] = {
+        "tokenizer": _tokenizer(source, recipe),
+        "samples": samples,
+        "tokens": sequence_length(longer, source, []),
+        "seed": recipe.seed,
+        "vocab_size": vocabulary(source),
+    }
+    try:
+        return load_tokens(recipe.calibration.set, "eval", **common)
+    except InputError as error:
+        if error.code not in ("calibration-short", "calibration-ids", "calibration-split"):
+            raise
+        return load_tokens(_FALLBACK, "eval", **common)
+
+
 def vocabulary(source: Source) -> int:
     """Token ids lie below it."""
     size = source.config.get("vocab_size")

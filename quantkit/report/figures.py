@@ -162,8 +162,11 @@ def by(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
 
 def variant(row: Row) -> str:
     """The export that a row is about, as a reader tells it from the others; empty for what no runtime is needed for."""
-    level = row.settings.get("accuracy_level")
-    return (row.runtime or "") + (f", level {level}" if level is not None else "")
+    level, cache = row.settings.get("accuracy_level"), row.settings.get("kv_cache")
+    parts = [row.runtime or "", f"level {level}" if level is not None else ""]
+    if cache is not None:
+        parts += [f"context {(row.shape or {}).get('context', 0):,}", f"{cache} cache"]
+    return ", ".join(part for part in parts if part)
 
 
 def export(row: Row) -> str:

@@ -15,20 +15,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.model import layouts
+from quantkit.model import layouts, run_time
 from quantkit.model.layouts import Expansion, Layout
 from quantkit.model.open import open_written
 from quantkit.model.stream import StreamedModel
+from quantkit.model.structure import is_linear
 from quantkit.model.weights import Entry, Weights
 
 
-def reloaded(folder: Path) -> StreamedModel:
-    """A checkpoint, packed or dense, as a stream of blocks."""
+def reloaded(folder: Path, *, cache: bool = True) -> StreamedModel:
+    """A checkpoint, packed or dense, as a stream of blocks that see inputs and cache as the checkpoint says.
+
+    Args:
+        folder: of the checkpoint.
+        cache: whether the cache is quantized, if the checkpoint says so.
+    """
     source = open_written(folder)
-    config = source.config.get("quantization_config")
+    config, stored = source.config.get("quantization_config"), source.weights
     if config is not None:
-        source = replace(source, weights=ExpandedWeights.of(source.weights, config, source.dtype))
-    return StreamedModel(source)
+        kept = {name: entry for name, entry in stored.entries.items() if not name.endswith(run_time.PARTS)}
+        rest = replace(stored, entries=kept)
+        dense = run_time.weights_are_dense(config)
+        source = replace(source, weights=rest if dense else ExpandedWeights.of(rest, config, source.dtype))
+    model = StreamedModel(source)
+    linears = [
+        f"{block}.{name}"
+        for block, module in zip(model.block_names, model.blocks, strict=True)
+        for name, inner in module.named_modules()
+        if is_linear(inner)
+    ]
+    how = run_time.read(config, linears, stored.entries, stored.read)
+    how = how if cache else replace(how, cache=None)
+    # blocks are computed in float32, but fixed scales are what the model's dtype holds of them
+    model.transforms += how.transforms(model.block_names, getattr(torch, source.dtype))
+    return model
 
 
 @dataclass(frozen=True)

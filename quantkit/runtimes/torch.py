@@ -74,11 +74,11 @@ class TorchRuntime:
         """What scores a bundle, or the folder of one that is being built; torch has its own number of threads."""
         return self.stream(path / "model")
 
-    def stream(self, folder: Path) -> StreamedModel:
-        """A checkpoint block by block, expanded by its library's own code."""
+    def stream(self, folder: Path, *, cache: bool = True) -> StreamedModel:
+        """A checkpoint block by block, expanded by its library's own code; `cache=False` gives it a float cache."""
         from quantkit.runtimes._reloaded import reloaded
 
-        return reloaded(folder)
+        return reloaded(folder, cache=cache)
 
     def generate(
         self,

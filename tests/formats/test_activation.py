@@ -35,7 +35,7 @@ def arguments(scheme: ActivationScheme) -> Any:
     )
 
 
-FORMATS = ["int8"]
+FORMATS = ["int8", "fp8_e4m3"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -130,14 +130,6 @@ def test_overrides_count_whatever_their_glob_looks_like() -> None:
     assert "format int8" in refused(recipe=found, target=absent).value
 
 
-@pytest.mark.parametrize(("part", "scheme"), [("activations", {"format": "int8"}), ("kv_cache", {"format": "int8"})])
-def test_what_nothing_quantizes_yet_is_refused_rather_than_left_out(part: str, scheme: dict[str, str]) -> None:
-    weights = {"format": "int8"}
-    error = refused(recipe=recipe(scheme={"weights": weights, part: scheme}))
-    assert error.code == "scheme-unsupported"
-    assert f"scheme.{part}" in error.where
-
-
 def test_bundles_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert default_out("m", "r", resume=False) == Path("m--r")

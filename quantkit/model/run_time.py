@@ -1,0 +1,273 @@
+"""What a checkpoint says of the moment it runs: how inputs of linears, and keys and values, are quantized there.
+
+compressed-tensors' `quantization_config` has an `input_activations` in each config group and a `kv_cache_scheme`; the
+fixed scales lie beside the weights, as `LINEAR.input_scale` and `ATTENTION.k_scale`, `ATTENTION.v_scale`. Written and
+read here, whatever layout the weights have; `transforms` puts the same into a model that is streamed.
+
+    cache     tensor [1]   head [H, 1, 1]       others have no words there
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import InputError
+from quantkit.model.names import same
+from quantkit.model.weights import strict_json
+from quantkit.recipe import ActivationScheme, CacheScheme
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from quantkit.formats._activation import InputScale
+    from quantkit.model.stream import Transform
+
+INPUT_SCALE, INPUT_ZERO = ".input_scale", ".input_zero_point"
+KEY_SCALE, VALUE_SCALE = ".k_scale", ".v_scale"
+PARTS = (INPUT_SCALE, INPUT_ZERO, KEY_SCALE, VALUE_SCALE)
+_KINDS = {"int8": "int", "fp8_e4m3": "float"}
+_DENSE = "dense"
+_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
+_STRATEGIES = {"tensor": "tensor", "token": "token", "group": "group", "head": "attn_head"}
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """How a model's inputs and cache are quantized when it runs.
+
+    Args:
+        activations: linear's full name -> scheme.
+        scales: linear's full name -> the fixed scale of its input.
+        cache: of keys and values.
+        cache_scales: block's number -> the fixed scales of its keys and its values.
+    """
+
+    activations: Mapping[str, ActivationScheme] = field(default_factory=dict)
+    scales: Mapping[str, InputScale] = field(default_factory=dict)
+    cache: CacheScheme | None = None
+    cache_scales: Mapping[int, tuple[InputScale, InputScale]] = field(default_factory=dict)
+
+    def transforms(self, block_names: Sequence[str], dtype: torch.dtype) -> list[Transform]:
+        """What puts it into the blocks of a model whose stored dtype is `dtype`."""
+        from quantkit.model.cache import QuantizedCaches
+        from quantkit.model.inputs import QuantizedInputs
+
+        found: list[Transform] = []
+        if self.activations:
+            found.append(QuantizedInputs(list(block_names), self.activations, self.scales, dtype))
+        if self.cache is not None:
+            found.append(QuantizedCaches(self.cache, self.cache_scales, dtype))
+        return found
+
+
+def refuse(
+    activations: Mapping[str, ActivationScheme], cache: CacheScheme | None, layout: str, symmetric: bool
+) -> None:
+    """Refuse what a checkpoint cannot say.
+
+    Args:
+        layout: of the weights, as recipes call it.
+        symmetric: whether all weights are.
+
+    Raises:
+        InputError: `layout-unsupported`.
+    """
+    packed = layout.endswith("quantized")
+    for linear, scheme in activations.items():
+        problem = "" if scheme.format in _KINDS else f"compressed-tensors has no {scheme.format} activations"
+        if not packed:
+            problem = f"layout {layout} says nothing of activations, and who loads it would leave them alone"
+        elif layout == "pack-quantized" and not symmetric:
+            problem = (
+                "transformers expands packed weights with zero points as it loads them, and forgets the activations"
+            )
+        if problem:
+            raise InputError(
+                "layout-unsupported",
+                where=linear,
+                value=f"activations in {scheme.format}",
+                rule=problem,
+                remedy="export: checkpoint: {layout: int-quantized} or {layout: float-quantized}",
+            )
+    if cache is None:
+        return
+    problem = ""
+    if cache.granularity not in ("tensor", "head"):
+        problem = f"compressed-tensors has no words for a scale by {cache.granularity}"
+    elif not cache.symmetric:
+        problem = "vLLM reads symmetric caches alone"
+    elif not packed and layout != "dense":
+        problem = f"layout {layout} has no place for the cache's scales"
+    if problem:
+        raise InputError(
+            "layout-unsupported",
+            where="scheme.kv_cache",
+            value=f"{cache.format} by {cache.granularity}{'' if cache.symmetric else ', asymmetric'}",
+            rule=problem,
+            remedy="--set scheme.kv_cache.granularity=tensor --set scheme.kv_cache.symmetric=true, or another layout",
+        )
+
+
+def described(
+    config: Mapping[str, Any] | None,
+    linears: Sequence[str],
+    activations: Mapping[str, ActivationScheme],
+    cache: CacheScheme | None,
+) -> dict[str, Any] | None:
+    """A `quantization_config` that also says how activations and the cache are quantized.
+
+    Args:
+        config: what the weights' layout wrote; None where they are dense.
+        linears: all that are quantized.
+        activations: linear's full name, as in the config -> scheme.
+        cache: of keys and values.
+    """
+    if not activations and cache is None:
+        return None if config is None else dict(config)
+    from compressed_tensors.quantization import QuantizationConfig
+
+    if config is None:
+        empty = QuantizationConfig(config_groups={}, format=_DENSE, quantization_status="frozen", ignore=[])
+        config = empty.model_dump(mode="json")
+    found = dict(config)
+    if activations:
+        # transformers' other way in expands weights as they are read, and leaves inputs alone
+        found.pop("dequantize", None)
+        found["config_groups"] = _split(config, linears, activations)
+    if cache is not None:
+        found["kv_cache_scheme"] = _written(cache)
+    return found
+
+
+def _split(
+    config: Mapping[str, Any], linears: Sequence[str], activations: Mapping[str, ActivationScheme]
+) -> dict[str, Any]:
+    """Config groups whose linears agree on their inputs."""
+    schemes = {activations.get(name) for name in linears}
+    groups: dict[str, Any] = {}
+    for group in config["config_groups"].values():
+        everything = group["targets"] == ["Linear"]
+        names = linears if everything else group["targets"]
+        for scheme in dict.fromkeys(activations.get(name) for name in names):
+            targets = [name for name in names if activations.get(name) == scheme]
+            targets = ["Linear"] if everything and len(schemes) == 1 else targets
+            inputs = None if scheme is None else _written(scheme)
+            groups[f"group_{len(groups)}"] = {**group, "targets": targets, "input_activations": inputs}
+    return groups
+
+
+def _written(scheme: ActivationScheme | CacheScheme) -> dict[str, Any]:
+    """As the library's `QuantizationArgs` are written."""
+    from compressed_tensors.quantization import QuantizationArgs
+
+    arguments = QuantizationArgs(
+        num_bits=8,
+        type=_KINDS[scheme.format],
+        symmetric=scheme.symmetric,
+        strategy=_STRATEGIES[scheme.granularity],
+        group_size=getattr(scheme, "group", None),
+        dynamic=scheme.dynamic,
+    )
+    written: dict[str, Any] = arguments.model_dump(mode="json")
+    return written
+
+
+def read(
+    config: Mapping[str, Any] | None,
+    linears: Iterable[str],
+    entries: Iterable[str],
+    tensor: Callable[[str], torch.Tensor],
+) -> RunTime:
+    """What a checkpoint says.
+
+    Args:
+        config: `quantization_config` of config.json.
+        linears: full names of the linears in its blocks.
+        entries: names of all stored tensors.
+        tensor: reads one of them.
+    """
+    from quantkit.formats._activation import InputScale
+
+    if not config or config.get("quant_method") != "compressed-tensors":
+        return RunTime()
+    stored = [name for name in entries if name.endswith(PARTS)]
+    activations: dict[str, ActivationScheme] = {}
+    scales: dict[str, InputScale] = {}
+    for linear in linears:
+        scheme = _inputs_of(config, linear)
+        if scheme is None:
+            continue
+        activations[linear] = scheme
+        if not scheme.dynamic:
+            prefix = next(name for name in stored if same(name, linear + INPUT_SCALE)).removesuffix(INPUT_SCALE)
+            zero = None if scheme.symmetric else tensor(prefix + INPUT_ZERO)
+            scales[linear] = InputScale(tensor(prefix + INPUT_SCALE), zero)
+    cache = config.get("kv_cache_scheme")
+    cache_scales: dict[int, tuple[InputScale, InputScale]] = {}
+    for name in stored if cache else ():
+        number = _NUMBER.search(name)
+        if name.endswith(KEY_SCALE) and number is not None:
+            values = name.removesuffix(KEY_SCALE) + VALUE_SCALE
+            cache_scales[int(number.group(1))] = (InputScale(tensor(name)), InputScale(tensor(values)))
+    return RunTime(activations, scales, CacheScheme.model_validate(_fields(cache)) if cache else None, cache_scales)
+
+
+def weights_are_dense(config: Mapping[str, Any]) -> bool:
+    """Whether a `quantization_config` is about inputs or the cache alone."""
+    return config.get("format") == _DENSE
+
+
+def expands_at_load(folder: Path) -> bool:
+    """Whether transformers expands a checkpoint's weights as it loads them, and then knows no more of its scheme."""
+    config = strict_json((folder / "config.json").read_bytes(), "config.json", "config-invalid")
+    return bool((config.get("quantization_config") or {}).get("dequantize"))
+
+
+def _inputs_of(config: Mapping[str, Any], linear: str) -> ActivationScheme | None:
+    """The scheme of a linear's input: of the group that names it, else of the one for its class."""
+    if any(same(linear, name) for name in config.get("ignore") or ()):
+        return None
+    groups = list(config["config_groups"].values())
+    named = [group for group in groups if any(same(linear, target) for target in group["targets"])]
+    chosen = (named or [group for group in groups if group["targets"] == ["Linear"]] or [{}])[0]
+    found = chosen.get("input_activations")
+    if not found:
+        return None
+    more = {"dynamic": bool(found["dynamic"]), "group": found.get("group_size")}
+    return ActivationScheme.model_validate({**_fields(found), **more})
+
+
+def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What both kinds of scheme have, from the library's arguments."""
+    formats = {kind: name for name, kind in _KINDS.items()}
+    granularities = {strategy: name for name, strategy in _STRATEGIES.items()}
+    return {
+        "format": formats[arguments["type"]],
+        "granularity": granularities[arguments["strategy"]],
+        "symmetric": arguments["symmetric"],
+    }
+
+
+def attention_of(block: nn.Module) -> str:
+    """The module of a block that the library gives its cache's scales to, such as `self_attn`.
+
+    Raises:
+        InputError: `layout-unsupported`.
+    """
+    from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
+
+    found: list[str] = [name for name, module in block.named_modules() if is_cached_attention_module(module)]
+    if len(found) != 1:
+        raise InputError(
+            "layout-unsupported",
+            where=type(block).__name__,
+            value=f"{len(found)} attentions with k_proj and v_proj",
+            rule="compressed-tensors quantizes the cache of attentions that it knows by these names",
+            remedy="--set scheme.kv_cache=null",
+        )
+    return found[0]

@@ -1,0 +1,184 @@
+"""Recipes with quantized activations or a quantized cache, from a model to a bundle that plain transformers loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from conftest import recipe  # type: ignore[import-not-found]
+
+from quantkit.bundle import Bundle
+from quantkit.errors import InputError
+from quantkit.export.checkpoint import EXPORT
+from quantkit.model.stream import Head
+from quantkit.pipeline import Request, compile_model
+from quantkit.pipeline.compile import Compiled
+from quantkit.runtimes._reloaded import reloaded
+
+INT8 = {"format": "int8", "granularity": "channel", "scale": "float32"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "llama.tiny"
+    zoo.tiny("llama", vocab_size=258, num_hidden_layers=2, max_position_embeddings=640).save_pretrained(folder)  # type: ignore[operator]
+    byte_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 300)
+
+
+def compiled(model: Path, out: Path, layout: str, scheme: dict[str, Any], **changes: Any) -> Compiled:
+    made = recipe(scheme=scheme, export=[{"checkpoint": {"layout": layout}}], **changes)
+    return compile_model(Request.of(str(model), recipe=made, out=out, speed=False))
+
+
+def of_transformers(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    with torch.no_grad():
+        return loaded(input_ids=ids).logits  # type: ignore[no-any-return]
+
+
+def streamed(folder: Path, ids: torch.Tensor, **settings: Any) -> torch.Tensor:
+    stream = reloaded(folder, **settings)
+    hidden = stream.run(ids, chunk=2)
+    return Head(stream.rest(), stream.path, as_tuple=stream.as_tuple)(hidden, ids)
+
+
+STATIC = {"granularity": "tensor", "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    ("assigner", "form", "weights", "activations"),
+    [
+        ("gptq", "int8", {}, {}),
+        ("rtn", "int8", {}, STATIC),
+        ("gptq", "int8", {}, {**STATIC, "symmetric": False, "range": "percentile"}),
+        ("gptq", "fp8_e4m3", {}, {}),
+        ("rtn", "fp8_e4m3", {"granularity": "tensor"}, STATIC),
+        ("rtn", "fp8_e4m3", {"granularity": "block", "group": 128}, {"granularity": "group", "group": 32}),
+    ],
+)
+def test_w8a8_is_what_transformers_computes(
+    model: Path, tmp_path: Path, assigner: str, form: str, weights: dict[str, Any], activations: dict[str, Any]
+) -> None:
+    layout = "int-quantized" if form == "int8" else "float-quantized"
+    scheme = {"weights": {**INT8, "format": form, **weights}, "activations": {"format": form, **activations}}
+    result = compiled(model, tmp_path / "out", layout, scheme, passes=[assigner])
+    manifest = result.bundle.manifest
+    checks = {check.name: check for check in manifest.checks}
+    assert checks["reload.transformers"].ok and checks["reload.compressed_tensors"].ok
+    config = json.loads((result.bundle.model_folder / "config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    assert config["format"] == layout and group["targets"] == ["Linear"]
+    assert group["input_activations"]["dynamic"] is activations.get("dynamic", True)
+    fixed = not activations.get("dynamic", True)
+    for layer in manifest.layers:
+        assert layer.activations is not None and layer.activations["format"] == form
+        assert (layer.input_scale is not None) == fixed
+    scales = {layer.name: layer.input_scale for layer in manifest.layers}
+    first = "model.layers.0.self_attn."
+    assert scales[first + "q_proj"] == scales[first + "k_proj"] == scales[first + "v_proj"]
+    ids = zoo.ids(2, 16)
+    theirs, ours = of_transformers(result.bundle.model_folder, ids), streamed(result.bundle.model_folder, ids)
+    assert torch.allclose(ours, theirs, atol=2e-3 * float(theirs.abs().max()))
+    # a finished bundle is checked by its own files alone
+    assert all(check.ok for check in EXPORT.check(result.bundle.path))
+    assert not any(decision.code == "saturated" for decision in result.decisions if activations.get("range") is None)
+
+
+def test_an_override_leaves_some_inputs_alone(model: Path, tmp_path: Path) -> None:
+    overrides = [{"match": "*.down_proj", "activations": None}]
+    scheme = {"weights": INT8, "activations": {"format": "int8"}}
+    result = compiled(model, tmp_path / "out", "int-quantized", scheme, overrides=overrides)
+    kept = {layer.name.rpartition(".")[2] for layer in result.bundle.manifest.layers if layer.activations is None}
+    assert kept == {"down_proj"}
+    config = json.loads((result.bundle.model_folder / "config.json").read_text())["quantization_config"]
+    assert len(config["config_groups"]) == 2
+    assert result.bundle.manifest.recipe["overrides"] == overrides
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head"])
+def test_a_cache_is_measured_at_a_long_context(model: Path, tmp_path: Path, granularity: str) -> None:
+    scheme = {"weights": INT8, "kv_cache": {"format": "int8", "granularity": granularity}}
+    result = compiled(model, tmp_path / "out", "int-quantized", scheme)
+    rows = [row for row in result.rows if row.shape and "context" in row.shape]
+    assert [(row.settings["kv_cache"], row.shape["context"]) for row in rows if row.shape] == [
+        (f"int8, {granularity}", 512),
+        (f"int8, {granularity}", 640),
+        ("float", 512),
+        ("float", 640),
+    ]
+    assert [row.n for row in rows[:2]] == [4 * 511, 4 * 639]
+    assert rows[0].value != rows[2].value
+    folder, ids = result.bundle.model_folder, zoo.ids(2, 16)
+    theirs = of_transformers(folder, ids)
+    assert torch.allclose(streamed(folder, ids), theirs, atol=2e-3 * float(theirs.abs().max()))
+    assert not torch.allclose(streamed(folder, ids, cache=False), theirs, atol=1e-5)
+    assert all(check.ok for check in EXPORT.check(result.bundle.path))
+
+
+def test_a_cache_alone_leaves_the_weights_dense(model: Path, tmp_path: Path) -> None:
+    scheme = {"kv_cache": {"format": "int8"}}
+    result = compiled(model, tmp_path / "out", "dense", scheme, passes=[])
+    folder, ids = result.bundle.model_folder, zoo.ids(2, 16)
+    assert not result.bundle.manifest.layers
+    plain = of_transformers(model, ids)
+    theirs = of_transformers(folder, ids)
+    assert not torch.allclose(plain, theirs, atol=1e-5)
+    assert torch.allclose(streamed(folder, ids), theirs, atol=2e-3 * float(theirs.abs().max()))
+    assert all(check.ok for check in EXPORT.check(result.bundle.path))
+
+
+@pytest.mark.parametrize(
+    ("layout", "scheme", "said"),
+    [
+        ("dense", {"weights": INT8, "activations": {"format": "int8"}}, "says nothing of activations"),
+        ("pack-quantized", {"weights": {**INT8, "symmetric": False}, "activations": {"format": "int8"}}, "zero points"),
+        ("int-quantized", {"weights": INT8, "kv_cache": {"format": "int8", "granularity": "channel"}}, "no words"),
+        ("int-quantized", {"weights": INT8, "kv_cache": {"format": "int8", "symmetric": False}}, "symmetric"),
+        ("int-quantized", {"weights": {"format": "int4", "granularity": "channel"}}, "holds int8"),
+    ],
+)
+def test_what_a_checkpoint_cannot_say_is_refused(
+    model: Path, tmp_path: Path, layout: str, scheme: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        compiled(model, tmp_path / "out", layout, scheme)
+    assert caught.value.code == "layout-unsupported" and said in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_groups_that_do_not_divide_are_refused(model: Path, tmp_path: Path) -> None:
+    scheme = {"weights": INT8, "activations": {"format": "int8", "granularity": "group", "group": 128}}
+    with pytest.raises(InputError) as caught:
+        compiled(model, tmp_path / "out", "int-quantized", scheme)
+    assert caught.value.code == "group-indivisible" and "K 64" in caught.value.value
+
+
+def test_an_interrupted_compile_keeps_the_scales(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = {
+        "weights": INT8,
+        "activations": {"format": "int8", "granularity": "tensor", "dynamic": False},
+        "kv_cache": {"format": "int8"},
+    }
+    whole = compiled(model, tmp_path / "whole", "int-quantized", scheme)
+    made = recipe(scheme=scheme, export=[{"checkpoint": {"layout": "int-quantized"}}])
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "quantkit.pipeline.compile._Compilation._export", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        with pytest.raises(Exception):  # noqa: B017 (whatever stops it)
+            compile_model(Request.of(str(model), recipe=made, out=tmp_path / "again", speed=False))
+    again = compile_model(Request.of(str(model), recipe=made, out=tmp_path / "again", speed=False, resume=True))
+    assert Bundle.load(again.bundle.path).manifest.content_sha256 == whole.bundle.manifest.content_sha256
