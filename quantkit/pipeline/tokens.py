@@ -145,11 +145,10 @@ def long(recipe: Recipe, source: Source, tokens: int, samples: int) -> TokenSet:
     """
     from quantkit.calibrate.sets import load_tokens
 
-    longer = recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update={"tokens": tokens})})
     common: dict[str, Any] = {
         "tokenizer": _tokenizer(source, recipe),
         "samples": samples,
-        "tokens": sequence_length(longer, source, []),
+        "tokens": sequence_length(tokens, source, []),
         "seed": recipe.seed,
         "vocab_size": vocabulary(source),
     }
