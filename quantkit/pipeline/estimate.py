@@ -127,13 +127,15 @@ def _seconds(prepared: Prepared) -> dict[str, float]:
     """From the matrix products of each stage."""
     import torch
 
+    from quantkit.pipeline.work import looks_at_original
+
     rate = _RATE * torch.get_num_threads()
     weights = sum(rows * columns for rows, columns in prepared.layers.inside.values())
     scored = prepared.scoring.ids.numel()
     seen = prepared.calibration.ids.numel() if prepared.calibration else 0
     stages = {}
     if prepared.steps:
-        passes = sum(1 + 2 * bool(step.needs) for step in prepared.steps)
+        passes = sum(1 + 2 * bool(step.needs) for step in prepared.steps) + 2 * looks_at_original(prepared.steps)
         stages["quantize"] = 1.0 + passes * 2 * weights * seen / rate + weights / 2e7
     exports = [step.name for step in prepared.request.recipe.export]
     graph = 12.0 + weights / 2e7 if "onnx" in exports else 0.0
