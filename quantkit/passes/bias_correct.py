@@ -8,7 +8,12 @@ Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Corre
 on average, and a constant can be taken back by the bias. In the order in which the block runs: each mean is of inputs
 that corrected linears have made. A linear without a bias is left alone: its class would not load one.
 
-Measured on all-MiniLM-L6-v2, see `docs/passes.md`.
+It may help or not. Mean cosine of pooled sentence embeddings to the float model's, all-MiniLM-L6-v2, int4 per channel,
+symmetric; 32 x 64 tokens of addresses to calibrate, 128 Bible verses to score:
+
+    rtn  0.9425, corrected 0.9377: worse        gptq 0.9680, corrected 0.9699: a little better
+
+So it is in no recipe: try it on text of your own, with the gate `cosine_min`.
 """
 
 from __future__ import annotations

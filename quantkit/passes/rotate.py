@@ -8,6 +8,11 @@ Where that fails the model stays as it is, with the reason: norms behind the lin
 
 A norm's weight goes into the linears that read it, the last norm's into the head, which then differs from an embedding
 that it was tied to: the model is untied, and larger by one table.
+
+It helps where one scale serves many weights. SmolLM2-135M, int4, `rtn`, KL to the float model in nats on 2,048 tokens of
+prose that neither calibrated nor scored anything else:
+
+    a scale for each output channel, symmetric     1.140 without, 0.817 with
 """
 
 from __future__ import annotations
@@ -116,6 +121,8 @@ def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
     from quantkit.model.turn import Part, Residual, prove
     from quantkit.passes.solvers import rotate as solver
 
+    if not model.path:
+        raise Unturnable("the model is one block, without a stream from block to block")
     ids = torch.arange(1, 1 + _PROBE[0] * _PROBE[1]).reshape(_PROBE)
     calls = model.begin(ids, _PROBE[0])
     width = calls.hidden.shape[-1]

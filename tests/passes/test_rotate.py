@@ -120,6 +120,12 @@ def test_what_cannot_be_turned_stays_as_it_is_with_a_reason(name: str, reason: s
     assert reason in outcome.decisions[0].reason
 
 
+def test_a_model_of_one_block_is_declined() -> None:
+    outcome = planned(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+    assert outcome.transform is None
+    assert "one block" in outcome.decisions[0].reason
+
+
 def test_a_model_without_a_head_is_declined() -> None:
     outcome = planned(zoo.tiny("llama").model)  # type: ignore[arg-type]
     assert outcome.transform is None
