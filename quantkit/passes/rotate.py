@@ -9,8 +9,8 @@ Where that fails the model stays as it is, with the reason: norms behind the lin
 A norm's weight goes into the linears that read it, the last norm's into the head, which then differs from an embedding
 that it was tied to: the model is untied, and larger by one table.
 
-It helps where one scale serves many weights. SmolLM2-135M, int4, `rtn`, KL to the float model in nats on 2,048 tokens of
-prose that neither calibrated nor scored anything else:
+It helps where one scale serves many weights. SmolLM2-135M, int4, `rtn`, KL to the float model in nats on 2,048 tokens
+of prose:
 
     a scale for each output channel, symmetric     1.140 without, 0.817 with
 """
