@@ -1,6 +1,6 @@
 """Where a quantized model is hurt: by layer, by block, through depth, and at which words.
 
-Both models run block by block on a few hundred tokens that did not calibrate. With h_b the original's hidden state
+Both models run block by block on some tokens that did not calibrate. With h_b the original's hidden state
 behind block b, ĥ_b the candidate's, f̂_b the candidate's block, and means over tokens:
 
     error_b   √ mean ‖ĥ_b − h_b‖² / ‖h_b‖²              what has built up behind block b
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from quantkit.model.stream import StreamedModel
 
 # tokens that both models run on
-_TOKENS = 256
+_TOKENS = 128
 # positions that are shown, and tokens before each
 _WORST, _BEFORE = 10, 16
 # alternating least squares of two vectors settles at once
