@@ -10,6 +10,12 @@ since the norm behind it divides by a token's size, and a few tokens are a thous
 of the calibration sequences, the same for every block, is never learned from: of the states that were reached, the one
 that does best there is kept, and that may be the first. Alone it starts at the nearest codes in searched ranges; after
 `gptq`, `hqq` or `rtn` it goes on from theirs.
+
+When to use it: after `gptq`, where minutes do not matter. Each step costs `batch` forwards and backwards: 10 steps take
+three times what `gptq` takes for the block. After `gptq` steps have to be small (`rate` 0.02 or less), since its codes
+sit on the edges of their cells. What there is to gain is the drift of the inputs: on two middle blocks of SmolLM2-135M
+(int4, groups of 64, 8 x 256 tokens) the first, whose inputs are exact, kept gptq's codes, and the second went from
+0.33 % to 0.27 % of its output on text not seen. Alone it stays behind `gptq` (0.39 % there after 10 steps).
 """
 
 from __future__ import annotations
