@@ -226,8 +226,9 @@ def work(
     activations = activations or {}
     if ids is not None and looks_at_data(steps, activations.values(), cache):
         both = looks_at_original(steps)
-        # what the shared inputs hold in the original stream is kept until the block is done: as much again
-        calls = stream.begin(ids, chunk_size(2 * widest if both else widest, ids.shape[1]))
+        # what the shared inputs hold in the original stream is kept beside, about a third as much again: less than what
+        # running every stage anew would cost
+        calls = stream.begin(ids, chunk_size(widest, ids.shape[1]))
         if both:
             original = calls.hidden if original is None else original
         hidden = calls.hidden if hidden is None else hidden
