@@ -24,6 +24,7 @@ class Pipeline:
     Args:
         passes: names, or {name: settings}; exactly one of them assigns the codes.
         weights: the weight scheme, as in a recipe.
+        activations: how inputs are quantized, as in a recipe; hooks that stay on the module's linears do it.
         overrides, keep, on_indivisible, seed: as in a recipe.
 
     Raises:
@@ -35,6 +36,7 @@ class Pipeline:
         passes: Sequence[str | Mapping[str, Any]],
         *,
         weights: Mapping[str, Any] | None = None,
+        activations: Mapping[str, Any] | None = None,
         overrides: Sequence[Mapping[str, Any]] = (),
         keep: Sequence[str] = (),
         on_indivisible: str = "error",
@@ -46,7 +48,10 @@ class Pipeline:
             "summary": "a pipeline",
             "models": ["decoder", "encoder", "vision"],
             "passes": [dict(step) if isinstance(step, Mapping) else step for step in passes],
-            "scheme": {"weights": dict(weights or {"format": "int8"})},
+            "scheme": {
+                "weights": dict(weights or {"format": "int8"}),
+                "activations": None if activations is None else dict(activations),
+            },
             "overrides": [dict(override) for override in overrides],
             "keep": list(keep),
             "on_indivisible": on_indivisible,
@@ -95,6 +100,7 @@ class Pipeline:
             probe_ids=probe,
             widest=layers.widest,
             dtype=dtype,
+            activations=layers.activations,
             seed=self.recipe.seed,
         ):
             self.decisions += worked.decisions

@@ -164,3 +164,19 @@ def test_a_module_without_linears_has_nothing_to_quantize() -> None:
         quantkit.Pipeline(["rtn"]).apply(nn.LayerNorm(4), torch.randn(2, 4))
     with pytest.raises(InputError, match="nothing-to-quantize"):
         quantkit.Pipeline(["rtn"]).apply(nn.ReLU(), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_linears_see_quantized_inputs_from_then_on(fixed: bool) -> None:
+    model, ids = zoo.tiny("llama"), zoo.ids(2, 12)
+    how = {"format": "int8", **({"granularity": "tensor", "dynamic": False} if fixed else {})}
+    quantkit.Pipeline(["rtn"], weights={"format": "int8", "scale": "float32"}, activations=how).apply(model, ids)
+    seen: list[Tensor] = []
+    linear = model.get_submodule("model.layers.1.mlp.down_proj")
+    linear.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        model(input_ids=ids)
+    (found,) = seen
+    rows = found.reshape(1, -1) if fixed else found.reshape(-1, found.shape[-1])
+    assert all(row.unique().numel() <= 256 for row in rows)
+    assert any(hook.waits is False for hook in linear._forward_pre_hooks.values() if hasattr(hook, "waits"))
