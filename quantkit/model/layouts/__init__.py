@@ -50,6 +50,10 @@ class Layout(Protocol):
         """The packages without which transformers does not load it, by their import names."""
 
     @property
+    def kernels(self) -> bool:
+        """Whether the loaded model multiplies in kernels of the library, whose rounding is their own."""
+
+    @property
     def codes(self) -> str:
         """Suffix of the tensor that holds the codes: the large one, which is made last and never waits in memory."""
 

@@ -46,6 +46,7 @@ class PackedFp4:
     dtype: str
     argument: str
     libraries: tuple[str, ...] = (_compressed_tensors.LIBRARY,)
+    kernels: bool = False
     codes: str = PACKED
     parts: tuple[str, ...] = (PACKED, SCALE, GLOBAL)
 

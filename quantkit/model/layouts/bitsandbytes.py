@@ -1,0 +1,196 @@
+"""NF4 as bitsandbytes stores it, with or without double quantization.
+
+A matrix [N, K] in blocks of 64 becomes, under the very name of its weight,
+
+    weight                                uint8 [N K / 2, 1]      two codes a byte, the first in the high half
+    weight.absmax                         float32 [N K / 64]      the scale of each block; doubled: uint8 codes of it
+    weight.quant_map                      float32 [16]            what each code stands for
+    weight.nested_absmax                  float32 [N K / 16384]   doubled: the scale of each 256 scales
+    weight.nested_quant_map               float32 [256]           doubled: what each of their codes stands for
+    weight.quant_state.bitsandbytes__nf4  uint8                   JSON: shape, dtype, block sizes, mean of the scales
+
+so that [4096, 4096] is uint8 [8388608, 1] and [262144]. Blocks go on over row ends, which is the same as groups along K
+where 64 divides K. See `bitsandbytes/functional.py`, `QuantState`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quantkit import registry
+from quantkit.errors import InputError
+from quantkit.formats import Nested, QuantTensor
+from quantkit.model.layouts import Expansion, Header, Read, missing
+from quantkit.recipe import WeightScheme
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHT, ABSMAX, MAP = ".weight", ".weight.absmax", ".weight.quant_map"
+NESTED_ABSMAX, NESTED_MAP = ".weight.nested_absmax", ".weight.nested_quant_map"
+STATE = ".weight.quant_state.bitsandbytes__nf4"
+_NESTED = 256
+# JSON filled up with spaces, so that its length does not depend on the mean of the scales
+_STATE_BYTES = 256
+
+
+class BitsAndBytes:
+    """See the module."""
+
+    name = "bitsandbytes"
+    libraries = ("bitsandbytes",)
+    kernels = True
+    codes = WEIGHT
+    parts = (WEIGHT, ABSMAX, MAP, NESTED_ABSMAX, NESTED_MAP, STATE)
+
+    def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
+        """See `Layout`."""
+        for linear, scheme in schemes.items():
+            if scheme.format != "nf4":
+                raise InputError(
+                    "layout-unsupported",
+                    where=linear,
+                    value=f"bitsandbytes of {scheme.format}",
+                    rule="this layout holds nf4",
+                    remedy="export: checkpoint: {layout: dense}",
+                )
+
+    def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
+        """See `Layout`."""
+        size = shape[0] * shape[1]
+        blocks, double = size // (scheme.group or size), scheme.scale == "double"
+        found: list[Header] = [
+            (prefix + WEIGHT, "U8", (size // 2, 1)),
+            (prefix + ABSMAX, "U8" if double else "F32", (blocks,)),
+            (prefix + MAP, "F32", (16,)),
+            (prefix + STATE, "U8", (_STATE_BYTES,)),
+        ]
+        if double:
+            found += [(prefix + NESTED_ABSMAX, "F32", (-(-blocks // _NESTED),)), (prefix + NESTED_MAP, "F32", (256,))]
+        return found
+
+    def packed(self, tensor: QuantTensor) -> torch.Tensor:
+        """uint8 [N K / 2, 1]."""
+        codes = tensor.codes.reshape(-1, 2)
+        return (codes[:, :1] << 4) | codes[:, 1:]
+
+    def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """See `Layout`."""
+        import torch
+
+        from quantkit.formats.nf4 import dynamic_values
+
+        state: dict[str, Any] = {
+            "quant_type": "nf4",
+            "blocksize": tensor.scheme.group,
+            "dtype": str(dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+        }
+        assert tensor.codebook is not None
+        found = {prefix + MAP: tensor.codebook, prefix + ABSMAX: tensor.scale.float().reshape(-1)}
+        if tensor.nested is not None:
+            found[prefix + ABSMAX] = tensor.nested.codes
+            found[prefix + NESTED_ABSMAX] = tensor.nested.absmax
+            found[prefix + NESTED_MAP] = dynamic_values()
+            state |= {"nested_blocksize": _NESTED, "nested_dtype": "float32"}
+            state["nested_offset"] = float(tensor.nested.offset)
+        text = json.dumps(state).encode().ljust(_STATE_BYTES)
+        found[prefix + STATE] = torch.tensor(list(text), dtype=torch.uint8)
+        return found
+
+    def quantization_config(
+        self, layers: Mapping[str, WeightScheme], ignore: Sequence[str], dtype: str
+    ) -> dict[str, Any]:
+        """See `Layout`."""
+        double = any(scheme.scale == "double" for scheme in layers.values())
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": double,
+            "bnb_4bit_quant_storage": "uint8",
+            "bnb_4bit_compute_dtype": dtype,
+            "llm_int8_skip_modules": list(ignore),
+        }
+
+    def wrote(self, config: Mapping[str, Any]) -> bool:
+        """See `Layout`."""
+        return config.get("quant_method") == "bitsandbytes" and config.get("bnb_4bit_quant_type") == "nf4"
+
+    def prefixes(self, names: Iterable[str]) -> list[str]:
+        """See `Layout`."""
+        return [name.removesuffix(STATE) for name in names if name.endswith(STATE)]
+
+    def shape(self, prefix: str, read: Read) -> tuple[int, int]:
+        """See `Layout`."""
+        rows, columns = _state(prefix, read)["shape"]
+        return int(rows), int(columns)
+
+    def scale(self, prefix: str, read: Read) -> torch.Tensor:
+        """See `Layout`."""
+        stored = read(prefix + ABSMAX)
+        if stored.is_floating_point():
+            return stored
+        absmax = read(prefix + NESTED_ABSMAX).repeat_interleave(_NESTED)[: len(stored)]
+        found: torch.Tensor = read(prefix + NESTED_MAP)[stored.int()] * absmax + _state(prefix, read)["nested_offset"]
+        return found
+
+    def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
+        """The codebooks and the JSON."""
+        return 32 * 16 + 8 * _STATE_BYTES + (32 * 256 if scheme.scale == "double" else 0)
+
+    def read_back(self, prefix: str, scheme: WeightScheme, read: Read) -> QuantTensor:
+        """See `Layout`."""
+        import torch
+
+        packed, stored = read(prefix + WEIGHT), read(prefix + ABSMAX)
+        rows, columns = self.shape(prefix, read)
+        codes = torch.cat((packed >> 4, packed & 15), dim=1).reshape(rows, columns)
+        scale = self.scale(prefix, read).reshape(rows, -1)
+        nested = None
+        if not stored.is_floating_point():
+            offset = torch.tensor(_state(prefix, read)["nested_offset"], dtype=torch.float32)
+            nested = Nested(stored, read(prefix + NESTED_ABSMAX), offset)
+        return QuantTensor(codes, scale, None, scheme, codebook=read(prefix + MAP), nested=nested)
+
+    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, among: Collection[WeightScheme]) -> torch.Tensor:
+        """The product in float32, rounded once."""
+        values: torch.Tensor = registry.load("formats", "nf4").dequantize(tensor)
+        return values.to(dtype)
+
+    def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
+        """`bitsandbytes.functional.dequantize_4bit`, or our own reader."""
+        if missing(self):
+            return Expansion(None, lambda prefix, read: self._own(prefix, read).to(dtype))
+        return Expansion("bitsandbytes", lambda prefix, read: self._theirs(prefix, read).to(dtype))
+
+    def _own(self, prefix: str, read: Read) -> torch.Tensor:
+        state = _state(prefix, read)
+        tensor = self.read_back(prefix, WeightScheme(format="nf4", group=state["blocksize"]), read)
+        assert tensor.codebook is not None
+        scale = tensor.scale.repeat_interleave(state["blocksize"], dim=1)
+        return tensor.codebook[tensor.codes.int()] * scale
+
+    def _theirs(self, prefix: str, read: Read) -> torch.Tensor:
+        from bitsandbytes.functional import QuantState, dequantize_4bit
+
+        parts = [*self.parts[1:3], STATE]
+        if not read(prefix + ABSMAX).is_floating_point():
+            parts += [NESTED_ABSMAX, NESTED_MAP]
+        packed = read(prefix + WEIGHT)
+        state = QuantState.from_dict(
+            {part.removeprefix(f"{WEIGHT}."): read(prefix + part) for part in parts}, device=packed.device
+        )
+        weight: torch.Tensor = dequantize_4bit(packed, state)
+        return weight
+
+
+def _state(prefix: str, read: Read) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(bytes(read(prefix + STATE).tolist()))
+    return found
+
+
+LAYOUT = BitsAndBytes()
