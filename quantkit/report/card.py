@@ -102,8 +102,7 @@ def front_matter(manifest: Manifest) -> dict[str, Any]:
     if licence:
         found["license"] = licence
     found["pipeline_tag"] = _TASKS[manifest.model.kind]
-    holds = {"compressed-tensors": usage.packed(manifest), "onnx": graph}
-    found["tags"] = ["quantkit", *(tag for tag, held in holds.items() if held), *formats]
+    found["tags"] = ["quantkit", *usage.libraries(manifest), *(["onnx"] if graph else []), *formats]
     if formats:
         found["quantization"] = {
             "recipe": str(manifest.recipe.get("name", "")),

@@ -9,6 +9,8 @@ from typing import Any
 import yaml
 
 from quantkit.bundle import Manifest
+from quantkit.model import layouts
+from quantkit.model.layouts import Layout
 
 PROMPT = "The capital of France is"
 _CLASSES = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel", "vision": "AutoModelForImageClassification"}
@@ -49,8 +51,22 @@ def has(manifest: Manifest, place: str) -> bool:
 
 
 def packed(manifest: Manifest) -> bool:
-    """Whether it holds a checkpoint in the layout of compressed-tensors."""
-    return bool(manifest.layers) and has(manifest, "model/") and _layout(manifest) == "pack-quantized"
+    """Whether it holds a checkpoint of codes."""
+    return layout(manifest) is not None
+
+
+def layout(manifest: Manifest) -> Layout | None:
+    """How its checkpoint stores codes; None: it holds none."""
+    name = _layout(manifest)
+    if not (manifest.layers and has(manifest, "model/")) or name not in layouts.names():
+        return None
+    return layouts.load(name)
+
+
+def libraries(manifest: Manifest) -> list[str]:
+    """What transformers loads the checkpoint with, as pip calls it."""
+    found = layout(manifest)
+    return [name.replace("_", "-") for name in found.libraries] if found is not None else []
 
 
 def commands(manifest: Manifest) -> list[Command]:
@@ -64,7 +80,7 @@ def commands(manifest: Manifest) -> list[Command]:
         found.append(Command("ONNX Runtime", "\n".join([*lines, *measure(manifest)])))
     if has(manifest, "onnx/genai_config.json"):
         found.append(Command("onnxruntime-genai", _GENAI, "python"))
-    if packed(manifest) and manifest.model.kind == "decoder":
+    if _served(manifest) and manifest.model.kind == "decoder":
         found.append(Command("vLLM", "vllm serve ./model"))
     return found
 
@@ -83,7 +99,7 @@ def generate(place: str, runtime: str | None = None) -> str:
 def load(manifest: Manifest) -> str:
     """Python that loads the checkpoint and its tokenizer."""
     auto = auto_class(manifest)
-    needs = "transformers compressed-tensors" if packed(manifest) else "transformers"
+    needs = " ".join(["transformers", *libraries(manifest)])
     lines = [f"# pip install {needs}", f"from transformers import {auto}, AutoTokenizer", ""]
     lines += [f'model = {auto}.from_pretrained("./model")', 'tokenizer = AutoTokenizer.from_pretrained("./model")']
     return "\n".join(lines)
@@ -110,6 +126,12 @@ def as_yaml(data: Any) -> str:
     """YAML in the order of the keys, without the last newline."""
     text: str = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=1000)
     return text.rstrip("\n")
+
+
+def _served(manifest: Manifest) -> bool:
+    """Whether vLLM has a kernel for all its layers in this layout."""
+    found = layout(manifest)
+    return found is not None and all(str(layer.scheme.get("format")) in found.vllm for layer in manifest.layers)
 
 
 def _layout(manifest: Manifest) -> str:

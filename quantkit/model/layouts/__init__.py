@@ -50,6 +50,10 @@ class Layout(Protocol):
         """The packages without which transformers does not load it, by their import names."""
 
     @property
+    def vllm(self) -> frozenset[str]:
+        """The formats for which vLLM has a kernel that reads this layout."""
+
+    @property
     def kernels(self) -> bool:
         """Whether the loaded model multiplies in kernels of the library, whose rounding is their own."""
 

@@ -51,6 +51,11 @@ class PackedFp4:
     parts: tuple[str, ...] = (PACKED, SCALE, GLOBAL)
 
     @property
+    def vllm(self) -> frozenset[str]:
+        """See `Layout`."""
+        return frozenset({self.format})
+
+    @property
     def _layout(self) -> str:
         return self.name.replace("_", "-")
 

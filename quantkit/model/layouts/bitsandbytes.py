@@ -41,6 +41,7 @@ class BitsAndBytes:
 
     name = "bitsandbytes"
     libraries = ("bitsandbytes",)
+    vllm = frozenset({"nf4"})
     kernels = True
     codes = WEIGHT
     parts = (WEIGHT, ABSMAX, MAP, NESTED_ABSMAX, NESTED_MAP, STATE)

@@ -45,6 +45,7 @@ class Gptq:
     name: str
     less: int
     libraries: tuple[str, ...] = ("gptqmodel", "optimum")
+    vllm: frozenset[str] = frozenset({"int4", "int8"})
     kernels: bool = True
     codes: str = QWEIGHT
     parts: tuple[str, ...] = (QWEIGHT, QZEROS, SCALES, G_IDX)

@@ -41,6 +41,7 @@ class PackQuantized:
 
     name = "pack_quantized"
     libraries = (_compressed_tensors.LIBRARY,)
+    vllm = frozenset({"int4", "int8"})
     kernels = False
     codes = PACKED
     parts = (PACKED, SCALE, ZERO, SHAPE)

@@ -1,0 +1,193 @@
+"""What every layout keeps to: what is written is read back, and plain transformers makes of it what was meant."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from quantkit import registry
+from quantkit.errors import InputError
+from quantkit.export import _reload
+from quantkit.export.checkpoint import EXPORT
+from quantkit.formats import QuantTensor
+from quantkit.model import finished, layouts
+from quantkit.model.finished import Finished
+from quantkit.model.open import open_model
+from quantkit.model.stream import Head, StreamedModel
+from quantkit.model.structure import is_linear
+from quantkit.recipe import WeightScheme
+from quantkit.runtimes._reloaded import reloaded
+
+PREFIX = "model.layers.0.mlp.up_proj"
+GROUP = {"granularity": "group", "group": 32}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "int4": ("pack-quantized", {"format": "int4", **GROUP, "symmetric": False}),
+    "int3": ("pack-quantized", {"format": "int3", **GROUP, "symmetric": False}),
+    "int2": ("pack-quantized", {"format": "int2", **GROUP}),
+    "nvfp4": ("nvfp4-pack-quantized", {"format": "nvfp4"}),
+    "mxfp4": ("mxfp4-pack-quantized", {"format": "mxfp4"}),
+    "nf4": ("bitsandbytes", {"format": "nf4"}),
+    "nf4-double": ("bitsandbytes", {"format": "nf4", "scale": "double"}),
+    "gptq": ("gptq", {"format": "int4", **GROUP}),
+    "gptq-v2": ("gptq-v2", {"format": "int4", **GROUP, "symmetric": False}),
+}
+
+
+def quantize(weight: torch.Tensor, how: WeightScheme) -> QuantTensor:
+    found: QuantTensor = registry.load("formats", how.format).quantize(weight, how)
+    return found
+
+
+def test_every_layout_is_tried() -> None:
+    assert {layout for layout, _ in CASES.values()} >= set(layouts.names())
+
+
+@pytest.mark.parametrize(("name", "fields"), CASES.values(), ids=CASES)
+def test_what_is_written_is_read_back(name: str, fields: dict[str, Any]) -> None:
+    layout, how = layouts.load(name), WeightScheme(**fields)
+    torch.manual_seed(0)
+    tensor = quantize(torch.randn(96, 128), how)
+    layout.accepts({PREFIX: how}, {PREFIX: (96, 128)})
+    stored = {PREFIX + layout.codes: layout.packed(tensor)}
+    stored |= layout.companions(PREFIX, tensor, torch.float32)
+    headers = layout.headers(PREFIX, (96, 128), how)
+    assert sorted((key, tuple(value.shape)) for key, value in stored.items()) == sorted(
+        (key, at) for key, _, at in headers
+    )
+    assert {key.removeprefix(PREFIX) for key in stored} <= set(layout.parts)
+    assert layout.prefixes([*stored, "model.norm.weight"]) == [PREFIX]
+    assert layout.shape(PREFIX, stored.__getitem__) == (96, 128)
+    assert bool((layout.scale(PREFIX, stored.__getitem__).float() > 0).all())
+    back = layout.read_back(PREFIX, how, stored.__getitem__)
+    values = registry.load("formats", how.format).dequantize(tensor)
+    assert torch.equal(back.codes, tensor.codes)
+    assert back.scale.dtype == tensor.scale.dtype
+    torch.testing.assert_close(registry.load("formats", how.format).dequantize(back), values, rtol=2e-7, atol=0)
+    bits = sum(8 * value.numel() * value.element_size() for value in stored.values())
+    planned = registry.load("formats", how.format).bits_per_weight((96, 128), how) * 96 * 128
+    assert planned <= bits <= planned + layout.overhead((96, 128), how)
+    config = layout.quantization_config({PREFIX: how}, ["lm_head"], "bfloat16")
+    assert layouts.of(json.loads(json.dumps(config))) is layout
+    # what the library, or our own reader, makes of it
+    expansion = layout.expansion(config, torch.bfloat16)
+    assert torch.equal(expansion.weight(PREFIX, stored.__getitem__), layout.as_loaded(tensor, torch.bfloat16, [how]))
+
+
+@pytest.mark.parametrize("name", ["nvfp4-pack-quantized", "mxfp4-pack-quantized", "bitsandbytes", "gptq"])
+def test_another_format_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=r"layout-unsupported.*fp8_e4m3"):
+        layouts.load(name).accepts({PREFIX: WeightScheme(format="fp8_e4m3")}, {})
+
+
+def test_an_unknown_layout_is_named() -> None:
+    with pytest.raises(InputError, match=r"unknown-layout.*did you mean 'gptq'"):
+        layouts.load("gptk")
+    with pytest.raises(InputError, match=r"unknown-layout.*awq"):
+        layouts.of({"quant_method": "awq"})
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts") / "source"
+    model: Any = zoo.tiny("llama", num_hidden_layers=2, intermediate_size=128)
+    model.save_pretrained(folder)
+    return folder
+
+
+def export(path: Path, folder: Path, name: str, how: WeightScheme) -> tuple[Any, ...]:
+    """Every linear of the blocks but one."""
+    origin = open_model(str(path))
+    stream = StreamedModel(origin)
+    tensors = {
+        linear: quantize(origin.weights.read(stream.files[f"{linear}.weight"]).float(), how)
+        for linear, module in stream.skeleton.named_modules()
+        if linear.startswith(f"{stream.path}.") and is_linear(module) and not linear.endswith("1.self_attn.o_proj")
+    }
+    finished.save(folder / "block", tensors, {})
+    results = Finished([folder / "block"], dict.fromkeys(tensors, how))
+    (folder / "bundle").mkdir()
+    taken = EXPORT.write(folder / "bundle", origin, stream, results, {"layout": name})
+    return (folder / "bundle", origin, stream, results, {"layout": name}), tensors, taken
+
+
+def dense(source: Path, tensors: dict[str, QuantTensor]) -> nn.Module:
+    """The reference: our own dequantization in a float model."""
+    model = AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        for linear, tensor in tensors.items():
+            values = registry.load("formats", tensor.scheme.format).dequantize(tensor)
+            model.get_submodule(linear).weight.copy_(values)
+    return model.eval()
+
+
+@pytest.mark.parametrize(("name", "fields"), CASES.values(), ids=CASES)
+def test_others_load_what_was_meant(tmp_path: Path, source: Path, name: str, fields: dict[str, Any]) -> None:
+    how, layout = WeightScheme(**fields), layouts.load(name)
+    arguments, tensors, taken = export(source, tmp_path, name, how)
+    checks = {check.name: check for check in EXPORT.check(*arguments)}
+    assert all(check.ok for check in checks.values()), checks
+    ids = zoo.ids(2, 12)
+    with torch.no_grad():
+        meant = dense(source, tensors)(ids).logits
+        if layouts.missing(layout):
+            assert "reload.own_reader" in checks
+            assert taken[0].code == "own-reader"
+            assert "pip install" in taken[0].reason
+        else:
+            assert not taken
+            assert checks["reload.transformers"].value is not None
+            assert checks["reload.transformers"].value <= 1e-4
+            # and once more without any of our own code on the way
+            found = AutoModelForCausalLM.from_pretrained(arguments[0] / "model").eval()(ids).logits
+            # compressed-tensors multiplies 4-bit floats in bfloat16, others in the dtype of the scales
+            limit = 2e-2 if "fp4" in how.format else 1e-3
+            assert float((found - meant).abs().max() / meant.abs().max()) <= limit
+        stream = reloaded(arguments[0] / "model")
+        scored = Head(stream.rest(), stream.path, as_tuple=stream.as_tuple)(stream.run(ids, chunk=2), ids)
+    assert float((scored - meant).abs().max() / meant.abs().max()) <= 2e-2
+
+
+def test_where_the_library_is_missing_our_reader_covers_every_tensor(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = layouts.importlib.util.find_spec
+    absent = {"bitsandbytes", "gptqmodel"}
+    monkeypatch.setattr(layouts.importlib.util, "find_spec", lambda name: None if name in absent else real(name))
+    arguments, _, taken = export(source, tmp_path, "bitsandbytes", WeightScheme(format="nf4"))
+    assert "pip install bitsandbytes" in taken[0].reason
+    checks = EXPORT.check(*arguments)
+    assert [check.name for check in checks][-1] == "reload.own_reader"
+    assert checks[-1].value == 0
+    # norms and embeddings are no part of the layout, and are compared all the same
+    path = arguments[0] / "model/model.safetensors"
+    from safetensors.torch import load_file, save_file
+
+    stored = load_file(path)
+    stored["model.norm.weight"] *= 1.01
+    save_file(stored, path, metadata={"format": "pt"})
+    wrong = EXPORT.check(*arguments)[-1]
+    assert not wrong.ok
+    assert wrong.where == "model.norm"
+    with pytest.raises(_reload.GateError, match=r"model\.norm"):
+        _reload.demand([wrong])
+
+
+def test_a_bundle_without_its_library_still_runs(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, tensors, _ = export(source, tmp_path, "gptq-v2", WeightScheme(format="int4", **GROUP, symmetric=False))
+    monkeypatch.setattr(layouts.importlib.util, "find_spec", lambda name: None)
+
+    class Bundle:
+        model_folder = arguments[0] / "model"
+
+    ids = zoo.ids(2, 12)
+    with torch.no_grad():
+        found = registry.load("runtimes", "torch").load(Bundle())(ids).logits
+        meant = dense(source, tensors)(ids).logits
+    assert float((found - meant).abs().max() / meant.abs().max()) <= 1e-3
