@@ -11,6 +11,7 @@ import yaml
 from quantkit.bundle import Manifest
 from quantkit.model import layouts
 from quantkit.model.layouts import Layout
+from quantkit.recipe import WeightScheme
 
 PROMPT = "The capital of France is"
 _CLASSES = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel", "vision": "AutoModelForImageClassification"}
@@ -131,7 +132,9 @@ def as_yaml(data: Any) -> str:
 def _served(manifest: Manifest) -> bool:
     """Whether vLLM has a kernel for all its layers in this layout."""
     found = layout(manifest)
-    return found is not None and all(str(layer.scheme.get("format")) in found.vllm for layer in manifest.layers)
+    return found is not None and all(
+        found.served(WeightScheme.model_validate(layer.scheme)) for layer in manifest.layers
+    )
 
 
 def _layout(manifest: Manifest) -> str:

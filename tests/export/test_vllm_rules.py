@@ -39,7 +39,7 @@ def written(name: str, how: WeightScheme, ignore: list[str]) -> tuple[layouts.La
 def test_vllm_has_a_kernel_and_finds_its_parameters(name: str, fields: dict[str, Any], method: str) -> None:
     how = WeightScheme(**fields)
     layout, config = written(name, how, ["lm_head", KEPT])
-    assert how.format in layout.vllm
+    assert layout.served(how)
     stored = {header: (dtype, size) for header, dtype, size in layout.headers(LAYER, SHAPE, how)}
     dtype = {"float32": "F32", "float16": "F16"}.get(how.scale, "F16")
     taken, wanted = plain_vllm.kernel(config, LAYER, SHAPE, dtype)
@@ -63,11 +63,11 @@ def test_vllm_has_a_kernel_and_finds_its_parameters(name: str, fields: dict[str,
     ],
 )
 def test_what_vllm_refuses_is_known(name: str, fields: dict[str, Any]) -> None:
-    layout, config = written(name, WeightScheme(**fields), [])
+    how = WeightScheme(**fields)
+    layout, config = written(name, how, [])
     with pytest.raises(plain_vllm.Refused):
         plain_vllm.kernel(config, LAYER, SHAPE)
-    if fields["format"] in ("int3", "int2"):
-        assert fields["format"] not in layout.vllm
+    assert not layout.served(how)
 
 
 @pytest.mark.parametrize("recipe", content.names("recipes"))
@@ -76,7 +76,7 @@ def test_recipes_whose_card_names_vllm_are_served_by_it(recipe: str) -> None:
     scheme = found.scheme.weights
     for step in found.export:
         layout = CheckpointOptions(**step.options).found if step.name == "checkpoint" else None
-        if scheme is None or layout is None or scheme.format not in layout.vllm or found.scheme.activations:
+        if scheme is None or layout is None or not layout.served(scheme) or found.scheme.activations:
             continue
         config = layout.quantization_config({LAYER: scheme}, [], "float16")
         assert plain_vllm.kernel(config, LAYER, SHAPE)[0] != "UnquantizedLinearMethod"

@@ -4,7 +4,7 @@ Commits of github.com/vllm-project/vllm that this follows, under `vllm/model_exe
 
     compressed_tensors/compressed_tensors.py                        be696453ee1b  `_get_scheme_from_parts`
     compressed_tensors/schemes/compressed_tensors_wNa16.py          519b90d4648d  bits, strategy, parameters
-    compressed_tensors/schemes/compressed_tensors_w4a16_nvfp4.py    17b6501a6ce9  parameters, inverse of the global scale
+    compressed_tensors/schemes/compressed_tensors_w4a16_nvfp4.py    17b6501a6ce9  parameters
     compressed_tensors/schemes/compressed_tensors_w4a16_mxfp4.py    1a6da5481826  parameters
     auto_gptq.py                                                    4276bd50998c  `AutoGPTQConfig`, `create_weights`
     bitsandbytes.py                                                 5a6541db9bfa  `BitsAndBytesConfig`, skipped modules

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 KIND = "model.layouts"
+# of vLLM's Marlin kernels; -1: per channel
+MARLIN_GROUPS = (-1, 32, 64, 128)
 Header = tuple[str, str, tuple[int, ...]]
 # a stored tensor by its full name in the files
 Read = Callable[[str], "torch.Tensor"]
@@ -50,10 +52,6 @@ class Layout(Protocol):
         """The packages without which transformers does not load it, by their import names."""
 
     @property
-    def vllm(self) -> frozenset[str]:
-        """The formats for which vLLM has a kernel that reads this layout."""
-
-    @property
     def kernels(self) -> bool:
         """Whether the loaded model multiplies in kernels of the library, whose rounding is their own."""
 
@@ -72,6 +70,9 @@ class Layout(Protocol):
             schemes: linear -> scheme.
             shapes: linear -> [N, K], of those that are known.
         """
+
+    def served(self, scheme: WeightScheme) -> bool:
+        """Whether vLLM has a kernel that reads it."""
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
         """(name, safetensors dtype, shape) of what is stored of [N, K]."""

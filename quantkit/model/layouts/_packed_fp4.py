@@ -51,11 +51,6 @@ class PackedFp4:
     parts: tuple[str, ...] = (PACKED, SCALE, GLOBAL)
 
     @property
-    def vllm(self) -> frozenset[str]:
-        """See `Layout`."""
-        return frozenset({self.format})
-
-    @property
     def _layout(self) -> str:
         return self.name.replace("_", "-")
 
@@ -75,6 +70,10 @@ class PackedFp4:
                     remedy="export: checkpoint: {layout: dense}",
                 )
         self.quantization_config(schemes, [], "float32")
+
+    def served(self, scheme: WeightScheme) -> bool:
+        """See `Layout`."""
+        return True
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
         """See `Layout`."""

@@ -41,7 +41,6 @@ class BitsAndBytes:
 
     name = "bitsandbytes"
     libraries = ("bitsandbytes",)
-    vllm = frozenset({"nf4"})
     kernels = True
     codes = WEIGHT
     parts = (WEIGHT, ABSMAX, MAP, NESTED_ABSMAX, NESTED_MAP, STATE)
@@ -57,6 +56,10 @@ class BitsAndBytes:
                     rule="this layout holds nf4",
                     remedy="export: checkpoint: {layout: dense}",
                 )
+
+    def served(self, scheme: WeightScheme) -> bool:
+        """See `Layout`."""
+        return True
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
         """See `Layout`."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
-from quantkit.model.layouts import Expansion, Header, Read, missing
+from quantkit.model.layouts import MARLIN_GROUPS, Expansion, Header, Read, missing
 from quantkit.model.layouts._words import FLOATS, bits_of, pack, unpack
 from quantkit.recipe import WeightScheme
 
@@ -45,7 +45,6 @@ class Gptq:
     name: str
     less: int
     libraries: tuple[str, ...] = ("gptqmodel", "optimum")
-    vllm: frozenset[str] = frozenset({"int4", "int8"})
     kernels: bool = True
     codes: str = QWEIGHT
     parts: tuple[str, ...] = (QWEIGHT, QZEROS, SCALES, G_IDX)
@@ -78,6 +77,10 @@ class Gptq:
             rows, columns = shapes.get(linear, (32, 32))
             if rows * bits % 32 or columns * bits % 32:
                 raise _unsupported(linear, f"[{rows}, {columns}]", f"multiples of {32 // bits if bits != 3 else 32}")
+
+    def served(self, scheme: WeightScheme) -> bool:
+        """See `Layout`."""
+        return scheme.format in ("int4", "int8") and scheme.symmetric and (scheme.group or -1) in MARLIN_GROUPS
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
         """See `Layout`."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
-from quantkit.model.layouts import Expansion, Header, Read, _compressed_tensors
+from quantkit.model.layouts import MARLIN_GROUPS, Expansion, Header, Read, _compressed_tensors
 from quantkit.model.layouts._words import FLOATS, bits_of, pack, unpack
 from quantkit.recipe import WeightScheme
 
@@ -41,7 +41,6 @@ class PackQuantized:
 
     name = "pack_quantized"
     libraries = (_compressed_tensors.LIBRARY,)
-    vllm = frozenset({"int4", "int8"})
     kernels = False
     codes = PACKED
     parts = (PACKED, SCALE, ZERO, SHAPE)
@@ -49,6 +48,14 @@ class PackQuantized:
     def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
         """See `Layout`."""
         self.quantization_config(schemes, [], "float32")
+
+    def served(self, scheme: WeightScheme) -> bool:
+        """See `Layout`."""
+        return (
+            scheme.format in ("int4", "int8")
+            and (scheme.group or -1) in MARLIN_GROUPS
+            and scheme.granularity != "tensor"
+        )
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
         """See `Layout`."""
