@@ -1,0 +1,125 @@
+"""Checkpoints in the GPTQ layouts, loaded by plain transformers with GPTQModel, against our own dequantization.
+
+    python benchmarks/gptq_layout.py [--no-record]
+
+GPTQModel is too large a dependency for the test suite, which unpacks these layouts by an independent reader instead.
+Here every linear of SmolLM2-135M is rounded to nearest and stored in each way; the logits of what transformers loads
+must equal those of a float model that holds our own values, to 1e-3. The environment is made in `.peers/gptqmodel` by
+the first run (GPTQModel builds without its compiled kernels).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harness.record import record, show
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".peers" / "gptqmodel"
+PYTHON = VENV / "bin" / "python"
+# declared: torch >= 2.14.1; what is used of it here works with the version that everything else is measured with
+PINNED = ("transformers", "accelerate", "safetensors", "torch", "pyarrow", "datasets", "protobuf", "jinja2")
+LOOSE = (
+    *("optimum==2.3.0", "device-smi", "tokenicer", "logbar", "defuser", "threadpoolctl", "pypcre"),
+    *("torchao", "pillow"),
+)
+BUILD = ("setuptools==84.2.1", "wheel", "ninja", "maturin")
+GROUP = {"granularity": "group", "group": 64}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("gptq", {"format": "int4", **GROUP}),
+    ("gptq-v2", {"format": "int4", **GROUP, "symmetric": False}),
+    ("gptq-v2", {"format": "int8", "scale": "float16"}),
+    ("gptq-v2", {"format": "int3", **GROUP, "symmetric": False}),
+]
+LIMIT = 1e-3
+
+
+def environment() -> None:
+    """GPTQModel's own environment."""
+    if PYTHON.exists():
+        return
+    print("making .peers/gptqmodel ...", file=sys.stderr)
+    subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
+    install = [PYTHON, "-m", "pip", "install", "--quiet"]
+    subprocess.run([*install, "-c", ROOT / "constraints.txt", *PINNED], check=True)
+    subprocess.run([*install, *BUILD], check=True)
+    subprocess.run([*install, "--no-deps", *LOOSE], check=True)
+    subprocess.run([*install, "--no-deps", "--no-build-isolation", "gptqmodel==7.7.0"], check=True)
+
+
+def write(layout: str, fields: dict[str, Any], folder: Path) -> Any:
+    """A checkpoint in `folder / model`, and the float model that holds the same values."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from quantkit import registry
+    from quantkit.model import finished
+    from quantkit.model.finished import Finished
+    from quantkit.model.open import open_model
+    from quantkit.model.stream import StreamedModel
+    from quantkit.recipe import WeightScheme
+
+    how = WeightScheme(**fields)
+    form = registry.load("formats", how.format)
+    source = open_model("smollm2-135m")
+    stream = StreamedModel(source)
+    model = AutoModelForCausalLM.from_pretrained(source.path).eval()
+    tensors = {}
+    for name, module in model.named_modules():
+        if name.startswith(f"{stream.path}.") and isinstance(module, torch.nn.Linear):
+            tensors[name] = form.quantize(module.weight.detach(), how)
+            module.weight.data.copy_(form.dequantize(tensors[name]))
+    finished.save(folder / "codes", tensors, {})
+    results = Finished([folder / "codes"], dict.fromkeys(tensors, how))
+    registry.load("export", "checkpoint").write(folder, source, stream, results, {"layout": layout})
+    return model
+
+
+def compare(layout: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """One case: the largest difference of logits, over the largest logit."""
+    import numpy as np
+    import torch
+
+    ids = torch.arange(48).mul(7919).remainder(49152).reshape(2, 24)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = write(layout, fields, folder)
+        with torch.no_grad():
+            meant = model(ids).logits.float().numpy()
+        (folder / "ids.json").write_text(json.dumps(ids.tolist()))
+        side = ROOT / "benchmarks" / "harness" / "load_side.py"
+        command = [PYTHON, side, folder / "model", folder / "ids.json", folder / "logits.npy"]
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stderr[-2000:])
+        answer = json.loads(done.stdout.strip().splitlines()[-1])
+        found = np.load(folder / "logits.npy")
+    difference = float(np.abs(found - meant).max() / np.abs(meant).max())
+    scheme = " ".join(str(value) for value in fields.values())
+    return {"layout": layout, "scheme": scheme, "difference": difference, "ok": difference <= LIMIT, **answer}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-record", action="store_true", help="a trial run")
+    arguments = parser.parse_args()
+    environment()
+    rows = [compare(layout, fields) for layout, fields in CASES]
+    show(
+        "GPTQ layouts through transformers",
+        rows,
+        {"layout": "layout", "scheme": "scheme", "kernel": "kernel", "difference": "difference:.1e"},
+    )
+    claim = "transformers with GPTQModel loads our GPTQ checkpoints as our own dequantization, to 1e-3"
+    record("gptq-layout", claim, rows, {"limit": LIMIT}, write=not arguments.no_record)
+    return 0 if all(row["ok"] and not row["wrong"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
