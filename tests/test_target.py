@@ -202,7 +202,7 @@ def test_check_passes_what_runs_and_what_is_emulated() -> None:
         ([("int2", True)], None, ["int2", "l4", "tensorrt_rtx", "refuses it", "natively in float32"]),
         ([("int8", True), ("int4", False)], None, ["asymmetric int4", "zero point is refused", "symmetric=true"]),
         ([("int4", True)], "onnxruntime", ["runtime onnxruntime", "known:", "torch"]),
-        ([("mxfp4", True)], None, ["mxfp4", "no such cell", "mxfp4 runs in llama_cpp"]),
+        ([("mxfp4", True)], None, ["mxfp4", "no such cell", "mxfp4 runs in torch, llama_cpp"]),
         ([("nf4", True)], "llama_cpp", ["nf4", "IQ4_NL", "nf4 runs in tensorrt_rtx, torch, vllm"]),
     ],
 )
