@@ -46,6 +46,7 @@ class PlainCodes:
     stored: str
     type: str
     libraries: tuple[str, ...] = (_compressed_tensors.LIBRARY,)
+    kernels: bool = False
     codes: str = WEIGHT
     parts: tuple[str, ...] = (WEIGHT, SCALE, ZERO)
 
@@ -62,6 +63,11 @@ class PlainCodes:
                     remedy="export: checkpoint: {layout: pack-quantized}, or `dense`",
                 )
         self.quantization_config(schemes, [], "float32")
+
+    def served(self, scheme: WeightScheme) -> bool:
+        """Beside quantized inputs; blocks of floats alone."""
+        blocks = ("channel", "tensor", "block") if self.type == "float" else ("channel", "tensor")
+        return scheme.symmetric and scheme.granularity in blocks
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
         """See `Layout`."""

@@ -46,7 +46,8 @@ def quantize(weight: torch.Tensor, how: WeightScheme) -> QuantTensor:
 
 
 def test_every_layout_is_tried() -> None:
-    assert {layout for layout, _ in CASES.values()} >= set(layouts.names())
+    # those for quantized inputs are tried with them
+    assert {layout for layout, _ in CASES.values()} >= set(layouts.names()) - {"int-quantized", "float-quantized"}
 
 
 @pytest.mark.parametrize(("name", "fields"), CASES.values(), ids=CASES)
