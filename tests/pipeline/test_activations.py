@@ -34,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 300)
+    monkeypatch.setattr("quantkit.measure.long_context.SAMPLES", 2)
 
 
 def compiled(model: Path, out: Path, layout: str, scheme: dict[str, Any], **changes: Any) -> Compiled:
@@ -62,10 +63,8 @@ STATIC = {"granularity": "tensor", "dynamic": False}
     ("assigner", "form", "weights", "activations"),
     [
         ("gptq", "int8", {}, {}),
-        ("rtn", "int8", {}, STATIC),
         ("gptq", "int8", {}, {**STATIC, "symmetric": False, "range": "percentile"}),
         ("gptq", "fp8_e4m3", {}, {}),
-        ("rtn", "fp8_e4m3", {"granularity": "tensor"}, STATIC),
         ("rtn", "fp8_e4m3", {"granularity": "block", "group": 128}, {"granularity": "group", "group": 32}),
     ],
 )
@@ -108,8 +107,8 @@ def test_an_override_leaves_some_inputs_alone(model: Path, tmp_path: Path) -> No
     assert result.bundle.manifest.recipe["overrides"] == overrides
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "head"])
-def test_a_cache_is_measured_at_a_long_context(model: Path, tmp_path: Path, granularity: str) -> None:
+def test_a_cache_is_measured_at_a_long_context(model: Path, tmp_path: Path) -> None:
+    granularity = "head"
     scheme = {"weights": INT8, "kv_cache": {"format": "int8", "granularity": granularity}}
     result = compiled(model, tmp_path / "out", "int-quantized", scheme)
     rows = [row for row in result.rows if row.shape and "context" in row.shape]
@@ -119,7 +118,7 @@ def test_a_cache_is_measured_at_a_long_context(model: Path, tmp_path: Path, gran
         ("float", 512),
         ("float", 640),
     ]
-    assert [row.n for row in rows[:2]] == [4 * 511, 4 * 639]
+    assert [row.n for row in rows[:2]] == [2 * 511, 2 * 639]
     assert rows[0].value != rows[2].value
     folder, ids = result.bundle.model_folder, zoo.ids(2, 16)
     theirs = of_transformers(folder, ids)
