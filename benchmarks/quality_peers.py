@@ -127,6 +127,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--schemes", nargs="+", choices=list(OURS), default=list(OURS))
     parser.add_argument("--peers", nargs="*", choices=peers(), default=peers())
+    parser.add_argument("--methods", nargs="*", help="only these of theirs: gptq, awq, rtn, ...")
     parser.add_argument("--recipes", nargs="*", help="only these of ours")
     parser.add_argument("--calibration", type=Path, help="jsonl of input_ids, the first --samples are used")
     parser.add_argument("--eval", type=Path, help="a JSON list of id lists; default: prose-en, eval")
@@ -151,6 +152,8 @@ def main() -> int:
                         print(rows[-1], file=sys.stderr)
                 for peer in options.peers:
                     for method in constant(peer, "SCHEMES").get(scheme, []):
+                        if options.methods is not None and method not in options.methods:
+                            continue
                         asked = {**request, "out": str(place / f"{len(rows)}")}
                         rows.append({**done, **theirs(peer, method, asked)})
                         print(rows[-1], file=sys.stderr)
