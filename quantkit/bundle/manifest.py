@@ -15,7 +15,16 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from quantkit.bundle.disk import sha256, walk
 from quantkit.errors import InputError, from_validation
@@ -80,6 +89,12 @@ class LayerEntry(_Closed):
     activations: dict[str, Any] | None = None
     input_scale: float | None = None
     routed: int | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A layer of weights alone has the five keys that every reader of schema 1 knows."""
+        data: dict[str, Any] = handler(self)
+        return {key: value for key, value in data.items() if value is not None or key == "error"}
 
 
 class FileEntry(_Closed):

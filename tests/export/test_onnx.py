@@ -413,7 +413,7 @@ def test_metadata_says_what_a_roofline_needs(small: Any) -> None:
 
 def test_what_the_dialect_cannot_hold_is_refused_before_any_work() -> None:
     for how, reason in (
-        (scheme("float16", granularity="channel"), "weights in float16"),
+        (scheme("float16", granularity="tensor"), "weights in float16"),
         (scheme(granularity="group", group=24), "groups of 24"),
         (scheme(granularity="group", group=8), "groups of 8"),
     ):
