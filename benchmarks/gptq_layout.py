@@ -63,7 +63,7 @@ def write(layout: str, fields: dict[str, Any], folder: Path) -> Any:
     from quantkit.model.finished import Finished
     from quantkit.model.open import open_model
     from quantkit.model.stream import StreamedModel
-    from quantkit.recipe import WeightScheme
+    from quantkit.scheme import WeightScheme
 
     how = WeightScheme(**fields)
     form = registry.load("formats", how.format)

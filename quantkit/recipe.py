@@ -6,13 +6,12 @@ yields an empty recipe. `Recipe.load` also validates the settings of every pass,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -26,6 +25,7 @@ from pydantic import (
 from quantkit import content, registry
 from quantkit.content import Closed, known_keys, parse_yaml, read_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
+from quantkit.scheme import ActivationScheme, Scheme, WeightScheme
 
 ModelKind = Literal["decoder", "encoder", "vision"]
 
@@ -39,184 +39,6 @@ def _assigns(name: str) -> bool:
     """Whether a pass finds linears without codes and leaves them with; one that improves codes requires them."""
     found = registry.load("passes", name)
     return "codes" in found.ensures and "codes" not in found.requires
-
-
-def _known_format(name: str) -> str:
-    if name not in registry.names("formats"):
-        raise ValueError(f"no format is called {name!r}; {did_you_mean(name, registry.names('formats'))}")
-    return name
-
-
-FormatName = Annotated[str, AfterValidator(_known_format)]
-
-
-class WeightScheme(Closed):
-    """How the weights of one linear, [N, K], are stored.
-
-    What a format allows, and what holds where nothing is written, is declared by its constant
-    (`quantkit/formats/NAME.py`, `rules`): `{format: nvfp4}` alone is a whole scheme.
-
-    Args:
-        format: a name from `quantkit list formats`.
-        granularity: what shares a scale: the whole `tensor` (scale [1, 1]), an output `channel` ([N, 1]), a `group`
-            of consecutive inputs ([N, K/group]), or a `block` of group x group weights ([⌈N/group⌉, ⌈K/group⌉]).
-            `[4096, 4096]` in groups of 128 has scale `[4096, 32]`, in blocks of 128 `[32, 32]`.
-        group: inputs per group, or the side of a block; only with these two.
-        symmetric: without a zero point.
-        scale: what the scale is stored as; `e8m0` is a power of two, `fp8_e4m3` goes with one more factor for the whole
-            tensor, `double` are 8-bit codes with a float32 for every 256. A bfloat16 model stores bfloat16 scales
-            instead of float16 ones, because its runtimes read them so.
-    """
-
-    format: FormatName
-    granularity: Literal["tensor", "channel", "group", "block"] = "channel"
-    group: int | None = Field(default=None, gt=0)
-    symmetric: bool = True
-    scale: Literal["float32", "float16", "bfloat16", "e8m0", "fp8_e4m3", "double"] = "float16"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults_of_the_format(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or data.get("format") not in registry.names("formats"):
-            return data
-        rules = registry.load("formats", data["format"]).rules
-        filled = {"granularity": next(iter(rules.granularities)), "symmetric": rules.symmetric[0]}
-        filled |= {"scale": rules.scales[0], **data}
-        if filled.get("group") is None and isinstance(filled["granularity"], str):
-            filled["group"] = rules.granularities.get(filled["granularity"])
-        return filled
-
-    @model_validator(mode="after")
-    def _group_with_group(self) -> Self:
-        if (self.granularity in ("group", "block")) != (self.group is not None):
-            raise ValueError("`group` goes with `granularity: group` or `block`, and only with them")
-        return self
-
-    @model_validator(mode="after")
-    def _what_the_format_has(self) -> Self:
-        rules = registry.load("formats", self.format).rules
-        if self.granularity not in rules.granularities:
-            raise ValueError(f"{self.format} has granularity {_either(rules.granularities)}, not {self.granularity}")
-        if rules.groups and self.group not in (None, *rules.groups):
-            raise ValueError(f"{self.format} has groups of {_either(rules.groups)}, not {self.group}")
-        if self.symmetric not in rules.symmetric:
-            kind = "symmetric: it has no zero points" if rules.symmetric[0] else "asymmetric"
-            raise ValueError(f"{self.format} is always {kind}")
-        if self.scale not in rules.scales:
-            raise ValueError(f"{self.format} has scales of type {_either(rules.scales)}, not {self.scale}")
-        return self
-
-    def padding(self, columns: int) -> int:
-        """Columns that fill up the last group of K = `columns`; blocks are cut off at the edge instead."""
-        return -columns % self.group if self.granularity == "group" and self.group else 0
-
-    @property
-    def rows_apart(self) -> bool:
-        """Whether nothing is shared between rows, so that a matrix can be cut and joined along N."""
-        return self.granularity in ("channel", "group") and self.scale not in ("fp8_e4m3", "double")
-
-
-def _either(names: Iterable[object]) -> str:
-    """`tensor, channel or group`."""
-    *others, last = [str(name) for name in names]
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-class ActivationScheme(Closed):
-    """How the input [..., K] of a linear is quantized before it is multiplied: `formats/_activation.py`.
-
-    Args:
-        format: one that computes: `int8`, `fp8_e4m3`.
-        granularity: what shares a scale: a `token` ([..., 1]), a `group` of its features ([..., K/group]), or the whole
-            `tensor`. There is none by input channel: a product sums over channels, so their scale cannot leave it.
-        dynamic: scales come from the values themselves as the model runs; else one scale of the whole tensor is fixed
-            by calibration.
-        symmetric: without a zero point.
-        group: features per group; only with `granularity: group`.
-        range: how far a fixed scale reaches over what calibration saw: all of it (`minmax`), 99.99 % of it
-            (`percentile`), or where the squared error is least (`mse`). What lies beyond saturates.
-    """
-
-    format: FormatName
-    granularity: Literal["tensor", "token", "group"] = "token"
-    dynamic: bool = True
-    symmetric: bool = True
-    group: int | None = Field(default=None, gt=0)
-    range: Literal["minmax", "percentile", "mse"] = "minmax"
-
-    @field_validator("format")
-    @classmethod
-    def _computes(cls, value: str) -> str:
-        return _bounded(value, "activations")
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if (self.granularity == "group") != (self.group is not None):
-            raise ValueError("`group` goes with `granularity: group`, and only with it")
-        if not self.dynamic and self.granularity != "tensor":
-            raise ValueError(
-                f"a fixed scale is one for the whole tensor, not for each {self.granularity}; "
-                "use `granularity: tensor`, or `dynamic: true`"
-            )
-        if self.dynamic and self.range != "minmax":
-            raise ValueError("`range` is of fixed scales; it goes with `dynamic: false`")
-        _check_zero_point(self.format, self.symmetric)
-        return self
-
-
-class CacheScheme(Closed):
-    """How keys and values [batch, heads, tokens, features] are stored; keys after the rotary embedding.
-
-    Args:
-        format: `fp8_e4m3` or `int8`.
-        granularity: what shares a scale: the whole `tensor` of keys or values, a `head` or a `channel` of it, all fixed
-            by calibration; or a `token` of a head, whose scale comes from its own values.
-        symmetric: without a zero point.
-        range: as for activations.
-    """
-
-    format: FormatName
-    granularity: Literal["tensor", "head", "channel", "token"] = "tensor"
-    symmetric: bool = True
-    range: Literal["minmax", "percentile", "mse"] = "minmax"
-
-    @field_validator("format")
-    @classmethod
-    def _computes(cls, value: str) -> str:
-        return _bounded(value, "a KV cache")
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if self.granularity in ("token", "channel") and self.range != "minmax":
-            raise ValueError(f"`range` is of fixed scales of a tensor or head, not for each {self.granularity}")
-        _check_zero_point(self.format, self.symmetric)
-        return self
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether scales come from the values themselves."""
-        return self.granularity == "token"
-
-
-def _bounded(name: str, what: str) -> str:
-    """A format that activations can have (`formats._activation.Bounded`). Raises ValueError."""
-    able = [each for each in registry.names("formats") if hasattr(registry.load("formats", each), "low")]
-    if name not in able:
-        raise ValueError(f"{what} cannot be in {name}; use {_either(able)}")
-    return name
-
-
-def _check_zero_point(name: str, symmetric: bool) -> None:
-    if not symmetric and not name.startswith("int"):
-        raise ValueError(f"{name} has no zero point; use `symmetric: true`")
-
-
-class Scheme(Closed):
-    """The default for the linears inside blocks."""
-
-    weights: WeightScheme | None = None
-    activations: ActivationScheme | None = None
-    kv_cache: CacheScheme | None = None
 
 
 class CalibrationChoice(Closed):

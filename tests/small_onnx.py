@@ -26,7 +26,7 @@ from quantkit.model.finished import Finished
 from quantkit.model.open import Source, open_model
 from quantkit.model.stream import StreamedModel
 from quantkit.model.structure import is_linear, is_transposed
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 Schemes = WeightScheme | Callable[[str], WeightScheme | None] | None
 # architecture and changes -> what was traced; copied before every use

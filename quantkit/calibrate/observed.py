@@ -20,7 +20,7 @@ from quantkit.formats._activation import InputScale
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantkit.recipe import ActivationScheme, CacheScheme
+    from quantkit.scheme import ActivationScheme, CacheScheme
 
 # the share of values that `percentile` covers
 COVERED = 0.9999

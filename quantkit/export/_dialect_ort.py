@@ -26,7 +26,7 @@ from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.export._trace import DOMAIN, Traced
 from quantkit.passes import decision
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 Array = NDArray[Any]
 MICROSOFT = "com.microsoft"

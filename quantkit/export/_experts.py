@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from quantkit.errors import InputError
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 _DENSE = "export: checkpoint: {layout: dense}"
 

@@ -30,7 +30,7 @@ from quantkit.model.names import same
 from quantkit.model.run_time import RunTime
 from quantkit.model.weights import Weights, strict_json
 from quantkit.plan import machine
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch

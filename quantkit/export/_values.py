@@ -22,8 +22,8 @@ from quantkit.model.open import Source
 from quantkit.model.stream import StreamedModel
 from quantkit.model.structure import is_linear, is_transposed
 from quantkit.model.weights import Weights
-from quantkit.recipe import WeightScheme
 from quantkit.runtimes._reloaded import ExpandedWeights, reloaded
+from quantkit.scheme import WeightScheme
 
 
 @dataclass(frozen=True)

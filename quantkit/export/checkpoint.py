@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from quantkit.model.finished import Finished
     from quantkit.model.open import Source
     from quantkit.model.stream import StreamedModel
-    from quantkit.recipe import ActivationScheme, CacheScheme, WeightScheme
+    from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 # weights in any other form, code, and what describes the source rather than the result
 _LEFT_BEHIND = {

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quantkit.model.finished import Finished
     from quantkit.model.open import Source
     from quantkit.model.stream import StreamedModel
-    from quantkit.recipe import ActivationScheme, CacheScheme, WeightScheme
+    from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 FOLDER, MODEL, DATA = "onnx", "model.onnx", "model.onnx.data"
 # tensors from this many bytes on go into the data file

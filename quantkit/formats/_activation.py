@@ -22,7 +22,7 @@ from quantkit import registry
 if TYPE_CHECKING:
     import torch
 
-    from quantkit.recipe import ActivationScheme, CacheScheme
+    from quantkit.scheme import ActivationScheme, CacheScheme
 
 
 class Bounded(Protocol):

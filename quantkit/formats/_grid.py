@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit.formats import QuantTensor, Rules
 from quantkit.formats._layout import against, extremes, scale_shape, split
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from quantkit import registry
 from quantkit.formats import Rules, _bits
 from quantkit.formats import _grid as grid
 from quantkit.formats._grid import GridFormat
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch

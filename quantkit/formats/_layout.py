@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quantkit.errors import InputError
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch

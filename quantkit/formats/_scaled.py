@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from quantkit.formats import Rules
 from quantkit.formats._elements import Element
 from quantkit.formats._grid import GridFormat
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from quantkit.plan import machine
 
 if TYPE_CHECKING:
     from quantkit.model.stream import StreamedModel
-    from quantkit.recipe import CacheScheme
+    from quantkit.scheme import CacheScheme
 
 # tokens a sequence, where the model has as many positions, and how many sequences
 CONTEXT, SAMPLES = 2048, 4

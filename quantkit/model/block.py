@@ -16,7 +16,7 @@ from quantkit.model.cache import QuantizedCache
 from quantkit.model.fold import Fold
 from quantkit.model.inputs import QuantizedInput
 from quantkit.model.structure import SharedInput, Structure, set_weight, weight_of
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 
 @dataclass

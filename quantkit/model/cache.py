@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from quantkit.errors import InputError
 from quantkit.formats import _activation
 from quantkit.formats._activation import InputScale
-from quantkit.recipe import CacheScheme
+from quantkit.scheme import CacheScheme
 
 # sees keys and values as they come, [batch, heads, tokens, features], before they are quantized
 Observer = Callable[[Tensor, Tensor], None]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantkit.formats import Nested, QuantTensor
 from quantkit.formats._activation import InputScale
-from quantkit.recipe import ActivationScheme, CacheScheme, WeightScheme
+from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 # a linear's tensors are stored as NAME::FIELD; what has no field is a parameter
 _MARK, _CODES, _NESTED = "::", "codes", "nested."

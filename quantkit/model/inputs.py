@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quantkit.formats import _activation
 from quantkit.formats._activation import InputScale
-from quantkit.recipe import ActivationScheme
+from quantkit.scheme import ActivationScheme
 
 
 @dataclass

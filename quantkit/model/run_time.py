@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import InputError
 from quantkit.model.names import same
 from quantkit.model.weights import strict_json
-from quantkit.recipe import ActivationScheme, CacheScheme
+from quantkit.scheme import ActivationScheme, CacheScheme
 
 if TYPE_CHECKING:
     import torch

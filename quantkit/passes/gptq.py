@@ -14,7 +14,7 @@ from pydantic import Field
 
 from quantkit.content import Closed
 from quantkit.passes import Outcome, decision
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     from torch import Tensor

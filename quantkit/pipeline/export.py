@@ -18,8 +18,8 @@ from quantkit.measure.rows import Row
 from quantkit.measure.size import folder_of
 from quantkit.pipeline import worth
 from quantkit.pipeline.progress import Progress
-from quantkit.recipe import ActivationScheme, CacheScheme, WeightScheme
 from quantkit.report import usage
+from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.model.stream import StreamedModel
-    from quantkit.recipe import WeightScheme
+    from quantkit.scheme import WeightScheme
 
 # elements rounded at a time, in float32
 _PIECE = 1 << 23

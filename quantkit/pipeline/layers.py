@@ -16,7 +16,8 @@ from quantkit.formats._activation import InputScale
 from quantkit.model import experts
 from quantkit.model.structure import is_linear, weight_of
 from quantkit.passes import decision
-from quantkit.recipe import ActivationScheme, Recipe, WeightScheme
+from quantkit.recipe import Recipe
+from quantkit.scheme import ActivationScheme, WeightScheme
 
 # what lies outside the blocks; all but the head is never quantized, and naming it in `keep` says so
 HEAD = "lm_head"

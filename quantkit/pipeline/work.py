@@ -31,7 +31,7 @@ from quantkit.passes import Pass, decision
 from quantkit.pipeline import route
 from quantkit.pipeline.route import Rare
 from quantkit.plan import machine
-from quantkit.recipe import ActivationScheme, CacheScheme, WeightScheme
+from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 # what one forward may take for activations; a run over more sequences goes in chunks
 ACTIVATION_BYTES = 768 * 2**20

@@ -11,7 +11,7 @@ import yaml
 from quantkit.bundle import Manifest
 from quantkit.model import layouts
 from quantkit.model.layouts import Layout
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 PROMPT = "The capital of France is"
 _CLASSES = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel", "vision": "AutoModelForImageClassification"}

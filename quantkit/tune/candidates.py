@@ -16,7 +16,8 @@ from quantkit.bundle import Decision
 from quantkit.errors import InputError, did_you_mean
 from quantkit.passes import decision
 from quantkit.pipeline.request import check_target
-from quantkit.recipe import Recipe, WeightScheme
+from quantkit.recipe import Recipe
+from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     from quantkit.pipeline import Prepared

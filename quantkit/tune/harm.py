@@ -37,7 +37,8 @@ from quantkit.model.stream import Calls, Head, StreamedModel
 from quantkit.model.structure import set_weight, weight_of
 from quantkit.passes import Outcome
 from quantkit.pipeline.work import Step, Worked, chunk_size, looks_at_original, work
-from quantkit.recipe import WeightScheme, assigners
+from quantkit.recipe import assigners
+from quantkit.scheme import WeightScheme
 
 # hidden states of a wave's variants; and waves at least, so that what was measured is kept every now and then
 STATES = 512 * 2**20

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from quantkit.calibrate.sets import TokenSet
     from quantkit.measure.rows import Row
     from quantkit.pipeline import Prepared
-    from quantkit.recipe import Recipe, WeightScheme
+    from quantkit.recipe import Recipe
+    from quantkit.scheme import WeightScheme
     from quantkit.tune.check import Measured
     from quantkit.tune.harm import Harm, Subject
 

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from quantkit.recipe import Recipe, WeightScheme
+from quantkit.recipe import Recipe
+from quantkit.scheme import WeightScheme
 
 # what YAML takes for something else than a word
 _NOT_WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}

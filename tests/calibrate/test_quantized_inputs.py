@@ -17,7 +17,7 @@ from quantkit.model import cache as caches
 from quantkit.model import inputs
 from quantkit.model.loaded import LoadedModel
 from quantkit.model.structure import SharedInput, trace
-from quantkit.recipe import ActivationScheme, CacheScheme
+from quantkit.scheme import ActivationScheme, CacheScheme
 
 STATIC = ActivationScheme(format="int8", granularity="tensor", dynamic=False)
 CACHE = CacheScheme(format="int8")

@@ -22,7 +22,7 @@ from quantkit.model import finished
 from quantkit.model.finished import Finished
 from quantkit.model.open import Source, open_model
 from quantkit.model.stream import StreamedModel
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 ASYMMETRIC = {"granularity": "group", "group": 32, "symmetric": False}
 

@@ -16,7 +16,7 @@ from reference import plain_matmulnbits
 from small_onnx import scheme
 
 from quantkit.errors import InputError
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 for package in ("onnxscript", "onnxruntime"):
     pytest.importorskip(package)

@@ -18,7 +18,7 @@ from small_onnx import EXPORT, TEXT, Small, expected, export, relative, scheme
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.model.finished import Finished
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 for package in ("onnx_ir", "onnxscript", "onnxruntime"):
     pytest.importorskip(package)

@@ -10,7 +10,8 @@ from reference import plain_vllm
 from quantkit import content
 from quantkit.export.checkpoint import CheckpointOptions
 from quantkit.model import layouts
-from quantkit.recipe import Recipe, WeightScheme
+from quantkit.recipe import Recipe
+from quantkit.scheme import WeightScheme
 
 LAYER, KEPT = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"
 SHAPE = (256, 512)

@@ -12,7 +12,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize as t
 
 from quantkit.calibrate.observed import Observed
 from quantkit.formats._activation import InputScale, fake_quantize, parameters
-from quantkit.recipe import ActivationScheme
+from quantkit.scheme import ActivationScheme
 
 
 def values(dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quantkit import registry
 from quantkit.formats._grid import GridFormat
 from quantkit.formats._layout import against, by_row, extremes, scale_shape, split
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 FORMATS: dict[str, GridFormat] = {
     name: found for name in registry.names("formats") if isinstance(found := registry.load("formats", name), GridFormat)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantkit import registry
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 NAMES = ["float32", "float16", "bfloat16"]
 

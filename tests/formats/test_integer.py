@@ -14,7 +14,7 @@ from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
 from quantkit.formats._integer import IntegerFormat
 from quantkit.formats._layout import groups_of
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 FORMATS = {name: registry.load("formats", name) for name in ("int4", "int8")}
 # [N, K], group: a lone weight, odd sizes, a row a runtime would split unevenly, groups of one weight

@@ -7,7 +7,7 @@ import torch
 
 from quantkit import registry
 from quantkit.formats.nf4 import VALUES, doubled, dynamic_values, undoubled
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 NF4 = registry.load("formats", "nf4")
 RECORDED = "000001111111122222333344455566677788999aaabbbccccddddeeeeeeeffff"

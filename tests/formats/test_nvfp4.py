@@ -10,7 +10,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 
 from quantkit import registry
 from quantkit.formats._layout import extremes
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 NVFP4 = registry.load("formats", "nvfp4")
 HOW = WeightScheme(format="nvfp4")

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantkit import registry
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 MXFP4, MXFP8 = registry.load("formats", "mxfp4"), registry.load("formats", "mxfp8")
 ELEMENTS = {"mxfp4": (2, ml_dtypes.float4_e2m1fn), "mxfp8": (8, ml_dtypes.float8_e4m3fn)}

@@ -13,7 +13,7 @@ from quantkit.model.block import Block
 from quantkit.model.fold import Call
 from quantkit.model.loaded import LoadedModel
 from quantkit.model.structure import Structure, trace
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 INT4 = WeightScheme(format="int4", granularity="group", group=32, symmetric=False)
 INT8 = WeightScheme(format="int8")

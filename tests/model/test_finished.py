@@ -12,7 +12,7 @@ from quantkit import registry
 from quantkit.formats import QuantTensor
 from quantkit.model import finished
 from quantkit.model.finished import Finished
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 
 def quantized(scheme: WeightScheme, shape: tuple[int, int] = (3, 8), seed: int = 0) -> QuantTensor:

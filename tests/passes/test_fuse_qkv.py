@@ -10,7 +10,7 @@ from planted_pass import run
 from quantkit import registry
 from quantkit.formats import QuantTensor
 from quantkit.passes.fuse_qkv import fuse
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 FUSE, RTN = registry.load("passes", "fuse_qkv"), registry.load("passes", "rtn")
 

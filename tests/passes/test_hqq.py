@@ -8,7 +8,7 @@ import zoo
 from quantkit import Pipeline, registry
 from quantkit.model.structure import weight_of
 from quantkit.passes.solvers.hqq import half_quadratic
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 GROUPED = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
 

@@ -20,7 +20,8 @@ from quantkit.passes.solvers import ranges
 from quantkit.pipeline import head as heads
 from quantkit.pipeline.head import quantize_head, rounded
 from quantkit.pipeline.layers import Layers, lay_out
-from quantkit.recipe import Recipe, WeightScheme
+from quantkit.recipe import Recipe
+from quantkit.scheme import WeightScheme
 
 SCHEMES = {
     "int8 group": WeightScheme(format="int8", granularity="group", group=32),

@@ -22,7 +22,7 @@ from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.layers import lay_out
 from quantkit.pipeline.route import Rare
 from quantkit.pipeline.work import Step, Worked, work
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 SCHEME = {"format": "int4", "granularity": "group", "group": 32, "symmetric": True, "scale": "float32"}
 PLAIN = {"damping": 0.01, "shrink": 0.0, "act_order": True, "range": "minmax", "sweeps": 0, "refit": False}

@@ -7,7 +7,7 @@ import math
 import torch
 
 from quantkit import registry
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 
 def cost(weights: list[float], scale: float, zero: float, norm: float, low: int, high: int) -> float:

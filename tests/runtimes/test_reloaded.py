@@ -17,8 +17,8 @@ from quantkit.model.finished import Finished
 from quantkit.model.open import open_model
 from quantkit.model.stream import Head, StreamedModel
 from quantkit.model.structure import is_linear, is_transposed
-from quantkit.recipe import WeightScheme
 from quantkit.runtimes._reloaded import ExpandedWeights, reloaded
+from quantkit.scheme import WeightScheme
 
 
 def export(model: nn.Module, folder: Path, scheme: Any, **options: Any) -> Path:

@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.pipeline import Prepared
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 from quantkit.tune.candidates import bits_of, choices, name_of
 
 ASYMMETRIC = {"weights": {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quantkit.measure.rows import Operation, Row
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 from quantkit.tune.candidates import Candidate
 from quantkit.tune.timings import seconds
 

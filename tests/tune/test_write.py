@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantkit.recipe import Recipe, WeightScheme
+from quantkit.recipe import Recipe
+from quantkit.scheme import WeightScheme
 from quantkit.tune.write import globs, recipe_of, text
 
 INT4 = WeightScheme(format="int4", granularity="group", group=32, symmetric=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quantkit import registry
 from quantkit.errors import InputError, unknown_name
 from quantkit.formats import QuantTensor
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import MissingDependency
 from quantkit.model.layouts import Expansion, Read
 from quantkit.model.names import same
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
 from quantkit.model.layouts import Expansion, Header, Read, _compressed_tensors
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch

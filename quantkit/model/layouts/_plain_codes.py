@@ -22,7 +22,7 @@ from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
 from quantkit.model.layouts import Expansion, Header, Read, _compressed_tensors
 from quantkit.model.layouts._words import FLOATS
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch

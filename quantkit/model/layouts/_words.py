@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quantkit import registry
 from quantkit.errors import InputError
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.formats import Nested, QuantTensor
 from quantkit.model.layouts import Expansion, Header, Read, missing
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch

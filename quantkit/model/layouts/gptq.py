@@ -24,7 +24,7 @@ from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
 from quantkit.model.layouts import MARLIN_GROUPS, Expansion, Header, Read, missing
 from quantkit.model.layouts._words import FLOATS, bits_of, pack, unpack
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch

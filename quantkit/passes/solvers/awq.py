@@ -26,7 +26,7 @@ from quantkit.passes.solvers import one_thread, ranges
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantkit.recipe import WeightScheme
+    from quantkit.scheme import WeightScheme
 
 # elements worked on at a time
 _CHUNK = 1 << 17

@@ -36,7 +36,7 @@ from quantkit.passes.solvers.factor import Factor, factor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantkit.recipe import WeightScheme
+    from quantkit.scheme import WeightScheme
 
 Range = Literal["minmax", "mse", "hessian", "pivots", "output"]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from quantkit.recipe import WeightScheme
+    from quantkit.scheme import WeightScheme
 
 # weights worked on at a time, so that the handful of temporaries stays in the last-level cache
 _CHUNK = 1 << 17

@@ -28,7 +28,7 @@ from quantkit.formats._layout import groups_of, tiles
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantkit.recipe import WeightScheme
+    from quantkit.scheme import WeightScheme
 
 # elements worked on at a time: few calls, and yet the handful of temporaries stays in the last-level cache
 _CHUNK = 1 << 17

@@ -12,7 +12,7 @@ from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
 from quantkit.model import layouts
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 LAYER = "model.layers.0.mlp.up_proj"
 

@@ -22,8 +22,8 @@ from quantkit.model.finished import Finished
 from quantkit.model.open import open_model
 from quantkit.model.stream import Head, StreamedModel
 from quantkit.model.structure import is_linear
-from quantkit.recipe import WeightScheme
 from quantkit.runtimes._reloaded import reloaded
+from quantkit.scheme import WeightScheme
 
 PREFIX = "model.layers.0.mlp.up_proj"
 GROUP = {"granularity": "group", "group": 32}

@@ -9,7 +9,7 @@ import torch
 
 from quantkit import registry
 from quantkit.model.layouts.pack_quantized import LAYOUT
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -8,7 +8,7 @@ from quantkit.passes.solvers import awq as solver
 from quantkit.passes.solvers.awq import clip, search_scales, transformed
 from quantkit.passes.solvers.factor import factor
 from quantkit.passes.solvers.gptq import gptq
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 INT4 = registry.load("formats", "int4")
 

@@ -10,7 +10,7 @@ from quantkit.passes.solvers import gptq as solver
 from quantkit.passes.solvers import one_thread
 from quantkit.passes.solvers.factor import factor
 from quantkit.passes.solvers.gptq import gptq, gptq_shared
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 INT4 = registry.load("formats", "int4")
 

@@ -10,7 +10,7 @@ from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.passes.solvers import ranges
 from quantkit.passes.solvers.hqq import half_quadratic
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 SCHEMES = [
     WeightScheme(format="int4", granularity="group", group=16, symmetric=False),

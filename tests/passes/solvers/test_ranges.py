@@ -4,7 +4,7 @@ import torch
 from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.passes.solvers.ranges import Search, for_output, minmax, searched, transposed
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 INT4 = registry.load("formats", "int4")
 

@@ -10,7 +10,7 @@ from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
 from quantkit.passes.solvers.round import LearnedRounding
-from quantkit.recipe import WeightScheme
+from quantkit.scheme import WeightScheme
 
 SCHEMES = [
     WeightScheme(format="int4", granularity="group", group=8, symmetric=False),
