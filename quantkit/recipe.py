@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -23,11 +23,14 @@ from pydantic import (
 )
 
 from quantkit import content, registry
-from quantkit.content import Closed, known_keys, parse_yaml, read_yaml
+from quantkit.content import Closed, known_keys, read_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
+from quantkit.recipe_changes import apply_change, steps_of
 from quantkit.scheme import ActivationScheme, Scheme, WeightScheme
 
 ModelKind = Literal["decoder", "encoder", "vision"]
+Document = TypeVar("Document", bound=BaseModel)
+SchemeKind = TypeVar("SchemeKind", WeightScheme, ActivationScheme)
 
 
 def assigners() -> list[str]:
@@ -74,22 +77,41 @@ class Override(Closed):
     weights: dict[str, Any] | None = None
     activations: dict[str, Any] | None = None
 
-    @property
-    def of_weights(self) -> bool:
-        """Whether it says something about weights."""
-        return "weights" in self.model_fields_set or not self.of_activations
+    def concerns(self, kind: type[WeightScheme | ActivationScheme]) -> bool:
+        """Whether it says something about weights, or about activations."""
+        activations = "activations" in self.model_fields_set
+        return activations if kind is ActivationScheme else "weights" in self.model_fields_set or not activations
 
-    @property
-    def of_activations(self) -> bool:
-        """Whether it says something about activations."""
-        return "activations" in self.model_fields_set
+    def over(self, scheme: SchemeKind | None, kind: type[SchemeKind]) -> SchemeKind | None:
+        """What it makes of a scheme that it concerns. Raises ValueError where that is none."""
+        named = self.weights if kind is WeightScheme else self.activations
+        if named is None:
+            return None
+        base = scheme.model_dump() if scheme is not None else {}
+        if named.get("granularity", base.get("granularity")) != base.get("granularity"):
+            base.pop("group", None)
+        if kind is WeightScheme and named.get("format", base.get("format")) != base.get("format"):
+            base = _carried(base, named["format"])
+        return _checked(f"override {self.match}", kind, {**base, **named})
 
     @model_serializer(mode="wrap")
     def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Null and absent are two things."""
-        named = {"match", "weights"} | ({"activations"} if self.of_activations else set())
-        named -= set() if self.of_weights else {"weights"}
+        named = {"match"} | ({"weights"} if self.concerns(WeightScheme) else set())
+        named |= {"activations"} if self.concerns(ActivationScheme) else set()
         return {name: value for name, value in handler(self).items() if name in named}
+
+
+def _carried(fields: dict[str, Any], name: Any) -> dict[str, Any]:
+    """The fields of a scheme that another format has as well."""
+    if name not in registry.names("formats"):
+        return fields  # validation, which follows, says so
+    rules = registry.load("formats", name).rules
+    group, granularity = fields.get("group"), fields.get("granularity")
+    if granularity not in rules.granularities or group not in (rules.groups or [group]):
+        fields = {key: value for key, value in fields.items() if key not in ("granularity", "group")}
+    known = {"symmetric": rules.symmetric, "scale": rules.scales}
+    return {key: value for key, value in fields.items() if key not in known or value in known[key]}
 
 
 class PassStep(Closed):
@@ -126,23 +148,7 @@ class Gates(Closed):
     bits_per_weight_max: float | None = None
 
 
-def _steps(value: Any) -> list[tuple[str, dict[str, Any]]]:
-    """`[{awq: {grid: 20}}, "rtn"]` -> `[("awq", {"grid": 20}), ("rtn", {})]`."""
-    if not isinstance(value, list):
-        raise ValueError("must be a list of {name: settings}")
-    steps = []
-    for entry in value:
-        item = {entry: {}} if isinstance(entry, str) else entry
-        if not (isinstance(item, dict) and len(item) == 1):
-            raise ValueError(f"each entry is one name with its settings, got {item!r}")
-        name, settings = next(iter(item.items()))
-        if not isinstance(settings, dict | None):
-            raise ValueError(f"the settings of {name} are a mapping, got {settings!r}")
-        steps.append((str(name), settings or {}))
-    return steps
-
-
-def _checked(what: str, model: type[BaseModel], values: dict[str, Any]) -> BaseModel:
+def _checked(what: str, model: type[Document], values: dict[str, Any]) -> Document:
     """`values` as `model`; a ValueError of one line otherwise."""
     try:
         return model.model_validate(values)
@@ -183,7 +189,7 @@ class Recipe(Closed):
     @classmethod
     def _read_passes(cls, value: Any) -> list[PassStep]:
         steps = []
-        for name, settings in _steps(value):
+        for name, settings in steps_of(value):
             if name not in registry.names("passes"):
                 raise ValueError(f"no pass is called {name!r}; {did_you_mean(name, registry.names('passes'))}")
             checked = _checked(f"pass {name}", registry.load("passes", name).Settings, settings)
@@ -194,7 +200,7 @@ class Recipe(Closed):
     @classmethod
     def _read_export(cls, value: Any) -> list[ExportStep]:
         steps = []
-        for name, options in _steps(value):
+        for name, options in steps_of(value):
             if name not in registry.names("export"):
                 raise ValueError(f"no exporter is called {name!r}; {did_you_mean(name, registry.names('export'))}")
             _checked(f"export {name}", registry.load("export", name).Options, options)
@@ -223,10 +229,8 @@ class Recipe(Closed):
     @model_validator(mode="after")
     def _overrides_are_schemes(self) -> Self:
         for override in self.overrides:
-            if override.of_weights:
-                self.overridden(override, self.scheme.weights)
-            if override.of_activations:
-                self.overridden_activations(override, self.scheme.activations)
+            override.over(self.scheme.weights, WeightScheme)
+            override.over(self.scheme.activations, ActivationScheme)
         return self
 
     @model_validator(mode="after")
@@ -263,7 +267,7 @@ class Recipe(Closed):
         if not isinstance(data, dict):
             raise InputError("recipe-invalid", where=where, value="not a mapping", rule="a recipe is a YAML mapping")
         for change in changes:
-            data = apply_change(data, change)
+            data = apply_change(data, change, keys=_KEYS)
         try:
             return cls.model_validate({**data, "name": name})
         except ValidationError as error:
@@ -290,14 +294,7 @@ class Recipe(Closed):
         Raises:
             InputError: `recipe-invalid`, overrides that each make sense, but not one upon the other.
         """
-        scheme = self.scheme.weights
-        for override in self._matching(layer, role):
-            if override.of_weights:
-                try:
-                    scheme = self.overridden(override, scheme)
-                except ValueError as error:
-                    raise InputError("recipe-invalid", where=layer, value=str(error), rule="overrides add up") from None
-        return scheme
+        return self._overridden(self.scheme.weights, WeightScheme, layer, role)
 
     def activations_for(self, layer: str) -> ActivationScheme | None:
         """How the input of a layer, by its full name, is quantized; the last override that matches wins.
@@ -305,41 +302,22 @@ class Recipe(Closed):
         Raises:
             InputError: `recipe-invalid`, overrides that each make sense, but not one upon the other.
         """
-        scheme = self.scheme.activations
-        for override in self._matching(layer):
-            if override.of_activations:
+        return self._overridden(self.scheme.activations, ActivationScheme, layer)
+
+    def _overridden(
+        self, scheme: SchemeKind | None, kind: type[SchemeKind], layer: str, role: str | None = None
+    ) -> SchemeKind | None:
+        for override in self.overrides:
+            if override.concerns(kind) and (fnmatchcase(layer, override.match) or role == override.match):
                 try:
-                    scheme = self.overridden_activations(override, scheme)
+                    scheme = override.over(scheme, kind)
                 except ValueError as error:
                     raise InputError("recipe-invalid", where=layer, value=str(error), rule="overrides add up") from None
         return scheme
 
-    def _matching(self, layer: str, role: str | None = None) -> list[Override]:
-        return [each for each in self.overrides if fnmatchcase(layer, each.match) or role == each.match]
 
-    def overridden(self, override: Override, scheme: WeightScheme | None) -> WeightScheme | None:
-        """What an override makes of a scheme. Raises ValueError where that is none."""
-        if override.weights is None:
-            return None
-        base = scheme.model_dump() if scheme is not None else {}
-        if override.weights.get("granularity", base.get("granularity")) != base.get("granularity"):
-            base.pop("group", None)
-        if override.weights.get("format", base.get("format")) != base.get("format"):
-            base = _carried(base, override.weights["format"])
-        found = _checked(f"override {override.match}", WeightScheme, {**base, **override.weights})
-        assert isinstance(found, WeightScheme)
-        return found
-
-    def overridden_activations(self, override: Override, scheme: ActivationScheme | None) -> ActivationScheme | None:
-        """What an override makes of an activation scheme. Raises ValueError where that is none."""
-        if override.activations is None:
-            return None
-        base = scheme.model_dump() if scheme is not None else {}
-        if override.activations.get("granularity", "group") != "group":
-            base.pop("group", None)
-        found = _checked(f"override {override.match}", ActivationScheme, {**base, **override.activations})
-        assert isinstance(found, ActivationScheme)
-        return found
+# what a change can begin with; the name is the file's
+_KEYS = [field.alias or name for name, field in Recipe.model_fields.items() if name != "name"]
 
 
 def _read(reference: str | Path) -> tuple[Any, str]:
@@ -380,63 +358,3 @@ def _laid_over(data: Any, addition: Any, name: str) -> Any:
     both = addition.get("models", default)
     found["models"] = [kind for kind in data.get("models", default) if kind in both]
     return found
-
-
-def _carried(fields: dict[str, Any], name: Any) -> dict[str, Any]:
-    """The fields of a scheme that another format has as well."""
-    if name not in registry.names("formats"):
-        return fields  # validation, which follows, says so
-    rules = registry.load("formats", name).rules
-    group, granularity = fields.get("group"), fields.get("granularity")
-    if granularity not in rules.granularities or group not in (rules.groups or [group]):
-        fields = {key: value for key, value in fields.items() if key not in ("granularity", "group")}
-    known = {"symmetric": rules.symmetric, "scale": rules.scales}
-    return {key: value for key, value in fields.items() if key not in known or value in known[key]}
-
-
-def apply_change(data: dict[str, Any], change: str) -> dict[str, Any]:
-    """A copy of a recipe's mapping with one `PATH=YAML` applied.
-
-    PATH begins with a top-level key (`scheme.weights.group=64`) or with the name of a pass in it (`awq.grid=40`).
-
-    Raises:
-        InputError: `set-invalid`.
-    """
-    path, equals, text = change.partition("=")
-    if not equals or not path:
-        raise InputError("set-invalid", where="--set", value=change, rule="PATH=YAML", remedy="e.g. awq.grid=40")
-    try:
-        value = parse_yaml(text, where=f"--set {path}")
-    except InputError as error:
-        raise InputError("set-invalid", where=error.where, value=error.value, rule="the value is YAML") from None
-    keys = path.split(".")
-    try:
-        steps = _steps(data.get("passes") or [])
-    except ValueError:
-        steps = []  # validation, which follows, says what is wrong with them
-    names = [name for name, _ in steps]
-    top = [field.alias or name for name, field in Recipe.model_fields.items() if name != "name"]
-    if keys[0] in names and len(keys) > 1:
-        passes = [{name: _with(settings, keys[1:], value) if name == keys[0] else settings} for name, settings in steps]
-        return {**data, "passes": passes}
-    if keys[0] in names:
-        raise InputError(
-            "set-invalid",
-            where=f"--set {path}",
-            value=text,
-            rule="one setting of a pass at a time",
-            remedy=f"{path}.SETTING=VALUE",
-        )
-    if keys[0] in top:
-        return _with(data, keys, value)
-    raise InputError(
-        "set-invalid",
-        where=f"--set {path}",
-        value=f"{keys[0]!r} is neither a key of the recipe nor one of its passes",
-        remedy=did_you_mean(keys[0], [*top, *names]),
-    )
-
-
-def _with(data: Any, keys: list[str], value: Any) -> dict[str, Any]:
-    inner = data if isinstance(data, dict) else {}
-    return {**inner, keys[0]: value if len(keys) == 1 else _with(inner.get(keys[0]), keys[1:], value)}

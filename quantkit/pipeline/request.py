@@ -11,6 +11,7 @@ from pathlib import Path
 from quantkit import content, registry
 from quantkit.errors import InputError
 from quantkit.recipe import Recipe
+from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import Target
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -102,11 +103,11 @@ def stored_formats(recipe: Recipe) -> list[tuple[str, bool]]:
     """(format, symmetric) of everything that a recipe stores."""
     schemes = [recipe.scheme.weights] if recipe.scheme.weights is not None else []
     for override in recipe.overrides:
-        scheme = recipe.overridden(override, recipe.scheme.weights)
+        scheme = override.over(recipe.scheme.weights, WeightScheme)
         if scheme is not None:
             schemes.append(scheme)
     found: dict[tuple[str, bool], None] = {(scheme.format, scheme.symmetric): None for scheme in schemes}
-    others = [recipe.overridden_activations(each, recipe.scheme.activations) for each in recipe.overrides]
+    others = [each.over(recipe.scheme.activations, ActivationScheme) for each in recipe.overrides]
     for part in (recipe.scheme.activations, *others, recipe.scheme.kv_cache):
         if part is not None:
             found[part.format, part.symmetric] = None

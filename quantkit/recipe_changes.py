@@ -1,0 +1,81 @@
+"""A recipe as it is written, before it is validated: a plain mapping, and what `--set` changes in it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from quantkit.content import parse_yaml
+from quantkit.errors import InputError, did_you_mean
+
+
+def apply_change(data: dict[str, Any], change: str, keys: Collection[str]) -> dict[str, Any]:
+    """A copy of a recipe's mapping with one `PATH=YAML` applied.
+
+    PATH begins with a top-level key (`scheme.weights.group=64`) or with the name of a pass in it (`awq.grid=40`).
+
+    Args:
+        data: the mapping, left as it is.
+        change: `PATH=YAML`.
+        keys: the top-level keys that a recipe can have.
+
+    Raises:
+        InputError: `set-invalid`.
+    """
+    path, equals, text = change.partition("=")
+    if not equals or not path:
+        raise InputError("set-invalid", where="--set", value=change, rule="PATH=YAML", remedy="e.g. awq.grid=40")
+    try:
+        value = parse_yaml(text, where=f"--set {path}")
+    except InputError as error:
+        raise InputError("set-invalid", where=error.where, value=error.value, rule="the value is YAML") from None
+    first, *inner = path.split(".")
+    try:
+        steps = steps_of(data.get("passes") or [])
+    except ValueError:
+        steps = []  # validation, which follows, says what is wrong with them
+    names = [name for name, _ in steps]
+    if first in names and inner:
+        passes = [{name: _with(settings, inner, value) if name == first else settings} for name, settings in steps]
+        return {**data, "passes": passes}
+    if first in names:
+        raise InputError(
+            "set-invalid",
+            where=f"--set {path}",
+            value=text,
+            rule="one setting of a pass at a time",
+            remedy=f"{path}.SETTING=VALUE",
+        )
+    if first in keys:
+        return _with(data, [first, *inner], value)
+    raise InputError(
+        "set-invalid",
+        where=f"--set {path}",
+        value=f"{first!r} is neither a key of the recipe nor one of its passes",
+        remedy=did_you_mean(first, [*keys, *names]),
+    )
+
+
+def _with(data: Any, keys: list[str], value: Any) -> dict[str, Any]:
+    inner = data if isinstance(data, dict) else {}
+    return {**inner, keys[0]: value if len(keys) == 1 else _with(inner.get(keys[0]), keys[1:], value)}
+
+
+def steps_of(value: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The passes or exports of a recipe: `[{awq: {grid: 20}}, "rtn"]` -> `[("awq", {"grid": 20}), ("rtn", {})]`.
+
+    Raises:
+        ValueError: it is no such list.
+    """
+    if not isinstance(value, list):
+        raise ValueError("must be a list of {name: settings}")
+    steps = []
+    for entry in value:
+        item = {entry: {}} if isinstance(entry, str) else entry
+        if not (isinstance(item, dict) and len(item) == 1):
+            raise ValueError(f"each entry is one name with its settings, got {item!r}")
+        name, settings = next(iter(item.items()))
+        if not isinstance(settings, dict | None):
+            raise ValueError(f"the settings of {name} are a mapping, got {settings!r}")
+        steps.append((str(name), settings or {}))
+    return steps
