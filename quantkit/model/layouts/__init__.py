@@ -141,6 +141,11 @@ def missing(layout: Layout) -> list[str]:
     return [name for name in layout.libraries if importlib.util.find_spec(name) is None]
 
 
+def stored_with(suffix: str, names: Iterable[str]) -> list[str]:
+    """The linears of which a tensor with this suffix is stored, from all tensors' names."""
+    return [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
+
+
 def of(config: Mapping[str, Any]) -> Layout:
     """The layout of a checkpoint, from its `quantization_config`.
 

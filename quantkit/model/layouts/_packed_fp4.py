@@ -12,47 +12,41 @@ See `compressed_tensors/compressors/nvfp4` and `mxfp4`; its expansion multiplies
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit import registry
-from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
-from quantkit.model.layouts import Expansion, Header, Read, _compressed_tensors
+from quantkit.model.layouts import Header, Read
+from quantkit.model.layouts._compressed_tensors import SCALE, CompressedTensors
+from quantkit.model.layouts._refusals import check_format
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch
 
-PACKED, SCALE, GLOBAL = ".weight_packed", ".weight_scale", ".weight_global_scale"
+PACKED, GLOBAL = ".weight_packed", ".weight_global_scale"
 
 
 @dataclass(frozen=True)
-class PackedFp4:
+class PackedFp4(CompressedTensors):
     """See the module.
 
     Args:
-        name: the file's stem, and with hyphens the library's name of the layout.
+        name: see `CompressedTensors`.
         format: the one that it holds.
         strategy: the library's name of its granularity.
         dtype: safetensors' name of what scales are stored as.
         argument: the library's name of the same.
     """
 
-    name: str
     format: str
     strategy: str
     dtype: str
     argument: str
-    libraries: tuple[str, ...] = (_compressed_tensors.LIBRARY,)
-    kernels: bool = False
-    codes: str = PACKED
-    parts: tuple[str, ...] = (PACKED, SCALE, GLOBAL)
-
-    @property
-    def _layout(self) -> str:
-        return self.name.replace("_", "-")
+    codes: ClassVar[str] = PACKED
+    parts: ClassVar[tuple[str, ...]] = (PACKED, SCALE, GLOBAL)
 
     @property
     def _global(self) -> bool:
@@ -60,16 +54,8 @@ class PackedFp4:
 
     def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
         """See `Layout`."""
-        for linear, scheme in schemes.items():
-            if scheme.format != self.format:
-                raise InputError(
-                    "layout-unsupported",
-                    where=linear,
-                    value=f"{self._layout} of {scheme.format}",
-                    rule=f"this layout holds {self.format}",
-                    remedy="export: checkpoint: {layout: dense}",
-                )
-        self.quantization_config(schemes, [], "float32")
+        check_format(self.title, self.format, schemes)
+        super().accepts(schemes, shapes)
 
     def served(self, scheme: WeightScheme) -> bool:
         """See `Layout`."""
@@ -103,18 +89,8 @@ class PackedFp4:
         self, layers: Mapping[str, WeightScheme], ignore: Sequence[str], dtype: str
     ) -> dict[str, Any]:
         """See `Layout`."""
-        written = _compressed_tensors.quantization_config(layers, ignore, layout=self._layout, weights=self._arguments)
         # expanded as they are read: one scheme is all there is
-        written["dequantize"] = True
-        return written
-
-    def wrote(self, config: Mapping[str, Any]) -> bool:
-        """See `Layout`."""
-        return config.get("quant_method") == "compressed-tensors" and config.get("format") == self._layout
-
-    def prefixes(self, names: Iterable[str]) -> list[str]:
-        """See `Layout`."""
-        return [name.removesuffix(PACKED) for name in names if name.endswith(PACKED)]
+        return super().quantization_config(layers, ignore, dtype) | {"dequantize": True}
 
     def shape(self, prefix: str, read: Read) -> tuple[int, int]:
         """See `Layout`."""
@@ -151,11 +127,8 @@ class PackedFp4:
         values: torch.Tensor = registry.load("formats", self.format).dequantize(tensor)
         return values.to(torch.bfloat16).to(dtype)
 
-    def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
-        """See `Layout`."""
-        return _compressed_tensors.expansion(config, dtype)
-
-    def _arguments(self, scheme: WeightScheme) -> dict[str, Any]:
+    def arguments(self, scheme: WeightScheme) -> dict[str, Any]:
+        """See `CompressedTensors`."""
         return {
             "num_bits": 4,
             "type": "float",

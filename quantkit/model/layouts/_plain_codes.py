@@ -13,56 +13,45 @@ These are the layouts that kernels compute on directly, when the inputs are quan
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit import registry
-from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
-from quantkit.model.layouts import Expansion, Header, Read, _compressed_tensors
+from quantkit.model.layouts import Header, Read, stored_with
+from quantkit.model.layouts._compressed_tensors import SCALE, CompressedTensors, exact_scale
+from quantkit.model.layouts._refusals import check_format
 from quantkit.model.layouts._words import FLOATS
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch
 
-WEIGHT, SCALE, ZERO = ".weight", ".weight_scale", ".weight_zero_point"
+WEIGHT, ZERO = ".weight", ".weight_zero_point"
 
 
 @dataclass(frozen=True)
-class PlainCodes:
+class PlainCodes(CompressedTensors):
     """A layout for one format.
 
     Args:
-        name: the file's stem.
+        name: see `CompressedTensors`.
         format: whose codes it holds.
         stored: their dtype in safetensors.
         type: what compressed-tensors calls the kind of number.
     """
 
-    name: str
     format: str
     stored: str
     type: str
-    libraries: tuple[str, ...] = (_compressed_tensors.LIBRARY,)
-    kernels: bool = False
-    codes: str = WEIGHT
-    parts: tuple[str, ...] = (WEIGHT, SCALE, ZERO)
+    codes: ClassVar[str] = WEIGHT
+    parts: ClassVar[tuple[str, ...]] = (WEIGHT, SCALE, ZERO)
 
     def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
         """See `Layout`."""
-        layout = self.name.replace("_", "-")
-        for linear, scheme in schemes.items():
-            if scheme.format != self.format:
-                raise InputError(
-                    "layout-unsupported",
-                    where=linear,
-                    value=f"{layout} of {scheme.format}",
-                    rule=f"this layout holds {self.format}",
-                    remedy="export: checkpoint: {layout: pack-quantized}, or `dense`",
-                )
-        self.quantization_config(schemes, [], "float32")
+        check_format(self.title, self.format, schemes, "export: checkpoint: {layout: pack-quantized}, or `dense`")
+        super().accepts(schemes, shapes)
 
     def served(self, scheme: WeightScheme) -> bool:
         """Beside quantized inputs; blocks of floats alone."""
@@ -90,49 +79,20 @@ class PlainCodes:
         Raises:
             InputError: `scale-inexact`, a scale that `dtype` cannot hold: loaders cast scales to it.
         """
-        import torch
-
-        scheme = tensor.scheme
-        shape = _scales(*tensor.shape, scheme)
-        stored = tensor.scale.to(getattr(torch, scheme.scale))
-        if not torch.equal(stored.to(dtype).float(), tensor.scale.float()):
-            raise InputError(
-                "scale-inexact",
-                where=prefix,
-                value=f"{scheme.scale} scales in a {str(dtype).removeprefix('torch.')} model",
-                rule="who loads the checkpoint casts its scales to the model's dtype",
-                remedy=f"scheme.weights.scale={str(dtype).removeprefix('torch.')}",
-            )
-        found = {prefix + SCALE: stored.reshape(shape).contiguous()}
+        shape = _scales(*tensor.shape, tensor.scheme)
+        found = {prefix + SCALE: exact_scale(prefix, tensor, dtype).reshape(shape).contiguous()}
         if tensor.zero is not None:
             found[prefix + ZERO] = tensor.zero.reshape(shape).contiguous()
         return found
 
-    def quantization_config(
-        self, layers: Mapping[str, WeightScheme], ignore: Sequence[str], dtype: str
-    ) -> dict[str, Any]:
-        """See `Layout`."""
-        layout = self.name.replace("_", "-")
-        return _compressed_tensors.quantization_config(layers, ignore, layout=layout, weights=self._arguments)
-
-    def wrote(self, config: Mapping[str, Any]) -> bool:
-        """See `Layout`."""
-        return config.get("quant_method") == "compressed-tensors" and config.get("format") == self.name.replace(
-            "_", "-"
-        )
-
     def prefixes(self, names: Iterable[str]) -> list[str]:
-        """See `Layout`."""
-        return [name.removesuffix(SCALE) for name in names if name.endswith(SCALE)]
+        """See `Layout`. Every linear has a weight; those with a scale are stored this way."""
+        return stored_with(SCALE, names)
 
     def shape(self, prefix: str, read: Read) -> tuple[int, int]:
         """See `Layout`."""
         rows, columns = read(prefix + WEIGHT).shape
         return rows, columns
-
-    def scale(self, prefix: str, read: Read) -> torch.Tensor:
-        """See `Layout`."""
-        return read(prefix + SCALE)
 
     def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
         """Nothing is padded; one zero point takes a byte."""
@@ -151,11 +111,8 @@ class PlainCodes:
         values: torch.Tensor = registry.load("formats", tensor.scheme.format).dequantize(tensor)
         return values.to(dtype)
 
-    def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
-        """See `Layout`."""
-        return _compressed_tensors.expansion(config, dtype)
-
-    def _arguments(self, scheme: WeightScheme) -> dict[str, Any]:
+    def arguments(self, scheme: WeightScheme) -> dict[str, Any]:
+        """See `CompressedTensors`."""
         block = scheme.granularity == "block" and scheme.group
         return {
             "num_bits": 8,

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from quantkit import registry
-from quantkit.errors import InputError
+from quantkit.model.layouts._refusals import unsupported
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -23,12 +23,7 @@ def bits_of(scheme: WeightScheme, layout: str = "pack-quantized") -> int:
         InputError: `layout-unsupported`, not an integer format.
     """
     if scheme.format not in ("int8", "int4", "int3", "int2"):
-        raise InputError(
-            "layout-unsupported",
-            value=f"{layout} of {scheme.format}",
-            rule="this layout holds integers of up to 8 bits",
-            remedy="export: checkpoint: {layout: dense}",
-        )
+        raise unsupported("", f"{layout} of {scheme.format}", "this layout holds integers of up to 8 bits")
     return int(scheme.format.removeprefix("int"))
 
 

@@ -20,9 +20,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantkit import registry
-from quantkit.errors import InputError
 from quantkit.formats import Nested, QuantTensor
-from quantkit.model.layouts import Expansion, Header, Read, missing
+from quantkit.model.layouts import Expansion, Header, Read, missing, stored_with
+from quantkit.model.layouts._refusals import check_format
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -47,15 +47,7 @@ class BitsAndBytes:
 
     def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
         """See `Layout`."""
-        for linear, scheme in schemes.items():
-            if scheme.format != "nf4":
-                raise InputError(
-                    "layout-unsupported",
-                    where=linear,
-                    value=f"bitsandbytes of {scheme.format}",
-                    rule="this layout holds nf4",
-                    remedy="export: checkpoint: {layout: dense}",
-                )
+        check_format(self.name, "nf4", schemes)
 
     def served(self, scheme: WeightScheme) -> bool:
         """See `Layout`."""
@@ -126,7 +118,7 @@ class BitsAndBytes:
 
     def prefixes(self, names: Iterable[str]) -> list[str]:
         """See `Layout`."""
-        return [name.removesuffix(STATE) for name in names if name.endswith(STATE)]
+        return stored_with(STATE, names)
 
     def shape(self, prefix: str, read: Read) -> tuple[int, int]:
         """See `Layout`."""

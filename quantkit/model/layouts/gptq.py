@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quantkit import registry
-from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
-from quantkit.model.layouts import MARLIN_GROUPS, Expansion, Header, Read, missing
+from quantkit.model.layouts import MARLIN_GROUPS, Expansion, Header, Read, missing, stored_with
+from quantkit.model.layouts._refusals import unsupported
 from quantkit.model.layouts._words import FLOATS, bits_of, pack, unpack
 from quantkit.scheme import WeightScheme
 
@@ -53,7 +53,7 @@ class Gptq:
         """See `Layout`."""
         kinds = {self._kind(scheme): linear for linear, scheme in schemes.items()}
         if len(kinds) > 1:
-            raise _unsupported(
+            raise unsupported(
                 list(kinds.values())[1],
                 f"{len(kinds)} different schemes",
                 "its readers in transformers know one",
@@ -62,13 +62,13 @@ class Gptq:
         for linear, scheme in schemes.items():
             bits = bits_of(scheme, self.name)
             if not _IN_A_BLOCK.search(linear):
-                raise _unsupported(
+                raise unsupported(
                     linear, "outside of the blocks", "its readers look into the blocks", "keep: [lm_head]"
                 )
             if scheme.granularity == "tensor":
-                raise _unsupported(linear, "one scale per tensor", "a scale for every row", "granularity: channel")
+                raise unsupported(linear, "one scale per tensor", "a scale for every row", "granularity: channel")
             if not scheme.symmetric and self.less:
-                raise _unsupported(
+                raise unsupported(
                     linear,
                     "zero points",
                     "version 1 stores them minus one, and has no place for a zero point of 0",
@@ -76,7 +76,7 @@ class Gptq:
                 )
             rows, columns = shapes.get(linear, (32, 32))
             if rows * bits % 32 or columns * bits % 32:
-                raise _unsupported(linear, f"[{rows}, {columns}]", f"multiples of {32 // bits if bits != 3 else 32}")
+                raise unsupported(linear, f"[{rows}, {columns}]", f"multiples of {32 // bits if bits != 3 else 32}")
 
     def served(self, scheme: WeightScheme) -> bool:
         """See `Layout`."""
@@ -137,7 +137,7 @@ class Gptq:
 
     def prefixes(self, names: Iterable[str]) -> list[str]:
         """See `Layout`."""
-        return [name.removesuffix(QWEIGHT) for name in names if name.endswith(QWEIGHT)]
+        return stored_with(QWEIGHT, names)
 
     def shape(self, prefix: str, read: Read) -> tuple[int, int]:
         """See `Layout`."""
@@ -204,10 +204,6 @@ class Gptq:
 
     def _kind(self, scheme: WeightScheme) -> tuple[int, int, bool]:
         return bits_of(scheme, self.name), scheme.group or -1, scheme.symmetric
-
-
-def _unsupported(where: str, value: str, rule: str, remedy: str = "export: checkpoint: {layout: dense}") -> InputError:
-    return InputError("layout-unsupported", where=where, value=value, rule=rule, remedy=remedy)
 
 
 LAYOUT = Gptq("gptq", less=1)

@@ -16,19 +16,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit import registry
-from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
-from quantkit.model.layouts import MARLIN_GROUPS, Expansion, Header, Read, _compressed_tensors
+from quantkit.model.layouts import MARLIN_GROUPS, Header, Read
+from quantkit.model.layouts._compressed_tensors import SCALE, CompressedTensors, exact_scale
+from quantkit.model.layouts._refusals import unsupported
 from quantkit.model.layouts._words import FLOATS, bits_of, pack, unpack
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch
 
-PACKED, SCALE, ZERO, SHAPE = ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape"
+PACKED, ZERO, SHAPE = ".weight_packed", ".weight_zero_point", ".weight_shape"
 
 
 def kinds(schemes: Iterable[WeightScheme]) -> set[tuple[int, str, int | None, bool]]:
@@ -36,18 +38,12 @@ def kinds(schemes: Iterable[WeightScheme]) -> set[tuple[int, str, int | None, bo
     return {(bits_of(scheme), scheme.granularity, scheme.group, scheme.symmetric) for scheme in schemes}
 
 
-class PackQuantized:
+@dataclass(frozen=True)
+class PackQuantized(CompressedTensors):
     """See the module."""
 
-    name = "pack_quantized"
-    libraries = (_compressed_tensors.LIBRARY,)
-    kernels = False
-    codes = PACKED
-    parts = (PACKED, SCALE, ZERO, SHAPE)
-
-    def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
-        """See `Layout`."""
-        self.quantization_config(schemes, [], "float32")
+    codes: ClassVar[str] = PACKED
+    parts: ClassVar[tuple[str, ...]] = (PACKED, SCALE, ZERO, SHAPE)
 
     def served(self, scheme: WeightScheme) -> bool:
         """See `Layout`."""
@@ -85,15 +81,7 @@ class PackQuantized:
         import torch
 
         scheme = tensor.scheme
-        stored = tensor.scale.to(getattr(torch, scheme.scale))
-        if not torch.equal(stored.to(dtype).float(), tensor.scale.float()):
-            raise InputError(
-                "scale-inexact",
-                where=prefix,
-                value=f"{scheme.scale} scales in a {str(dtype).removeprefix('torch.')} model",
-                rule="who loads the checkpoint casts its scales to the model's dtype",
-                remedy=f"scheme.weights.scale={str(dtype).removeprefix('torch.')}",
-            )
+        stored = exact_scale(prefix, tensor, dtype)
         whole = scheme.granularity == "tensor"
         found = {prefix + SCALE: stored.reshape(1) if whole else stored}
         if tensor.zero is not None:
@@ -114,14 +102,13 @@ class PackQuantized:
         single = len(kinds(layers.values())) == 1
         if not single and any(not scheme.symmetric for scheme in layers.values()):
             first = next(iter(layers.values()))
-            raise InputError(
-                "layout-unsupported",
-                where=next(name for name, scheme in layers.items() if kinds([scheme]) != kinds([first])),
-                value=f"{len(kinds(layers.values()))} different schemes, at least one with zero points",
-                rule="transformers loads packed zero points of a single scheme only",
-                remedy="make them symmetric, or give all layers one scheme",
+            raise unsupported(
+                next(name for name, scheme in layers.items() if kinds([scheme]) != kinds([first])),
+                f"{len(kinds(layers.values()))} different schemes, at least one with zero points",
+                "transformers loads packed zero points of a single scheme only",
+                "make them symmetric, or give all layers one scheme",
             )
-        written = _compressed_tensors.quantization_config(layers, ignore, layout="pack-quantized", weights=_arguments)
+        written = super().quantization_config(layers, ignore, dtype)
         if single:
             # compressed-tensors 0.18 to 0.20 expects *unpacked* zero points in a model that is built without weights,
             # as transformers builds it, and so rejects the packed ones, which its own writer makes. transformers' other
@@ -129,22 +116,10 @@ class PackQuantized:
             written["dequantize"] = True
         return written
 
-    def wrote(self, config: Mapping[str, Any]) -> bool:
-        """See `Layout`."""
-        return config.get("quant_method") == "compressed-tensors" and config.get("format") == "pack-quantized"
-
-    def prefixes(self, names: Iterable[str]) -> list[str]:
-        """See `Layout`."""
-        return [name.removesuffix(PACKED) for name in names if name.endswith(PACKED)]
-
     def shape(self, prefix: str, read: Read) -> tuple[int, int]:
         """See `Layout`."""
         rows, columns = (int(size) for size in read(prefix + SHAPE))
         return rows, columns
-
-    def scale(self, prefix: str, read: Read) -> torch.Tensor:
-        """See `Layout`."""
-        return read(prefix + SCALE)
 
     def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
         """A row of codes, and a column of zero points, is padded to whole 32-bit words; one zero point takes a byte."""
@@ -175,19 +150,15 @@ class PackQuantized:
         # codes and scales are short enough for their product to be exact in float32: what follows is the only rounding
         return values.to(tensor.scale.dtype).to(dtype) if len(kinds(among)) == 1 else values.to(dtype)
 
-    def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
-        """See `Layout`."""
-        return _compressed_tensors.expansion(config, dtype)
+    def arguments(self, scheme: WeightScheme) -> dict[str, Any]:
+        """See `CompressedTensors`."""
+        return {
+            "num_bits": bits_of(scheme),
+            "type": "int",
+            "symmetric": scheme.symmetric,
+            "strategy": scheme.granularity,
+            "group_size": scheme.group,
+        }
 
 
-def _arguments(scheme: WeightScheme) -> dict[str, Any]:
-    return {
-        "num_bits": bits_of(scheme),
-        "type": "int",
-        "symmetric": scheme.symmetric,
-        "strategy": scheme.granularity,
-        "group_size": scheme.group,
-    }
-
-
-LAYOUT = PackQuantized()
+LAYOUT = PackQuantized("pack_quantized")
