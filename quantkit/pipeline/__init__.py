@@ -9,10 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantkit.pipeline.compile import Compiled, Prepared, compile_model, fingerprint, prepare
+    from quantkit.pipeline.compile import Compiled, compile_model
     from quantkit.pipeline.estimate import Estimate
     from quantkit.pipeline.measure import measure_bundle
     from quantkit.pipeline.module import Pipeline
+    from quantkit.pipeline.prepared import Prepared, fingerprint, prepare
     from quantkit.pipeline.progress import Progress
     from quantkit.pipeline.request import DEFAULT_MODEL, Request
 
@@ -32,15 +33,20 @@ __all__ = [
 
 _HOMES = {
     "DEFAULT_MODEL": "request",
-    "Request": "request",
-    "Progress": "progress",
-    "Pipeline": "module",
+    "Compiled": "compile",
     "Estimate": "estimate",
+    "Pipeline": "module",
+    "Prepared": "prepared",
+    "Progress": "progress",
+    "Request": "request",
+    "compile_model": "compile",
+    "fingerprint": "prepared",
     "measure_bundle": "measure",
+    "prepare": "prepared",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(import_module(f"quantkit.pipeline.{_HOMES.get(name, 'compile')}"), name)
+    if name in _HOMES:
+        return getattr(import_module(f"quantkit.pipeline.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'quantkit.pipeline' has no attribute {name!r}")

@@ -17,7 +17,7 @@ from quantkit.pipeline.worth import QUICK, runs_here
 from quantkit.report import words
 
 if TYPE_CHECKING:
-    from quantkit.pipeline.compile import Prepared
+    from quantkit.pipeline.prepared import Prepared
     from quantkit.recipe import ExportStep
 
 # multiply-adds a second of a core, and what Python with torch and transformers takes

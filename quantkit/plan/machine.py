@@ -159,6 +159,23 @@ def memory_available(root: Path = Path("/")) -> int:
     return max(0, min(free, limit))
 
 
+def peak_bytes() -> int:
+    """The most that this process has had resident.
+
+    `ru_maxrss` would also count what the parent had when it started this process: a notebook with a model in it.
+    """
+    import resource
+
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:  # not Linux
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 def _cgroup_folders(root: Path) -> list[Path]:
     """The control groups this process is in, from its own up to the top, of version 2 and of version 1's memory."""
     folders = []

@@ -95,7 +95,8 @@ def compile_and_score(request: Request, recipe: Recipe, out: Path, text: TokenSe
     from quantkit.measure import score
     from quantkit.model.open import open_model
     from quantkit.model.stream import StreamedModel
-    from quantkit.pipeline.compile import compile_model, torch_threads
+    from quantkit.pipeline.compile import compile_model
+    from quantkit.pipeline.score import torch_threads
 
     asked = replace(request, recipe=recipe, out=out, resume=out.with_name(f"{out.name}.partial").exists(), speed=False)
     compiled = compile_model(asked, progress)

@@ -107,7 +107,7 @@ class _Search:
     """The stages; what they share."""
 
     def __init__(self, question: Question, progress: Progress) -> None:
-        from quantkit.pipeline.compile import prepare
+        from quantkit.pipeline.prepared import prepare
 
         self.question, self.progress = question, progress
         self.started = time.perf_counter()

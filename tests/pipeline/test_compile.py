@@ -308,16 +308,3 @@ def test_a_bundle_holds_no_path_of_the_machine(llama: Path, tmp_path: Path) -> N
     for path in out.rglob("*"):
         if path.is_file():
             assert str(tmp_path).encode() not in path.read_bytes(), path
-
-
-def test_wrong_weights_in_the_last_block_are_found_before_the_first(
-    tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase
-) -> None:
-    folder = tmp_path / "m.odel"
-    model = zoo.tiny("llama", vocab_size=len(byte_tokenizer))
-    with torch.no_grad():
-        model.get_parameter("model.layers.2.mlp.down_proj.weight")[3, 5] = float("nan")
-    model.save_pretrained(folder)
-    byte_tokenizer.save_pretrained(folder)
-    with pytest.raises(InputError, match="weights-nonfinite"):
-        prepare(Request.of(str(folder), recipe=recipe("gptq"), out=tmp_path / "out"))

@@ -106,3 +106,11 @@ def test_free_memory_is_the_machine_s_within_what_the_process_may_use(root: Path
     (root / "sys/fs/cgroup/a/b/memory.max").write_text(f"{400 * 1024}\n")
     assert machine.memory_available(root) == 0
     assert 0 < machine.memory_available() <= machine.memory_limit()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_peak_is_not_that_of_whoever_started_the_process() -> None:
+    held = bytearray(b"x") * 600_000_000
+    command = [sys.executable, "-c", "from quantkit.plan.machine import peak_bytes; print(peak_bytes())"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert 1_000_000 < int(done.stdout) < 0.75 * len(held)

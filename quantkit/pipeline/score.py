@@ -1,0 +1,129 @@
+"""Accuracy and size of what was exported, each export in its own runtime."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantkit import registry
+from quantkit.bundle import Build, FileEntry, LayerEntry
+from quantkit.measure.rows import Row
+from quantkit.measure.size import folder_of, size_rows
+from quantkit.pipeline import tokens
+from quantkit.pipeline.prepared import Prepared
+from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.quantize import results
+from quantkit.pipeline.worth import HARM, worst_positions
+
+if TYPE_CHECKING:
+    from quantkit.model.stream import StreamedModel
+
+
+def score_exports(
+    prepared: Prepared,
+    build: Build,
+    progress: Progress,
+    *,
+    subject: str,
+    layers: list[LayerEntry],
+    files: list[FileEntry],
+) -> list[Row]:
+    """Accuracy of every export, each in its own runtime, and sizes; `harm.json` is written with the first.
+
+    Args:
+        prepared, build, progress: of the compile.
+        subject: the bundle's identity in the rows.
+        layers: what was quantized.
+        files: of the bundle so far.
+    """
+    from quantkit.measure import score
+    from quantkit.measure.harm import through_depth
+    from quantkit.model.stream import StreamedModel
+
+    exports = prepared.request.recipe.export
+    source, scoring = prepared.source, prepared.scoring
+    original = StreamedModel(prepared.original) if prepared.stream.transforms else prepared.stream
+    rows: list[Row] = []
+    for number, step in enumerate(exports):
+        runtime = registry.load("export", step.name).runtimes[0]
+        progress.at("score", number / len(exports), f"{scoring.items} positions of {scoring.name}, {runtime}")
+        candidate = registry.load("runtimes", runtime).open(build.bundle, torch_threads())
+        found, items = score.rows(
+            original,
+            candidate,
+            scoring,
+            subject=subject,
+            runtime=runtime,
+            settings=score.settings(candidate),
+            progress=functools.partial(_scored, progress, number, len(exports)),
+        )
+        if items is not None:
+            items.save(build.bundle / ("items.safetensors" if number == 0 else f"items-{runtime}.safetensors"))
+        rows += score.flagged(found, source.was)
+        if number == 0 and layers:
+            dense = candidate if isinstance(candidate, StreamedModel) else _dense(prepared, build)
+            harm = through_depth(
+                prepared.stream,
+                dense,
+                scoring.ids,
+                layers=[layer.name for layer in layers],
+                before=original if prepared.stream.transforms else None,
+            )
+            if items is not None:
+                where = worst_positions(items, scoring, source)
+                harm = harm.model_copy(update={"worst": where.worst, "worst_share": where.worst_share})
+            (build.bundle / HARM).write_text(harm.model_dump_json() + "\n", encoding="utf-8")
+        sizes = size_rows(
+            layers,
+            files,
+            subject=subject,
+            baseline=source.sha256,
+            baseline_bytes=prepared.original.weights.total_bytes(),
+            folder=folder_of(step.name),
+        )
+        if step.name == "checkpoint" and prepared.request.recipe.scheme.kv_cache is not None:
+            rows += _score_long(prepared, build.bundle, original, subject, progress)
+        rows += sizes if number == 0 else [row for row in sizes if row.name == "size.bytes"]
+    return rows
+
+
+def _score_long(
+    prepared: Prepared, bundle: Path, original: StreamedModel, subject: str, progress: Progress
+) -> list[Row]:
+    """What the quantized cache costs at a long context, beside what the rest costs there."""
+    from quantkit.measure import long_context, score
+
+    recipe, runtime = prepared.request.recipe, registry.load("runtimes", "torch")
+    progress.at("score", 0.9, f"up to {long_context.CONTEXT:,} tokens, with a quantized and a float cache")
+    folder = bundle / "model"
+    found = long_context.rows(
+        original,
+        {
+            long_context.named(recipe.scheme.kv_cache): runtime.stream(folder),
+            long_context.FLOAT: runtime.stream(folder, cache=False),
+        },
+        tokens.long(recipe, prepared.source, long_context.CONTEXT, long_context.SAMPLES),
+        subject=subject,
+        runtime=runtime.name,
+        settings={"dtype": "float32"},
+    )
+    return score.flagged(found, prepared.source.was)
+
+
+def _dense(prepared: Prepared, build: Build) -> StreamedModel:
+    """The model with the values that its codes stand for, where no checkpoint holds it."""
+    from quantkit.export._values import Values
+
+    return Values.of_results(prepared.source, prepared.stream, results(prepared, build)).stream
+
+
+def _scored(progress: Progress, number: int, count: int, done: float) -> None:
+    progress.at("score", (number + done) / count)
+
+
+def torch_threads() -> int:
+    """Threads that torch computes with; a session that is scored takes as many."""
+    import torch
+
+    return torch.get_num_threads()
