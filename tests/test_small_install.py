@@ -14,9 +14,6 @@ import small_onnx
 import torch
 from small_onnx import TEXT, Small, export, relative, scheme
 
-for package in ("onnx", "onnx_ir", "onnxscript", "onnxruntime"):
-    pytest.importorskip(package)
-
 ABSENT = (
     *("torch", "transformers", "scipy", "onnx", "onnx_ir", "onnxscript", "ml_dtypes", "datasets", "compressed_tensors"),
     *("accelerate", "gguf", "pyarrow", "pandas", "onnxruntime_genai", "psutil"),

@@ -48,6 +48,7 @@ def manifest(folder: Path, **changes: object) -> Manifest:
 
 
 def compile_fake(out: Path, *, resume: bool, pause: float = 0.0, steps: int = STEPS, size: int = 20_000) -> Bundle:
+    """Each step writes a shard that is `size` bytes larger than the one before it."""
     with Build.open(out, FINGERPRINT, resume=resume) as build:
         if build.finished is not None:
             return build.finished
@@ -57,7 +58,7 @@ def compile_fake(out: Path, *, resume: bool, pause: float = 0.0, steps: int = ST
                 continue
             before = build.work / f"hidden-{step - 1}"
             state = before.read_bytes() if step else b"start"
-            data = random.Random(state).randbytes(size)
+            data = random.Random(state).randbytes(size * (step + 1))
             shard, hidden = build.temporary("shard"), build.temporary("hidden")
             shard.write_bytes(data)
             time.sleep(pause)

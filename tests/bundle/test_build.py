@@ -255,45 +255,10 @@ def test_a_parent_that_is_a_file(tmp_path: Path) -> None:
     assert _code(tmp_path / "file/out") == "out-not-writable"
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Path:
-    """A file system of 256 KiB; needs the right to mount."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("may not mount a small file system here")
-    yield place  # type: ignore[misc]
-    subprocess.run(["umount", place], check=True)
-
-
-def test_a_full_disk_stops_and_resumes(small_disk: Path) -> None:
-    ballast = small_disk / "ballast"
-    ballast.write_bytes(bytes(180_000))
-    with pytest.raises(Stopped) as caught:
-        compile_fake(small_disk / "out", resume=False)
-    assert (caught.value.code, caught.value.exit) == ("disk-full", 75)
-    assert not (small_disk / "out").exists()
-    assert (small_disk / "out.partial").exists()
-    ballast.unlink()
-    bundle = compile_fake(small_disk / "out", resume=True)
-    assert all(check.ok for check in bundle.verify())
-
-
-def test_a_full_disk_from_the_start_leaves_nothing(small_disk: Path) -> None:
-    ballast = small_disk / "ballast"
-    with pytest.raises(OSError, match="No space"), ballast.open("wb", buffering=0) as stream:
-        while True:
-            stream.write(bytes(4096))
-    assert _code(small_disk / "out") == "disk-full"
-    assert [path.name for path in small_disk.iterdir()] == ["ballast"]
-
-
-def _limited(out: str) -> None:
+def _limited(out: str, limit: int) -> None:
+    """A build in a process whose files the system cuts off at `limit` bytes."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
         compile_fake(Path(out), resume=False)
     except Stopped as error:
@@ -301,12 +266,23 @@ def _limited(out: str) -> None:
     os._exit(2)
 
 
-def test_a_file_size_limit_stops_too(tmp_path: Path) -> None:
-    child = multiprocessing.get_context("fork").Process(target=_limited, args=(str(tmp_path / "out"),))
+# the first file of all; of the shards, which grow by 20,000 bytes, the first and the third
+@pytest.mark.parametrize(("limit", "committed"), [(0, 0), (10_000, 0), (50_000, 2)])
+def test_where_the_disk_takes_no_more_it_stops_and_resumes(tmp_path: Path, limit: int, committed: int) -> None:
+    child = multiprocessing.get_context("fork").Process(target=_limited, args=(str(tmp_path / "out"), limit))
     child.start()
     child.join()
     assert child.exitcode == 75
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == (["out.partial"] if committed else [])
+    if committed:
+        shard = tmp_path / "out.partial/work/temporary/shard"
+        assert shard.stat().st_size == limit  # half a file
+        journal = tmp_path / "out.partial/work/journal.jsonl"
+        assert journal.read_bytes().count(b"\n") == committed
+    bundle = compile_fake(tmp_path / "out", resume=True)
+    assert all(check.ok for check in bundle.verify())
+    whole = compile_fake(tmp_path / "whole", resume=False)
+    assert bundle.manifest.content_sha256 == whole.manifest.content_sha256
 
 
 def test_a_full_disk_while_the_journal_is_written_spoils_nothing(

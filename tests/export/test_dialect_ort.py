@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,15 +18,9 @@ from reference import plain_matmulnbits
 from small_onnx import scheme
 
 from quantkit.errors import InputError
+from quantkit.export._dialect_ort import Dialect, Linear, Weights, block_size, pack
+from quantkit.export._trace import DOMAIN, Traced
 from quantkit.scheme import WeightScheme
-
-for package in ("onnxscript", "onnxruntime"):
-    pytest.importorskip(package)
-onnx = pytest.importorskip("onnx")
-ir = pytest.importorskip("onnx_ir")
-
-from quantkit.export._dialect_ort import Dialect, Linear, Weights, block_size, pack  # noqa: E402 (needs onnx-ir)
-from quantkit.export._trace import DOMAIN, Traced  # noqa: E402
 
 GROUP = {"granularity": "group"}
 

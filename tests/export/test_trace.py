@@ -15,15 +15,10 @@ from small_onnx import EXPORT, copied, expected, relative
 from torch import nn
 
 from quantkit.errors import InputError
+from quantkit.export import _repeat, _trace
 from quantkit.model.finished import Finished
 from quantkit.model.open import open_model
 from quantkit.model.stream import StreamedModel
-
-for package in ("onnx", "onnxscript", "onnxruntime"):
-    pytest.importorskip(package)
-ir = pytest.importorskip("onnx_ir")
-
-from quantkit.export import _repeat, _trace  # noqa: E402 (needs onnx-ir)
 
 LIMIT = 5e-6
 LLAMA = {**zoo.ARCHITECTURES["llama"][2], "num_hidden_layers": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bitsandbytes import functional
 
 from quantkit import registry
 from quantkit.formats.nf4 import VALUES, doubled, dynamic_values, undoubled
@@ -27,7 +28,6 @@ def weights(dtype: torch.dtype, size: float) -> torch.Tensor:
 @pytest.mark.parametrize("group", [32, 64, 256, 4096])
 @pytest.mark.parametrize("scale", ["float32", "double"])
 def test_bits_are_those_of_bitsandbytes(dtype: torch.dtype, group: int, scale: str) -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
     for size in (0.02, 1.0, 30.0):
         weight = weights(dtype, size)
         packed, state = functional.quantize_4bit(
@@ -48,7 +48,6 @@ def test_bits_are_those_of_bitsandbytes(dtype: torch.dtype, group: int, scale: s
 
 
 def test_the_types_are_those_of_bitsandbytes() -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
     assert torch.equal(dynamic_values(), functional.create_dynamic_map())
     assert torch.equal(NF4.element.codebook(), functional.get_4bit_type("nf4", device="cpu"))
 

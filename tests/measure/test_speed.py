@@ -20,9 +20,6 @@ from quantkit.measure.latency import Plan
 from quantkit.measure.rows import Row
 from quantkit.measure.speed import Job, Part, footprint, run
 
-for package in ("onnxruntime", "scipy"):
-    pytest.importorskip(package)
-
 PLAN = Plan(batches=(1,), contexts=(16,), prefills=(8,), seconds=0.05, cell_seconds=0.05, rounds=1)
 CHANGES = {"vocab_size": 258, "num_hidden_layers": 1}  # as in tests/pipeline, so that it is traced once
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -15,8 +16,6 @@ from zoo import ids, tiny
 from quantkit.errors import InputError
 from quantkit.model.gguf import convert_llama
 from quantkit.model.open import open_model
-
-gguf = pytest.importorskip("gguf")
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["1 2", "Ġ a", "a b"]

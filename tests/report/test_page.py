@@ -15,6 +15,7 @@ from typing import Any
 
 import planted
 import pytest
+from plotly import graph_objects
 
 from quantkit.errors import MissingDependency
 from quantkit.measure.rows import Row
@@ -31,7 +32,6 @@ def text_of(html: str) -> str:
 
 @pytest.fixture(scope="module")
 def full() -> str:
-    pytest.importorskip("plotly")
     return page(judged(), everything(), [planted.NOTE], harm=hurt())
 
 
@@ -108,11 +108,10 @@ def test_the_policy_allows_these_scripts_alone(full: str) -> None:
 
 
 def test_figures_are_json_and_plotly_takes_them(full: str) -> None:
-    objects = pytest.importorskip("plotly.graph_objects")
     found = re.findall(r'<script type="application/json">(.*?)</script>', full, re.DOTALL)
     assert len(found) == full.count('class="plot"') == 15
     for text in found:
-        objects.Figure(json.loads(text))
+        graph_objects.Figure(json.loads(text))
 
 
 def test_every_figure_has_its_words_and_every_table_its_heads(full: str) -> None:
@@ -151,7 +150,6 @@ def test_hostile_names_change_nothing(full: str) -> None:
 
 
 def test_without_a_measurement_it_says_how_to_get_one() -> None:
-    pytest.importorskip("plotly")
     text = text_of(page(planted.manifest(), planted.rows(), []))
     assert "Speed was not measured." in text
     assert "quantkit export . --to onnx\nquantkit measure . --runtime onnxruntime" in text
@@ -160,7 +158,6 @@ def test_without_a_measurement_it_says_how_to_get_one() -> None:
 
 
 def test_without_a_checkpoint_the_page_offers_none() -> None:
-    pytest.importorskip("plotly")
     text = text_of(page(onnx_only(), exported_rows(), []))
     assert "Speed was not measured." in text
     assert "quantkit export" not in text
@@ -169,7 +166,6 @@ def test_without_a_checkpoint_the_page_offers_none() -> None:
 
 
 def test_a_bad_verdict_is_said_as_it_is() -> None:
-    pytest.importorskip("plotly")
     given = {"answer": "do_not_quantize", "because": ["batch 1: 0.9 times as fast", "batch 8: 0.4 times as fast"]}
     text = text_of(page(onnx_only(verdict=given), timed_rows(), []))
     told = text.split('class="verdict bad"')[1].split("</div>")[0]
@@ -179,7 +175,6 @@ def test_a_bad_verdict_is_said_as_it_is() -> None:
 
 @pytest.mark.parametrize("answer", ["inconclusive", "intervals"])
 def test_what_is_undecided_is_neither_good_nor_bad(answer: str) -> None:
-    pytest.importorskip("plotly")
     assert 'class="verdict open"' in page(onnx_only(verdict={"answer": answer}), timed_rows(), [])
 
 
@@ -190,14 +185,12 @@ def test_a_converted_source_is_said_once() -> None:
 
 
 def test_a_failed_gate_comes_first() -> None:
-    pytest.importorskip("plotly")
     checks = [*planted.manifest().checks, planted.FAILED_GATE]
     text = text_of(page(judged(state="gate_failed", checks=checks), [], []))
     assert "top1_agreement_min 0.821 &lt; 0.85" in text.split('class="verdict bad"')[0]
 
 
 def test_a_baseline_and_an_empty_bundle_have_a_page() -> None:
-    pytest.importorskip("plotly")
     text = text_of(page(planted.manifest(layers=[], files=[], decisions=[], checks=[], calibration=None), [], []))
     assert "A baseline." in text
     assert 'class="plot"' not in text
@@ -213,7 +206,6 @@ def test_a_baseline_and_an_empty_bundle_have_a_page() -> None:
     ],
 )
 def test_win_intervals_are_shaded(given: dict[str, Any], marks: list[tuple[float, float]]) -> None:
-    pytest.importorskip("plotly")
     rows = [row for row in timed_rows() if row.name == "latency.decode_step" and row.shape["context"] == 128]  # type: ignore[index]
     settings = {"accuracy_level": 4, "over": "batch", **given}
     shape = {"new_tokens": 1, "context": 128}
