@@ -34,7 +34,7 @@ POLL = 0.002
 def committed(partial: Path) -> int:
     """Steps in the journal of an unfinished build."""
     try:
-        return (partial / "work" / "journal.jsonl").read_bytes().count(b"\n")
+        return (partial / "steps" / "journal.jsonl").read_bytes().count(b"\n")
     except OSError:
         return 0
 

@@ -2,7 +2,7 @@
 
     <out>.partial/lock          held by the one process that builds (flock: the kernel frees it when that is killed)
     <out>.partial/build.json    the fingerprint: what is being built from what
-    <out>.partial/work/         journal.jsonl, block files, hidden states: gone at the end
+    <out>.partial/steps/        journal.jsonl, block files, hidden states: gone at the end
     <out>.partial/bundle/       the files of the bundle to be; renamed to <out> at the end
 
 A step is committed by: fsync its files, rename them into place, fsync the folders, append one line to the journal,
@@ -49,7 +49,7 @@ class Build:
         self.folder = _partial(out)
         self.finished = finished
         self._lock = lock
-        self._steps: list[dict[str, Any]] = []
+        self._committed: list[dict[str, Any]] = []
 
     @property
     def bundle(self) -> Path:
@@ -57,9 +57,9 @@ class Build:
         return self.folder / "bundle"
 
     @property
-    def work(self) -> Path:
-        """What only the building needs."""
-        return self.folder / "work"
+    def steps(self) -> Path:
+        """The journal, and what steps leave for those that follow."""
+        return self.folder / "steps"
 
     @classmethod
     def open(cls, out: str | Path, fingerprint: Mapping[str, Any], *, resume: bool) -> Build:
@@ -136,7 +136,7 @@ class Build:
 
     def _refuse_foreign(self) -> None:
         """A folder that happens to have our name is nothing to build in, and nothing to delete."""
-        ours = {"lock", "work", "bundle", f".{_FINGERPRINT}.tmp"}
+        ours = {"lock", "steps", "bundle", f".{_FINGERPRINT}.tmp"}
         foreign = sorted(path.name for path in self.folder.iterdir() if path.name not in ours)
         if foreign:
             (self.folder / "lock").unlink()
@@ -160,7 +160,7 @@ class Build:
         What cannot end well is not kept: the same input would fail again. A name taken meanwhile is another matter.
         """
         hopeless = isinstance(error, InputError) and error.code != "out-exists"
-        useless = self._lock >= 0 and (hopeless or not self._steps)
+        useless = self._lock >= 0 and (hopeless or not self._committed)
         if error is not None and useless and self.folder.exists():
             self._remove()
         self._release()
@@ -169,11 +169,11 @@ class Build:
 
     def done(self) -> dict[str, dict[str, Any]]:
         """The records of the committed steps, in order."""
-        return {step["key"]: step["record"] for step in self._steps}
+        return {step["key"]: step["record"] for step in self._committed}
 
     def temporary(self, name: str) -> Path:
         """A place to write a file before it is committed; its folder exists."""
-        path = self.work / "temporary" / name
+        path = self.steps / "temporary" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -195,7 +195,7 @@ class Build:
         """
         finals = [self._name(final) for final in files.values()]
         removed = [self._name(path) for path in remove]
-        taken = {name for step in self._steps for name in step["files"]}
+        taken = {name for step in self._committed for name in step["files"]}
         if key in self.done():
             raise ValueError(f"step {key!r} is committed already")
         if taken & set(finals):
@@ -211,7 +211,7 @@ class Build:
                 fsync(parent)
             step = {"key": key, "record": dict(record), "files": sizes, "removed": removed}
             self._append(step)
-        self._steps.append(step)
+        self._committed.append(step)
         for path in removed:
             (self.folder / path).unlink(missing_ok=True)
 
@@ -241,7 +241,7 @@ class Build:
         return Bundle(self.out, manifest)
 
     def _start(self, fingerprint: Any) -> None:
-        for place in (self.work, self.bundle):
+        for place in (self.steps, self.bundle):
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir()
         write_atomic(self.folder / _FINGERPRINT, json.dumps(fingerprint, indent=1).encode())
@@ -249,22 +249,22 @@ class Build:
 
     def _recover(self) -> None:
         """Read the journal, drop what did not get all the way, delete every file that no step claims."""
-        self.work.mkdir(exist_ok=True)
+        self.steps.mkdir(exist_ok=True)
         self.bundle.mkdir(exist_ok=True)
-        journal = self.work / _JOURNAL
+        journal = self.steps / _JOURNAL
         raw = journal.read_bytes() if journal.exists() else b""
         steps, ends = _whole_lines(raw)
         count = len(steps)
         while count and not self._holds(steps[:count]):
             count -= 1
-        self._steps = steps[:count]
+        self._committed = steps[:count]
         kept = ends[count - 1] if count else 0
         if kept != len(raw):
             with journal.open("r+b") as stream:
                 stream.truncate(kept)
                 os.fsync(stream.fileno())
-        live = _live(self._steps).keys() | {self._name(journal)}
-        for place in (self.work, self.bundle):
+        live = _live(self._committed).keys() | {self._name(journal)}
+        for place in (self.steps, self.bundle):
             for path in list(walk(place)):
                 if self._name(path) not in live:
                     path.unlink()
@@ -279,7 +279,7 @@ class Build:
         return True
 
     def _append(self, step: dict[str, Any]) -> None:
-        journal = self.work / _JOURNAL
+        journal = self.steps / _JOURNAL
         new = not journal.exists()
         start = 0 if new else journal.stat().st_size
         line = json.dumps(step, ensure_ascii=False, allow_nan=False) + "\n"
@@ -293,7 +293,7 @@ class Build:
             os.truncate(journal, start)
             raise
         if new:
-            fsync(self.work)
+            fsync(self.steps)
 
     def _make(self, folder: Path) -> None:
         """A folder and its parents, their names durable."""
@@ -310,7 +310,7 @@ class Build:
 
     def _remove(self) -> None:
         # the fingerprint goes last but for the lock: a folder without it is nobody's unfinished build
-        for place in (self.work, self.bundle):
+        for place in (self.steps, self.bundle):
             shutil.rmtree(place, ignore_errors=True)
         (self.folder / _FINGERPRINT).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)

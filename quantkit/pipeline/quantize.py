@@ -42,7 +42,7 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
         _finish_rest(prepared, build)
         return
     begun = time.process_time()
-    hidden_file = build.work / f"hidden-{start - 1:04}.safetensors"
+    hidden_file = build.steps / f"hidden-{start - 1:04}.safetensors"
     states = load_file(hidden_file) if hidden_file.exists() else {}
     generator = torch.Generator().manual_seed(prepared.request.recipe.seed)
     probe_ids = torch.randint(0, tokens.vocabulary(prepared.source), _PROBE, generator=generator)
@@ -70,13 +70,13 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
         finished.save(
             result, named, _changed(prepared, worked), worked.block.input_scales(), worked.block.cache_scales()
         )
-        files = {result: build.work / f"block-{index:04}.safetensors"}
+        files = {result: build.steps / f"block-{index:04}.safetensors"}
         if worked.hidden is not None:
             outputs = {"hidden": worked.hidden, "original": worked.original}
             kept = build.temporary("hidden.safetensors")
             save_file({name: value for name, value in outputs.items() if value is not None}, kept)
-            files[kept] = build.work / f"hidden-{index:04}.safetensors"
-        before = build.work / f"hidden-{index - 1:04}.safetensors"
+            files[kept] = build.steps / f"hidden-{index:04}.safetensors"
+        before = build.steps / f"hidden-{index - 1:04}.safetensors"
         remove = [before] if before.exists() else []
         now = time.process_time()
         record = {**_record(prepared, worked), "cpu_seconds": now - begun}
@@ -91,7 +91,7 @@ def results(prepared: Prepared, build: Build) -> Finished:
     from quantkit.model.finished import Finished
 
     names = ("block-*.safetensors", "head.safetensors", "rest.safetensors")
-    files = sorted(path for name in names for path in build.work.glob(name))
+    files = sorted(path for name in names for path in build.steps.glob(name))
     layers, cache = prepared.layers, prepared.request.recipe.scheme.kv_cache
     return Finished(files, layers.schemes, layers.activations, cache)
 
@@ -111,7 +111,7 @@ def _finish_rest(prepared: Prepared, build: Build) -> None:
         result = build.temporary("head.safetensors")
         finished.save(result, {entry.name: tensor}, {})
         record = {"layers": [entry.model_dump(mode="json")], "cpu_seconds": time.process_time() - begun}
-        build.commit("head", record, {result: build.work / "head.safetensors"})
+        build.commit("head", record, {result: build.steps / "head.safetensors"})
     if not stream.transforms or "rest" in build.done():
         return
     dtype = getattr(torch, prepared.source.dtype)
@@ -133,7 +133,7 @@ def _finish_rest(prepared: Prepared, build: Build) -> None:
             found[name] = value.contiguous()
     result = build.temporary("rest.safetensors")
     finished.save(result, {}, found)
-    build.commit("rest", {}, {result: build.work / "rest.safetensors"})
+    build.commit("rest", {}, {result: build.steps / "rest.safetensors"})
 
 
 def _changed(prepared: Prepared, worked: Worked) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def compile_fake(out: Path, *, resume: bool, pause: float = 0.0, steps: int = ST
         for step in range(steps):
             if f"block {step}" in done:
                 continue
-            before = build.work / f"hidden-{step - 1}"
+            before = build.steps / f"hidden-{step - 1}"
             state = before.read_bytes() if step else b"start"
             data = random.Random(state).randbytes(size * (step + 1))
             shard, hidden = build.temporary("shard"), build.temporary("hidden")
@@ -66,7 +66,7 @@ def compile_fake(out: Path, *, resume: bool, pause: float = 0.0, steps: int = ST
             build.commit(
                 f"block {step}",
                 {"error": step / 10},
-                {shard: build.bundle / "model" / f"{step}.safetensors", hidden: build.work / f"hidden-{step}"},
+                {shard: build.bundle / "model" / f"{step}.safetensors", hidden: build.steps / f"hidden-{step}"},
                 remove=[before] if step else [],
             )
         (build.bundle / "measurements.jsonl").write_text('{"name": "size.bytes", "value": 1}\n')

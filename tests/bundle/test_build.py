@@ -81,7 +81,7 @@ def test_resume_goes_on_where_it_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 10, 60])
 def test_a_torn_last_line_of_the_journal_is_dropped(tmp_path: Path, cut: int) -> None:
     _committed(tmp_path / "out", 3)
-    journal = tmp_path / "out.partial/work/journal.jsonl"
+    journal = tmp_path / "out.partial/steps/journal.jsonl"
     os.truncate(journal, journal.stat().st_size - cut)
     with Build.open(tmp_path / "out", FINGERPRINT, resume=True) as build:
         assert list(build.done()) == ["block 0", "block 1"]
@@ -112,9 +112,9 @@ def test_losing_a_file_that_replaced_a_removed_one_goes_back_to_the_start(tmp_pa
         for step in range(3):
             file = build.temporary("h")
             file.write_bytes(b"hidden")
-            remove = [build.work / f"hidden-{step - 1}"] if step else []
-            build.commit(f"block {step}", {}, {file: build.work / f"hidden-{step}"}, remove=remove)
-    (tmp_path / "out.partial/work/hidden-2").unlink()
+            remove = [build.steps / f"hidden-{step - 1}"] if step else []
+            build.commit(f"block {step}", {}, {file: build.steps / f"hidden-{step}"}, remove=remove)
+    (tmp_path / "out.partial/steps/hidden-2").unlink()
     with Build.open(tmp_path / "out", FINGERPRINT, resume=True) as build:
         assert build.done() == {}
 
@@ -140,11 +140,11 @@ def test_a_step_or_a_path_is_committed_once(tmp_path: Path) -> None:
     with Build.open(tmp_path / "out", FINGERPRINT, resume=False) as build:
         for name in ("a", "b"):
             build.temporary(name).write_text(name)
-        build.commit("one", {}, {build.temporary("a"): build.work / "x"})
+        build.commit("one", {}, {build.temporary("a"): build.steps / "x"})
         with pytest.raises(ValueError, match="already"):
             build.commit("one", {}, {})
         with pytest.raises(ValueError, match="earlier step"):
-            build.commit("two", {}, {build.temporary("b"): build.work / "x"})
+            build.commit("two", {}, {build.temporary("b"): build.steps / "x"})
 
 
 def _code(out: Path, fingerprint: object = FINGERPRINT, *, resume: bool = False) -> str:
@@ -218,7 +218,7 @@ def test_two_at_once_and_a_killed_one_lets_go(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, SCRIPT, out, "30"], env=ENVIRONMENT)
     try:
         deadline = time.monotonic() + 30
-        while not (tmp_path / "out.partial/work/temporary/shard").exists() and time.monotonic() < deadline:
+        while not (tmp_path / "out.partial/steps/temporary/shard").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert _code(out) == "build-locked"
         assert _code(out, resume=True) == "build-locked"
@@ -275,9 +275,9 @@ def test_where_the_disk_takes_no_more_it_stops_and_resumes(tmp_path: Path, limit
     assert child.exitcode == 75
     assert [path.name for path in tmp_path.iterdir()] == (["out.partial"] if committed else [])
     if committed:
-        shard = tmp_path / "out.partial/work/temporary/shard"
+        shard = tmp_path / "out.partial/steps/temporary/shard"
         assert shard.stat().st_size == limit  # half a file
-        journal = tmp_path / "out.partial/work/journal.jsonl"
+        journal = tmp_path / "out.partial/steps/journal.jsonl"
         assert journal.read_bytes().count(b"\n") == committed
     bundle = compile_fake(tmp_path / "out", resume=True)
     assert all(check.ok for check in bundle.verify())
@@ -289,7 +289,7 @@ def test_a_full_disk_while_the_journal_is_written_spoils_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _committed(tmp_path / "out", 2)
-    journal = tmp_path / "out.partial/work/journal.jsonl"
+    journal = tmp_path / "out.partial/steps/journal.jsonl"
     whole = journal.read_bytes()
     with pytest.raises(Stopped), Build.open(tmp_path / "out", FINGERPRINT, resume=True) as build:
         file = build.temporary("x")

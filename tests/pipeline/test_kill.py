@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: transformers
 
 
 def committed(partial: Path) -> int:
-    journal = partial / "work" / "journal.jsonl"
+    journal = partial / "steps" / "journal.jsonl"
     return journal.read_bytes().count(b"\n") if journal.exists() else 0
 
 
