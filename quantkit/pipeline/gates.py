@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quantkit.bundle import Check, Decision
+from quantkit.bundle import Check, Decision, Manifest
+from quantkit.errors import GateError
 from quantkit.measure.rows import Row
 from quantkit.passes import decision
 from quantkit.recipe import Gates
+from quantkit.report import figures
 
 # gate -> (measurement, whether the gate is about its ratio to the baseline, whether more is worse)
 _ABOUT = {
@@ -48,3 +50,19 @@ def _measured(row: Row, is_ratio: bool) -> float | None:
     if row.value is None or not is_ratio:
         return row.value
     return None if row.baseline is None else row.value / row.baseline.value
+
+
+def failed_gate(manifest: Manifest) -> GateError | None:
+    """The error of a bundle whose gate failed."""
+    failed = [check for check in figures.gates(manifest.checks) if not check.ok]
+    if manifest.state == "complete" or not failed:
+        return None
+    first = failed[0]
+    more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+    return GateError(
+        "gate-failed",
+        where=f"{first.name}{more}",
+        value=f"{first.value:.6g}",
+        rule=f"{'at least' if first.name.endswith('_min') else 'at most'} {first.limit:g}",
+        remedy="the bundle is kept; use another recipe, or change the gate if that is good enough",
+    )

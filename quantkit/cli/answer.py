@@ -1,0 +1,31 @@
+"""What a command has to say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import QuantkitError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass
+class Answer:
+    """The result of a command, for the envelope and for people.
+
+    Args:
+        result: of the envelope; JSON.
+        shown: the same for people.
+        decisions: of the envelope.
+        warnings: of the envelope.
+        error: where the work was done and did not hold.
+    """
+
+    result: Any
+    shown: Sequence[RenderableType] = ()
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    error: QuantkitError | None = None

@@ -1,0 +1,196 @@
+"""The frame of all commands: how they are parsed and run, one way out for every result and every error."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
+from typing import IO, Annotated, Any
+
+import typer
+
+import quantkit
+from quantkit.cli.answer import Answer
+from quantkit.cli.compile import compile  # noqa: A004 (the word of the command line)
+from quantkit.cli.doctor import doctor
+from quantkit.cli.export import export
+from quantkit.cli.generate import generate
+from quantkit.cli.list import list_
+from quantkit.cli.measure import measure
+from quantkit.cli.show import show
+from quantkit.cli.tune import tune
+from quantkit.cli.verify import verify
+from quantkit.errors import InputError, MissingDependency, QuantkitError, Stopped
+
+SCHEMA = "quantkit/1"
+# what the `compile` extra brings; a command that misses one says so instead of failing to import
+_OPTIONAL = {
+    *("torch", "transformers", "tokenizers", "scipy", "datasets", "compressed_tensors", "accelerate", "gguf"),
+    *("psutil", "pyarrow", "pandas", "onnx", "onnx_ir", "onnxscript", "onnxruntime"),
+}
+# read when torch is loaded: idle OpenMP threads that spin make a busy machine ten times slower, and sleeping costs an
+# idle one next to nothing
+_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "DATASETS_VERBOSITY": "error",
+    "TQDM_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+_INTERRUPTED = 130  # what typer makes of an interrupt while it parses
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Quantize and compile a model, and measure on the target whether it was worth it.",
+    epilog="Exit codes: 0 fine; 1 a gate, check or --strict failed; 2 wrong use or input; 3 too noisy to decide; "
+    "75 stopped safely, go on with --resume. Start with: quantkit compile --recipe awq-int4",
+)
+# in the order in which help names them
+_COMMANDS = (compile, measure, tune, export, verify, list_, show, doctor, generate)
+
+
+def _parsed(work: Callable[..., Answer]) -> Callable[..., Callable[[], Answer]]:
+    """A command that typer parses and `run` executes, outside of typer's own handling of errors and signals."""
+
+    @functools.wraps(work)
+    def parsed(**options: Any) -> Callable[[], Answer]:
+        return functools.partial(work, **options)
+
+    return parsed
+
+
+for _work in _COMMANDS:
+    app.command(name=_work.__name__.rstrip("_"))(_parsed(_work))
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"quantkit {quantkit.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main() -> None:
+    """The entry point of the command `quantkit`."""
+    # first of all: torch and transformers take seconds to import, in which a signal must already stop safely
+    signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell's background jobs ignore it
+        signal.signal(signal.SIGINT, _interrupt)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            # a terminal without ✓ or × gets a question mark, not an error
+            stream.reconfigure(errors="replace")
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # whoever read has enough; without this, Python complains once more while it shuts down
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse, execute, print; the exit code."""
+    name = next((argument for argument in arguments if not argument.startswith("-")), "")
+    as_json = "--json" in arguments
+    out = sys.stdout
+    answer = Answer(None)
+    try:
+        parsed = typer.main.get_command(app).main(list(arguments), prog_name="quantkit", standalone_mode=False)
+        if parsed == _INTERRUPTED:
+            raise KeyboardInterrupt
+        if not callable(parsed):
+            return int(parsed or 0)
+        with redirect_stdout(sys.stderr):
+            answer = parsed()
+    except (Exception, KeyboardInterrupt, SystemExit) as problem:
+        answer.error = _as_error(problem, name)
+        if answer.error.code == "internal-error" and os.environ.get("QUANTKIT_TRACEBACK"):
+            traceback.print_exc()
+    code = answer.error.exit if answer.error else 0
+    with suppress(BrokenPipeError):
+        _print(answer, name, code, out, as_json=as_json)
+    return code
+
+
+def _print(answer: Answer, name: str, code: int, out: IO[str], *, as_json: bool) -> None:
+    if as_json:
+        print(_envelope(answer, name, code), file=out, flush=True)
+    elif answer.shown:
+        from quantkit.report import terminal
+
+        terminal.write(answer.shown, out)
+        out.flush()
+    if answer.error is not None:
+        print(f"error: {answer.error.line()}", file=sys.stderr)
+
+
+def _envelope(answer: Answer, name: str, code: int) -> str:
+    """The one object that `--json` prints, on one line."""
+    envelope = {
+        "schema": SCHEMA,
+        "command": name,
+        "exit": code,
+        "result": answer.result,
+        "decisions": answer.decisions,
+        "warnings": answer.warnings,
+        "error": answer.error.as_dict() if answer.error else None,
+    }
+    return json.dumps(envelope, ensure_ascii=False, allow_nan=False, default=str)
+
+
+def _as_error(problem: BaseException, name: str) -> QuantkitError:
+    """Any exception as one that says what to do."""
+    if isinstance(problem, QuantkitError):
+        return problem
+    known = {str(command.name) for command in app.registered_commands}
+    where = f"quantkit {name}" if name in known else "quantkit"
+    if hasattr(problem, "format_message"):  # wrong use, as typer finds it; which class it is depends on its version
+        message = str(problem.format_message()).rstrip(".")
+        return InputError("usage", where=where, value=message, remedy=f"see `{where} --help`")
+    interrupted = isinstance(problem, SystemExit) and problem.code == _INTERRUPTED
+    if interrupted or isinstance(problem, KeyboardInterrupt | typer.Abort):
+        return Stopped("interrupted", where=where, value="nothing is left half-written")
+    if isinstance(problem, ImportError) and (package := (problem.name or "").split(".")[0]) in _OPTIONAL:
+        return MissingDependency(package, extra="compile", purpose=f"`{where}`")
+    if isinstance(problem, OSError) and problem.strerror:
+        place = str(problem.filename or where)
+        return InputError("os-error", where=place, value=problem.strerror, remedy="check the path and its permissions")
+    return InputError(
+        "internal-error",
+        where=where,
+        value=f"{type(problem).__name__}: {problem}",
+        rule="this is a mistake in quantkit",
+        remedy="QUANTKIT_TRACEBACK=1 shows where; please report it",
+    )

@@ -1,0 +1,41 @@
+"""The options that more than one command has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantkit.errors import InputError
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="An alias, a folder (./folder) or hf:org/name.")]
+BundlePath = Annotated[Path, typer.Argument(metavar="BUNDLE", help="The folder of a bundle.", show_default=False)]
+Target = Annotated[
+    str | None, typer.Option(metavar="NAME|PATH", help="A shipped target or a path; default: this processor.")
+]
+Calibration = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|PATH", help="A shipped set or a path (.txt, .jsonl, .parquet, folder); default: the recipe's."
+    ),
+]
+Changes = Annotated[
+    list[str] | None, typer.Option("--set", metavar="PATH=YAML", help="Change the recipe: scheme.weights.group=32.")
+]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")]
+Runtime = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="What runs it; default: onnxruntime where the bundle has a graph, else torch."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, on failure too.")]
+
+
+def batches(text: str | None) -> list[int] | None:
+    """What `--batch` says: `1,2,4` as numbers. Raises InputError."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise InputError("usage", where="--batch", value=text, rule="numbers from 1 up, with commas: 1,2,4")
+    return [int(part) for part in parts]

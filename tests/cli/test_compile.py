@@ -1,0 +1,124 @@
+"""Compile, on a tiny random model: what it says, and what of the request arrives."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit import cli
+from quantkit.bundle.manifest import MEASUREMENTS
+from quantkit.pipeline import DEFAULT_MODEL, Request
+
+
+def test_defaults_are_the_pipeline_s() -> None:
+    assert inspect.signature(cli.compile.compile).parameters["model"].default == DEFAULT_MODEL
+
+
+def test_existing_out_is_refused_before_anything_is_opened(quantkit: Any, tmp_path: Path) -> None:
+    assert quantkit("compile", "--recipe", "rtn-int4", "--out", tmp_path).err.startswith("error: [out-exists]")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path:
+    import zoo
+
+    folder = tmp_path_factory.mktemp("models") / "tiny.model"
+    zoo.tiny("llama", vocab_size=len(byte_tokenizer)).save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Small groups, a small calibration set, few scored positions."""
+    monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 300)
+    path = tmp_path / "small.yaml"
+    path.write_text(
+        "schema: 1\nsummary: small\ncalibration: {set: prose-en, samples: 4, tokens: 32}\n"
+        "scheme: {weights: {format: int4, granularity: group, group: 32, symmetric: false}}\n"
+        "passes: [rtn]\nexport: [{checkpoint: {layout: pack-quantized}}]\n"
+    )
+    return path
+
+
+@pytest.mark.slow
+def test_compile_verify_measure_generate(quantkit: Any, tiny: Path, recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ran = quantkit("compile", tiny, "--recipe", recipe, "--out", out)
+    assert ran.code == 0, ran.err
+    assert ran.err.startswith(f"opening {tiny}; ")
+    assert "Traceback" not in ran.err
+    rows = {row["name"]: row for row in map(json.loads, (out / MEASUREMENTS).read_text().splitlines())}
+    assert f"{rows['size.bits_per_weight']['value']:.2f}" in ran.out
+    assert f"{rows['accuracy.top1_agreement']['value']:.1%}".replace("%", " %") in ran.out
+    assert f"  {out}\n" in ran.out
+    assert (out / "README.md").read_text().startswith("---\n")
+
+    assert quantkit("verify", out).code == 0
+    measured = quantkit("measure", out, "--baseline", tiny, "--json")
+    assert measured.code == 0, measured.err
+    again = {row["name"]: row["value"] for row in measured.envelope["result"]["measurements"]}
+    assert again["accuracy.kl"] == pytest.approx(rows["accuracy.kl"]["value"], rel=1e-6)
+    assert quantkit("measure", out).err.splitlines()[-1].startswith("error: [baseline-needed]")
+    made = quantkit("generate", out, "--prompt", "ab", "--new-tokens", "3", "--json").envelope["result"]
+    assert made["tokens"] <= 3
+    assert quantkit("generate", out, "--prompt", "x", "--runtime", "torhc").err.count("did you mean 'torch'") == 1
+    assert quantkit("verify", out).code == 0
+
+
+def test_compile_json_has_result_and_error_of_a_failed_gate(
+    quantkit: Any, tiny: Path, recipe: Path, tmp_path: Path
+) -> None:
+    ran = quantkit("compile", tiny, "--recipe", recipe, "--out", tmp_path / "o", "--set", "gates.kl_max=1e-9", "--json")
+    assert ran.code == 1
+    found = ran.envelope
+    assert found["result"]["state"] == "gate_failed"
+    assert {"bundle", "content_sha256", "verdict", "measurements", "seconds", "memory_peak_bytes"} <= set(
+        found["result"]
+    )
+    assert found["error"]["code"] == "gate-failed"
+    assert found["error"]["where"] == "gate.kl_max"
+    assert found["error"]["rule"] == "at most 1e-09"
+    assert ran.err.splitlines()[-1].startswith("error: [gate-failed] gate.kl_max: ")
+
+
+def test_dry_run_writes_nothing(quantkit: Any, tiny: Path, recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ran = quantkit("compile", tiny, "--recipe", recipe, "--out", out, "--dry-run")
+    assert ran.code == 0, ran.err
+    assert f"would write {out}" in ran.out
+    assert "21 layers" in ran.out
+    assert not list(tmp_path.glob("out*"))
+    plan = quantkit("compile", tiny, "--recipe", recipe, "--out", out, "--dry-run", "--json").envelope["result"]
+    assert plan["schemes"][0]["layers"] == 21
+    assert plan["schemes"][0]["bits_per_weight"] == pytest.approx(4 + 20 / 32)
+    assert plan["seconds"]["quantize"] > 0
+
+
+def test_request_reaches_the_pipeline_whole(quantkit: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Request] = []
+
+    def stop(request: Request, progress: object) -> object:
+        seen.append(request)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quantkit.pipeline.compile.compile_model", stop)
+    out = tmp_path / "x"
+    options = ["--recipe", "rtn-int4", "--target", "cpu-arm", "--calibration", "prose-en", "--out", str(out)]
+    options += ["--set", "seed=5", "--set", "rtn.range=minmax", "--resume", "--strict", "--trust-remote-code"]
+    assert quantkit("compile", "hf:org/name", *options).code == 75
+    request = seen[0]
+    assert (request.model, request.recipe.name, request.target.name, request.out) == (
+        "hf:org/name",
+        "rtn-int4",
+        "cpu-arm",
+        out,
+    )
+    assert (request.recipe.seed, request.recipe.passes[0].settings.range) == (5, "minmax")
+    assert request.resume
+    assert request.strict
+    assert request.trust_remote_code

@@ -1,0 +1,182 @@
+"""What all commands share: help, every way out, and stdout that holds the answer and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.report import catalog
+
+COMMANDS = ("compile", "measure", "verify", "list", "show", "doctor", "generate")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("--version",),
+        *((command, "--help") for command in COMMANDS),
+        ("list",),
+        ("list", "--json"),
+        ("show", "gptq"),
+        ("show", "l4"),
+        ("show", "prose-en"),
+        ("show", "smollm2-135m"),
+    ],
+    ids=" ".join,
+)
+def test_works_where_torch_and_the_rest_are_not_installed(
+    arguments: tuple[str, ...], without_packages: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    done = without_packages(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert not done.stderr
+
+
+def test_what_needs_torch_says_what_to_install(
+    tmp_path: Path, bundle: Path, without_packages: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    for arguments in (("compile", "--out", str(tmp_path / "x")), ("generate", str(bundle), "--prompt", "x")):
+        done = without_packages(*arguments)
+        assert done.returncode == 2
+        assert "error: [missing-dependency]" in done.stderr
+        assert "pip install 'quantkit[compile]'" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_help_is_quick() -> None:
+    before = os.times()
+    subprocess.run([sys.executable, "-m", "quantkit", "--help"], capture_output=True, check=True)
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 0.5
+
+
+def test_help_names_every_command_and_every_exit_code(quantkit: Any) -> None:
+    ran = quantkit("--help")
+    assert ran.code == 0
+    assert all(f"  {command}  " in ran.out for command in COMMANDS)
+    assert all(f"{code} " in ran.out for code in (0, 1, 2, 3, 75))
+    assert quantkit().out == ran.out
+
+
+def test_version(quantkit: Any) -> None:
+    import quantkit as package
+
+    assert quantkit("--version").out == f"quantkit {package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "part"),
+    [
+        (["compil"], "usage", "'compile'"),
+        (["compile", "--recip", "x"], "usage", "--recipe"),
+        (["compile", "--recipe"], "usage", "--recipe"),
+        (["generate", "x"], "usage", "--prompt"),
+        (["generate", "x", "--prompt", "x", "--new-tokens", "0"], "usage", "new-tokens"),
+        (["compile", "--recipe", "rtn-int5"], "unknown-recipe", "did you mean 'rtn-int4'"),
+        (["compile", "--recipe", "./no.yaml"], "file-missing", "./no.yaml"),
+        (["compile", "--recipe", "rtn-int4", "--target", "l5"], "unknown-target", "l4"),
+        (["compile", "--recipe", "rtn-int4", "--set", "gtpq.x=1"], "set-invalid", "gtpq"),
+        (["compile", "--recipe", "rtn-int4", "--set", "scheme.wieghts.group=1"], "recipe-invalid", "weights"),
+        (["compile", "--recipe", "rtn-int4", "--calibration", "prose"], "unknown-calibration", "prose-en"),
+        (["compile", "smollm", "--recipe", "rtn-int4"], "unknown-model", "smollm2-135m"),
+        (["compile", "./nowhere", "--recipe", "rtn-int4"], "file-missing", "nowhere"),
+        (["verify", "/nowhere"], "not-a-bundle", "/nowhere"),
+        (["measure", "/nowhere"], "not-a-bundle", "/nowhere"),
+        (["generate", "/nowhere", "--prompt", "x"], "not-a-bundle", "/nowhere"),
+        (["list", "recipe"], "unknown-kind", "did you mean 'recipes'"),
+        (["show", "gtpq"], "unknown-name", "did you mean 'gptq'"),
+        (["show", "./nothing"], "file-missing", "nothing"),
+        (["doctor", "--target", "l5"], "unknown-target", "l4"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_is_one_line_and_exit_2(arguments: list[str], code: str, part: str, quantkit: Any) -> None:
+    ran = quantkit(*arguments)
+    assert ran.code == 2
+    assert not ran.out
+    errors = [line for line in ran.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert ran.err.endswith(f"{errors[0]}\n")
+    assert errors[0].startswith(f"error: [{code}] ")
+    assert part in errors[0]
+    found = quantkit(arguments[0], "--json", *arguments[1:]).envelope
+    assert found["error"]["code"] == code
+    assert found["result"] is None
+    assert found["command"] == arguments[0]
+
+
+@pytest.mark.parametrize(
+    ("problem", "code", "exit_code"),
+    [
+        (KeyboardInterrupt(), "interrupted", 75),
+        (RuntimeError("a bug"), "internal-error", 2),
+        (PermissionError(13, "Permission denied", "/a/file"), "os-error", 2),
+        (ModuleNotFoundError("No module named 'torch'", name="torch.nn"), "missing-dependency", 2),
+        (ModuleNotFoundError("No module named 'quantkit.x'", name="quantkit.x"), "internal-error", 2),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_no_traceback_whatever_happens(
+    problem: BaseException, code: str, exit_code: int, quantkit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(kind: object) -> object:
+        print("chatter of a library")
+        raise problem
+
+    monkeypatch.setattr(catalog, "listing", fail)
+    ran = quantkit("list")
+    assert ran.code == exit_code
+    assert not ran.out
+    assert "Traceback" not in ran.err
+    assert f"[{code}]" in ran.err
+    assert quantkit("list", "--json").envelope["error"]["code"] == code
+    monkeypatch.setenv("QUANTKIT_TRACEBACK", "1")
+    assert ("Traceback" in quantkit("list").err) == (code == "internal-error")
+
+
+@pytest.mark.parametrize("problem", [KeyboardInterrupt(), SystemExit(130)], ids=lambda problem: type(problem).__name__)
+def test_an_interrupt_while_parsing_is_a_safe_stop(
+    problem: BaseException, quantkit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> object:
+        raise problem
+
+    monkeypatch.setattr("typer.core.TyperGroup.invoke", fail)
+    ran = quantkit("list", "--json")
+    assert ran.code == 75
+    assert ran.envelope["error"]["code"] == "interrupted"
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m quantkit list --json | head -c 1 > /dev/null; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
+    assert not done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_signals_stop_safely_with_75(number: signal.Signals, tmp_path: Path) -> None:
+    script = "import quantkit.report.catalog as c, time\nc.listing = lambda kind: time.sleep(30)\n"
+    script += "print('ready', flush=True)\nfrom quantkit.cli import main\nmain()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, "list", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(1.0)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 75
+    assert json.loads(out)["error"]["code"] == "interrupted"
+    assert "Traceback" not in err

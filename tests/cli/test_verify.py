@@ -1,0 +1,31 @@
+"""Verify: what changed is named, and what could not be loaded is said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def test_verify_without_torch_checks_the_files_and_says_what_it_could_not(
+    bundle: Path, without_packages: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    done = without_packages("verify", str(bundle), "--json")
+    assert done.returncode == 0, done.stderr
+    envelope = json.loads(done.stdout)
+    assert {check["name"] for check in envelope["result"]["checks"]} >= {"files.sha256", "content_sha256"}
+    assert "not installed" in envelope["warnings"][0]
+
+
+def test_verify_fails_with_the_file_that_changed(quantkit: Any, bundle: Path) -> None:
+    (bundle / "model" / "model.safetensors").write_text("Weights")
+    ran = quantkit("verify", bundle)
+    assert ran.code == 1
+    assert "✗  files.sha256" in ran.out
+    assert "model/model.safetensors" in ran.out
+    assert ran.err.splitlines()[-1].startswith("error: [verify-failed] model/model.safetensors")
+    found = quantkit("verify", bundle, "--json").envelope
+    assert found["error"]["code"] == "verify-failed"
+    assert [check["name"] for check in found["result"]["checks"] if not check["ok"]] == ["files.sha256"]
