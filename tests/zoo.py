@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers
 from torch import nn
@@ -79,8 +81,13 @@ def tiny(name: str, seed: int = 0, **changes: object) -> nn.Module:
     """A random model whose norms are not all ones, so that folds have something to fold."""
     model_class, config_class, settings = {**ARCHITECTURES, **OTHERS}[name]
     config = getattr(transformers, config_class)(**{**settings, **changes})
+    return filled(getattr(transformers, model_class), config, seed)
+
+
+def filled(model_class: Any, config: Any, seed: int = 0) -> nn.Module:
+    """A random model of any class, with norms and biases of many values and weights that are not too small."""
     torch.manual_seed(seed)
-    model = getattr(transformers, model_class)(config).eval()
+    model: nn.Module = model_class(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -89,6 +96,28 @@ def tiny(name: str, seed: int = 0, **changes: object) -> nn.Module:
             else:
                 parameter.mul_(3.0)
     return model
+
+
+def spiky(name: str, gain: float, shift: float) -> nn.Module:
+    """A model with a few inputs that are much larger than the others, as real ones have.
+
+    Args:
+        name: of the architecture.
+        gain, shift: what every 16th weight of a norm is multiplied by, and then gets added.
+    """
+    model = tiny(name)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() == 1 and ("norm" in key or "ln_" in key) and "weight" in key:
+                parameter[::16] = parameter[::16] * gain + shift
+    return model
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits, or the last hidden states, of ids [samples, tokens]."""
+    found: torch.Tensor = model(input_ids=tokens)[0]
+    return found
 
 
 def ids(samples: int = 4, tokens: int = 24, seed: int = 0) -> torch.Tensor:

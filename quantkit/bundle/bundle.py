@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,14 +118,18 @@ class Bundle:
                 remedy="copy it to a place that can be written",
             ) from None
 
-    def demand_intact(self) -> None:
+    def demand_intact(self, entries: Sequence[FileEntry] | None = None) -> None:
         """Refuse a bundle whose content is not what its manifest says.
+
+        Args:
+            entries: the files that matter; None: all that `content_sha256` is of.
 
         Raises:
             InputError: `hash-mismatch` with the file.
         """
-        content = [entry for entry in self.manifest.files if entry.deterministic]
-        for check in verify_files(self.path, self.manifest.model_copy(update={"files": content})):
+        if entries is None:
+            entries = [entry for entry in self.manifest.files if entry.deterministic]
+        for check in verify_files(self.path, self.manifest.model_copy(update={"files": list(entries)})):
             if check.name in ("files.present", "files.size", "files.sha256") and not check.ok:
                 raise InputError(
                     "hash-mismatch",

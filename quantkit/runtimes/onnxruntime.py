@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.bundle import Bundle
-from quantkit.bundle.verify import verify_files
 from quantkit.errors import InputError, MissingDependency
 from quantkit.plan import machine
 
@@ -453,15 +452,7 @@ class OnnxRuntime:
         """
         folder = self.folder(bundle)
         listed = [entry for entry in bundle.manifest.files if entry.path.startswith(f"{FOLDER}/")]
-        for check in verify_files(bundle.path, bundle.manifest.model_copy(update={"files": listed})):
-            if check.name in ("files.present", "files.size", "files.sha256") and not check.ok:
-                raise InputError(
-                    "hash-mismatch",
-                    where=f"{bundle.path}/{check.where}",
-                    value=check.name,
-                    rule="every file is as the manifest says",
-                    remedy="fetch or compile the bundle again",
-                )
+        bundle.demand_intact(listed)
         names = {entry.path.removeprefix(f"{FOLDER}/") for entry in listed}
         if strange := sorted({path.name for path in folder.glob(f"{MODEL}*")} - names):
             raise InputError(

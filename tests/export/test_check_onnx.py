@@ -10,21 +10,14 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import torch
 from small_onnx import EXPORT, Small, export, kept, scheme
 
 from quantkit.export import _check_onnx
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SOUND = ["onnx.valid", "onnx.operators", "onnx.contained", "reload.onnxruntime"]
 DATA = "model.onnx.data"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

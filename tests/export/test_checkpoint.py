@@ -24,6 +24,8 @@ from quantkit.model.open import Source, open_model
 from quantkit.model.stream import StreamedModel
 from quantkit.scheme import WeightScheme
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ASYMMETRIC = {"granularity": "group", "group": 32, "symmetric": False}
 
 
@@ -103,15 +105,6 @@ def export(path: Path, folder: Path, schemes: Any, *, head: bool = False, **opti
     exported = Exported(folder, source, stream, Finished([file], chosen), options)
     EXPORT.write(folder, source, stream, exported.results, options)
     return exported
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    """The matrices are tiny: threads would only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def by_name(checks: list[Check]) -> dict[str, Check]:

@@ -21,6 +21,8 @@ from quantkit.errors import InputError
 from quantkit.model.finished import Finished
 from quantkit.scheme import WeightScheme
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # float32 sums of 64 to 96 products in another order, through three layers; a wrong number anywhere gives 1e-2 and more
 LIMIT = 5e-6
 FUSED = {
@@ -40,15 +42,6 @@ FUSED = {
 ROTARY = set(FUSED) - {"gpt2", "opt", "bert"}
 # the others change q, k or v between the product and attention, or make all three with one linear
 PACKED = {"llama", "llama-tied", "qwen2", "mistral", "gemma2"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Any:
-    """The matrices are tiny: threads would only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -5,29 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
-from planted_pass import run
-from torch import Tensor, nn
+from planted_pass import GROUPED, run
+from torch import nn
+from zoo import outputs
 
 from quantkit import Pipeline, registry
 
 AWQ = registry.load("passes", "awq")
-GROUPED = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
-
-
-def outputs(model: nn.Module, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(input_ids=ids)[0]
-    return found
 
 
 def spiky(name: str) -> nn.Module:
-    """A model with a few inputs that are much larger than the others, as real ones have."""
-    model = zoo.tiny(name)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if parameter.dim() == 1 and ("norm" in key or "ln_" in key) and "weight" in key:
-                parameter[::16] = parameter[::16] * 12 + 3
-    return model
+    return zoo.spiky(name, 12, 3)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3", "gpt2", "opt", "bert"])

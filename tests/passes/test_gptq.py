@@ -5,20 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
+from planted_pass import GROUPED
 from torch import Tensor, nn
+from zoo import outputs
 
 from quantkit import Pipeline, registry
 from quantkit.passes import gptq
 from quantkit.passes.gptq import padded
 from quantkit.passes.solvers import factor as solver
-
-GROUPED = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
-
-
-def outputs(model: nn.Module, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(input_ids=ids)[0]
-    return found
 
 
 class Correlated(nn.Module):

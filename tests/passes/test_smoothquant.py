@@ -9,6 +9,7 @@ import torch
 import zoo
 from planted_pass import run
 from torch import Tensor, nn
+from zoo import outputs
 
 from quantkit import registry
 
@@ -17,20 +18,8 @@ EIGHT = {"format": "int8", "granularity": "channel", "scale": "float32"}
 TOKENS = {"format": "int8", "granularity": "token"}
 
 
-@torch.no_grad()
-def outputs(model: nn.Module, ids: Tensor) -> Tensor:
-    found: Tensor = model(input_ids=ids)[0]
-    return found
-
-
 def spiky(name: str) -> nn.Module:
-    """A model with a few inputs that are much larger than the others, as real ones have."""
-    model = zoo.tiny(name)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if parameter.dim() == 1 and ("norm" in key or "ln_" in key) and "weight" in key:
-                parameter[::16] = parameter[::16] * 40 + 10
-    return model
+    return zoo.spiky(name, 40, 10)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "bert"])

@@ -22,16 +22,10 @@ from quantkit.errors import InputError, MissingDependency
 from quantkit.plan import machine
 from quantkit.runtimes.onnxruntime import Loaded, Sampling, Tokenizer, stream
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RUNTIME = registry.load("runtimes", "onnxruntime")
 GREEDY = Sampling()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

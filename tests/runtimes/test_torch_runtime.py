@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_onnx
 import torch
 import zoo
 
 from quantkit import registry
-from quantkit.bundle import Bundle, Manifest, ModelEntry, SourceEntry, content_sha256, inventory
+from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 
 RUNTIME = registry.load("runtimes", "torch")
@@ -21,29 +22,7 @@ def bundle(folder: Path, name: str, tokenizer: Any, kind: Any = "decoder", check
     if checkpoint:
         zoo.tiny(name, vocab_size=len(tokenizer)).save_pretrained(folder / "model")  # type: ignore[operator]
         tokenizer.save_pretrained(folder / "model")
-    files = inventory(folder)
-    manifest = Manifest(
-        quantkit="0",
-        content_sha256=content_sha256(files),
-        state="complete",
-        model=ModelEntry(name="m", kind=kind, source=SourceEntry(ref="path:m", sha256="0", dtype="float32")),
-        recipe={},
-        target={},
-        calibration=None,
-        layers=[],
-        decisions=[],
-        checks=[],
-        verdict=None,
-        seed=0,
-        threads=1,
-        isa="none",
-        device={},
-        versions={},
-        created="2025-01-01T00:00:00Z",
-        files=files,
-    )
-    (folder / "manifest.json").write_bytes(manifest.as_bytes())
-    return Bundle.load(folder)
+    return small_onnx.bundle(folder, kind)
 
 
 @pytest.fixture(scope="module")

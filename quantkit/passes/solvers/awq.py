@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.errors import InputError
 from quantkit.formats._layout import groups_of
 from quantkit.passes.solvers import one_thread, ranges
+from quantkit.passes.solvers.factor import check_finite
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,13 +78,7 @@ def search_scales(
     Raises:
         InputError: `hessian-nonfinite`, `group-indivisible`, `format-not-integer`.
     """
-    if not bool(torch.isfinite(hessian).all()):
-        raise InputError(
-            "hessian-nonfinite",
-            value=f"{int((~torch.isfinite(hessian)).sum())} of {hessian.numel()} entries are NaN or infinite",
-            rule="the activations of the calibration text have to be finite",
-            remedy="compute in float32, or leave this layer in high precision with an override",
-        )
+    check_finite(hessian)
     with one_thread():
         target = torch.cat([weight.float() for weight in weights]).T.contiguous()
         rows = [weight.shape[0] for weight in weights]

@@ -52,6 +52,21 @@ class Factor:
         return spread
 
 
+def check_finite(hessian: Tensor) -> None:
+    """Refuse a Hessian that holds NaN or infinity.
+
+    Raises:
+        InputError: `hessian-nonfinite`.
+    """
+    if not bool(torch.isfinite(hessian).all()):
+        raise InputError(
+            "hessian-nonfinite",
+            value=f"{int((~torch.isfinite(hessian)).sum())} of {hessian.numel()} entries are NaN or infinite",
+            rule="the activations of the calibration text have to be finite",
+            remedy="compute in float32, or leave this layer in high precision with an override",
+        )
+
+
 def factor(hessian: Tensor, *, damping: float = 0.01, shrink: float = 0.3, act_order: bool = True) -> Factor:
     """Shrink, damp and factor a Hessian; damping is raised tenfold until that succeeds.
 
@@ -66,13 +81,7 @@ def factor(hessian: Tensor, *, damping: float = 0.01, shrink: float = 0.3, act_o
     Raises:
         InputError: `hessian-nonfinite`; `hessian-not-positive` when no damping helps.
     """
-    if not bool(torch.isfinite(hessian).all()):
-        raise InputError(
-            "hessian-nonfinite",
-            value=f"{int((~torch.isfinite(hessian)).sum())} of {hessian.numel()} entries are NaN or infinite",
-            rule="the activations of the calibration text have to be finite",
-            remedy="compute in float32, or leave this layer in high precision with an override",
-        )
+    check_finite(hessian)
     diagonal = hessian.diagonal().float()
     mean = float(diagonal.mean())
     if mean <= 0:  # no input was ever seen: plain rounding is the best there is, and what an identity yields
