@@ -40,11 +40,14 @@ class InputStats:
     Args:
         inputs: chunks [sequences, tokens, K] in order; or [tokens, K], of which every other token counts as a sequence.
         name: of the shared input, for errors.
+        products: whether products of two inputs are summed, without which there is no Hessian; they take the time.
     """
 
-    def __init__(self, inputs: Iterable[Tensor] = (), name: str = "") -> None:
+    def __init__(self, inputs: Iterable[Tensor] = (), name: str = "", *, products: bool = True) -> None:
         self._name = name
+        self._products = products
         self.tokens = 0
+        self._squares = torch.zeros(0, dtype=torch.float64)
         self._halves: list[Tensor] = []
         self._drift: Tensor | None = None
         self._lags: dict[str, Tensor] = {}
@@ -71,8 +74,9 @@ class InputStats:
         # sums of half-precision products lose what they are for
         part = part.float()
         width = part.shape[-1]
-        if not self._halves:
-            self._halves = [torch.zeros(width, width) for _ in range(2)]
+        if not self.tokens:
+            self._halves = [torch.zeros(width, width) for _ in range(2)] if self._products else []
+            self._squares = self._squares.new_zeros(width)
             self._drift = torch.zeros(width, width) if original is not None else None
             self._sum, self._absmax = self._sum.new_zeros(width), self._absmax.new_zeros(width)
         if original is None:
@@ -80,10 +84,10 @@ class InputStats:
         elif self._drift is not None:
             here = part.reshape(-1, width)
             self._drift.addmm_((original.float().reshape(-1, width) - here).T, here)
-        for half in range(2):
+        for half, products in enumerate(self._halves):
             piece = part[(half + self._sequences) % 2 :: 2].reshape(-1, width)
             for left in range(0, width, _PANEL):
-                panel = self._halves[half][left : left + _PANEL, left:]
+                panel = products[left : left + _PANEL, left:]
                 panel.addmm_(piece[:, left : left + _PANEL].T, piece[:, left:])
             self._counts[half] += piece.shape[0]
         for linear, lag in (lags or {}).items():
@@ -93,8 +97,10 @@ class InputStats:
             self._lags[linear].addmm_(flat.T, part.reshape(-1, width))
         self.tokens += part.numel() // width
         self._sequences += part.shape[0]
+        flat = part.reshape(-1, width)
+        self._squares += flat.square().sum(dim=0).double()
         # a square is finite if its root is, and there are far fewer of them
-        if not all(bool(torch.isfinite(half.diagonal()).all()) for half in self._halves):
+        if not bool(torch.isfinite(self._squares).all()):
             raise InputError(
                 "activations-nonfinite",
                 where=self._name,
@@ -103,7 +109,6 @@ class InputStats:
                 remedy="check the model with another text, or leave this layer in high precision",
             )
         self._hessian = None
-        flat = part.reshape(-1, width)
         self._sum += flat.sum(dim=0).double()
         # in pieces that a cache holds, and not by torch.aminmax, which takes ten times as long across rows
         for piece in flat.split(_PANEL) if flat.shape[0] else ():
@@ -128,8 +133,13 @@ class InputStats:
         return (self._sum / max(self.tokens, 1)).float()
 
     @property
+    def mean_square(self) -> Tensor:
+        """The mean of `x_k²`, [K] float32: the diagonal of the Hessian."""
+        return (self._squares / max(self.tokens, 1)).float()
+
+    @property
     def hessian(self) -> Tensor:
-        """`Xᵀ X / tokens`, [K, K] float32."""
+        """`Xᵀ X / tokens`, [K, K] float32; only where products are summed."""
         if self._hessian is None:
             upper = (self._halves[0] + self._halves[1]).triu_()
             self._hessian = upper.add_(upper.triu(1).T).div_(self.tokens)
@@ -229,11 +239,14 @@ class Stats:
     scales: Scales = field(default_factory=Scales)
 
     @torch.no_grad()
-    def staged(self, visit: Visit | None, *, drift: bool = False, quantized: bool = False) -> None:
+    def staged(
+        self, visit: Visit | None, *, products: bool = True, drift: bool = False, quantized: bool = False
+    ) -> None:
         """Run the block on everything; at each shared input call `visit(group, statistics)` before its linears run.
 
         Args:
             visit: may change the linears of the group; None only runs the block.
+            products: whether the statistics are to hold a Hessian.
             drift: whether the statistics are to hold how far inputs, and what outputs are added to, are from the
                 original ones.
             quantized: the statistics are of the inputs as the group's kernels will see them, keys and values go through
@@ -246,9 +259,9 @@ class Stats:
         self.outputs = None
         self.scales.use_cache(quantized)
         if self.hidden.shape[0] <= self.calls.chunk:
-            self._pausing(visit, drift, quantized)
+            self._pausing(visit, products, drift, quantized)
         else:
-            self._replaying(visit, drift, quantized)
+            self._replaying(visit, products, drift, quantized)
 
     def settled(self) -> Tensor:
         """The block's output with its present weights, [samples, tokens, width], inputs and cache quantized."""
@@ -265,7 +278,7 @@ class Stats:
             original.outputs = self.calls.run_all(original.module, self.index, original.hidden)
         return original.outputs
 
-    def _pausing(self, visit: Visit | None, drift: bool, quantized: bool) -> None:
+    def _pausing(self, visit: Visit | None, products: bool, drift: bool, quantized: bool) -> None:
         waiting = {group.name: group for group in self.groups}
         sources = self._sources() if drift else ()
         before = self._originals() if drift else {}
@@ -280,7 +293,7 @@ class Stats:
                     self.scales.at_once(group, found)
                     found = self.scales.seen(group, found)
                 if visit is not None:
-                    sums = InputStats(name=group.name)
+                    sums = InputStats(name=group.name, products=products)
                     self._add(sums, group, self.hidden, {**seen, group.name: found}, before)
                     if group.name not in sources:  # as soon as it is not needed
                         before.pop(group.name, None)
@@ -308,14 +321,14 @@ class Stats:
                 hook.remove()
         return kept
 
-    def _replaying(self, visit: Visit | None, drift: bool, quantized: bool) -> None:
+    def _replaying(self, visit: Visit | None, products: bool, drift: bool, quantized: bool) -> None:
         befores: Iterable[Tensor | None]
         for group in self.groups:
             if quantized:
                 self._find_scales(group)
             if visit is None:
                 continue
-            sums = InputStats(name=group.name)
+            sums = InputStats(name=group.name, products=products)
             befores = self.calls.chunks(self._original().hidden) if drift else itertools.repeat(None)
             for part, before in zip(self.calls.chunks(self.hidden), befores, strict=False):
                 reached = self._reach(self.module, group, part, drift)

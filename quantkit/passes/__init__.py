@@ -59,8 +59,9 @@ class Pass(Protocol):
         paper: where it is from.
         scope: `block`, or `model` for what reaches every block: its `transform` is then applied to each block, and to
             the rest of the model, as they load.
-        needs: statistics: "hessian", "absmax", "mean", "original_inputs", "original_outputs"; settings that need more
-            have a property `needs`. "weight_errors": what codes lose of the weights of linears with a bias.
+        needs: statistics: "hessian", "mean_square", "absmax", "mean", "original_inputs", "original_outputs";
+            "weight_errors": what codes lose of the weights of linears with a bias. Settings that need more have a
+            property `needs`.
         requires, ensures: facts about a block: "codes" (assigned), "unassigned", "folded".
         Settings: closed pydantic model of its settings.
     """

@@ -45,7 +45,7 @@ class Rtn:
         @property
         def needs(self) -> frozenset[str]:
             """What only some settings need."""
-            return frozenset({"hessian"} if self.range == "importance" else ())
+            return frozenset({"mean_square"} if self.range == "importance" else ())
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block."""
@@ -54,10 +54,10 @@ class Rtn:
         def visit(group: SharedInput, seen: InputStats) -> None:
             for linear in group.members:
                 if block.schemes.get(linear) is not None:
-                    outcome.errors[linear] = block.assign(linear, _rounded(block, linear, seen.hessian.diagonal()))
+                    outcome.errors[linear] = block.assign(linear, _rounded(block, linear, seen.mean_square))
 
         if settings.range == "importance":
-            stats.staged(visit)
+            stats.staged(visit, products=False)
         for linear in block.linears():
             if linear in block.tensors:
                 continue

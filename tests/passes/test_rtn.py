@@ -69,7 +69,7 @@ def test_importance_spends_the_grid_where_inputs_are_large() -> None:
         costs[kind] = float((error.square() @ power).sum())
     assert costs["importance"] < 0.9 * costs["mse"]
     step = registry.load("passes", "rtn").Settings
-    assert step(range="importance").needs == {"hessian"}
+    assert step(range="importance").needs == {"mean_square"}
     assert not step(range="mse").needs
 
 
