@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from quantkit.model.block import Block
     from quantkit.model.structure import SharedInput
 
+# smallest, steps, refinements. Where nothing else makes an error good, looking further for the grid pays: 8 % of the KL
+_WIDE = (0.55, 6, 2)
+
 
 class Rtn:
     """See the module."""
@@ -81,7 +84,8 @@ def _rounded(block: Block, linear: str, importance: Tensor | None, minmax: bool 
     else:
         if importance is not None:
             importance = torch.nn.functional.pad(importance, (0, weight.shape[1] - len(importance)))
-        tensor = form.nearest(weight, *ranges.searched(weight, scheme, importance), scheme)
+        search = None if importance is None else ranges.Search(*_WIDE)
+        tensor = form.nearest(weight, *ranges.searched(weight, scheme, importance, search), scheme)
     assert isinstance(tensor, QuantTensor)
     return tensor
 
