@@ -340,9 +340,9 @@ def _laid_over(data: Any, addition: Any, name: str) -> Any:
 
     Everything else is the first one's; it is for the kinds of model that both are for.
     """
-    if not (isinstance(data, dict) and isinstance(addition, dict)):
+    if not isinstance(data, dict):
         return data  # validation, which follows, says so
-    if addition.get("passes"):
+    if isinstance(addition, dict) and addition.get("passes"):
         raise InputError(
             "recipe-invalid",
             where=name,
@@ -350,7 +350,7 @@ def _laid_over(data: Any, addition: Any, name: str) -> Any:
             rule="what is added to a recipe with + has a scheme and gates alone",
             remedy="use it by itself",
         )
-    Recipe.from_dict(addition, name=name, where=name)
+    Recipe.from_dict(addition, name=name, where=name)  # among others, that it is a mapping
     found = dict(data)
     for key in ("scheme", "gates"):
         found[key] = {**(data.get(key) or {}), **(addition.get(key) or {})}

@@ -226,3 +226,16 @@ def test_an_override_with_another_format_keeps_what_that_has() -> None:
         (64, False, "float16"),
         (128, True, "float16"),
     ]
+
+
+def test_an_add_on_is_checked_like_a_recipe(tmp_path: Path) -> None:
+    found = Recipe.load("awq-int4+kv-fp8")
+    assert found.name == "awq-int4+kv-fp8"
+    assert found.scheme.weights == Recipe.load("awq-int4").scheme.weights
+    assert found.scheme.kv_cache == Recipe.load("kv-fp8").scheme.kv_cache
+    assert [step.name for step in found.passes] == ["awq", "gptq"]
+    other, passes = tmp_path / "other.yaml", "summary: x\nscheme: {weights: {format: int4}}\npasses: [rtn: {}]"
+    for text, says in (("[1]", "not a mapping"), ("summary: x\nschem: {}", "did you mean"), (passes, "has passes")):
+        other.write_text(text)
+        with pytest.raises(InputError, match=says):
+            Recipe.load(f"awq-int4+{other}")
