@@ -123,7 +123,7 @@ def check_bundle(
     def expected(name: str) -> torch.Tensor:
         prefix = name.removesuffix(".weight")
         if name != prefix and prefix in packed:
-            return layout.as_loaded(layout.read_back(prefix, packed[prefix], weights.read), dtype, packed.values())
+            return layout.as_loaded(layout.read_back(prefix, packed[prefix], weights.read), dtype, quantization)
         return weights.read(name)
 
     # what is not packed may be something that the source held and its class did not use

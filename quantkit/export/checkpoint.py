@@ -171,6 +171,15 @@ class Writer:
         """Tensor of the files -> the parameter that has a new value."""
         return {self.files[name]: name for name in self.finished.changed}
 
+    @cached_property
+    def quantization(self) -> dict[str, Any] | None:
+        """`quantization_config` of config.json."""
+        written, schemes = None, self.finished.schemes
+        if self.layout is not None:
+            others = [name for name in self.linears if name not in schemes]
+            written = self.layout.quantization_config(schemes, others, str(self.dtype).removeprefix("torch."))
+        return run_time.described(written, list(schemes), self.run_time.activations, self.run_time.cache)
+
     def headers(self, shard: str) -> list[Header]:
         """What a shard will hold, in the source's order."""
         found: list[Header] = []
@@ -202,16 +211,8 @@ class Writer:
         if not config.keys() & {"dtype", "torch_dtype"}:
             # else a loader takes the dtype of the first tensor it finds, which may be a scale
             config["dtype"] = self.source.dtype
-        quantization = None
-        if self.layout is not None:
-            schemes = self.finished.schemes
-            others = [name for name in self.linears if name not in schemes]
-            dtype = str(self.dtype).removeprefix("torch.")
-            quantization = self.layout.quantization_config(schemes, others, dtype)
-        how = self.run_time
-        quantization = run_time.described(quantization, list(self.finished.schemes), how.activations, how.cache)
-        if quantization is not None:
-            config["quantization_config"] = quantization
+        if self.quantization is not None:
+            config["quantization_config"] = self.quantization
         write_atomic(folder / "config.json", [_json(config)])
         if self.shards != [SINGLE]:
             placed = {header[0]: shard for shard in self.shards for header in self.headers(shard)}
@@ -233,7 +234,7 @@ class Writer:
         prefix = name.removesuffix(".weight")
         if self.layout is not None and prefix in self.stored:
             tensor = self.finished.quantized(self.stored[prefix])
-            return self.layout.as_loaded(tensor, self.dtype, self.finished.schemes.values())
+            return self.layout.as_loaded(tensor, self.dtype, self.quantization or {})
         return self.dense(name)
 
     def dense(self, name: str) -> torch.Tensor:

@@ -7,7 +7,7 @@ a recipe calls it, or by the `quantization_config` that was written.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -112,8 +112,8 @@ class Layout(Protocol):
     def read_back(self, prefix: str, scheme: WeightScheme, read: Read) -> QuantTensor:
         """The inverse of `packed` and `companions`, by our own code."""
 
-    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, among: Collection[WeightScheme]) -> torch.Tensor:
-        """The weight [N, K] as its library makes it, bit for bit; `among` are the schemes of the whole checkpoint."""
+    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
+        """The weight [N, K] as its library makes it, bit for bit; `config`: `quantization_config`."""
 
     def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
         """What expands the stored tensors, by its library's own code where that is installed."""

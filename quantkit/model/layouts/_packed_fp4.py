@@ -12,7 +12,7 @@ See `compressed_tensors/compressors/nvfp4` and `mxfp4`; its expansion multiplies
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -120,7 +120,7 @@ class PackedFp4(CompressedTensors):
         book = registry.load("formats", self.format).element.codebook()
         return QuantTensor(codes, scale, None, scheme, codebook=book, global_scale=whole)
 
-    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, among: Collection[WeightScheme]) -> torch.Tensor:
+    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
         """The library multiplies in bfloat16."""
         import torch
 

@@ -13,7 +13,7 @@ These are the layouts that kernels compute on directly, when the inputs are quan
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -106,7 +106,7 @@ class PlainCodes(CompressedTensors):
             scale, zero = scale.reshape(1, 1), None if zero is None else zero.reshape(1, 1)
         return QuantTensor(read(prefix + WEIGHT), scale, zero, scheme)
 
-    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, among: Collection[WeightScheme]) -> torch.Tensor:
+    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
         """See `Layout`. Code and scale are multiplied in the model's dtype."""
         values: torch.Tensor = registry.load("formats", tensor.scheme.format).dequantize(tensor)
         return values.to(dtype)

@@ -16,7 +16,7 @@ where 64 divides K. See `bitsandbytes/functional.py`, `QuantState`.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantkit import registry
@@ -152,7 +152,7 @@ class BitsAndBytes:
             nested = Nested(stored, read(prefix + NESTED_ABSMAX), offset)
         return QuantTensor(codes, scale, None, scheme, codebook=read(prefix + MAP), nested=nested)
 
-    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, among: Collection[WeightScheme]) -> torch.Tensor:
+    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
         """The product in float32, rounded once."""
         values: torch.Tensor = registry.load("formats", "nf4").dequantize(tensor)
         return values.to(dtype)

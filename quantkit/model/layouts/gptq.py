@@ -15,7 +15,7 @@ See `BaseQuantLinear.dequantize_weight` and `convert_gptq_v1_to_v2_format_module
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -161,7 +161,7 @@ class Gptq:
         zero = None if scheme.symmetric else (stored + self.less).contiguous()
         return QuantTensor(codes, read(prefix + SCALES).T.contiguous(), zero, scheme)
 
-    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, among: Collection[WeightScheme]) -> torch.Tensor:
+    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
         """Code and scale are multiplied in the dtype of the scale."""
         values: torch.Tensor = registry.load("formats", tensor.scheme.format).dequantize(tensor)
         return values.to(tensor.scale.dtype).to(dtype)

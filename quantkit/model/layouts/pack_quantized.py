@@ -15,7 +15,7 @@ See `compressed_tensors/compressors/pack_quantized`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -139,16 +139,16 @@ class PackQuantized(CompressedTensors):
         zero = None if scheme.symmetric else unpack(read(prefix + ZERO).T.contiguous(), bits, rows).T
         return QuantTensor(codes, scale, zero, scheme)
 
-    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, among: Collection[WeightScheme]) -> torch.Tensor:
+    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
         """See `Layout`.
 
-        Where the checkpoint has one scheme, code and scale are multiplied in the dtype the scale is stored in (see
-        `quantization_config`), else in the model's. The two differ where float16 scales stand in a float32 model, by
-        one rounding to 11 bits.
+        Where weights are expanded as they are read (see `quantization_config`), code and scale are multiplied in the
+        dtype the scale is stored in, else in the model's. The two differ where float16 scales stand in a float32 model,
+        by one rounding to 11 bits.
         """
         values: torch.Tensor = registry.load("formats", tensor.scheme.format).dequantize(tensor)
         # codes and scales are short enough for their product to be exact in float32: what follows is the only rounding
-        return values.to(tensor.scale.dtype).to(dtype) if len(kinds(among)) == 1 else values.to(dtype)
+        return values.to(tensor.scale.dtype).to(dtype) if config.get("dequantize") else values.to(dtype)
 
     def arguments(self, scheme: WeightScheme) -> dict[str, Any]:
         """See `CompressedTensors`."""

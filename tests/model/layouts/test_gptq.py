@@ -48,7 +48,7 @@ def test_an_independent_reader_finds_what_was_stored(name: str, bits: int, field
 
     parts = {key.removeprefix(f"{LAYER}."): value.numpy() for key, value in found.items()}
     read = plain_gptq.weight(**parts, bits=bits, version=1 if name == "gptq" else 2)
-    meant = layout.as_loaded(tensor, torch.float16, [how])
+    meant = layout.as_loaded(tensor, torch.float16, {})
     assert torch.equal(torch.from_numpy(read).T, meant)
 
     back = layout.read_back(LAYER, how, found.__getitem__)
@@ -71,10 +71,10 @@ def test_our_reader_goes_by_the_files_and_the_config_alone() -> None:
     expansion = layout.expansion(config, torch.float32)
     if layouts.missing(layout):
         assert expansion.library is None
-    assert torch.equal(expansion.weight(LAYER, found.__getitem__), layout.as_loaded(tensor, torch.float32, [how]))
+    assert torch.equal(expansion.weight(LAYER, found.__getitem__), layout.as_loaded(tensor, torch.float32, config))
     # inputs that are assigned to groups in another order are read in that order
     found[f"{LAYER}.g_idx"] = found[f"{LAYER}.g_idx"].flip(0)
-    assert not torch.equal(expansion.weight(LAYER, found.__getitem__), layout.as_loaded(tensor, torch.float32, [how]))
+    assert not torch.equal(expansion.weight(LAYER, found.__getitem__), layout.as_loaded(tensor, torch.float32, config))
 
 
 def test_the_config_is_what_its_readers_look_for() -> None:
