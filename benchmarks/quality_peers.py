@@ -38,6 +38,8 @@ OURS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "int8-w8a8": [("int8-dynamic", ())],
     "fp8-w8a8": [("fp8", ())],
 }
+# of ours, those that see no text, only their own random tokens
+DATA_FREE = {"int4-fast"}
 
 
 def constant(peer: str, name: str) -> Any:
@@ -81,15 +83,13 @@ def ours(
     recipe: str, changes: tuple[str, ...], model: str, request: dict[str, Any], calibration: Path
 ) -> dict[str, Any]:
     """One compile, and the checkpoint through the peers' score."""
-    options = [f"calibration.samples={request['samples']}", f"calibration.tokens={TOKENS}", *changes]
+    options = list(changes)
+    if recipe not in DATA_FREE:
+        options += [f"calibration.samples={request['samples']}", f"calibration.tokens={TOKENS}"]
     out = Path(request["out"])
-    arguments = [
-        "--calibration",
-        calibration,
-        *(word for option in options for word in ("--set", option)),
-        "--no-speed",
-    ]
-    result, done = compiled(model, recipe, out, *arguments)
+    arguments = [word for option in options for word in ("--set", option)]
+    text = [] if recipe in DATA_FREE else ["--calibration", calibration]
+    result, done = compiled(model, recipe, out, *text, *arguments, "--no-speed")
     answer, _ = helper(SIDES / "quantkit_side.py", {**request, "out": str(out / "model")})
     bits = [row["value"] for row in result["measurements"] if row["name"] == "size.bits_per_weight"]
     return {
