@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from quantkit import registry
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
+from quantkit.export._pack import pack
 from quantkit.export._trace import DOMAIN, Traced
 from quantkit.passes import decision
 from quantkit.scheme import WeightScheme
@@ -669,15 +670,3 @@ class _Packed:
             filled = np.pad(spread, ((0, 0), (0, -spread.shape[1] % per_byte))).astype(np.uint8)
             found.append(pack(filled, self.bits))
         return np.concatenate(found)
-
-
-def pack(words: Array, bits: int) -> Array:
-    """Unsigned words along the last axis into bytes, least significant first: [..., n] -> [..., n·bits/8]."""
-    per_byte = 8 // bits
-    if per_byte == 1:
-        return words
-    grouped = words.reshape(*words.shape[:-1], -1, per_byte)
-    result = np.zeros(grouped.shape[:-1], np.uint8)
-    for place in range(per_byte):
-        result |= grouped[..., place] << np.uint8(place * bits)
-    return result

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from quantkit import registry
 from quantkit.errors import InputError, did_you_mean
+from quantkit.export._pack import pack
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -322,8 +323,6 @@ def _dynamic(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Node
 
 
 def _matmul_nbits(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
-    from quantkit.export._dialect_ort import pack
-
     assert of.scheme is not None
     bits, block = registry.load("formats", of.scheme.format).bits, of.scheme.group or 0
     N, K = tensor.shape
@@ -344,8 +343,6 @@ def _matmul_nbits(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored],
 def _int4(codes: Array, axis: int) -> _Stored:
     """Codes of an INT4 tensor, two a byte, the first in the low half."""
     from onnx import TensorProto
-
-    from quantkit.export._dialect_ort import pack
 
     packed = pack((codes & 15).astype(np.uint8), 4)
     return _Stored(TensorProto.INT4, codes.shape, packed, axis, each=2 if axis == 1 else 1)

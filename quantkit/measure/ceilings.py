@@ -5,7 +5,8 @@ A roofline stands on these: no operation can take less than `max(bytes / read, f
     read     each thread takes the maximum over its part of an array that no cache holds; among NumPy's reductions the
              maximum of bytes is the one whose arithmetic hides behind the loads, so it comes closest to the memory
     copy     the same parts copied; the bytes count twice, once read and once written
-    compute  a square matrix product, 2 n^3 operations, as the library at hand does it on all cores
+    compute  a square matrix product, 2 n^3 operations, by the fastest library at hand
+    launch   the time of running a graph that does nothing
 
 Every figure is the median of repeated runs with its spread; nothing here is a promise of the hardware's maker.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -34,12 +35,25 @@ _NOISY = 0.1
 
 
 @dataclass(frozen=True)
+class Pool:
+    """The threads of ONNX Runtime's sessions.
+
+    Args:
+        threads: of one operation; None: all cores.
+        shared: they are those of `onnxruntime.set_global_thread_pool_sizes`; a process that called it must say so.
+    """
+
+    threads: int | None = None
+    shared: bool = False
+
+
+@dataclass(frozen=True)
 class Ceiling:
     """One measured ceiling.
 
     Args:
-        name: `ceiling.read`, `ceiling.copy` or `ceiling.compute`.
-        unit: `B/s`, `flop/s` or `op/s`.
+        name: `ceiling.read`, `ceiling.copy`, `ceiling.compute` or `ceiling.launch`.
+        unit: `B/s`, `flop/s`, `op/s` or `s`.
         samples: one figure a run, in `unit`; empty if it could not be measured.
         settings: how it was measured: threads, kernel, compute type.
         shape: bytes, or the sides of the matrices.
@@ -70,7 +84,7 @@ class Ceiling:
             value=self.value,
             unit=self.unit,
             stat="median",
-            better="higher",
+            better="lower" if self.unit == "s" else "higher",
             quantiles={f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 99)} if values else None,
             ci95=median_interval(values),
             n=len(values) or None,
@@ -113,19 +127,39 @@ def copy(threads: int, size: int, runs: int) -> Ceiling:
     return Ceiling("ceiling.copy", "B/s", samples, {"threads": threads, "kernel": "numpy copyto"}, {"bytes": size})
 
 
-def compute_fp32(size: int, runs: int) -> Ceiling:
-    """The rate of a float32 product of two [size, size] matrices, flop/s, as NumPy's BLAS does it."""
+def launch(threads: int, runs: int, pool: Pool | None = None) -> Ceiling:
+    """Seconds that ONNX Runtime takes to run a graph that does nothing: what every `session.run` costs at least."""
+    settings: dict[str, str | bool | int | float | None] = {"threads": threads, "kernel": "onnxruntime Identity"}
+    if not (machine.has("onnxruntime") and machine.has("onnx")):
+        return Ceiling("ceiling.launch", "s", (), settings, {"M": 1}, "not measured: onnxruntime or onnx is missing")
+    from onnx import TensorProto, helper
+
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "empty", ends[:1], ends[1:])
+    step = _onnxruntime(graph, {"x": np.zeros(1, np.float32)}, pool or Pool(threads))
+    # a thousand at a time: one alone is close to what the clock can tell
+    rates = _timed(lambda: [step() for _ in range(1000)], 1000.0, runs)
+    return Ceiling("ceiling.launch", "s", tuple(1 / rate for rate in rates), settings, {"M": 1})
+
+
+def compute_fp32(size: int, runs: int, pool: Pool | None = None) -> Ceiling:
+    """The rate of a float32 product of two [size, size] matrices, flop/s: the faster of NumPy's BLAS and ONNX Runtime.
+
+    Args:
+        size: side of the matrices.
+        runs: repetitions.
+        pool: of ONNX Runtime; None: all cores. NumPy's threads are set before it is imported (`OMP_NUM_THREADS`).
+    """
     generator = np.random.default_rng(0)
-    left = generator.standard_normal((size, size), np.float32)
-    right = generator.standard_normal((size, size), np.float32)
-    out = np.empty((size, size), np.float32)
-    samples = _timed(lambda: np.matmul(left, right, out=out), 2.0 * size**3, runs)
-    return Ceiling(
-        "ceiling.compute", "flop/s", samples, {"compute_type": "fp32", "kernel": "numpy matmul"}, _sides(size)
-    )
+
+    def pair(size: int) -> tuple[Any, Any]:
+        return generator.standard_normal((size, size), np.float32), generator.standard_normal((size, size), np.float32)
+
+    kernels = {"numpy matmul": _fp32_numpy, "onnxruntime MatMul": _fp32_onnxruntime}
+    return _compute("fp32", "flop/s", kernels, pair, size, runs, pool or Pool())
 
 
-def compute_int8(size: int, runs: int) -> Ceiling:
+def compute_int8(size: int, runs: int, pool: Pool | None = None) -> Ceiling:
     """The rate of an int8 product with int32 sums, op/s: the fastest kernel of torch and ONNX Runtime that is there.
 
     A kernel is first tried on matrices of an eighth of the side: without the instructions for it, a library may fall
@@ -136,20 +170,36 @@ def compute_int8(size: int, runs: int) -> Ceiling:
         "torch quantized linear": _int8_torch_quantized,
         "onnxruntime MatMulInteger": _int8_onnxruntime,
     }
+    return _compute("int8", "op/s", kernels, _int8_pair, size, runs, pool or Pool())
+
+
+def _compute(
+    kind: str,
+    unit: str,
+    kernels: Mapping[str, Callable[[Any, Any, Pool], Callable[[], object]]],
+    pair: Callable[[int], tuple[Any, Any]],
+    size: int,
+    runs: int,
+    pool: Pool,
+) -> Ceiling:
+    """The rate of the fastest of some kernels."""
     tried: dict[str, float] = {}
     reasons = []
     small = max(size // 8, 32)
     for name, make in kernels.items():
         try:
-            tried[name] = max(_timed(make(*_int8_pair(small)), 2.0 * small**3, 3))
+            tried[name] = max(_timed(make(*pair(small), pool), 2.0 * small**3, 3))
         except (ImportError, AttributeError, RuntimeError) as error:
             reasons.append(f"{name}: {(str(error) or type(error).__name__).splitlines()[0]}")
+    settings: dict[str, str | bool | int | float | None] = {"compute_type": kind, "kernel": None}
+    settings |= {"threads": pool.threads} if pool.threads is not None else {}
     if not tried:
-        reason = "not measured: " + "; ".join(reasons)
-        return Ceiling("ceiling.compute", "op/s", (), {"compute_type": "int8", "kernel": None}, _sides(size), reason)
-    best = max(tried, key=tried.__getitem__)
-    samples = _timed(kernels[best](*_int8_pair(size)), 2.0 * size**3, runs)
-    return Ceiling("ceiling.compute", "op/s", samples, {"compute_type": "int8", "kernel": best}, _sides(size))
+        return Ceiling("ceiling.compute", unit, (), settings, _sides(size), "not measured: " + "; ".join(reasons))
+    # those that come close to the fastest are tried at full size: small matrices flatter the one with less to set up
+    close = [name for name in tried if tried[name] * 3 > max(tried.values())]
+    found = {name: _timed(kernels[name](*pair(size), pool), 2.0 * size**3, runs) for name in close}
+    best = max(found, key=lambda name: float(np.median(found[name])))
+    return Ceiling("ceiling.compute", unit, found[best], settings | {"kernel": best}, _sides(size))
 
 
 def _sides(size: int) -> dict[str, int]:
@@ -167,7 +217,7 @@ def _need(*packages: str) -> None:
             raise ImportError(f"{package} is not installed")
 
 
-def _int8_torch(left: Bytes, right: Bytes) -> Callable[[], object]:
+def _int8_torch(left: Bytes, right: Bytes, pool: Pool) -> Callable[[], object]:
     _need("torch")
     import torch
 
@@ -175,7 +225,7 @@ def _int8_torch(left: Bytes, right: Bytes) -> Callable[[], object]:
     return lambda: torch._int_mm(x, w)
 
 
-def _int8_torch_quantized(left: Bytes, right: Bytes) -> Callable[[], object]:
+def _int8_torch_quantized(left: Bytes, right: Bytes, pool: Pool) -> Callable[[], object]:
     _need("torch")
     import torch
 
@@ -187,23 +237,51 @@ def _int8_torch_quantized(left: Bytes, right: Bytes) -> Callable[[], object]:
     return lambda: torch.ops.quantized.linear(x, packed, 1000.0, 128)
 
 
-def _int8_onnxruntime(left: Bytes, right: Bytes) -> Callable[[], object]:
+def _int8_onnxruntime(left: Bytes, right: Bytes, pool: Pool) -> Callable[[], object]:
+    return _product("MatMulInteger", left, right, pool)
+
+
+def _fp32_numpy(left: Any, right: Any, pool: Pool) -> Callable[[], object]:
+    out = np.empty_like(left)
+    return lambda: np.matmul(left, right, out=out)
+
+
+def _fp32_onnxruntime(left: Any, right: Any, pool: Pool) -> Callable[[], object]:
+    return _product("MatMul", left, right, pool)
+
+
+def _product(kind: str, left: Any, right: Any, pool: Pool) -> Callable[[], object]:
+    """A product in ONNX Runtime, by a weight that it knows."""
     _need("onnxruntime", "onnx")
-    import onnxruntime
     from onnx import TensorProto, helper, numpy_helper
 
-    size = left.shape[0]
-    node = helper.make_node("MatMulInteger", ["x", "w"], ["y"])
+    types = (TensorProto.INT8, TensorProto.INT32) if left.dtype == np.int8 else (TensorProto.FLOAT,) * 2
+    ends = [helper.make_tensor_value_info(name, kind, left.shape) for name, kind in zip("xy", types, strict=True)]
     graph = helper.make_graph(
-        [node],
-        "int8",
-        [helper.make_tensor_value_info("x", TensorProto.INT8, [size, size])],
-        [helper.make_tensor_value_info("y", TensorProto.INT32, [size, size])],
-        [numpy_helper.from_array(right, "w")],
+        [helper.make_node(kind, ["x", "w"], ["y"])], kind, ends[:1], ends[1:], [numpy_helper.from_array(right, "w")]
     )
+    return _onnxruntime(graph, {"x": left}, pool)
+
+
+def _onnxruntime(graph: Any, feeds: dict[str, Any], pool: Pool) -> Callable[[], object]:
+    """A graph in a session, from memory to memory."""
+    import onnxruntime
+    from onnx import helper
+
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return lambda: session.run(None, {"x": left})
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if pool.shared:
+        options.use_per_session_threads = False
+    elif pool.threads is not None:
+        options.intra_op_num_threads = pool.threads
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    binding = session.io_binding()
+    for name, values in feeds.items():
+        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(values))
+    (out,) = session.run(None, feeds)
+    binding.bind_ortvalue_output("y", onnxruntime.OrtValue.ortvalue_from_numpy(out))
+    return lambda: session.run_with_iobinding(binding)
 
 
 def _rates(task: Callable[[Any], object], parts: list[Any], size: int, runs: int) -> tuple[float, ...]:

@@ -21,7 +21,7 @@ from quantkit.errors import InputError
 from quantkit.measure import ceilings as _ceilings
 from quantkit.measure.ceilings import Ceiling
 from quantkit.measure.rows import Baseline, Device, Operation, Row
-from quantkit.measure.tax import Cost, Limits, Shape, ideal, win_intervals
+from quantkit.measure.tax import Cost, Limits, Shape, ideal, win_flags, win_intervals, win_settings
 from quantkit.plan import machine
 from quantkit.stats.abba import Comparison, Interval, compare, interleave
 
@@ -171,7 +171,7 @@ def measure(
     cells = _cells(plan)
     _time(cells, (baseline, subject), plan, progress, clock)
     progress(1.0, "ceilings")
-    measured = _joined(before, ceilings())
+    measured = joined(before, ceilings())
     limits = Limits.of(measured)
     for cell in cells:
         if not cell.skipped:
@@ -293,7 +293,7 @@ def _warm(cell: _Cell, entry: Entry, suffix: str, clock: Callable[[], float]) ->
         raise _TooLarge(f"{error.code}{suffix}") from None
 
 
-def _joined(before: Sequence[Ceiling], after: Sequence[Ceiling]) -> list[Ceiling]:
+def joined(before: Sequence[Ceiling], after: Sequence[Ceiling]) -> list[Ceiling]:
     """The samples of both: each ceiling's halves are then the start and the end of the run."""
     return [
         replace(first, samples=first.samples + second.samples)
@@ -453,16 +453,8 @@ def _break_even(
     wins = win_intervals(
         sizes, [f.ratio_ci95[0] for f in found], [f.ratio for f in found], np.stack([f.draws for f in found])
     )
-    settings |= {"measured_from": sizes[0], "measured_to": sizes[-1], "wins": len(wins)}
-    settings["win_intervals"] = ", ".join(f"{w.start or sizes[0]:.4g} to {w.end or sizes[-1]:.4g}" for w in wins)
-    for i, win in enumerate(wins, start=1):
-        for end, value, ci95 in (("from", win.start, win.start_ci95), ("to", win.end, win.end_ci95)):
-            settings[f"win_{i}_{end}"] = value
-            settings[f"win_{i}_{end}_low"], settings[f"win_{i}_{end}_high"] = ci95 or (None, None)
-    if not wins:
-        flags.insert(0, "wins-nowhere")
-    elif wins[0].end is None:
-        flags.insert(0, "wins-everywhere" if wins[0].start is None else "wins-to-the-end")
+    settings |= win_settings(wins, sizes)
+    flags = [*win_flags(wins), *flags]
     first = wins[0] if wins else None
     return Row(
         value=first.end if first else None,

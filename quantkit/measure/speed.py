@@ -7,19 +7,16 @@ fusions, same threads, other weights.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import resource
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError, MissingDependency
+from quantkit.measure import child
 from quantkit.measure.latency import Entry, Plan, measure
 from quantkit.measure.rows import Baseline, Device, Row
 from quantkit.measure.tax import Cost
@@ -133,52 +130,9 @@ def _memory(job: Job, weighed: Mapping[str, Mapping[str, int]]) -> Row:
 
 
 def _child(arguments: list[str], text: str, progress: Callable[[float, str], None] | None) -> list[str]:
-    """Lines that a child process printed; what it says of its progress is passed on.
-
-    Raises:
-        InputError: what the child met, or `speed-failed` if it ended without a word.
-    """
-    # not `-m`, which would import from the current folder: a file there that is called like a package would be run
-    root = str(Path(__file__).parents[2])
-    program = f"import sys; sys.path.append({root!r}); from quantkit.measure.speed import main; main(sys.argv[1:])"
-    command = [sys.executable, "-P", "-c", program, *arguments]
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as said,
-        subprocess.Popen(  # noqa: S603 (our own module)
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
-        ) as process,
-    ):
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            with contextlib.suppress(BrokenPipeError):  # it has ended already, and says why
-                process.stdin.write(text)
-                process.stdin.close()
-            lines = []
-            for line in process.stdout:
-                kind, _, rest = line.rstrip("\n").partition(" ")
-                if kind == "row":
-                    lines.append(rest)
-                elif kind == "at" and progress is not None:
-                    share, _, words = rest.partition(" ")
-                    progress(float(share), words)
-                elif kind == "error":
-                    raise InputError(**json.loads(rest))
-        except BaseException:
-            process.kill()
-            raise
-        code = process.wait()
-        said.seek(0)
-        last = next((line.strip() for line in reversed(said.read().splitlines()) if line.strip()), "")
-    if code != 0:
-        raise InputError(
-            "speed-failed",
-            where="timing",
-            value=f"the process that was timed ended with {code}{f': {last[:200]}' if last else ''}",
-            rule="it ends by itself; a negative number is a signal: -9 is often too little memory",
-            remedy="try smaller batches: quantkit measure BUNDLE --batch 1,2,4",
-        )
-    return lines
+    """Lines that a child process printed. Raises InputError: what the child met, or `speed-failed`."""
+    remedy = "try smaller batches: quantkit measure BUNDLE --batch 1,2,4"
+    return child.lines(__name__, arguments, text, progress, remedy=remedy)
 
 
 def _cost(model: Loaded, part: Part) -> Cost:
@@ -246,13 +200,4 @@ def _status(key: str) -> int:
 
 def main(arguments: list[str]) -> None:
     """The child: `time` with a job on stdin, or `weigh FOLDER THREADS`."""
-    from quantkit.errors import QuantkitError
-
-    try:
-        if arguments[0] == "time":
-            _time(json.load(sys.stdin))
-        else:
-            _weigh(*arguments[1:])
-    except QuantkitError as problem:
-        fields = ("code", "where", "value", "rule", "remedy")
-        print("error " + json.dumps({name: str(getattr(problem, name)) for name in fields}), flush=True)
+    child.answering(lambda: _time(json.load(sys.stdin)) if arguments[0] == "time" else _weigh(*arguments[1:]))

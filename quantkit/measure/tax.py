@@ -181,10 +181,16 @@ def ideal(ours: Cost, theirs: Cost, limits: Limits, shape: Callable[[float], Sha
     Returns:
         (M, "") or (None, `no-ceiling` | `ideal-wins-nowhere` | `ideal-wins-everywhere`, up to 65,536).
     """
+    return ideal_sum([(ours, theirs, 1)], limits, shape)
+
+
+def ideal_sum(
+    parts: Sequence[tuple[Cost, Cost, int]], limits: Limits, shape: Callable[[float], Shape]
+) -> tuple[float | None, str]:
+    """`ideal` of several operations one after the other: (the format's cost, the baseline's, how often)."""
 
     def promise(m: float) -> float | None:
-        bound, other = (cost.bound(*shape(m), limits) for cost in (ours, theirs))
-        return None if bound is None or other is None else other / bound
+        return promised(parts, limits, shape(m))
 
     least, most = 1.0, _LARGEST
     start, end = promise(least), promise(most)
@@ -201,3 +207,35 @@ def ideal(ours: Cost, theirs: Cost, limits: Limits, shape: Callable[[float], Sha
         else:
             most = middle
     return math.sqrt(least * most), ""
+
+
+def promised(parts: Sequence[tuple[Cost, Cost, int]], limits: Limits, shape: Shape) -> float | None:
+    """S* of several operations one after the other; None if a ceiling is not known."""
+    bounds = [(ours.bound(*shape, limits), theirs.bound(*shape, limits), count) for ours, theirs, count in parts]
+    if any(own is None or other is None for own, other, _ in bounds):
+        return None
+    return sum((other or 0.0) * n for _, other, n in bounds) / sum((own or 0.0) * n for own, _, n in bounds)
+
+
+def win_settings(wins: Sequence[Win], sizes: Sequence[int]) -> dict[str, float | int | str | None]:
+    """What a `tax.break_even` row says of the intervals: `win_1_from`, `win_1_to_low`, ...; null at the edges."""
+    found: dict[str, float | int | str | None] = {
+        "measured_from": sizes[0],
+        "measured_to": sizes[-1],
+        "wins": len(wins),
+        "win_intervals": ", ".join(f"{w.start or sizes[0]:.4g} to {w.end or sizes[-1]:.4g}" for w in wins),
+    }
+    for i, win in enumerate(wins, start=1):
+        for end, value, ci95 in (("from", win.start, win.start_ci95), ("to", win.end, win.end_ci95)):
+            found[f"win_{i}_{end}"] = value
+            found[f"win_{i}_{end}_low"], found[f"win_{i}_{end}_high"] = ci95 or (None, None)
+    return found
+
+
+def win_flags(wins: Sequence[Win]) -> list[str]:
+    """Why a break-even row has no value: `wins-nowhere`, `wins-everywhere`, `wins-to-the-end`."""
+    if not wins:
+        return ["wins-nowhere"]
+    if wins[0].end is None:
+        return ["wins-everywhere" if wins[0].start is None else "wins-to-the-end"]
+    return []

@@ -67,6 +67,7 @@ class Comparison:
         n: steps of each side.
         draws: `[resamples]` the ratio in each resample, for what is computed from several comparisons.
         flags: `p99-from-few`, `interval-spans-1`, `aa-exceeds-effect`, `noisy`.
+        tail: share of the draws below the interval of the ratio, and above it; less than 2.5 % where groups are few.
     """
 
     quantiles: dict[str, float]
@@ -81,6 +82,7 @@ class Comparison:
     n: int
     draws: Array
     flags: tuple[str, ...]
+    tail: float = 0.025
 
 
 def interleave(
@@ -144,6 +146,7 @@ def compare(
     if subject.shape[0] < 2 or not (np.all(subject > 0) and np.all(baseline > 0)):
         raise ValueError("a comparison needs two blocks and times above zero")
     generator = np.random.default_rng(seed)
+    tail = _tail(_grouping(subject.shape[0])[1])
     point, draws, (p50, p99) = _resampled(subject, baseline, resamples, generator)
     spread = max(aa_spread(side, generator) for side in (subject, baseline))
     flags = {
@@ -165,7 +168,23 @@ def compare(
         n=subject.size,
         draws=draws,
         flags=tuple(flag for flag, holds in flags.items() if holds),
+        tail=tail,
     )
+
+
+def summed(parts: Sequence[Comparison], counts: Sequence[int]) -> tuple[float, Interval, Array]:
+    """(ratio, its 95 % interval, draws) of the sum of several things, each `counts` times, compared one by one.
+
+    ratio = Σ c·hp / Σ c·(hp / ratio). Parts were timed after each other; compare them with seeds of their own, so that
+    their draws are independent. Medians of the baseline are taken as they are, since each ratio's draws carry the noise
+    of both sides.
+    """
+    weights = np.array([count * part.baseline["p50"] for part, count in zip(parts, counts, strict=True)])
+    ratio = float(weights.sum() / sum(w / part.ratio for w, part in zip(weights, parts, strict=True)))
+    draws = weights.sum() / sum(w / part.draws for w, part in zip(weights, parts, strict=True))
+    tail = min(part.tail for part in parts)
+    low, high = (float(x) for x in np.quantile(draws, (tail, 1 - tail)))
+    return ratio, (min(low, ratio), max(high, ratio)), draws
 
 
 def aa_spread(times: Array, generator: np.random.Generator) -> float:
@@ -196,11 +215,9 @@ def _resampled(
     """(both ratios, draws of the first [resamples], both intervals)."""
     try:
         from scipy import stats
-        from scipy.special import ndtr
     except ImportError:
         raise MissingDependency("scipy", extra="onnx", purpose="a bootstrap interval") from None
-    size = max(1, subject.shape[0] // _GROUPS)
-    groups = subject.shape[0] // size
+    size, groups = _grouping(subject.shape[0])
     # the odd blocks at the start belong to no group; they are the least settled ones
     above, below = (side[-groups * size :].reshape(groups, -1) for side in (baseline, subject))
 
@@ -210,12 +227,11 @@ def _resampled(
         result: Array = high / low
         return result
 
-    reach = student(0.95, groups - 1) * (groups / (groups - 1)) ** 0.5
     found = stats.bootstrap(
         (np.arange(groups),),
         ratios,
         vectorized=True,
-        confidence_level=1 - 2 * float(ndtr(-reach)),
+        confidence_level=1 - 2 * _tail(groups),
         n_resamples=resamples,
         method="percentile",
         rng=generator,
@@ -225,6 +241,21 @@ def _resampled(
     point = [_quantiles(baseline)[q] / _quantiles(subject)[q] for q in ("p50", "p99")]
     intervals = [(float(min(low[i], point[i])), float(max(high[i], point[i]))) for i in (0, 1)]
     return point, found.bootstrap_distribution[0], (intervals[0], intervals[1])
+
+
+def _grouping(blocks: int) -> tuple[int, int]:
+    """(neighbouring blocks in a group, groups)."""
+    size = max(1, blocks // _GROUPS)
+    return size, blocks // size
+
+
+def _tail(groups: int) -> float:
+    """The share of draws to leave on each side, so that so few groups cover 95 %."""
+    try:
+        from scipy.special import ndtr
+    except ImportError:
+        raise MissingDependency("scipy", extra="onnx", purpose="a bootstrap interval") from None
+    return float(ndtr(-student(0.95, groups - 1) * (groups / (groups - 1)) ** 0.5))
 
 
 def _quantiles(times: Array) -> dict[str, float]:

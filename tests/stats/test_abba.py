@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quantkit.stats.abba import aa_spread, compare, interleave, median_interval
+from quantkit.stats.abba import aa_spread, compare, interleave, median_interval, summed
 
 BURST = 2
 
@@ -199,3 +199,28 @@ def test_a_seed_fixes_it():
 def test_what_is_no_pair_of_sides_is_refused(sides):
     with pytest.raises(ValueError, match="two"):
         compare(*sides)
+
+
+def test_a_sum_of_comparisons_covers_the_true_ratio_of_the_sums():
+    rng = np.random.default_rng(5)
+    hp, own, counts = (3.0, 1.0), (1.0, 2.0), (2, 5)
+    true = sum(c * t for c, t in zip(counts, hp, strict=True)) / sum(c * t for c, t in zip(counts, own, strict=True))
+    held = 0
+    for night in range(40):
+        parts = []
+        for i in (0, 1):
+            times = [mean * np.exp(0.05 * rng.standard_normal((12, 2, 2))) for mean in (own[i], hp[i])]
+            parts.append(compare(*times, seed=2 * night + i, resamples=499))
+        ratio, (low, high), draws = summed(parts, counts)
+        assert low <= ratio <= high
+        assert draws.shape == parts[0].draws.shape
+        held += low <= true <= high
+    assert held >= 35
+
+
+def test_a_sum_of_one_is_that_one():
+    rng = np.random.default_rng(6)
+    part = compare(*(np.exp(0.02 * rng.standard_normal((12, 2, 2))) for _ in range(2)))
+    ratio, ci95, _ = summed([part], [7])
+    assert ratio == pytest.approx(part.ratio)
+    assert ci95 == pytest.approx(part.ratio_ci95, rel=0.002)
