@@ -10,6 +10,8 @@ import pytest
 
 # the matrices are tiny: more threads would only wait for one another; read when torch is first imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# kernels run in Triton's interpreter, which has to be chosen before anything imports Triton
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="module")

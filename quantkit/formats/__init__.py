@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from quantkit.scheme import WeightScheme
-
 if TYPE_CHECKING:
     import torch
+
+    from quantkit.scheme import WeightScheme
 
 
 @dataclass(frozen=True)

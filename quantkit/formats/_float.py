@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from quantkit.formats import QuantTensor, Rules
-from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch
+
+    from quantkit.scheme import WeightScheme
 
 
 @dataclass(frozen=True)

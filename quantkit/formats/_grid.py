@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit.formats import QuantTensor, Rules
 from quantkit.formats._layout import against, extremes, scale_shape, split
-from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch
+
+    from quantkit.scheme import WeightScheme
 
 # bits of one scale as it is stored; `double` also has an absmax for every 256, and an offset
 _SCALE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "e8m0": 8, "fp8_e4m3": 8, "double": 8}

@@ -16,10 +16,11 @@ from quantkit import registry
 from quantkit.formats import Rules, _bits
 from quantkit.formats import _grid as grid
 from quantkit.formats._grid import GridFormat
-from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch
+
+    from quantkit.scheme import WeightScheme
 
 
 def stored(scale: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from quantkit.formats import Rules
 from quantkit.formats._elements import Element
 from quantkit.formats._grid import GridFormat
-from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch
+
+    from quantkit.scheme import WeightScheme
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit.formats import Nested, Rules
 from quantkit.formats._scaled import ScaledFormat
-from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch
+
+    from quantkit.scheme import WeightScheme
 
 # quantiles of the normal distribution, zero and both ends included, as bitsandbytes rounds them
 VALUES = (

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from quantkit.formats import Rules
 from quantkit.formats._elements import FP4_E2M1, FP8_E4M3
 from quantkit.formats._scaled import ScaledFormat
-from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch
+
+    from quantkit.scheme import WeightScheme
 
 
 class Nvfp4(ScaledFormat):

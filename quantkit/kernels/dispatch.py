@@ -1,0 +1,157 @@
+"""Which kernel multiplies at which batch: the fastest that was measured, within the memory one allows.
+
+Candidates are ours (`weight_only`, `native`), torch's own (`_weight_int4pack_mm`, `_int_mm`, `_scaled_mm`), a peer's,
+or dequantize-then-matmul. What they took comes from outside, as plain data; choosing is a pure function of it:
+
+    choice(shape, M) = the candidate of the smallest seconds at M among those that hold no copy in high precision
+                       (unless asked otherwise); ties go to fewer resident bytes, then by name
+
+Between two measured batches the choice of the larger one holds: what a kernel does for 17 rows is what it does for a
+tile of 32. The table is plain data again, so that a bundle can carry it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.errors import InputError
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One candidate at one shape and batch.
+
+    Args:
+        candidate: its name: `weight_only`, `torch._int_mm`, `dequantize_matmul`, ...
+        shape: (N, K) of the weight.
+        batch: M, rows of x.
+        seconds: median.
+        resident_bytes: all that stays in memory between calls: the packed weight, and any copy of it.
+        config: of ours: what `configs.Config.as_dict` gives; None of others.
+        copy: whether a copy of the weight in high precision stays resident.
+    """
+
+    candidate: str
+    shape: tuple[int, int]
+    batch: int
+    seconds: float
+    resident_bytes: int
+    config: Mapping[str, int] | None = None
+    copy: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to run up to and including a batch.
+
+    Args:
+        batch: the largest M it was chosen for.
+        candidate: what to run.
+        config: with which tile sizes.
+        seconds: what it took.
+        resident_bytes: what it keeps.
+    """
+
+    batch: int
+    candidate: str
+    config: Mapping[str, int] | None
+    seconds: float
+    resident_bytes: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """The choices of a device: (N, K) -> by rising batch."""
+
+    choices: Mapping[tuple[int, int], Sequence[Choice]]
+
+    def choose(self, shape: tuple[int, int], batch: int) -> Choice:
+        """The choice for M = `batch`: that of the next batch that was measured; beyond the largest, its choice.
+
+        Raises:
+            InputError: `shape-unmeasured`, `batch-invalid`.
+        """
+        if batch < 1:
+            raise InputError("batch-invalid", value=f"a batch of {batch}", rule="a batch is 1 or more")
+        if shape not in self.choices:
+            raise InputError(
+                "shape-unmeasured",
+                value=f"N {shape[0]}, K {shape[1]}",
+                rule="a kernel is chosen from what was measured on the device",
+                remedy=f"measured: {', '.join(f'{n}x{k}' for n, k in sorted(self.choices)) or 'none'}",
+            )
+        known = self.choices[shape]
+        place = bisect_left([choice.batch for choice in known], batch)
+        return known[min(place, len(known) - 1)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for a bundle: `{"schema": 1, "choices": [{"N", "K", "by_batch": [...]}]}`."""
+        shapes = [
+            {"N": n, "K": k, "by_batch": [_plain(choice) for choice in choices]}
+            for (n, k), choices in sorted(self.choices.items())
+        ]
+        return {"schema": 1, "choices": shapes}
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Table:
+        """The inverse of `as_dict`.
+
+        Raises:
+            InputError: `dispatch-invalid`.
+        """
+        try:
+            if data["schema"] != 1:
+                raise KeyError("schema 1")
+            shapes = {(s["N"], s["K"]): tuple(Choice(**choice) for choice in s["by_batch"]) for s in data["choices"]}
+        except (KeyError, TypeError) as error:
+            raise InputError(
+                "dispatch-invalid",
+                value=str(error),
+                rule="a table as `Table.as_dict` writes it",
+                remedy="measure again",
+            ) from None
+        return cls(shapes)
+
+
+def fastest(timings: Iterable[Timing], *, copies: bool = False) -> Table:
+    """The fastest candidate for every shape and batch measured.
+
+    Args:
+        timings: any number for each shape and batch; those without a finite time above zero are passed over.
+        copies: whether candidates may keep a copy of the weight in high precision.
+
+    Raises:
+        InputError: `nothing-measured`: a shape and batch of which nothing may be chosen.
+    """
+    groups: dict[tuple[tuple[int, int], int], list[Timing]] = {}
+    for timing in timings:
+        able = groups.setdefault((timing.shape, timing.batch), [])
+        if 0 < timing.seconds < float("inf") and (copies or not timing.copy):
+            able.append(timing)
+    choices: dict[tuple[int, int], list[Choice]] = {}
+    for (shape, batch), able in sorted(groups.items()):
+        if not able:
+            raise InputError(
+                "nothing-measured",
+                value=f"N {shape[0]}, K {shape[1]}, batch {batch}",
+                rule="a time of at least one candidate without a copy in high precision",
+                remedy="measure dequantize_matmul: it always runs",
+            )
+        best = min(able, key=lambda t: (t.seconds, t.resident_bytes, t.candidate))
+        choices.setdefault(shape, []).append(
+            Choice(batch, best.candidate, best.config, best.seconds, best.resident_bytes)
+        )
+    return Table({shape: tuple(found) for shape, found in choices.items()})
+
+
+def _plain(choice: Choice) -> dict[str, Any]:
+    return {
+        "batch": choice.batch,
+        "candidate": choice.candidate,
+        "config": None if choice.config is None else dict(choice.config),
+        "seconds": choice.seconds,
+        "resident_bytes": choice.resident_bytes,
+    }

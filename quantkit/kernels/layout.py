@@ -1,0 +1,303 @@
+"""Weights as the kernels read them: every thread loads 16 bytes that hold its own matrix fragment.
+
+A tensor core takes its left operand from registers, 16 rows by 32 bytes at a time; of such a fragment, lane 4 g + t
+holds (PTX ISA, fragments of `mma.m16n8k16` and `mma.m16n8k32`; a warp of `wgmma.m64nNk16` has the same)
+
+    row  g + 8 rl    rl = 0, 1        column  4 H rh + H t + h    rh = 0, 1    h < H elements of one register
+
+with H = 2 for 16-bit operands and 4 for 8-bit ones. A *tile* is 16 rows by P fragments side by side, P = 16 / bits: a
+32-bit word (g, t, rh, rl) holds elements h = 0 .. H-1 of all P fragments, so that decoding a word gives P registers,
+each in its place. No weight moves between threads, and a warp reads a tile, 512 bytes, with one load.
+
+    format      operand   P   tile      bit of element h of fragment i
+    int4        16 bits   4   16 x 64   16 h + 4 i       (a mask and one shift leave fragment i in both halves)
+    nf4         16 bits   4   16 x 64   8 i + 4 h        (four codes of 16 bits select four table bytes at once)
+    int8, fp8   16 bits   2   16 x 32   16 h + 8 i
+    8-bit x 8   8 bits    1   16 x 32   8 h
+
+Tiles of the same 16 rows follow each other along K: words [4096, 14336] int4 are int32 [256, 224, 128].
+Rows and columns are filled up with code 0 to whole tiles; the kernels never multiply what was filled in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from quantkit.errors import InputError, unknown_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantkit.formats import QuantTensor
+
+ROWS = 16
+WORDS = 128
+# scales that share a float32 when they are quantized themselves: `formats.Nested`
+NESTED = 256
+
+
+@dataclass(frozen=True)
+class Words:
+    """How the codes of one kind lie in 32-bit words.
+
+    Args:
+        bits: of a code.
+        lanes: H, elements of a fragment in one register.
+        stride: bits from element h to h + 1, and from fragment i to i + 1.
+        offset: added to a signed code, so that it is stored without a sign.
+    """
+
+    bits: int
+    lanes: int
+    stride: tuple[int, int]
+    offset: int
+
+    @property
+    def fragments(self) -> int:
+        """P, fragments in a tile."""
+        return 32 // (self.bits * self.lanes)
+
+    @property
+    def columns(self) -> int:
+        """Of a tile."""
+        return 8 * self.lanes * self.fragments
+
+
+KINDS = {
+    "int4": Words(4, 2, (16, 4), 8),
+    "nf4": Words(4, 2, (4, 8), 0),
+    "int8": Words(8, 2, (16, 8), 128),
+    "fp8_e4m3": Words(8, 2, (16, 8), 0),
+    "int8.native": Words(8, 4, (8, 0), 0),
+    "fp8_e4m3.native": Words(8, 4, (8, 0), 0),
+}
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [N, K] in the kernels' layout. Np and Tp: N and K in whole tiles of 16 rows and `KINDS[kind]` columns.
+
+    Args:
+        kind: one of `KINDS`; `.native` goes with 8-bit inputs.
+        words: [Np / 16, Tp, 128] int32.
+        scale: [G, Np], in the dtype it is stored in; of nested scales their codes, uint8.
+        zero: [G, Np] uint8, `zero + offset`; None when symmetric.
+        shape: (N, K).
+        group: columns that share a scale; K where a row has one scale.
+        nested: absmax [ceil(N * G / 256)], values of the codes [256], offset [1], all float32; None of plain scales.
+        rows_share: rows that share a scale in the source; 0: all of them (a scale for the tensor).
+    """
+
+    kind: str
+    words: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    shape: tuple[int, int]
+    group: int
+    nested: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    rows_share: int = 1
+
+    @property
+    def groups(self) -> int:
+        """G, scales along K."""
+        return self.scale.shape[0]
+
+    @property
+    def resident_bytes(self) -> int:
+        """What the weight takes in memory."""
+        parts = [self.words, self.scale, *(() if self.zero is None else (self.zero,)), *(self.nested or ())]
+        return sum(part.numel() * part.element_size() for part in parts)
+
+    def to(self, device: str | torch.device) -> PackedWeight:
+        """A copy on another device."""
+        return replace(
+            self,
+            words=self.words.to(device),
+            scale=self.scale.to(device),
+            zero=None if self.zero is None else self.zero.to(device),
+            nested=self.nested and (self.nested[0].to(device), self.nested[1].to(device), self.nested[2].to(device)),
+        )
+
+
+def pack(tensor: QuantTensor, *, native: bool = False) -> PackedWeight:
+    """A quantized weight in the kernels' layout; nothing is rounded.
+
+    Args:
+        tensor: of a format in `KINDS`, without a global scale.
+        native: for products with 8-bit inputs; one scale a row.
+
+    Raises:
+        InputError: `unknown-kernel`, `group-unsupported`, `kernel-unsupported`.
+    """
+    scheme, (rows, columns) = tensor.scheme, tensor.shape
+    nested, scale, share = None, tensor.scale, 1
+    if scheme.granularity == "block":
+        share = scheme.group or rows
+        scale = scale.repeat_interleave(share, dim=0)[:rows]
+    elif scheme.granularity == "tensor":
+        share, scale = 0, scale.expand(rows, 1)
+    if tensor.nested is not None:
+        from quantkit.formats.nf4 import dynamic_values
+
+        at = tensor.scale.device
+        nested = (tensor.nested.absmax, dynamic_values().to(at), tensor.nested.offset.reshape(1))
+        scale = tensor.nested.codes.reshape(scale.shape)
+    group = scheme.group if scheme.granularity in ("group", "block") and scheme.group else columns
+    return pack_parts(
+        f"{scheme.format}.native" if native else scheme.format,
+        tensor.codes,
+        scale,
+        tensor.zero,
+        group=group,
+        nested=nested,
+        rows_share=share,
+    )
+
+
+def pack_parts(
+    kind: str,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None = None,
+    *,
+    group: int | None = None,
+    nested: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    rows_share: int = 1,
+) -> PackedWeight:
+    """`pack` of plain tensors, for where schemes are not at hand.
+
+    Args:
+        kind: one of `KINDS`.
+        codes: [N, K] as in `QuantTensor`: int8, uint8 places in a codebook, or float8.
+        scale: [N, G]; codes of nested scales are uint8.
+        zero: [N, G] int8.
+        group: columns that share a scale; None is K / G.
+        nested: absmax, values and offset of nested scales.
+        rows_share: see `PackedWeight`.
+
+    Raises:
+        InputError: `unknown-kernel`, `group-unsupported`, `kernel-unsupported`.
+    """
+    import torch
+
+    if kind not in KINDS:
+        raise unknown_name("kernel", kind, KINDS)
+    form, (rows, columns) = KINDS[kind], (codes.shape[0], codes.shape[1])
+    group = group or columns // scale.shape[1]
+    _check(kind, form, scale, zero, columns, group)
+    unsigned = codes.view(torch.uint8) if codes.is_floating_point() else (codes.to(torch.int16) + form.offset)
+    filled = _padded(unsigned.to(torch.int32) & 255, -rows % ROWS, -columns % form.columns)
+    half, parts = form.lanes, form.fragments
+    # rows 16 R + 8 rl + g, columns (8 H P) T + 8 H i + 4 H rh + H t + h
+    view = filled.view(filled.shape[0] // ROWS, 2, 8, -1, parts, 2, 4, half)
+    ordered = view.permute(0, 3, 2, 6, 5, 1, 4, 7)  # R, T, g, t, rh, rl, i, h
+    at = [[form.stride[0] * h + form.stride[1] * i for h in range(half)] for i in range(parts)]
+    shifts = torch.tensor(at, dtype=torch.int32, device=codes.device)
+    words = (ordered << shifts).sum(dim=(-2, -1), dtype=torch.int32)
+    return PackedWeight(
+        kind,
+        words.reshape(words.shape[0], words.shape[1], WORDS).contiguous(),
+        _by_group(scale, filled.shape[0]),
+        None if zero is None else _by_group((zero.to(torch.int16) + form.offset).to(torch.uint8), filled.shape[0]),
+        (rows, columns),
+        group,
+        nested,
+        rows_share,
+    )
+
+
+def codes_of(packed: PackedWeight) -> torch.Tensor:
+    """The codes [N, K] that were packed, as `QuantTensor` has them; float8 ones as their bytes, uint8."""
+    import torch
+
+    form, (rows, columns) = KINDS[packed.kind], packed.shape
+    half, parts = form.lanes, form.fragments
+    at = [[form.stride[0] * h + form.stride[1] * i for h in range(half)] for i in range(parts)]
+    shifts = torch.tensor(at, dtype=torch.int32, device=packed.words.device)
+    tiles = packed.words.view(*packed.words.shape[:2], 8, 4, 2, 2, 1, 1)
+    every = (tiles >> shifts) & (2**form.bits - 1)  # R, T, g, t, rh, rl, i, h
+    flat = every.permute(0, 5, 2, 1, 6, 4, 3, 7).reshape(packed.words.shape[0] * ROWS, -1)[:rows, :columns]
+    unsigned: torch.Tensor = flat.to(torch.uint8)
+    if not packed.kind.startswith("int"):
+        return unsigned
+    # a native code was cut to its byte; an offset code is at home between -offset and offset - 1
+    return unsigned.view(torch.int8) if form.offset == 0 else (unsigned.to(torch.int16) - form.offset).to(torch.int8)
+
+
+def unpack(packed: PackedWeight, like: QuantTensor) -> QuantTensor:
+    """The inverse of `pack`, bit for bit, for tests and exports.
+
+    Args:
+        packed: the weight.
+        like: gives what the kernels do not need: scheme, codebook and, of nested scales, their effective values.
+    """
+    import torch
+
+    rows = packed.shape[0]
+    codes = codes_of(packed)
+    if packed.kind.startswith("fp8"):
+        codes = codes.view(torch.float8_e4m3fn)
+    scale = packed.scale[:, :rows].T
+    nested = like.nested
+    if nested is not None and packed.nested is not None:
+        nested = replace(nested, codes=scale.reshape(-1), absmax=packed.nested[0], offset=packed.nested[2].reshape(()))
+        scale = like.scale
+    scale = scale[:1] if packed.rows_share == 0 else scale[:: packed.rows_share]
+    zero = None
+    if packed.zero is not None:
+        zero = (packed.zero[:, :rows].T.to(torch.int16) - KINDS[packed.kind].offset).to(torch.int8).contiguous()
+    return like.replace(codes=codes, scale=scale.contiguous(), zero=zero, nested=nested)
+
+
+def scales_of(packed: PackedWeight) -> torch.Tensor:
+    """Effective scales [N, G] float32."""
+    rows = packed.shape[0]
+    scale = packed.scale[:, :rows].T
+    if packed.nested is None:
+        plain: torch.Tensor = scale.float()
+        return plain
+    absmax, values, offset = packed.nested
+    flat: torch.Tensor = values[scale.reshape(-1).int()] * absmax.repeat_interleave(NESTED)[: scale.numel()] + offset
+    return flat.reshape(scale.shape)
+
+
+def _check(kind: str, form: Words, scale: torch.Tensor, zero: torch.Tensor | None, columns: int, group: int) -> None:
+    """Refuse what no kernel of this kind can read."""
+    if kind.endswith(".native") and (zero is not None or group < columns):
+        raise InputError(
+            "kernel-unsupported",
+            where=kind,
+            value="zero points" if zero is not None else f"group {group} of K {columns}",
+            rule="a product of 8-bit codes has one symmetric scale a row",
+            remedy="granularity: channel, symmetric: true",
+        )
+    if zero is not None and form.offset == 0:
+        raise InputError(
+            "kernel-unsupported",
+            where=kind,
+            value="zero points",
+            rule="only integers have them",
+            remedy="symmetric: true",
+        )
+    whole = scale.shape[1] == 1 and group >= columns
+    fits = group in (32, form.columns) or group % form.columns == 0
+    if not whole and (not fits or -(-columns // group) != scale.shape[1]):
+        raise InputError(
+            "group-unsupported",
+            where=kind,
+            value=f"group {group}, {scale.shape[1]} scales, K {columns}",
+            rule=f"a group is 32, a multiple of {form.columns}, or a whole row",
+            remedy="use group 32, 64 or 128, or granularity: channel",
+        )
+
+
+def _by_group(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """[N, G] -> [G, rows], filled up with zeros."""
+    return _padded(values.T, 0, rows - values.shape[0]).contiguous()
+
+
+def _padded(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    import torch
+
+    return torch.nn.functional.pad(values, (0, columns, 0, rows))

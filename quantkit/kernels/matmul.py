@@ -1,0 +1,273 @@
+"""Weights of few bits times 16-bit activations: one skeleton for every format, every batch.
+
+    y[m, n] = sum over groups g of  scale[n, g] * sum over k in g of  value(codes[n, k], zero[n, g]) * x[m, k]
+
+- **The weight is the left operand.** y^T = W x^T: a tile is decoded in the registers in which the tensor core reads it
+  (`layout`), so that it never returns to shared memory, and a batch of 1 fills a product's narrow side (8), not its
+  wide one (64).
+- **Codes are multiplied as whole numbers**, exact in 16 bits; a group's sum is scaled in float32. There is no rounding
+  of `code * scale`, and no multiplication a weight.
+- **Few columns of x (decode): K is split over programs**, so that all multiprocessors stream. Each leaves its float32
+  sums in a buffer; the last to arrive, by an integer counter, adds them in the order of K and writes y. One launch,
+  and the same bits every time: no float is added atomically. (Osama et al., "Stream-K", 2023, arXiv 2301.03598, has
+  the fix-up by flags; here it is the plain split of K.)
+- **Many columns (prefill): larger tiles, no split**, each weight decoded once for `block_m` rows of x.
+- **The raw twin** (`decode=False`) is this very kernel with words taken for numbers: same loads, same products.
+  t(twin) - bound is streaming loss, t(kernel) - t(twin) decode proper.
+
+Pipelining (16-byte asynchronous copies, `stages` deep) is Triton's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from quantkit.errors import InputError
+from quantkit.kernels import fp8_e4m3, int4, int8, nf4
+from quantkit.kernels.configs import Config
+from quantkit.kernels.fragment import undecoded
+from quantkit.kernels.layout import KINDS, PackedWeight
+from quantkit.kernels.workspace import Workspace, interpreted
+
+if TYPE_CHECKING:
+    import torch
+
+DECODERS = {"int4": int4, "int8": int8, "fp8_e4m3": fp8_e4m3, "nf4": nf4}
+
+
+@triton.jit
+def row_scales(scale_ptr, absmax_ptr, values_ptr, offset_ptr, rows, g, N, STRIDE, GROUPS, GAIN: tl.constexpr):
+    """Scales of `rows` in group g as float32, times GAIN: [ROWS]. Nested ones: values[code] * absmax + offset."""
+    scale = tl.load(scale_ptr + g * STRIDE + rows, mask=rows < STRIDE, other=0)
+    if absmax_ptr is not None:
+        # the last rows of a tile may be filled in: they have no absmax
+        place = tl.minimum(rows, N - 1) * GROUPS + g
+        scale = tl.load(values_ptr + scale.to(tl.int32)) * tl.load(absmax_ptr + place // 256) + tl.load(offset_ptr)
+    return scale.to(tl.float32) * GAIN
+
+
+@triton.jit
+def as_read(zero):
+    """Zero points of the raw twin: some float32 that depends on them, or they would not be loaded."""
+    return (zero.to(tl.int32) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def finish(
+    acc, y_ptr, sums_ptr, count_ptr, rows, batch, pid_m, pid_n, pid_k, M, N,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Write [BLOCK_N, BLOCK_M] sums as y^T; of a split K, the last program to arrive adds those of all, in order."""
+    inside = (rows < N)[:, None] & (batch < M)[None, :]
+    place = batch[None, :].to(tl.int64) * N + rows[:, None]
+    if SPLIT > 1:
+        tl.store(sums_ptr + pid_k.to(tl.int64) * M * N + place, acc, mask=inside)
+        # every thread's sums are written before this program counts itself, and the last one sees all of them
+        tl.debug_barrier()
+        tile = pid_m * tl.num_programs(1) + pid_n
+        if tl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLIT - 1:
+            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for s in range(SPLIT):
+                at = sums_ptr + tl.cast(s, tl.int64) * M * N + place
+                total += tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(y_ptr + place, total.to(y_ptr.dtype.element_ty), mask=inside)
+            tl.store(count_ptr + tile, 0)
+    else:
+        tl.store(y_ptr + place, acc.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+# no compilation of its own for M = 1 and for multiples of 16
+@triton.jit(do_not_specialize=["M"])
+def weight_only_matmul(
+    x_ptr,  # [M, K] float16 or bfloat16
+    words_ptr,  # [Np / 16, TILES, 128] int32
+    scale_ptr,  # [GROUPS, Np]
+    zero_ptr,  # [GROUPS, Np] uint8, or None
+    absmax_ptr,  # of nested scales, or None
+    values_ptr,
+    offset_ptr,
+    y_ptr,  # [M, N]
+    sums_ptr,  # [SPLIT, M, N] float32, or None
+    count_ptr,  # [tiles of y] int32, zero before and after, or None
+    M,
+    N,
+    K,
+    TILES,
+    STRIDE,  # Np
+    GROUPS,
+    magic,  # of the decoder
+    decode: tl.constexpr,
+    DECODE: tl.constexpr,
+    GAIN: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of a tile
+    GROUP: tl.constexpr,  # columns that share a scale; 0: a row
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    UNROLL: tl.constexpr,  # tiles a step
+    SPLIT: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):
+    """See the module."""
+    pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    lane = tl.arange(0, BLOCK_N * 8)
+    row_tile = pid_n * (BLOCK_N // 16) + lane // 128
+    if not EVEN_N:
+        row_tile = tl.minimum(row_tile, STRIDE // 16 - 1)
+    words_at = words_ptr + row_tile.to(tl.int64) * (TILES * 128) + lane % 128
+    rows = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    # a tile is one product; groups of half a tile make it two
+    PARTS: tl.constexpr = COLUMNS // GROUP if GROUP > 0 and GROUP < COLUMNS else 1
+    WIDTH: tl.constexpr = COLUMNS // PARTS
+    batch = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.arange(0, WIDTH)
+    x_at = x_ptr + batch[:, None].to(tl.int64) * K + column[None, :]
+    inside = (batch < M)[:, None]
+
+    row_zero = None
+    if GROUP == 0 and zero_ptr is not None:
+        row_zero = tl.load(zero_ptr + rows, mask=rows < STRIDE, other=0)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    steps = tl.cdiv(TILES, UNROLL)
+    for step in range(steps * pid_k // SPLIT, steps * (pid_k + 1) // SPLIT):
+        part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for u in tl.static_range(UNROLL):
+            tile = step * UNROLL + u
+            if EVEN_K:
+                words = tl.load(words_at + tile * 128)
+            else:
+                # past the end x is zero, whatever the weight
+                words = tl.load(words_at + tl.minimum(tile, TILES - 1) * 128)
+            for p in tl.static_range(PARTS):
+                k = tile * COLUMNS + p * WIDTH
+                zero = row_zero
+                if GROUP > 0:
+                    group = k // GROUP if EVEN_K else tl.minimum(k // GROUP, GROUPS - 1)
+                    if zero_ptr is not None:
+                        zero = tl.load(zero_ptr + group * STRIDE + rows, mask=rows < STRIDE, other=0)
+                x_mask = inside if EVEN_K else inside & ((k + column) < K)[None, :]
+                x = tl.load(x_at + k, mask=x_mask, other=0.0)
+                if DECODE:
+                    w = decode(
+                        words, zero, magic, p * (WIDTH // 16), WIDTH // 16, BLOCK_N, x_ptr.dtype.element_ty, ON_GPU
+                    )
+                else:
+                    w = undecoded(words, p * (WIDTH // 16), WIDTH // 16, BLOCK_N, x_ptr.dtype.element_ty)
+                if not ON_GPU:
+                    # the interpreter's product of bfloat16 is one of their bits
+                    w, x = w.to(tl.float32), x.to(tl.float32)
+                if GROUP == 0:
+                    acc = tl.dot(w, tl.trans(x), acc)
+                else:
+                    part = tl.dot(w, tl.trans(x), part)
+                    if ((u * PARTS + p + 1) * WIDTH) % GROUP == 0 or (u == UNROLL - 1 and p == PARTS - 1):
+                        scale = row_scales(
+                            scale_ptr, absmax_ptr, values_ptr, offset_ptr, rows, group, N, STRIDE, GROUPS, GAIN
+                        )
+                        if zero_ptr is not None and not DECODE:
+                            scale += as_read(zero)
+                        acc += part * scale[:, None]
+                        part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if GROUP == 0:
+        scale = row_scales(scale_ptr, absmax_ptr, values_ptr, offset_ptr, rows, 0, N, STRIDE, GROUPS, GAIN)
+        if zero_ptr is not None and not DECODE:
+            scale += as_read(row_zero)
+        acc = acc * scale[:, None]
+
+    finish(acc, y_ptr, sums_ptr, count_ptr, rows, batch, pid_m, pid_n, pid_k, M, N, BLOCK_N, BLOCK_M, SPLIT)
+
+
+def weight_only(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    config: Config,
+    *,
+    workspace: Workspace | None = None,
+    decode: bool = True,
+) -> torch.Tensor:
+    """x [M, K] times the weight [N, K] transposed: y [M, N], in the dtype of x; sums are float32.
+
+    Args:
+        x: float16 or bfloat16, rows contiguous.
+        weight: packed; on the same device.
+        config: tile sizes.
+        workspace: memory for the sums of a split K, kept between calls (needed under a CUDA graph); None makes its own.
+        decode: False is the raw twin, whose result means nothing.
+
+    Raises:
+        InputError: `kernel-unsupported`, `kernel-shape`.
+    """
+    y, sums, counts = prepared(x, weight, config, workspace, DECODERS, x.dtype)
+    (rows, columns), form = weight.shape, KINDS[weight.kind]
+    absmax, values, offset = weight.nested or (None, None, None)
+    meta = constants(weight, config, decode=decode)
+    grid = (triton.cdiv(x.shape[0], config.block_m), triton.cdiv(rows, config.block_n), config.split)
+    weight_only_matmul[grid](
+        x, weight.words, weight.scale, weight.zero, absmax, values, offset, y, sums, counts,
+        x.shape[0], rows, columns, weight.words.shape[1], weight.words.shape[0] * 16, weight.groups,
+        DECODERS[weight.kind].MAGIC, **meta, COLUMNS=form.columns, num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    return y
+
+
+def constants(weight: PackedWeight, config: Config, *, decode: bool = True) -> dict[str, Any]:
+    """The kernel's compile-time arguments for a weight, but the tile's columns."""
+    form, module = KINDS[weight.kind], DECODERS[weight.kind]
+    row_tiles = weight.words.shape[0]
+    group = 0 if weight.groups == 1 else weight.group
+    unroll = config.unroll
+    # a step holds whole groups, or a group whole steps
+    while unroll > 1 and group and (unroll * form.columns) % group and group % (unroll * form.columns):
+        unroll //= 2
+    return {
+        "decode": module.decode,
+        "DECODE": decode,
+        "GAIN": module.GAIN,
+        "GROUP": group,
+        "EVEN_N": row_tiles % (config.block_n // 16) == 0,
+        "EVEN_K": weight.shape[1] % (unroll * form.columns) == 0,
+        "BLOCK_N": config.block_n,
+        "BLOCK_M": config.block_m,
+        "UNROLL": unroll,
+        "SPLIT": config.split,
+        "ON_GPU": not interpreted(),
+    }
+
+
+def prepared(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    config: Config,
+    workspace: Workspace | None,
+    kinds: Iterable[str],
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """y, and the sums and counters of a split K; refuses what does not fit together."""
+    import torch
+
+    if weight.kind not in kinds:
+        raise InputError(
+            "kernel-unsupported",
+            where=weight.kind,
+            value="packed for another kernel",
+            rule=f"one of {', '.join(kinds)}",
+        )
+    if x.ndim != 2 or x.shape[1] != weight.shape[1] or x.shape[0] < 1 or not x.is_contiguous():
+        raise InputError(
+            "kernel-shape",
+            where=weight.kind,
+            value=f"x {list(x.shape)}, weight {list(weight.shape)}",
+            rule="x is [M, K], M at least 1, rows contiguous",
+        )
+    rows = weight.shape[0]
+    y = torch.empty((x.shape[0], rows), dtype=dtype or torch.float16, device=x.device)
+    if config.split == 1:
+        return y, None, None
+    memory = workspace or Workspace()
+    blocks = triton.cdiv(x.shape[0], config.block_m) * triton.cdiv(rows, config.block_n)
+    return y, *memory.of(config.split * x.shape[0] * rows, blocks, x.device)

@@ -1,0 +1,30 @@
+"""What the tests of kernels share: quantized weights, and how far a sum in float32 may be from float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quantkit import registry
+from quantkit.formats import QuantTensor
+from quantkit.scheme import WeightScheme
+
+
+def quantized(rows: int, columns: int, seed: int = 0, **scheme: Any) -> QuantTensor:
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    made = WeightScheme(**scheme)
+    found: QuantTensor = registry.load("formats", made.format).quantize(weight, made)
+    return found
+
+
+def bound(
+    x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *, decoded: float = 0.0, bits: int = 11
+) -> torch.Tensor:
+    """|y - x W^T| that rounding explains: K additions in float32, that of weights as decoded, that of y.
+
+    With S = |x| |W|^T: (K + 4) 2^-23 S (a tensor core may truncate) + decoded S + 2^-bits |y| + 2^-24.
+    """
+    size = x.abs() @ weight.abs().T
+    sums = (x.shape[1] + 4) * 2.0**-23
+    return size * (sums + decoded) + y.double().abs() * 2.0**-bits * (1 + 2.0**-7) + 2.0**-24

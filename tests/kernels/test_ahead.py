@@ -1,0 +1,98 @@
+"""Compiled for GPUs that are not here: no spill, no conversion in a decode loop, no detour of the weight.
+
+In a process of its own, because in this one the interpreter takes Triton's place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")  # Linux alone has it
+
+# name -> (what to compile, with which words)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "int4": ("weight_only", {"kind": "int4", "group": 128}),
+    "int4 zeros": ("weight_only", {"kind": "int4", "group": 128, "zero": True}),
+    "int4 twin": ("weight_only", {"kind": "int4", "group": 128, "zero": True, "decode": False}),
+    "int8": ("weight_only", {"kind": "int8"}),
+    "fp8_e4m3": ("weight_only", {"kind": "fp8_e4m3"}),
+    "nf4": ("weight_only", {"kind": "nf4", "group": 64, "nested": True}),
+    "int4 bf16": ("weight_only", {"kind": "int4", "group": 64, "zero": True, "x": "bf16"}),
+    "int4 prefill": ("weight_only", {"kind": "int4", "group": 128, "block_m": 128}),
+    "w8a8 int8": ("native", {"x": "i8"}),
+    "w8a8 fp8": ("native", {"x": "fp8e4nv"}),
+}
+# every case on the newest; on the others the one most in use
+WANTED = [(90, name) for name in CASES] + [(sm, "int4") for sm in (80, 89)] + [(80, "w8a8 int8"), (89, "w8a8 fp8")]
+PROGRAM = """
+import json, sys
+from quantkit.kernels import ahead
+from quantkit.kernels.configs import Config
+found = []
+for sm, made, words in json.load(sys.stdin):
+    m = words.pop("block_m", 16)
+    config = Config(64, 16, 2, 4, 4, 3) if m == 16 else Config(128, m, 1, 1, 8, 3)
+    got = getattr(ahead, made)(sm=sm, config=config, **words)
+    found.append({"registers": got.registers, "shared": got.shared_bytes, "spills": got.spill_bytes, "loop": got.loop})
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], dict[str, Any]]:
+    asked = json.dumps([(sm, *CASES[name]) for sm, name in WANTED])
+    cache = str(tmp_path_factory.mktemp("triton"))
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], input=asked, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(WANTED, json.loads(done.stdout), strict=True))
+
+
+def count(found: dict[str, Any], *starts: str) -> int:
+    return sum(n for name, n in found["loop"].items() if name.startswith(starts))
+
+
+@pytest.mark.parametrize(("sm", "name"), WANTED)
+def test_nothing_spills_and_nothing_is_converted_in_the_loop(compiled: Any, sm: int, name: str) -> None:
+    found = compiled[sm, name]
+    assert found["spills"] == 0
+    assert 0 < found["registers"] <= 255
+    assert count(found, "HMMA", "HGMMA", "IMMA", "IGMMA", "QMMA", "QGMMA") > 0
+    assert count(found, "I2F", "F2I", "LDL", "STL") == 0
+
+
+@pytest.mark.parametrize("name", [name for sm, name in WANTED if sm == 90])
+def test_a_weight_stays_in_the_registers_it_was_decoded_in(compiled: Any, name: str) -> None:
+    """Hopper: 16-byte loads, asynchronous or out of shared memory, no store there, no exchange between lanes."""
+    found = compiled[90, name]
+    assert count(found, "STS", "STSM", "LDSM", "SHFL") == 0
+    assert count(found, "LDS.128") > 0
+    assert count(found, "LDGSTS.E.BYPASS.128") > 0
+
+
+def test_decoding_two_weights_takes_a_mask_and_an_fma(compiled: Any) -> None:
+    plain, twin = compiled[90, "int4 zeros"], compiled[90, "int4 twin"]
+    # 64 rows x 2 tiles of 64 columns on 128 threads: 64 weights, 32 pairs each
+    assert count(plain, "HFMA2", "HADD2", "HMUL2") - count(twin, "HFMA2", "HADD2", "HMUL2") == 32
+    # a mask a pair, and what makes the zero points of 2 rows x 2 tiles
+    assert 32 <= count(plain, "LOP3", "PRMT") - count(twin, "LOP3", "PRMT") <= 32 + 24
+    assert compiled[90, "int4 bf16"]["loop"].get("HFMA2.BF16_V2") == 32
+
+
+def test_the_raw_twin_loads_and_multiplies_the_same(compiled: Any) -> None:
+    plain, twin = compiled[90, "int4 zeros"], compiled[90, "int4 twin"]
+    for names in (("LDGSTS",), ("LDS.128",), ("HGMMA",), ("LDG",)):
+        ours = {name: n for name, n in plain["loop"].items() if name.startswith(names)}
+        theirs = {name: n for name, n in twin["loop"].items() if name.startswith(names)}
+        assert ours.keys() == theirs.keys() and ours
+        # a row's zero points: the twin needs them once a group, decoding once a tile
+        same = ours if names != ("LDG",) else {}
+        assert all(theirs[name] == n for name, n in same.items())

@@ -1,0 +1,88 @@
+"""Choosing a kernel is arithmetic on measured times."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from quantkit.errors import InputError
+from quantkit.kernels.configs import Config, candidates
+from quantkit.kernels.dispatch import Table, Timing, fastest
+
+SHAPE = (14336, 4096)
+OURS = Config(64, 16, 2, 4, 4, 3).as_dict()
+TIMES = [
+    Timing("weight_only", SHAPE, 1, 8e-6, 30_000_000, OURS),
+    Timing("torch._weight_int4pack_mm", SHAPE, 1, 12e-6, 30_000_000),
+    Timing("dequantize_matmul", SHAPE, 1, 60e-6, 30_000_000),
+    Timing("weight_only", SHAPE, 512, 90e-6, 30_000_000, OURS),
+    Timing("dequantize_matmul", SHAPE, 512, 85e-6, 30_000_000),
+    Timing("matmul of a copy", SHAPE, 512, 50e-6, 147_000_000, copy=True),
+]
+
+
+def test_the_fastest_wins_at_each_batch() -> None:
+    table = fastest(TIMES)
+    assert table.choose(SHAPE, 1).candidate == "weight_only"
+    assert table.choose(SHAPE, 1).config == OURS
+    assert table.choose(SHAPE, 512).candidate == "dequantize_matmul"
+
+
+def test_swapped_times_swap_the_choice() -> None:
+    ours, theirs, *others = TIMES
+    swapped = [replace(ours, seconds=theirs.seconds), replace(theirs, seconds=ours.seconds), *others]
+    assert fastest(swapped).choose(SHAPE, 1).candidate == "torch._weight_int4pack_mm"
+
+
+def test_a_copy_in_high_precision_is_chosen_only_where_it_is_allowed() -> None:
+    assert fastest(TIMES, copies=True).choose(SHAPE, 512).resident_bytes == 147_000_000
+    assert fastest(TIMES).choose(SHAPE, 512).resident_bytes == 30_000_000
+
+
+def test_between_batches_the_larger_one_decides() -> None:
+    table = fastest(TIMES)
+    assert table.choose(SHAPE, 2).batch == 512
+    assert table.choose(SHAPE, 100_000).batch == 512
+
+
+def test_a_tie_goes_to_fewer_bytes() -> None:
+    small = Timing("b", SHAPE, 1, 8e-6, 1)
+    assert fastest([*TIMES, small]).choose(SHAPE, 1).candidate == "b"
+
+
+def test_what_failed_is_passed_over() -> None:
+    failed = [Timing("nan", SHAPE, 1, float("nan"), 1), Timing("zero", SHAPE, 1, 0.0, 1), *TIMES]
+    assert fastest(failed).choose(SHAPE, 1).candidate == "weight_only"
+    with pytest.raises(InputError) as caught:
+        fastest([Timing("copy", SHAPE, 1, 1e-6, 1, copy=True)])
+    assert caught.value.code == "nothing-measured"
+
+
+def test_a_table_is_plain_data() -> None:
+    table = fastest(TIMES)
+    again = Table.of(json.loads(json.dumps(table.as_dict())))
+    assert again.as_dict() == table.as_dict()
+    assert again.choose(SHAPE, 1) == table.choose(SHAPE, 1)
+    assert Config.of(again.choose(SHAPE, 1).config or {}).block_n == 64
+    for wrong in ({}, {"schema": 2, "choices": []}, {"schema": 1, "choices": [{"N": 1}]}):
+        with pytest.raises(InputError, match="as `Table"):
+            Table.of(wrong)
+
+
+@pytest.mark.parametrize(("shape", "batch", "code"), [((1, 1), 1, "shape-unmeasured"), (SHAPE, 0, "batch-invalid")])
+def test_what_was_not_measured_is_an_error(shape: tuple[int, int], batch: int, code: str) -> None:
+    with pytest.raises(InputError) as caught:
+        fastest(TIMES).choose(shape, batch)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("batch", [1, 16, 17, 32, 33, 128, 512])
+def test_configurations_can_run(batch: int) -> None:
+    """Whole fragments for every warp, powers of two, and no more of K's splits than there are steps in the shapes."""
+    for config in candidates(batch):
+        assert config.block_n % (16 * config.warps) == 0
+        assert config.block_m & (config.block_m - 1) == 0
+        assert config.split == 1 or batch <= 128
+        assert config.split * config.unroll * 64 <= 4096

@@ -1,0 +1,142 @@
+"""The weight-only kernels in Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")  # Linux alone has it
+from kernel_tools import bound, quantized
+
+from quantkit import registry
+from quantkit.errors import InputError
+from quantkit.kernels.configs import Config
+from quantkit.kernels.dequantize import dequantize
+from quantkit.kernels.layout import KINDS, pack, pack_parts, scales_of
+from quantkit.kernels.matmul import DECODERS, weight_only
+from quantkit.kernels.workspace import Workspace
+
+WHOLE = Config(block_n=32, block_m=16, unroll=1, split=1, warps=2, stages=2)
+SPLIT = Config(block_n=64, block_m=16, unroll=2, split=3, warps=4, stages=3)
+GROUP = {"granularity": "group"}
+
+# scheme, M, N, K: K and N that no tile divides, groups of half a tile, a tile and two, a row; one row of x and more
+# than a block of them
+CASES: list[tuple[dict[str, Any], int, int, int, Config]] = [
+    ({"format": "int4", **GROUP, "group": 128}, 1, 48, 256, SPLIT),
+    ({"format": "int4", **GROUP, "group": 32, "symmetric": False}, 3, 40, 160, SPLIT),
+    ({"format": "int4", **GROUP, "group": 64, "symmetric": False}, 17, 24, 192, WHOLE),
+    ({"format": "int4", "granularity": "channel", "symmetric": False}, 17, 72, 100, SPLIT),
+    ({"format": "int8"}, 3, 40, 100, WHOLE),
+    ({"format": "int8", **GROUP, "group": 64, "symmetric": False}, 1, 33, 128, SPLIT),
+    ({"format": "fp8_e4m3", "granularity": "channel"}, 17, 24, 72, SPLIT),
+    ({"format": "fp8_e4m3", "granularity": "block", "group": 128}, 3, 136, 200, WHOLE),
+    ({"format": "nf4"}, 3, 24, 128, SPLIT),
+    ({"format": "nf4", "group": 32, "scale": "double"}, 1, 40, 96, WHOLE),
+]
+
+
+@pytest.mark.parametrize(("scheme", "M", "N", "K", "config"), CASES, ids=lambda value: str(value).replace("'", ""))
+def test_products_equal_float64(scheme: dict[str, Any], M: int, N: int, K: int, config: Config) -> None:
+    tensor = quantized(N, K, **scheme)
+    weight = registry.load("formats", scheme["format"]).dequantize(tensor).double()
+    x = torch.randn(M, K, generator=torch.Generator().manual_seed(7)).half()
+    y = weight_only(x, pack(tensor), config)
+    assert y.shape == (M, N) and y.dtype == torch.float16
+    # float16 rounds the codebook of nf4 by 2^-11 of a value at most; all other codes are exact
+    allowed = bound(x.double(), weight, y, decoded=2.0**-11 if scheme["format"] == "nf4" else 0.0)
+    assert torch.all((y.double() - x.double() @ weight.T).abs() <= allowed)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8_e4m3", "nf4"])
+def test_whole_numbers_are_multiplied_exactly(kind: str) -> None:
+    form, generator = KINDS[kind], torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 2**form.bits, (24, 128), generator=generator)
+    if kind == "fp8_e4m3":
+        # zero, subnormal numbers and small normal ones: multiples of 2^-9, so that all sums are exact
+        codes = codes % 32 + 128 * (codes // 128)
+        values = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
+        codes = codes.to(torch.uint8)
+    elif kind == "nf4":
+        codes = torch.where(codes % 3 == 0, 0, torch.where(codes % 3 == 1, 7, 15)).to(torch.uint8)
+        values = torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)[(codes.int() > 0).int() + (codes.int() > 7).int()]
+    else:
+        codes = (codes - form.offset).to(torch.int8)
+        values = codes.double()
+    x = torch.randint(-2, 3, (3, 128), generator=generator).half()
+    want = x.double() @ values.T
+    y = weight_only(x, pack_parts(kind, codes, torch.full((24, 1), 0.125)), SPLIT)
+    assert torch.equal(y.double(), (want * 0.125).half().double())
+
+
+@pytest.mark.parametrize("scheme", [case[0] for case in CASES], ids=lambda scheme: "-".join(map(str, scheme.values())))
+def test_every_weight_decodes_to_its_value(scheme: dict[str, Any]) -> None:
+    tensor = quantized(24, 128, **scheme)
+    want = registry.load("formats", scheme["format"]).dequantize(tensor)
+    found = dequantize(pack(tensor), torch.float32)
+    if scheme["format"] == "nf4":
+        # the codebook in float16, and a scale whose sum may be rounded otherwise
+        assert torch.all((found - want).abs() <= want.abs() * 2.0**-11 + 2.0**-20)
+    else:
+        assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("scheme", [CASES[0][0], CASES[2][0], CASES[5][0], CASES[6][0], CASES[8][0]])
+def test_bfloat16_inputs(scheme: dict[str, Any]) -> None:
+    """Magic numbers of their own; codes and FP8 are exact there, nf4's codebook has 8 significant bits."""
+    tensor = quantized(24, 128, **scheme)
+    weight = registry.load("formats", scheme["format"]).dequantize(tensor).double()
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(7)).bfloat16()
+    y = weight_only(x, pack(tensor), WHOLE)
+    # the interpreter cuts what is written in bfloat16, where a GPU rounds it
+    allowed = bound(x.double(), weight, y, decoded=2.0**-7 if scheme["format"] == "nf4" else 0.0, bits=7)
+    assert y.dtype == torch.bfloat16
+    assert torch.all((y.double() - x.double() @ weight.T).abs() <= allowed)
+
+
+def test_a_split_sum_is_the_same_every_time_and_leaves_its_counters_at_zero() -> None:
+    weight = pack(quantized(72, 320, format="int4", granularity="group", group=64))
+    x = torch.randn(5, 320, generator=torch.Generator().manual_seed(2)).half()
+    memory = Workspace()
+    first = weight_only(x, weight, SPLIT, workspace=memory)
+    again = weight_only(x, weight, SPLIT, workspace=memory)
+    assert torch.equal(first, again)
+    sums, counts = memory.of(1, 1, x.device)
+    assert not counts.any() and sums.numel() == 3 * 5 * 72
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # words taken for numbers may be none
+def test_the_raw_twin_multiplies_words_as_they_are() -> None:
+    codes = torch.randint(-8, 8, (16, 64), generator=torch.Generator().manual_seed(4), dtype=torch.int8)
+    weight = pack_parts("int4", codes, torch.ones(16, 1))
+    # every fragment's operand is the whole word: its first 16 columns, four times over
+    words = weight.words.view(torch.float16).reshape(8, 4, 2, 2, 2).permute(3, 0, 2, 1, 4).reshape(16, 16)
+    if not words.isfinite().all():
+        words = words.nan_to_num(0.0, 0.0, 0.0)
+    x = torch.zeros(1, 64, dtype=torch.float16)
+    x[0, 37] = 1.0
+    y = weight_only(x, weight, WHOLE, decode=False)
+    finite = y[0].isfinite()
+    assert torch.equal(y[0][finite], words[:, 37 % 16][finite]) and finite.any()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    weight = pack(quantized(16, 64, format="int8"))
+    for x in (torch.zeros(2, 63).half(), torch.zeros(0, 64).half(), torch.zeros(64, 2).half().T):
+        with pytest.raises(InputError) as caught:
+            weight_only(x, weight, WHOLE)
+        assert caught.value.code == "kernel-shape"
+    native = pack(quantized(16, 64, format="int8"), native=True)
+    for call in (
+        lambda: weight_only(torch.zeros(1, 64).half(), native, WHOLE),
+        lambda: dequantize(native, torch.float16),
+    ):
+        with pytest.raises(InputError, match="packed for"):
+            call()
+
+
+def test_every_kind_has_a_kernel() -> None:
+    assert set(DECODERS) == {kind for kind in KINDS if not kind.endswith(".native")}
+    assert scales_of(pack(quantized(8, 64, format="nf4", scale="double"))).shape == (8, 1)

@@ -1,0 +1,64 @@
+"""8-bit codes times 8-bit codes, and tokens to codes, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")  # Linux alone has it
+from kernel_tools import bound, quantized
+
+from quantkit import registry
+from quantkit.errors import InputError
+from quantkit.formats import _activation
+from quantkit.kernels.configs import Config
+from quantkit.kernels.layout import pack
+from quantkit.kernels.native import native
+from quantkit.kernels.quantize import quantize_tokens
+from quantkit.scheme import ActivationScheme
+
+WHOLE = Config(block_n=32, block_m=16, unroll=2, split=1, warps=2, stages=2)
+SPLIT = Config(block_n=64, block_m=16, unroll=4, split=3, warps=4, stages=3)
+
+
+@pytest.mark.parametrize("config", [WHOLE, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 40, 96), (17, 24, 200)])
+@pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3"])
+def test_products_equal_float64(fmt: str, M: int, N: int, K: int, config: Config) -> None:
+    tensor = quantized(N, K, format=fmt, granularity="channel")
+    weight = registry.load("formats", fmt).dequantize(tensor).double()
+    x = torch.randn(M, K, generator=torch.Generator().manual_seed(5)).half()
+    codes, step = quantize_tokens(x, fmt)
+    y = native(codes, step, pack(tensor, native=True), config)
+    exact = codes.double() * step.double()[:, None]
+    assert torch.all((y.double() - exact @ weight.T).abs() <= bound(exact, weight, y))
+
+
+def test_sums_of_whole_numbers_are_exact() -> None:
+    tensor = quantized(24, 160, format="int8")
+    codes = torch.randint(-128, 128, (3, 160), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    one = tensor.replace(scale=torch.full_like(tensor.scale, 1.0, dtype=torch.float32))
+    y = native(codes, torch.ones(3), pack(one, native=True), SPLIT, dtype=torch.float32)
+    assert torch.equal(y, (codes.int() @ tensor.codes.int().T).float())
+
+
+@pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3"])
+def test_tokens_are_quantized_as_activations_are(fmt: str) -> None:
+    """Bit for bit; a token of zeros, one of small numbers and one with an outlier among them."""
+    x = torch.randn(6, 1000, generator=torch.Generator().manual_seed(8)).half()
+    x[1] = 0
+    x[2] *= 2.0**-14
+    x[3, 7] = 6e4
+    codes, step = quantize_tokens(x, fmt)
+    want = _activation.fake_quantize(x, ActivationScheme(format=fmt))
+    assert torch.equal((codes.float() * step[:, None]).half(), want)
+    if fmt == "fp8_e4m3":
+        units = (x / step.half()[:, None]).clamp(-448, 448)
+        assert torch.equal(codes.view(torch.uint8) & 127, units.to(torch.float8_e4m3fn).view(torch.uint8) & 127)
+
+
+def test_weights_for_other_inputs_are_refused() -> None:
+    weight = pack(quantized(16, 64, format="int8"))
+    with pytest.raises(InputError) as caught:
+        native(torch.zeros(1, 64, dtype=torch.int8), torch.ones(1), weight, WHOLE)
+    assert caught.value.code == "kernel-unsupported"
