@@ -7,7 +7,7 @@ output as well. Else every stage replays the block up to its point, chunk by chu
 
 The *original stream* is what the unquantized model would feed the block. If a pass asks for it, the block's original
 weights run on it in step, and the statistics also say how far the inputs have drifted from the original ones, and how
-far what a linear's output is added to lags behind.
+far what a linear's output is added to lags behind; there, tokens count by how much an error of theirs matters to it.
 
 Sums are deterministic: a fixed number of partials, in a fixed order, whatever the number of workers.
 """
@@ -60,13 +60,21 @@ class InputStats:
         for part in inputs:
             self.add(part)
 
-    def add(self, part: Tensor, original: Tensor | None = None, lags: Mapping[str, Tensor] | None = None) -> None:
+    def add(
+        self,
+        part: Tensor,
+        original: Tensor | None = None,
+        lags: Mapping[str, Tensor] | None = None,
+        stream: Tensor | None = None,
+    ) -> None:
         """Add a chunk [sequences, tokens, K] or [tokens, K].
 
         Args:
             part: what the linears receive.
             original: what they would in the unquantized model, token by token; what some chunk has not is not known.
             lags: linear -> [..., N], what its output is added to in the original stream less what it is here.
+            stream: [..., N], what outputs are added to. The next norm brings it to one size, so an error counts
+                relative to it: in products, tokens weigh by the inverse of its mean square.
 
         Raises:
             InputError: `activations-nonfinite`.
@@ -74,6 +82,9 @@ class InputStats:
         # sums of half-precision products lose what they are for
         part = part.float()
         width = part.shape[-1]
+        flat = part.reshape(-1, width)
+        share = None if stream is None else _inverse_size(stream.float()).reshape(*part.shape[:-1], 1)
+        weighed = part if share is None else part * share
         if not self.tokens:
             self._halves = [torch.zeros(width, width) for _ in range(2)] if self._products else []
             self._squares = self._squares.new_zeros(width)
@@ -82,23 +93,23 @@ class InputStats:
         if original is None:
             self._drift = None
         elif self._drift is not None:
-            here = part.reshape(-1, width)
-            self._drift.addmm_((original.float().reshape(-1, width) - here).T, here)
+            moved = original.float().reshape(part.shape) - part
+            moved = moved if share is None else moved * share
+            self._drift.addmm_(moved.reshape(-1, width).T, weighed.reshape(-1, width))
         for half, products in enumerate(self._halves):
-            piece = part[(half + self._sequences) % 2 :: 2].reshape(-1, width)
+            piece = weighed[(half + self._sequences) % 2 :: 2].reshape(-1, width)
             for left in range(0, width, _PANEL):
                 panel = products[left : left + _PANEL, left:]
                 panel.addmm_(piece[:, left : left + _PANEL].T, piece[:, left:])
             self._counts[half] += piece.shape[0]
         for linear, lag in (lags or {}).items():
-            flat = lag.float().reshape(-1, lag.shape[-1])
+            behind = lag.float() if share is None else lag.float() * share
             if linear not in self._lags:
-                self._lags[linear] = torch.zeros(flat.shape[-1], width)
-            self._lags[linear].addmm_(flat.T, part.reshape(-1, width))
+                self._lags[linear] = torch.zeros(lag.shape[-1], width)
+            self._lags[linear].addmm_(behind.reshape(-1, lag.shape[-1]).T, weighed.reshape(-1, width))
         self.tokens += part.numel() // width
         self._sequences += part.shape[0]
-        flat = part.reshape(-1, width)
-        self._squares += flat.square().sum(dim=0).double()
+        self._squares += weighed.reshape(-1, width).square().sum(dim=0).double()
         # a square is finite if its root is, and there are far fewer of them
         if not bool(torch.isfinite(self._squares).all()):
             raise InputError(
@@ -134,7 +145,7 @@ class InputStats:
 
     @property
     def mean_square(self) -> Tensor:
-        """The mean of `x_k²`, [K] float32: the diagonal of the Hessian."""
+        """The (weighed) mean of `x_k²`, [K] float32: the diagonal of the Hessian."""
         return (self._squares / max(self.tokens, 1)).float()
 
     @property
@@ -182,6 +193,12 @@ class InputStats:
             apart += float((first - second).square().sum())
             both += float((self.hessian[rows, left:] / scale).triu_(1).square().sum())
         return min(1.0, apart / 4 / both) if both > 0 else 1.0
+
+
+def _inverse_size(stream: Tensor) -> Tensor:
+    """One over the root mean square of each token, [..., 1]; 0 where it is 0, since nothing is relative to that."""
+    size = stream.square().mean(dim=-1, keepdim=True).sqrt()
+    return torch.where(size > 0, size.reciprocal(), 0.0)
 
 
 class _Reached(Exception):
@@ -397,7 +414,9 @@ class Stats:
         original = before[group.name] if whole(group.name) else None
         sources = {} if original is None or self.original is None else self.original.skips
         added = {linear: sources[linear] for linear in group.members if linear in sources and whole(sources[linear])}
-        sums.add(here[group.name], original, {linear: before[name] - here[name] for linear, name in added.items()})
+        lags = {linear: before[name] - here[name] for linear, name in added.items()}
+        stream = here[next(iter(added.values()))] if added else None
+        sums.add(here[group.name], original, lags, stream)
 
     def _sources(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self._original().skips.values()))

@@ -227,7 +227,10 @@ def test_noise_is_the_share_of_a_correlation_that_is_chance() -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 @pytest.mark.parametrize("chunk", [5, 2])
 def test_drift_is_how_far_inputs_are_from_the_original_ones(name: str, chunk: int) -> None:
-    """Two streams: other hidden states go in, and linears change on the way in one of them."""
+    """Two streams: other hidden states go in, and linears change on the way in one of them.
+
+    Where an output is added to a stream, each token counts relative to what the stream is there.
+    """
     found = stats(name, chunk)
     module = copy.deepcopy(found.module)
     hidden = found.hidden + 0.1 * torch.randn(found.hidden.shape, generator=torch.Generator().manual_seed(0))
@@ -237,10 +240,11 @@ def test_drift_is_how_far_inputs_are_from_the_original_ones(name: str, chunk: in
     before, expected = inputs_of(plain, *skips.values()), plain.settled()
     kept: dict[str, Tensor] = {}
     lags: dict[str, Tensor] = {}
+    hessians: dict[str, Tensor] = {}
 
     def visit(group: SharedInput, seen: InputStats) -> None:
         assert seen.drift is not None
-        kept[group.name] = seen.drift
+        kept[group.name], hessians[group.name] = seen.drift, seen.hessian
         for member in group.members:
             lag = seen.lag(member)
             assert (lag is None) == (member not in skips)
@@ -253,11 +257,14 @@ def test_drift_is_how_far_inputs_are_from_the_original_ones(name: str, chunk: in
     after = inputs_of(found, *skips.values())
     for group, drift in kept.items():
         x = after[group]
-        assert relative(drift, (before[group] - x).T @ x / x.shape[0]) < 1e-5
+        w = 1 / after[skips[group]].square().mean(dim=1, keepdim=True) if group in skips else torch.ones(len(x), 1)
+        assert relative(drift, (w * (before[group] - x)).T @ x / x.shape[0]) < 1e-5
+        assert relative(hessians[group], (w * x).T @ x / x.shape[0]) < 1e-5
     assert len(lags) == 2
     for linear, source in skips.items():
         x, behind = after[linear], before[source] - after[source]
-        assert relative(lags[linear], behind.T @ x / x.shape[0]) < 1e-5
+        w = 1 / after[source].square().mean(dim=1, keepdim=True)
+        assert relative(lags[linear], (w * behind).T @ x / x.shape[0]) < 1e-5
     assert relative(found.original_outputs(), expected) < 1e-6
     assert not any(each._forward_pre_hooks for each in module.modules()), "hooks are gone"
 
@@ -270,6 +277,14 @@ def test_drift_is_not_known_without_the_original_stream() -> None:
     assert torch.equal(some.drift, torch.ones(4, 4))
     some.add(x)
     assert some.drift is None, "nor of what only some chunks have"
+
+
+def test_a_token_without_a_stream_to_be_added_to_does_not_count() -> None:
+    x, stream = torch.ones(1, 2, 3), torch.tensor([[[2.0, 2.0], [0.0, 0.0]]])
+    found = InputStats()
+    found.add(x, x, {}, stream)
+    assert torch.equal(found.hessian, torch.full((3, 3), 1 / 4 / 2))
+    assert torch.equal(found.mean, torch.ones(3)), "what is no product is not weighed"
 
 
 class Routed(nn.Module):
