@@ -24,6 +24,7 @@ from quantkit.cli.generate import generate
 from quantkit.cli.list import list_
 from quantkit.cli.measure import measure
 from quantkit.cli.show import show
+from quantkit.cli.tax import tax
 from quantkit.cli.tune import tune
 from quantkit.cli.verify import verify
 from quantkit.errors import InputError, MissingDependency, QuantkitError, Stopped
@@ -59,7 +60,7 @@ app = typer.Typer(
     "75 stopped safely, go on with --resume. Start with: quantkit compile --recipe awq-int4",
 )
 # in the order in which help names them
-_COMMANDS = (compile, measure, tune, export, verify, list_, show, doctor, generate)
+_COMMANDS = (compile, measure, tax, tune, export, verify, list_, show, doctor, generate)
 
 
 def _parsed(work: Callable[..., Answer]) -> Callable[..., Callable[[], Answer]]:

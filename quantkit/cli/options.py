@@ -31,11 +31,11 @@ Runtime = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, on failure too.")]
 
 
-def batches(text: str | None) -> list[int] | None:
+def batches(text: str | None, where: str = "--batch") -> list[int] | None:
     """What `--batch` says: `1,2,4` as numbers. Raises InputError."""
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise InputError("usage", where="--batch", value=text, rule="numbers from 1 up, with commas: 1,2,4")
+        raise InputError("usage", where=where, value=text, rule="numbers from 1 up, with commas: 1,2,4")
     return [int(part) for part in parts]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.measure.tax import Cost
 from quantkit.plan.shapes import Linear
-from quantkit.stats.abba import Comparison, compare, interleave
+from quantkit.stats.abba import Comparison, compare, interleave, undisturbed
 
 Array = NDArray[Any]
 Step = Callable[[], object]
@@ -32,6 +32,9 @@ Report = Callable[[float, str], None]
 _SHORT = 0.05
 # blocks of four visits a cell and round, at most; at least one, or two of short steps
 _BLOCKS = 60
+# a side this many times slower than the baseline is set against it alone, for a part of the time: in the palindrome of
+# all it would leave the others few visits, and a ratio so far from 1 needs none of that precision
+_SLOW, _SHARE = 4.0, 0.15
 # of the figure with weights that stay in the cache: runs, and seconds at most
 _HOT = (5, 40, 0.2)
 
@@ -127,7 +130,9 @@ class _Cell:
     M: int
     burst: int = 0
     taken: dict[str, list[Array]] = field(default_factory=dict)
-    rounds: list[int] = field(default_factory=list)
+    against: dict[str, list[Array]] = field(default_factory=dict)  # the baseline's, of the same palindromes
+    slow: set[str] = field(default_factory=set)
+    rounds: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
 
 
@@ -176,11 +181,12 @@ def measure(
         cells = [_Cell(M) for M in plan.batches]
         known: dict[str, tuple[int, float]] = {}
         generator = np.random.default_rng([plan.seed, linear.K, linear.N])
-        for turn in range(plan.rounds):
-            for cell in cells:
-                at = (i + (turn * len(cells) + cells.index(cell)) / (plan.rounds * len(cells))) / len(linears)
-                progress(at, f"{linear.label}, batch {cell.M}")
-                _visit(cell, usable, baseline, known, share, plan, generator, clock)
+        with undisturbed():
+            for turn in range(plan.rounds):
+                for cell in cells:
+                    at = (i + (turn * len(cells) + cells.index(cell)) / (plan.rounds * len(cells))) / len(linears)
+                    progress(at, f"{linear.label}, batch {cell.M}")
+                    _visit(cell, usable, baseline, known, share, plan, generator, clock)
         for cell in cells:
             progress((i + 1) / len(linears), f"{linear.label}, batch {cell.M}: weights in the cache")
             for name in names:
@@ -230,21 +236,28 @@ def _visit(
     if baseline not in steps or cell.skipped.get(baseline):
         cell.skipped[baseline] = cell.skipped.get(baseline) or "no-baseline"
         return
-    if not cell.burst:
-        cell.burst = 2 if max(seconds.values()) < _SHORT else 1
-    order = list(steps)
-    times = interleave(
-        [steps[name] for name in order],
-        blocks=(cell.burst, _BLOCKS),
-        seconds=end - clock(),
-        generator=generator,
-        burst=cell.burst,
-        settle=cell.burst - 1,
-        clock=clock,
-    )
-    cell.rounds.append(len(times[0]))
-    for name, taken in zip(order, times, strict=True):
-        cell.taken.setdefault(name, []).append(taken / sides[name].products)
+    if not cell.rounds:
+        cell.slow = {name for name in steps if seconds[name] > _SLOW * seconds[baseline]}
+        cell.burst = 2 if max([seconds[name] for name in steps if name not in cell.slow]) < _SHORT else 1
+    together = [name for name in steps if name not in cell.slow]
+    apart = [[baseline, name] for name in steps if name in cell.slow]
+    for names in (*apart, together):
+        left = max(end - clock(), 0.0)
+        times = interleave(
+            [steps[name] for name in names],
+            blocks=(cell.burst, _BLOCKS),
+            seconds=left if names is together else _SHARE * left,
+            generator=generator,
+            burst=cell.burst,
+            settle=cell.burst - 1,
+            clock=clock,
+        )
+        each = {name: taken / sides[name].products for name, taken in zip(names, times, strict=True)}
+        for name in names:
+            if name != baseline or names is together:
+                cell.taken.setdefault(name, []).append(each[name])
+                cell.against.setdefault(name, []).append(each[baseline])
+    cell.rounds += 1
 
 
 def _expected(known: tuple[int, float] | None, M: int) -> float:
@@ -257,12 +270,13 @@ def _expected(known: tuple[int, float] | None, M: int) -> float:
 
 def _fill(timed: Timed, side: Side, cell: _Cell, baseline: str, quantizer: str, seed: int, clock: Clock) -> None:
     """What was found of one variant in one cell."""
-    taken, against = cell.taken.get(timed.variant, []), cell.taken.get(baseline, [])
+    taken, against = cell.taken.get(timed.variant, []), cell.against.get(timed.variant, [])
     timed.skipped = cell.skipped.get(timed.variant, "") or cell.skipped.get(baseline, "")
-    if timed.skipped or not taken or len(taken) != len(against):
+    if timed.skipped or not taken:
         timed.skipped = timed.skipped or "not-measured"
         return
-    timed.found = compare(np.concatenate(taken), np.concatenate(against), rounds=cell.rounds, seed=seed)
+    rounds = [len(part) for part in taken]
+    timed.found = compare(np.concatenate(taken), np.concatenate(against), rounds=rounds, seed=seed)
     if quantizer and (alone := cell.taken.get(quantizer)):
         timed.quantizing = float(np.median(np.concatenate(alone)))
     if (step := side.hot(cell.M)) is not None:

@@ -293,8 +293,13 @@ def heat(columns: Sequence[str], names: Sequence[str], values: Sequence[Sequence
     return {"data": [data], "layout": layout}
 
 
-def stacked(bars: Sequence[str], parts: Sequence[Part], totals: Sequence[str], title: str) -> Figure:
-    """Horizontal bars of several parts; each bar's name and total stand over it, the page names the shades."""
+def stacked(
+    bars: Sequence[str], parts: Sequence[Part], totals: Sequence[str], title: str, *, form: Form | None = None
+) -> Figure:
+    """Horizontal bars of several parts; each bar's name and total stand over it, the page names the shades.
+
+    Values are bytes, unless `form` says how to show them.
+    """
     full = max((sum(part.values[i] for part in parts) for i in range(len(bars))), default=1.0) or 1.0
     data, notes = [], []
     places = list(range(len(bars)))[::-1]
@@ -311,7 +316,7 @@ def stacked(bars: Sequence[str], parts: Sequence[Part], totals: Sequence[str], t
                 "marker": {"color": _colour(part.shade), "line": {"color": _colour("surface"), "width": 1}},
                 "hoverinfo": "text",
                 "hovertext": [
-                    f"{plain(bar)}: {plain(part.label)} {words.size(value)}"
+                    f"{plain(bar)}: {plain(part.label)} {(form or words.size)(value)}"
                     for bar, value in zip(bars, part.values, strict=True)
                 ],
             }
@@ -325,7 +330,9 @@ def stacked(bars: Sequence[str], parts: Sequence[Part], totals: Sequence[str], t
             | {"xref": "x", "yref": "y", "xanchor": "left", "yanchor": "bottom", "yshift": 13}
         )
     factor, unit = next(((f, u) for f, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if full >= f), (1.0, "B"))
-    axis = straight_axis(f"{title}, {unit}", [0.0, full], form=lambda value: f"{value / factor:,g}")
+    axis = straight_axis(
+        title if form else f"{title}, {unit}", [0.0, full], form=form or (lambda v: f"{v / factor:,g}")
+    )
     layout = _layout(62 + 58 * len(bars), left=10, right=14) | {"xaxis": _axis(axis), "barmode": "overlay"}
     layout["yaxis"] = {"visible": False, "range": [-0.5, len(bars) - 0.3], "fixedrange": True}
     return {"data": data, "layout": layout | {"annotations": notes}}

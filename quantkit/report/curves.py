@@ -31,6 +31,11 @@ _NOT_MEASURED = {
     "out-of-memory-baseline": "the original does not fit into memory",
     "prompt-too-long": "longer than the model's context",
     "prompt-too-long-baseline": "longer than the original's context",
+    "too-slow": "would take too long for the time that was given",
+    "no-baseline": "the original was not timed",
+    "wrong-result": "the runtime gives wrong numbers, so it was not timed",
+    "group-indivisible": "the group does not divide the shape",
+    "over-2-gib": "more than an ONNX file holds",
 }
 
 

@@ -17,10 +17,11 @@ _PROMISED = "muted"
 
 def sections(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
     """One for each curve."""
-    return [_section(rows, series) for series in curves.series(manifest, rows)]
+    return [section(rows, series) for series in curves.series(manifest, rows)]
 
 
-def _section(rows: Sequence[Row], series: Series) -> Section:
+def section(rows: Sequence[Row], series: Series) -> Section:
+    """The times of one curve, and their ratios."""
     panels = [_rates(series) if series.unit == "prompt" else _durations(series)]
     if any(cell.ratio for cell in series.cells):
         panels.append(_ratios(series))

@@ -110,7 +110,7 @@ def interleave(
         For each side an array [blocks, 2, burst] of seconds, in the order in which they were taken.
     """
     times: list[list[list[list[float]]]] = [[] for _ in sides]
-    with _no_collection():
+    with undisturbed():
         start = clock()
         while len(times[0]) < blocks[0] or (len(times[0]) < blocks[1] and clock() - start < seconds):
             order = generator.permutation(len(sides))
@@ -269,11 +269,15 @@ def _timed(step: Step, clock: Clock) -> float:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Python's garbage collector may stop one side's step for long; as `timeit` does, it waits."""
+def undisturbed() -> Iterator[None]:
+    """Python's garbage collector may stop one side's step for long; as with `timeit`, it waits.
+
+    Collecting first may take a tenth of a second: within another one of these, it is left out.
+    """
     was = gc.isenabled()
-    gc.collect()
-    gc.disable()
+    if was:
+        gc.collect()
+        gc.disable()
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ import pytest
 
 from quantkit.report import catalog
 
-COMMANDS = ("compile", "measure", "verify", "list", "show", "doctor", "generate")
+COMMANDS = ("compile", "measure", "tax", "tune", "verify", "list", "show", "doctor", "generate")
 
 
 @pytest.mark.parametrize(

@@ -3,109 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
+from planted_ops import DOWN, FP32, INT8, LAUNCH, READ, SETTING, TWO, UP, falling, sweep
 
 from quantkit.errors import InputError
 from quantkit.measure import ops, ops_rows
 from quantkit.measure.ops import Plan, Timed
-from quantkit.measure.ops_rows import ALL, Setting
+from quantkit.measure.ops_rows import ALL
 from quantkit.measure.rows import Row
-from quantkit.measure.tax import Cost, Limits, captured_gain
+from quantkit.measure.tax import Cost, captured_gain
 from quantkit.plan.shapes import Linear
-
-READ, FP32, INT8, LAUNCH = 10e9, 100e9, 400e9, 8e-6
-LIMITS = Limits(READ, {"fp32": FP32, "int8": INT8})
-UP, DOWN = Linear(name="up", K=1024, N=4096, count=2), Linear(name="down", K=4096, N=1024, count=1)
-SETTING = Setting(
-    "onnxruntime", 2, {"id": "x", "kind": "cpu", "name": "a processor"}, {}, LIMITS, LAUNCH, 2**25, "float32"
-)
-
-
-@dataclass
-class World:
-    """Time that only steps move, with the noise of a machine."""
-
-    now: float = 0.0
-    noise: float = 0.01
-    rng: Any = field(default_factory=lambda: np.random.default_rng(0))
-    steps: int = 0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@dataclass
-class FakeSide:
-    world: World
-    cost: Cost
-    seconds: Any  # M -> seconds of one product
-    products: int = 1
-    fits: Any = lambda M: True
-    resident_bytes: int | None = 5
-    settings: Any = field(default_factory=lambda: {"kernel": "fake"})
-
-    def step(self, M: int) -> Any:
-        if not self.fits(M):
-            raise InputError("out-of-memory", where=f"batch {M}")
-
-        def run() -> None:
-            self.world.steps += 1
-            self.world.now += (
-                self.products * self.seconds(M) * float(np.exp(self.world.noise * self.world.rng.normal()))
-            )
-
-        return run
-
-    def hot(self, M: int) -> Any:
-        return None
-
-
-def cost(linear: Linear, bits: float, kind: Any = "fp32", name: str = "int4") -> Cost:
-    weights = linear.K * linear.N
-    io = 4.0 * (linear.K + linear.N)
-    return Cost(name, weights * bits / 8, flops_per_token=2.0 * weights, io_bytes_per_token=io, compute=kind)
-
-
-@dataclass
-class FakeBench:
-    world: World
-    times: Any  # variant -> (M -> seconds of a product)
-    absent: dict[str, str] = field(default_factory=dict)
-    products: int = 1
-    fits: Any = lambda M: True
-
-    def quantizer(self, variant: str) -> str:
-        return "quantize" if variant == "int8" else ""
-
-    def prepare(self, linear: Linear, variants: Any) -> dict[str, Any]:
-        bits = {"float32": (32, "fp32", "float32"), "int8": (8, "int8", "int8"), "quantize": (0, "fp32", "")}
-        found: dict[str, Any] = {}
-        for name in variants:
-            own = cost(linear, *bits.get(name, (4.5, "int8", "int4")))
-            side = FakeSide(self.world, own, self.times[name], self.products, self.fits)
-            found[name] = self.absent.get(name) or side
-        return found
-
-
-def run(
-    times: Any, batches: Any = (1, 8, 64), linears: Any = (UP,), *, seconds: float = 5.0, **more: Any
-) -> list[Timed]:
-    world = World()
-    bench = FakeBench(world, {"quantize": lambda M: 1e-6, **times}, **more)
-    variants = [name for name in times if name != "float32"]
-    return ops.measure(bench, linears, "float32", variants, Plan(batches, seconds), clock=world)
-
-
-def falling(M: int) -> float:
-    """Four times as fast as a millisecond at M = 1, as fast at 16, slower beyond."""
-    return 1e-3 * 4 ** (np.log(M) / np.log(16) - 1)
-
-
-TWO = {"float32": lambda M: 1e-3, "int4": falling}
 
 
 def rows_of(timed: list[Timed], model: str = "") -> list[Row]:
@@ -118,7 +27,7 @@ def named(rows: list[Row], name: str, layer: str | None = None, **op: Any) -> li
 
 
 def test_each_variant_is_timed_against_the_baseline_at_each_batch() -> None:
-    timed = run(TWO)
+    timed = sweep(TWO)
     assert [(each.M, each.variant) for each in timed] == [(M, v) for M in (1, 8, 64) for v in ("float32", "int4")]
     for each in timed:
         if each.variant == "int4":
@@ -129,12 +38,12 @@ def test_each_variant_is_timed_against_the_baseline_at_each_batch() -> None:
 
 
 def test_a_step_of_several_products_is_counted_once_each() -> None:
-    (_, one), (_, many) = run(TWO, (1,)), run(TWO, (1,), products=16)
+    (_, one), (_, many) = sweep(TWO, (1,)), sweep(TWO, (1,), products=16)
     assert many.found.quantiles["p50"] == pytest.approx(one.found.quantiles["p50"], rel=0.02)
 
 
 def test_what_cannot_run_is_skipped_with_its_flag_and_the_rest_goes_on() -> None:
-    timed = run({**TWO, "int8": falling}, (1, 8), absent={"int8": "wrong-result"}, fits=lambda M: M < 8)
+    timed = sweep({**TWO, "int8": falling}, (1, 8), absent={"int8": "wrong-result"}, fits=lambda M: M < 8)
     flags = {(each.M, each.variant): each.skipped for each in timed}
     assert flags[1, "int4"] == ""
     assert flags[1, "int8"] == flags[8, "int8"] == "wrong-result"
@@ -147,18 +56,18 @@ def test_what_cannot_run_is_skipped_with_its_flag_and_the_rest_goes_on() -> None
 
 def test_a_batch_that_would_take_too_long_is_skipped_before_it_is_run() -> None:
     slow = {"float32": lambda M: 1e-3 * M, "int4": lambda M: 1e-2 * M}
-    timed = run(slow, (64, 4096), seconds=20.0)
+    timed = sweep(slow, (64, 4096), seconds=20.0)
     assert {each.skipped for each in timed if each.M == 64} == {""}
     assert {each.skipped for each in timed if each.M == 4096} == {"too-slow"}
 
 
 def test_without_a_baseline_nothing_is_compared() -> None:
     with pytest.raises(InputError, match=r"wrong-result.*float32 cannot run"):
-        run(TWO, absent={"float32": "wrong-result"})
+        sweep(TWO, absent={"float32": "wrong-result"})
 
 
 def test_the_tax_of_one_product_by_hand() -> None:
-    rows = rows_of(run(TWO, (8,)))
+    rows = rows_of(sweep(TWO, (8,)))
     (row,) = named(rows, "tax.total", format="int4")
     moved = 1024 * 4096 * 4.5 / 8 + 8 * 4 * (1024 + 4096)
     bound = max(moved / READ, 2 * 8 * 1024 * 4096 / INT8)
@@ -178,20 +87,22 @@ def test_the_tax_of_one_product_by_hand() -> None:
 
 
 def test_faster_than_its_bound_is_flagged() -> None:
-    (row,) = named(rows_of(run({"float32": lambda M: 1e-3, "int4": lambda M: 1e-5}, (1,))), "tax.total", format="int4")
+    (row,) = named(
+        rows_of(sweep({"float32": lambda M: 1e-3, "int4": lambda M: 1e-5}, (1,))), "tax.total", format="int4"
+    )
     assert row.value < 0
     assert "negative-tax" in row.flags
 
 
 def test_quantizing_the_input_has_a_row_of_its_own_where_it_can_be_had_apart() -> None:
-    rows = rows_of(run({**TWO, "int8": falling}, (1,)))
+    rows = rows_of(sweep({**TWO, "int8": falling}, (1,)))
     (row,) = named(rows, "tax.activation")
     assert row.op.format == "int8"
     assert row.value == pytest.approx(1e-6, rel=0.02)
 
 
 def test_where_it_stops_winning() -> None:
-    rows = rows_of(run(TWO, (1, 2, 4, 8, 16, 32, 64)))
+    rows = rows_of(sweep(TWO, (1, 2, 4, 8, 16, 32, 64)))
     (row,) = named(rows, "tax.break_even")
     assert 14 < row.value < 16.5  # the whole interval lies above 1 a little short of 16
     assert row.ci95[0] <= row.value <= row.ci95[1]
@@ -201,7 +112,7 @@ def test_where_it_stops_winning() -> None:
 
 
 def test_a_model_is_the_sum_of_its_linears_as_often_as_they_occur() -> None:
-    rows = rows_of(run(TWO, (1, 8), (UP, DOWN)), "a model")
+    rows = rows_of(sweep(TWO, (1, 8), (UP, DOWN)), "a model")
     for M in (1, 8):
         parts = {each.op.K: each for each in named(rows, "latency.op", format="int4", M=M)}
         (whole,) = named(rows, "latency.op", ALL, format="int4", M=M)
@@ -215,11 +126,11 @@ def test_a_model_is_the_sum_of_its_linears_as_often_as_they_occur() -> None:
         assert tax.op.bound_s == pytest.approx(2 * bounds[0] + bounds[1])
         assert whole.settings["linears"] == 3
     assert len(named(rows, "tax.break_even", ALL)) == 1
-    assert not named(rows_of(run(TWO, (1,), (UP, DOWN))), "latency.op", ALL)
+    assert not named(rows_of(sweep(TWO, (1,), (UP, DOWN))), "latency.op", ALL)
 
 
 def test_a_model_with_a_linear_that_was_not_timed_has_no_sum() -> None:
-    timed = run(TWO, (1,), (UP, DOWN))
+    timed = sweep(TWO, (1,), (UP, DOWN))
     timed[1].found, timed[1].skipped = None, "too-slow"
     (row,) = [each for each in named(rows_of(timed, "m"), "latency.op", ALL) if each.settings["variant"] == "int4"]
     assert row.value is None

@@ -1,0 +1,120 @@
+"""`quantkit tax`: what quantized products cost on this machine beyond what its own limits ask for, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantkit.bundle import Verdict
+from quantkit.measure import ops_run
+from quantkit.measure.advice import advise, verdicts
+from quantkit.measure.ops_rows import ALL
+from quantkit.measure.ops_run import Job
+from quantkit.measure.rows import Row
+from quantkit.measure.verdict import Measured
+from quantkit.pipeline.tax_question import BASELINE, Plan
+from quantkit.report.tax import Taxed
+
+Report = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found.
+
+    Args:
+        plan: what was timed.
+        rows: of all thread counts.
+        verdicts: threads -> the verdict on each variant.
+        advice: threads -> what to do.
+        notes: what a reader must know.
+    """
+
+    plan: Plan
+    rows: Sequence[Row]
+    verdicts: Mapping[int, Sequence[Verdict]]
+    advice: Mapping[int, Verdict]
+    notes: Sequence[str] = field(default=())
+
+    @property
+    def inconclusive(self) -> bool:
+        """Whether noise hides what to do, whatever the number of threads."""
+        return all(each.answer == "inconclusive" for each in self.advice.values())
+
+    def reported(self) -> Taxed:
+        """For the page and the screen."""
+        return Taxed(
+            self.plan.shapes, self.plan.target, self.rows, self.verdicts, self.advice, self.plan.traffic, self.notes
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result of the command."""
+        return {
+            "model": self.plan.shapes.name or None,
+            "linears": [each.model_dump() for each in self.plan.shapes.linears],
+            "source": self.plan.shapes.source,
+            "target": self.plan.target.name,
+            "traffic": {str(batch): share for batch, share in (self.plan.traffic or {}).items()} or None,
+            "advice": [{"threads": n, **each.model_dump(mode="json")} for n, each in self.advice.items()],
+            "verdicts": [
+                {"threads": n, **each.model_dump(mode="json")} for n, found in self.verdicts.items() for each in found
+            ],
+            "measurements": [row.as_dict() for row in self.rows],
+        }
+
+
+def measure_tax(plan: Plan, progress: Report | None = None) -> Answer:
+    """Time it and judge it.
+
+    Raises:
+        InputError: what the timed process met.
+        MissingDependency: onnxruntime, onnx, scipy or torch.
+    """
+    progress = progress or (lambda share, words: None)
+    rows: list[Row] = []
+    judged: dict[int, Sequence[Verdict]] = {}
+    advice: dict[int, Verdict] = {}
+    for i, threads in enumerate(plan.threads):
+
+        def report(share: float, words: str, i: int = i, threads: int = threads) -> None:
+            of = f", {threads} threads" if len(plan.threads) > 1 else ""
+            progress((i + share) / len(plan.threads), f"{words}{of}")
+
+        job = Job(
+            [linear.model_dump() for linear in plan.shapes.distinct()],
+            plan.shapes.name,
+            BASELINE,
+            plan.variants,
+            plan.batches,
+            threads,
+            plan.seconds / len(plan.threads),
+            plan.seed,
+        )
+        found = ops_run.run(job, report)
+        rows += found
+        judged[threads], advice[threads] = judge(found, plan)
+    return Answer(plan, rows, judged, advice, _notes(rows))
+
+
+def judge(rows: Sequence[Row], plan: Plan) -> tuple[list[Verdict], Verdict]:
+    """(the verdict on each variant, what to do), from the rows of one thread count."""
+    layer = ALL if plan.shapes.name else None
+    timed = [row for row in rows if row.name == "latency.op" and row.op is not None and row.op.layer == layer]
+    measured = [
+        Measured(
+            name, [row for row in timed if row.settings.get("variant") == name and row.op and row.op.layer == layer]
+        )
+        for name in plan.variants
+    ]
+    found = verdicts(measured, plan.batches, plan.traffic)
+    return found, advise(measured, plan.batches, traffic=plan.traffic, subject=plan.subject)
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    """What the flags say that no single row does."""
+    found = []
+    wrong = sorted({str(row.settings.get("variant")) for row in rows if "wrong-result" in row.flags})
+    if wrong:
+        found.append(f"not timed, because ONNX Runtime gave wrong numbers: {', '.join(wrong)}")
+    return found

@@ -1,0 +1,171 @@
+"""The page of `quantkit tax`: one offline file, with time, speed-up and the split of each bar against the batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import quantkit
+from quantkit.bundle.disk import write_atomic
+from quantkit.errors import InputError
+from quantkit.report import curves, speed, tax, words
+from quantkit.report import page as pages
+from quantkit.report.charts import ORIGINAL, QUANTIZED, Curve, Part, log_axis, points_axis, stacked
+from quantkit.report.charts import lines as drawn_lines
+from quantkit.report.curves import Cell, Series
+from quantkit.report.sections import Panel, Section, Sheet
+from quantkit.report.tax import Panelled, Taxed
+
+# of the lines of an overview, a colour each; more variants than these share the last
+_LINES = (QUANTIZED, ORIGINAL, "good", "bad", "muted", "quantized-soft", "rest")
+_SPLIT = (
+    ("limit", "quantized"),
+    ("quantizing the input", "original"),
+    ("launch", "muted"),
+    ("rest of the tax", "rest"),
+)
+_HEAD = (
+    "format",
+    "batch",
+    "float32 → this",
+    "faster",
+    "95 % interval",
+    "ideal",
+    "gain",
+    "tax",
+    "share",
+    "slack",
+    "A/A",
+)
+
+
+def write(path: Path, data: Taxed) -> None:
+    """Write the page, whole or not at all.
+
+    Raises:
+        InputError: `file-unwritable`; MissingDependency: plotly.
+    """
+    text = page(data)
+    try:
+        write_atomic(path, text.encode())
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError("file-unwritable", where=str(path), value=reason, remedy="check the folder") from None
+
+
+def page(data: Taxed) -> str:
+    """The page as HTML. Raises MissingDependency: plotly, extra `report`."""
+    advice = [
+        (words.plural(threads, "thread"), *tax.said(verdict), verdict.because)
+        for threads, verdict in data.advice.items()
+    ]
+    found = tax.groups(data)
+    head = ["threads", "ceiling", "measured", "95 % interval", "by", f"{data.target.name} says"]
+    return pages.rendered(
+        "tax.html.j2",
+        title=data.title,
+        source=data.shapes.source,
+        device=next((row.device.name for row in data.rows if row.device is not None), ""),
+        advice=advice,
+        traffic=sorted((data.traffic or {}).items()),
+        verdicts=[
+            (words.plural(threads, "thread"), *tax.said(verdict), verdict.because[0] if verdict.because else "")
+            for threads, verdicts in data.verdicts.items()
+            for verdict in verdicts
+        ],
+        notes=list(data.notes),
+        wholes=[_group(group, data) for group in found if group.whole or not data.shapes.name],
+        singles=[_group(group, data) for group in found if not group.whole and data.shapes.name],
+        ceilings=Sheet(head, tax.ceilings(data), 2),
+        cache=words.size(tax.last_level_cache(data) or 0.0),
+        explained=tax.explained(data),
+        facts=_facts(data),
+        version=quantkit.__version__,
+    )
+
+
+def _group(group: Panelled, data: Taxed) -> tuple[str, list[Section]]:
+    """(title, an overview, then a section a variant)."""
+    sections = [_overview(group)] if any(series.cells for series in group.series) else []
+    return group.title, sections + [_section(data, series) for series in group.series]
+
+
+def _overview(group: Panelled) -> Section:
+    """Delivered speed-up of all variants over the batch, where they win and where they lose."""
+    known = [series for series in group.series if any(cell.ratio for cell in series.cells)]
+    drawn: list[Curve] = []
+    for i, series in enumerate(known):
+        cells = [cell for cell in series.cells if cell.ratio]
+        hover = [f"{series.title} {words.times(cell.ratio or 0)}" for cell in cells]
+        colour = _LINES[min(i, len(_LINES) - 1)]
+        drawn.append(Curve(series.title, colour, [c.x for c in cells], [c.ratio or 0.0 for c in cells], hover))
+    values = [y for curve in drawn for y in curve.y]
+    axis = log_axis("float32 time / its time", [*values, 1.0], form=lambda v: f"{v:g}×")
+    across = points_axis("batch (rows of the activation)", [x for curve in drawn for x in curve.x])
+    alt = "How many times as fast each format is as float32, by batch, both axes logarithmic"
+    figure = drawn_lines(drawn, across, axis, height=360, even=1.0)
+    panel = Panel("Delivered speed-up over float32", alt, figure, wide=True)
+    body = []
+    for series in known:
+        factor, unit = words.time_unit(min(cell.row.value or 1.0 for cell in series.cells))
+        for cell in series.cells:
+            batch, times, *ratios, excess, share, slack, spread = tax.line(cell, factor)
+            times, excess, slack = (f"{each} {unit}" for each in (times, excess, slack))
+            body.append([series.title, batch, times, *ratios, excess, share, slack, spread])
+    best = [f"{series.title}: {' '.join(tax.outcomes(series))}" for series in known]
+    return Section(best, [panel], [], Sheet(_HEAD, body))
+
+
+def _section(data: Taxed, series: Series) -> Section:
+    """Time over the roofline, promised against delivered, and the split of each bar."""
+    if not series.cells:
+        return Section(curves.skipped(series), [], [], Sheet(["batch", ""], [], 1), title=series.title)
+    found = speed.section(data.rows, series)
+    kernel = series.cells[0].row.settings.get("kernel")
+    ran = [f"It ran as {kernel}."] if kernel else []
+    keys = [(shade, label) for label, shade in _SPLIT]
+    panels = [*found.panels, _split(series)]
+    return Section(found.said, panels, [*ran, *found.captions], found.sheet, found.cautions, keys, series.title)
+
+
+def _split(series: Series) -> Panel:
+    """Bars of the limit and the tax, as shares of float32's time: absolute ones would hide small batches."""
+    cells = [cell for cell in series.cells if cell.bound and cell.original]
+    parts = [
+        Part(label, [_share(cell, part) for cell in cells], shade)
+        for part, (label, shade) in zip(("bound", "activation_s", "launch_s", "rest"), _SPLIT, strict=True)
+    ]
+    names = [f"batch {cell.x:,}" for cell in cells]
+    times = [(cell.row.value or 0.0, cell.original or 1.0) for cell in cells]
+    totals = [f"{words.moment(own)}, {words.percent(own / other, 0)}" for own, other in times]
+    figure = stacked(names, parts, totals, "share of float32's time", form=lambda v: words.percent(v, 0))
+    alt = f"Limit and tax of {series.title} at each batch, as shares of float32's time"
+    return Panel("What its time is made of", alt, figure)
+
+
+def _share(cell: Cell, part: str) -> float:
+    """A part's seconds over float32's time; what a negative tax leaves is nothing."""
+    time_s, bound, whole = cell.row.value or 0.0, cell.bound or 0.0, cell.original or 1.0
+
+    def known(name: str) -> float:
+        value = cell.row.settings.get(name)
+        return float(value) if isinstance(value, int | float) else 0.0
+
+    over = max(time_s - bound, 0.0)
+    activation = min(known("activation_s"), over)
+    launch = min(known("launch_s"), over - activation)
+    seconds = {
+        "bound": min(bound, time_s),
+        "activation_s": activation,
+        "launch_s": launch,
+        "rest": over - activation - launch,
+    }
+    return seconds[part] / whole
+
+
+def _facts(data: Taxed) -> list[tuple[str, str]]:
+    first = next((row for row in data.rows if row.runtime), data.rows[0])
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(first.versions.items()))
+    found = [("linears", f"{words.plural(sum(x.count for x in data.shapes.linears), 'linear')}, {data.shapes.source}")]
+    found += [("device", first.device.name if first.device else ""), ("runtime", first.runtime or "")]
+    found += [("target", data.target.name), ("versions", versions)]
+    return found

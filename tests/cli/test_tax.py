@@ -1,0 +1,72 @@
+"""`quantkit tax` on the command line; times are planted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import planted_ops
+import pytest
+
+from quantkit.measure import ops_rows, ops_run
+from quantkit.measure.rows import read_rows
+
+
+@pytest.fixture(autouse=True)
+def planted_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops_run, "run", lambda job, progress=None: planted_ops.rows_of_a_run(job))
+
+
+def test_rows_page_and_verdict(quantkit: Any, tmp_path: Path) -> None:
+    page, rows = tmp_path / "tax.html", tmp_path / "rows.jsonl"
+    ran = quantkit(
+        *("tax", "--shape", "256x64", "--format", "int4,nf4", "--batch", "1:4", "--html", page, "--out", rows, "--json")
+    )
+    assert ran.code == 0, ran.err
+    result = ran.envelope["result"]
+    (advice,) = result["advice"]
+    assert (advice["answer"], advice["format"]) == ("ship_it", "int4.g128.level4")
+    assert page.stat().st_size > 1e6
+    names = {row.name for row in read_rows(rows)}
+    assert {"latency.op", "tax.total", "tax.break_even", "ceiling.read", "ceiling.launch"} <= names
+    assert len(read_rows(rows)) == len(result["measurements"])
+
+
+def test_the_screen(quantkit: Any) -> None:
+    ran = quantkit("tax", "vit-b-16", "--format", "int4", "--traffic", "1:0.8,4:0.2")
+    assert ran.code == 0, ran.err
+    assert "vit-b-16: ship int4.g128.level4." in ran.out
+    assert "over the traffic" in ran.out
+
+
+def test_noise_that_hides_the_answer_ends_with_three(quantkit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(job: Any, progress: Any = None) -> Any:
+        times = {"float32": lambda M: 1e-3, "int4.g128.level4": lambda M: 0.9e-3}
+        timed = planted_ops.sweep(times, job.batches, world=planted_ops.World(noise=0.8))
+        return [*planted_ops.ceilings(), *ops_rows.rows(timed, planted_ops.SETTING)]
+
+    monkeypatch.setattr(ops_run, "run", run)
+    ran = quantkit("tax", "--shape", "1024x4096", "--format", "int4", "--batch", "1", "--json")
+    assert ran.code == 3, ran.out
+    assert ran.envelope["error"]["code"] == "inconclusive"
+    assert "--seconds" in ran.envelope["error"]["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--shape", "100x64"), "group divides K"),
+        (("--shape", "4096"), "KxN"),
+        (("--shape", "64x64", "--batch", "0"), "numbers from 1 up"),
+        (("--shape", "64x64", "--device", "cuda"), "no GPU here"),
+        (("--shape", "64x64", "--traffic", "1:2"), "add up to 1"),
+        (("--shape", "64x64", "--format", "mxfp4"), "emulating it would not measure it"),
+        (("lama-3-8b",), "did you mean 'llama-3-8b'"),
+        ((), "--shape"),
+    ],
+)
+def test_bad_input_is_one_line(quantkit: Any, arguments: tuple[str, ...], words: str) -> None:
+    ran = quantkit("tax", *arguments)
+    assert ran.code == 2
+    assert words in ran.err
+    assert ran.err.count("\n") == 1

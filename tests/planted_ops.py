@@ -1,0 +1,135 @@
+"""Products on a clock that only steps move: a bench whose times are planted, and the rows that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quantkit.errors import InputError
+from quantkit.measure import ops, ops_rows
+from quantkit.measure.ceilings import Ceiling
+from quantkit.measure.ops import Plan
+from quantkit.measure.ops_rows import Setting
+from quantkit.measure.rows import Row
+from quantkit.measure.tax import Cost, Limits
+from quantkit.plan.shapes import Linear
+
+READ, FP32, INT8, LAUNCH = 10e9, 100e9, 400e9, 8e-6
+LIMITS = Limits(READ, {"fp32": FP32, "int8": INT8})
+UP, DOWN = Linear(name="up", K=1024, N=4096, count=2), Linear(name="down", K=4096, N=1024, count=1)
+DEVICE = {"id": "x", "kind": "cpu", "name": "a processor"}
+SETTING = Setting("onnxruntime", 2, DEVICE, {}, LIMITS, LAUNCH, 2**25, "float32")
+
+
+@dataclass
+class World:
+    """Time that only steps move, with the noise of a machine."""
+
+    now: float = 0.0
+    noise: float = 0.01
+    rng: Any = field(default_factory=lambda: np.random.default_rng(0))
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def always(M: int) -> bool:
+    return True
+
+
+@dataclass
+class FakeSide:
+    world: World
+    cost: Cost
+    seconds: Any  # M -> seconds of one product
+    products: int = 1
+    fits: Any = always
+    resident_bytes: int | None = 5
+    settings: Any = field(default_factory=lambda: {"kernel": "fake"})
+
+    def step(self, M: int) -> Any:
+        if not self.fits(M):
+            raise InputError("out-of-memory", where=f"batch {M}")
+
+        def one() -> None:
+            noise = float(np.exp(self.world.noise * self.world.rng.normal()))
+            self.world.now += self.products * self.seconds(M) * noise
+
+        return one
+
+    def hot(self, M: int) -> Any:
+        return None
+
+
+def cost(linear: Linear, bits: float, kind: Any = "fp32", name: str = "int4") -> Cost:
+    weights = linear.K * linear.N
+    io = 4.0 * (linear.K + linear.N)
+    return Cost(name, weights * bits / 8, flops_per_token=2.0 * weights, io_bytes_per_token=io, compute=kind)
+
+
+@dataclass
+class FakeBench:
+    world: World
+    times: Any  # variant -> (M -> seconds of a product)
+    absent: dict[str, str] = field(default_factory=dict)
+    products: int = 1
+    fits: Any = always
+
+    def quantizer(self, variant: str) -> str:
+        return "quantize" if variant.startswith("int8") else ""
+
+    def prepare(self, linear: Linear, variants: Any) -> dict[str, Any]:
+        bits: dict[str, Any] = {"float32": (32, "fp32", "float32"), "quantize": (0, "fp32", "")}
+        bits |= {name: (8.0, "int8", "int8") for name in variants if name.startswith("int8")}
+        bits |= {name: (4.5, "fp32", "nf4") for name in variants if name.startswith("nf4")}
+        found: dict[str, Any] = {}
+        for name in variants:
+            own = cost(linear, *bits.get(name, (4.5, "int8", "int4")))
+            side = FakeSide(self.world, own, self.times[name], self.products, self.fits)
+            found[name] = self.absent.get(name) or side
+        return found
+
+
+def sweep(
+    times: Any,
+    batches: Any = (1, 8, 64),
+    linears: Any = (UP,),
+    *,
+    seconds: float = 0.0,
+    world: World | None = None,
+    **more: Any,
+) -> Any:
+    """Everything timed, in about ten blocks a cell unless it may take longer."""
+    world = world or World()
+    bench = FakeBench(world, {"quantize": lambda M: 1e-6, **times}, **more)
+    variants = [name for name in times if name != "float32"]
+    plan = Plan(batches, seconds or 0.1 * len(batches) * len(linears))
+    return ops.measure(bench, linears, "float32", variants, plan, clock=world)
+
+
+def falling(M: int) -> float:
+    """Four times as fast as a millisecond at M = 1, as fast at 16, slower beyond."""
+    return float(1e-3 * 4 ** (np.log(M) / np.log(16) - 1))
+
+
+TWO = {"float32": lambda M: 1e-3, "int4": falling}
+
+
+def ceilings() -> list[Row]:
+    found = [
+        Ceiling("ceiling.read", "B/s", (READ,) * 7, {"threads": 2, "last_level_cache": 2**25}, {"bytes": 1}),
+        Ceiling("ceiling.compute", "flop/s", (FP32,) * 7, {"compute_type": "fp32", "threads": 2}, {"M": 1}),
+        Ceiling("ceiling.compute", "op/s", (INT8,) * 7, {"compute_type": "int8", "threads": 2}, {"M": 1}),
+        Ceiling("ceiling.launch", "s", (LAUNCH,) * 7, {"threads": 2}, {"M": 1}),
+    ]
+    return [each.row(device=DEVICE, versions={"onnxruntime": "1"}) for each in found]
+
+
+def rows_of_a_run(job: Any) -> list[Row]:
+    """What a run of a job gives: int4 falls as `falling` does, all else takes eight times as long as float32."""
+    times = {name: falling if name.startswith("int4") else (lambda M: 8e-3) for name in job.variants}
+    linears = [Linear.model_validate(dict(each)) for each in job.linears]
+    timed = sweep({"float32": lambda M: 1e-3, **times}, job.batches, linears)
+    return [*ceilings(), *ops_rows.rows(timed, SETTING, model=job.model)]
