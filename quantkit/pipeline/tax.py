@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import quantkit
 from quantkit.bundle import Verdict
 from quantkit.measure import ops_run
 from quantkit.measure.advice import advise, verdicts
@@ -44,9 +45,9 @@ class Answer:
 
     def reported(self) -> Taxed:
         """For the page and the screen."""
-        return Taxed(
-            self.plan.shapes, self.plan.target, self.rows, self.verdicts, self.advice, self.plan.traffic, self.notes
-        )
+        plan = self.plan
+        found = (self.rows, self.verdicts, self.advice, plan.traffic, self.notes)
+        return Taxed(plan.shapes, plan.target, *found, version=quantkit.__version__)
 
     def as_dict(self) -> dict[str, Any]:
         """The result of the command."""

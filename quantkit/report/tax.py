@@ -48,6 +48,7 @@ class Taxed:
         advice: threads -> what to do.
         traffic: batch -> share of the steps, if it was given.
         notes: what a reader must know.
+        version: of quantkit.
     """
 
     shapes: Shapes
@@ -57,6 +58,7 @@ class Taxed:
     advice: Mapping[int, Verdict]
     traffic: Mapping[int, float] | None = None
     notes: Sequence[str] = ()
+    version: str = ""
 
     @property
     def title(self) -> str:

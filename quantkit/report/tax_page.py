@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import quantkit
 from quantkit.bundle.disk import write_atomic
 from quantkit.errors import InputError
 from quantkit.report import curves, speed, tax, words
@@ -79,7 +78,7 @@ def page(data: Taxed) -> str:
         cache=words.size(tax.last_level_cache(data) or 0.0),
         explained=tax.explained(data),
         facts=_facts(data),
-        version=quantkit.__version__,
+        version=data.version,
     )
 
 
