@@ -27,7 +27,7 @@ from quantkit.measure.ops_onnxruntime import OnnxRuntimeBench
 from quantkit.plan.shapes import Linear
 from quantkit.stats.abba import Comparison, compare, interleave
 
-LINEAR = Linear(name="product", K=1024, N=1024)
+LINEAR = Linear(name="product", K=256, N=256)
 VARIANT = "int8.dynamic"
 # runs of a side a step, and of the slower side
 RUNS, SLOWER = 10, 11
@@ -59,7 +59,7 @@ def different(found: Comparison, margin: float) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comparisons", type=int, default=200, help="of each kind")
-    parser.add_argument("--blocks", type=int, default=60, help="ABBA blocks a comparison")
+    parser.add_argument("--blocks", type=int, default=30, help="ABBA blocks a comparison")
     parser.add_argument("--margin", type=float, default=0.02, help="below this nobody cares")
     parser.add_argument("--note", default="", help="goes into the record: what else ran on the machine")
     parser.add_argument("--no-record", action="store_true")

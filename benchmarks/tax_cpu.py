@@ -3,8 +3,8 @@
     python benchmarks/tax_cpu.py
     python benchmarks/tax_cpu.py --shapes 1024x1024 --batches 1 --seconds 30 --no-record
 
-`quantkit tax --format all` on a few shapes, at 1 and 2 threads, in fresh processes and twice over with other seeds: fp32,
-fp16, INT8 QDQ static and dynamic, MatMulNBits of 4 and 8 bits in blocks of 32, 64 and 128 at levels 0 and 4, INT4
+`quantkit tax --format all` on a few shapes, at 1 and 2 threads, in fresh processes and twice over with other seeds:
+fp32, fp16, INT8 QDQ static and dynamic, MatMulNBits of 4 and 8 bits in blocks of 32, 64 and 128 at levels 0 and 4, INT4
 DequantizeLinear that fuses and that does not, FP8, NF4. Each is checked against our own dequantization first. A row
 reproduces if the second run's ratio lies within the printed spread of the first: the intervals of the two ratios
 overlap. Targets: at least 90 of 100 rows do (two true intervals of 95 % overlap more often than that), the verdict for
@@ -14,7 +14,6 @@ nf4 is "do not", and for int4 at level 4 "ship", with its break-even batch.
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from typing import Any
 
@@ -164,11 +163,10 @@ def main() -> int:
     record("tax_cpu", "the CPU table of quantkit tax reproduces", rows, settings, write=not options.no_record)
     held = sum(row["reproduced"] for row in rows)
     print(f"{held} of {len(rows)} rows within the printed spread; skipped: {skipped}")
-    for each in itertools.chain(judged):
+    for each in judged:
         if each["format"] in (SHIPPED, "nf4.g64"):
-            print(
-                f"  run {each['run'] + 1}, {each['threads']} threads: {each['format']} {each['answer']} {each['batch'] or ''}"
-            )
+            about = f"run {each['run'] + 1}, {each['threads']} threads: {each['format']}"
+            print(f"  {about} {each['answer']} {each['batch'] or ''}")
     of = {name: [each["answer"] for each in judged if each["format"] == name] for name in ("nf4.g64", SHIPPED)}
     return verdicts(
         {
