@@ -1,0 +1,115 @@
+"""Random weights of real shapes, quantized as far as timing and correctness ask: codes, scales and zeros at random.
+
+What is multiplied does not depend on how codes were chosen; zeros would flatter a GPU, so that everything is random.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.kernels.layout import KINDS, PackedWeight, codes_of, pack_parts, scales_of
+
+# out x in of the linears of Llama-3-8B, the largest first; fused ones are what runtimes run
+LLAMA_3_8B = (
+    (14336, 4096),  # gate_proj, up_proj
+    (4096, 14336),  # down_proj
+    (4096, 4096),  # q_proj, o_proj
+    (6144, 4096),  # q, k and v as one
+    (28672, 4096),  # gate and up as one
+    (1024, 4096),  # k_proj, v_proj
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A format as it is timed.
+
+    Args:
+        name: for tables.
+        format: of rows.
+        kind: of the packed weight.
+        group: columns that share a scale; 0: a row.
+        zeros: with zero points.
+        nested: with doubled scales.
+    """
+
+    name: str
+    format: str
+    kind: str
+    group: int = 0
+    zeros: bool = False
+    nested: bool = False
+
+    @property
+    def native(self) -> bool:
+        """Whether it takes 8-bit inputs."""
+        return self.kind.endswith(".native")
+
+    def stored_bytes(self, rows: int, columns: int) -> float:
+        """Codes, scales and zeros of a weight [rows, columns], each once."""
+        groups = columns // self.group if self.group else 1
+        scale = 1.0 + 4 / 256 if self.nested else 2.0
+        return rows * columns * KINDS[self.kind].bits / 8 + rows * groups * (scale + float(self.zeros))
+
+
+VARIANTS = (
+    Variant("int4 g128", "int4", "int4", 128),
+    Variant("int4 g128 zeros", "int4", "int4", 128, zeros=True),
+    Variant("int8", "int8", "int8"),
+    Variant("fp8_e4m3", "fp8_e4m3", "fp8_e4m3"),
+    Variant("nf4 g64 double", "nf4", "nf4", 64, nested=True),
+    Variant("int8 w8a8", "int8", "int8.native"),
+    Variant("fp8_e4m3 w8a8", "fp8_e4m3", "fp8_e4m3.native"),
+    Variant("int4 g32", "int4", "int4", 32),
+    Variant("int4 g64", "int4", "int4", 64),
+)
+
+
+def weight(variant: Variant, rows: int, columns: int, at: str, seed: int = 0) -> PackedWeight:
+    """A packed weight [rows, columns] of about unit output: random codes under random scales."""
+    generator = torch.Generator(device=at).manual_seed(seed)
+    form = KINDS[variant.kind]
+    groups = columns // variant.group if variant.group else 1
+    if variant.format == "fp8_e4m3":
+        drawn = torch.randn(rows, columns, generator=generator, device=at) * 100
+        codes, typical = drawn.clamp(-448, 448).to(torch.float8_e4m3fn), 100.0
+    else:
+        drawn = torch.randint(0, 2**form.bits, (rows, columns), generator=generator, device=at)
+        codes = drawn.to(torch.uint8) if variant.kind == "nf4" else (drawn - 2 ** (form.bits - 1)).to(torch.int8)
+        typical = 0.5 if variant.kind == "nf4" else 2 ** (form.bits - 1) / 1.7
+    zero = None
+    if variant.zeros:
+        zero = torch.randint(-2, 3, (rows, groups), generator=generator, device=at).to(torch.int8)
+    scale = (0.5 + torch.rand(rows, groups, generator=generator, device=at)) / (typical * columns**0.5)
+    nested = None
+    if variant.nested:
+        size = float(scale.max())
+        # values of the codes rising from 0 to 1: what they are does not matter to time
+        nested = (
+            torch.full((-(-rows * groups // 256),), size, device=at),
+            torch.linspace(0, 1, 256, device=at),
+            torch.full((1,), size / 256, device=at),
+        )
+        scale = torch.randint(64, 256, (rows, groups), generator=generator, device=at).to(torch.uint8)
+    else:
+        scale = scale.half()
+    group = variant.group or columns
+    return pack_parts(variant.kind, codes, scale, zero, group=group, nested=nested)
+
+
+def values(packed: PackedWeight, codebook: torch.Tensor) -> torch.Tensor:
+    """What a packed weight stands for, [N, K] float64, the slow and plain way."""
+    codes, (_, columns) = codes_of(packed), packed.shape
+    if packed.kind.startswith("fp8"):
+        plain = codes.view(torch.float8_e4m3fn).double()
+    elif packed.kind == "nf4":
+        plain = codebook.to(codes.device).double()[codes.int()]
+    else:
+        plain = codes.double()
+    spread = -(-columns // packed.groups)
+    if packed.zero is not None:
+        zero = packed.zero[:, : packed.shape[0]].T.double() - KINDS[packed.kind].offset
+        plain = plain - zero.repeat_interleave(spread, dim=1)[:, :columns]
+    return plain * scales_of(packed).double().repeat_interleave(spread, dim=1)[:, :columns]

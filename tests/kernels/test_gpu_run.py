@@ -1,0 +1,93 @@
+"""The plumbing of `benchmarks/gpu/run_all.py`, dry: tiny sizes in the interpreter, without what a GPU machine lacks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")  # Linux alone has it
+
+from quantkit.kernels.dispatch import Table
+from quantkit.measure.rows import Row
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks/gpu/run_all.py"
+PROGRAM = """
+import runpy, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"pydantic", "yaml", "rich", "transformers", "gguf", "scipy", "bitsandbytes"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(SCRIPT), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("gpu") / "run.json"
+    done = ran("--dry-run", "--dtype", "fp16", "--out", str(path))
+    assert done.returncode == 0, done.stderr
+    loaded: dict[str, Any] = json.loads(path.read_text())
+    return loaded
+
+
+def test_every_check_of_correctness_was_made_and_holds(found: dict[str, Any]) -> None:
+    assert len(found["correct"]) == 6
+    assert all(row["ok"] and 0 < row["worst"] <= 1 and row["repeats_agree"] for row in found["correct"])
+
+
+def test_rows_are_those_of_measurements(found: dict[str, Any]) -> None:
+    rows = [Row.model_validate(row) for row in (*found["rows"], *found["ceilings"])]
+    names = {row.name for row in rows}
+    assert {"latency.op", "tax.total", "tax.streaming", "tax.decode", "tax.activation"} <= names
+    assert {"ceiling.read", "ceiling.copy", "ceiling.compute", "ceiling.launch"} <= names
+    timed = [row for row in rows if row.name == "latency.op"]
+    sides = {row.runtime for row in timed}
+    assert {"torch.linear", "quantkit", "quantkit raw twin", "dequantize_matmul", "torch._int_mm"} <= sides
+    assert all("dry-run" in row.flags for row in timed)
+
+
+def test_taxes_add_up(found: dict[str, Any]) -> None:
+    taxes = {
+        (row["name"], row["settings"]["variant"]): row["value"]
+        for row in found["rows"]
+        if row["name"].startswith("tax.")
+    }
+    for variant in ("int4 g128 zeros", "int8 w8a8"):
+        parts = taxes["tax.streaming", variant] + taxes["tax.decode", variant]
+        assert math.isclose(taxes["tax.total", variant], parts, rel_tol=1e-9)
+
+
+def test_a_peer_that_cannot_be_loaded_is_listed_with_its_reason(found: dict[str, Any]) -> None:
+    reasons = {skipped["reason"] for skipped in found["skipped"]}
+    assert "ModuleNotFoundError: No module named 'bitsandbytes'" in reasons
+    assert all({"shape", "variant", "reason"} <= skipped.keys() for skipped in found["skipped"])
+
+
+def test_the_choice_can_be_read_back_and_keeps_no_copy(found: dict[str, Any]) -> None:
+    for table in found["dispatch"].values():
+        choice = Table.of(table).choose((32, 128), 3)
+        assert choice.resident_bytes < 32 * 128 * 2
+    assert set(found["dispatch"]) == {"int4 g128 zeros", "int8 w8a8"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    done = ran()
+    assert done.returncode == 2
+    assert "no GPU is at hand" in done.stderr
