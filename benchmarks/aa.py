@@ -5,10 +5,10 @@
 
 The same comparison as everywhere (`quantkit/stats/abba.py`): randomised ABBA blocks, a ratio of medians with its 95 %
 bootstrap interval. What is timed is a small product in ONNX Runtime, ten runs a step. In one half of the comparisons
-both sides are that; in the other half one side runs it eleven times: +10 %, planted by counting, not by a clock. A side
-is called different where the whole interval of the ratio lies beyond --margin, 2 %: an interval of 95 % that only has to
-leave out 1 would call five in a hundred of equal sides different, and a smaller difference is nobody's concern. Targets:
-of 200 equal pairs none is called different, and of 200 with +10 % at least 90 in 100 are.
+both sides are that; in the other half one side runs it eleven times: +10 %, planted by counting, not by a clock. A
+side is called different where the whole interval of the ratio lies beyond --margin, 2 %: an interval of 95 % that only
+has to leave out 1 would call five in a hundred of equal sides different, and a smaller difference is nobody's concern.
+Targets: of 200 equal pairs none is called different, and of 200 with +10 % at least 90 in 100 are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The README's examples, run as they stand.
 
 Compiles of the embedded model beyond the first are given `--dry-run`, what needs a network is left out, and nothing is
-timed (a test is no place for that), so `measure` runs once; everything else is executed to the letter, in a folder that
+timed (a test is no place for that), so `measure` runs once and what `tax` times is planted; everything else is executed to the letter, in a folder that
 holds a small model and a text under the names the README uses.
 """
 
@@ -13,11 +13,13 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import planted_ops
 import pytest
 import torch
 import zoo
 
 from quantkit import cli, content
+from quantkit.measure import ops_run
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -77,6 +79,7 @@ def test_the_examples_run(
     exec(PYTHON[1], {"model": model, "token_ids": zoo.ids()})
     assert "QuantTensor" in capfd.readouterr().out
     # the command line
+    monkeypatch.setattr(ops_run, "run", lambda job, progress=None: planted_ops.rows_of_a_run(job))
     for stated in COMMANDS:
         command = stated
         if "hf:org/name" in command or (command[0] == "measure" and "--quick" not in command):
@@ -89,6 +92,7 @@ def test_the_examples_run(
         code = cli.run([*command, "--dry-run"] if embedded and "--dry-run" not in command else command)
         captured = capfd.readouterr()
         assert code == 0, (command, captured.err)
+        assert command[0] != "tax" or (place / "tax.html").is_file()
         if command[0] == "generate":
             assert "Paris" in captured.out
         monkeypatch.delenv("QUANTKIT_CACHE", raising=False)
