@@ -1,8 +1,8 @@
 """The README's examples, run as they stand.
 
 Compiles of the embedded model beyond the first are given `--dry-run`, what needs a network is left out, and nothing is
-timed (a test is no place for that), so `measure` runs once and what `tax` times is planted; everything else is executed to the letter, in a folder that
-holds a small model and a text under the names the README uses.
+timed (a test is no place for that), so `measure` runs once and the times of `tax` are planted; everything else is
+executed to the letter, in a folder that holds a small model and a text under the names the README uses.
 """
 
 from __future__ import annotations

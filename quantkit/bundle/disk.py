@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quantkit.errors import Stopped
+from quantkit.errors import InputError, Stopped
 
 # no space, over quota, over the file size limit: for the user all three are "it does not fit here"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -44,6 +44,16 @@ def disk_full(where: Path, error: BaseException) -> Stopped:
         rule="what was committed is kept",
         remedy="make room, then run the same command with --resume",
     )
+
+
+def check_place(path: Path | None) -> None:
+    """Refuse to begin long work for a file that cannot be written. Raises InputError `file-unwritable`."""
+    if path is None:
+        return
+    folder = path.expanduser().resolve().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        value = "is a folder" if path.is_dir() else f"no folder {folder} to write into"
+        raise InputError("file-unwritable", where=str(path), value=value, remedy="check the path")
 
 
 @contextmanager

@@ -53,6 +53,7 @@ def tax(
     as_json: Json = False,
 ) -> Answer:
     """Time quantized linears against float ones, with what the machine could do at best, and say what to do."""
+    from quantkit.bundle.disk import check_place
     from quantkit.cli.options import batches
     from quantkit.measure.rows import write_rows
     from quantkit.pipeline.tax import measure_tax
@@ -74,6 +75,11 @@ def tax(
             target,
         )
     )
+    # before minutes of timing, not after them
+    for path in (html, out):
+        check_place(path)
+    if html is not None:
+        tax_page.demand()
     with showing() as progress:
         progress.begin(f"timing the linears of {model or ', '.join(shape or ())}", 1.6 * seconds)
         progress.plan({"timing": 1.6 * seconds})

@@ -158,6 +158,11 @@ class _Stored:
     axis: int | None = None
     each: int = 1
 
+    @property
+    def floats(self) -> bool:
+        """Whether numpy has its type and it is large enough to matter."""
+        return self.raw.dtype.kind == "f" and self.raw.ndim > 0
+
     def turned(self, rows: int) -> Array:
         """With the rows of W turned by so many places."""
         return self.raw if self.axis is None or rows == 0 else np.roll(self.raw, rows // self.each, self.axis)
@@ -189,10 +194,11 @@ class Product:
         """Of one weight: codes, scales, zero points."""
         return sum(int(each.raw.nbytes) for each in self.stored.values() if each.axis is not None)
 
-    def model(self, copies: Sequence[int]) -> bytes:
+    def model(self, copies: Sequence[int], *, apart: bool = False) -> bytes:
         """A model with inputs x0, x1, ... of [M, K] and outputs y0, y1, ...; `copies` are the turns of each weight.
 
-        Products with a weight share the input x0.
+        Products with a weight share the input x0. With `apart` the file is without floats, which `floats` has: a
+        protobuf holds no more than 2 GiB.
         """
         from onnx import TensorProto, helper
 
@@ -212,14 +218,20 @@ class Product:
             self.variant.name,
             [helper.make_tensor_value_info(name, dtype, ["M", self.K]) for name in inputs],
             [helper.make_tensor_value_info(f"y{i}", result, ["M", self.N]) for i in range(len(copies))],
-            [
-                TensorProto(name=name, data_type=each.kind, dims=each.dims, raw_data=each.turned(2 * copy).tobytes())
-                for name, (each, copy) in constants.items()
-            ],
+            [_proto(name, each, copy, apart) for name, (each, copy) in constants.items()],
         )
         opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid("com.microsoft", 1)]
         found: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=_IR).SerializeToString()
         return found
+
+    def floats(self, copies: Sequence[int]) -> dict[str, Array]:
+        """What a model with `apart` is without: constant -> values."""
+        return {
+            name if each.axis is None else f"{name}{place}": each.turned(2 * copy)
+            for place, copy in enumerate(copies)
+            for name, each in self.stored.items()
+            if each.floats
+        }
 
     def error(self, x: Array, outputs: Sequence[Array], copies: Sequence[int]) -> float:
         """The largest relative error of y [M, N] over the copies, against x by our own reading of the weight."""
@@ -230,6 +242,23 @@ class Product:
             float(np.linalg.norm(np.asarray(y, np.float32) - np.roll(expected, 2 * copy, axis=1))) / scale
             for y, copy in zip(outputs, copies, strict=True)
         )
+
+
+def _proto(name: str, constant: _Stored, copy: int, apart: bool) -> Any:
+    """A constant of a model, or its place where it is handed over by itself."""
+    from onnx import StringStringEntryProto, TensorProto
+
+    if not (apart and constant.floats):
+        raw = constant.turned(2 * copy).tobytes()
+        return TensorProto(name=name, data_type=constant.kind, dims=constant.dims, raw_data=raw)
+    place = {"location": "memory", "offset": "0", "length": str(constant.raw.nbytes)}
+    return TensorProto(
+        name=name,
+        data_type=constant.kind,
+        dims=constant.dims,
+        data_location=TensorProto.EXTERNAL,
+        external_data=[StringStringEntryProto(key=key, value=value) for key, value in place.items()],
+    )
 
 
 def product(of: Variant, weight: torch.Tensor) -> Product:

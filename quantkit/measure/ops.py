@@ -162,7 +162,7 @@ def measure(
         only in its A/A spread).
 
     Raises:
-        InputError: `wrong-result` or what the bench says, if it is the baseline that cannot be prepared.
+        InputError: what the bench says, if the baseline can be prepared for no shape at all.
         MissingDependency: scipy is not installed.
     """
     progress = progress or (lambda share, words: None)
@@ -176,8 +176,10 @@ def measure(
         sides = bench.prepare(linear, asked)
         usable = {name: side for name, side in sides.items() if not isinstance(side, str)}
         if baseline not in usable:
+            # nothing of this shape can be compared; the other shapes can
             flag = str(sides.get(baseline, "absent"))
-            raise InputError(flag, where=linear.label, value=f"{baseline} cannot run", rule="it is the baseline")
+            found += [Timed(linear, M, name, skipped=flag) for M in plan.batches for name in names]
+            continue
         cells = [_Cell(M) for M in plan.batches]
         known: dict[str, tuple[int, float]] = {}
         generator = np.random.default_rng([plan.seed, linear.K, linear.N])
@@ -198,6 +200,9 @@ def measure(
                     timed.side = side
                     _fill(timed, side, cell, baseline, quantizers[name], plan.seed + len(found), clock)
                 found.append(timed)
+    if not any(each.side for each in found):
+        flag = found[0].skipped if found else "no-shapes"
+        raise InputError(flag, where=", ".join(each.label for each in linears), value=f"{baseline} cannot run")
     return found
 
 

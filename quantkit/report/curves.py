@@ -35,7 +35,6 @@ _NOT_MEASURED = {
     "no-baseline": "the original was not timed",
     "wrong-result": "the runtime gives wrong numbers, so it was not timed",
     "group-indivisible": "the group does not divide the shape",
-    "over-2-gib": "more than an ONNX file holds",
 }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantkit.bundle.disk import write_atomic
-from quantkit.errors import InputError
+from quantkit.errors import InputError, MissingDependency
+from quantkit.plan import machine
 from quantkit.report import curves, speed, tax, words
 from quantkit.report import page as pages
 from quantkit.report.charts import ORIGINAL, QUANTIZED, Curve, Part, log_axis, points_axis, stacked
@@ -35,6 +36,12 @@ _HEAD = (
     "slack",
     "A/A",
 )
+
+
+def demand() -> None:
+    """Refuse to begin without what the page needs. Raises MissingDependency: plotly, extra `report`."""
+    if not machine.has("plotly"):
+        raise MissingDependency("plotly", extra="report", purpose="the page")
 
 
 def write(path: Path, data: Taxed) -> None:

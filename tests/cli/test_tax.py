@@ -63,6 +63,8 @@ def test_noise_that_hides_the_answer_ends_with_three(quantkit: Any, monkeypatch:
         (("--shape", "64x64", "--format", "mxfp4"), "emulating it would not measure it"),
         (("lama-3-8b",), "did you mean 'llama-3-8b'"),
         ((), "--shape"),
+        (("--shape", "64x64", "--format", "nf4", "--out", "nowhere/rows.jsonl"), "file-unwritable"),
+        (("--shape", "64x64", "--format", "nf4", "--html", "."), "is a folder"),
     ],
 )
 def test_bad_input_is_one_line(quantkit: Any, arguments: tuple[str, ...], words: str) -> None:

@@ -69,6 +69,22 @@ def test_quantizers_alone_give_codes_of_the_input(name: str) -> None:
     assert np.corrcoef(centred.ravel(), x.ravel())[0, 1] > 0.999
 
 
+@pytest.mark.parametrize("name", ["float32", "float16", "int4.g32.level0", "int8.dynamic"])
+def test_floats_can_be_handed_over_apart_from_the_file(name: str) -> None:
+    product = single.product(single.variant(name), weight())
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    floats = product.floats(COPIES)
+    options.add_external_initializers(
+        list(floats), [onnxruntime.OrtValue.ortvalue_from_numpy(each) for each in floats.values()]
+    )
+    model = product.model(COPIES, apart=True)
+    assert len(model) < len(product.model(COPIES))
+    apart = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    x = activations(dtype=product.variant.activations)
+    assert product.error(x, apart.run(None, {"x0": x}), COPIES) < 4 * product.variant.limit
+
+
 def test_bytes_are_those_of_codes_scales_and_zero_points() -> None:
     def of(name: str) -> int:
         return single.product(single.variant(name), weight()).weight_bytes

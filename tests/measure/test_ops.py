@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from planted_ops import DOWN, FP32, INT8, LAUNCH, READ, SETTING, TWO, UP, falling, sweep
+from planted_ops import DOWN, FP32, INT8, LAUNCH, READ, SETTING, TWO, UP, FakeBench, falling, sweep
 
 from quantkit.errors import InputError
 from quantkit.measure import ops, ops_rows
@@ -64,6 +64,18 @@ def test_a_batch_that_would_take_too_long_is_skipped_before_it_is_run() -> None:
 def test_without_a_baseline_nothing_is_compared() -> None:
     with pytest.raises(InputError, match=r"wrong-result.*float32 cannot run"):
         sweep(TWO, absent={"float32": "wrong-result"})
+
+
+def test_a_shape_whose_baseline_does_not_fit_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = FakeBench.prepare
+
+    def prepare(self: Any, linear: Linear, variants: Any) -> Any:
+        sides = real(self, linear, variants)
+        return {**sides, "float32": "out-of-memory"} if linear is DOWN else sides
+
+    monkeypatch.setattr(FakeBench, "prepare", prepare)
+    timed = sweep(TWO, (1,), (UP, DOWN))
+    assert [each.skipped for each in timed] == ["", "", "out-of-memory", "out-of-memory"]
 
 
 def test_the_tax_of_one_product_by_hand() -> None:
