@@ -54,7 +54,7 @@ class Side(Protocol):
 
     @property
     def resident_bytes(self) -> int | None:
-        """What a weight takes in memory as it is run, where known."""
+        """What a weight takes in memory as it is run, where known; what a kernel packs besides may not be in it."""
         ...
 
     @property

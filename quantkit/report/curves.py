@@ -249,6 +249,16 @@ def outcomes(curve: Series) -> list[str]:
     return found
 
 
+def ideal_end(curve: Series) -> str:
+    """The x up to which the roofline promises a gain, in words; empty where it is not known."""
+    if curve.ideal is not None:
+        return f"to {words.figure(curve.ideal, 2)}"
+    flags = curve.even.flags if curve.even is not None else []
+    return {"ideal-wins-everywhere": "everywhere", "ideal-wins-nowhere": "nowhere"}.get(
+        next((flag for flag in flags if flag.startswith("ideal-wins")), ""), ""
+    )
+
+
 def break_even(curve: Series) -> str:
     """The first end of its gain, with the ideal one; empty where neither is known."""
     ideal = f"ideal {words.figure(curve.ideal, 2)}" if curve.ideal is not None else ""

@@ -132,6 +132,25 @@ def said(verdict: Verdict) -> tuple[str, str]:
     return text.format(format=verdict.format or "it", batch=verdict.batch, upto=upto, about=about), tone
 
 
+def wins(series: Series) -> str:
+    """The ranges of batches in which it surely wins, with the 95 % intervals of their ends: `1 to 13.5 (12.9–14.2)`."""
+    if series.even is None:
+        return ""
+    settings, found = series.even.settings, []
+    for i in range(1, int(settings.get("wins") or 0) + 1):
+        ends = []
+        for end, edge in (("from", "measured_from"), ("to", "measured_to")):
+            value, low, high = (settings.get(f"win_{i}_{end}{part}") for part in ("", "_low", "_high"))
+            text = words.figure(float(value or settings.get(edge) or 0), 3).removesuffix(".00")
+            if isinstance(low, int | float) and isinstance(high, int | float):
+                text += f" ({words.figure(low, 3)}–{words.figure(high, 3)})"
+            ends.append(
+                text if value is not None else f"{text}, where measuring {'began' if end == 'from' else 'ended'}"
+            )
+        found.append(" to ".join(ends))
+    return "; ".join(found) or "nowhere"
+
+
 def ceilings(data: Taxed) -> list[list[str]]:
     """Threads, what, measured, its interval, by what, and the target's own figure."""
     found = []

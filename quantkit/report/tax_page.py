@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from quantkit.bundle.disk import write_atomic
@@ -73,11 +74,7 @@ def page(data: Taxed) -> str:
         device=next((row.device.name for row in data.rows if row.device is not None), ""),
         advice=advice,
         traffic=sorted((data.traffic or {}).items()),
-        verdicts=[
-            (words.plural(threads, "thread"), *tax.said(verdict), verdict.because[0] if verdict.because else "")
-            for threads, verdicts in data.verdicts.items()
-            for verdict in verdicts
-        ],
+        verdicts=_verdicts(data, found),
         notes=list(data.notes),
         wholes=[_group(group, data) for group in found if group.whole or not data.shapes.name],
         singles=[_group(group, data) for group in found if not group.whole and data.shapes.name],
@@ -87,6 +84,23 @@ def page(data: Taxed) -> str:
         facts=_facts(data),
         version=data.version,
     )
+
+
+def _verdicts(data: Taxed, groups: Sequence[Panelled]) -> list[tuple[str, ...]]:
+    """Threads, answer, tone, where it wins, the row that decided first; for each format."""
+    curves_ = {
+        (group.threads, series.title): (tax.wins(series), curves.ideal_end(series))
+        for group in groups
+        for series in group.series
+        if group.whole or len(data.shapes.linears) == 1
+    }
+    found: list[tuple[str, ...]] = []
+    for threads, verdicts in data.verdicts.items():
+        for verdict in verdicts:
+            where, ideal = curves_.get((threads, verdict.format or ""), ("", ""))
+            because = verdict.because[0] if verdict.because else ""
+            found.append((words.plural(threads, "thread"), *tax.said(verdict), where, ideal, because))
+    return found
 
 
 def _group(group: Panelled, data: Taxed) -> tuple[str, list[Section]]:

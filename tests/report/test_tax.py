@@ -83,6 +83,12 @@ def test_the_screen_fits_and_says_what_was_found(data: Taxed) -> None:
     assert "page.html" in shown
 
 
+def test_where_it_wins_with_the_intervals_of_the_ends(data: Taxed) -> None:
+    first, second = tax.groups(data)[1].series
+    assert re.fullmatch(r"1, where measuring began to 1\d(\.\d+)? \(1\d(\.\d+)?–1\d(\.\d+)?\)", tax.wins(first))
+    assert tax.wins(second) == "nowhere"
+
+
 def test_typed_shapes_have_their_lines_on_the_screen() -> None:
     shown = text(taxed(""))
     assert "256x64, 2 threads" in shown
