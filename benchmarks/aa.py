@@ -35,7 +35,7 @@ SHARE = 0.9
 
 def sides() -> tuple[Callable[[], object], Callable[[], object]]:
     """A step of ten runs, and one of eleven; short, so that most are not interrupted by what else runs here."""
-    side = OnnxRuntimeBench(threads=1, cache=LINEAR.K * LINEAR.N // 4).prepare(LINEAR, [VARIANT])[VARIANT]
+    side = OnnxRuntimeBench(threads=1, cache=LINEAR.K * LINEAR.N // 4).prepare(LINEAR, [VARIANT], 1)[VARIANT]
     assert not isinstance(side, str), side
     one = side.step(1)
 
@@ -58,7 +58,7 @@ def different(found: Comparison, margin: float) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comparisons", type=int, default=200, help="of each kind")
-    parser.add_argument("--blocks", type=int, default=240, help="ABBA blocks a comparison")
+    parser.add_argument("--blocks", type=int, default=160, help="ABBA blocks a comparison")
     parser.add_argument("--margin", type=float, default=0.02, help="below this nobody cares")
     parser.add_argument("--note", default="", help="goes into the record: what else ran on the machine")
     parser.add_argument("--no-record", action="store_true")

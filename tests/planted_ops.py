@@ -44,7 +44,7 @@ class FakeSide:
     world: World
     cost: Cost
     seconds: Any  # M -> seconds of one product
-    products: int = 1
+    together: int = 1
     fits: Any = always
     resident_bytes: int | None = 5
     settings: Any = field(default_factory=lambda: {"kernel": "fake"})
@@ -55,9 +55,12 @@ class FakeSide:
 
         def one() -> None:
             noise = float(np.exp(self.world.noise * self.world.rng.normal()))
-            self.world.now += self.products * self.seconds(M) * noise
+            self.world.now += self.together * self.seconds(M) * noise
 
         return one
+
+    def products(self, M: int) -> int:
+        return self.together
 
     def hot(self, M: int) -> Any:
         return None
@@ -80,7 +83,7 @@ class FakeBench:
     def quantizer(self, variant: str) -> str:
         return "quantize" if variant.startswith("int8") else ""
 
-    def prepare(self, linear: Linear, variants: Any) -> dict[str, Any]:
+    def prepare(self, linear: Linear, variants: Any, largest: int) -> dict[str, Any]:
         bits: dict[str, Any] = {"float32": (32, "fp32", "float32"), "quantize": (0, "fp32", "")}
         bits |= {name: (8.0, "int8", "int8") for name in variants if name.startswith("int8")}
         bits |= {name: (4.5, "fp32", "nf4") for name in variants if name.startswith("nf4")}

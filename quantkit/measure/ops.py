@@ -47,9 +47,8 @@ class Side(Protocol):
         """What a product must move and compute."""
         ...
 
-    @property
-    def products(self) -> int:
-        """Products that one step runs, one after the other."""
+    def products(self, M: int) -> int:
+        """Products that one step at M rows runs, one after the other."""
         ...
 
     @property
@@ -74,8 +73,11 @@ class Side(Protocol):
 class Bench(Protocol):
     """What runs products: a runtime on a device."""
 
-    def prepare(self, linear: Linear, variants: Sequence[str]) -> Mapping[str, Side | str]:
-        """A side for each variant, checked; the flag why there is none: `wrong-result`, `group-indivisible`, ..."""
+    def prepare(self, linear: Linear, variants: Sequence[str], largest: int) -> Mapping[str, Side | str]:
+        """A side for each variant, checked; the flag why there is none: `wrong-result`, `group-indivisible`, ...
+
+        `largest` is the largest M that will be asked for.
+        """
         ...
 
     def quantizer(self, variant: str) -> str:
@@ -173,7 +175,7 @@ def measure(
         names = [baseline, *(name for name in variants if name != baseline)]
         quantizers = {name: bench.quantizer(name) for name in names}
         asked = [*names, *dict.fromkeys(each for each in quantizers.values() if each)]
-        sides = bench.prepare(linear, asked)
+        sides = bench.prepare(linear, asked, max(plan.batches))
         usable = {name: side for name, side in sides.items() if not isinstance(side, str)}
         if baseline not in usable:
             # nothing of this shape can be compared; the other shapes can
@@ -224,7 +226,8 @@ def _visit(
         if cell.skipped.get(name) or cell.skipped.get(baseline):
             continue
         # two visits of each of four rounds: a step may take a tenth of its cell's time and no more
-        if not cell.rounds and _expected(known.get(name), cell.M) > max(share / 10, 0.25):
+        expected = side.products(cell.M) * _expected(known.get(name), cell.M)
+        if not cell.rounds and expected > max(share / 10, 0.25):
             cell.skipped[name] = "too-slow"
             continue
         try:
@@ -237,7 +240,7 @@ def _visit(
             cell.skipped[name] = error.code
             continue
         steps[name] = step
-        known[name] = (cell.M, seconds[name])
+        known[name] = (cell.M, seconds[name] / side.products(cell.M))
     if baseline not in steps or cell.skipped.get(baseline):
         cell.skipped[baseline] = cell.skipped.get(baseline) or "no-baseline"
         return
@@ -257,7 +260,7 @@ def _visit(
             settle=cell.burst - 1,
             clock=clock,
         )
-        each = {name: taken / sides[name].products for name, taken in zip(names, times, strict=True)}
+        each = {name: taken / sides[name].products(cell.M) for name, taken in zip(names, times, strict=True)}
         for name in names:
             if name != baseline or names is together:
                 cell.taken.setdefault(name, []).append(each[name])
@@ -266,7 +269,7 @@ def _visit(
 
 
 def _expected(known: tuple[int, float] | None, M: int) -> float:
-    """Seconds that a step may take at M rows, from one at fewer: in proportion, beyond what is bound by memory."""
+    """Seconds that a product may take at M rows, from one at fewer: in proportion, beyond what is bound by memory."""
     if known is None:
         return 0.0
     before, seconds = known

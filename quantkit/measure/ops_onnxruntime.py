@@ -30,9 +30,13 @@ if TYPE_CHECKING:
     import onnxruntime
 
 Array = NDArray[Any]
+Places = dict[tuple[int, str, int], Any]  # (rows, name and dtype, N) -> a tensor that all sides of a shape share
 RUNTIME = "onnxruntime"
 # products of one session, at most: launching it is then a small part of their time
 _MOST = 32
+# from so many rows on a session is one product of a few, in turn: many would take seconds, and reading a weight is a
+# small part of such a product's time, wherever it is read from
+_ROWS, _SINGLES = 256, 16
 # a protobuf holds no more
 _FILE = 2**31 - 2**20
 # rows at which a product is checked: kernels for one row and for many are not the same
@@ -58,14 +62,14 @@ class OnnxRuntimeBench:
         """See `ops.Bench`."""
         return single.variant(variant).quantizer
 
-    def prepare(self, linear: Linear, variants: Sequence[str]) -> dict[str, Side | str]:
+    def prepare(self, linear: Linear, variants: Sequence[str], largest: int) -> dict[str, Side | str]:
         """See `ops.Bench`. Weights are normal, in every variant the same before they are quantized."""
         import torch
 
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + 8191 * linear.K + linear.N)
         weight = torch.randn(linear.N, linear.K, generator=generator).mul_(0.02)
         found: dict[str, Side | str] = {}
-        places: dict[tuple[int, str, int], Any] = {}
+        places: Places = {}
         # a few rows say how large each is: the same number of products of each are to make a step
         few = min(linear.N, 64)
         needed = []
@@ -81,10 +85,13 @@ class OnnxRuntimeBench:
         for name in variants:
             if name not in found:
                 # one at a time: what is not needed any more makes room
-                found[name] = self._side(single.product(single.variant(name), weight), together, places)
+                product = single.product(single.variant(name), weight)
+                found[name] = self._side(product, together, largest >= _ROWS, places)
         return found
 
-    def _side(self, product: Product, together: int, places: dict[tuple[int, str, int], Any]) -> Side | str:
+    def _side(
+        self, product: Product, together: int, large: bool, places: dict[tuple[int, str, int], Any]
+    ) -> Side | str:
         needed = copies(_cost(product), self.cache) if product.values is not None else together
         # in the file, in the session, and packed for its kernel; what it is made of is there already
         if 3 * product.weight_bytes * needed > machine.memory_available():
@@ -99,12 +106,18 @@ class OnnxRuntimeBench:
                 and self._error(product, sessions[0], turns) > (product.variant.limit)
             ):
                 return "wrong-result"
+        singles = sessions
+        if large and together > 1:
+            count = min(needed, _SINGLES) if product.values is not None else 1
+            singles = [self._session(product, [turn]) for turn in range(count)]
         alone = None
         if product.values is not None and product.weight_bytes <= self.cache / 2:
             alone = self._session(product, [0])
         kernel = _kernel(product.variant.name, self.threads)
         cost = _cost(product)
-        return _OnnxSide(product.variant, cost, product.K, product.N, together, kernel, places, sessions, alone)
+        return _OnnxSide(
+            product.variant, cost, product.K, product.N, together, kernel, places, sessions, singles, alone
+        )
 
     def _error(self, product: Product, session: onnxruntime.InferenceSession, turns: Sequence[int]) -> float:
         """The largest relative error of what the session gives."""
@@ -133,10 +146,11 @@ class _OnnxSide:
     cost: Cost
     K: int
     N: int
-    products: int
+    together: int
     kernel: tuple[str, float]
-    places: dict[tuple[int, str, int], Any]
+    places: Places
     sessions: Sequence[onnxruntime.InferenceSession]
+    singles: Sequence[onnxruntime.InferenceSession]
     alone: onnxruntime.InferenceSession | None
     bound: dict[int, Step] = field(default_factory=dict)
 
@@ -153,14 +167,18 @@ class _OnnxSide:
             "compute_type": self.variant.compute,
             "group": scheme.group if scheme else None,
             "accuracy_level": self.variant.level,
-            "copies": self.products * len(self.sessions),
-            "products_a_run": self.products,
+            "copies": self.together * len(self.sessions),
         }
+
+    def products(self, M: int) -> int:
+        return 1 if M >= _ROWS else self.together
 
     def step(self, M: int) -> Step:
         if M not in self.bound:
-            self._check_memory(M, self.products)
-            steps = itertools.cycle(self._runs(self.sessions, M, self.products))
+            products = self.products(M)
+            self._check_memory(M, products)
+            sessions = self.singles if M >= _ROWS else self.sessions
+            steps = itertools.cycle(self._runs(sessions, M, products))
             self.bound[M] = lambda: next(steps)()  # noqa: PLW0108 (another one each time)
         return self.bound[M]
 

@@ -96,7 +96,8 @@ def _rows(timed: Timed, setting: Setting) -> list[Row]:
     hp_bound = hp_cost.bound(*_shape(timed.M), setting.limits)
     time_s, hp_s = found.quantiles["p50"], found.baseline["p50"]
     op = Operation(**size, format=cost.format, bound_s=bound, hp_bound_s=hp_bound, hp_s=hp_s)
-    launch = setting.launch / side.products if setting.launch is not None else None
+    launch = setting.launch / side.products(timed.M) if setting.launch is not None else None
+    settings["products_a_run"] = side.products(timed.M)
     settings |= {"hot_s": timed.hot, "launch_s": launch, "activation_s": timed.quantizing}
     common |= {"n": found.n, "aa_spread": found.aa_spread, "op": op, "resident_bytes": side.resident_bytes}
     result = [_latency(found, settings, setting, common, alone=timed.variant == setting.baseline)]
@@ -299,7 +300,7 @@ def _sum(group: Sequence[Timed], setting: Setting, model: str) -> list[Row]:
     settings |= {key: side.settings[key] for key in ("compute_type", "accuracy_level", "group") if key in side.settings}
     settings |= {"hot_s": _total(hot), "activation_s": _total([(each.quantizing, n) for each, _, _, n in parts])}
     if setting.launch is not None:
-        settings["launch_s"] = sum(n * setting.launch / side.products for _, _, side, n in parts)
+        settings["launch_s"] = sum(n * setting.launch / side.products(first.M) for _, _, side, n in parts)
     common |= {"n": min(found.n for _, found, _, _ in parts), "op": op}
     common |= {"aa_spread": max(found.aa_spread for _, found, _, _ in parts)}
     common["resident_bytes"] = int(sum((side.resident_bytes or 0) * n for _, _, side, n in parts))

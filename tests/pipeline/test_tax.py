@@ -187,8 +187,8 @@ def test_a_bundle_whose_format_loses_is_told_what_to_use() -> None:
 def test_wrong_numbers_are_never_timed_silently(planted_run: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     real = planted_ops.FakeBench.prepare
 
-    def wrong(self: Any, linear: Any, variants: Any) -> Any:
-        return {**real(self, linear, variants), "nf4.g64": "wrong-result"}
+    def wrong(self: Any, linear: Any, variants: Any, largest: int) -> Any:
+        return {**real(self, linear, variants, largest), "nf4.g64": "wrong-result"}
 
     monkeypatch.setattr(planted_ops.FakeBench, "prepare", wrong)
     found = answered(formats=["int4", "nf4"], batches=[1], threads=[2])
