@@ -37,7 +37,8 @@ class Config:
         return cls(**data)
 
 
-# block_n, unroll, split, warps, stages; four warps or eight, so that Hopper multiplies by warpgroups
+# block_n, unroll, split, warps, stages; four warps or eight, so that Hopper multiplies by warpgroups. None spills
+# there, for any format (benchmarks/kernel_resources.py)
 _DECODE = (
     (64, 2, 2, 4, 4),
     (64, 4, 4, 4, 3),
@@ -46,16 +47,16 @@ _DECODE = (
     (128, 2, 4, 8, 4),
     (256, 2, 8, 8, 3),
 )
-_MIDDLE = ((64, 2, 2, 4, 4), (128, 2, 4, 4, 3), (128, 2, 2, 8, 4), (128, 2, 4, 8, 3))
+_WIDE_64 = ((64, 2, 2, 4, 4), (128, 2, 2, 8, 4), (128, 2, 4, 8, 3))
+_WIDE_128 = ((128, 1, 1, 8, 4), (128, 1, 2, 8, 4), (128, 2, 2, 8, 4))
+# block_n, block_m, unroll, warps, stages
 _PREFILL = ((128, 64, 2, 8, 3), (128, 128, 1, 8, 4), (128, 128, 2, 8, 3), (256, 64, 1, 8, 3))
 
 
 def candidates(batch: int) -> list[Config]:
-    """Configurations worth timing at a batch of M = `batch` rows of x: decode up to 32, the middle to 128, prefill."""
-    if batch <= 32:
-        wide = 16 if batch <= 16 else 32
-        return [Config(n, wide, unroll, split, warps, stages) for n, unroll, split, warps, stages in _DECODE]
-    if batch <= 128:
-        wide = 64 if batch <= 64 else 128
-        return [Config(n, wide, unroll, split, warps, stages) for n, unroll, split, warps, stages in _MIDDLE]
-    return [Config(n, m, unroll, 1, warps, stages) for n, m, unroll, warps, stages in _PREFILL]
+    """Configurations worth timing at a batch of M = `batch` rows of x: K is split up to 128, and prefill beyond."""
+    if batch > 128:
+        return [Config(n, m, unroll, 1, warps, stages) for n, m, unroll, warps, stages in _PREFILL]
+    wide = next(width for width in (16, 32, 64, 128) if batch <= width)
+    cuts = _WIDE_128 if wide == 128 else _WIDE_64 if wide == 64 else _DECODE
+    return [Config(n, wide, unroll, split, warps, stages) for n, unroll, split, warps, stages in cuts]

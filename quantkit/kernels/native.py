@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from quantkit.errors import InputError
 from quantkit.kernels.configs import Config
 from quantkit.kernels.fragment import bytes_of
 from quantkit.kernels.layout import PackedWeight
@@ -28,6 +29,25 @@ if TYPE_CHECKING:
     import torch
 
 KINDS = ("int8.native", "fp8_e4m3.native")
+# the first architecture with products of the type, and who has it
+_FROM = {"int8.native": (80, "Ampere, Ada, Hopper"), "fp8_e4m3.native": (89, "Ada, Hopper")}
+
+
+def require(kind: str, sm: int) -> None:
+    """Refuse codes that a device of compute capability `sm` (80, 89, 90) cannot multiply.
+
+    Raises:
+        InputError: `device-lacks-format`.
+    """
+    first, who = _FROM[kind]
+    if sm < first:
+        raise InputError(
+            "device-lacks-format",
+            where=kind.removesuffix(".native"),
+            value=f"SM {sm / 10}",
+            rule=f"its products run from SM {first / 10} on ({who}); an emulation would not measure them",
+            remedy="multiply the weights by 16-bit inputs instead",
+        )
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -108,9 +128,14 @@ def native(
         workspace: see `matmul.weight_only`.
 
     Raises:
-        InputError: `kernel-unsupported`, `kernel-shape`.
+        InputError: `kernel-unsupported`, `kernel-shape`, `device-lacks-format`.
     """
     y, sums, counts = prepared(x, weight, config, workspace, KINDS, dtype)
+    if x.is_cuda:
+        import torch
+
+        major, minor = torch.cuda.get_device_capability(x.device)
+        require(weight.kind, 10 * major + minor)
     rows, columns = weight.shape
     tiles, row_tiles = weight.words.shape[1], weight.words.shape[0]
     grid = (triton.cdiv(x.shape[0], config.block_m), triton.cdiv(rows, config.block_n), config.split)

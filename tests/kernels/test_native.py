@@ -13,7 +13,7 @@ from quantkit.errors import InputError
 from quantkit.formats import _activation
 from quantkit.kernels.configs import Config
 from quantkit.kernels.layout import pack
-from quantkit.kernels.native import native
+from quantkit.kernels.native import native, require
 from quantkit.kernels.quantize import quantize_tokens
 from quantkit.scheme import ActivationScheme
 
@@ -55,6 +55,15 @@ def test_tokens_are_quantized_as_activations_are(fmt: str) -> None:
     if fmt == "fp8_e4m3":
         units = (x / step.half()[:, None]).clamp(-448, 448)
         assert torch.equal(codes.view(torch.uint8) & 127, units.to(torch.float8_e4m3fn).view(torch.uint8) & 127)
+
+
+def test_a_device_without_the_type_is_named_with_those_that_have_it() -> None:
+    require("fp8_e4m3.native", 89)
+    require("int8.native", 80)
+    with pytest.raises(
+        InputError, match=r"SM 8.0; its products run from SM 8.9 on \(Ada, Hopper\); an emulation would not"
+    ):
+        require("fp8_e4m3.native", 80)
 
 
 def test_weights_for_other_inputs_are_refused() -> None:

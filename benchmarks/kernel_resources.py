@@ -1,0 +1,91 @@
+"""Registers, shared memory and spills of the GPU kernels, compiled ahead of time: no GPU is needed.
+
+    python benchmarks/kernel_resources.py [--sm 90] [--all]
+
+Claim: no configuration spills on SM 9.0, no inner loop converts an integer, and a decoded weight stays in the registers
+it was decoded in. The figures are the compiler's; they say nothing about speed. Without `--all` the first
+configuration of each width of x is compiled, with it every one that `quantkit/kernels/configs.py` lists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from harness.record import record, show, verdicts
+
+from quantkit.kernels import ahead
+from quantkit.kernels.configs import candidates
+from quantkit.kernels.layout import KINDS
+
+# what is compiled: kind, words, name
+WEIGHTS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("int4", {"group": 128}, "int4 g128"),
+    ("int4", {"group": 128, "zero": True}, "int4 g128 zeros"),
+    ("int4", {"group": 128, "x": "bf16"}, "int4 g128 bf16"),
+    ("int8", {}, "int8"),
+    ("fp8_e4m3", {}, "fp8_e4m3"),
+    ("nf4", {"group": 64, "nested": True}, "nf4 g64 double"),
+)
+NATIVE = (("i8", "int8 w8a8"), ("fp8e4nv", "fp8_e4m3 w8a8"))
+
+
+def main() -> int:
+    """Compile, print, record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sm", type=int, action="append", choices=(80, 89, 90), help="architectures; all three")
+    parser.add_argument("--all", action="store_true", help="every configuration")
+    parser.add_argument("--no-record", action="store_true", help="leave no file")
+    args = parser.parse_args()
+    rows = []
+    for sm in args.sm or (80, 89, 90):
+        for batch in (16, 64, 128, 512):
+            known = candidates(batch)
+            for config in known if args.all else known[:1]:
+                for kind, words, name in WEIGHTS:
+                    weights = config.block_n * config.unroll * KINDS[kind].columns / (32 * config.warps)
+                    rows.append(_row(ahead.weight_only(kind, sm, config, **words), name, config, weights))
+                for kind, name in NATIVE:
+                    if (sm, kind) == (80, "fp8e4nv"):
+                        continue
+                    weights = config.block_n * config.unroll * 32 / (32 * config.warps)
+                    rows.append(_row(ahead.native(sm, config, kind), name, config, weights))
+    columns = {
+        "sm": "SM",
+        "name": "format",
+        "config": "n x m, unroll, split, warps, stages",
+        "registers": "registers:d",
+    }
+    columns |= {"shared_bytes": "shared B:d", "spill_bytes": "spill B:d", "per_weight": "instructions a weight:.2f"}
+    show("the inner loop, compiled ahead of time", rows, columns | {"detours": "detours:d", "conversions": "I2F:d"})
+    record("kernel-resources", "nothing spills on SM 9.0", rows, {"all": args.all}, write=not args.no_record)
+    hopper = [row for row in rows if row["sm"] == 90]
+    return verdicts(
+        {
+            "SM 9.0: nothing spills": all(row["spill_bytes"] == 0 for row in hopper),
+            "no inner loop converts an integer": all(row["conversions"] == 0 for row in rows),
+            "SM 9.0: weights stay in their registers": all(row["detours"] == 0 for row in hopper),
+        }
+    )
+
+
+def _row(found: ahead.Compiled, name: str, config: Any, weights: float) -> dict[str, Any]:
+    cut = f"{config.block_n} x {config.block_m}, {config.unroll}, {config.split}, {config.warps}, {config.stages}"
+    return {
+        "sm": found.sm,
+        "name": name,
+        "config": cut,
+        "registers": found.registers,
+        "shared_bytes": found.shared_bytes,
+        "spill_bytes": found.spill_bytes,
+        # all of the loop: loads, addresses and products too
+        "per_weight": sum(found.loop.values()) / weights,
+        # through shared memory or another lane; a few stores are scales on their way to their rows
+        "detours": found.count("SHFL") + max(found.count("STS") - 2, 0),
+        "conversions": found.count("I2F", "F2I"),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
