@@ -16,7 +16,7 @@ import triton.language as tl
 from quantkit.errors import InputError
 from quantkit.kernels.configs import Config
 from quantkit.kernels.layout import KINDS, PackedWeight
-from quantkit.kernels.matmul import DECODERS, constants, row_scales
+from quantkit.kernels.matmul import DECODERS, constants, effective, of_row
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,8 @@ def dequantize_tile(
         if zero_ptr is not None:
             zero = tl.load(zero_ptr + group * STRIDE + rows, mask=rows < STRIDE, other=0)
         w = decode(words, zero, magic, p * (WIDTH // 16), WIDTH // 16, BLOCK_N, tl.float16, ON_GPU).to(tl.float32)
-        scale = row_scales(scale_ptr, absmax_ptr, values_ptr, offset_ptr, rows, group, N, STRIDE, GROUPS, GAIN)
+        stored = of_row(scale_ptr, rows, group, STRIDE)
+        scale = effective(stored, absmax_ptr, values_ptr, offset_ptr, rows, group, N, GROUPS, GAIN)
         inside = (rows < N)[:, None] & ((k + column) < K)[None, :]
         at = w_ptr + rows[:, None].to(tl.int64) * K + (k + column)[None, :]
         tl.store(at, (w * scale[:, None]).to(w_ptr.dtype.element_ty), mask=inside)

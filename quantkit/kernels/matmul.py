@@ -15,7 +15,7 @@
 - **The raw twin** (`decode=False`) is this very kernel with words taken for numbers: same loads, same products.
   t(twin) - bound is streaming loss, t(kernel) - t(twin) decode proper.
 
-Pipelining (16-byte asynchronous copies, `stages` deep) is Triton's.
+Pipelining of words and x (16-byte asynchronous copies, `stages` deep) is Triton's.
 """
 
 from __future__ import annotations
@@ -40,14 +40,43 @@ DECODERS = {"int4": int4, "int8": int8, "fp8_e4m3": fp8_e4m3, "nf4": nf4}
 
 
 @triton.jit
-def row_scales(scale_ptr, absmax_ptr, values_ptr, offset_ptr, rows, g, N, STRIDE, GROUPS, GAIN: tl.constexpr):
+def effective(stored, absmax_ptr, values_ptr, offset_ptr, rows, g, N, GROUPS, GAIN: tl.constexpr):
     """Scales of `rows` in group g as float32, times GAIN: [ROWS]. Nested ones: values[code] * absmax + offset."""
-    scale = tl.load(scale_ptr + g * STRIDE + rows, mask=rows < STRIDE, other=0)
+    scale = stored
     if absmax_ptr is not None:
         # the last rows of a tile may be filled in: they have no absmax
         place = tl.minimum(rows, N - 1) * GROUPS + g
-        scale = tl.load(values_ptr + scale.to(tl.int32)) * tl.load(absmax_ptr + place // 256) + tl.load(offset_ptr)
+        scale = tl.load(values_ptr + stored.to(tl.int32)) * tl.load(absmax_ptr + place // 256) + tl.load(offset_ptr)
     return scale.to(tl.float32) * GAIN
+
+
+@triton.jit
+def of_row(ptr, rows, g, STRIDE):
+    """What `rows` have stored for group g: a scale, its code, a zero point."""
+    return tl.load(ptr + g * STRIDE + rows, mask=rows < STRIDE, other=0)
+
+
+@triton.jit
+def of_step(ptr, rows, step, STRIDE, GROUPS, GROUP: tl.constexpr, STEP: tl.constexpr):
+    """What `rows` have stored for each group that begins or goes on in a step of STEP columns; none past the last."""
+    found = ()
+    for i in tl.static_range((STEP + GROUP - 1) // GROUP):
+        g = tl.minimum((step * STEP + i * GROUP) // GROUP, GROUPS - 1)
+        found = found + (of_row(ptr, rows, g, STRIDE),)
+    return found
+
+
+@triton.jit
+def effective_of_step(
+    stored, absmax_ptr, values_ptr, offset_ptr, rows, step, N, GROUPS,
+    GROUP: tl.constexpr, STEP: tl.constexpr, GAIN: tl.constexpr,
+):  # fmt: skip
+    """`effective` of what `of_step` has loaded."""
+    found = ()
+    for i in tl.static_range((STEP + GROUP - 1) // GROUP):
+        g = tl.minimum((step * STEP + i * GROUP) // GROUP, GROUPS - 1)
+        found = found + (effective(stored[i], absmax_ptr, values_ptr, offset_ptr, rows, g, N, GROUPS, GAIN),)
+    return found
 
 
 @triton.jit
@@ -133,8 +162,27 @@ def weight_only_matmul(
     if GROUP == 0 and zero_ptr is not None:
         row_zero = tl.load(zero_ptr + rows, mask=rows < STRIDE, other=0)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    STEP: tl.constexpr = UNROLL * COLUMNS
     steps = tl.cdiv(TILES, UNROLL)
-    for step in range(steps * pid_k // SPLIT, steps * (pid_k + 1) // SPLIT):
+    first = steps * pid_k // SPLIT
+    # scales and zero points are too narrow for the asynchronous copies that bring words and x, and would be waited for:
+    # what a step needs is loaded two steps before it (of nested scales the code; its value one step before)
+    if GROUP > 0:
+        stored = of_step(scale_ptr, rows, first, STRIDE, GROUPS, GROUP, STEP)
+        scales = effective_of_step(
+            stored, absmax_ptr, values_ptr, offset_ptr, rows, first, N, GROUPS, GROUP, STEP, GAIN
+        )
+        stored = of_step(scale_ptr, rows, first + 1, STRIDE, GROUPS, GROUP, STEP)
+        if zero_ptr is not None:
+            zeros = of_step(zero_ptr, rows, first, STRIDE, GROUPS, GROUP, STEP)
+    for step in range(first, steps * (pid_k + 1) // SPLIT):
+        if GROUP > 0:
+            next_scales = effective_of_step(
+                stored, absmax_ptr, values_ptr, offset_ptr, rows, step + 1, N, GROUPS, GROUP, STEP, GAIN
+            )
+            stored = of_step(scale_ptr, rows, step + 2, STRIDE, GROUPS, GROUP, STEP)
+            if zero_ptr is not None:
+                next_zeros = of_step(zero_ptr, rows, step + 1, STRIDE, GROUPS, GROUP, STEP)
         part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for u in tl.static_range(UNROLL):
             tile = step * UNROLL + u
@@ -146,10 +194,8 @@ def weight_only_matmul(
             for p in tl.static_range(PARTS):
                 k = tile * COLUMNS + p * WIDTH
                 zero = row_zero
-                if GROUP > 0:
-                    group = k // GROUP if EVEN_K else tl.minimum(k // GROUP, GROUPS - 1)
-                    if zero_ptr is not None:
-                        zero = tl.load(zero_ptr + group * STRIDE + rows, mask=rows < STRIDE, other=0)
+                if GROUP > 0 and zero_ptr is not None:
+                    zero = zeros[(u * PARTS + p) * WIDTH // GROUP]
                 x_mask = inside if EVEN_K else inside & ((k + column) < K)[None, :]
                 x = tl.load(x_at + k, mask=x_mask, other=0.0)
                 if DECODE:
@@ -166,19 +212,21 @@ def weight_only_matmul(
                 else:
                     part = tl.dot(w, tl.trans(x), part)
                     if ((u * PARTS + p + 1) * WIDTH) % GROUP == 0 or (u == UNROLL - 1 and p == PARTS - 1):
-                        scale = row_scales(
-                            scale_ptr, absmax_ptr, values_ptr, offset_ptr, rows, group, N, STRIDE, GROUPS, GAIN
-                        )
+                        scale = scales[(u * PARTS + p) * WIDTH // GROUP]
                         if zero_ptr is not None and not DECODE:
                             scale += as_read(zero)
                         acc += part * scale[:, None]
                         part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        if GROUP > 0:
+            scales = next_scales
+            if zero_ptr is not None:
+                zeros = next_zeros
     if GROUP == 0:
-        scale = row_scales(scale_ptr, absmax_ptr, values_ptr, offset_ptr, rows, 0, N, STRIDE, GROUPS, GAIN)
+        stored_row = of_row(scale_ptr, rows, 0, STRIDE)
+        scale = effective(stored_row, absmax_ptr, values_ptr, offset_ptr, rows, 0, N, GROUPS, GAIN)
         if zero_ptr is not None and not DECODE:
             scale += as_read(row_zero)
         acc = acc * scale[:, None]
-
     finish(acc, y_ptr, sums_ptr, count_ptr, rows, batch, pid_m, pid_n, pid_k, M, N, BLOCK_N, BLOCK_M, SPLIT)
 
 
