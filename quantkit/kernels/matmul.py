@@ -62,7 +62,7 @@ def of_step(ptr, rows, step, STRIDE, GROUPS, GROUP: tl.constexpr, STEP: tl.const
     found = ()
     for i in tl.static_range((STEP + GROUP - 1) // GROUP):
         g = tl.minimum((step * STEP + i * GROUP) // GROUP, GROUPS - 1)
-        found = found + (of_row(ptr, rows, g, STRIDE),)
+        found = found + (of_row(ptr, rows, g, STRIDE),)  # type: ignore[assignment]
     return found
 
 
@@ -75,7 +75,8 @@ def effective_of_step(
     found = ()
     for i in tl.static_range((STEP + GROUP - 1) // GROUP):
         g = tl.minimum((step * STEP + i * GROUP) // GROUP, GROUPS - 1)
-        found = found + (effective(stored[i], absmax_ptr, values_ptr, offset_ptr, rows, g, N, GROUPS, GAIN),)
+        ready = effective(stored[i], absmax_ptr, values_ptr, offset_ptr, rows, g, N, GROUPS, GAIN)
+        found = found + (ready,)  # type: ignore[assignment]
     return found
 
 
