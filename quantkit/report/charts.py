@@ -138,9 +138,10 @@ def straight_axis(title: str, values: Sequence[float], *, form: Form | None = No
 
 
 def points_axis(title: str, values: Sequence[float]) -> Axis:
-    """A logarithmic axis with a label at each of the values, as batches have."""
-    ticks = sorted(set(values))
-    return Axis(title, ticks, [f"{value:,g}" for value in ticks], (ticks[0] / 1.18, ticks[-1] * 1.18))
+    """A logarithmic axis with a label at each of the values, as batches have; of many at every other one, or fewer."""
+    known = sorted(set(values))
+    ticks = known[:: math.ceil(len(known) / 8)]
+    return Axis(title, ticks, [f"{value:,g}" for value in ticks], (known[0] / 1.18, known[-1] * 1.18))
 
 
 def lines(
