@@ -14,6 +14,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The README's examples first: they take minutes in one process, while another runs all the rest."""
+    items.sort(key=lambda item: item.path.name != "test_readme.py")
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Whatever the environment says: threads would only wait for one another."""

@@ -125,7 +125,7 @@ def _width(dtype: str) -> int:
 def _files() -> list[Path]:
     """The exporter's own code, as far as it shapes a float graph."""
     folder = Path(__file__).parent.parent / "export"
-    return [folder / f"{name}.py" for name in ("onnx", "_trace", "_repeat", "_dialect_ort", "_values")]
+    return [folder / f"{name}.py" for name in ("onnx", "_trace", "_repeat", "_dialect_ort", "_pack", "_values")]
 
 
 def _code() -> str:

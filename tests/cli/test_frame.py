@@ -169,6 +169,8 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
 def test_signals_stop_safely_with_75(number: signal.Signals, tmp_path: Path) -> None:
     script = "import quantkit.report.catalog as c, time\nc.listing = lambda kind: time.sleep(30)\n"
     script += "print('ready', flush=True)\nfrom quantkit.cli import main\nmain()"
+    # where these tests are a shell's background job, SIGINT is ignored, and children inherit that
+    script = f"import signal\nsignal.signal({int(number)}, signal.SIG_DFL)\n" + script
     process = subprocess.Popen(
         [sys.executable, "-c", script, "list", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
