@@ -81,6 +81,17 @@ def effective_of_step(
 
 
 @triton.jit
+def place_of_weight(words_ptr, pid_n, TILES, STRIDE, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr):
+    """Where a program's words of the first tile lie, [BLOCK_N * 8] pointers, and its rows of the weight, [BLOCK_N]."""
+    lane = tl.arange(0, BLOCK_N * 8)
+    row_tile = pid_n * (BLOCK_N // 16) + lane // 128
+    if not EVEN_N:
+        row_tile = tl.minimum(row_tile, STRIDE // 16 - 1)
+    words_at = words_ptr + row_tile.to(tl.int64) * (TILES * 128) + lane % 128
+    return words_at, pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+
+
+@triton.jit
 def as_read(zero):
     """Zero points of the raw twin: some float32 that depends on them, or they would not be loaded."""
     return (zero.to(tl.int32) | 0x3F800000).to(tl.float32, bitcast=True)
@@ -145,12 +156,7 @@ def weight_only_matmul(
 ):
     """See the module."""
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    lane = tl.arange(0, BLOCK_N * 8)
-    row_tile = pid_n * (BLOCK_N // 16) + lane // 128
-    if not EVEN_N:
-        row_tile = tl.minimum(row_tile, STRIDE // 16 - 1)
-    words_at = words_ptr + row_tile.to(tl.int64) * (TILES * 128) + lane % 128
-    rows = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    words_at, rows = place_of_weight(words_ptr, pid_n, TILES, STRIDE, BLOCK_N, EVEN_N)
     # a tile is one product; groups of half a tile make it two
     PARTS: tl.constexpr = COLUMNS // GROUP if GROUP > 0 and GROUP < COLUMNS else 1
     WIDTH: tl.constexpr = COLUMNS // PARTS

@@ -22,7 +22,7 @@ from quantkit.errors import InputError
 from quantkit.kernels.configs import Config
 from quantkit.kernels.fragment import bytes_of
 from quantkit.kernels.layout import PackedWeight
-from quantkit.kernels.matmul import finish, prepared
+from quantkit.kernels.matmul import finish, place_of_weight, prepared
 from quantkit.kernels.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -73,12 +73,7 @@ def native_matmul(
 ):
     """See the module."""
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    lane = tl.arange(0, BLOCK_N * 8)
-    row_tile = pid_n * (BLOCK_N // 16) + lane // 128
-    if not EVEN_N:
-        row_tile = tl.minimum(row_tile, STRIDE // 16 - 1)
-    words_at = words_ptr + row_tile.to(tl.int64) * (TILES * 128) + lane % 128
-    rows = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    words_at, rows = place_of_weight(words_ptr, pid_n, TILES, STRIDE, BLOCK_N, EVEN_N)
     batch = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.arange(0, 32)
     x_at = x_ptr + batch[:, None].to(tl.int64) * K + column[None, :]
