@@ -38,10 +38,10 @@ demo: venv  ## quantize the embedded model to 4 bits, reload it, score it
 test: venv lint types floors pytest  ## everything that continuous integration runs
 
 test-fast: venv  ## the tests without the slow ones
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 pytest: venv  ## all tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: venv  ## ruff: rules and formatting
 	$(BIN)/ruff check .

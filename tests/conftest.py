@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,13 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The README's examples first: they take minutes in one process, while another runs all the rest."""
     items.sort(key=lambda item: item.path.name != "test_readme.py")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _settled_heap() -> None:
+    """A heap of many libraries takes a second to look through, and what is timed collects garbage first."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
