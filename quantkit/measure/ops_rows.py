@@ -85,12 +85,7 @@ def _rows(timed: Timed, setting: Setting) -> list[Row]:
     size: dict[str, Any] = {"K": linear.K, "N": linear.N, "M": timed.M}
     if found is None or side is None:
         op = Operation(**size, format=side.cost.format if side else None)
-        flags = [timed.skipped or "not-measured"]
-        return [
-            Row(
-                name="latency.op", value=None, unit="s", better="lower", op=op, flags=flags, settings=settings, **common
-            )
-        ]
+        return [_absent(op, [timed.skipped or "not-measured"], settings, common)]
     cost = side.cost
     bound, hp_cost = cost.bound(*_shape(timed.M), setting.limits), _baseline_cost(timed)
     hp_bound = hp_cost.bound(*_shape(timed.M), setting.limits)
@@ -280,12 +275,7 @@ def _sum(group: Sequence[Timed], setting: Setting, model: str) -> list[Row]:
     missing = [each for each in group if each.found is None or each.side is None]
     if missing:
         flags = ["incomplete", *dict.fromkeys(each.skipped for each in missing)]
-        op = Operation(layer=ALL, M=first.M)
-        return [
-            Row(
-                name="latency.op", value=None, unit="s", better="lower", op=op, flags=flags, settings=settings, **common
-            )
-        ]
+        return [_absent(Operation(layer=ALL, M=first.M), flags, settings, common)]
     parts = [(each, each.found, each.side, each.linear.count) for each in group if each.found and each.side]
     time_s = sum(n * found.quantiles["p50"] for _, found, _, n in parts)
     hp_s = sum(n * found.baseline["p50"] for _, found, _, n in parts)

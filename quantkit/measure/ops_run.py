@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from quantkit.errors import MissingDependency
@@ -41,6 +41,7 @@ class Job:
         threads: of one product.
         seconds: for all of it but ceilings and preparing.
         seed: of weights, activations and the order of steps.
+        rounds: over the batches of each shape.
     """
 
     linears: Sequence[Mapping[str, Any]]
@@ -51,7 +52,7 @@ class Job:
     threads: int
     seconds: float
     seed: int = 0
-    rounds: int = field(default=4)
+    rounds: int = 4
 
 
 def demand() -> None:

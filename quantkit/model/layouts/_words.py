@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-def bits_of(scheme: WeightScheme, layout: str = "pack-quantized") -> int:
-    """Bits of a code.
+def bits_of(scheme: WeightScheme, layout: str = "pack-quantized", linear: str = "") -> int:
+    """Bits of a code; `layout` and `linear` are for the refusal.
 
     Raises:
         InputError: `layout-unsupported`, not an integer format.
     """
     if scheme.format not in ("int8", "int4", "int3", "int2"):
-        raise unsupported("", f"{layout} of {scheme.format}", "this layout holds integers of up to 8 bits")
+        raise unsupported(linear, f"{layout} of {scheme.format}", "this layout holds integers of up to 8 bits")
     return int(scheme.format.removeprefix("int"))
 
 

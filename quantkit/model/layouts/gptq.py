@@ -51,7 +51,7 @@ class Gptq:
 
     def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
         """See `Layout`."""
-        kinds = {self._kind(scheme): linear for linear, scheme in schemes.items()}
+        kinds = {self._kind(scheme, linear): linear for linear, scheme in schemes.items()}
         if len(kinds) > 1:
             raise unsupported(
                 list(kinds.values())[1],
@@ -60,7 +60,7 @@ class Gptq:
                 "give all layers one scheme, or layout: pack-quantized",
             )
         for linear, scheme in schemes.items():
-            bits = bits_of(scheme, self.name)
+            bits = bits_of(scheme, self.name, linear)
             if not _IN_A_BLOCK.search(linear):
                 raise unsupported(
                     linear, "outside of the blocks", "its readers look into the blocks", "keep: [lm_head]"
@@ -202,8 +202,8 @@ class Gptq:
         weight: torch.Tensor = module.dequantize_weight()
         return weight.T.contiguous()
 
-    def _kind(self, scheme: WeightScheme) -> tuple[int, int, bool]:
-        return bits_of(scheme, self.name), scheme.group or -1, scheme.symmetric
+    def _kind(self, scheme: WeightScheme, linear: str = "") -> tuple[int, int, bool]:
+        return bits_of(scheme, self.name, linear), scheme.group or -1, scheme.symmetric
 
 
 LAYOUT = Gptq("gptq", less=1)

@@ -53,6 +53,12 @@ class PackQuantized(CompressedTensors):
             and scheme.granularity != "tensor"
         )
 
+    def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
+        """See `Layout`."""
+        for linear, scheme in schemes.items():
+            bits_of(scheme, linear=linear)
+        super().accepts(schemes, shapes)
+
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
         """See `Layout`."""
         rows, columns = shape

@@ -84,10 +84,13 @@ def test_what_is_written_is_read_back(name: str, fields: dict[str, Any]) -> None
             assert torch.equal(expanded, layout.as_loaded(tensor, dtype, told)), (dtype, "dequantize" in told)
 
 
-@pytest.mark.parametrize("name", ["nvfp4-pack-quantized", "mxfp4-pack-quantized", "bitsandbytes", "gptq"])
+@pytest.mark.parametrize(
+    "name", ["pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "bitsandbytes", "gptq"]
+)
 def test_another_format_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match=r"layout-unsupported.*fp8_e4m3"):
+    with pytest.raises(InputError, match=r"layout-unsupported.*fp8_e4m3") as caught:
         layouts.load(name).accepts({PREFIX: WeightScheme(format="fp8_e4m3")}, {})
+    assert caught.value.where == PREFIX
 
 
 def test_an_unknown_layout_is_named() -> None:
