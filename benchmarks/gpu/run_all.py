@@ -7,7 +7,9 @@
 3. ceilings  read and copy bandwidth, product rates by input type, launch latency; again at the end
 4. sweep     the linear shapes of Llama-3-8B, M from 1 to 512: configurations, then baseline, kernel, raw twin, torch's
              own operators, dequantize-then-matmul and peers, interleaved (ABBA), weights rotated past the cache
-5. dispatch  the fastest of them for each shape and batch
+5. whole     decode steps of a model of Llama-3-8B's build, under CUDA graphs, against 16 bits; and what the sum of its
+             linears leaves unexplained
+6. dispatch  the fastest of them for each shape and batch
 
 The result is one JSON file with device, driver, clocks, versions, rows as in `measurements.jsonl`, and what was skipped
 and why. It needs torch, Triton and NumPy, and of quantkit what needs no more. Exit code 3: clocks fell during the run.
@@ -31,7 +33,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from parts import ceilings, correct  # noqa: E402
+from parts import ceilings, correct, decoder, end_to_end  # noqa: E402
 from parts.device import DRIFT, Device, versions  # noqa: E402
 from parts.sweep import Sweep  # noqa: E402
 from parts.weights import LLAMA_3_8B, VARIANTS  # noqa: E402
@@ -44,7 +46,9 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _SWEPT = 7
 _PROCESSES = 8
 # shares of the time after which a stage begins nothing new
-_COMPILED_BY = 0.35
+_COMPILED_BY, _SWEPT_BY = 0.35, 0.8
+# whole models: which of the variants, at which batches, with how many tokens in the cache
+_WHOLE, _STEPS, _CONTEXT = (0, 3, 6), (1, 4, 16, 64), 512
 
 
 def main() -> int:
@@ -91,11 +95,26 @@ def run(args: argparse.Namespace, device: Device, dtype: torch.dtype, begin: flo
     stage("ceilings")
     found["ceilings"] = ceilings.measured(device, blocks, generator)
     stage("sweep")
-    sweep = Sweep(device, found["ceilings"], dtype, blocks, begin + args.seconds, versions())
+    sweep = Sweep(device, found["ceilings"], dtype, blocks, begin + _SWEPT_BY * args.seconds, versions())
     if device.dry:
         sweep.run(((32, 128),), (3,), (VARIANTS[1], VARIANTS[5]))
     else:
         sweep.run(LLAMA_3_8B, BATCHES, VARIANTS[:_SWEPT])
+    stage("whole")
+    sizes = decoder.TINY if device.dry else decoder.LLAMA_3_8B
+    steps, left_out = end_to_end.measured(
+        sizes,
+        (VARIANTS[1], VARIANTS[5]) if device.dry else [VARIANTS[i] for i in _WHOLE],
+        (3,) if device.dry else _STEPS,
+        4 if device.dry else _CONTEXT,
+        device=device,
+        dtype=dtype,
+        blocks=blocks,
+        generator=generator,
+        timings=sweep.timings,
+        versions=versions(),
+        deadline=begin + args.seconds,
+    )
     stage("ceilings again")
     # the same products at the end: what they lost is what heat or power took
     again = ceilings.measured(device, blocks, generator)
@@ -106,7 +125,8 @@ def run(args: argparse.Namespace, device: Device, dtype: torch.dtype, begin: flo
         and (last := ceilings.of(again, "ceiling.compute", name))
     }
     stage("end")
-    found |= {"rows": sweep.rows, "configs": sweep.configs, "skipped": sweep.skipped, "stages": stages}
+    found |= {"rows": sweep.rows + steps, "configs": sweep.configs, "skipped": sweep.skipped + left_out}
+    found["stages"] = stages
     found["dispatch"] = {name: fastest(timings).as_dict() for name, timings in sweep.timings.items()}
     found["clocks"] = device.clocks
     slower = any(pair["last"] < (1 - DRIFT) * pair["first"] for pair in found["drift"].values())
@@ -190,6 +210,13 @@ def report(found: dict[str, Any], out: Path) -> int:
             bound = "" if op["bound_s"] is None else f"{1e6 * op['bound_s']:.2f}"
             figures = f"{1e6 * row['value']:.2f} {row['baseline']['ratio']:.2f} {bound}"
             print(f"  {op['N']}x{op['K']} {variant} {op['M']}: {row['runtime']} {figures}")
+    print("  whole model, batch: ms, times as fast as 16 bits, of which ms not explained by its linears")
+    for row in found["rows"]:
+        if row["name"] == "latency.decode_step":
+            rest = row["settings"]["residual_s"]
+            unexplained = "" if rest is None else f"{1e3 * rest:.2f}"
+            figures = f"{1e3 * row['value']:.2f} {row['baseline']['ratio']:.2f} {unexplained}"
+            print(f"  {row['settings']['variant']} {row['batch']}: {figures}")
     print(f"  {len(found['skipped'])} skipped; clocks fell: {found['throttled']}")
     if wrong:
         return 1

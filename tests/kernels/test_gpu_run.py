@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton")  # Linux alone has it
 
-from quantkit.kernels.dispatch import Table
+from quantkit.kernels.dispatch import Table, Timing
 from quantkit.measure.rows import Row
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/gpu/run_all.py"
@@ -60,6 +60,35 @@ def test_rows_are_those_of_measurements(found: dict[str, Any]) -> None:
     sides = {row.runtime for row in timed}
     assert {"torch.linear", "quantkit", "quantkit raw twin", "dequantize_matmul", "torch._int_mm"} <= sides
     assert all("dry-run" in row.flags for row in timed)
+
+
+def test_steps_of_a_whole_model_stand_beside_the_sum_of_its_linears(found: dict[str, Any]) -> None:
+    steps = {row["settings"]["variant"]: row for row in found["rows"] if row["name"] == "latency.decode_step"}
+    assert set(steps) == {"16 bits", "int4 g128 zeros", "int8 w8a8"}
+    assert all(Row.model_validate(row).batch == 3 for row in steps.values())
+    assert steps["16 bits"]["baseline"]["ratio"] == 1.0
+    # a dry run times one shape, which the model has not
+    assert all(row["settings"]["residual_s"] is None for row in steps.values())
+
+
+def test_the_sum_of_linears_is_of_what_a_layer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from parts.decoder import Sizes
+    from parts.end_to_end import linears_seconds, tables
+
+    sizes = Sizes(hidden=128, wide=256, layers=3, heads=4, kv_heads=2, vocabulary=8)
+    assert sizes.linears() == ((256, 128), (128, 128), (512, 128), (128, 256))
+    seconds = dict(zip(sizes.linears(), (1.0, 2.0, 4.0, 8.0), strict=True))
+    timings = [Timing("quantkit", shape, 4, taken, 1, {"block_n": 64}) for shape, taken in seconds.items()]
+    # the faster way counts, but not one that a layer cannot run
+    timings.append(Timing("dequantize_matmul", (128, 128), 4, 1.5, 1))
+    timings.append(Timing("torch._weight_int4pack_mm", (256, 128), 4, 0.1, 1))
+    known = {"int4": timings}
+    assert linears_seconds(sizes, 4, "int4", tables(known)) == 3 * (1.0 + 1.5 + 4.0 + 8.0)
+    # nothing is guessed for a batch, a shape or a format that was not timed
+    assert linears_seconds(sizes, 8, "int4", tables(known)) is None
+    assert linears_seconds(sizes, 4, "int4", tables({"int4": timings[1:]})) is None
+    assert linears_seconds(sizes, 4, "fp8", tables(known)) is None
 
 
 def test_taxes_add_up(found: dict[str, Any]) -> None:

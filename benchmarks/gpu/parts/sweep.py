@@ -102,7 +102,7 @@ class Sweep:
         if [side.name for side, _ in ready[:2]] != ["torch.linear", "quantkit"]:
             return
         times = interleaved([sampler for _, sampler in ready], self.blocks, self.generator)
-        self._record(shape, batch, variant, [side for side, _ in ready], times)
+        self._record(shape, batch, variant, config, [side for side, _ in ready], times)
 
     def _tuned(self, where: dict[str, Any], held: Any, x: torch.Tensor, memory: Workspace) -> Config:
         """The fastest configuration for this width of x, and the times of all of them."""
@@ -124,7 +124,13 @@ class Sweep:
         return min(found, key=lambda pair: pair[0])[1]
 
     def _record(
-        self, shape: tuple[int, int], batch: int, variant: Variant, made: Sequence[Side], times: Sequence[Any]
+        self,
+        shape: tuple[int, int],
+        batch: int,
+        variant: Variant,
+        config: Config,
+        made: Sequence[Side],
+        times: Sequence[Any],
     ) -> None:
         known = {side.name: taken for side, taken in zip(made, times, strict=True)}
         raw = known["quantkit"] if variant.native else known.get("quantkit raw twin")
@@ -159,8 +165,8 @@ class Sweep:
             self.rows.append(row | {"flags": self._flags(side.name, interval)})
             if side.name in ("quantize_tokens", "quantkit raw twin", "torch.linear"):
                 continue
-            config = side.settings if side.name == "quantkit" else None
-            timing = Timing(side.name, shape, batch, middle[side.name], side.resident_bytes, config)
+            tiles = config.as_dict() if side.name == "quantkit" else None
+            timing = Timing(side.name, shape, batch, middle[side.name], side.resident_bytes, tiles)
             self.timings.setdefault(variant.name, []).append(timing)
         taxes = {
             "tax.total": None if bound is None else middle["quantkit"] - bound,
