@@ -1,12 +1,16 @@
 """PyTorch with transformers and what it loads a layout with: loads a bundle's checkpoint as anyone else would.
 
-compressed-tensors keeps the weights packed until the first forward, then expands all of them to floats; so this runtime
-proves that a checkpoint is right, and shows what it costs in accuracy, but saves no memory and no time. What a layout's
-library is not installed for is expanded by our own reader.
+compressed-tensors keeps the weights packed until the first forward, then expands all of them to floats; so by itself
+this runtime proves that a checkpoint is right, and shows what it costs in accuracy, but saves no memory and no time.
+What a layout's library is not installed for is expanded by our own reader.
+
+On a GPU `kernels=True` puts quantkit's own kernels in the place of the quantized linears (`runtimes/_packed.py`), and
+`DecodeGraph` makes a step of decoding one CUDA graph.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Bundle
@@ -16,6 +20,9 @@ from quantkit.model import layouts
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
+
+    from quantkit.kernels.dispatch import Table
     from quantkit.model.stream import StreamedModel
 
 
@@ -24,22 +31,36 @@ class TorchRuntime:
 
     name = "torch"
 
-    def load(self, bundle: Bundle, **settings: Any) -> Any:
+    def load(
+        self,
+        bundle: Bundle,
+        *,
+        kernels: bool = False,
+        device: str = "cuda",
+        table: Table | None = None,
+        **settings: Any,
+    ) -> Any:
         """The whole model through `from_pretrained`, in the dtype of its config, eval mode.
 
         Args:
             bundle: verified or not; only safetensors are read.
-            settings: passed to `from_pretrained`.
+            kernels: keep the weights packed, and multiply with quantkit's own kernels; a linear that none of them takes
+                is expanded, with a warning that says why.
+            device: of the kernels; without them the model stands where `settings` put it.
+            table: which kernel at which batch, as measured on that device.
+            settings: passed to `from_pretrained`; with kernels, `dtype` alone.
 
         Raises:
-            MissingDependency: transformers.
-            InputError: `bundle-without-checkpoint`.
+            MissingDependency: transformers; triton.
+            InputError: `bundle-without-checkpoint`; `device-absent`, `kernel-dtype`.
         """
         try:
             import transformers
         except ImportError:
             raise MissingDependency("transformers", extra="compile", purpose="loading a bundle in torch") from None
         folder = self.folder(bundle)
+        if kernels:
+            return self._on_kernels(bundle, folder, device, table, **settings)
         config = transformers.AutoConfig.from_pretrained(folder)
         model_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel)
         quantization = getattr(config, "quantization_config", None)
@@ -47,6 +68,29 @@ class TorchRuntime:
             return self._expanded(model_class, config, folder)
         options = {"dtype": "auto", "use_safetensors": True, "local_files_only": True, **settings}
         return model_class.from_pretrained(folder, **options).eval()
+
+    def _on_kernels(
+        self, bundle: Bundle, folder: Path, device: str, table: Table | None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """The model with `QuantLinear`s."""
+        import torch
+
+        from quantkit.kernels.workspace import interpreted
+        from quantkit.runtimes import _packed
+
+        at = torch.device(device).type
+        if not (torch.cuda.is_available() if at == "cuda" else at == "cpu" and interpreted()):
+            raise InputError(
+                "device-absent",
+                where=f"device {device}",
+                value="no GPU that torch sees" if at == "cuda" else f"a {at}",
+                rule="the kernels are for NVIDIA GPUs",
+                remedy="without kernels=True the weights are expanded, and run anywhere",
+            )
+        found = _packed.load(bundle, folder, device=device, dtype=dtype, table=table)
+        if found.expanded:
+            warnings.warn(found.said(), stacklevel=3)
+        return found.model
 
     def _expanded(self, model_class: Any, config: Any, folder: Path) -> Any:
         """The model with weights that our own reader has expanded."""

@@ -1,0 +1,101 @@
+"""Decoding in torch with as few launches as there can be: one step of a batch is one CUDA graph.
+
+The cache is transformers' static one: its tensors stay where they are, and its length is itself a tensor on the device,
+so that a graph that was captured once is right at every position. A sliding window is counted on the host, which a
+graph would freeze: such a model's steps are launched one by one. So are those on a CPU, for tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quantkit.errors import InputError
+
+
+class DecodeGraph:
+    """Steps of B sequences that are decoded together.
+
+    Args:
+        model: a decoder of transformers, on its device.
+        batch: B.
+        length: tokens that the cache holds, prompt and all.
+    """
+
+    def __init__(self, model: Any, batch: int, length: int) -> None:
+        from transformers import StaticCache
+
+        self.model, self.length, self.taken = model, length, 0
+        self.cache = StaticCache(config=model.config, max_cache_len=length)
+        self.ids = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits: torch.Tensor | None = None
+
+    @property
+    def graphed(self) -> bool:
+        """Whether steps are one graph."""
+        return self.ids.is_cuda and not any(layer.is_sliding for layer in self.cache.layers)
+
+    def prefill(self, ids: torch.Tensor) -> torch.Tensor:
+        """Read prompts of equal length, [B, T]; begins anew. Logits [B, V] after them.
+
+        Raises:
+            InputError: `context-full`.
+        """
+        self._demand(ids.shape[1])
+        self.cache.reset()
+        self.taken = ids.shape[1]
+        return self._forward(ids)
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] after one token more of each sequence, ids [B]; the next step overwrites them.
+
+        Raises:
+            InputError: `context-full`.
+        """
+        self._demand(self.taken + 1)
+        self.taken += 1
+        self.ids.copy_(ids[:, None])
+        if not self.graphed:
+            return self._forward(self.ids)
+        if self._graph is None:
+            self._capture()
+        assert self._graph is not None and self._logits is not None
+        self._graph.replay()
+        return self._logits
+
+    def _capture(self) -> None:
+        """Record a step; what is launched before it, to compile and to warm up, is undone."""
+        lengths = [layer.cumulative_length.clone() for layer in self.cache.layers]
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(2):
+                self._forward(self.ids)
+                self._restore(lengths)
+        torch.cuda.current_stream().wait_stream(aside)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._logits = self._forward(self.ids)
+
+    def _restore(self, lengths: list[torch.Tensor]) -> None:
+        for layer, length in zip(self.cache.layers, lengths, strict=True):
+            layer.cumulative_length.copy_(length)
+
+    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = self.model(
+                input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+            ).logits
+        return logits[:, -1]
+
+    def _demand(self, tokens: int) -> None:
+        if tokens > self.length:
+            raise InputError(
+                "context-full",
+                where="decoding",
+                value=f"{tokens} tokens",
+                rule=f"the cache holds {self.length}",
+                remedy="a larger length",
+            )

@@ -1,0 +1,140 @@
+"""A bundle on quantkit's own kernels (in Triton's interpreter) computes what plain transformers does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import zoo
+
+import quantkit
+from quantkit import registry
+from quantkit.bundle import Bundle
+from quantkit.errors import InputError
+from quantkit.recipe import Recipe
+from quantkit.runtimes._decode_graph import DecodeGraph
+
+pytest.importorskip("triton")  # Linux alone has it
+from quantkit.kernels.linear import QuantLinear
+
+RUNTIME = registry.load("runtimes", "torch")
+GROUPS = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
+BYTES = {"format": "int8", "granularity": "channel"}
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Bundle]:
+    """A bundle of a tiny Llama, whose weights are rounded as the scheme says."""
+    monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 300)
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+
+    def make(weights: dict[str, Any], layout: str = "pack-quantized", **scheme: Any) -> Bundle:
+        folder = tmp_path / "model"
+        zoo.tiny("llama", vocab_size=len(byte_tokenizer)).save_pretrained(folder)  # type: ignore[operator]
+        byte_tokenizer.save_pretrained(folder)
+        recipe: dict[str, Any] = {"schema": 1, "summary": "a test", "passes": [{"rtn": {}}]}
+        recipe["scheme"] = {"weights": weights, **scheme}
+        recipe["export"] = [{"checkpoint": {"layout": layout}}]
+        made = Recipe.from_dict(recipe, name="test")
+        return quantkit.compile(str(folder), made, out=tmp_path / "bundle", speed=False)
+
+    return make
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=zoo.ids()[:1, :5]).logits.float()
+    return found
+
+
+def plain(bundle: Bundle) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(bundle.model_folder, dtype="auto").eval()
+    return logits(model)
+
+
+def test_every_quantized_linear_stays_packed(compiled: Callable[..., Bundle], recwarn: pytest.WarningsRecorder) -> None:
+    bundle = compiled(GROUPS)
+    model = bundle.model(kernels=True, device="cpu")
+    packed = {name: each.packed for name, each in model.named_modules() if isinstance(each, QuantLinear)}
+    assert set(packed) == {layer.name for layer in bundle.manifest.layers}
+    assert not [each for each in recwarn if "no kernel" in str(each.message)]
+    for layer in bundle.manifest.layers:
+        stored = layer.bits_per_weight / 8 * layer.shape[0] * layer.shape[1]
+        assert packed[layer.name].resident_bytes <= 1.5 * stored, "no float copy is kept"
+    expected = plain(bundle)
+    error = (logits(model) - expected).norm() / expected.norm()
+    assert 0 < error < 4e-3, "float16 for float32, and nothing else"
+
+
+def test_inputs_of_eight_bits_are_quantized_as_the_checkpoint_says(compiled: Callable[..., Bundle]) -> None:
+    bundle = compiled(BYTES, "int-quantized", activations={"format": "int8"})
+    model = bundle.model(kernels=True, device="cpu")
+    kinds = {each.packed.kind for each in model.modules() if isinstance(each, QuantLinear)}
+    assert kinds == {"int8.native"}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(bundle.model_folder, dtype="auto").eval()
+    name, x = "model.layers.0.mlp.up_proj", torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
+    logits(theirs)  # packed weights are expanded by the first forward
+    with torch.no_grad():
+        expected, found = theirs.get_submodule(name)(x), model.get_submodule(name)(x.half()).float()
+    dense = RUNTIME.stream(bundle.model_folder).source.weights.read(f"{name}.weight").float()
+    noise = (torch.nn.functional.linear(x, dense) - expected).norm()
+    # codes that lie between two numbers in float16 may be rounded otherwise than in float32; others may not
+    assert (found - expected).norm() < 0.4 * noise
+
+
+def float_inputs(bundle: Bundle) -> torch.Tensor:
+    """The same weights, expanded, and nothing done to the inputs."""
+    config = transformers.AutoConfig.from_pretrained(bundle.model_folder)
+    del config.quantization_config
+    weights = RUNTIME.stream(bundle.model_folder).source.weights
+    state = {name: weights.read(name) for name in weights.entries}
+    model = transformers.LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
+    return logits(model.eval())
+
+
+@pytest.mark.parametrize(
+    ("weights", "more", "reason"),
+    [
+        ({**GROUPS, "format": "int3"}, {}, "int3"),
+        ({**GROUPS, "group": 16}, {}, "group 16"),
+        (BYTES, {"activations": {"format": "int8", "dynamic": False, "granularity": "tensor"}}, "inputs in int8"),
+    ],
+)
+def test_what_no_kernel_takes_is_expanded_and_said(
+    compiled: Callable[..., Bundle], weights: dict[str, Any], more: dict[str, Any], reason: str
+) -> None:
+    bundle = compiled(weights, "int-quantized" if more else "pack-quantized", **more)
+    with pytest.warns(UserWarning, match=rf"no kernel takes these.*: {len(bundle.manifest.layers)} \(.*{reason}"):
+        model = bundle.model(kernels=True, device="cpu")
+    assert not any(isinstance(each, QuantLinear) for each in model.modules())
+    expected = float_inputs(bundle)
+    assert (logits(model) - expected).norm() / expected.norm() < 4e-3
+
+
+def test_what_cannot_be_is_refused(compiled: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = compiled(GROUPS)
+    with pytest.raises(InputError, match=r"kernel-dtype.*float32"):
+        bundle.model(kernels=True, device="cpu", dtype=torch.float32)
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match=r"device-absent.*no GPU"):
+            bundle.model(kernels=True)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(InputError, match=r"device-absent.*a cpu"):
+        bundle.model(kernels=True, device="cpu")
+
+
+def test_steps_of_decoding_are_those_of_the_whole_sequence() -> None:
+    model, ids = zoo.tiny("llama"), zoo.ids()
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    decoding = DecodeGraph(model, ids.shape[0], ids.shape[1])
+    for _ in range(2):  # the second time in the places of the first
+        found = [decoding.prefill(ids[:, :3])]
+        found += [decoding.step(ids[:, place]).clone() for place in range(3, ids.shape[1])]
+        assert torch.allclose(torch.stack(found, dim=1), expected[:, 2:], atol=1e-5)
+    with pytest.raises(InputError, match="context-full"):
+        decoding.step(ids[:, 0])
