@@ -57,7 +57,7 @@ def main() -> int:
         files = {kind: HERE / file for kind, file in TEXTS.items()} | {"code": code(place)}
         folders = {}
         for recipe in options.recipes:
-            compiled(options.model, recipe, place / recipe, *change)
+            compiled(options.model, recipe, place / recipe, "--no-speed", *change)
             folders[recipe] = str(place / recipe / "model")
         texts = {HOME: {"set": HOME}, **{kind: {"file": str(file)} for kind, file in files.items()}}
         rows = scored(options.model, folders, texts, paired=AGAINST if AGAINST in folders else None)

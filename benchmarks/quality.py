@@ -30,7 +30,7 @@ def figure(rows: list[dict[str, Any]], name: str) -> float | None:
 
 def measured(model: str, recipe: str, out: Path, arguments: list[str]) -> dict[str, Any]:
     """One compile."""
-    result, done = compiled(model, recipe, out, *arguments)
+    result, done = compiled(model, recipe, out, "--no-speed", *arguments)
     return {
         "recipe": Path(recipe).stem,
         "exit": result["exit"],
