@@ -40,7 +40,28 @@ def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:
     spent = clock.cpu
     rounder.save_quantized(request["out"], format="auto_round")
     total, wall = clock.cpu, clock.wall
-    return Quantized(lambda: original(request["out"]), total, spent, wall, ("auto-round",))
+    return Quantized(lambda: expanded(original(request["out"])), total, spent, wall, ("auto-round",))
+
+
+def expanded(model: Any) -> Any:
+    """The loaded model with dense weights: its own layers unpack theirs in every forward, for minutes a sequence.
+
+    A weight is what its layer, of auto-round's own code, makes of the unit matrix.
+    """
+    import torch
+
+    packed = {name: layer for name, layer in model.named_modules() if hasattr(layer, "qweight")}
+    for name, layer in packed.items():
+        unit = torch.eye(layer.infeatures)
+        bias = layer.bias
+        with torch.no_grad():
+            weight = layer(unit) - (0 if bias is None else bias)
+        dense = torch.nn.Linear(layer.infeatures, layer.outfeatures, bias=bias is not None)
+        dense.weight.data = weight.T.contiguous()
+        if bias is not None:
+            dense.bias.data = bias
+        model.set_submodule(name, dense)
+    return model
 
 
 if __name__ == "__main__":
