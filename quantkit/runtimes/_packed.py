@@ -145,7 +145,8 @@ def _pack(tensor: QuantTensor, layer: LayerEntry) -> PackedWeight:
     if inputs is None:
         return pack(tensor)
     own = inputs.get("format") == tensor.scheme.format
-    if not (own and inputs.get("dynamic") and inputs.get("granularity") == "token"):
+    by_token = inputs.get("granularity") == "token" and inputs.get("symmetric", True)
+    if not (own and inputs.get("dynamic") and by_token):
         raise InputError(
             "kernel-unsupported",
             where=layer.name,

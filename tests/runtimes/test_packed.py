@@ -102,6 +102,7 @@ def float_inputs(bundle: Bundle) -> torch.Tensor:
         ({**GROUPS, "format": "int3"}, {}, "int3"),
         ({**GROUPS, "group": 16}, {}, "group 16"),
         (BYTES, {"activations": {"format": "int8", "dynamic": False, "granularity": "tensor"}}, "inputs in int8"),
+        (BYTES, {"activations": {"format": "int8", "symmetric": False}}, "inputs in int8"),
     ],
 )
 def test_what_no_kernel_takes_is_expanded_and_said(
