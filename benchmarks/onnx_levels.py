@@ -21,7 +21,7 @@ from quantkit.model.open import open_model
 from quantkit.model.stream import StreamedModel
 from quantkit.pipeline import tokens
 from quantkit.recipe import Recipe
-from quantkit.runtimes.onnxruntime import Loaded
+from quantkit.runtimes._onnx_session import Loaded
 
 _LIMIT = 1e-3
 

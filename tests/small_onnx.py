@@ -62,7 +62,7 @@ class Small:
         return {check.name: check for check in found}
 
     def load(self, **settings: Any) -> Any:
-        from quantkit.runtimes.onnxruntime import Loaded
+        from quantkit.runtimes._onnx_session import Loaded
 
         return Loaded(self.onnx, **{"threads": 1, "accuracy_level": 0, **settings})
 

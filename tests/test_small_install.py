@@ -62,7 +62,7 @@ def test_generate_gives_what_transformers_gives(small: Small) -> None:
             *("--prompt", "The state", "--runtime", "onnxruntime", "--new-tokens", 8, "--json"),
         )
     )
-    from quantkit.runtimes.onnxruntime import Tokenizer
+    from quantkit.runtimes._text import Tokenizer
 
     tokenizer = Tokenizer(small.onnx)
     ids = torch.tensor([tokenizer.encode("The state")])

@@ -21,7 +21,7 @@ from quantkit.bundle import Check
 from quantkit.errors import InputError
 from quantkit.export._values import Values
 from quantkit.model.stream import Head
-from quantkit.runtimes.onnxruntime import FOLDER, MODEL, Loaded
+from quantkit.runtimes._onnx_session import FOLDER, MODEL, Loaded
 
 if TYPE_CHECKING:
     from quantkit.model.finished import Finished

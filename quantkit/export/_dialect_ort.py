@@ -13,7 +13,7 @@ Operators: ONNX Runtime's docs/ContribOperators.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,50 +24,15 @@ from numpy.typing import NDArray
 from quantkit import registry
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
-from quantkit.export._pack import pack
+from quantkit.export._nbits import PackedWeights, Weights, block_size
+from quantkit.export._rotary import RotaryTables
 from quantkit.export._trace import DOMAIN, Traced
 from quantkit.passes import decision
-from quantkit.scheme import WeightScheme
 
 Array = NDArray[Any]
 MICROSOFT = "com.microsoft"
-BITS = (2, 4, 8)
-_BLOCKS = (256, 128, 64, 32, 16)
-# tables of rotary angles longer than this would be larger than they are worth
+# added to the scores of padding: no weight is left of it after a softmax
 _MASKED = -1e9
-
-
-@dataclass(frozen=True)
-class Linear:
-    """What the dialect needs to know of a linear without reading its weight.
-
-    Args:
-        rows, columns: N and K.
-        scheme: None in high precision.
-        shared: the parameter it shares its weight with (an embedding's), if any.
-    """
-
-    rows: int
-    columns: int
-    scheme: WeightScheme | None
-    shared: str | None = None
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Weights by name, read when they are written.
-
-    Args:
-        linears: by their name in the skeleton.
-        shapes: parameter or buffer -> shape.
-        tensor: parameter or buffer -> float32 values.
-        codes: quantized linear -> (codes [N, K] int8, scale [N, G] float32, zero [N, G] int8 or None).
-    """
-
-    linears: Mapping[str, Linear]
-    shapes: Mapping[str, tuple[int, ...]]
-    tensor: Callable[[str], Array]
-    codes: Callable[[str], tuple[Array, Array, Array | None]]
 
 
 @dataclass
@@ -244,7 +209,7 @@ class Dialect:
         ids = next(value for value in self.graph.inputs if value.name == "input_ids")
         first = next(iter(self.graph))
         lengths, total, bias = self._mask(first, mask, ids)
-        tables = _Tables(self)
+        tables = RotaryTables(self.graph, self.positions, self._constant)
         unfused: list[str] = []
         for index, node in enumerate(nodes):
             query, key, value, _, past_key, past_value = node.inputs
@@ -449,7 +414,7 @@ class Dialect:
         bits = registry.load("formats", scheme.format).bits
         block = block_size(columns, scheme, names[0])
         count = -(-columns // block)
-        packed = _Packed(self.weights, tuple(names), bits, block, columns)
+        packed = PackedWeights(self.weights, tuple(names), bits, block, columns)
         inputs = [
             source,
             self._new(f"{name}.codes", (rows, count, block * bits // 8), np.uint8, packed.codes),
@@ -492,181 +457,3 @@ def _product(value: ir.Value) -> tuple[ir.Node, ir.Value | None] | None:
     if node is None or node.domain != DOMAIN or node.op_type != "Linear":
         return None
     return node, bias
-
-
-@dataclass(frozen=True)
-class _Angles:
-    cos: ir.Value
-    sin: ir.Value
-
-
-class _Tables:
-    """Rotary embedding outside attention, recognised; its angles for every position, computed by the graph itself."""
-
-    def __init__(self, dialect: Dialect) -> None:
-        self.dialect = dialect
-        self.found: dict[tuple[ir.Value, ir.Value], _Angles | None] = {}
-
-    def strip(self, value: ir.Value) -> tuple[ir.Value, _Angles] | None:
-        """What x·cos + half(x)·sin is made of: x and the tables; None for anything else."""
-        node = value.producer()
-        if node is None or node.op_type != "Add":
-            return None
-        products = [x.producer() if x is not None else None for x in node.inputs]
-        if any(product is None or product.op_type != "Mul" for product in products):
-            return None
-        plain, turned = products
-        assert plain is not None and turned is not None
-        x, cos = plain.inputs
-        half, sin = turned.inputs
-        if x is None or cos is None or sin is None or half is None or _halved(half) is not x:
-            return None
-        angles = self._angles(cos, sin)
-        return None if angles is None else (x, angles)
-
-    def _angles(self, cos: ir.Value, sin: ir.Value) -> _Angles | None:
-        if (cos, sin) not in self.found:
-            self.found[cos, sin] = self._table(cos, sin)
-        return self.found[cos, sin]
-
-    def _table(self, cos: ir.Value, sin: ir.Value) -> _Angles | None:
-        """Run the part of the graph that makes the angles on positions 0, 1, 2, ..."""
-        import onnxruntime
-
-        dialect = self.dialect
-        graph, length = dialect.graph, dialect.positions
-        given = [value for value in graph.inputs if value.name in ("input_ids", "attention_mask")]
-        try:
-            part = ir.convenience.extract(graph, given, [cos, sin])
-        except ValueError:  # they depend on something else: the cache, the embeddings
-            return None
-        part.opset_imports.update(graph.opset_imports)
-        part.opset_imports.pop(DOMAIN, None)
-        model = ir.Model(part, ir_version=10)
-        for value in part.outputs:
-            value.type = ir.TensorType(ir.DataType.FLOAT)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.log_severity_level = 3
-        proto = ir.to_proto(model)
-        session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        ones = np.ones((1, length), np.int64)
-        feeds = {value.name: ones for value in session.get_inputs()}
-        tables = [np.asarray(found)[0] for found in session.run(None, feeds)]
-        tables = [table.reshape(length, -1) for table in tables]
-        short = session.run(None, {name: values[:, :2] for name, values in feeds.items()})
-        if any(not np.allclose(np.asarray(x)[0], y[:2], atol=1e-5) for x, y in zip(short, tables, strict=True)):
-            # they change with the length of the text (longrope): there is no one table
-            return None
-        half = tables[0].shape[1] // 2
-        if any(not np.array_equal(table[:, :half], table[:, half:]) for table in tables):
-            return None
-        number = sum(angles is not None for angles in self.found.values())
-        return _Angles(
-            dialect._constant(f"rotary.{number}.cos", tables[0][:, :half], np.float32),
-            dialect._constant(f"rotary.{number}.sin", tables[1][:, :half], np.float32),
-        )
-
-
-def _halved(value: ir.Value) -> ir.Value | None:
-    """x of concat(-x[half:], x[:half]) along the last axis."""
-    node = value.producer()
-    if node is None or node.op_type != "Concat" or len(node.inputs) != 2:
-        return None
-    left, right = (x.producer() if x is not None else None for x in node.inputs)
-    if left is None or right is None or left.op_type != "Neg" or right.op_type != "Slice":
-        return None
-    back = left.inputs[0].producer() if left.inputs[0] is not None else None
-    if back is None or back.op_type != "Slice" or back.inputs[0] is not right.inputs[0]:
-        return None
-    x = right.inputs[0]
-    size = x.shape[-1] if x is not None and x.shape is not None else None
-    if not isinstance(size, int):
-        return None
-    ends = [[_number(slice_.inputs[place]) for place in (1, 2)] for slice_ in (right, back)]
-    (start, middle), (second, end) = ends
-    exact = (start, middle, second) == (0, size // 2, size // 2) and end is not None and end >= size
-    return x if exact else None
-
-
-def _number(value: ir.Value | None) -> int | None:
-    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
-    return None if tensor is None else int(tensor.numpy().reshape(-1)[0])
-
-
-def block_size(columns: int, scheme: WeightScheme, where: str) -> int:
-    """The block in which MatMulNBits can hold a scheme: a power of two that divides the group.
-
-    Raises:
-        InputError: `layout-unsupported`.
-    """
-    group = scheme.group or columns
-    if scheme.granularity != "group":
-        # one scale for all blocks; the last one may be incomplete
-        return next(block for block in (128, 64, 32, 16) if block <= columns or block == 16)
-    fitting = [block for block in _BLOCKS if group % block == 0]
-    if not fitting:
-        raise InputError(
-            "layout-unsupported",
-            where=where,
-            value=f"groups of {group}",
-            rule="MatMulNBits has blocks of 16, 32, 64, 128 or 256",
-            remedy="use a group that is a multiple of 16",
-        )
-    return fitting[0]
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """The tensors of a MatMulNBits of one or more linears."""
-
-    weights: Weights
-    names: tuple[str, ...]
-    bits: int
-    block: int
-    columns: int
-
-    @property
-    def _count(self) -> int:
-        return -(-self.columns // self.block)
-
-    def _spread(self, per_group: Array, rows: int, columns: int) -> Array:
-        """[N, G] (or [1, 1]) as [N, blocks]."""
-        groups = per_group.shape[1]
-        if groups == 1:
-            return np.broadcast_to(per_group, (rows, self._count))
-        return np.repeat(per_group, columns // groups // self.block, axis=1)[:, : self._count]
-
-    def codes(self) -> Array:
-        """uint8 [N, blocks, block·bits/8]: codes from 0, least significant first."""
-        parts = []
-        for name in self.names:
-            codes, _, _ = self.weights.codes(name)
-            rows, columns = codes.shape
-            words = (codes.astype(np.int16) + (1 << (self.bits - 1))).astype(np.uint8)
-            filled = self._count * self.block
-            if filled > columns:
-                words = np.pad(words, ((0, 0), (0, filled - columns)), constant_values=1 << (self.bits - 1))
-            words = words[:, :filled].reshape(rows, self._count, self.block)
-            parts.append(pack(words, self.bits))
-        return np.concatenate(parts)
-
-    def scales(self) -> Array:
-        """float32 [N, blocks]."""
-        found = []
-        for name in self.names:
-            codes, scale, _ = self.weights.codes(name)
-            found.append(self._spread(scale, *codes.shape))
-        return np.concatenate(found)
-
-    def zeros(self) -> Array:
-        """uint8 [N, ceil(blocks·bits/8)]: zero points from 0, packed as codes are."""
-        found = []
-        for name in self.names:
-            codes, _, zero = self.weights.codes(name)
-            assert zero is not None
-            spread = self._spread(zero, *codes.shape).astype(np.int16) + (1 << (self.bits - 1))
-            per_byte = 8 // self.bits
-            filled = np.pad(spread, ((0, 0), (0, -spread.shape[1] % per_byte))).astype(np.uint8)
-            found.append(pack(filled, self.bits))
-        return np.concatenate(found)

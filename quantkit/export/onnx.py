@@ -19,7 +19,7 @@ from quantkit.errors import InputError, MissingDependency
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from quantkit.export._dialect_ort import Weights
+    from quantkit.export._nbits import Weights
     from quantkit.export._values import Values
     from quantkit.model.finished import Finished
     from quantkit.model.open import Source
@@ -85,7 +85,7 @@ class Onnx:
                 rule="the graph is traced once, and which expert runs depends on the data",
                 remedy="leave `onnx` out of `export`",
             )
-        from quantkit.export._dialect_ort import BITS, block_size
+        from quantkit.export._nbits import BITS, block_size
 
         refused = {name: f"activations in {each.format}" for name, each in (activations or {}).items()}
         refused |= {"scheme.kv_cache": f"a KV cache in {cache.format}"} if cache is not None else {}
@@ -217,7 +217,7 @@ def _context(config: Mapping[str, Any]) -> int:
 def _weights(values: Values) -> Weights:
     """The model's weights as the dialect asks for them: numpy, float32, [N, K]."""
     from quantkit import registry
-    from quantkit.export._dialect_ort import Linear, Weights
+    from quantkit.export._nbits import Linear, Weights
     from quantkit.export._values import as_float32
 
     stream = values.stream

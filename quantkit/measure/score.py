@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from quantkit.model.stream import StreamedModel
-    from quantkit.runtimes.onnxruntime import Loaded, State
+    from quantkit.runtimes._onnx_session import Loaded, State
 
     # either is a model in a runtime: torch runs it block by block, a session runs it whole
     Candidate = StreamedModel | Loaded

@@ -21,7 +21,7 @@ from quantkit.measure.latency import Entry, Plan, measure
 from quantkit.measure.rows import Baseline, Device, Row
 from quantkit.measure.tax import Cost
 from quantkit.plan import machine
-from quantkit.runtimes.onnxruntime import MODEL, Loaded
+from quantkit.runtimes._onnx_session import MODEL, Loaded
 
 RUNTIME = "onnxruntime"
 _BATCH, _CONTEXT = 1, 128

@@ -171,7 +171,7 @@ def test_a_wrong_graph_is_found(small: Small, change: Callable[[Any], None], whe
 
 def test_int8_rounding_of_activations_is_not_taken_for_a_fault(good: Small) -> None:
     """The file says level 4, the check computes at 0: 1e-4 would not hold otherwise, and a fault could hide in it."""
-    from quantkit.runtimes.onnxruntime import Loaded
+    from quantkit.runtimes._onnx_session import Loaded
 
     levels = {
         attribute.i

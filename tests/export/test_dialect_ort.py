@@ -18,7 +18,9 @@ from reference import plain_matmulnbits
 from small_onnx import scheme
 
 from quantkit.errors import InputError
-from quantkit.export._dialect_ort import Dialect, Linear, Weights, block_size, pack
+from quantkit.export._dialect_ort import Dialect
+from quantkit.export._nbits import Linear, Weights, block_size
+from quantkit.export._pack import pack
 from quantkit.export._trace import DOMAIN, Traced
 from quantkit.scheme import WeightScheme
 

@@ -35,7 +35,7 @@ def architecture(name: str, **settings: Any) -> nn.Module:
 
 def exported(folder: Path, model: nn.Module) -> tuple[Any, Any, list[Any]]:
     """The model in ONNX Runtime, the exporter's checks of it, and its decisions."""
-    from quantkit.runtimes.onnxruntime import Loaded
+    from quantkit.runtimes._onnx_session import Loaded
 
     model.save_pretrained(folder / "m")  # type: ignore[operator]
     source = open_model(str(folder / "m"))

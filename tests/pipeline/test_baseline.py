@@ -47,7 +47,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def test_it_is_the_float_model_in_float(source: Source, made: Made) -> None:
     folder = float_onnx(source, OPTIONS)
-    from quantkit.runtimes.onnxruntime import Loaded
+    from quantkit.runtimes._onnx_session import Loaded
 
     model = Loaded(folder, threads=1)
     assert model.accuracy_level == 0

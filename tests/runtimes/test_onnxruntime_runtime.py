@@ -20,7 +20,9 @@ from quantkit import registry
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError, MissingDependency
 from quantkit.plan import machine
-from quantkit.runtimes.onnxruntime import Loaded, Sampling, Tokenizer, stream
+from quantkit.runtimes._onnx_session import Loaded
+from quantkit.runtimes._text import Tokenizer
+from quantkit.runtimes.onnxruntime import Sampling, stream
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

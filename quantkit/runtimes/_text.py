@@ -1,0 +1,99 @@
+"""Text to token ids and back by the files beside a model, without transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import InputError, MissingDependency
+
+
+class Tokenizer:
+    """A folder's tokenizer.json and what stands beside it, without transformers.
+
+    Raises:
+        MissingDependency: tokenizers.
+        InputError: `no-tokenizer`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise MissingDependency("tokenizers", extra="onnx", purpose="text in and out") from None
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise InputError(
+                "no-tokenizer",
+                where=str(path),
+                value="no such file",
+                rule="text needs the model's tokenizer",
+                remedy="put the model's tokenizer.json there, or use the torch runtime",
+            )
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as problem:
+            raise InputError(
+                "no-tokenizer", where=str(path), value=str(problem)[:200], rule="a tokenizer.json of tokenizers"
+            ) from None
+        self.config = _json(folder / "tokenizer_config.json")
+        self.generation = _json(folder / "generation_config.json")
+        self._template = folder / "chat_template.jinja"
+        ends = self.generation.get("eos_token_id")
+        if ends is None:
+            ends = _json(folder / "config.json").get("eos_token_id")
+        self.ends = set(ends if isinstance(ends, list) else [ends]) - {None}
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids."""
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text, without special tokens."""
+        found: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return found
+
+    def chat(self, prompt: str) -> str:
+        """One message of a user in the model's chat template, rendered in Jinja's sandbox (CVE-2024-34359).
+
+        Raises:
+            InputError: `no-chat-template`.
+        """
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        text = self.config.get("chat_template")
+        if self._template.is_file():
+            text = self._template.read_text(encoding="utf-8")
+        if isinstance(text, list):  # several, by name
+            text = next((entry.get("template") for entry in text if entry.get("name") == "default"), None)
+        if not isinstance(text, str):
+            raise InputError("no-chat-template", where="--chat", value="the model has none", remedy="leave --chat out")
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = refuse
+        tokens = {
+            name: value.get("content") if isinstance(value, dict) else value
+            for name, value in self.config.items()
+            if name.endswith("_token")
+        }
+        try:
+            return environment.from_string(text).render(
+                messages=[{"role": "user", "content": prompt}], add_generation_prompt=True, **tokens
+            )
+        except TemplateError as problem:
+            raise InputError("no-chat-template", where="--chat", value=str(problem)[:200]) from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
