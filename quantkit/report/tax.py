@@ -90,7 +90,7 @@ def groups(data: Taxed) -> list[Panelled]:
         title = data.title
         if single:
             linear = named[label]
-            often = f": {linear.name}, {linear.count} times" if data.shapes.name else ""
+            often = f": {linear.name}, {words.plural(linear.count, 'time')}" if data.shapes.name else ""
             title = f"{label}{often}"
         title += f", {words.plural(threads, 'thread')}"
         variants = dict.fromkeys(str(row.settings["variant"]) for row in rows if row.baseline or row.value is None)
