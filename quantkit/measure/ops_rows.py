@@ -17,7 +17,7 @@ import numpy as np
 from quantkit.measure.ops import Timed
 from quantkit.measure.rows import Baseline, Device, Operation, Row
 from quantkit.measure.tax import Cost, Limits, Shape, ideal_sum, win_flags, win_intervals, win_settings
-from quantkit.stats.abba import Comparison, Interval, summed
+from quantkit.stats.abba import Comparison, Interval, summed, summed_spread
 
 ALL = "all linears"
 _FEWEST = 16
@@ -237,7 +237,7 @@ def _break_even(curve: Sequence[Sequence[Timed]], setting: Setting, *, layer: st
         value=best.end if best else None,
         ci95=best.end_ci95 if best else None,
         n=min(found.n for found in comparisons),
-        aa_spread=max(found.aa_spread for found in comparisons),
+        aa_spread=max(_spread(group) for group in whole),
         settings=settings,
         flags=[*win_flags(wins), *flags],
         **row,
@@ -250,6 +250,12 @@ def _summed(group: Sequence[Timed]) -> tuple[float, Interval, Any]:
     if len(found) == 1:
         return found[0].ratio, found[0].ratio_ci95, found[0].draws
     return summed(found, [each.linear.count for each in group])
+
+
+def _spread(group: Sequence[Timed]) -> float:
+    """The A/A spread of the linears of one batch, each as often as it occurs."""
+    timed = [(each.found, each.linear.count) for each in group if each.found is not None]
+    return summed_spread([found for found, _ in timed], [count for _, count in timed])
 
 
 def _model(timed: Sequence[Timed], setting: Setting, model: str) -> list[Row]:
@@ -292,7 +298,7 @@ def _sum(group: Sequence[Timed], setting: Setting, model: str) -> list[Row]:
     if setting.launch is not None:
         settings["launch_s"] = sum(n * setting.launch / side.products(first.M) for _, _, side, n in parts)
     common |= {"n": min(found.n for _, found, _, _ in parts), "op": op}
-    common |= {"aa_spread": max(found.aa_spread for _, found, _, _ in parts)}
+    common |= {"aa_spread": _spread(group)}
     common["resident_bytes"] = int(sum((side.resident_bytes or 0) * n for _, _, side, n in parts))
     flags = list(dict.fromkeys(flag for _, found, _, _ in parts for flag in found.flags if flag == "noisy"))
     against: dict[str, Any] = {}

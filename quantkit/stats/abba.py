@@ -187,6 +187,16 @@ def summed(parts: Sequence[Comparison], counts: Sequence[int]) -> tuple[float, I
     return ratio, (min(low, ratio), max(high, ratio)), draws
 
 
+def summed_spread(parts: Sequence[Comparison], counts: Sequence[int]) -> float:
+    """What two measurements of the sum of several things, each `counts` times, differ by as a share, at most.
+
+    |Σ d| ≤ Σ |d|: the spreads' mean, weighted by the time of each part. A short part that is noisy says little of it.
+    """
+    weights = [count * part.quantiles["p50"] for part, count in zip(parts, counts, strict=True)]
+    found = sum(weight * part.aa_spread for weight, part in zip(weights, parts, strict=True)) / sum(weights)
+    return float(found)
+
+
 def aa_spread(times: Array, generator: np.random.Generator) -> float:
     """What two measurements of one side, [blocks, 2, burst], differ by as a share, in all but 5 of 100 splits."""
     coins = generator.integers(0, 2, (_TOSSES, times.shape[0]))

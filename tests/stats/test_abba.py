@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quantkit.stats.abba import aa_spread, compare, interleave, median_interval, summed
+from quantkit.stats.abba import aa_spread, compare, interleave, median_interval, summed, summed_spread
 
 BURST = 2
 
@@ -224,3 +224,18 @@ def test_a_sum_of_one_is_that_one():
     ratio, ci95, _ = summed([part], [7])
     assert ratio == pytest.approx(part.ratio)
     assert ci95 == pytest.approx(part.ratio_ci95, rel=0.002)
+
+
+def test_the_spread_of_a_sum_is_no_more_than_said_and_a_short_noisy_part_counts_little():
+    rng, generator = np.random.default_rng(7), np.random.default_rng(8)
+    noise, mean, counts = (0.3, 0.03), (0.01, 1.0), (3, 2)
+    held = 0
+    for night in range(30):
+        sides = [mean[i] * np.exp(noise[i] * rng.standard_normal((20, 2, 1))) for i in (0, 1)]
+        hp = [mean[i] * np.exp(noise[i] * rng.standard_normal((20, 2, 1))) for i in (0, 1)]
+        parts = [compare(sides[i], hp[i], seed=2 * night + i, resamples=199) for i in (0, 1)]
+        said = summed_spread(parts, counts)
+        held += aa_spread(sum(c * side for c, side in zip(counts, sides, strict=True)), generator) <= said
+        assert said < 0.5 * max(part.aa_spread for part in parts)
+    assert held >= 28
+    assert summed_spread(parts[:1], [7]) == pytest.approx(parts[0].aa_spread)
