@@ -346,7 +346,19 @@ def _config(folder: Path, blocks: int | None, *, dense: bool = False) -> Any:
             if isinstance(value, list) and len(value) == count:
                 setattr(inner, key, value[:blocks])
         inner.num_hidden_layers = min(blocks, count)
+        _cut_targets(getattr(config, "quantization_config", None), blocks)
     return config
+
+
+def _cut_targets(quantization: Any, blocks: int) -> None:
+    """Leave out what config groups name of later blocks: the library warns of each linear that it does not find."""
+    if not isinstance(quantization, dict) or not isinstance(quantization.get("config_groups"), dict):
+        return
+    groups = quantization["config_groups"]
+    for name, group in list(groups.items()):
+        group["targets"] = [target for target in group["targets"] if _block(target) < blocks]
+        if not group["targets"]:
+            del groups[name]
 
 
 def _load(model_class: Any, folder: Path, blocks: int | None, leftover: Collection[str]) -> tuple[Any, str]:

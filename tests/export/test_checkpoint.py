@@ -409,6 +409,26 @@ def test_only_the_first_blocks(tmp_path: Path, how: str) -> None:
     assert (check.ok, check.value) == (True, 0)
 
 
+def test_of_several_schemes_the_first_blocks_are_compared_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compressed_tensors.utils import match
+
+    said: list[str] = []
+    monkeypatch.setattr(match._LOGGER, "warning", said.append)
+
+    def mixed(name: str) -> WeightScheme:
+        # a scheme whose linears are all in later blocks, too
+        late = "layers.3." in name
+        bits = "int8" if late or "mlp" in name else "int4"
+        return scheme(bits, granularity="channel", group=None, symmetric=True) if late else scheme(bits, symmetric=True)
+
+    exported = export(llama(tmp_path / "source", num_hidden_layers=4), tmp_path / "out", mixed)
+    check = by_name(exported.check(blocks=2))["reload.transformers"]
+    assert (check.ok, check.value) == (True, 0)
+    assert said == []
+
+
 def _bundle(exported: Exported) -> Bundle:
     files = inventory(exported.folder)
     layers = [
