@@ -104,6 +104,7 @@ def main() -> None:
         os.environ.setdefault(name, value)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+    _keep_stdout()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # a terminal without ✓ or × gets a question mark, not an error
@@ -115,6 +116,16 @@ def main() -> None:
         # whoever read has enough; without this, Python complains once more while it shuts down
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
+
+
+def _keep_stdout() -> None:
+    """Stdout is the answer's alone: what libraries print past Python (HiGHS does, in C++) goes to stderr."""
+    if sys.stdout is None:  # closed by whoever started us
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    with suppress(AttributeError, OSError):
+        kept = os.dup(sys.stdout.fileno())
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        sys.stdout = os.fdopen(kept, "w", encoding=sys.stdout.encoding)
 
 
 def _interrupt(*_: object) -> None:

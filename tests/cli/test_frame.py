@@ -165,6 +165,21 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     assert not done.stderr
 
 
+def test_what_a_library_prints_past_python_is_not_on_stdout() -> None:
+    script = "import os, quantkit.report.catalog as c\nfound = c.listing\n"
+    script += "c.listing = lambda *a, **k: (os.write(1, b'a solver speaks\\n'), found(*a, **k))[1]\n"
+    script += "from quantkit.cli import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", script, "list", "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["exit"] == 0
+    assert "a solver speaks" in done.stderr
+
+
+def test_without_a_stdout_nothing_is_printed() -> None:
+    command = f"{sys.executable} -m quantkit list >&-; echo $? >&2"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == "0\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_signals_stop_safely_with_75(number: signal.Signals, tmp_path: Path) -> None:
     script = "import quantkit.report.catalog as c, time\nc.listing = lambda kind: time.sleep(30)\n"
