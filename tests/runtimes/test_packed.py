@@ -34,7 +34,7 @@ def compiled(tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatc
 
     def make(weights: dict[str, Any], layout: str = "pack-quantized", **scheme: Any) -> Bundle:
         folder = tmp_path / "model"
-        zoo.tiny("llama", vocab_size=len(byte_tokenizer)).save_pretrained(folder)  # type: ignore[operator]
+        zoo.tiny("llama", vocab_size=len(byte_tokenizer), num_hidden_layers=1).save_pretrained(folder)  # type: ignore[operator]
         byte_tokenizer.save_pretrained(folder)
         recipe: dict[str, Any] = {"schema": 1, "summary": "a test", "passes": [{"rtn": {}}]}
         recipe["scheme"] = {"weights": weights, **scheme}
