@@ -27,7 +27,7 @@ PYTHON = VENV / "bin" / "python"
 PINNED = ("transformers", "accelerate", "safetensors", "torch", "pyarrow", "datasets", "protobuf", "jinja2")
 LOOSE = (
     *("optimum==2.3.0", "device-smi", "tokenicer", "logbar", "defuser", "threadpoolctl", "pypcre"),
-    *("torchao", "pillow"),
+    *("torchao", "pillow", "requests"),
 )
 BUILD = ("setuptools==84.2.1", "wheel", "ninja", "maturin")
 GROUP = {"granularity": "group", "group": 64}

@@ -61,7 +61,8 @@ def expanded(model: Any) -> Any:
         if bias is not None:
             dense.bias.data = bias
         model.set_submodule(name, dense)
-    return model
+    # what is not quantized it loads in half precision
+    return model.float()
 
 
 if __name__ == "__main__":
