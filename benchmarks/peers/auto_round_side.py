@@ -61,8 +61,8 @@ def expanded(model: Any) -> Any:
         if bias is not None:
             dense.bias.data = bias
         model.set_submodule(name, dense)
-    # what is not quantized it loads in half precision
-    return model.float()
+    # what is not quantized it loads in half precision; transformers lets nobody ask a quantized model for more
+    return torch.nn.Module.float(model)
 
 
 if __name__ == "__main__":
