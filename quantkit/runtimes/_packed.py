@@ -7,7 +7,7 @@ floats, and the reason is kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,13 @@ import torch
 from quantkit.bundle import Bundle, LayerEntry
 from quantkit.errors import InputError, MissingDependency
 from quantkit.formats import QuantTensor
-from quantkit.model import run_time
 from quantkit.model.open import open_written
 from quantkit.model.structure import is_linear
 from quantkit.model.weights import Weights
 from quantkit.plan import machine
+from quantkit.runtimes._classes import built, described
 from quantkit.runtimes._reloaded import ExpandedWeights
+from quantkit.runtimes._reloaded import expanded as dense
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -76,49 +77,47 @@ def load(
         raise InputError(
             "kernel-dtype", where="dtype", value=str(dtype), rule="kernels multiply in float16 or bfloat16"
         )
-    import transformers
-
     from quantkit.kernels.linear import QuantLinear
     from quantkit.kernels.workspace import Workspace
 
-    settings, stored = source.config.get("quantization_config"), source.weights
-    stored = replace(
-        stored, entries={name: entry for name, entry in stored.entries.items() if not name.endswith(run_time.PARTS)}
-    )
-    found: Weights = stored
-    packed: dict[str, PackedWeight] = {}
-    expanded: dict[str, str] = {}
-    config = transformers.AutoConfig.from_pretrained(folder)
-    model_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel)
-    if settings:
-        del config.quantization_config
-        if settings.get("kv_cache_scheme"):
-            expanded["cache"] = "keys and values are kept as floats"
-    if settings and not run_time.weights_are_dense(settings):
-        found = weights = ExpandedWeights.of(stored, settings, source.dtype)
-        layers = {layer.name: layer for layer in bundle.manifest.layers}
-        linears = _linears(model_class, config)
-        for prefix in weights.packed.values():
-            try:
-                layer = _entry(prefix, layers, linears)
-                scheme = WeightScheme.model_validate(layer.scheme)
-                tensor = weights.layout.read_back(prefix, scheme, stored.read)
-                packed[prefix] = _pack(tensor, layer).to(device)
-            except InputError as error:
-                expanded[prefix] = f"{error.value}; {error.rule}"
+    model_class, config = described(folder)
+    weights = dense(source).weights
+    packed, reasons = _packed(bundle, weights, _linears(model_class, config), device)
+    if (source.config.get("quantization_config") or {}).get("kv_cache_scheme"):
+        reasons["cache"] = "keys and values are kept as floats"
     # of what stays packed nothing is written into the memory that stands for it, so that it is never taken
     state = {
-        name: torch.empty(entry.shape, dtype=dtype) if name.removesuffix(".weight") in packed else found.read(name)
-        for name, entry in found.entries.items()
+        name: torch.empty(entry.shape, dtype=dtype) if name.removesuffix(".weight") in packed else weights.read(name)
+        for name, entry in weights.entries.items()
     }
-    model = model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype).eval()
+    model = built(model_class, config, state, dtype)
     memory = Workspace()
     for name, weight in packed.items():
         old = model.get_submodule(name)
         bias = None if old.bias is None else old.bias.detach().to(device)
         known = table if table is not None and weight.shape in table.choices else None
         model.set_submodule(name, QuantLinear(weight, bias, table=known, memory=memory))
-    return PackedModel(model.to(device), expanded)
+    return PackedModel(model.to(device), reasons)
+
+
+def _packed(
+    bundle: Bundle, weights: Weights, linears: set[str], device: str
+) -> tuple[dict[str, PackedWeight], dict[str, str]]:
+    """(linear -> its weight for our kernels, linear -> why there is none)."""
+    packed: dict[str, PackedWeight] = {}
+    reasons: dict[str, str] = {}
+    if not isinstance(weights, ExpandedWeights):
+        return packed, reasons
+    layers = {layer.name: layer for layer in bundle.manifest.layers}
+    for prefix in weights.packed.values():
+        try:
+            layer = _entry(prefix, layers, linears)
+            scheme = WeightScheme.model_validate(layer.scheme)
+            tensor = weights.layout.read_back(prefix, scheme, weights.stored.read)
+            packed[prefix] = _for_kernel(tensor, layer).to(device)
+        except InputError as error:
+            reasons[prefix] = f"{error.value}; {error.rule}"
+    return packed, reasons
 
 
 def _linears(model_class: Any, config: Any) -> set[str]:
@@ -137,7 +136,7 @@ def _entry(prefix: str, layers: dict[str, LayerEntry], linears: set[str]) -> Lay
     return layers[prefix]
 
 
-def _pack(tensor: QuantTensor, layer: LayerEntry) -> PackedWeight:
+def _for_kernel(tensor: QuantTensor, layer: LayerEntry) -> PackedWeight:
     """For the kernel that a layer needs. Raises InputError where there is none."""
     from quantkit.kernels.layout import pack
 

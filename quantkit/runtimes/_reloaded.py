@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit.model import layouts, run_time
 from quantkit.model.layouts import Expansion, Layout
-from quantkit.model.open import open_written
+from quantkit.model.open import Source, open_written
 from quantkit.model.stream import StreamedModel
 from quantkit.model.structure import is_linear
 from quantkit.model.weights import Entry, Weights
@@ -32,12 +32,7 @@ def reloaded(folder: Path, *, cache: bool = True) -> StreamedModel:
     """
     source = open_written(folder)
     config, stored = source.config.get("quantization_config"), source.weights
-    if config is not None:
-        kept = {name: entry for name, entry in stored.entries.items() if not name.endswith(run_time.PARTS)}
-        rest = replace(stored, entries=kept)
-        dense = run_time.weights_are_dense(config)
-        source = replace(source, weights=rest if dense else ExpandedWeights.of(rest, config, source.dtype))
-    model = StreamedModel(source)
+    model = StreamedModel(expanded(source))
     linears = [
         f"{block}.{name}"
         for block, module in zip(model.block_names, model.blocks, strict=True)
@@ -49,6 +44,17 @@ def reloaded(folder: Path, *, cache: bool = True) -> StreamedModel:
     # blocks are computed in float32, but fixed scales are what the model's dtype holds of them
     model.transforms += how.transforms(model.block_names, getattr(torch, source.dtype))
     return model
+
+
+def expanded(source: Source) -> Source:
+    """A checkpoint with packed weights seen as dense ones, without the scales of inputs and cache."""
+    config, stored = source.config.get("quantization_config"), source.weights
+    if config is None:
+        return source
+    kept = {name: entry for name, entry in stored.entries.items() if not name.endswith(run_time.PARTS)}
+    rest = replace(stored, entries=kept)
+    dense = run_time.weights_are_dense(config)
+    return replace(source, weights=rest if dense else ExpandedWeights.of(rest, config, source.dtype))
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ compressed-tensors keeps the weights packed until the first forward, then expand
 this runtime proves that a checkpoint is right, and shows what it costs in accuracy, but saves no memory and no time.
 What a layout's library is not installed for is expanded by our own reader.
 
-On a GPU `kernels=True` puts quantkit's own kernels in the place of the quantized linears (`runtimes/_packed.py`), and
-`DecodeGraph` makes a step of decoding one CUDA graph.
+On a GPU `kernels=True` puts quantkit's own kernels in the place of the quantized linears (`runtimes/_packed.py`).
+`runtimes/_decode_graph.py` makes a step of decoding one CUDA graph; no command times it yet.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Bundle
-from quantkit.errors import InputError, MissingDependency
+from quantkit.errors import InputError
 from quantkit.model import layouts
+from quantkit.runtimes._classes import built, described
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,15 +55,10 @@ class TorchRuntime:
             MissingDependency: transformers; triton.
             InputError: `bundle-without-checkpoint`; `device-absent`, `kernel-dtype`.
         """
-        try:
-            import transformers
-        except ImportError:
-            raise MissingDependency("transformers", extra="compile", purpose="loading a bundle in torch") from None
         folder = self.folder(bundle)
         if kernels:
             return self._on_kernels(bundle, folder, device, table, **settings)
-        config = transformers.AutoConfig.from_pretrained(folder)
-        model_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel)
+        model_class, config = described(folder)
         quantization = getattr(config, "quantization_config", None)
         if quantization and layouts.missing(layouts.of(quantization)):
             return self._expanded(model_class, config, folder)
@@ -96,11 +92,12 @@ class TorchRuntime:
         """The model with weights that our own reader has expanded."""
         import torch
 
-        weights = self.stream(folder).source.weights
-        del config.quantization_config
-        state = {name: weights.read(name) for name in weights.entries}
+        from quantkit.model.open import open_written
+        from quantkit.runtimes._reloaded import expanded
+
+        weights = expanded(open_written(folder)).weights
         dtype = getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
-        return model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype).eval()
+        return built(model_class, config, {name: weights.read(name) for name in weights.entries}, dtype)
 
     def folder(self, bundle: Bundle) -> Path:
         """The checkpoint's folder."""

@@ -1,0 +1,29 @@
+"""transformers' class for a checkpoint, and a model of that class from tensors that are at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import MissingDependency
+
+if TYPE_CHECKING:
+    import torch
+
+
+def described(folder: Path) -> tuple[Any, Any]:
+    """(model class, config) of a checkpoint. Raises MissingDependency: transformers."""
+    try:
+        import transformers
+    except ImportError:
+        raise MissingDependency("transformers", extra="compile", purpose="loading a bundle in torch") from None
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel), config
+
+
+def built(model_class: Any, config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Any:
+    """The model of dense tensors, eval mode, whatever its checkpoint says of quantization; `config` loses that."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return model_class.from_pretrained(None, config=config, state_dict=dict(state), dtype=dtype).eval()
