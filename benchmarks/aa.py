@@ -35,7 +35,7 @@ SHARE = 0.9
 
 def sides() -> tuple[Callable[[], object], Callable[[], object]]:
     """A step of ten runs, and one of eleven; short, so that most are not interrupted by what else runs here."""
-    side = OnnxRuntimeBench(threads=1, cache=LINEAR.K * LINEAR.N // 4).prepare(LINEAR, [VARIANT], 1)[VARIANT]
+    side = OnnxRuntimeBench(threads=1, cache=LINEAR.K * LINEAR.N // 4).prepare(LINEAR, [VARIANT], [1])[VARIANT]
     assert not isinstance(side, str), side
     one = side.step(1)
 

@@ -47,7 +47,10 @@ class FakeSide:
     together: int = 1
     fits: Any = always
     resident_bytes: int | None = 5
-    settings: Any = field(default_factory=lambda: {"kernel": "fake"})
+    kernel: str = "fake"
+
+    def settings(self, M: int) -> dict[str, Any]:
+        return {"kernel": self.kernel}
 
     def step(self, M: int) -> Any:
         if not self.fits(M):
@@ -83,7 +86,10 @@ class FakeBench:
     def quantizer(self, variant: str) -> str:
         return "quantize" if variant.startswith("int8") else ""
 
-    def prepare(self, linear: Linear, variants: Any, largest: int) -> dict[str, Any]:
+    def twin(self, variant: str) -> str:
+        return f"{variant} raw" if f"{variant} raw" in self.times else ""
+
+    def prepare(self, linear: Linear, variants: Any, batches: Any) -> dict[str, Any]:
         bits: dict[str, Any] = {"float32": (32, "fp32", "float32"), "quantize": (0, "fp32", "")}
         bits |= {name: (8.0, "int8", "int8") for name in variants if name.startswith("int8")}
         bits |= {name: (4.5, "fp32", "nf4") for name in variants if name.startswith("nf4")}

@@ -33,13 +33,14 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from parts import ceilings, correct, decoder, end_to_end  # noqa: E402
-from parts.device import DRIFT, Device, versions  # noqa: E402
+from parts import correct, decoder, end_to_end  # noqa: E402
+from parts.shapes import LLAMA_3_8B, VARIANTS  # noqa: E402
 from parts.sweep import Sweep  # noqa: E402
-from parts.weights import LLAMA_3_8B, VARIANTS  # noqa: E402
 
 import quantkit  # noqa: E402
 from quantkit.kernels.dispatch import fastest  # noqa: E402
+from quantkit.measure.cuda import ceilings  # noqa: E402
+from quantkit.measure.cuda.device import Device, versions  # noqa: E402
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 # formats in the order in which time runs out
@@ -129,8 +130,7 @@ def run(args: argparse.Namespace, device: Device, dtype: torch.dtype, begin: flo
     found["stages"] = stages
     found["dispatch"] = {name: fastest(timings).as_dict() for name, timings in sweep.timings.items()}
     found["clocks"] = device.clocks
-    slower = any(pair["last"] < (1 - DRIFT) * pair["first"] for pair in found["drift"].values())
-    found["throttled"] = not device.dry and (device.throttled() or slower)
+    found["throttled"] = not device.dry and (device.throttled() or ceilings.slower(found["ceilings"], again))
     return found
 
 
@@ -157,11 +157,10 @@ def compiled(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def compile_part(part: int, device: Device, dtype: torch.dtype, deadline: float) -> int:
     """One process's share: each kernel run once on a weight of a real shape."""
-    from parts import sides
-    from parts.weights import weight
-
     from quantkit.kernels.configs import candidates
     from quantkit.kernels.workspace import Workspace
+    from quantkit.measure.cuda import sides
+    from quantkit.measure.cuda.weights import weight
 
     shape, memory, place = LLAMA_3_8B[2], Workspace(), 0
     for variant in VARIANTS[:_SWEPT]:

@@ -104,7 +104,7 @@ class FileEntry(_Closed):
         path: inside the bundle, with forward slashes.
         bytes: its size.
         sha256: of its content.
-        role: weights, config, tokenizer, onnx, engine, gguf, measurements, report, card, other.
+        role: weights, config, tokenizer, onnx, engine, gguf, measurements, kernels, report, card, other.
         deterministic: whether the same inputs give the same content; only these enter `content_sha256`.
         for: what the file is tied to (an engine: device and runtime version); null for what runs anywhere.
     """
@@ -262,6 +262,7 @@ def role_of(path: str) -> tuple[str, bool]:
         "engine": ("engine", False),
         MEASUREMENTS: ("measurements", False),
         "report.html": ("report", False),
+        "kernels.json": ("kernels", False),
         "README.md": ("card", False),
     }
     return roles.get(place, ("other", False))

@@ -41,8 +41,12 @@ def tax(
     traffic: Annotated[
         str | None, typer.Option(metavar="N:SHARE,…", help="How often each batch occurs: 1:0.7,8:0.2,64:0.1.")
     ] = None,
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="What to time on.")] = "cpu",
-    runtime: Annotated[str, typer.Option(metavar="NAME", help="What runs it.")] = "onnxruntime",
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda", help="What to time on; default: what the target is.", show_default=False)
+    ] = "",
+    runtime: Annotated[
+        str, typer.Option(metavar="NAME", help="onnxruntime on a CPU, torch on a GPU.", show_default=False)
+    ] = "",
     threads: Annotated[
         str | None, typer.Option(metavar="N,N,…", help="Threads, one run for each; default: all cores.")
     ] = None,
@@ -56,7 +60,7 @@ def tax(
     from quantkit.bundle.disk import check_place
     from quantkit.cli.options import batches
     from quantkit.measure.rows import write_rows
-    from quantkit.pipeline.tax import measure_tax
+    from quantkit.pipeline.tax import measure_tax, record
     from quantkit.pipeline.tax_question import Question, batch_range, prepare, traffic_of
     from quantkit.report import tax as report
     from quantkit.report import tax_page
@@ -78,6 +82,8 @@ def tax(
     # before minutes of timing, not after them
     for path in (html, out):
         check_place(path)
+    if plan.records and plan.bundle is not None:
+        plan.bundle.demand_writable()
     if html is not None:
         tax_page.demand()
     with showing() as progress:
@@ -89,6 +95,7 @@ def tax(
     data = found.reported()
     if html is not None:
         tax_page.write(html, data)
+    record(found)
     error: QuantkitError | None = None
     if found.inconclusive:
         error = Inconclusive(

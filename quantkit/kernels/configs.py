@@ -49,14 +49,21 @@ _DECODE = (
 )
 _WIDE_64 = ((64, 2, 2, 4, 4), (128, 2, 2, 8, 4), (128, 2, 4, 8, 3))
 _WIDE_128 = ((128, 1, 1, 8, 4), (128, 1, 2, 8, 4), (128, 1, 4, 8, 4))
+# the width of all batches beyond 128
+PREFILL = 256
 # block_n, block_m, unroll, warps, stages
 _PREFILL = ((128, 64, 2, 8, 3), (128, 128, 1, 8, 4), (128, 128, 1, 8, 3), (256, 64, 1, 8, 3))
 
 
+def width(batch: int) -> int:
+    """Batches of one width have the same candidates, and what is the fastest for one is taken for all of them."""
+    return next((wide for wide in (16, 32, 64, 128) if batch <= wide), PREFILL)
+
+
 def candidates(batch: int) -> list[Config]:
     """Configurations worth timing at a batch of M = `batch` rows of x: K is split up to 128, and prefill beyond."""
-    if batch > 128:
+    wide = width(batch)
+    if wide == PREFILL:
         return [Config(n, m, unroll, 1, warps, stages) for n, m, unroll, warps, stages in _PREFILL]
-    wide = next(width for width in (16, 32, 64, 128) if batch <= width)
     cuts = _WIDE_128 if wide == 128 else _WIDE_64 if wide == 64 else _DECODE
     return [Config(n, wide, unroll, split, warps, stages) for n, unroll, split, warps, stages in cuts]

@@ -19,13 +19,16 @@ from typing import Any
 
 from quantkit.errors import InputError
 
+# what a layer can run (`kernels.linear`): the format's own kernel, or torch's product with an expanded weight
+OURS, EXPANDED = "quantkit", "dequantize_matmul"
+
 
 @dataclass(frozen=True)
 class Timing:
     """One candidate at one shape and batch.
 
     Args:
-        candidate: its name: `weight_only`, `torch._int_mm`, `dequantize_matmul`, ...
+        candidate: its name: `quantkit`, `torch._int_mm`, `dequantize_matmul`, ...
         shape: (N, K) of the weight.
         batch: M, rows of x.
         seconds: median.

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from quantkit.errors import InputError
 from quantkit.kernels.configs import Config, candidates
 from quantkit.kernels.dequantize import dequantize
-from quantkit.kernels.dispatch import Choice, Table
+from quantkit.kernels.dispatch import EXPANDED, OURS, Choice, Table
 from quantkit.kernels.matmul import weight_only
 from quantkit.kernels.native import native
 from quantkit.kernels.quantize import quantize_tokens
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from quantkit.kernels.layout import PackedWeight
     from quantkit.kernels.workspace import Workspace
 
-OURS, EXPANDED = "quantkit", "dequantize_matmul"
 # rows at which a product is bound by arithmetic, which torch's own does best
 _MANY = 256
 

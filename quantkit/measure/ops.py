@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.measure.tax import Cost
 from quantkit.plan.shapes import Linear
-from quantkit.stats.abba import Comparison, compare, interleave, undisturbed
+from quantkit.stats.abba import Comparison, compare, interleave, timed, undisturbed
 
 Array = NDArray[Any]
 Step = Callable[[], object]
@@ -56,13 +56,12 @@ class Side(Protocol):
         """What a weight takes in memory as it is run, where known; what a kernel packs besides may not be in it."""
         ...
 
-    @property
-    def settings(self) -> Mapping[str, str | bool | int | float | None]:
-        """How it runs, for the rows: kernel, block, accuracy level."""
+    def settings(self, M: int) -> Mapping[str, str | bool | int | float | None]:
+        """How it runs at M rows, for the rows of measurements: kernel, block, accuracy level."""
         ...
 
     def step(self, M: int) -> Step:
-        """One step at M rows; each call goes on to the next weights."""
+        """One step at M rows; each call goes on to the next weights. What it returns: see `stats.abba.interleave`."""
         ...
 
     def hot(self, M: int) -> Step | None:
@@ -73,15 +72,19 @@ class Side(Protocol):
 class Bench(Protocol):
     """What runs products: a runtime on a device."""
 
-    def prepare(self, linear: Linear, variants: Sequence[str], largest: int) -> Mapping[str, Side | str]:
+    def prepare(self, linear: Linear, variants: Sequence[str], batches: Sequence[int]) -> Mapping[str, Side | str]:
         """A side for each variant, checked; the flag why there is none: `wrong-result`, `group-indivisible`, ...
 
-        `largest` is the largest M that will be asked for.
+        `batches` are the M that will be asked for.
         """
         ...
 
     def quantizer(self, variant: str) -> str:
         """The side that does to x alone what this variant does; "" where it cannot be had apart."""
+        ...
+
+    def twin(self, variant: str) -> str:
+        """The side with the loads of this variant and without its decoding; "" where the runtime is a black box."""
         ...
 
 
@@ -115,6 +118,7 @@ class Timed:
         skipped: the flag why.
         hot: seconds with the weight in the cache.
         quantizing: seconds of quantizing x alone.
+        raw: seconds of its twin, with the same loads and without decoding.
     """
 
     linear: Linear
@@ -125,6 +129,7 @@ class Timed:
     skipped: str = ""
     hot: float | None = None
     quantizing: float | None = None
+    raw: float | None = None
 
 
 @dataclass
@@ -173,9 +178,9 @@ def measure(
     for i, linear in enumerate(linears):
         progress(i / len(linears), f"{linear.label}: preparing")
         names = [baseline, *(name for name in variants if name != baseline)]
-        quantizers = {name: bench.quantizer(name) for name in names}
-        asked = [*names, *dict.fromkeys(each for each in quantizers.values() if each)]
-        sides = bench.prepare(linear, asked, max(plan.batches))
+        parts = {name: (bench.quantizer(name), bench.twin(name)) for name in names}
+        asked = [*names, *dict.fromkeys(each for pair in parts.values() for each in pair if each)]
+        sides = bench.prepare(linear, asked, plan.batches)
         usable = {name: side for name, side in sides.items() if not isinstance(side, str)}
         if baseline not in usable:
             # nothing of this shape can be compared; the other shapes can
@@ -195,13 +200,13 @@ def measure(
             progress((i + 1) / len(linears), f"{linear.label}, batch {cell.M}: weights in the cache")
             for name in names:
                 side = sides[name]
-                timed = Timed(linear, cell.M, name)
+                one = Timed(linear, cell.M, name)
                 if isinstance(side, str):
-                    timed.skipped = side
+                    one.skipped = side
                 else:
-                    timed.side = side
-                    _fill(timed, side, cell, baseline, quantizers[name], plan.seed + len(found), clock)
-                found.append(timed)
+                    one.side = side
+                    _fill(one, side, cell, baseline, parts[name], plan.seed + len(found), clock)
+                found.append(one)
     if not any(each.side for each in found):
         flag = found[0].skipped if found else "no-shapes"
         raise InputError(flag, where=", ".join(each.label for each in linears), value=f"{baseline} cannot run")
@@ -233,9 +238,7 @@ def _visit(
         try:
             step = side.step(cell.M)
             step()
-            began = clock()
-            step()
-            seconds[name] = clock() - began
+            seconds[name] = timed(step, clock)
         except InputError as error:
             cell.skipped[name] = error.code
             continue
@@ -276,19 +279,22 @@ def _expected(known: tuple[int, float] | None, M: int) -> float:
     return seconds * max(M / before, 1.0) if before >= 64 or before >= M else seconds * max(M / 64, 1.0)
 
 
-def _fill(timed: Timed, side: Side, cell: _Cell, baseline: str, quantizer: str, seed: int, clock: Clock) -> None:
-    """What was found of one variant in one cell."""
-    taken, against = cell.taken.get(timed.variant, []), cell.against.get(timed.variant, [])
-    timed.skipped = cell.skipped.get(timed.variant, "") or cell.skipped.get(baseline, "")
-    if timed.skipped or not taken:
-        timed.skipped = timed.skipped or "not-measured"
+def _fill(one: Timed, side: Side, cell: _Cell, baseline: str, parts: tuple[str, str], seed: int, clock: Clock) -> None:
+    """What was found of one variant in one cell; `parts` name its quantizer and its twin."""
+    taken, against = cell.taken.get(one.variant, []), cell.against.get(one.variant, [])
+    one.skipped = cell.skipped.get(one.variant, "") or cell.skipped.get(baseline, "")
+    if one.skipped or not taken:
+        one.skipped = one.skipped or "not-measured"
         return
     rounds = [len(part) for part in taken]
-    timed.found = compare(np.concatenate(taken), np.concatenate(against), rounds=rounds, seed=seed)
-    if quantizer and (alone := cell.taken.get(quantizer)):
-        timed.quantizing = float(np.median(np.concatenate(alone)))
+    one.found = compare(np.concatenate(taken), np.concatenate(against), rounds=rounds, seed=seed)
+    one.quantizing, one.raw = (_median(cell.taken.get(name)) for name in parts)
     if (step := side.hot(cell.M)) is not None:
-        timed.hot = _hot(step, clock)
+        one.hot = _hot(step, clock)
+
+
+def _median(taken: Sequence[Array] | None) -> float | None:
+    return float(np.median(np.concatenate(taken))) if taken else None
 
 
 def _hot(step: Step, clock: Clock) -> float:
@@ -299,9 +305,7 @@ def _hot(step: Step, clock: Clock) -> float:
     began = clock()
     taken: list[float] = []
     while len(taken) < fewest or (len(taken) < most and clock() - began < limit):
-        start = clock()
-        step()
-        taken.append(clock() - start)
+        taken.append(timed(step, clock))
     return float(np.median(taken))
 
 

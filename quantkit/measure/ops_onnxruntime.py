@@ -62,7 +62,11 @@ class OnnxRuntimeBench:
         """See `ops.Bench`."""
         return single.variant(variant).quantizer
 
-    def prepare(self, linear: Linear, variants: Sequence[str], largest: int) -> dict[str, Side | str]:
+    def twin(self, variant: str) -> str:
+        """See `ops.Bench`: a black box."""
+        return ""
+
+    def prepare(self, linear: Linear, variants: Sequence[str], batches: Sequence[int]) -> dict[str, Side | str]:
         """See `ops.Bench`. Weights are normal, in every variant the same before they are quantized."""
         import torch
 
@@ -86,7 +90,7 @@ class OnnxRuntimeBench:
             if name not in found:
                 # one at a time: what is not needed any more makes room
                 product = single.product(single.variant(name), weight)
-                found[name] = self._side(product, together, largest >= _ROWS, places)
+                found[name] = self._side(product, together, max(batches) >= _ROWS, places)
         return found
 
     def _side(
@@ -158,8 +162,7 @@ class _OnnxSide:
     def resident_bytes(self) -> int | None:
         return int(self.cost.weight_bytes * self.kernel[1])
 
-    @property
-    def settings(self) -> Mapping[str, str | bool | int | float | None]:
+    def settings(self, M: int) -> Mapping[str, str | bool | int | float | None]:
         scheme = self.variant.scheme
         return {
             "variant": self.variant.name,

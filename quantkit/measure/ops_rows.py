@@ -2,8 +2,12 @@
 
 For each shape, variant and batch `latency.op` and `tax.total`, `tax.activation` where quantizing the input can be had
 apart; `tax.break_even` for each shape and variant. For a model the same of the sum over its linears, each as often as
-it occurs (`op.layer` is `all linears`). A runtime is a black box: of the tax only the sum is known, but for what
-quantizing the input takes alone and what launching costs.
+it occurs (`op.layer` is `all linears`). Where the kernel is ours its twin without decoding splits the rest:
+
+    tax.streaming = t_raw - R     tax.decode = t - t_raw
+
+A runtime is a black box: of its tax only the sum is known, but for what quantizing the input takes alone and what
+launching costs.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from quantkit.measure.tax import Cost, Limits, Shape, ideal_sum, win_flags, win_
 from quantkit.stats.abba import Comparison, Interval, summed, summed_spread
 
 ALL = "all linears"
+# high-precision variant -> bytes of a number, the input type whose measured rate bounds its products
+_FLOATS = {"float32": (4.0, "fp32"), "float16": (2.0, "fp16"), "bfloat16": (2.0, "bf16")}
 _FEWEST = 16
 
 
@@ -81,22 +87,22 @@ def _rows(timed: Timed, setting: Setting) -> list[Row]:
     linear, found, side = timed.linear, timed.found, timed.side
     common = setting.common(timed.variant) | {"batch": timed.M}
     settings: dict[str, Any] = {"threads": setting.threads, "variant": timed.variant}
-    settings |= dict(side.settings) if side is not None else {}
+    settings |= dict(side.settings(timed.M)) if side is not None else {}
     size: dict[str, Any] = {"K": linear.K, "N": linear.N, "M": timed.M}
     if found is None or side is None:
         op = Operation(**size, format=side.cost.format if side else None)
         return [_absent(op, [timed.skipped or "not-measured"], settings, common)]
     cost = side.cost
-    bound, hp_cost = cost.bound(*_shape(timed.M), setting.limits), _baseline_cost(timed)
+    bound, hp_cost = cost.bound(*_shape(timed.M), setting.limits), _baseline_cost(timed, setting)
     hp_bound = hp_cost.bound(*_shape(timed.M), setting.limits)
     time_s, hp_s = found.quantiles["p50"], found.baseline["p50"]
-    op = Operation(**size, format=cost.format, bound_s=bound, hp_bound_s=hp_bound, hp_s=hp_s)
+    op = Operation(**size, format=cost.format, bound_s=bound, hp_bound_s=hp_bound, hp_s=hp_s, raw_s=timed.raw)
     launch = setting.launch / side.products(timed.M) if setting.launch is not None else None
     settings["products_a_run"] = side.products(timed.M)
     settings |= {"hot_s": timed.hot, "launch_s": launch, "activation_s": timed.quantizing}
     common |= {"n": found.n, "aa_spread": found.aa_spread, "op": op, "resident_bytes": side.resident_bytes}
     result = [_latency(found, settings, setting, common, alone=timed.variant == setting.baseline)]
-    result.append(_tax(time_s, hp_s, bound, hp_bound, found.ci95, found.ratio, settings, setting, common))
+    result += _tax(time_s, found.ci95, found.ratio, settings, setting, common)
     if timed.quantizing is not None:
         more: dict[str, Any] = common | {"op": Operation(**size, format=cost.format, hp_s=hp_s), "aa_spread": None}
         result.append(
@@ -156,20 +162,21 @@ def _few(n: int) -> list[str]:
 
 def _tax(
     time_s: float,
-    hp_s: float,
-    bound: float | None,
-    hp_bound: float | None,
     ci95: Interval,
     ratio: float,
     settings: Mapping[str, Any],
     setting: Setting,
     common: Mapping[str, Any],
-) -> Row:
-    row: dict[str, Any] = {"name": "tax.total", "unit": "s", "stat": "median", "better": "lower", **common}
+) -> list[Row]:
+    """`tax.total`, and its two parts where there is a twin."""
+    row: dict[str, Any] = {"unit": "s", "stat": "median", "better": "lower", **common}
+    op: Operation = common["op"]
+    bound, hp_bound, hp_s, raw = op.bound_s, op.hp_bound_s, op.hp_s or time_s, op.raw_s
     if bound is None or hp_bound is None:
-        return Row(value=None, settings=dict(settings), flags=["no-ceiling"], **row)
+        return [Row(name="tax.total", value=None, settings=dict(settings), flags=["no-ceiling"], **row)]
     excess = time_s - bound
-    return Row(
+    total = Row(
+        name="tax.total",
         value=excess,
         ci95=(ci95[0] - bound, ci95[1] - bound),
         # the baseline's own excess: its slack is no merit of the format
@@ -180,19 +187,38 @@ def _tax(
             "promised": hp_bound / bound,
             "delivered": ratio,
         },
-        flags=["sum-only", *(["negative-tax"] if excess < 0 else [])],
+        flags=[*(["sum-only"] if raw is None else []), *(["negative-tax"] if excess < 0 else [])],
         **row,
     )
+    if raw is None:
+        return [total]
+    row |= {"aa_spread": None}
+    parts = {"tax.streaming": raw - bound, "tax.decode": time_s - raw}
+    return [
+        total,
+        *(
+            Row(
+                name=name,
+                value=part,
+                settings={**settings, "share_of_baseline": part / hp_s},
+                flags=["negative-tax"] if part < 0 else [],
+                **row,
+            )
+            for name, part in parts.items()
+        ),
+    ]
 
 
-def _baseline_cost(timed: Timed) -> Cost:
-    """Of the float32 product of the same shape: what a runtime would have to move and compute without quantizing."""
+def _baseline_cost(timed: Timed, setting: Setting) -> Cost:
+    """Of the float product of the same shape: what a runtime would have to move and compute without quantizing."""
     linear = timed.linear
+    each, compute = _FLOATS[setting.baseline]
     return Cost(
-        "float32",
-        4.0 * linear.K * linear.N,
+        setting.baseline,
+        each * linear.K * linear.N,
         flops_per_token=2.0 * linear.K * linear.N,
-        io_bytes_per_token=4.0 * (linear.K + linear.N),
+        io_bytes_per_token=each * (linear.K + linear.N),
+        compute=compute,
     )
 
 
@@ -217,7 +243,9 @@ def _break_even(curve: Sequence[Sequence[Timed]], setting: Setting, *, layer: st
     row: dict[str, Any] = setting.common(first.variant) | {"name": "tax.break_even", "unit": "1", "better": "higher"}
     row["op"] = op
     flags: list[str] = []
-    costs = [(each.side.cost, _baseline_cost(each), each.linear.count) for each in curve[0] if each.side is not None]
+    costs = [
+        (each.side.cost, _baseline_cost(each, setting), each.linear.count) for each in curve[0] if each.side is not None
+    ]
     if len(costs) == len(curve[0]):
         settings["ideal"], reason = ideal_sum(costs, setting.limits, _shape)
         flags += [reason] if reason else []
@@ -287,13 +315,16 @@ def _sum(group: Sequence[Timed], setting: Setting, model: str) -> list[Row]:
     hp_s = sum(n * found.baseline["p50"] for _, found, _, n in parts)
     ci95 = tuple(sum(n * found.ci95[i] for _, found, _, n in parts) for i in (0, 1))
     bounds = [(side.cost.bound(*_shape(each.M), setting.limits), n) for each, _, side, n in parts]
-    hp_bounds = [(_baseline_cost(each).bound(*_shape(each.M), setting.limits), n) for each, _, _, n in parts]
+    hp_bounds = [(_baseline_cost(each, setting).bound(*_shape(each.M), setting.limits), n) for each, _, _, n in parts]
     bound, hp_bound = _total(bounds), _total(hp_bounds)
     ratio, ratio_ci95, _ = _summed(group)
     side = parts[0][2]
-    op = Operation(layer=ALL, M=first.M, format=side.cost.format, bound_s=bound, hp_bound_s=hp_bound, hp_s=hp_s)
+    raw = _total([(each.raw, n) for each, _, _, n in parts])
+    limits: dict[str, Any] = {"bound_s": bound, "hp_bound_s": hp_bound, "hp_s": hp_s, "raw_s": raw}
+    op = Operation(layer=ALL, M=first.M, format=side.cost.format, **limits)
+    how = side.settings(first.M)
     hot = [(each.hot, n) for each, _, _, n in parts]
-    settings |= {key: side.settings[key] for key in ("compute_type", "accuracy_level", "group") if key in side.settings}
+    settings |= {key: how[key] for key in ("compute_type", "accuracy_level", "group") if key in how}
     settings |= {"hot_s": _total(hot), "activation_s": _total([(each.quantizing, n) for each, _, _, n in parts])}
     if setting.launch is not None:
         settings["launch_s"] = sum(n * setting.launch / side.products(first.M) for _, _, side, n in parts)
@@ -320,7 +351,7 @@ def _sum(group: Sequence[Timed], setting: Setting, model: str) -> list[Row]:
         **against,
         **common,
     )
-    return [latency, _tax(time_s, hp_s, bound, hp_bound, interval, ratio, settings, setting, common)]
+    return [latency, *_tax(time_s, interval, ratio, settings, setting, common)]
 
 
 def _total(parts: Sequence[tuple[float | None, int]]) -> float | None:

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +56,7 @@ class Cost:
     attention_flops: float = 0.0
     head_flops: float = 0.0
     io_bytes_per_token: float = 0.0
-    compute: Literal["fp32", "int8"] = "fp32"
+    compute: str = "fp32"
 
     def bytes(self, batch: float, tokens: float, context: float) -> float:
         """Bytes that a step of `tokens` new tokens a sequence must move, with `context` tokens in the cache."""

@@ -8,16 +8,20 @@ from typing import Any
 
 import quantkit
 from quantkit.bundle import Verdict
+from quantkit.kernels.dispatch import EXPANDED, OURS, Timing, fastest
+from quantkit.kernels.recorded import FILE, Recorded
 from quantkit.measure import ops_run
 from quantkit.measure.advice import advise, verdicts
 from quantkit.measure.ops_rows import ALL
 from quantkit.measure.ops_run import Job
 from quantkit.measure.rows import Row
 from quantkit.measure.verdict import Measured
-from quantkit.pipeline.tax_question import BASELINE, Plan
+from quantkit.pipeline.tax_question import Plan
 from quantkit.report.tax import Taxed
 
 Report = Callable[[float, str], None]
+# what the fastest kernel depends on besides the device
+_RECORDED = ("torch", "triton", "driver")
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Answer:
     Args:
         plan: what was timed.
         rows: of all thread counts.
-        verdicts: threads -> the verdict on each variant.
+        verdicts: threads -> the verdict on each variant; 0 is a GPU.
         advice: threads -> what to do.
         notes: what a reader must know.
     """
@@ -43,11 +47,25 @@ class Answer:
         """Whether noise hides what to do, whatever the number of threads."""
         return all(each.answer == "inconclusive" for each in self.advice.values())
 
+    def choices(self, variant: str) -> Recorded | None:
+        """Which kernel at which batch, for a variant that our kernels ran on a GPU; None where they did not."""
+        timed = [
+            row
+            for row in self.rows
+            if row.name == "latency.op" and row.settings.get("variant") == variant and row.value is not None
+        ]
+        timings = [_timing(row) for row in timed if row.settings.get("kernel") in (OURS, EXPANDED)]
+        device = timed[0].device if timed else None
+        if not timings or device is None:
+            return None
+        versions = {name: version for name, version in timed[0].versions.items() if name in _RECORDED}
+        return Recorded(device.model_dump(mode="json"), versions, variant, fastest(timings))
+
     def reported(self) -> Taxed:
         """For the page and the screen."""
         plan = self.plan
         found = (self.rows, self.verdicts, self.advice, plan.traffic, self.notes)
-        return Taxed(plan.shapes, plan.target, *found, version=quantkit.__version__)
+        return Taxed(plan.shapes, plan.on.target, *found, baseline=plan.on.baseline, version=quantkit.__version__)
 
     def as_dict(self) -> dict[str, Any]:
         """The result of the command."""
@@ -55,11 +73,14 @@ class Answer:
             "model": self.plan.shapes.name or None,
             "linears": [each.model_dump() for each in self.plan.shapes.linears],
             "source": self.plan.shapes.source,
-            "target": self.plan.target.name,
+            "target": self.plan.on.target.name,
+            "baseline": self.plan.on.baseline,
             "traffic": {str(batch): share for batch, share in (self.plan.traffic or {}).items()} or None,
-            "advice": [{"threads": n, **each.model_dump(mode="json")} for n, each in self.advice.items()],
+            "advice": [{"threads": n or None, **each.model_dump(mode="json")} for n, each in self.advice.items()],
             "verdicts": [
-                {"threads": n, **each.model_dump(mode="json")} for n, found in self.verdicts.items() for each in found
+                {"threads": n or None, **each.model_dump(mode="json")}
+                for n, found in self.verdicts.items()
+                for each in found
             ],
             "measurements": [row.as_dict() for row in self.rows],
         }
@@ -70,7 +91,7 @@ def measure_tax(plan: Plan, progress: Report | None = None) -> Answer:
 
     Raises:
         InputError: what the timed process met.
-        MissingDependency: onnxruntime, onnx, scipy or torch.
+        MissingDependency: onnxruntime, onnx, scipy or torch; on a GPU triton.
     """
     progress = progress or (lambda share, words: None)
     rows: list[Row] = []
@@ -85,7 +106,7 @@ def measure_tax(plan: Plan, progress: Report | None = None) -> Answer:
         job = Job(
             [linear.model_dump() for linear in plan.shapes.distinct()],
             plan.shapes.name,
-            BASELINE,
+            plan.on.baseline,
             plan.variants,
             plan.batches,
             threads,
@@ -96,6 +117,23 @@ def measure_tax(plan: Plan, progress: Report | None = None) -> Answer:
         rows += found
         judged[threads], advice[threads] = judge(found, plan)
     return Answer(plan, rows, judged, advice, _notes(rows))
+
+
+def _timing(row: Row) -> Timing:
+    """One row as the dispatcher takes it."""
+    op, place = row.op, "config."
+    assert op is not None
+    assert op.N and op.K and op.M
+    tiles = {name.removeprefix(place): int(size or 0) for name, size in row.settings.items() if name.startswith(place)}
+    kernel = str(row.settings["kernel"])
+    return Timing(kernel, (op.N, op.K), op.M, row.value or 0.0, row.resident_bytes or 0, tiles or None)
+
+
+def record(answer: Answer) -> None:
+    """Put what was chosen on a GPU into the bundle that was asked about; nothing where there is none."""
+    plan = answer.plan
+    if plan.records and plan.bundle is not None and (choices := answer.choices(plan.subject)):
+        plan.bundle.put(FILE, choices.as_bytes())
 
 
 def judge(rows: Sequence[Row], plan: Plan) -> tuple[list[Verdict], Verdict]:
@@ -117,5 +155,9 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     found = []
     wrong = sorted({str(row.settings.get("variant")) for row in rows if "wrong-result" in row.flags})
     if wrong:
-        found.append(f"not timed, because ONNX Runtime gave wrong numbers: {', '.join(wrong)}")
+        found.append(f"not timed, because the runtime gave wrong numbers: {', '.join(wrong)}")
+    if any("throttled" in row.flags for row in rows):
+        found.append(
+            "the GPU's clocks fell while it was timed: let it cool, or lower its power limit, and time it again"
+        )
     return found

@@ -8,20 +8,64 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
-from quantkit import content, registry
+from quantkit import content
 from quantkit.bundle import Bundle
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError, did_you_mean, unknown_name
 from quantkit.model.alias import ALIASES
-from quantkit.pipeline.request import this_machine
-from quantkit.plan import machine, shapes
+from quantkit.pipeline.tax_cpu import Processor, demand_runtime
+from quantkit.pipeline.tax_cuda import Graphics
+from quantkit.plan import shapes
 from quantkit.plan.shapes import Shapes
 from quantkit.target import Target
 
-RUNTIME = "onnxruntime"
-BASELINE = "float32"
-DEFAULT_FORMATS = ("int4", "int8", "int8.dynamic", "nf4")
+DEVICES = ("cpu", "cuda")
+
+
+class Timed(Protocol):
+    """What products are timed on: a processor (`tax_cpu`) or a GPU (`tax_cuda`)."""
+
+    @property
+    def target(self) -> Target:
+        """Whose figures stand beside the measured ones."""
+        ...
+
+    @property
+    def runtime(self) -> str:
+        """What runs the products."""
+        ...
+
+    @property
+    def baseline(self) -> str:
+        """The high-precision variant."""
+        ...
+
+    @property
+    def formats(self) -> Sequence[str]:
+        """Those that are timed if none is named."""
+        ...
+
+    def threads(self, asked: Sequence[int]) -> list[int]:
+        """One run each; 0 is a GPU."""
+        ...
+
+    def names(self) -> list[str]:
+        """Of all variants."""
+        ...
+
+    def usual(self, name: str, found: Shapes) -> str:
+        """The variant that a format alone means. Raises InputError for no format here."""
+        ...
+
+    def own(self, scheme: Mapping[str, Any], activations: Mapping[str, Any] | None) -> str:
+        """The variant that a bundle's scheme is."""
+        ...
+
+    def check(self, name: str, found: Shapes) -> None:
+        """Refuse a variant that cannot run here, or that does not fit a shape. Raises InputError."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,8 +78,8 @@ class Question:
         formats: names of formats or variants (`int4`, `int4.g32.level0`), patterns (`int4*`), `all`.
         batches: M; empty: those of the target.
         traffic: batch -> share of the steps; its batches are timed too.
-        device: `cpu` or `cuda`.
-        runtime: `onnxruntime`.
+        device: `cpu` or `cuda`; "": that of the target.
+        runtime: `onnxruntime` on a CPU, `torch` on a GPU; "": that.
         threads: one run each; empty: all cores.
         seconds: for all of it.
         target: name or path; None: this processor.
@@ -47,8 +91,8 @@ class Question:
     formats: Sequence[str] = ()
     batches: Sequence[int] = ()
     traffic: Mapping[int, float] | None = None
-    device: str = "cpu"
-    runtime: str = RUNTIME
+    device: str = ""
+    runtime: str = ""
     threads: Sequence[int] = ()
     seconds: float = 300.0
     target: str | None = None
@@ -61,46 +105,46 @@ class Plan:
 
     Args:
         shapes: the linears.
+        on: the device.
+        bundle: what was asked about, if it is one.
         variants: without the baseline.
         subject: the variant that a bundle's own format is; "" where none is asked about.
         batches: rising.
         traffic: as asked.
-        threads: one run each.
-        target: whose figures stand beside the measured ones.
+        threads: one run each; 0 is a GPU.
         seconds: for all runs.
         seed: as asked.
     """
 
     shapes: Shapes
+    on: Timed
+    bundle: Bundle | None
     variants: Sequence[str]
     subject: str
     batches: Sequence[int]
     traffic: Mapping[int, float] | None
     threads: Sequence[int]
-    target: Target
     seconds: float
     seed: int
+
+    @property
+    def records(self) -> bool:
+        """Whether choices of kernels go into the bundle: on a GPU."""
+        return self.bundle is not None and 0 in self.threads
 
 
 def prepare(asked: Question) -> Plan:
     """Check all that is asked. Raises InputError, one line each."""
-    target = Target.load(asked.target or this_machine())
-    _check_device(asked, target)
-    found, own = _shapes(asked)
-    batches = sorted({*(asked.batches or ([] if asked.traffic else target.batches)), *(asked.traffic or {})})
+    on = _timed_on(asked)
+    bundle = _bundle(asked)
+    found, own = _of_bundle(bundle, on) if bundle is not None else (_shapes(asked), "")
+    batches = sorted({*(asked.batches or ([] if asked.traffic else on.target.batches)), *(asked.traffic or {})})
     if not batches or batches[0] < 1:
         raise InputError("usage", where="--batch", value=batches, rule="batches are numbers from 1 up")
-    names = list(asked.formats) or ([own] if own else list(DEFAULT_FORMATS))
-    variants = _variants([*([own] if own else []), *names], found, target)
-    threads = list(dict.fromkeys(asked.threads)) or [machine.cores()]
-    if min(threads) < 1 or max(threads) > machine.cores():
-        raise InputError(
-            "threads-invalid",
-            where="--threads",
-            value=max(threads, key=lambda n: (n > machine.cores(), -n)),
-            rule=f"from 1 to the {machine.cores()} cores of this machine: more would wait for one another",
-        )
-    return Plan(found, variants, own, batches, asked.traffic, threads, target, asked.seconds, asked.seed)
+    names = list(asked.formats) or ([own] if own else list(on.formats))
+    variants = _variants([*([own] if own else []), *names], found, on)
+    threads = on.threads(asked.threads)
+    return Plan(found, on, bundle, variants, own, batches, asked.traffic, threads, asked.seconds, asked.seed)
 
 
 def batch_range(text: str) -> list[int]:
@@ -153,42 +197,28 @@ def traffic_of(text: str) -> dict[int, float]:
     return found
 
 
-def _check_device(asked: Question, target: Target) -> None:
-    if asked.device not in ("cpu", "cuda"):
-        raise InputError(
-            "unknown-device", where="--device", value=asked.device, remedy=did_you_mean(asked.device, ["cpu", "cuda"])
-        )
-    if asked.device == "cuda":
-        graphics, reason = machine.gpus()
-        raise InputError(
-            "device-absent",
-            where="--device cuda",
-            value="this machine's GPU cannot be timed from here yet" if graphics else f"no GPU here: {reason}",
-            rule="kernels are timed on the device that they are for",
-            remedy="benchmarks/gpu times the GPU kernels where there is one; --device cpu times this processor",
-        )
-    if target.kind != "cpu":
-        raise InputError(
-            "device-absent",
-            where="--target",
-            value=f"{target.name} is a GPU",
-            rule="the tax is measured on the machine at hand",
-            remedy=f"run it there, or use --target {this_machine()}",
-        )
-    if asked.runtime != RUNTIME:
-        known = registry.names("runtimes")
-        remedy = f"use {RUNTIME}" if asked.runtime in known else did_you_mean(asked.runtime, [RUNTIME])
-        raise InputError(
-            "runtime-unsupported",
-            where="--runtime",
-            value=asked.runtime,
-            rule="on a CPU single products are timed in ONNX Runtime",
-            remedy=remedy,
-        )
+def _timed_on(asked: Question) -> Timed:
+    """The device; without a word that of the target. Raises InputError."""
+    device = asked.device
+    if not device:
+        device = "cuda" if asked.target and Target.load(asked.target).kind == "gpu" else "cpu"
+    if device not in DEVICES:
+        raise InputError("unknown-device", where="--device", value=device, remedy=did_you_mean(device, DEVICES))
+    found: Timed = Graphics.of(asked.target) if device == "cuda" else Processor.of(asked.target)
+    demand_runtime(asked.runtime, found.runtime, "GPU" if device == "cuda" else "CPU")
+    return found
 
 
-def _shapes(asked: Question) -> tuple[Shapes, str]:
-    """(the linears, the variant of a bundle's own format or "")."""
+def _bundle(asked: Question) -> Bundle | None:
+    """The bundle that is asked about, if it is one."""
+    if asked.model is None or asked.shapes or not content.is_path(asked.model):
+        return None
+    path = Path(asked.model).expanduser()
+    return Bundle.load(path) if (path / MANIFEST).is_file() else None
+
+
+def _shapes(asked: Question) -> Shapes:
+    """The linears of a model that is no bundle, or those that were typed."""
     if (asked.model is None) == (not asked.shapes):
         raise InputError(
             "usage",
@@ -198,21 +228,18 @@ def _shapes(asked: Question) -> tuple[Shapes, str]:
             remedy=f"quantkit tax --shape 4096x14336, or one of {', '.join(shapes.names())}",
         )
     if asked.model is None:
-        return shapes.typed(asked.shapes), ""
+        return shapes.typed(asked.shapes)
     if not content.is_path(asked.model):
         if asked.model in shapes.names():
-            return shapes.shipped(asked.model), ""
+            return shapes.shipped(asked.model)
         if asked.model.startswith("hf:"):
             remedy = "name its config.json, a folder with its weights, or --shape KxN"
             raise InputError("model-remote", where=asked.model, value="not fetched for its shapes alone", remedy=remedy)
         raise unknown_name("model", asked.model, {*shapes.names(), *ALIASES})
-    path = Path(asked.model).expanduser()
-    if (path / MANIFEST).is_file():
-        return _of_bundle(Bundle.load(path))
-    return _of_folder(path), ""
+    return _of_folder(Path(asked.model).expanduser())
 
 
-def _of_bundle(bundle: Bundle) -> tuple[Shapes, str]:
+def _of_bundle(bundle: Bundle, on: Timed) -> tuple[Shapes, str]:
     """The quantized linears of a bundle, and the variant that its scheme is."""
     layers = bundle.manifest.layers
     if not layers:
@@ -221,17 +248,8 @@ def _of_bundle(bundle: Bundle) -> tuple[Shapes, str]:
         )
     stored = {f"{layer.name}.weight": layer.shape for layer in layers}
     found = shapes.from_tensors(stored, bundle.manifest.model.name)
-    schemes = [layer.scheme for layer in layers]
-    scheme = max(schemes, key=schemes.count)
-    name, group = str(scheme.get("format")), scheme.get("group")
-    if name in ("int4", "int8") and isinstance(group, int):
-        from quantkit.export._single_op import GROUPS
-
-        level = Target.load(this_machine()).build.get(RUNTIME, {}).get("accuracy_level", 4)
-        fitting = [size for size in GROUPS if group % size == 0]
-        if fitting:
-            return found, f"{name}.g{max(fitting)}.level{level}"
-    return found, name
+    schemes = [(layer.scheme, layer.activations) for layer in layers]
+    return found, on.own(*max(schemes, key=schemes.count))
 
 
 def _of_folder(path: Path) -> Shapes:
@@ -259,74 +277,33 @@ def _of_folder(path: Path) -> Shapes:
     return shapes.from_config(config, name)
 
 
-def _variants(names: Iterable[str], found: Shapes, target: Target) -> list[str]:
+def _variants(names: Iterable[str], found: Shapes, on: Timed) -> list[str]:
     """The variants that names, patterns and formats mean, each once, every one of them fit for every shape."""
-    from quantkit.export import _single_op as single
-
-    known = single.names()
-    build = target.build.get(RUNTIME, {})
-    level = int(build.get("accuracy_level", 4))
+    known = on.names()
     chosen: dict[str, None] = {}
     for name in names:
         if name == "all" or any(letter in name for letter in "*?["):
             matching = known if name == "all" else fnmatch.filter(known, name)
-            fitting = [each for each in matching if _fits(each, found)]
+            fitting = [each for each in matching if _fits(each, found, on)]
             if not fitting:
                 raise InputError("unknown-variant", where="--format", value=name, remedy=did_you_mean(name, known))
             chosen |= dict.fromkeys(fitting)
-            continue
-        if name in known:
+        elif name in known or name == on.baseline:
             chosen[name] = None
-            continue
-        block = int(build.get("block", 128))
-        usual = single.usual(name, block=_group(found, block), level=level)
-        if usual not in known:
-            raise _unknown(name, known)
-        chosen[usual] = None
-    chosen.pop(BASELINE, None)
+        else:
+            chosen[on.usual(name, found)] = None
+    chosen.pop(on.baseline, None)
     if not chosen:
-        raise InputError(
-            "usage", where="--format", value="float32 alone", rule="it is the baseline", remedy="name another"
-        )
+        value = f"{on.baseline} alone"
+        raise InputError("usage", where="--format", value=value, rule="it is the baseline", remedy="name another")
     for name in chosen:
-        variant = single.variant(name)
-        target.check([(variant.format, variant.scheme.symmetric if variant.scheme else True)], RUNTIME)
-        for linear in found.linears:
-            single.check_shape(variant, linear.K, linear.N)
+        on.check(name, found)
     return list(chosen)
 
 
-def _fits(name: str, found: Shapes) -> bool:
-    from quantkit.export import _single_op as single
-
+def _fits(name: str, found: Shapes, on: Timed) -> bool:
     try:
-        for linear in found.linears:
-            single.check_shape(single.variant(name), linear.K, linear.N)
+        on.check(name, found)
     except InputError:
         return False
     return True
-
-
-def _group(found: Shapes, block: int) -> int:
-    """The largest group up to the target's block that divides every K; the block itself if none does."""
-    from quantkit.export._single_op import GROUPS
-
-    fitting = [size for size in GROUPS if size <= block and all(linear.K % size == 0 for linear in found.linears)]
-    return max(fitting, default=block)
-
-
-def _unknown(name: str, known: Sequence[str]) -> InputError:
-    """The error for a format that this runtime cannot be given, or for no format at all."""
-    if name not in registry.names("formats"):
-        return unknown_name("format", name, {*registry.names("formats"), *known}, where="--format")
-    having = []
-    for target in (Target.load(each) for each in content.names("export")):
-        native = [runtime for runtime, cell in target.formats.get(name, {}).items() if cell.state == "native"]
-        having += [f"{target.name} ({', '.join(native)})"] if native else []
-    return InputError(
-        "format-absent",
-        where="--format",
-        value=f"{name} does not run in {RUNTIME} on a CPU",
-        rule="emulating it would not measure it",
-        remedy=f"computed natively by {'; '.join(having)}" if having else "no target that is known computes in it",
-    )

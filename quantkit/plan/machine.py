@@ -235,6 +235,11 @@ def device() -> dict[str, str]:
     return {"id": f"cpu-{hashlib.sha256(kind.encode()).hexdigest()[:12]}", "kind": "cpu", "name": name}
 
 
+def gpu(name: str) -> dict[str, str]:
+    """The `device` of measurements for a GPU, by the driver's name for it."""
+    return {"id": f"gpu-{name.lower().replace(' ', '-')}", "kind": "gpu", "name": name}
+
+
 def gpus() -> tuple[list[dict[str, Any]], str]:
     """NVIDIA GPUs as the driver describes them, and why there are none.
 

@@ -44,10 +44,11 @@ class Taxed:
         shapes: the linears.
         target: whose figures stand beside the measured ceilings.
         rows: of all thread counts.
-        verdicts: threads -> the verdict on each variant.
+        verdicts: threads -> the verdict on each variant; 0 is a GPU.
         advice: threads -> what to do.
         traffic: batch -> share of the steps, if it was given.
         notes: what a reader must know.
+        baseline: the high-precision variant.
         version: of quantkit.
     """
 
@@ -58,6 +59,7 @@ class Taxed:
     advice: Mapping[int, Verdict]
     traffic: Mapping[int, float] | None = None
     notes: Sequence[str] = ()
+    baseline: str = "float32"
     version: str = ""
 
     @property
@@ -92,11 +94,16 @@ def groups(data: Taxed) -> list[Panelled]:
             linear = named[label]
             often = f": {linear.name}, {words.plural(linear.count, 'time')}" if data.shapes.name else ""
             title = f"{label}{often}"
-        title += f", {words.plural(threads, 'thread')}"
+        title += f", {on(threads)}"
         variants = dict.fromkeys(str(row.settings["variant"]) for row in rows if row.baseline or row.value is None)
-        series = [_series(data.rows, rows, variant, label, threads) for variant in variants]
+        series = [_series(data, rows, variant, label, threads) for variant in variants]
         found.append(Panelled(title, threads, not single, [each for each in series if each.cells or each.skipped]))
     return found
+
+
+def on(threads: int) -> str:
+    """`2 threads`, or `GPU`."""
+    return words.plural(threads, "thread") if threads else "GPU"
 
 
 def _threads(row: Row) -> int:
@@ -104,11 +111,11 @@ def _threads(row: Row) -> int:
     return int(threads) if isinstance(threads, int | float) else 0
 
 
-def _series(rows: Sequence[Row], timed: Sequence[Row], variant: str, label: str, threads: int) -> Series:
+def _series(data: Taxed, timed: Sequence[Row], variant: str, label: str, threads: int) -> Series:
     mine = sorted((row for row in timed if row.settings["variant"] == variant), key=lambda row: row.batch or 0)
 
     def of(name: str, batch: int | None) -> Row | None:
-        for row in rows:
+        for row in data.rows:
             op = row.op
             if row.name != name or op is None or row.settings.get("variant") != variant or _threads(row) != threads:
                 continue
@@ -121,7 +128,7 @@ def _series(rows: Sequence[Row], timed: Sequence[Row], variant: str, label: str,
     skipped = [cell for cell in cells if cell not in measured]
     # the title has the whole name; at the ends of lines there is room for the format alone
     short = variant.partition(".")[0]
-    return Series(variant, measured, skipped, of("tax.break_even", None), short, "float32", "batch", "pass")
+    return Series(variant, measured, skipped, of("tax.break_even", None), short, data.baseline, "batch", "pass")
 
 
 def said(verdict: Verdict) -> tuple[str, str]:
@@ -170,7 +177,9 @@ def ceilings(data: Taxed) -> list[list[str]]:
         if row.ci95:
             sure = words.between(row.ci95, words.moment if row.unit == "s" else lambda v, u=row.unit: words.rate(v, u))  # type: ignore[misc]
         what = " ".join(part for part in (_CEILINGS[row.name], kind) if part)
-        found.append([str(_threads(row)), what, value, sure or "–", str(row.settings.get("kernel") or "–"), stated])
+        found.append(
+            [str(_threads(row) or "–"), what, value, sure or "–", str(row.settings.get("kernel") or "–"), stated]
+        )
     return found
 
 
@@ -194,7 +203,7 @@ def terminal(data: Taxed, html: Path | None = None, out: Path | None = None) -> 
     for threads, advice in data.advice.items():
         answer, tone = said(advice)
         style = {"good": "green", "bad": "bold red"}.get(tone, "bold")
-        of = f" ({words.plural(threads, 'thread')})" if len(data.advice) > 1 else ""
+        of = f" ({on(threads)})" if len(data.advice) > 1 else ""
         shown += [Text(), Text.assemble((data.title, "bold"), f"{of}: ", (f"{answer}.", style))]
         shown += [Padding(Text(reason), (0, 0, 0, 2)) for reason in advice.because]
     if data.traffic:
@@ -221,11 +230,17 @@ def explained(data: Taxed) -> list[str]:
     """What the columns are, a sentence each."""
     cache = last_level_cache(data)
     beyond = f" ({words.size(cache)})" if cache else ""
+    name = data.baseline
+    split = (
+        " Where the kernel is ours, a twin with the same loads and no decoding splits it: see the page."
+        if any(row.name == "tax.decode" for row in data.rows)
+        else " The runtime is a black box: only the sum is known."
+    )
     found = [
-        "p50: float32 → this, of a product (of a model: of all its linears, each as often as it occurs). ideal: the"
+        f"p50: {name} → this, of a product (of a model: of all its linears, each as often as it occurs). ideal: the"
         " ratio of their limits, which the format promises; gain: how much of the promised gain arrives.",
-        "tax: what it takes beyond its limit, also as a share of float32's time; slack: float32's excess over its own"
-        " limit. The runtime is a black box: only the sum is known.",
+        f"tax: what it takes beyond its limit, also as a share of {name}'s time; slack: {name}'s excess over its own"
+        f" limit.{split}",
         f"Weights rotate through copies of at least three times the last-level cache{beyond}; sides are interleaved"
         " (ABBA); A/A: what two measurements of one side differ by; ~ marks noise.",
     ]
@@ -309,7 +324,7 @@ def _verdicts(data: Taxed) -> RenderableType:
         for verdict in found:
             answer, tone = said(verdict)
             style = {"good": "green", "bad": "red"}.get(tone, "")
-            of = words.plural(threads, "thread") if len(data.verdicts) > 1 else ""
+            of = on(threads) if len(data.verdicts) > 1 else ""
             table.add_row(
                 Text(of, _DIM), Text(answer, style), Text(verdict.because[0] if verdict.because else "", _DIM)
             )

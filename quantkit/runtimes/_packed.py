@@ -16,6 +16,7 @@ import torch
 from quantkit.bundle import Bundle, LayerEntry
 from quantkit.errors import InputError, MissingDependency
 from quantkit.formats import QuantTensor
+from quantkit.kernels.recorded import FILE, Recorded
 from quantkit.model.open import open_written
 from quantkit.model.structure import is_linear
 from quantkit.model.weights import Weights
@@ -51,6 +52,21 @@ class PackedModel:
             groups.setdefault(reason.rpartition("; ")[2], []).append(reason)
         parts = [f"{len(reasons)} (the first: {reasons[0]})" for reasons in groups.values()]
         return f"no kernel takes these, which are expanded to floats: {', '.join(parts)}" if parts else ""
+
+
+def recorded(bundle: Bundle, device: str) -> tuple[Table | None, str]:
+    """(the choices that the bundle carries for a device of this name or None, why they are not taken or "").
+
+    Raises:
+        InputError: `dispatch-invalid`.
+    """
+    path = bundle.path / FILE
+    if not path.is_file():
+        return None, ""
+    found = Recorded.of(path.read_bytes())
+    if found.device.get("name") != device:
+        return None, f"{FILE} was measured on {found.device.get('name')}, and here is {device}: it is not used"
+    return found.table, ""
 
 
 def load(

@@ -48,7 +48,8 @@ class TorchRuntime:
             kernels: keep the weights packed, and multiply with quantkit's own kernels; a linear that none of them takes
                 is expanded, with a warning that says why.
             device: of the kernels; without them the model stands where `settings` put it.
-            table: which kernel at which batch, as measured on that device.
+            table: which kernel at which batch, as measured on that device; None: what `quantkit tax --device cuda` has
+                put into the bundle, with a warning if that was on another one.
             settings: passed to `from_pretrained`; with kernels, `dtype` alone.
 
         Raises:
@@ -83,9 +84,14 @@ class TorchRuntime:
                 rule="the kernels are for NVIDIA GPUs",
                 remedy="without kernels=True the weights are expanded, and run anywhere",
             )
+        reason = ""
+        if table is None:
+            name = torch.cuda.get_device_name(device) if at == "cuda" else "interpreter"
+            table, reason = _packed.recorded(bundle, name)
         found = _packed.load(bundle, folder, device=device, dtype=dtype, table=table)
-        if found.expanded:
-            warnings.warn(found.said(), stacklevel=3)
+        for said in (reason, found.said()):
+            if said:
+                warnings.warn(said, stacklevel=3)
         return found.model
 
     def _expanded(self, model_class: Any, config: Any, folder: Path) -> Any:

@@ -98,7 +98,8 @@ def interleave(
     """Time the sides in randomised ABBA blocks: the fewest that are asked for, then more while there is time.
 
     Args:
-        sides: what to time; two of them give ABBA, a third is visited in the same palindrome (ABCCBA).
+        sides: what to time; two of them give ABBA, a third is visited in the same palindrome (ABCCBA). One that returns
+            a float says itself how many seconds it took, by the clock of its device.
         blocks: the fewest and the most.
         seconds: after which no further block begins.
         generator: draws the order of each block.
@@ -118,7 +119,7 @@ def interleave(
             for which in (*order, *order[::-1]):
                 for _ in range(settle):
                     sides[which]()
-                visits[which].append([_timed(sides[which], clock) for _ in range(burst)])
+                visits[which].append([timed(sides[which], clock) for _ in range(burst)])
             for taken, block in zip(times, visits, strict=True):
                 taken.append(block)
     return [np.array(taken) for taken in times]
@@ -272,10 +273,11 @@ def _quantiles(times: Array) -> dict[str, float]:
     return {f"p{100 * q:.0f}": float(x) for q, x in zip(QUANTILES, np.quantile(times, QUANTILES), strict=True)}
 
 
-def _timed(step: Step, clock: Clock) -> float:
+def timed(step: Step, clock: Clock) -> float:
+    """Seconds of one step: what it says itself, as a float, or what passed on the clock."""
     begin = clock()
-    step()
-    return clock() - begin
+    found = step()
+    return found if isinstance(found, float) else clock() - begin
 
 
 @contextmanager

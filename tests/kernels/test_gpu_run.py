@@ -64,7 +64,7 @@ def test_rows_are_those_of_measurements(found: dict[str, Any]) -> None:
 
 def test_steps_of_a_whole_model_stand_beside_the_sum_of_its_linears(found: dict[str, Any]) -> None:
     steps = {row["settings"]["variant"]: row for row in found["rows"] if row["name"] == "latency.decode_step"}
-    assert set(steps) == {"16 bits", "int4 g128 zeros", "int8 w8a8"}
+    assert set(steps) == {"16 bits", "int4.g128.zeros", "int8.dynamic"}
     assert all(Row.model_validate(row).batch == 3 for row in steps.values())
     assert steps["16 bits"]["baseline"]["ratio"] == 1.0
     # a dry run times one shape, which the model has not
@@ -97,7 +97,7 @@ def test_taxes_add_up(found: dict[str, Any]) -> None:
         for row in found["rows"]
         if row["name"].startswith("tax.")
     }
-    for variant in ("int4 g128 zeros", "int8 w8a8"):
+    for variant in ("int4.g128.zeros", "int8.dynamic"):
         parts = taxes["tax.streaming", variant] + taxes["tax.decode", variant]
         assert math.isclose(taxes["tax.total", variant], parts, rel_tol=1e-9)
 
@@ -112,7 +112,7 @@ def test_the_choice_can_be_read_back_and_keeps_no_copy(found: dict[str, Any]) ->
     for table in found["dispatch"].values():
         choice = Table.of(table).choose((32, 128), 3)
         assert choice.resident_bytes < 32 * 128 * 2
-    assert set(found["dispatch"]) == {"int4 g128 zeros", "int8 w8a8"}
+    assert set(found["dispatch"]) == {"int4.g128.zeros", "int8.dynamic"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -15,9 +15,9 @@ from quantkit.errors import InputError
 from quantkit.kernels import linear as layers
 from quantkit.kernels.configs import Config
 from quantkit.kernels.dequantize import dequantize
-from quantkit.kernels.dispatch import Choice, Table
+from quantkit.kernels.dispatch import EXPANDED, OURS, Choice, Table
 from quantkit.kernels.layout import pack
-from quantkit.kernels.linear import EXPANDED, OURS, QuantLinear, unmeasured
+from quantkit.kernels.linear import QuantLinear, unmeasured
 from quantkit.kernels.workspace import Workspace
 
 N, K = 40, 128

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from parts.device import Device
-from parts.sides import inputs
-from parts.weights import VARIANTS, Variant, values, weight
+from parts.shapes import VARIANTS
 from quantkit.formats.nf4 import VALUES
 from quantkit.kernels.configs import Config, candidates
 from quantkit.kernels.dequantize import dequantize
@@ -17,7 +15,11 @@ from quantkit.kernels.layout import PackedWeight
 from quantkit.kernels.matmul import weight_only
 from quantkit.kernels.native import native
 from quantkit.kernels.quantize import quantize_tokens
-from quantkit.kernels.workspace import Workspace, interpreted
+from quantkit.kernels.workspace import Workspace
+from quantkit.measure.cuda.check import error
+from quantkit.measure.cuda.device import Device
+from quantkit.measure.cuda.sides import inputs
+from quantkit.measure.cuda.weights import Variant, values, weight
 
 _BATCHES = (1, 3, 16, 17, 64, 200)
 
@@ -47,30 +49,19 @@ def checked(device: Device) -> list[dict[str, Any]]:
 def _one(
     variant: Variant, packed: PackedWeight, plain: torch.Tensor, x: torch.Tensor, configs: Sequence[Config]
 ) -> dict[str, Any]:
-    # the interpreter cuts to bfloat16 where a GPU rounds
-    bits = 11 if x.dtype == torch.float16 else 7 if interpreted() else 8
-    decoded = 2.0**-bits if variant.kind == "nf4" else 0.0
     worst, agree = 0.0, True
     for config in configs:
         memory = Workspace()
         if variant.native:
             codes, step = quantize_tokens(x, variant.format)
-            exact = codes.double() * step.double()[:, None]
             made = [native(codes, step, packed, config, dtype=x.dtype, workspace=memory) for _ in range(3)]
         else:
-            exact = x.double()
             made = [weight_only(x, packed, config, workspace=memory) for _ in range(3)]
-        want = exact @ plain.T
-        size = exact.abs() @ plain.abs().T
-        # Hopper keeps 14 bits of a sum of FP8 products, and truncates: 32 unroll columns of them before float32
-        kept = 2.0**-13 if variant.kind == "fp8_e4m3.native" else 0.0
-        sums = (x.shape[1] + 4) * 2.0**-23 + kept
-        allowed = size * (sums + decoded) + want.abs() * 2.0**-bits * 1.01 + 2.0**-24
-        worst = max(worst, float(((made[0].double() - want).abs() / allowed).max()))
+        worst = max(worst, error(variant, plain, x, made[0]))
         agree = agree and all(torch.equal(made[0], other) for other in made[1:])
     found = {"worst": worst, "repeats_agree": agree, "ok": worst <= 1.0 and agree, "reason": ""}
     if not variant.native:
-        error = (dequantize(packed, torch.float32).double() - plain).abs()
-        found["expanded"] = float((error / (plain.abs() * 2.0**-11 + 2.0**-20)).max())
+        off = (dequantize(packed, torch.float32).double() - plain).abs()
+        found["expanded"] = float((off / (plain.abs() * 2.0**-11 + 2.0**-20)).max())
         found["ok"] = found["ok"] and found["expanded"] <= 1.0
     return found

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from parts.decoder import Decoder, MakeLinear, Sizes
-from parts.device import Device
-from parts.timing import Side, interleaved, ratio, summary
-from parts.weights import Variant, weight
-from quantkit.kernels.dispatch import Choice, Table, Timing, fastest
-from quantkit.kernels.linear import EXPANDED, OURS, QuantLinear
+from quantkit.kernels.dispatch import EXPANDED, OURS, Choice, Table, Timing, fastest
+from quantkit.kernels.linear import QuantLinear
 from quantkit.kernels.workspace import Workspace
+from quantkit.measure.cuda.device import Device
+from quantkit.measure.cuda.timing import Side, interleaved, ratio, summary
+from quantkit.measure.cuda.weights import Variant, weight
 
 BASELINE = "16 bits"
 
@@ -80,7 +80,7 @@ def measured(
         ready = []
         for name, (model, size) in models.items():
             try:
-                side = Side(name, [_step(model, batch, context)], size, {"context": context})
+                side = Side(name, [_step(model, batch, context)], size, {"context": context}, least=1)
                 ready.append((side, side.ready()))
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"[:300]

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from parts.device import Device
-from parts.timing import Side, copies
-from parts.weights import Variant
+from quantkit.measure.cuda.device import Device
+from quantkit.measure.cuda.timing import Side, copies
+from quantkit.measure.cuda.weights import Variant
 
 Shape = tuple[int, int]
 
@@ -20,30 +20,28 @@ def side(name: str, variant: Variant, shape: Shape, x: torch.Tensor, device: Dev
 
     Raises:
         ImportError: it is not installed, or what it needs is not.
-        NotImplementedError: it has no such format, or nobody wrote how to call it.
+        NotImplementedError: it is not compared in this format.
     """
     importlib.import_module(name)
-    if name not in _MADE:
-        raise NotImplementedError(f"{name} can be imported, but nothing here calls it yet")
     formats, make = _MADE[name]
     if variant.name not in formats:
         raise NotImplementedError(f"{name} is not compared in {variant.name}")
     count = copies(int(variant.stored_bytes(*shape)), device.cache_bytes)
-    made = [make(torch.randn(shape, device=x.device).to(x.dtype), x) for _ in range(count)]
+    made = [make(variant, torch.randn(shape, device=x.device).to(x.dtype), x) for _ in range(count)]
     return Side(name, [step for step, _ in made], made[0][1], {})
 
 
 Made = tuple[Callable[[], object], int]
 
 
-def _bitsandbytes(w: torch.Tensor, x: torch.Tensor) -> Made:
+def _bitsandbytes(variant: Variant, w: torch.Tensor, x: torch.Tensor) -> Made:
     library: Any = importlib.import_module("bitsandbytes")
     words, state = library.functional.quantize_4bit(w, blocksize=64, compress_statistics=True, quant_type="nf4")
     size = words.numel() + state.absmax.numel() + 4 * state.state2.absmax.numel()
     return (lambda: library.matmul_4bit(x, words.t(), quant_state=state)), size
 
 
-def _gemlite(w: torch.Tensor, x: torch.Tensor) -> Made:
+def _gemlite(variant: Variant, w: torch.Tensor, x: torch.Tensor) -> Made:
     core: Any = importlib.import_module("gemlite.core")
     kind = core.DType.BF16 if x.dtype == torch.bfloat16 else core.DType.FP16
     rows, columns = w.shape
@@ -56,17 +54,48 @@ def _gemlite(w: torch.Tensor, x: torch.Tensor) -> Made:
     return (lambda: layer(x)), rows * columns // 2 + 4 * scales.numel()
 
 
-def _torchao(w: torch.Tensor, x: torch.Tensor) -> Made:
+def _torchao(variant: Variant, w: torch.Tensor, x: torch.Tensor) -> Made:
     library: Any = importlib.import_module("torchao.quantization")
     layer = torch.nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=w.dtype, device=w.device)
     library.quantize_(layer, library.Int4WeightOnlyConfig(group_size=128))
     return (lambda: layer(x)), w.numel() // 2 + w.numel() // 128 * 4
 
 
+def _humming(variant: Variant, w: torch.Tensor, x: torch.Tensor) -> Made:
+    """By its own default kernels and tile sizes."""
+    library: Any = importlib.import_module("humming.layer")
+    bits = 8 if variant.format == "int8" else 4
+    config = {"dtype": f"int{bits}", "group_size": variant.group, "has_zero_point": variant.zeros}
+    rows, columns = w.shape
+    layer = library.HummingLayer(shape_n=rows, shape_k=columns, weight_config=config, torch_dtype=x.dtype).to(w.device)
+    layer.load_from_unquantized(w)
+    layer.transform()
+    return (lambda: layer(x)), sum(part.numel() * part.element_size() for part in layer.state_dict().values())
+
+
+def _vllm(variant: Variant, w: torch.Tensor, x: torch.Tensor) -> Made:
+    """vLLM's Marlin kernel, on random words: what they stand for does not matter to time."""
+    marlin: Any = importlib.import_module("vllm.model_executor.layers.quantization.utils.marlin_utils")
+    kinds: Any = importlib.import_module("vllm.scalar_type").scalar_types
+    (rows, columns), at = w.shape, w.device
+    words = torch.randint(-(2**31), 2**31 - 1, (columns // 16, 2 * rows), dtype=torch.int32, device=at)
+    scales = torch.full((columns // variant.group, rows), 0.01, dtype=x.dtype, device=at)
+    asked = {
+        **{"weight": words, "weight_scale": scales, "weight_zp": marlin.marlin_make_empty_g_idx(at)},
+        **{"g_idx": marlin.marlin_make_empty_g_idx(at), "g_idx_sort_indices": marlin.marlin_make_empty_g_idx(at)},
+        **{"workspace": marlin.marlin_make_workspace_new(at), "wtype": kinds.uint4b8, "is_k_full": True},
+        **{"output_size_per_partition": rows, "input_size_per_partition": columns},
+    }
+    size = 4 * words.numel() + scales.numel() * scales.element_size()
+    return (lambda: marlin.apply_gptq_marlin_linear(input=x, **asked)), size
+
+
 # module -> variants it is compared in, and how a weight and its step are made
-_MADE: dict[str, tuple[Sequence[str], Callable[[torch.Tensor, torch.Tensor], Made]]] = {
-    "bitsandbytes": (("nf4 g64 double",), _bitsandbytes),
-    "gemlite": (("int4 g128 zeros",), _gemlite),
-    "torchao": (("int4 g128 zeros",), _torchao),
+_MADE: dict[str, tuple[Sequence[str], Callable[[Variant, torch.Tensor, torch.Tensor], Made]]] = {
+    "bitsandbytes": (("nf4.g64.double",), _bitsandbytes),
+    "gemlite": (("int4.g128.zeros",), _gemlite),
+    "torchao": (("int4.g128.zeros",), _torchao),
+    "humming": (("int4.g128", "int4.g128.zeros", "int8"), _humming),
+    "vllm": (("int4.g128",), _vllm),
 }
-PEERS = ("bitsandbytes", "gemlite", "torchao", "humming", "vllm")
+PEERS = tuple(_MADE)

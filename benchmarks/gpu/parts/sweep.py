@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from parts import peers, sides
-from parts.ceilings import of
-from parts.device import Device
-from parts.timing import Side, interleaved, ratio, summary
-from parts.weights import Variant
-from quantkit.kernels.configs import Config, candidates
+from parts import peers
+from quantkit.kernels.configs import Config, candidates, width
 from quantkit.kernels.dispatch import Timing
 from quantkit.kernels.workspace import Workspace
+from quantkit.measure.cuda import sides
+from quantkit.measure.cuda.ceilings import of
+from quantkit.measure.cuda.device import Device
+from quantkit.measure.cuda.timing import Side, interleaved, ratio, summary
+from quantkit.measure.cuda.weights import Variant
 
 
 @dataclass
@@ -73,7 +74,7 @@ class Sweep:
         """All candidates of one cell, the baseline first."""
         x = sides.inputs(batch, shape[1], self.dtype, self.device.torch_device)
         memory = Workspace()
-        wide = candidates(batch)[0].block_m
+        wide = width(batch)
         try:
             if wide not in best:
                 best[wide] = self._tuned(where, held, x, memory)

@@ -1,8 +1,9 @@
 """Seconds of an operation: whole passes over rotated weights, captured in a graph, sides visited A B B A.
 
 A side holds its weight as many times as it takes for all copies together to be three times the last-level cache; a pass
-runs the operation once for each copy, so that none finds its weight in the cache. The pass is one CUDA graph, between
-two events; its time over the number of copies is one sample.
+runs the operation once for each copy, so that none finds its weight in the cache. Passes make one CUDA graph, which is
+replayed twice, the second time between two events: the first keeps the device busy while the host queues the second,
+or what the host takes for that would be part of the time. That over the number of operations is one sample.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ class Side:
         steps: the operation on each copy of the weight.
         resident_bytes: of one copy, all that it keeps.
         settings: plain data.
+        least: operations a graph, at least: what starting it takes is then a small part of its time.
     """
 
     name: str
     steps: Sequence[Callable[[], object]]
     resident_bytes: int
     settings: dict[str, Any]
+    least: int = 64
 
     def ready(self) -> Callable[[], float]:
         """Compile, capture, and give a function that takes one sample, in seconds."""
@@ -47,18 +50,20 @@ class Side:
             return self._host
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
+        passes = -(-self.least // len(self.steps))
         with torch.cuda.graph(graph):
-            for step in self.steps:
-                step()
+            for _ in range(passes):
+                for step in self.steps:
+                    step()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        graph.replay()
 
         def sample() -> float:
+            graph.replay()
             start.record()
             graph.replay()
             end.record()
             end.synchronize()
-            return start.elapsed_time(end) / 1e3 / len(self.steps)
+            return float(start.elapsed_time(end)) / 1e3 / (passes * len(self.steps))
 
         return sample
 

@@ -6,20 +6,11 @@ What is multiplied does not depend on how codes were chosen; zeros would flatter
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from quantkit.kernels.layout import KINDS, PackedWeight, codes_of, pack_parts, scales_of
-
-# out x in of the linears of Llama-3-8B, the largest first; fused ones are what runtimes run
-LLAMA_3_8B = (
-    (14336, 4096),  # gate_proj, up_proj
-    (4096, 14336),  # down_proj
-    (4096, 4096),  # q_proj, o_proj
-    (6144, 4096),  # q, k and v as one
-    (28672, 4096),  # gate and up as one
-    (1024, 4096),  # k_proj, v_proj
-)
 
 
 @dataclass(frozen=True)
@@ -27,7 +18,7 @@ class Variant:
     """A format as it is timed.
 
     Args:
-        name: for tables.
+        name: as in `known`.
         format: of rows.
         kind: of the packed weight.
         group: columns that share a scale; 0: a row.
@@ -54,17 +45,17 @@ class Variant:
         return rows * columns * KINDS[self.kind].bits / 8 + rows * groups * (scale + float(self.zeros))
 
 
-VARIANTS = (
-    Variant("int4 g128", "int4", "int4", 128),
-    Variant("int4 g128 zeros", "int4", "int4", 128, zeros=True),
-    Variant("int8", "int8", "int8"),
-    Variant("fp8_e4m3", "fp8_e4m3", "fp8_e4m3"),
-    Variant("nf4 g64 double", "nf4", "nf4", 64, nested=True),
-    Variant("int8 w8a8", "int8", "int8.native"),
-    Variant("fp8_e4m3 w8a8", "fp8_e4m3", "fp8_e4m3.native"),
-    Variant("int4 g32", "int4", "int4", 32),
-    Variant("int4 g64", "int4", "int4", 64),
-)
+@cache
+def known() -> dict[str, Variant]:
+    """Name -> variant: `int4.g64.zeros`, `nf4.g64.double`; `dynamic`: inputs are quantized by token as they come."""
+    found = [Variant("int4.channel", "int4", "int4")]
+    for group in (32, 64, 128):
+        found.append(Variant(f"int4.g{group}", "int4", "int4", group))
+        found.append(Variant(f"int4.g{group}.zeros", "int4", "int4", group, zeros=True))
+    for name in ("int8", "fp8_e4m3"):
+        found += [Variant(name, name, name), Variant(f"{name}.dynamic", name, f"{name}.native")]
+    found += [Variant("nf4.g64", "nf4", "nf4", 64), Variant("nf4.g64.double", "nf4", "nf4", 64, nested=True)]
+    return {variant.name: variant for variant in found}
 
 
 def weight(variant: Variant, rows: int, columns: int, at: str, seed: int = 0) -> PackedWeight:

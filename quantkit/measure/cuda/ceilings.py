@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from parts.device import Device
-from parts.timing import Side, interleaved, summary
+from quantkit.measure.cuda.device import DRIFT, Device
+from quantkit.measure.cuda.timing import Side, interleaved, summary
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def measured(device: Device, blocks: int, generator: np.random.Generator) -> lis
             continue
         kernels.append(("ceiling.compute", "op/s", 2.0 * side**3, step, {"compute_type": name}))
     for name, unit, work, step, settings in kernels:
-        times = interleaved([Side(name, [step], 0, {}).ready()], blocks, generator)[0]
+        times = interleaved([Side(name, [step], 0, {}, least=2).ready()], blocks, generator)[0]
         found = _row(device, name, unit, summary(work / times, generator), settings)
         rows.append({**found, "better": "higher"})
     alone = Side("launch", [lambda: small.add_(1)] * 64, 0, {}).ready()
@@ -97,6 +97,12 @@ def of(rows: list[dict[str, Any]], name: str, compute: str = "") -> float | None
             value: float | None = row["value"]
             return value
     return None
+
+
+def slower(before: list[dict[str, Any]], again: list[dict[str, Any]]) -> bool:
+    """Whether the same products took longer the second time than heat and power should allow."""
+    pairs = [(of(before, "ceiling.compute", kind), of(again, "ceiling.compute", kind)) for kind in ("bf16", "fp16")]
+    return any(last < (1 - DRIFT) * first for first, last in pairs if first and last)
 
 
 def _row(

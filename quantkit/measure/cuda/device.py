@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from quantkit.plan import machine
+
 PACKAGES = ("torch", "triton", "numpy", "bitsandbytes", "gemlite", "torchao", "vllm", "humming-kernels")
 _ASKED = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")
 # reasons that slow the card down for good or bad; bit 0 is idle, bit 1 a setting of the user's
@@ -50,8 +52,7 @@ class Device:
         """The `device` of rows."""
         if self.torch_device == "cpu":
             return {"id": "interpreter", "kind": "cpu", "name": f"{platform.machine()}, Triton's interpreter"}
-        name = torch.cuda.get_device_name(0)
-        return {"id": f"gpu-{name.lower().replace(' ', '-')}", "kind": "gpu", "name": name}
+        return machine.gpu(torch.cuda.get_device_name(0))
 
     def describe(self) -> dict[str, Any]:
         """Everything that figures depend on."""
@@ -94,7 +95,7 @@ def _mask(text: str) -> int:
 def _asked(query: str) -> str:
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "--id=0"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"not known: {error}"
     return done.stdout.strip() or done.stderr.strip()

@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 
-from parts.device import Device
-from parts.timing import Side, copies
-from parts.weights import Variant, weight
 from quantkit.kernels.configs import Config
 from quantkit.kernels.dequantize import dequantize
 from quantkit.kernels.layout import KINDS, PackedWeight, codes_of
@@ -17,8 +14,13 @@ from quantkit.kernels.matmul import weight_only
 from quantkit.kernels.native import native
 from quantkit.kernels.quantize import quantize_tokens
 from quantkit.kernels.workspace import Workspace
+from quantkit.measure.cuda.device import Device
+from quantkit.measure.cuda.timing import Side, copies
+from quantkit.measure.cuda.weights import Variant, weight
 
 Shape = tuple[int, int]
+# codes [M, K] and the step of each row, [M]
+Tokens = tuple[torch.Tensor, torch.Tensor]
 
 
 def inputs(batch: int, columns: int, dtype: torch.dtype, at: str) -> torch.Tensor:
@@ -43,13 +45,19 @@ def held_copies(variant: Variant, shape: Shape, device: Device) -> list[PackedWe
 
 
 def ours(
-    held: Sequence[PackedWeight], x: torch.Tensor, config: Config, memory: Workspace, *, decode: bool = True
+    held: Sequence[PackedWeight],
+    x: torch.Tensor,
+    config: Config,
+    memory: Workspace,
+    *,
+    decode: bool = True,
+    quantize: bool = False,
 ) -> Side:
-    """Our kernel, or its raw twin."""
+    """Our kernel, or its raw twin; with `quantize`, inputs that have to be 8-bit are made so in each step."""
     settings = {"decode": decode, **config.as_dict()}
     if held[0].kind.endswith(".native"):
-        codes, step = quantize_tokens(x, held[0].kind.removesuffix(".native"))
-        steps = [_native(codes, step, w, config, memory, x.dtype) for w in held]
+        quantized = _quantized(x, held[0].kind.removesuffix(".native"), within=quantize)
+        steps = [_native(quantized, w, config, memory, x.dtype) for w in held]
     else:
         steps = [_weight_only(x, w, config, memory, decode) for w in held]
     return Side("quantkit" if decode else "quantkit raw twin", steps, held[0].resident_bytes, settings)
@@ -69,51 +77,58 @@ def expanded(held: Sequence[PackedWeight], x: torch.Tensor) -> Side:
     return Side("dequantize_matmul", [step(w) for w in held], held[0].resident_bytes, {})
 
 
-def torch_own(variant: Variant, held: Sequence[PackedWeight], x: torch.Tensor) -> Side:
-    """torch's operator for the format.
+def torch_own(variant: Variant, held: Sequence[PackedWeight], x: torch.Tensor, *, quantize: bool = False) -> Side:
+    """torch's operator for the format; `quantize` as for `ours`.
 
     Raises:
         NotImplementedError: it has none for this format.
         RuntimeError: it cannot run here, with torch's reason.
     """
-    if variant.name == "int8 w8a8":
-        return _int_mm(held, x)
-    if variant.name == "fp8_e4m3 w8a8":
-        return _scaled_mm(held, x)
+    if variant.name == "int8.dynamic":
+        return _int_mm(held, x, quantize)
+    if variant.name == "fp8_e4m3.dynamic":
+        return _scaled_mm(held, x, quantize)
     if variant.kind == "int4" and variant.zeros and variant.group in (32, 64, 128, 256):
         return _int4pack(variant, held, x)
     raise NotImplementedError(f"torch has no operator for {variant.name}")
 
 
-def _int_mm(held: Sequence[PackedWeight], x: torch.Tensor) -> Side:
-    codes, step = quantize_tokens(x, "int8")
+def _int_mm(held: Sequence[PackedWeight], x: torch.Tensor, quantize: bool) -> Side:
     # torch asks for more than 16 rows
-    filled = torch.nn.functional.pad(codes, (0, 0, 0, max(17 - len(x), 0) and 32 - len(x)))
+    more = max(17 - len(x), 0) and 32 - len(x)
+    quantized = _quantized(x, "int8", within=quantize, more=more)
 
     def one(packed: PackedWeight) -> Callable[[], object]:
         w, scale = codes_of(packed), packed.scale[0, : packed.shape[0]].float()
 
         def multiply() -> object:
-            sums = torch._int_mm(filled, w.T)[: len(x)]
-            return (sums * (step[:, None] * scale)).to(x.dtype)
+            codes, step = quantized()
+            sums = torch._int_mm(codes, w.T)[: len(x)]
+            return (sums * (step[: len(x), None] * scale)).to(x.dtype)
 
         return multiply
 
-    return Side("torch._int_mm", [one(w) for w in held], _codes_bytes(held[0]), {"rows": len(filled), "fused": False})
+    return Side("torch._int_mm", [one(w) for w in held], _codes_bytes(held[0]), {"rows": len(x) + more, "fused": False})
 
 
-def _scaled_mm(held: Sequence[PackedWeight], x: torch.Tensor) -> Side:
-    codes, step = quantize_tokens(x, "fp8_e4m3")
+def _scaled_mm(held: Sequence[PackedWeight], x: torch.Tensor, quantize: bool) -> Side:
     # row-wise scales, and whole blocks of 16 rows
-    filled = torch.nn.functional.pad(codes.view(torch.uint8), (0, 0, 0, -len(x) % 16)).view(codes.dtype)
-    steps = torch.nn.functional.pad(step, (0, -len(x) % 16), value=1.0)[:, None]
+    more = -len(x) % 16
+    quantized = _quantized(x, "fp8_e4m3", within=quantize, more=more)
 
     def one(packed: PackedWeight) -> Callable[[], object]:
         w = codes_of(packed).view(torch.float8_e4m3fn)
         scale = packed.scale[:1, : packed.shape[0]].float().contiguous()
-        return lambda: torch._scaled_mm(filled, w.T, scale_a=steps, scale_b=scale, out_dtype=torch.bfloat16)
 
-    return Side("torch._scaled_mm", [one(w) for w in held], _codes_bytes(held[0]), {"rows": len(filled)})
+        def multiply() -> object:
+            codes, step = quantized()
+            # row-wise scales give bfloat16 alone
+            y = torch._scaled_mm(codes, w.T, scale_a=step[:, None], scale_b=scale, out_dtype=torch.bfloat16)
+            return y[: len(x)].to(x.dtype)
+
+        return multiply
+
+    return Side("torch._scaled_mm", [one(w) for w in held], _codes_bytes(held[0]), {"rows": len(x) + more})
 
 
 def _int4pack(variant: Variant, held: Sequence[PackedWeight], x: torch.Tensor) -> Side:
@@ -149,9 +164,29 @@ def _weight_only(
 
 
 def _native(
-    codes: torch.Tensor, step: torch.Tensor, w: PackedWeight, config: Config, memory: Workspace, dtype: torch.dtype
+    quantized: Callable[[], Tokens], w: PackedWeight, config: Config, memory: Workspace, dtype: torch.dtype
 ) -> Callable[[], object]:
-    return lambda: native(codes, step, w, config, dtype=dtype, workspace=memory)
+    def multiply() -> object:
+        codes, step = quantized()
+        return native(codes, step, w, config, dtype=dtype, workspace=memory)
+
+    return multiply
+
+
+def _quantized(x: torch.Tensor, name: str, *, within: bool, more: int = 0) -> Callable[[], Tokens]:
+    """What gives the codes of x, with `more` rows of zeros, and their steps: anew each time, or made once."""
+
+    def make() -> Tokens:
+        codes, step = quantize_tokens(x, name)
+        if more:
+            codes = torch.nn.functional.pad(codes.view(torch.uint8), (0, 0, 0, more)).view(codes.dtype)
+            step = torch.nn.functional.pad(step, (0, more), value=1.0)
+        return codes, step
+
+    if within:
+        return make
+    made = make()
+    return lambda: made
 
 
 def _copy(packed: PackedWeight) -> PackedWeight:
