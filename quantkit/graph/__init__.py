@@ -1,0 +1,1 @@
+"""A float ONNX graph: opened, fused, observed, and given its quantizers."""

@@ -1,0 +1,76 @@
+"""The outputs of a graph in ONNX Runtime as it stands, and how far two sets of them are apart."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+Feeds = Sequence[Mapping[str, NDArray[Any]]]
+# of float32 sums in another order; a wrong factor, axis or bias is orders of magnitude beyond
+LIMIT = 1e-4
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+def outputs(model: ir.Model, feeds: Feeds, inner: Sequence[str] = ()) -> list[list[Any]]:
+    """Outputs of each feed, then the `inner` tensors, with the runtime's own graph optimisations off.
+
+    Weights go beside the graph into a folder of their own: a protobuf holds no more than 2 GiB.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    shown = model.clone()
+    values = {value.name: value for node in shown.graph for value in node.outputs}
+    shown.graph.outputs.extend(values[name] for name in inner if not values[name].is_graph_output())
+    names = [value.name for value in model.graph.outputs] + list(inner)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        ir.save(shown, path, external_data="weights")
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return [session.run(names, dict(feed)) for feed in feeds]
+
+
+def difference(expected: Any, found: Any) -> float:
+    """Largest difference of any output, relative to that output's largest magnitude over all feeds.
+
+    Whole numbers and truth values have to be equal, and so do infinities and NaN in their places: else infinity.
+    """
+    per_output = zip(zip(*expected, strict=True), zip(*found, strict=True), strict=True)
+    return max((_apart(before, after) for before, after in per_output), default=0.0)
+
+
+def _apart(expected: Sequence[Any], found: Sequence[Any]) -> float:
+    largest, scale = 0.0, _TINY
+    for before, after in zip(expected, found, strict=True):
+        if not isinstance(before, np.ndarray) or before.dtype.kind != "f":
+            if not _same(before, after):
+                return float("inf")
+            continue
+        if before.shape != after.shape or before.dtype != after.dtype:
+            return float("inf")
+        finite = np.isfinite(before)
+        if not np.array_equal(before[~finite], after[~finite], equal_nan=True):
+            return float("inf")
+        one, other = before[finite].astype(np.float64), after[finite].astype(np.float64)
+        if not np.isfinite(other).all():
+            return float("inf")
+        largest = max(largest, float(np.abs(one - other).max(initial=0.0)))
+        scale = max(scale, float(np.abs(one).max(initial=0.0)))
+    return largest / scale
+
+
+def _same(before: Any, after: Any) -> bool:
+    if isinstance(before, np.ndarray):
+        return isinstance(after, np.ndarray) and before.dtype == after.dtype and np.array_equal(before, after)
+    if isinstance(before, list):
+        return len(before) == len(after) and all(map(_same, before, after))
+    return bool(before == after)

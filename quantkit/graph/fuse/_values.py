@@ -1,0 +1,111 @@
+"""Constants of a graph: read, replaced, and the ways in which one may not be touched."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from quantkit.graph.fuse._fused import name_of
+
+Array = NDArray[Any]
+
+
+def constant(value: ir.Value | None) -> Array | None:
+    """What a value always is; None where it is computed, or an input that merely has a default."""
+    if value is None or value.is_graph_input():
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def scalar(value: ir.Value | None) -> float | None:
+    """The one element of a constant, of whatever rank."""
+    found = constant(value)
+    return None if found is None or found.size != 1 or found.dtype.kind not in "fiu" else float(found.reshape(-1)[0])
+
+
+def why_not_constant(value: ir.Value | None) -> str:
+    """A reason, for a value that `constant` does not give."""
+    if value is None:
+        return "an input is missing"
+    if value.is_graph_input():
+        return f"{value.name} is an input of the graph"
+    return f"{value.name} is not a constant"
+
+
+def other_readers(value: ir.Value, among: Collection[ir.Node]) -> str:
+    """Why a value inside of a pattern has to stay: it is an output, or a node that is not `among` them reads it."""
+    if value.is_graph_output():
+        return f"{value.name} is an output of the graph"
+    for reader, _ in value.uses():
+        if reader not in among:
+            return f"{name_of(reader)} reads {value.name} too"
+    return ""
+
+
+def set_input(node: ir.Node, index: int, values: Array, *, name: str) -> None:
+    """Give a node a constant of its own.
+
+    An initializer that nothing else reads keeps its name; a shared one stays as it is for its other readers.
+
+    Args:
+        node: the reader.
+        index: which input; inputs are appended up to it.
+        values: the new constant.
+        name: of the initializer where there has to be a new one.
+    """
+    if len(node.inputs) <= index:
+        node.resize_inputs(index + 1)
+    value = node.inputs[index]
+    own = value is not None and value.is_initializer() and len(value.uses()) == 1
+    if value is not None and own and not (value.is_graph_input() or value.is_graph_output()):
+        value.const_value = ir.tensor(values, name=value.name)
+        value.shape = ir.Shape(values.shape)
+        return
+    assert node.graph is not None
+    node.replace_input_with(index, initializer(node.graph, values, name=name))
+
+
+def initializer(graph: ir.Graph, values: Array, *, name: str) -> ir.Value:
+    """A new constant of a graph; the name gets a tail where the graph has another value called that."""
+    taken = {value.name for value in (*graph.inputs, *graph.initializers.values())}
+    taken |= {output.name for node in graph.all_nodes() for output in node.outputs}
+    unique = name
+    while unique in taken:
+        unique += "_"
+    tensor = ir.tensor(values, name=unique)
+    value = ir.Value(name=unique, shape=ir.Shape(values.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
+def bypass(value: ir.Value, source: ir.Value) -> str:
+    """Let all readers of `value` read `source`; its node can go. Returns why not, where that is so."""
+    if value.is_graph_output():
+        if source.is_graph_input() or source.is_initializer():
+            return f"it makes {source.name} an output of the graph"
+        if source.is_graph_output():
+            return f"{source.name} and {value.name} are both outputs of the graph"
+        if value.graph is not source.graph:
+            return f"{source.name} comes from outside of the subgraph"
+    name, output = value.name, value.is_graph_output()
+    if source.shape is None:
+        source.shape = value.shape
+    if source.type is None:
+        source.type = value.type
+    value.replace_all_uses_with(source, replace_graph_outputs=True)
+    if output:
+        value.name, source.name = None, name
+    return ""
+
+
+def per_channel(values: Array, rank: int, channels: int) -> Array | None:
+    """A constant that broadcasts over [N, C, ...] as one number a channel: [C]; None if it does anything else."""
+    shape = (1,) * (rank - values.ndim) + values.shape
+    if len(shape) != rank or shape[1] not in (1, channels) or any(size != 1 for size in (shape[0], *shape[2:])):
+        return None
+    return np.broadcast_to(values.reshape(-1), (channels,))

@@ -1,0 +1,56 @@
+"""What every fusion goes through: the proof, and being undone."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from small_graph import Small, operators
+
+from quantkit.errors import InputError
+from quantkit.graph.fuse import Fused, fuse
+from quantkit.graph.fuse._proof import difference
+
+
+class Wrong:
+    """Takes every Relu away."""
+
+    name = "wrong"
+
+    def run(self, model: ir.Model) -> list[Fused]:
+        found = []
+        for node in list(model.graph):
+            if node.op_type == "Relu":
+                node.outputs[0].replace_all_uses_with(node.inputs[0], replace_graph_outputs=True)
+                node.inputs[0].name, node.outputs[0].name = node.outputs[0].name, None
+                model.graph.remove(node, safe=True)
+                found.append(Fused(node.name or "", self.name, True))
+        return found
+
+
+def test_a_fusion_that_changes_the_outputs_is_undone_and_listed() -> None:
+    small = Small()
+    y = small.op("Relu", small.op("Conv", small.input("x", 1, 3, 4, 4), small.normal(2, 3, 1, 1)))
+    model = small.model(y)
+    places, error = fuse(model, small.feeds(x=(1, 3, 4, 4)), chosen=[Wrong()])
+    assert operators(model) == ["Conv", "Relu"]
+    assert [(place.node, place.done) for place in places] == [("Relu_1", False)]
+    assert places[0].reason.startswith("undone: outputs differ by")
+    assert error == 0
+
+
+def test_without_feeds_nothing_can_be_proved() -> None:
+    small = Small()
+    with pytest.raises(InputError, match="fuse-unproved"):
+        fuse(small.model(small.op("Relu", small.input("x", 2))), [])
+
+
+def test_the_difference_is_relative_to_each_outputs_largest_magnitude() -> None:
+    one, ten = np.array([1.0, -2.0]), np.array([10.0, 5.0])
+    assert difference([[one, ten]], [[one, ten + 0.5]]) == pytest.approx(0.05)
+    assert difference([[one], [10 * one]], [[one + 0.1], [10 * one]]) == pytest.approx(0.005)
+    assert difference([[np.array([np.nan, 1.0])]], [[np.array([np.nan, 1.0])]]) == 0
+    assert difference([[np.array([np.nan, 1.0])]], [[np.array([0.0, 1.0])]]) == np.inf
+    assert difference([[np.array([1.0])]], [[np.array([np.inf])]]) == np.inf
+    assert difference([[np.array([3, 4])]], [[np.array([3, 5])]]) == np.inf
+    assert difference([[[np.array([3]), "a"]]], [[[np.array([3]), "a"]]]) == 0
