@@ -21,6 +21,10 @@ LIMITS = Limits(READ, {"fp32": FP32, "int8": INT8})
 UP, DOWN = Linear(name="up", K=1024, N=4096, count=2), Linear(name="down", K=4096, N=1024, count=1)
 DEVICE = {"id": "x", "kind": "cpu", "name": "a processor"}
 SETTING = Setting("onnxruntime", 2, DEVICE, {}, LIMITS, LAUNCH, 2**25, "float32")
+CARD = {"id": "gpu-nvidia-h200", "kind": "gpu", "name": "NVIDIA H200"}
+ON_GPU = Setting(
+    "torch", None, CARD, {"torch": "2"}, Limits(READ, {"bf16": FP32, "int8": INT8}), LAUNCH, 2**25, "bfloat16"
+)
 
 
 @dataclass
@@ -50,7 +54,8 @@ class FakeSide:
     kernel: str = "fake"
 
     def settings(self, M: int) -> dict[str, Any]:
-        return {"kernel": self.kernel}
+        tiles = {"config.block_n": 64, "config.block_m": 16} if self.kernel == "quantkit" else {}
+        return {"kernel": self.kernel, **tiles}
 
     def step(self, M: int) -> Any:
         if not self.fits(M):
@@ -82,6 +87,7 @@ class FakeBench:
     absent: dict[str, str] = field(default_factory=dict)
     products: int = 1
     fits: Any = always
+    kernel: str = "fake"
 
     def quantizer(self, variant: str) -> str:
         return "quantize" if variant.startswith("int8") else ""
@@ -91,12 +97,13 @@ class FakeBench:
 
     def prepare(self, linear: Linear, variants: Any, batches: Any) -> dict[str, Any]:
         bits: dict[str, Any] = {"float32": (32, "fp32", "float32"), "quantize": (0, "fp32", "")}
+        bits |= {"bfloat16": (16, "bf16", "bfloat16")}
         bits |= {name: (8.0, "int8", "int8") for name in variants if name.startswith("int8")}
         bits |= {name: (4.5, "fp32", "nf4") for name in variants if name.startswith("nf4")}
         found: dict[str, Any] = {}
         for name in variants:
             own = cost(linear, *bits.get(name, (4.5, "int8", "int4")))
-            side = FakeSide(self.world, own, self.times[name], self.products, self.fits)
+            side = FakeSide(self.world, own, self.times[name], self.products, self.fits, kernel=self.kernel)
             found[name] = self.absent.get(name) or side
         return found
 
@@ -108,14 +115,15 @@ def sweep(
     *,
     seconds: float = 0.0,
     world: World | None = None,
+    baseline: str = "float32",
     **more: Any,
 ) -> Any:
     """Everything timed, in about ten blocks a cell unless it may take longer."""
     world = world or World()
     bench = FakeBench(world, {"quantize": lambda M: 1e-6, **times}, **more)
-    variants = [name for name in times if name != "float32"]
+    variants = [name for name in times if name != baseline and not name.endswith(" raw")]
     plan = Plan(batches, seconds or 0.1 * len(batches) * len(linears))
-    return ops.measure(bench, linears, "float32", variants, plan, clock=world)
+    return ops.measure(bench, linears, baseline, variants, plan, clock=world)
 
 
 def falling(M: int) -> float:
@@ -140,5 +148,11 @@ def rows_of_a_run(job: Any) -> list[Row]:
     """What a run of a job gives: int4 falls as `falling` does, all else takes eight times as long as float32."""
     times = {name: falling if name.startswith("int4") else (lambda M: 8e-3) for name in job.variants}
     linears = [Linear.model_validate(dict(each)) for each in job.linears]
-    timed = sweep({"float32": lambda M: 1e-3, **times}, job.batches, linears)
-    return [*ceilings(), *ops_rows.rows(timed, SETTING, model=job.model)]
+    if job.threads:
+        timed = sweep({"float32": lambda M: 1e-3, **times}, job.batches, linears)
+        return [*ceilings(), *ops_rows.rows(timed, SETTING, model=job.model)]
+    # on a GPU a twin takes three quarters of its kernel's time
+    raw = {f"{name} raw": lambda M, taken=taken: 0.75 * taken(M) for name, taken in times.items()}
+    times = {"bfloat16": lambda M: 1e-3, **times, **raw}
+    timed = sweep(times, job.batches, linears, baseline="bfloat16", kernel="quantkit")
+    return [*ceilings(), *ops_rows.rows(timed, ON_GPU, model=job.model)]

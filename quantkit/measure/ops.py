@@ -101,7 +101,7 @@ class Plan:
 
     batches: Sequence[int]
     seconds: float = 300.0
-    rounds: int = 4
+    rounds: int = 8
     seed: int = 0
 
 
@@ -230,7 +230,7 @@ def _visit(
     for name, side in sides.items():
         if cell.skipped.get(name) or cell.skipped.get(baseline):
             continue
-        # two visits of each of four rounds: a step may take a tenth of its cell's time and no more
+        # two visits of each round: a step may take a tenth of its cell's time and no more
         expected = side.products(cell.M) * _expected(known.get(name), cell.M)
         if not cell.rounds and expected > max(share / 10, 0.25):
             cell.skipped[name] = "too-slow"

@@ -57,7 +57,7 @@ class Job:
     threads: int
     seconds: float
     seed: int = 0
-    rounds: int = 4
+    rounds: int = 8
 
 
 def demand(threads: int) -> None:

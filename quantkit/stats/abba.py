@@ -3,7 +3,9 @@
 A block visits the sides in a random order and then in the reverse of it: A B B A or B A A B. A drift that is linear
 over a block adds the same to both sides and leaves their ratio alone (ABBA counterbalancing). Steps that follow each
 other are alike, so what is drawn again in the bootstrap is whole blocks, and of long runs groups of neighbouring
-blocks, both sides together:
+blocks, both sides together. Where they were taken in six rounds or more, with something else between them, the rounds
+are the groups: what other programs do to a machine's memory lasts for seconds to minutes, and harms a side that reads
+more of it more than the other, so that blocks of one round are alike in their ratio too:
 
     ratio       median(baseline) / median(subject), above 1 where the subject is faster; the same of 99th percentiles
     interval    percentiles of the ratio over resampled blocks, at the level that Student's t with G − 1 degrees asks
@@ -47,6 +49,7 @@ _NOISY = 0.1
 _GROUPS = 20
 _STRETCHES = 8
 _ROUNDS = 4
+_CLUSTERS = 6
 _TOSSES = 400
 
 
@@ -133,7 +136,8 @@ def compare(
     Args:
         subject: `[blocks, 2, burst]` seconds, in the order in which they were taken.
         baseline: the same blocks of the other side.
-        rounds: blocks of each round, where they were taken in rounds with something else between them.
+        rounds: blocks of each round, where they were taken in rounds with something else between them; from six on
+            they are what is resampled.
         resamples: of the bootstrap.
         seed: of the bootstrap.
 
@@ -147,8 +151,9 @@ def compare(
     if subject.shape[0] < 2 or not (np.all(subject > 0) and np.all(baseline > 0)):
         raise ValueError("a comparison needs two blocks and times above zero")
     generator = np.random.default_rng(seed)
-    tail = _tail(_grouping(subject.shape[0])[1])
-    point, draws, (p50, p99) = _resampled(subject, baseline, resamples, generator)
+    groups = _groups(subject.shape[0], rounds)
+    tail = _tail(len(groups))
+    point, draws, (p50, p99) = _resampled(subject, baseline, groups, resamples, generator)
     spread = max(aa_spread(side, generator) for side in (subject, baseline))
     flags = {
         "p99-from-few": subject.size < P99_FROM,
@@ -221,16 +226,14 @@ def median_interval(times: Array, rounds: Sequence[int] = ()) -> Interval:
 
 
 def _resampled(
-    subject: Array, baseline: Array, resamples: int, generator: np.random.Generator
+    subject: Array, baseline: Array, groups: Array, resamples: int, generator: np.random.Generator
 ) -> tuple[list[float], Array, tuple[Interval, Interval]]:
     """(both ratios, draws of the first [resamples], both intervals)."""
     try:
         from scipy import stats
     except ImportError:
         raise MissingDependency("scipy", extra="onnx", purpose="a bootstrap interval") from None
-    size, groups = _grouping(subject.shape[0])
-    # the odd blocks at the start belong to no group; they are the least settled ones
-    above, below = (side[-groups * size :].reshape(groups, -1) for side in (baseline, subject))
+    above, below = (side[groups].reshape(len(groups), -1) for side in (baseline, subject))
 
     def ratios(index: Array, axis: int = -1) -> Array:
         drawn = [side[index].reshape(*index.shape[:-1], -1) for side in (above, below)]
@@ -239,10 +242,10 @@ def _resampled(
         return result
 
     found = stats.bootstrap(
-        (np.arange(groups),),
+        (np.arange(len(groups)),),
         ratios,
         vectorized=True,
-        confidence_level=1 - 2 * _tail(groups),
+        confidence_level=1 - 2 * _tail(len(groups)),
         n_resamples=resamples,
         method="percentile",
         rng=generator,
@@ -254,10 +257,14 @@ def _resampled(
     return point, found.bootstrap_distribution[0], (intervals[0], intervals[1])
 
 
-def _grouping(blocks: int) -> tuple[int, int]:
-    """(neighbouring blocks in a group, groups)."""
+def _groups(blocks: int, rounds: Sequence[int]) -> Array:
+    """[groups, blocks in each]: which are drawn together; odd ones at a start, the least settled, belong to none."""
+    if len(rounds) >= _CLUSTERS and sum(rounds) == blocks and min(rounds) > 0:
+        size = min(rounds)
+        found: Array = np.cumsum(rounds)[:, None] + np.arange(-size, 0)
+        return found
     size = max(1, blocks // _GROUPS)
-    return size, blocks // size
+    return np.arange(blocks - blocks // size * size, blocks).reshape(-1, size)
 
 
 def _tail(groups: int) -> float:

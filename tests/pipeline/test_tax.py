@@ -12,11 +12,15 @@ import pytest
 import zoo
 from safetensors.torch import save_file
 
+from quantkit.bundle import Bundle, content_sha256
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError
+from quantkit.kernels.recorded import Recorded
 from quantkit.measure import ops_run
-from quantkit.pipeline.tax import Answer, judge, measure_tax
+from quantkit.pipeline.tax import Answer, judge, measure_tax, record
+from quantkit.pipeline.tax_cuda import Graphics
 from quantkit.pipeline.tax_question import Question, batch_range, prepare, traffic_of
+from quantkit.plan import machine
 
 
 def refused(code: str, **asked: Any) -> str:
@@ -102,8 +106,9 @@ def test_what_cannot_be_timed_is_one_line(tmp_path: Path) -> None:
     assert "would not measure it; computed natively by" in refused("format-absent", formats=["mxfp4"], **shape)
     assert "did you mean 'int4.g32.level4'" in refused("unknown-format", formats=["int4.g32.lvl4"], **shape)
     assert "did you mean 'llama-3-8b'" in refused("unknown-model", model="llama-3-8")
-    assert "benchmarks/gpu" in refused("device-absent", device="cuda", **shape)
-    assert "--target" in refused("device-absent", target="l4", **shape)
+    assert "no GPU here" in refused("device-absent", device="cuda", **shape)
+    assert "no GPU here" in refused("device-absent", target="l4", **shape)
+    assert "--device cuda" in refused("device-absent", target="l4", device="cpu", **shape)
     refused("unknown-device", device="tpu", **shape)
     refused("runtime-unsupported", runtime="torch", **shape)
     refused("threads-invalid", threads=[4096], **shape)
@@ -192,5 +197,86 @@ def test_wrong_numbers_are_never_timed_silently(planted_run: list[Any], monkeypa
 
     monkeypatch.setattr(planted_ops.FakeBench, "prepare", wrong)
     found = answered(formats=["int4", "nf4"], batches=[1], threads=[2])
-    assert found.notes == ["not timed, because ONNX Runtime gave wrong numbers: nf4.g64"]
+    assert found.notes == ["not timed, because the runtime gave wrong numbers: nf4.g64"]
     assert [each.answer for each in found.verdicts[2]] == ["ship_it", "not_measured"]
+
+
+def card(monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H200", sm: str = "9.0") -> None:
+    found = [{"name": name, "sm": sm, "memory": 10**11, "driver": "1"}]
+    monkeypatch.setattr(machine, "gpus", lambda: (found, ""))
+
+
+def test_on_a_gpu_its_target_baseline_and_formats_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")  # Linux alone has it
+    card(monkeypatch)
+    plan = prepare(Question(model="llama-3-8b", device="cuda"))
+    assert (plan.on.target.name, plan.on.baseline, plan.on.runtime, plan.threads) == ("h200", "bfloat16", "torch", [0])
+    assert plan.variants == ["int4.g128", "int8.dynamic", "fp8_e4m3.dynamic", "nf4.g64.double"]
+    # the target is a GPU, so is the device
+    assert prepare(Question(model="llama-3-8b", target="h200")).on.baseline == "bfloat16"
+    assert prepare(Question(shapes=["96x64"], device="cuda", formats=["int4"])).variants == ["int4.g32"]
+    assert "int8.dynamic.torch" in prepare(Question(shapes=["128x64"], device="cuda", formats=["all"])).variants
+    shape = {"shapes": ["192x64"], "device": "cuda"}
+    refused("group-indivisible", formats=["int4.g128"], **shape)
+    assert "would not measure it" in refused("format-absent", formats=["mxfp4"], **shape)
+    refused("usage", threads=[2], **shape)
+    refused("device-absent", target="cpu-x86", **shape)
+    refused("device-absent", target="l4", **shape)
+    refused("runtime-unsupported", runtime="onnxruntime", **shape)
+
+
+def test_an_older_card_lacks_fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    card(monkeypatch, "NVIDIA A100-SXM4-80GB", "8.0")
+    plan = prepare(Question(shapes=["128x64"], device="cuda"))
+    assert plan.on.target.name == "a100"
+    assert "fp8_e4m3.dynamic" not in plan.variants
+    line = refused("device-lacks-format", shapes=["128x64"], device="cuda", formats=["fp8_e4m3.dynamic"])
+    assert "Ada, Hopper" in line
+    card(monkeypatch, "NVIDIA L40S", "8.9")
+    assert "l4" in refused("target-unknown", shapes=["128x64"], device="cuda")
+    assert prepare(Question(shapes=["128x64"], device="cuda", target="l4")).on.target.name == "l4"
+    card(monkeypatch, "Tesla V100-SXM2-16GB", "7.0")
+    refused("device-unsupported", shapes=["128x64"], device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "activations", "variant"),
+    [
+        ({"format": "int4", "granularity": "group", "group": 64, "symmetric": False}, None, "int4.g64.zeros"),
+        ({"format": "int4", "granularity": "channel"}, None, "int4.channel"),
+        ({"format": "nf4", "granularity": "group", "group": 64, "scale": "double"}, None, "nf4.g64.double"),
+        ({"format": "int8", "granularity": "channel"}, {"dynamic": True, "granularity": "token"}, "int8.dynamic"),
+        ({"format": "int8", "granularity": "channel"}, {"dynamic": False, "granularity": "tensor"}, "int8"),
+        ({"format": "fp8_e4m3", "granularity": "channel"}, None, "fp8_e4m3"),
+        ({"format": "int3", "granularity": "group", "group": 64}, None, "int3"),
+    ],
+)
+def test_a_bundles_scheme_is_a_variant_of_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, scheme: Any, activations: Any, variant: str
+) -> None:
+    pytest.importorskip("triton")
+    card(monkeypatch)
+    assert Graphics.of(None).own(scheme, activations) == variant
+
+
+def test_choices_of_a_gpu_go_into_the_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted_run: list[Any]
+) -> None:
+    pytest.importorskip("triton")
+    card(monkeypatch)
+    made = planted.manifest()
+    made = made.model_copy(update={"content_sha256": content_sha256(made.files)})
+    (tmp_path / MANIFEST).write_bytes(made.as_bytes())
+    found = measure_tax(prepare(Question(model=str(tmp_path), device="cuda", batches=[1, 8], seconds=1.0)))
+    assert not found.plan.records or found.plan.subject.startswith("int4.g")
+    record(found)
+    kept = Recorded.of((tmp_path / "kernels.json").read_bytes())
+    assert kept.device["name"] == "NVIDIA H200"
+    assert kept.variant == found.plan.subject
+    linear = found.plan.shapes.linears[0]
+    choice = kept.table.choose((linear.N, linear.K), 8)
+    assert (choice.candidate, choice.config) == ("quantkit", {"block_n": 64, "block_m": 16})
+    assert [each.path for each in Bundle.load(tmp_path).manifest.files if each.role == "kernels"] == ["kernels.json"]
+    with pytest.raises(InputError, match="dispatch-invalid"):
+        Recorded.of(b"[]")

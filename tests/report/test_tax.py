@@ -109,8 +109,9 @@ def test_the_page_is_one_offline_file_with_all_figures(data: Taxed, tmp_path: Pa
     assert {figure["layout"]["xaxis"]["type"] for figure in figures[:3]} == {"log"}
     labels = {each.get("name") for figure in figures for each in figure["data"]}
     assert {"int4", "float32", "int4 limit", "float32 limit", "measured", "promised"} <= labels
-    for part in ("limit", "rest of the tax", "quantizing the input", "launch"):
+    for part in ("limit", "rest of the tax", "launch"):
         assert part in page
+    assert "quantizing the input" not in page, "neither format does"
     for title in ("Each format", "The whole model", "Layer by layer", "Ceilings"):
         assert f"<h2>{title}</h2>" in page
 
@@ -140,3 +141,26 @@ def test_answers_in_words(verdict: Verdict, words: str) -> None:
 def test_a_folder_that_is_not_there(data: Taxed, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="file-unwritable"):
         tax_page.write(tmp_path / "nowhere" / "x.html", data)
+
+
+def test_on_a_gpu_the_tax_is_split(tmp_path: Path) -> None:
+    found = shapes.typed(["256x64"])
+    linears = [each.model_dump() for each in found.distinct()]
+    rows = planted_ops.rows_of_a_run(Job(linears, "", "bfloat16", ["int4.g128"], [1, 8], 0, 1.0))
+    verdicts = {0: [GOOD.model_copy(update={"format": "int4.g128"})]}
+    data = Taxed(found, Target.load("h200"), rows, verdicts, {0: verdicts[0][0]}, baseline="bfloat16")
+    said = text(data)
+    assert "256x64, GPU" in said
+    assert "bfloat16 → this" in said
+    assert "float32" not in said
+    assert "black box" not in said
+    (cell, _) = tax.groups(data)[0].series[0].cells
+    shares = tax_page._shares(cell)
+    assert sum(shares.values()) == pytest.approx((cell.row.value or 0) / (cell.original or 1))
+    assert shares["decode"] == pytest.approx(0.25 * (cell.row.value or 0) / (cell.original or 1), rel=0.05)
+    assert shares["streaming"] > 0
+    assert shares["rest"] == 0
+    page = tax_page.page(data)
+    assert "streaming loss" in page
+    assert "decoding" in page
+    assert "on the same device" in page

@@ -239,3 +239,22 @@ def test_the_spread_of_a_sum_is_no_more_than_said_and_a_short_noisy_part_counts_
         assert said < 0.5 * max(part.aa_spread for part in parts)
     assert held >= 28
     assert summed_spread(parts[:1], [7]) == pytest.approx(parts[0].aa_spread)
+
+
+def test_ratios_of_six_rounds_or_more_are_resampled_by_round():
+    # a side that a neighbour slows in every other round: within a round nothing moves
+    base = np.full((60, 2, 1), 1.0) * rng(1, 60, 0.002)
+    side = np.repeat([1.0, 1.1, 1.0, 1.1, 1.0, 1.1], 10)[:, None, None] * rng(2, 60, 0.002)
+    whole = compare(base, side, rounds=[10] * 6)
+    low, high = whole.ratio_ci95
+    assert low < 1.005
+    assert high > 1.095
+    # what is known of one moment alone cannot show that
+    (low, high) = compare(base[:10], side[:10]).ratio_ci95
+    assert high - low < 0.02
+    # rounds of different lengths are cut to the shortest, from their ends
+    assert compare(base, side, rounds=[5, 15, 10, 10, 8, 12]).ratio == whole.ratio
+
+
+def rng(seed, blocks, noise):
+    return np.exp(np.random.default_rng(seed).normal(0, noise, (blocks, 2, 1)))
