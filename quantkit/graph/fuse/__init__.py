@@ -12,14 +12,16 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.graph.fuse._fused import Fused, Fusion
 from quantkit.graph.fuse._proof import LIMIT, difference, outputs
+from quantkit.graph.fuse.constants import Constants
 from quantkit.graph.fuse.conv_batch_norm import ConvBatchNorm
+from quantkit.graph.fuse.no_ops import NoOps
 
 __all__ = ["LIMIT", "Fused", "Fusion", "fuse", "fusions"]
 
 
 def fusions() -> tuple[Fusion, ...]:
     """All of them, in the order in which one makes room for the next."""
-    return (ConvBatchNorm(),)
+    return (Constants(), NoOps(), ConvBatchNorm())
 
 
 def fuse(

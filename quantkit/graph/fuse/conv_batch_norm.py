@@ -8,6 +8,7 @@ With y = W ∗ x + b a convolution (or a Gemm), s and t one number for each outp
     Mul, Div, Add, Sub   by a constant of one number a channel   inference; Jacob et al. 2018, arXiv 1712.05877, § 3.2)
 
 Exact in real numbers, for any padding: the padded zeros are in front of W. Computed in float64.
+What merely uses y (the x + 3 of a hard-swish) is no such pair and is not listed.
 Guard: all parameters are constants and no input of the graph, nothing else reads y, the normalization is not in
 training mode. A weight that another node reads too stays as it is for that node; this one gets its own.
 """
@@ -43,7 +44,10 @@ class ConvBatchNorm:
         for node in nodes(model, *_FOLLOWERS):
             product = _product(node)
             if product is not None:
-                reason = _fold(product, node)
+                reason = other_readers(product.outputs[0], (node,))
+                if reason and node.op_type != "BatchNormalization":
+                    continue
+                reason = reason or _fold(product, node)
             elif node.op_type == "BatchNormalization":
                 reason = "no convolution computes its input"
             else:
@@ -70,9 +74,6 @@ def _fold(product: ir.Node, node: ir.Node) -> str:
     for value in (weight, bias):
         if value is not None and constant(value) is None:
             return why_not_constant(value)
-    reason = other_readers(product.outputs[0], (node,))
-    if reason:
-        return reason
     W = constant(weight)
     assert W is not None
     channels = _channels(product, W)

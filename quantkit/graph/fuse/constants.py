@@ -1,0 +1,82 @@
+"""Compute once what depends on constants alone, and keep constants in one place.
+
+    f(c₁, c₂, ...) = c        for every f without randomness whose inputs are constants
+
+Model functions are inlined, Constant nodes become initializers, shapes that are known become constants (Shape of a
+fixed shape, an If with a fixed condition), and onnxscript's folding evaluates the rest with ONNX's reference evaluator.
+
+Guard: weights do not blow up. A result of more than `LIMIT` elements has to be no larger than the constants that go
+away for it, because nothing else reads them (a transposed weight is; one that is expanded over a batch is not). Defaults
+of graph inputs are no constants; QuantizeLinear and DequantizeLinear stay.
+"""
+
+from __future__ import annotations
+
+import math
+
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from quantkit.graph.fuse._fused import Fused, name_of
+from quantkit.graph.fuse._values import constant
+
+LIMIT = 16_384
+# beyond this nothing is even computed to see whether it may stay
+_COMPUTABLE = 1 << 28
+_KEPT = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
+_GROWING = ("ConstantOfShape", "Expand", "Tile", "Range", "Resize", "Upsample", "OneHot", "EyeLike")
+
+
+class Constants:
+    """See the module."""
+
+    name = "constants"
+
+    def run(self, model: ir.Model) -> list[Fused]:
+        """Fold in place; a node that is gone is done, one that still has constants alone is not."""
+        from onnxscript.optimizer import fold_constants
+
+        trial = model.clone()
+        common.InlinePass()(trial)
+        _lift(trial)
+        had = _computing(trial)
+        try:
+            fold_constants(trial, onnx_shape_inference=True, should_fold=_should_fold, output_size_limit=LIMIT)
+        except Exception as problem:  # whatever the reference evaluator runs into
+            return [Fused(model.graph.name or "graph", self.name, False, f"folding failed: {problem}".splitlines()[0])]
+        common.RemoveUnusedNodesPass()(trial)
+        _lift(trial)
+        have = _computing(trial)
+        model.graph = trial.graph
+        model.functions.clear()
+        done = [Fused(name, self.name, True) for name in had if name not in have]
+        reason = f"more than {LIMIT} elements, and more than the constants that would go"
+        return done + [
+            Fused(name, self.name, False, reason) for name, node in have.items() if name in had and _fixed(node)
+        ]
+
+
+def _lift(model: ir.Model) -> None:
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.NameFixPass()(model)
+
+
+def _computing(model: ir.Model) -> dict[str, ir.Node]:
+    """Every node but constants, by name."""
+    every = ir.traversal.RecursiveGraphIterator(model.graph)
+    return {name_of(node): node for node in every if node.op_type != "Constant"}
+
+
+def _fixed(node: ir.Node) -> bool:
+    inputs = [value for value in node.inputs if value is not None]
+    return bool(inputs) and node.op_type not in _KEPT and all(constant(value) is not None for value in inputs)
+
+
+def _should_fold(node: ir.Node) -> bool | None:
+    """Whether to try; onnxscript's own size rule (None) where the result's size is not known beforehand."""
+    if node.op_type in _KEPT:
+        return False
+    shape = node.outputs[0].shape
+    if shape is None or not shape.is_static():
+        return None if node.op_type in _GROWING else True
+    return math.prod(shape.numpy()) <= _COMPUTABLE

@@ -1,0 +1,233 @@
+"""Remove what does nothing: f(x) = x for every x that can come.
+
+    one node      Identity, Dropout outside of training, Cast to its own type, Reshape and Expand to its own shape,
+                  Transpose and Slice and Pad that change nothing, Concat and Sum of one, x + 0, x - 0, x * 1, x / 1
+    two nodes     Transpose(Transpose) = the product of both permutations, Reshape(Reshape) = the last one,
+                  Squeeze(Unsqueeze) and Unsqueeze(Squeeze) over the same axes,
+                  Cast(Cast) back to the first type over one that holds all its values
+
+Guard: shapes and arguments have to be known; an output of the graph keeps its name, and one that would have to be an
+input, a constant, another output or a value of a graph around it keeps its node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from quantkit.graph.fuse._fused import Fused, name_of, nodes
+from quantkit.graph.fuse._values import bypass, constant, scalar
+
+_FAR = (1 << 31) - 1
+_DataType = ir.DataType
+# type -> types that hold each of its values
+_WIDER = {
+    _DataType.FLOAT16: (_DataType.FLOAT, _DataType.DOUBLE),
+    _DataType.BFLOAT16: (_DataType.FLOAT, _DataType.DOUBLE),
+    _DataType.FLOAT: (_DataType.DOUBLE,),
+    _DataType.INT32: (_DataType.INT64, _DataType.DOUBLE),
+    _DataType.INT8: (_DataType.INT16, _DataType.INT32, _DataType.INT64, _DataType.FLOAT, _DataType.DOUBLE),
+    _DataType.UINT8: (_DataType.INT16, _DataType.INT32, _DataType.INT64, _DataType.FLOAT, _DataType.DOUBLE),
+    _DataType.BOOL: (_DataType.UINT8, _DataType.INT32, _DataType.INT64, _DataType.FLOAT, _DataType.DOUBLE),
+}
+
+
+class NoOps:
+    """See the module."""
+
+    name = "no_ops"
+
+    def run(self, model: ir.Model) -> list[Fused]:
+        """Remove in place, over and over, because what is removed brings others together."""
+        done: list[Fused] = []
+        kept: dict[str, Fused] = {}
+        changed = True
+        while changed:
+            changed = False
+            for node in nodes(model, *_SOURCES):
+                source = _SOURCES[node.op_type](node)
+                if source is None:
+                    continue
+                name, reason = name_of(node), bypass(node.outputs[0], source)
+                if reason:
+                    kept[name] = Fused(name, self.name, False, reason)
+                    continue
+                assert node.graph is not None
+                node.graph.remove(node, safe=True)
+                done.append(Fused(name, self.name, True))
+                changed = True
+            for node in nodes(model, *_SHORTER):
+                if _SHORTER[node.op_type](node):
+                    done.append(Fused(name_of(node), self.name, True))
+                    changed = True
+        common.RemoveUnusedNodesPass()(model)
+        return done + list(kept.values())
+
+
+def _input(node: ir.Node, index: int = 0) -> ir.Value | None:
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def _identity(node: ir.Node) -> ir.Value | None:
+    return _input(node)
+
+
+def _dropout(node: ir.Node) -> ir.Value | None:
+    training = _input(node, 2)
+    off = training is None or not _may_be_true(training)
+    return _input(node) if off and not any(output.uses() for output in node.outputs[1:]) else None
+
+
+def _may_be_true(value: ir.Value) -> bool:
+    """Whether a truth value may be true."""
+    found = constant(value)
+    return found is None or bool(found.any())
+
+
+def _cast(node: ir.Node) -> ir.Value | None:
+    x, to = _input(node), node.attributes.get_int("to", 0)
+    if x is not None and x.dtype is not None and x.dtype == to:
+        return x
+    first = _producer(node, "Cast")
+    start = first.inputs[0] if first is not None else None
+    if first is None or start is None or start.dtype is None or start.dtype != to:
+        return None
+    return start if first.attributes.get_int("to", 0) in _WIDER.get(start.dtype, ()) else None
+
+
+def _reshape(node: ir.Node) -> ir.Value | None:
+    x, shape = _input(node), constant(_input(node, 1))
+    if x is None or x.shape is None or shape is None or len(x.shape) != shape.size or (shape == -1).sum() > 1:
+        return None
+    copies = not node.attributes.get_int("allowzero", 0)
+    same = all(
+        size == -1 or (size == 0 and copies) or size == had for size, had in zip(shape.tolist(), x.shape, strict=True)
+    )
+    return x if same else None
+
+
+def _expand(node: ir.Node) -> ir.Value | None:
+    x, shape = _input(node), constant(_input(node, 1))
+    if x is None or x.shape is None or shape is None or len(x.shape) < shape.size:
+        return None
+    tail = list(x.shape)[len(x.shape) - shape.size :]
+    return x if all(size in (1, had) for size, had in zip(shape.tolist(), tail, strict=True)) else None
+
+
+def _transpose(node: ir.Node) -> ir.Value | None:
+    order = node.attributes.get_ints("perm")
+    if order is None:
+        return None
+    if list(order) == list(range(len(order))):
+        return _input(node)
+    first = _producer(node, "Transpose")
+    inner = first.attributes.get_ints("perm") if first is not None else None
+    if first is None or inner is None or [inner[axis] for axis in order] != list(range(len(order))):
+        return None
+    return first.inputs[0]
+
+
+def _pad(node: ir.Node) -> ir.Value | None:
+    widths = constant(_input(node, 1)) if len(node.inputs) > 1 else node.attributes.get_ints("pads")
+    return _input(node) if widths is not None and not np.any(widths) else None
+
+
+def _slice(node: ir.Node) -> ir.Value | None:
+    x, starts, ends = _input(node), constant(_input(node, 1)), constant(_input(node, 2))
+    axes, steps = _input(node, 3), _input(node, 4)
+    if x is None or starts is None or ends is None or np.any(starts):
+        return None
+    step = constant(steps)
+    if steps is not None and (step is None or np.any(step != 1)):
+        return None
+    over = list(range(len(starts))) if axes is None else constant(axes)
+    if over is None:
+        return None
+    sizes = [x.shape[int(axis)] if x.shape is not None else None for axis in over]
+    whole = (end >= _FAR or (isinstance(size, int) and end >= size) for end, size in zip(ends, sizes, strict=True))
+    return x if all(whole) else None
+
+
+def _single(node: ir.Node) -> ir.Value | None:
+    return _input(node) if len(node.inputs) == 1 else None
+
+
+def _neutral(number: float, sides: Sequence[int]) -> Callable[[ir.Node], ir.Value | None]:
+    """x where the other operand is this number and does not broadcast x; `sides` are where that operand may stand."""
+
+    def source(node: ir.Node) -> ir.Value | None:
+        for side in sides:
+            x, other = _input(node, 1 - side), _input(node, side)
+            if x is not None and other is not None and scalar(other) == number:
+                rank = len(other.shape) if other.shape is not None else 0
+                if rank == 0 or (x.shape is not None and len(x.shape) >= rank):
+                    return x
+        return None
+
+    return source
+
+
+def _axes(node: ir.Node) -> list[int] | None:
+    """Axes of a Squeeze or Unsqueeze, which were an attribute before opset 13."""
+    found = constant(_input(node, 1)) if len(node.inputs) > 1 else node.attributes.get_ints("axes")
+    return None if found is None else sorted(int(axis) for axis in found)
+
+
+def _undone(by: str) -> Callable[[ir.Node], ir.Value | None]:
+    def source(node: ir.Node) -> ir.Value | None:
+        first, axes = _producer(node, by), _axes(node)
+        return first.inputs[0] if first is not None and axes is not None and axes == _axes(first) else None
+
+    return source
+
+
+def _producer(node: ir.Node, kind: str) -> ir.Node | None:
+    """What computes a node's input, if that is of a kind and in the same graph."""
+    x = _input(node)
+    first = x.producer() if x is not None else None
+    same = first is not None and first.op_type == kind and first.domain == node.domain and first.graph is node.graph
+    return first if same else None
+
+
+def _shorter_transpose(node: ir.Node) -> bool:
+    first, order = _producer(node, "Transpose"), node.attributes.get_ints("perm")
+    inner = first.attributes.get_ints("perm") if first is not None else None
+    if first is None or inner is None or order is None:
+        return False
+    node.attributes["perm"] = ir.AttrInt64s("perm", [inner[axis] for axis in order])
+    node.replace_input_with(0, first.inputs[0])
+    return True
+
+
+def _shorter_reshape(node: ir.Node) -> bool:
+    first, shape = _producer(node, "Reshape"), constant(_input(node, 1))
+    if first is None or shape is None or (shape == 0).any():
+        return False
+    node.replace_input_with(0, first.inputs[0])
+    return True
+
+
+# operator -> the value that its first output always equals; None where it does something
+_SOURCES: Mapping[str, Callable[[ir.Node], ir.Value | None]] = {
+    "Identity": _identity,
+    "Dropout": _dropout,
+    "Cast": _cast,
+    "Reshape": _reshape,
+    "Expand": _expand,
+    "Transpose": _transpose,
+    "Pad": _pad,
+    "Slice": _slice,
+    "Concat": _single,
+    "Sum": _single,
+    "Add": _neutral(0, (0, 1)),
+    "Sub": _neutral(0, (1,)),
+    "Mul": _neutral(1, (0, 1)),
+    "Div": _neutral(1, (1,)),
+    "Squeeze": _undone("Unsqueeze"),
+    "Unsqueeze": _undone("Squeeze"),
+}
+# operator -> lets it read past a node of its kind; whether it did
+_SHORTER: Mapping[str, Callable[[ir.Node], bool]] = {"Transpose": _shorter_transpose, "Reshape": _shorter_reshape}
