@@ -11,8 +11,7 @@ device's clock, what one of them took.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +27,7 @@ from quantkit.kernels.workspace import Workspace
 from quantkit.measure.cuda import sides, timing
 from quantkit.measure.cuda.check import error
 from quantkit.measure.cuda.device import Device
+from quantkit.measure.cuda.memory import fitting
 from quantkit.measure.cuda.weights import Variant, known, values, weight
 from quantkit.measure.ops import Side, Step
 from quantkit.measure.tax import Cost
@@ -101,7 +101,7 @@ class CudaBench:
         found: dict[str, Side | str] = {}
         for name in variants:
             try:
-                with _fitting(linear.label):
+                with fitting(linear.label):
                     found[name] = self._side(name, linear, found)
                     side = found[name]
                     if isinstance(side, _Quantized):
@@ -176,7 +176,7 @@ class _Plain:
 
     def _ready(self, M: int) -> tuple[Step, timing.Side]:
         if M not in self.ready:
-            with _fitting(f"batch {M}"):
+            with fitting(f"batch {M}"):
                 side = self.made(M)
                 self.ready[M] = side.ready(), side
         return self.ready[M]
@@ -237,7 +237,7 @@ class _Quantized:
     def choose(self, M: int) -> _Chosen:
         """The fastest way at M rows, checked; once for each M. Raises InputError `wrong-result`, `out-of-memory`."""
         if M not in self.chosen:
-            with _fitting(f"batch {M}"):
+            with fitting(f"batch {M}"):
                 self.chosen[M] = self._fastest(M)
         return self.chosen[M]
 
@@ -246,7 +246,7 @@ class _Quantized:
         chosen = self.choose(M)
         if chosen.config is None:
             raise InputError("no-twin", where=f"batch {M}", value=chosen.name)
-        with _fitting(f"batch {M}"):
+        with fitting(f"batch {M}"):
             return sides.ours(self.held, self._inputs(M), chosen.config, self.memory, decode=False).ready()
 
     def _fastest(self, M: int) -> _Chosen:
@@ -343,14 +343,3 @@ def _codebook(packed: PackedWeight) -> torch.Tensor:
     from quantkit.formats.nf4 import VALUES
 
     return torch.tensor(VALUES if packed.kind == "nf4" else range(2 ** KINDS[packed.kind].bits))
-
-
-@contextmanager
-def _fitting(where: str) -> Iterator[None]:
-    """A full GPU, in the words that the sweep understands."""
-    try:
-        yield
-    except torch.OutOfMemoryError as problem:
-        torch.cuda.empty_cache()
-        value = str(problem).splitlines()[0]
-        raise InputError("out-of-memory", where=where, value=value, remedy="smaller batches") from None

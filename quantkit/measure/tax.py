@@ -46,7 +46,8 @@ class Cost:
         attention_flops: for each new token and each token it looks at.
         head_flops: of those that a prefill does for the last token of a sequence alone; not in `flops_per_token`.
         io_bytes_per_token: what goes in and out for each new token.
-        compute: the input type of the matrix products, whose measured rate bounds them; attention is `fp32`.
+        compute: the input type of the matrix products, whose measured rate bounds them.
+        attention: the same of attention.
     """
 
     format: str
@@ -57,6 +58,7 @@ class Cost:
     head_flops: float = 0.0
     io_bytes_per_token: float = 0.0
     compute: str = "fp32"
+    attention: str = "fp32"
 
     def bytes(self, batch: float, tokens: float, context: float) -> float:
         """Bytes that a step of `tokens` new tokens a sequence must move, with `context` tokens in the cache."""
@@ -68,7 +70,7 @@ class Cost:
         looked_at = tokens * context + tokens * (tokens + 1) / 2
         work = [
             (batch * (tokens * self.flops_per_token + self.head_flops), self.compute),
-            (batch * looked_at * self.attention_flops, "fp32"),
+            (batch * looked_at * self.attention_flops, self.attention),
         ]
         if limits.read is None or any(flops and kind not in limits.compute for flops, kind in work):
             return None

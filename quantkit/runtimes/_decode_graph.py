@@ -65,6 +65,12 @@ class DecodeGraph:
         self._graph.replay()
         return self._logits
 
+    def rewind(self, tokens: int) -> None:
+        """Forget all but the first `tokens`; where the graph was captured does not matter."""
+        self.taken = tokens
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(tokens)
+
     def _capture(self) -> None:
         """Record a step; what is launched before it, to compile and to warm up, is undone."""
         lengths = [layer.cumulative_length.clone() for layer in self.cache.layers]

@@ -15,6 +15,8 @@ import quantkit
 from quantkit import registry
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
+from quantkit.kernels.dispatch import Choice, Table
+from quantkit.kernels.recorded import FILE, Recorded
 from quantkit.recipe import Recipe
 from quantkit.runtimes._decode_graph import DecodeGraph
 
@@ -139,3 +141,45 @@ def test_steps_of_decoding_are_those_of_the_whole_sequence() -> None:
         assert torch.allclose(torch.stack(found, dim=1), expected[:, 2:], atol=1e-5)
     with pytest.raises(InputError, match="context-full"):
         decoding.step(ids[:, 0])
+    decoding.rewind(4)
+    assert torch.allclose(decoding.step(ids[:, 4]), expected[:, 4], atol=1e-5)
+
+
+def test_what_was_chosen_on_another_device_is_not_used(compiled: Callable[..., Bundle]) -> None:
+    bundle = compiled(GROUPS)
+    device = {"id": "gpu-x", "kind": "gpu", "name": "another GPU"}
+    shapes = {(layer.shape[0], layer.shape[1]) for layer in bundle.manifest.layers}
+    choices = {shape: (Choice(64, "dequantize_matmul", None, 1.0, 1),) for shape in shapes}
+    bundle = bundle.put(FILE, Recorded(device, {}, "int4.g32.zeros", Table(choices)).as_bytes())
+    with pytest.warns(UserWarning, match="kernels.json was measured on another GPU, and here is interpreter"):
+        bundle.model(kernels=True, device="cpu")
+    bundle = bundle.put(FILE, Recorded({**device, "name": "interpreter"}, {}, "x", Table(choices)).as_bytes())
+    model = bundle.model(kernels=True, device="cpu")
+    tables = [each.table for each in model.modules() if isinstance(each, QuantLinear)]
+    assert tables
+    assert all(table.choices.keys() == choices.keys() for table in tables)
+
+
+def test_steps_on_the_kernels_are_timed_against_sixteen_bits(compiled: Callable[..., Bundle], tmp_path: Path) -> None:
+    from quantkit.measure import speed_cuda
+    from quantkit.measure.cuda.device import Device
+    from quantkit.measure.latency import Plan
+    from quantkit.model.open import open_model
+
+    bundle = compiled(GROUPS)
+    device, plan = Device("cpu", dry=True), Plan((2,), (3,), (5,), seconds=0.01, cell_seconds=0.01, rounds=1)
+    shapes = {(layer.shape[0], layer.shape[1]) for layer in bundle.manifest.layers}
+    choices = {shape: (Choice(2, "dequantize_matmul", None, 1e-6, 1),) for shape in shapes}
+    bundle = bundle.put(FILE, Recorded(device.identity(), {}, "int4.g32.zeros", Table(choices)).as_bytes())
+    source = open_model(str(tmp_path / "model"))
+    rows, said = speed_cuda.run(bundle, source, plan, device, dtype=torch.float16)
+    assert said == ""
+    (step,) = [row for row in rows if row.name == "latency.decode_step"]
+    assert (step.runtime, step.batch, step.baseline.subject) == ("torch", 2, source.sha256)  # type: ignore[union-attr]
+    linears = sum(1e-6 for _ in bundle.manifest.layers)
+    assert step.settings["linears_s"] == pytest.approx(linears)
+    assert step.settings["residual_s"] == pytest.approx((step.value or 0) - linears)
+    assert {"latency.prefill", "tax.total", "tax.break_even", "ceiling.read"} <= {row.name for row in rows}
+    (tax,) = [row for row in rows if row.name == "tax.total" and row.shape == step.shape]
+    # 16 bits read more than 4 do
+    assert tax.op.hp_bound_s > tax.op.bound_s  # type: ignore[union-attr, operator]

@@ -19,6 +19,7 @@ from quantkit.kernels.dispatch import EXPANDED, OURS, Choice, Table, Timing, fas
 from quantkit.kernels.linear import QuantLinear
 from quantkit.kernels.workspace import Workspace
 from quantkit.measure.cuda.device import Device
+from quantkit.measure.cuda.memory import allocated
 from quantkit.measure.cuda.timing import Side, interleaved, ratio, summary
 from quantkit.measure.cuda.weights import Variant, weight
 
@@ -68,9 +69,9 @@ def measured(
             skipped.append({"end_to_end": name, "reason": "the time was up"})
             continue
         try:
-            before = _allocated()
+            before = allocated()
             model = Decoder(sizes, make, dtype, at)
-            models[name] = (model, _allocated() - before)
+            models[name] = (model, allocated() - before)
         except Exception as error:
             skipped.append({"end_to_end": name, "reason": f"{type(error).__name__}: {error}"[:300]})
     for batch in batches:
@@ -153,7 +154,3 @@ def linears_seconds(sizes: Sizes, batch: int, name: str, known: Mapping[str, Tab
 
 def _choice(table: Table, shape: tuple[int, int], batch: int) -> Choice | None:
     return next((choice for choice in table.choices.get(shape, ()) if choice.batch == batch), None)
-
-
-def _allocated() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
