@@ -135,7 +135,10 @@ class Gates(Closed):
         kl_max: mean KL divergence from the original, nats a token.
         top1_agreement_min: share of positions whose most likely token is the original's.
         perplexity_ratio_max: perplexity over the original's.
-        cosine_min: mean cosine between an encoder's and the original's pooled outputs.
+        top1_drop_max: how many points of percent of images right a classifier loses against the original.
+        agreement_min: share of images that a classifier puts into the original's class.
+        recall_drop_max: how many points of percent of pairs an encoder no longer finds first.
+        cosine_min: mean cosine between outputs and the original's; of several outputs the least.
         bits_per_weight_max: of the quantized layers, scales and zero points counted.
     """
 
@@ -144,6 +147,9 @@ class Gates(Closed):
     kl_max: float | None = None
     top1_agreement_min: float | None = None
     perplexity_ratio_max: float | None = None
+    top1_drop_max: float | None = None
+    agreement_min: float | None = None
+    recall_drop_max: float | None = None
     cosine_min: float | None = None
     bits_per_weight_max: float | None = None
 

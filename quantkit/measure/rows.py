@@ -14,7 +14,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from quantkit.bundle.disk import stopping_when_full, write_atomic
 from quantkit.content import Closed, known_keys
@@ -22,7 +30,8 @@ from quantkit.errors import InputError, did_you_mean, from_validation
 
 NAMES = (
     *(f"accuracy.{x}" for x in ("perplexity", "kl", "top1_agreement", "next_word")),
-    *(f"accuracy.{x}" for x in ("top1", "top5", "recall_at_1", "cosine")),
+    *(f"accuracy.{x}" for x in ("top1", "top5", "recall_at_1", "recall_at_5", "recall_at_10", "cosine")),
+    "accuracy.relative_error",
     *(f"size.{x}" for x in ("bytes", "bits_per_weight")),
     *(f"latency.{x}" for x in ("prefill", "decode_step", "op")),
     *(f"throughput.{x}" for x in ("prefill", "decode")),
@@ -42,12 +51,26 @@ class _Part(Closed):
 
 
 class Baseline(_Part):
-    """What the value is set against; `ratio` above 1: the subject is better."""
+    """What the value is set against; `ratio` above 1: the subject is better.
+
+    Of shares of the same items (top-1, recall) also `difference`, value − baseline's value, its paired interval, and
+    the p-value of McNemar's exact test; other rows go without these keys.
+    """
 
     subject: str
     value: Finite
     ratio: Finite | None = None
     ratio_ci95: Interval | None = None
+    difference: Finite | None = None
+    difference_ci95: Interval | None = None
+    p_value: Finite | None = Field(default=None, ge=0, le=1)
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A baseline of other rows has the four keys that every reader of schema 1 knows."""
+        data: dict[str, Any] = handler(self)
+        paired = ("difference", "difference_ci95", "p_value")
+        return {key: value for key, value in data.items() if key not in paired or self.difference is not None}
 
 
 class Operation(_Part):
@@ -140,7 +163,8 @@ class Row(_Part):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        for interval in (self.ci95, self.baseline.ratio_ci95 if self.baseline else None):
+        base = self.baseline
+        for interval in (self.ci95, *((base.ratio_ci95, base.difference_ci95) if base else ())):
             if interval is not None and interval[0] > interval[1]:
                 raise ValueError(f"an interval runs from low to high, got {list(interval)}")
         return self

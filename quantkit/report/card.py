@@ -67,6 +67,8 @@ def card(manifest: Manifest, rows: Sequence[Row], notes: Sequence[str]) -> str:
         schemes=figures.schemes(manifest),
         tables=figures.tables(rows, layers=len(manifest.layers), dtype=manifest.model.source.dtype),
         scored=figures.scored(rows),
+        calibrated=figures.calibrated(manifest.calibration) if manifest.calibration else "",
+        hash_of=figures.hash_of(manifest.calibration is not None and manifest.calibration.tokens > 0),
         notes=[note.rstrip(".") for note in notes],
         gates=figures.gates(manifest.checks),
         checks=figures.other_checks(manifest.checks),

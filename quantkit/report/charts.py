@@ -82,12 +82,13 @@ class Mark:
 
 @dataclass(frozen=True)
 class Point:
-    """One line of a forest plot: a value and its interval."""
+    """One line of a forest plot: a value and its interval; `beside` is the original's value."""
 
     label: str
     value: float
     interval: Interval | None
     text: str
+    beside: float | None = None
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,16 @@ def forest(points: Sequence[Point], x: Axis, *, marks: Sequence[Mark] = ()) -> F
         "hoverinfo": "text",
         "hovertext": [f"{plain(point.label)}: {plain(point.text)}" for point in points],
     }
+    beside = [(point, place) for point, place in zip(points, places, strict=True) if point.beside is not None]
+    others = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [point.beside for point, _ in beside],
+        "y": [place for _, place in beside],
+        "marker": {"color": _colour(ORIGINAL), "size": 11, "symbol": "line-ns-open", "line": {"width": 2}},
+        "hoverinfo": "text",
+        "hovertext": [f"the original's: {plain(point.text)}" for point, _ in beside],
+    }
     notes = [
         _note(0, place, f"{point.label}: {point.text}", colour="ink")
         | _OPAQUE
@@ -245,7 +256,8 @@ def forest(points: Sequence[Point], x: Axis, *, marks: Sequence[Mark] = ()) -> F
         )
     rows = {"visible": False, "range": [-0.75, len(points) - 0.15], "fixedrange": True}
     layout = _layout(height, left=10, right=14) | {"xaxis": _axis(x), "yaxis": rows}
-    return {"data": [data], "layout": layout | {"shapes": shapes, "annotations": notes}}
+    traces = [others, data] if beside else [data]
+    return {"data": traces, "layout": layout | {"shapes": shapes, "annotations": notes}}
 
 
 def heat(columns: Sequence[str], names: Sequence[str], values: Sequence[Sequence[float | None]], *, of: str) -> Figure:

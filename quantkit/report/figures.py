@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.bundle import Check, Decision, Manifest
+from quantkit.bundle.manifest import CalibrationEntry
 from quantkit.errors import MissingDependency
 from quantkit.measure.accuracy import standard_error
 from quantkit.measure.rows import Row
 from quantkit.model.alias import ALIASES
-from quantkit.report import words
+from quantkit.report import shares, words
 
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 _GATE = "gate."
@@ -108,7 +109,8 @@ def _next_word(row: Row, value: float) -> Line:
 
 
 def _agreement(row: Row, value: float) -> Line:
-    return Line("same most likely word", "", words.percent(value), words.between(row.ci95, words.percent))
+    form = shares.form(row)
+    return Line(shares.agreement(row), "", form(value), words.between(row.ci95, form))
 
 
 def _kl(row: Row, value: float) -> Line:
@@ -117,23 +119,38 @@ def _kl(row: Row, value: float) -> Line:
     except MissingDependency:  # the interval is in the row; only the error behind it needs scipy
         error = None
     remark = (
-        f"± {words.figure(error, 2)} nats" if error is not None else words.between(row.ci95, words.figure) or "nats"
+        f"± {words.figure(error, 2)} nats"
+        if error is not None
+        else f"{words.between(row.ci95, lambda value: words.figure(value, 3))} nats".strip()
     )
     return Line("KL divergence", "", words.figure(value, 3), remark)
 
 
 def _share(label: str) -> _Maker:
     def line(row: Row, value: float) -> Line:
-        before = words.percent(row.baseline.value) if row.baseline is not None else ""
-        return Line(label, before, words.percent(value), words.between(row.ci95, words.percent))
+        form = shares.form(row)
+        before = form(row.baseline.value) if row.baseline is not None else ""
+        remark = "; ".join(part for part in (words.between(row.ci95, form), shares.changed(row)) if part)
+        return Line(label, before, form(value), remark)
 
     return line
 
 
 def _cosine(row: Row, value: float) -> Line:
-    return Line(
-        "cosine to the original", "", words.figure(value, 5), words.between(row.ci95, lambda x: words.figure(x, 5))
-    )
+    least = (row.quantiles or {}).get("p0")
+    parts = [words.between(row.ci95, _cosine_form), f"least {_cosine_form(least)}" if least is not None else ""]
+    return Line("cosine to the original", "", _cosine_form(value), "; ".join(part for part in parts if part))
+
+
+def _cosine_form(value: float) -> str:
+    return words.figure(value, 5)
+
+
+def _relative_error(row: Row, value: float) -> Line:
+    def form(share: float) -> str:
+        return words.percent(share, 2)
+
+    return Line("error relative to the original", "", form(value), words.between(row.ci95, form))
 
 
 # in the order they are shown
@@ -144,10 +161,9 @@ _MAKERS = {
     "accuracy.kl": _kl,
     "accuracy.top1_agreement": _agreement,
     "accuracy.next_word": _next_word,
-    "accuracy.top1": _share("top-1 accuracy"),
-    "accuracy.top5": _share("top-5 accuracy"),
-    "accuracy.recall_at_1": _share("recall at 1"),
+    **{name: _share(label) for name, label in shares.NAMES.items()},
     "accuracy.cosine": _cosine,
+    "accuracy.relative_error": _relative_error,
     "memory.peak": _peak,
 }
 
@@ -166,6 +182,8 @@ def variant(row: Row) -> str:
     parts = [row.runtime or "", f"level {level}" if level is not None else ""]
     if cache is not None:
         parts += [f"context {(row.shape or {}).get('context', 0):,}", f"{cache} cache"]
+    if (output := row.settings.get("output")) is not None:
+        parts.append(f"output {output}")
     return ", ".join(part for part in parts if part)
 
 
@@ -195,10 +213,36 @@ def scored(rows: Sequence[Row]) -> str:
     if row is None or row.data is None:
         return ""
     sequences = (row.shape or {}).get("sequences")
-    unit = "sequences" if row.name == "accuracy.cosine" else "positions"
     among = f" in {words.plural(sequences, 'sequence')}" if sequences else ""
-    what = f"{row.data.items:,} {unit} of {row.data.set} ({row.data.split}){among}"
+    what = f"{words.plural(row.data.items, _unit(row))} of {row.data.set} ({row.data.split}){among}"
+    paired = any(row.baseline is not None and row.baseline.difference is not None for row in rows)
+    if shares.of_classes(row) or paired:
+        test = f"; changes are paired, {_unit(row)} by {_unit(row)}, with McNemar's exact test" if paired else ""
+        clustered = ", over those drawn together" if "ci95-by-cluster" in row.flags else ""
+        return f"{what}; intervals 95 %{clustered}{test}"
     return f"{what}; intervals 95 %, ± standard error"
+
+
+def _unit(row: Row) -> str:
+    """What is counted as one."""
+    if shares.of_classes(row):
+        return "image"
+    if row.name in shares.RECALL or "ci95-by-pair" in row.flags:
+        return "pair"
+    if "output" in row.settings:
+        return "item"
+    return "sequence" if row.name == "accuracy.cosine" else "position"
+
+
+def calibrated(seen: CalibrationEntry) -> str:
+    """What the passes saw: `prose-en (calib), 16 sequences of 512 tokens`; images and pairs have no tokens."""
+    of = f"sequences of {seen.tokens} tokens" if seen.tokens else "items"
+    return f"{seen.set} ({seen.split}), {seen.samples} {of}"
+
+
+def hash_of(tokens: bool) -> str:
+    """What a hash of a set is over."""
+    return "sha256 of its token ids" if tokens else "sha256 of its items"
 
 
 def gates(checks: Sequence[Check]) -> list[Check]:
@@ -220,7 +264,8 @@ def relation(check: Check) -> str:
     sign = "≥" if check.name.endswith("_min") else "≤"
     if not check.ok:
         sign = {"≥": "<", "≤": ">"}[sign]
-    return f"{words.figure(check.value, 3)} {sign} {check.limit:g}"
+    unit = " points" if "_drop_" in check.name else ""
+    return f"{words.figure(check.value, 3)} {sign} {check.limit:g}{unit}"
 
 
 def short(check: Check) -> str:

@@ -21,7 +21,8 @@ from quantkit.bundle import Manifest
 from quantkit.errors import MissingDependency
 from quantkit.measure.harm import Harm
 from quantkit.measure.rows import Row
-from quantkit.report import curves, figures, sections, speed, usage, words
+from quantkit.report import accuracy as accuracy_sections
+from quantkit.report import curves, figures, sections, shares, speed, usage, words
 from quantkit.report import harm as harm_sections
 
 _FOLDER = Path(__file__).parent
@@ -66,10 +67,10 @@ def page(
         timed=figures.timed(rows),
         tiles=_tiles(rows),
         speed=speed.sections(manifest, rows),
-        accuracy=sections.accuracy(manifest, rows),
-        tables=sections.accuracy_tables(rows),
+        accuracy=accuracy_sections.accuracy(manifest, rows),
+        tables=accuracy_sections.accuracy_tables(rows),
         scored=figures.scored(rows),
-        notes=[note.rstrip(".") for note in [*notes, *sections.traps(rows, notes)]],
+        notes=[note.rstrip(".") for note in [*notes, *accuracy_sections.traps(rows, notes)]],
         harm=[*harm_sections.sections(harm), *sections.weights(manifest)],
         hurts=harm_sections.said(harm),
         worst=harm_sections.worst(harm),
@@ -173,11 +174,18 @@ def _tiles(rows: Sequence[Row]) -> list[Tile]:
         label = "smaller on disk" if ratio >= 1 else "larger on disk"
         number = words.times(ratio if ratio >= 1 else 1 / ratio)
         found.append(Tile(number, label, f"{words.size(before)} to {words.size(row.value or 0.0)}"))
-    scored = {row.name: row for row in rows if row.value is not None}
+    scored = {row.name: row for row in rows if row.value is not None and "surer_than" not in row.settings}
     if (best := scored.get("accuracy.perplexity")) and best.baseline and best.baseline.ratio:
         change = f"{words.figure(best.baseline.value)} to {words.figure(best.value or 0.0)}"
         detail = f"{change}, {figures.variant(best)}; lower is better"
         found.append(Tile(f"{1 / best.baseline.ratio:.3f}×", "the perplexity", detail))
+    elif best := next((scored[name] for name in ("accuracy.top1", "accuracy.recall_at_1") if name in scored), None):
+        detail = ", ".join(part for part in (shares.changed(best), figures.variant(best)) if part)
+        found.append(Tile(shares.form(best)(best.value or 0.0), shares.NAMES[best.name], detail))
+    elif (best := scored.get("accuracy.top1_agreement")) and shares.of_classes(best):
+        form = shares.form(best)
+        detail = f"95\u00a0% {words.between(best.ci95, form)}, {figures.variant(best)}"
+        found.append(Tile(form(best.value or 0.0), shares.agreement(best), detail))
     elif best := scored.get("accuracy.cosine"):
         found.append(Tile(words.figure(best.value or 0.0), "cosine to the original", figures.variant(best)))
     return found
@@ -191,14 +199,14 @@ def _facts(manifest: Manifest, rows: Sequence[Row]) -> list[tuple[str, str]]:
     found = [("source", f"{source.ref}, {source.dtype}{f', converted from {source.was}' if source.was else ''}")]
     found.append(("sha256 of the source", source.sha256))
     if seen is not None:
-        found.append(("calibrated on", f"{seen.set} ({seen.split}), {seen.samples} sequences of {seen.tokens} tokens"))
-        found.append(("sha256 of its token ids", seen.ids_sha256))
+        found.append(("calibrated on", figures.calibrated(seen)))
+        found.append((figures.hash_of(seen.tokens > 0), seen.ids_sha256))
     else:
         found.append(("calibrated on", "nothing: no pass of the recipe looks at data"))
     data = next((row.data for row in rows if row.data is not None), None)
     if data is not None:
         found.append(("scored on", f"{data.set} ({data.split}), {data.items:,} items"))
-        found.append(("sha256 of its token ids", data.sha256))
+        found.append((figures.hash_of(manifest.model.kind == "decoder"), data.sha256))
     found.append(("target", str((manifest.target or {}).get("name") or "none")))
     device = manifest.device.get("name") or "an unnamed machine"
     found.append(("made on", f"{device}, {manifest.isa}, {words.plural(manifest.threads, 'thread')}"))

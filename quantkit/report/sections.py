@@ -1,13 +1,13 @@
 """Sections of the report page: figures that belong together, what they show in words, and their data as a table.
 
-Here accuracy, weights and sizes; `report.speed` has the times, `report.harm` what quantizing does to layers, blocks and
-words. All are functions of manifest and rows.
+Here weights and sizes; `report.accuracy` has the scores, `report.speed` the times, `report.harm` what quantizing does
+to layers, blocks and words. All are functions of manifest and rows.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from statistics import median
@@ -16,8 +16,7 @@ from typing import Any
 from quantkit.bundle import Manifest
 from quantkit.measure.rows import Row
 from quantkit.report import charts, figures, words
-from quantkit.report.charts import Figure, Mark, Part, Point
-from quantkit.report.words import Form, Interval
+from quantkit.report.charts import Figure, Part
 
 _FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -62,124 +61,6 @@ class Section:
     cautions: Sequence[str] = ()
     keys: Sequence[tuple[str, str]] = ()
     title: str = ""
-
-
-# --- accuracy --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Measure:
-    """How one measure of accuracy is drawn: `same` is its value where nothing has changed, `gate` the recipe's key."""
-
-    title: str
-    axis: str
-    same: float
-    gate: str
-    form: Form
-    tick: Form
-    read: Callable[[Row], tuple[float, Interval | None] | None]
-
-
-def _itself(row: Row) -> tuple[float, Interval | None] | None:
-    return None if row.value is None else (row.value, row.ci95)
-
-
-def _against_original(row: Row) -> tuple[float, Interval | None] | None:
-    """How many times the original's, from a ratio that says how many times better."""
-    base = row.baseline
-    if base is None or not base.ratio or base.ratio <= 0:
-        return None
-    sure = base.ratio_ci95
-    return 1 / base.ratio, (1 / sure[1], 1 / sure[0]) if sure and sure[0] > 0 else None
-
-
-_MEASURES = {
-    "accuracy.perplexity": _Measure(
-        "Perplexity, times the original's",
-        "ratio (lower is better)",
-        1.0,
-        "perplexity_ratio_max",
-        lambda v: f"{v:.3f}×",
-        lambda v: f"{v:g}×",
-        _against_original,
-    ),
-    "accuracy.kl": _Measure(
-        "KL divergence from the original",
-        "nats (lower is better)",
-        0.0,
-        "kl_max",
-        lambda v: words.figure(v, 3),
-        lambda v: f"{v:g}",
-        _itself,
-    ),
-    "accuracy.top1_agreement": _Measure(
-        "Same most likely word as the original",
-        "of positions (higher is better)",
-        1.0,
-        "top1_agreement_min",
-        words.percent,
-        lambda v: f"{100 * v:g} %",
-        _itself,
-    ),
-    "accuracy.cosine": _Measure(
-        "Cosine to the original",
-        "cosine (higher is better)",
-        1.0,
-        "cosine_min",
-        lambda v: words.figure(v, 5),
-        lambda v: f"{v:g}",
-        _itself,
-    ),
-}
-
-
-def accuracy(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
-    """Forest plots, one a measure, each with every export, no change, and the gate."""
-    panels, body = [], []
-    gates = manifest.recipe.get("gates") or {}
-    for name, measure in _MEASURES.items():
-        known = [(row, found) for row in rows if row.name == name and (found := measure.read(row)) is not None]
-        if not known:
-            continue
-        points = []
-        for row, (value, interval) in known:
-            points.append(Point(figures.variant(row), value, interval, measure.form(value)))
-            body.append(
-                [
-                    measure.title,
-                    figures.variant(row),
-                    measure.form(value),
-                    words.between(interval, measure.form) or "–",
-                    figures.flags(row),
-                ]
-            )
-        marks, limit = [Mark(measure.same, "no change")], gates.get(measure.gate)
-        if isinstance(limit, int | float):
-            marks.append(Mark(float(limit), f"gate {measure.tick(limit)}", dotted=True))
-        ends = [end for _, (value, interval) in known for end in (interval or (value, value))]
-        across = charts.straight_axis(measure.axis, [*ends, *(mark.x for mark in marks)], form=measure.tick)
-        alt = f"{measure.title}, by export, with 95 % intervals"
-        panels.append(Panel(measure.title, alt, charts.forest(points, across, marks=marks)))
-    if not panels:
-        return []
-    return [Section([], panels, [], Sheet(["measure", "export", "value", "95 % interval", ""], body, remarks=1))]
-
-
-def accuracy_tables(rows: Sequence[Row]) -> list[tuple[str, list[figures.Line]]]:
-    """(export, its lines): before and after, as the card and the terminal have them."""
-    scored = [row for row in rows if row.name.startswith("accuracy.")]
-    return figures.tables(scored)
-
-
-def traps(rows: Sequence[Row], notes: Sequence[str]) -> list[str]:
-    """What the rows' flags say of the source that no note does."""
-    found = []
-    for flag in dict.fromkeys(flag for row in rows for flag in row.flags if flag.startswith("source-was-")):
-        was = flag.removeprefix("source-was-").replace("-", " ")
-        if not any(was in note.lower() for note in notes):
-            rest = "the original that everything is held against has its rounding already"
-            found.append(f"The source was converted from {was}: {rest}")
-    return found
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------

@@ -102,6 +102,25 @@ def percent(share: float, places: int = 1) -> str:
     return f"{100 * share:.{places}f} %"
 
 
+def points(difference: float, places: int = 1) -> str:
+    """A difference of shares in points of percent, with its sign.
+
+    >>> points(-0.0021), points(0.0004, 2), points(-0.0001)
+    ('−0.2', '+0.04', '0.0')
+    """
+    text = f"{100 * difference:+.{places}f}"
+    return text.lstrip("+-") if float(text) == 0 else text.replace("-", "−")
+
+
+def chance(p: float) -> str:
+    """A p-value, as far as it is read.
+
+    >>> chance(0.2968), chance(0.0312), chance(0.00002)
+    ('0.30', '0.031', 'below 0.001')
+    """
+    return "below 0.001" if p < 0.001 else f"{p:.2f}" if p >= 0.1 else f"{p:.2g}"
+
+
 def plural(count: int, word: str) -> str:
     """`plural(1, "layer")` is `1 layer`, `plural(210, "layer")` is `210 layers`."""
     return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"

@@ -18,6 +18,9 @@ from quantkit.errors import MissingDependency
 
 Array = NDArray[Any]
 
+# values of resamples that are in memory at one time
+_DRAWS = 5_000_000
+
 
 def mean_interval(
     values: Array, clusters: Array | None = None, *, level: float = 0.95, resamples: int = 9999, seed: int = 0
@@ -89,6 +92,7 @@ def _interval(above: Array, below: Array, level: float, resamples: int, seed: in
         n_resamples=resamples,
         method="BCa",
         rng=np.random.default_rng(seed),
-        batch=1000,
+        # as many resamples at a time as a few hundred MB hold
+        batch=max(1, min(1000, _DRAWS // above.size)),
     )
     return float(found.confidence_interval.low), float(found.confidence_interval.high)

@@ -43,6 +43,16 @@ def test_the_contract_comes_back_as_it_was():
     assert "\n" not in row.line()
 
 
+def test_a_paired_difference_stands_with_the_baseline_of_shares_alone():
+    assert list(Row.model_validate(FULL).as_dict()["baseline"]) == ["subject", "value", "ratio", "ratio_ci95"]
+    paired = {"difference": -0.002, "difference_ci95": [-0.005, 0.001], "p_value": 0.3}
+    full = FULL | {"name": "accuracy.top1", "baseline": FULL["baseline"] | paired}
+    assert Row.model_validate(full).as_dict() == full
+    # one item has no interval
+    alone = full | {"baseline": full["baseline"] | {"difference_ci95": None}}
+    assert Row.model_validate(alone).as_dict() == alone
+
+
 def test_file_round_trip(tmp_path):
     rows = [
         Row.model_validate(FULL),
@@ -64,7 +74,8 @@ def test_every_listed_name_is_accepted(name):
 
 
 def test_the_names_are_the_designs():
-    assert len(NAMES) == len(set(NAMES)) == 29
+    # 29, and three that labelled accuracy needs besides: recall_at_5, recall_at_10, relative_error
+    assert len(NAMES) == len(set(NAMES)) == 32
 
 
 @pytest.mark.parametrize(
@@ -82,6 +93,8 @@ def test_the_names_are_the_designs():
         {"baseline": {"subject": "b", "value": float("nan")}},
         {"baseline": {"subject": "b", "value": 1.0, "ratio_ci95": [3.0, 2.0]}},
         {"baseline": {"value": 1.0}},
+        {"baseline": {"subject": "b", "value": 1.0, "difference": 0.1, "difference_ci95": [0.2, 0.1]}},
+        {"baseline": {"subject": "b", "value": 1.0, "difference": 0.1, "p_value": 1.1}},
         {"op": {"k": 3}},
         {"device": {"id": "x", "kind": "toaster", "name": "y"}},
         {"data": {"set": "x", "split": "train", "sha256": "y", "items": 3}},

@@ -25,6 +25,23 @@ ROWS = [
 ]
 
 
+def share(name: str, value: float, before: float, runtime: str = "onnxruntime", **settings: float) -> Row:
+    base = Baseline(subject="b", value=before, difference=value - before, difference_ci95=(-1, 1), p_value=0.5)
+    shape = {"classes": 10} if "top1" in name else None
+    return row(name, value).model_copy(
+        update={"baseline": base, "runtime": runtime, "shape": shape, "settings": settings}
+    )
+
+
+LABELLED = [
+    share("accuracy.top1", 0.912, 0.914),
+    share("accuracy.recall_at_1", 0.61, 0.615),
+    share("accuracy.recall_at_5", 0.3, 0.9),
+    share("accuracy.top1_agreement", 0.95, 1.0),
+    share("accuracy.top1_agreement", 0.5, 1.0, surer_than=0.3),
+]
+
+
 @pytest.mark.parametrize(
     ("gate", "value", "passes", "fails"),
     [
@@ -33,11 +50,15 @@ ROWS = [
         ("perplexity_ratio_max", 1.1, 1.11, 1.09),  # candidate over original
         ("cosine_min", 0.99, 0.98, 0.995),
         ("bits_per_weight_max", 4.3, 4.31, 4.25),
+        # in points of percent; the agreement of a classifier is not that of next words, nor that of what it is sure of
+        ("top1_drop_max", 0.2, 0.2, 0.19),
+        ("recall_drop_max", 0.5, 0.5, 0.45),
+        ("agreement_min", 0.95, 0.95, 0.96),
     ],
 )
 def test_each_gate_in_its_direction(gate: str, value: float, passes: float, fails: float) -> None:
     for limit, ok in ((passes, True), (fails, False)):
-        ((check,), unjudged) = judge(Gates(**{gate: limit}), ROWS)
+        ((check,), unjudged) = judge(Gates(**{gate: limit}), [*ROWS, *LABELLED])
         assert not unjudged
         assert (check.name, check.limit, check.ok) == (f"gate.{gate}", limit, ok)
         assert check.value == pytest.approx(value)
@@ -49,7 +70,9 @@ def test_a_limit_that_is_just_met_holds() -> None:
 
 def test_every_gate_of_the_schema_is_about_something() -> None:
     every: dict[str, Any] = dict.fromkeys(Gates.model_fields, 1.0)
-    assert {check.name for check in judge(Gates(**every), ROWS)[0]} == {f"gate.{name}" for name in Gates.model_fields}
+    checks = judge(Gates(**every), [*ROWS, *LABELLED])[0]
+    plain = {check.name for check in checks}
+    assert plain == {f"gate.{name}" for name in Gates.model_fields}
     assert judge(Gates(), ROWS) == ([], [])
 
 
@@ -59,3 +82,36 @@ def test_what_was_not_measured_is_not_judged_and_that_is_recorded(rows: list[Row
     checks, decisions = judge(Gates(perplexity_ratio_max=1.1), rows)
     assert checks == []
     assert [(each.code, each.where) for each in decisions] == [("gate-not-judged", "gates.perplexity_ratio_max")]
+
+
+def test_labels_that_are_not_there_leave_their_gates_unjudged() -> None:
+    agreement = [row for row in LABELLED if row.name == "accuracy.top1_agreement"]
+    gates = Gates(top1_drop_max=0.3, agreement_min=0.9, recall_drop_max=0.5, top1_agreement_min=0.9)
+    checks, decisions = judge(gates, agreement)
+    assert [check.name for check in checks] == ["gate.agreement_min"]
+    assert [each.where for each in decisions] == [
+        *("gates.top1_agreement_min", "gates.top1_drop_max", "gates.recall_drop_max")
+    ]
+
+
+def test_a_gain_passes_a_limit_on_losses() -> None:
+    (check,), _ = judge(Gates(top1_drop_max=0.0), [share("accuracy.top1", 0.92, 0.91)])
+    assert check.ok
+    assert check.value == pytest.approx(-1.0)
+
+
+def test_of_several_outputs_the_worst_is_judged_and_each_runtime_by_itself() -> None:
+    rows = [
+        row("accuracy.cosine", value).model_copy(update={"runtime": runtime, "settings": {"output": name}})
+        for runtime, name, value in (
+            ("onnxruntime", "a", 0.99),
+            ("onnxruntime", "b", 0.9),
+            ("onnxruntime", "c", 0.999),
+            ("torch", "a", 0.995),
+        )
+    ]
+    checks, _ = judge(Gates(cosine_min=0.95), rows)
+    assert [(check.name, check.value, check.ok) for check in checks] == [
+        ("gate.cosine_min", 0.9, False),
+        ("gate.torch.cosine_min", 0.995, True),
+    ]

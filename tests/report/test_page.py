@@ -19,7 +19,8 @@ from plotly import graph_objects
 
 from quantkit.errors import MissingDependency
 from quantkit.measure.rows import Row
-from quantkit.report import sections, speed
+from quantkit.report import speed
+from quantkit.report.accuracy import traps
 from quantkit.report.page import page
 from report.hurt import hurt
 from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
@@ -180,8 +181,8 @@ def test_what_is_undecided_is_neither_good_nor_bad(answer: str) -> None:
 
 def test_a_converted_source_is_said_once() -> None:
     said = "The source was converted from gguf q4_1"
-    assert sections.traps(exported_rows(), [])[0].startswith(said)
-    assert sections.traps(exported_rows(), ["converted from GGUF Q4_1"]) == []
+    assert traps(exported_rows(), [])[0].startswith(said)
+    assert traps(exported_rows(), ["converted from GGUF Q4_1"]) == []
 
 
 def test_a_failed_gate_comes_first() -> None:
