@@ -51,7 +51,7 @@ class Graphics:
                 where="--device cuda",
                 value=f"no GPU here: {reason}",
                 rule="kernels are timed on the device that they are for",
-                remedy="run it where there is one; --device cpu times this processor",
+                remedy="run it where there is one, with pip install 'quantkit[gpu]'; --device cpu times this processor",
             )
         name, capability = str(found[0]["name"]), str(found[0]["sm"])
         sm = int(capability.replace(".", ""))
