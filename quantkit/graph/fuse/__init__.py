@@ -14,6 +14,9 @@ from quantkit.graph.fuse._fused import Fused, Fusion
 from quantkit.graph.fuse._proof import LIMIT, difference, outputs
 from quantkit.graph.fuse.constants import Constants
 from quantkit.graph.fuse.conv_batch_norm import ConvBatchNorm
+from quantkit.graph.fuse.gelu import Gelu
+from quantkit.graph.fuse.layer_norm import LayerNorm
+from quantkit.graph.fuse.linear_bias import LinearBias
 from quantkit.graph.fuse.no_ops import NoOps
 
 __all__ = ["LIMIT", "Fused", "Fusion", "fuse", "fusions"]
@@ -21,7 +24,7 @@ __all__ = ["LIMIT", "Fused", "Fusion", "fuse", "fusions"]
 
 def fusions() -> tuple[Fusion, ...]:
     """All of them, in the order in which one makes room for the next."""
-    return (Constants(), NoOps(), ConvBatchNorm())
+    return (Constants(), NoOps(), LinearBias(), ConvBatchNorm(), LayerNorm(), Gelu())
 
 
 def fuse(

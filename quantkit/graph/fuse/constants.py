@@ -6,8 +6,8 @@ Model functions are inlined, Constant nodes become initializers, shapes that are
 fixed shape, an If with a fixed condition), and onnxscript's folding evaluates the rest with ONNX's reference evaluator.
 
 Guard: weights do not blow up. A result of more than `LIMIT` elements has to be no larger than the constants that go
-away for it, because nothing else reads them (a transposed weight is; one that is expanded over a batch is not). Defaults
-of graph inputs are no constants; QuantizeLinear and DequantizeLinear stay.
+away for it, because nothing else reads them (a transposed weight is; one that is expanded over a batch is not).
+Defaults of graph inputs are no constants; QuantizeLinear and DequantizeLinear stay.
 """
 
 from __future__ import annotations
