@@ -18,6 +18,7 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator, model
 
 from quantkit.content import Closed, known_keys, read_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
+from quantkit.model.preprocess import Preprocess
 
 Split = Literal["calib", "tune", "eval"]
 
@@ -63,24 +64,6 @@ class Sampling(Closed):
     special_tokens: bool = False
     shuffle: bool = True
     seed: int = Field(default=0, ge=0)
-
-
-class Preprocess(Closed):
-    """Images only. Shapes in pixels; mean and std per channel of values in 0..1; see `image_sources`."""
-
-    resize: int = Field(gt=0)
-    crop: int = Field(gt=0)
-    mean: list[Annotated[float, Field(allow_inf_nan=False)]] = Field(min_length=1)
-    std: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(min_length=1)
-    layout: Literal["NCHW", "NHWC"] = "NCHW"
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if len(self.mean) != len(self.std):
-            raise ValueError("`mean` and `std` have a value for each channel")
-        if self.crop > self.resize:
-            raise ValueError("what is cropped is not larger than what was resized")
-        return self
 
 
 class Card(Closed):

@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.calibrate.card import Preprocess, read_bytes
+from quantkit.calibrate.card import read_bytes
 from quantkit.errors import InputError, MissingDependency
+from quantkit.model.preprocess import Preprocess
 
 ARRAYS = (".npz", ".npy")
 PICTURES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")

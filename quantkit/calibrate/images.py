@@ -24,9 +24,10 @@ from pydantic import ValidationError
 
 from quantkit import content
 from quantkit.calibrate import image_sources
-from quantkit.calibrate.card import Card, Preprocess, Sampling, Split, read_bytes
+from quantkit.calibrate.card import Card, Sampling, Split, read_bytes
 from quantkit.calibrate.image_sources import Images
 from quantkit.errors import InputError, from_validation
+from quantkit.model.preprocess import Preprocess
 
 PREPROCESS = "preprocess.yaml"
 _TUNE, _EVAL = 0.85, 0.90

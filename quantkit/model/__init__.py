@@ -2,6 +2,7 @@
 
 `open_model` (open.py) turns a folder, `hf:org/name` or an alias into a `Source`: config, tokenizer, an empty skeleton
 on the meta device and the strict, lazy `Weights` (weights.py) that fill it block by block. `alias.py` lists the shipped
-models, `gguf.py` converts the one that comes as GGUF. Nothing here unpickles a file, and a model's own code runs only
-where the user said so.
+models; `gguf.py` converts the one that comes as GGUF, `packaged.py` the others. Networks for images are built by
+`cnn.py` from the descriptions in `networks/` and written as ONNX graphs by `to_onnx.py`. Nothing here unpickles a file,
+but for the tensors of one, and a model's own code runs only where the user said so.
 """

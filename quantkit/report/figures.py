@@ -305,7 +305,7 @@ def notes(manifest: Manifest) -> list[str]:
     """What a reader of a bundle's figures must know about its source, wherever they are shown."""
     alias = ALIASES.get(manifest.model.source.ref.removeprefix("alias:"))
     if alias is not None:
-        return [alias.note]
+        return [alias.note] if alias.note else []
     return [f"the source was converted from {manifest.model.source.was}"] if manifest.model.source.was else []
 
 

@@ -35,9 +35,8 @@ from quantkit.report import words
 _PRIOR = 0.05
 _EVERY = 10.0
 _WIDTH = 24
-# about what a compile scores on, and what a weight takes in the alias's file
+# positions that a compile scores on, about
 _SCORED = 6144
-_ALIAS_BITS = 5
 
 
 class Estimate:
@@ -272,7 +271,8 @@ def _weights(model: str) -> float | None:
     """How many weights a model has, by the size of its files."""
     try:
         if model in ALIASES:
-            return resource(ALIASES[model]).stat().st_size * 8 / _ALIAS_BITS
+            alias = ALIASES[model]
+            return resource(alias).stat().st_size * 8 / alias.bits
         folder = Path(model).expanduser()
         if not content.is_path(model) or not folder.is_dir():
             return None

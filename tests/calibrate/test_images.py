@@ -15,9 +15,10 @@ from PIL import Image
 from test_card import write_card
 
 from quantkit import content
-from quantkit.calibrate.card import Card, Preprocess
+from quantkit.calibrate.card import Card
 from quantkit.calibrate.images import PREPROCESS, ImageSet, load_images
 from quantkit.errors import InputError
+from quantkit.model.preprocess import Preprocess
 
 HOW = {"resize": 12, "crop": 8, "mean": [0.5], "std": [0.25], "layout": "NCHW"}
 

@@ -15,7 +15,6 @@ import torch
 from test_gguf import vocabulary, write_gguf
 from zoo import tiny
 
-import quantkit.model.alias as module
 from quantkit.content import cache_dir
 from quantkit.errors import InputError
 from quantkit.model.alias import ALIASES, Alias, materialize, resource
@@ -38,24 +37,27 @@ def alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Alias:
 
 
 @pytest.fixture
-def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Counts conversions, and makes them slow enough to overlap."""
-    done: list[Path] = []
-    convert = module.convert_llama
+def conversions() -> list[Path]:
+    """The folders that conversions filled."""
+    return []
 
-    def slow(source: Path, folder: Path) -> None:
+
+@pytest.fixture
+def slow(alias: Alias, conversions: list[Path]) -> Alias:
+    """Its conversions are counted, and slow enough to overlap."""
+
+    def convert(source: Path, folder: Path) -> None:
         time.sleep(0.2)
-        convert(source, folder)
-        done.append(folder)
+        alias.convert(source, folder)
+        conversions.append(folder)
 
-    monkeypatch.setattr(module, "convert_llama", slow)
-    return done
+    return replace(alias, convert=convert)
 
 
-def test_converted_once_without_importing_the_package(alias: Alias, conversions: list[Path]) -> None:
-    folder = materialize(alias)
+def test_converted_once_without_importing_the_package(slow: Alias, conversions: list[Path]) -> None:
+    folder = materialize(slow)
     assert folder.parent == cache_dir() / "models" and folder.name.startswith("tiny-")
-    assert materialize(alias) == folder and len(conversions) == 1
+    assert materialize(slow) == folder and len(conversions) == 1
     source = open_model(str(folder))
     model = tiny("llama", vocab_size=len(vocabulary()))
     assert torch.equal(source.weights.read("lm_head.weight"), model.state_dict()["lm_head.weight"])
@@ -67,9 +69,9 @@ def test_a_new_file_in_the_package_is_a_new_folder(alias: Alias) -> None:
     assert materialize(alias) != before
 
 
-def test_two_at_once_convert_once(alias: Alias, conversions: list[Path]) -> None:
+def test_two_at_once_convert_once(slow: Alias, conversions: list[Path]) -> None:
     found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(materialize(alias))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: found.append(materialize(slow))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -77,31 +79,27 @@ def test_two_at_once_convert_once(alias: Alias, conversions: list[Path]) -> None
     assert len(set(found)) == 1 and len(found) == 3 and len(conversions) == 1
 
 
-def test_a_conversion_that_died_leaves_nothing_in_the_way(alias: Alias, monkeypatch: pytest.MonkeyPatch) -> None:
-    convert = module.convert_llama
-
+def test_a_conversion_that_died_leaves_nothing_in_the_way(alias: Alias) -> None:
     def dies(source: Path, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
         os._exit(9)
 
-    monkeypatch.setattr(module, "convert_llama", dies)
     child = os.fork()
     if child == 0:
-        materialize(alias)
+        materialize(replace(alias, convert=dies))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     models = cache_dir() / "models"
     assert [path.name for path in models.iterdir() if not path.name.startswith(".")] == []
-    monkeypatch.setattr(module, "convert_llama", convert)
     folder = materialize(alias)
     assert {path.name for path in models.iterdir()} == {folder.name, f".{folder.name}.lock"}
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "provenance.json"])
-def test_a_damaged_folder_is_made_again(name: str, alias: Alias, conversions: list[Path]) -> None:
-    folder = materialize(alias)
+def test_a_damaged_folder_is_made_again(name: str, slow: Alias, conversions: list[Path]) -> None:
+    folder = materialize(slow)
     good = (folder / name).read_bytes()
     (folder / name).write_bytes(good[: len(good) // 2])
-    assert materialize(alias) == folder and len(conversions) == 2
+    assert materialize(slow) == folder and len(conversions) == 2
     assert (folder / name).read_bytes() == good
 
 

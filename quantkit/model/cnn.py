@@ -1,0 +1,244 @@
+"""Convolutional networks for images, built from a description alone.
+
+    stem        convolution k x k, norm, activation
+    stages      blocks, each repeated; the first of a stage has its stride:
+                  expand     1 x 1 to `expansion` times the channels, norm, activation; not where expansion is 1
+                  depthwise  k x k on each channel alone, norm, activation
+                  project    1 x 1 to the stage's channels, norm; an activation unless `linear`
+                  + its input, where the shapes agree and `residual`
+    head        1 x 1 convolution, norm, activation
+    pooling     mean over height and width
+    classifier  a linear layer, with bias
+
+An inverted residual of MobileNetV2 (Sandler et al. 2018) and of EfficientNet (Tan and Le 2019) is a linear block; a
+separable convolution of MobileNet (Howard et al. 2017) is one of expansion 1 that is not linear. Padding is SAME, as in
+TensorFlow: an output of ceil(size / stride), what is odd goes to the right and below, e.g. 224 pixels, kernel 3,
+stride 2: one row below, none above. Norms are batch norms, and stay apart from their convolutions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, ValidationError, model_validator
+from torch import Tensor, nn
+
+from quantkit.content import Closed, known_keys
+from quantkit.errors import InputError, from_validation
+from quantkit.model.weights import SINGLE, Weights, dtype_name, strict_json, write_safetensors
+
+CONFIG = "config.json"
+# how often a norm was trained: nothing computes with it
+_COUNTER = "num_batches_tracked"
+_ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "relu6": nn.ReLU6}
+
+
+class Stem(Closed):
+    """The first convolution."""
+
+    channels: int = Field(gt=0)
+    kernel: int = Field(default=3, gt=0)
+    stride: int = Field(default=1, gt=0)
+
+
+class Stage(Closed):
+    """`repeats` blocks to `channels` channels; see the module."""
+
+    channels: int = Field(gt=0)
+    repeats: int = Field(default=1, gt=0)
+    kernel: int = Field(default=3, gt=0)
+    stride: int = Field(default=1, gt=0)
+    expansion: int = Field(default=1, gt=0)
+    linear: bool = True
+    residual: bool = True
+
+
+class CnnConfig(Closed):
+    """A network.
+
+    Args:
+        channels, size: of the images, [channels, size, size].
+        classes: of the output.
+        activation: relu, or relu6 = min(max(x, 0), 6).
+        norm_epsilon: of the batch norms.
+        stem, stages: see the module.
+        head: channels; None leaves the head out.
+        dropout: before the classifier, while training.
+    """
+
+    channels: int = Field(gt=0)
+    size: int = Field(gt=0)
+    classes: int = Field(gt=0)
+    activation: Literal["relu", "relu6"]
+    norm_epsilon: float = Field(default=1e-5, gt=0)
+    stem: Stem
+    stages: list[Stage] = Field(min_length=1)
+    head: int | None = Field(default=None, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _large_enough(self) -> Self:
+        size = self.size
+        for stride in (self.stem.stride, *(stage.stride for stage in self.stages)):
+            if stride > size:
+                raise ValueError(f"a stride of {stride} where {size} pixels are left")
+            size = -(-size // stride)
+        return self
+
+    @classmethod
+    def load(cls, path: Path) -> CnnConfig:
+        """Read a `config.json`.
+
+        Raises:
+            InputError: `config-invalid`, `file-unreadable`.
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise InputError("file-unreadable", where=str(path), value=str(error), remedy="check the file") from None
+        try:
+            return cls.model_validate(strict_json(data, str(path), "config-invalid", "config-invalid"))
+        except ValidationError as error:
+            raise from_validation(error, where=str(path), code="config-invalid", known=known_keys(cls)) from None
+
+
+class Convolution(nn.Module):
+    """Convolution without bias, norm, and the activation if there is one.
+
+    [n, K, s, s] to [n, N, t, t], t = ceil(s / stride).
+
+    Args:
+        size: pixels of each side that come in.
+        groups: 1, or as many as channels for a depthwise convolution.
+    """
+
+    def __init__(
+        self,
+        config: CnnConfig,
+        inputs: int,
+        outputs: int,
+        *,
+        size: int,
+        kernel: int = 1,
+        stride: int = 1,
+        groups: int = 1,
+        activated: bool = True,
+    ) -> None:
+        super().__init__()
+        padding = max((-(-size // stride) - 1) * stride + kernel - size, 0)
+        before, after = padding // 2, padding - padding // 2
+        even = before == after
+        self.pad = nn.Identity() if even else nn.ZeroPad2d((before, after, before, after))
+        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, before if even else 0, groups=groups, bias=False)
+        self.norm = nn.BatchNorm2d(outputs, eps=config.norm_epsilon)
+        self.activation = _ACTIVATIONS[config.activation]() if activated else nn.Identity()
+
+    def forward(self, images: Tensor) -> Tensor:  # noqa: D102
+        found: Tensor = self.activation(self.norm(self.conv(self.pad(images))))
+        return found
+
+
+class Block(nn.Module):
+    """One block of a stage; see the module."""
+
+    def __init__(self, config: CnnConfig, stage: Stage, inputs: int, *, size: int, stride: int) -> None:
+        super().__init__()
+        wide = inputs * stage.expansion
+        after = -(-size // stride)
+        self.expand = Convolution(config, inputs, wide, size=size) if stage.expansion > 1 else nn.Identity()
+        self.depthwise = Convolution(config, wide, wide, size=size, kernel=stage.kernel, stride=stride, groups=wide)
+        self.project = Convolution(config, wide, stage.channels, size=after, activated=not stage.linear)
+        self.residual = stage.residual and stride == 1 and inputs == stage.channels
+
+    def forward(self, images: Tensor) -> Tensor:  # noqa: D102
+        found: Tensor = self.project(self.depthwise(self.expand(images)))
+        return found + images if self.residual else found
+
+
+class Cnn(nn.Module):
+    """A network of a description: images [n, channels, size, size], normalised, to logits [n, classes]."""
+
+    def __init__(self, config: CnnConfig) -> None:
+        super().__init__()
+        self.config = config
+        stem = config.stem
+        self.stem = Convolution(
+            config, config.channels, stem.channels, size=config.size, kernel=stem.kernel, stride=stem.stride
+        )
+        channels, size = stem.channels, -(-config.size // stem.stride)
+        blocks = []
+        for stage in config.stages:
+            for number in range(stage.repeats):
+                stride = stage.stride if number == 0 else 1
+                blocks.append(Block(config, stage, channels, size=size, stride=stride))
+                channels, size = stage.channels, -(-size // stride)
+        self.blocks = nn.Sequential(*blocks)
+        self.head = Convolution(config, channels, config.head, size=size) if config.head else nn.Identity()
+        self.dropout = nn.Dropout(config.dropout)
+        self.classifier = nn.Linear(config.head or channels, config.classes)
+
+    def forward(self, images: Tensor) -> Tensor:  # noqa: D102
+        found: Tensor = self.head(self.blocks(self.stem(images)))
+        logits: Tensor = self.classifier(self.dropout(found.mean((2, 3))))
+        return logits
+
+    def example(self) -> Tensor:
+        """Zeros of the shape of two images."""
+        return torch.zeros(2, self.config.channels, self.config.size, self.config.size)
+
+
+def tensors(network: nn.Module) -> dict[str, Tensor]:
+    """Everything that the network computes with, by name, in the order of its layers."""
+    return {name: value for name, value in network.state_dict().items() if not name.endswith(_COUNTER)}
+
+
+def fill(network: Cnn, values: Mapping[str, Tensor], *, where: str) -> None:
+    """Give a network its tensors.
+
+    Raises:
+        InputError: `weights-names`, `weights-shape`.
+    """
+    wanted = tensors(network)
+    if wanted.keys() != values.keys():
+        odd = sorted(wanted.keys() ^ values.keys())
+        raise InputError(
+            "weights-names",
+            where=where,
+            value=f"{odd[0]} is {'missing' if odd[0] in wanted else 'not of this network'}",
+            rule=f"the tensors of {CONFIG}'s network and no others",
+            remedy="use the weights that belong to it",
+        )
+    for name, value in values.items():
+        if value.shape != wanted[name].shape:
+            raise InputError(
+                "weights-shape",
+                where=f"{where}: {name}",
+                value=str(list(value.shape)),
+                rule=f"{CONFIG} says {list(wanted[name].shape)}",
+                remedy="use the weights that belong to it",
+            )
+    with torch.no_grad():
+        for name, value in values.items():
+            wanted[name].copy_(value)
+
+
+def load(folder: Path) -> Cnn:
+    """The network of a folder with `config.json` and `model.safetensors`, in evaluation mode.
+
+    Raises:
+        InputError: `config-invalid`, `weights-names`, `weights-shape`, and those of `Weights.open`.
+    """
+    network = Cnn(CnnConfig.load(folder / CONFIG)).eval()
+    weights = Weights.open(folder)
+    fill(network, {name: weights.read(name) for name in weights.entries}, where=folder.name)
+    return network
+
+
+def save(network: nn.Module, folder: Path) -> str:
+    """Writes `model.safetensors`; its sha256."""
+    values = tensors(network)
+    headers = [(name, dtype_name(value.dtype), tuple(value.shape)) for name, value in values.items()]
+    return write_safetensors(folder / SINGLE, headers, lambda name: values[name].contiguous())
