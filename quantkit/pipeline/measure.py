@@ -79,10 +79,9 @@ def measure_bundle(
         bundle: finished.
         baseline: a model, or a bundle's path; None is the model it was made from, if that can be found by its name.
         progress: told how far it is.
-        runtime: `torch` (accuracy and size; speed on the GPU of the bundle's target) or `onnxruntime` (speed on a CPU
-            too); None is `default_runtime`.
+        runtime: `torch` (accuracy and size) or `onnxruntime` (speed too); None is `default_runtime`.
         plan: shapes and seconds of the timing; its batches default to the target's, up to 32.
-        speed: whether to time it.
+        speed: whether to time it, in onnxruntime.
 
     Raises:
         InputError: `baseline-needed`, where the source was a folder; `bundle-without-onnx` or `-checkpoint`.
@@ -95,7 +94,6 @@ def measure_bundle(
     bundle.demand_writable()
     bundle.demand_intact()
     timed = speed and runtime == worth.RUNTIME and bundle.manifest.model.kind == "decoder"
-    graphics = speed and runtime == "torch" and _on_gpu(bundle)
     if timed:
         from quantkit.measure.speed import demand
 
@@ -103,14 +101,14 @@ def measure_bundle(
     against = _against(bundle, baseline, timed=timed)
     chosen = plan or Plan(batches=batches_of(bundle))
     stages = {"score": 60.0} if against.stream is not None else {}
-    progress.plan({**stages, "speed": 60.0 + chosen.seconds} if timed or graphics else stages)
+    progress.plan({**stages, "speed": 60.0 + chosen.seconds} if timed else stages)
     rows: list[Row] = []
     items: Items | None = None
     if against.stream is not None:
         rows, items = _accuracy(bundle, against, against.stream, runtime, progress)
-    if timed or graphics:
+    if timed:
         try:
-            rows += (_speed if timed else _speed_on_gpu)(bundle, against, chosen, progress)
+            rows += _speed(bundle, against, chosen, progress)
         except QuantkitError:
             if rows:
                 _keep(bundle, rows, items, runtime, against, progress)
@@ -265,38 +263,6 @@ def _speed(bundle: Bundle, against: _Against, plan: Plan, progress: Progress) ->
     )
 
 
-def _on_gpu(bundle: Bundle) -> bool:
-    """Whether a decoder's target is a GPU, and this machine has one that torch and Triton can use."""
-    if bundle.manifest.model.kind != "decoder" or _target(bundle).kind != "gpu" or not machine.gpus()[0]:
-        return False
-    return machine.has("torch") and machine.has("triton")
-
-
-def _speed_on_gpu(bundle: Bundle, against: _Against, plan: Plan, progress: Progress) -> list[Row]:
-    """Steps on quantkit's own kernels, against the original in 16 bits. Raises InputError `baseline-needed`."""
-    from quantkit.measure import speed_cuda
-    from quantkit.measure.cuda.device import Device
-
-    if against.stream is None or against.format != "float32":
-        raise InputError(
-            "baseline-needed",
-            where="--baseline",
-            value="another bundle",
-            rule="on a GPU speed is measured against the float model in 16 bits",
-            remedy="--baseline MODEL, or --no-speed",
-        )
-    found, said = speed_cuda.run(
-        bundle,
-        against.stream.source,
-        plan,
-        Device("cuda", dry=False),
-        progress=lambda share, words: progress.at("speed", share, words),
-    )
-    if said:
-        progress.note(said)
-    return found
-
-
 def _options(bundle: Bundle) -> dict[str, Any]:
     """What the bundle's graph was exported with."""
     for step in bundle.manifest.recipe.get("export", []):
@@ -378,7 +344,7 @@ def _runtimes(manifest: Manifest) -> list[str]:
 def _kind(row: Row, against: str) -> tuple[Any, ...]:
     """Rows of one kind replace each other; those against another baseline, in another runtime, or timed on another
     machine stand beside each other. A row without baseline is one against `against`."""
-    export = row.settings.get("export") or row.settings.get("kv_cache")
+    export = tuple(row.settings.get(key) for key in ("export", "kv_cache", "output", "surer_than"))
     baseline = row.baseline.subject if row.baseline else against
     device = row.device.id if row.device and worth.is_timing(row) else None
     return row.name, baseline, row.runtime, export, device, row.batch, tuple(sorted((row.shape or {}).items()))

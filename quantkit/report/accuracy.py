@@ -113,24 +113,23 @@ def accuracy(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
     """Right answers and their change, then how far the outputs have moved."""
     gates = {gate: v for gate, v in (manifest.recipe.get("gates") or {}).items() if isinstance(v, int | float)}
     known = [row for row in rows if row.value is not None]
-    panels: list[Panel] = []
-    body: list[list[str]] = []
-    keys: list[tuple[str, str]] = []
+    found: list[Section] = []
     answers = [row for name in shares.NAMES for row in known if row.name == name]
     if answers:
-        panels += [_right(answers), *_changes(answers, gates)]
-        body += _as_text(answers)
-        if any(row.baseline is not None for row in answers):
-            keys = [(charts.QUANTIZED, "this model"), (charts.ORIGINAL, "the original")]
+        sides = [(charts.QUANTIZED, "this model"), (charts.ORIGINAL, "the original")]
+        keys = sides if any(row.baseline is not None for row in answers) else []
+        panels = [_right(answers), *_changes(answers, gates)]
+        found.append(Section([], panels, [], Sheet(_HEAD, _as_text(answers), remarks=1), keys=keys))
+    panels, body = [], []
     for name, measure in _MEASURES.items():
         among = [row for row in known if _measure_of(row) == name]
         drawn = _moved(measure, among, gates)
         if drawn is not None:
             panels.append(drawn[0])
             body += drawn[1]
-    if not panels:
-        return []
-    return [Section([], panels, [], Sheet(_HEAD, body, remarks=1), keys=keys)]
+    if panels:
+        found.append(Section([], panels, [], Sheet(_HEAD, body, remarks=1)))
+    return found
 
 
 def _measure_of(row: Row) -> str:
@@ -167,8 +166,12 @@ def _among(row: Row) -> str:
 # --- shares of right answers -----------------------------------------------------------------------------------------
 
 
+def _short(row: Row) -> str:
+    return shares.NAMES[row.name].removesuffix(" accuracy")
+
+
 def _named(row: Row) -> str:
-    return ", ".join(part for part in (shares.NAMES[row.name], figures.variant(row)) if part)
+    return ", ".join(part for part in (_short(row), figures.variant(row)) if part)
 
 
 def _right(rows: Sequence[Row]) -> Panel:
@@ -190,11 +193,13 @@ def _changes(rows: Sequence[Row], gates: dict[str, int | float]) -> list[Panel]:
         base = row.baseline
         if base is None or base.difference is None:
             continue
-        text = shares.changed(row).replace(" points", "", 1)
+        form, sure = shares.points_form(row), words.between(base.difference_ci95, shares.points_form(row))
+        test = f", p {words.chance(base.p_value)}" if base.p_value is not None else ""
+        text = f"{form(base.difference)}{f' ({sure})' if sure else ''}{test}"
         points.append(Point(_named(row), base.difference, base.difference_ci95, text))
         limit = gates.get(_DROPS.get(row.name, ""))
         if limit is not None:
-            mark = Mark(-limit / 100, f"gate {shares.NAMES[row.name]} {words.points(-limit / 100, 2)}", dotted=True)
+            mark = Mark(-limit / 100, f"gate of {_short(row)} {words.points(-limit / 100, 2)}", dotted=True)
             marks += [mark] if mark not in marks else []
     if not points:
         return []

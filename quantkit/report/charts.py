@@ -22,6 +22,8 @@ QUANTIZED, ORIGINAL = "quantized", "original"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 88, 14, 44
 # lines of text further apart than this do not overlap
 _LINE = 15.0
+# and so are labels of marks that are this share of the axis apart
+_APART = 0.6
 # of labels that lie on grid lines
 _OPAQUE = {"bgcolor": "var(--surface)", "borderpad": 1}
 _STEPS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 6, 8), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9))
@@ -204,7 +206,10 @@ def lines(
 
 def forest(points: Sequence[Point], x: Axis, *, marks: Sequence[Mark] = ()) -> Figure:
     """Values with their intervals, one under the other, on one axis."""
-    height = 78 + 40 * len(points)
+    # labels of marks stand side by side where there is room, else one over the other
+    shares = [_share(mark.x, x) for mark in marks]
+    levels = len(marks) if shares and max(shares) - min(shares) < _APART else 1
+    height = 78 + 40 * len(points) + int(_LINE) * (levels - 1)
     places = list(range(len(points)))[::-1]
     arms = [
         (point.value - low, high - point.value)
@@ -246,15 +251,15 @@ def forest(points: Sequence[Point], x: Axis, *, marks: Sequence[Mark] = ()) -> F
         for place, point in zip(places, points, strict=True)
     ]
     shapes = []
-    for mark in marks:
+    for number, mark in enumerate(marks):
         shapes.append(_line({"yref": "paper", "x0": mark.x, "x1": mark.x, "y0": 0, "y1": 1}, "muted", 1.2, mark.dotted))
         far = _share(mark.x, x) > 0.5
         notes.append(
             _note(_place(mark.x, x), 0, mark.label)
             | {"xref": "x", "yref": "paper", "yanchor": "bottom", "xanchor": "right" if far else "left"}
-            | {"xshift": -4 if far else 4}
+            | {"xshift": -4 if far else 4, "yshift": _LINE * number if levels > 1 else 0}
         )
-    rows = {"visible": False, "range": [-0.75, len(points) - 0.15], "fixedrange": True}
+    rows = {"visible": False, "range": [-0.75 - (levels - 1) * _LINE / 40, len(points) - 0.15], "fixedrange": True}
     layout = _layout(height, left=10, right=14) | {"xaxis": _axis(x), "yaxis": rows}
     traces = [others, data] if beside else [data]
     return {"data": traces, "layout": layout | {"shapes": shapes, "annotations": notes}}

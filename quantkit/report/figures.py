@@ -157,11 +157,11 @@ def _relative_error(row: Row, value: float) -> Line:
 _MAKERS = {
     "size.bytes": _bytes,
     "size.bits_per_weight": _bits,
+    **{name: _share(label) for name, label in shares.NAMES.items()},
     "accuracy.perplexity": _perplexity,
     "accuracy.kl": _kl,
     "accuracy.top1_agreement": _agreement,
     "accuracy.next_word": _next_word,
-    **{name: _share(label) for name, label in shares.NAMES.items()},
     "accuracy.cosine": _cosine,
     "accuracy.relative_error": _relative_error,
     "memory.peak": _peak,
@@ -220,7 +220,7 @@ def scored(rows: Sequence[Row]) -> str:
         test = f"; changes are paired, {_unit(row)} by {_unit(row)}, with McNemar's exact test" if paired else ""
         clustered = ", over those drawn together" if "ci95-by-cluster" in row.flags else ""
         return f"{what}; intervals 95 %{clustered}{test}"
-    return f"{what}; intervals 95 %, ± standard error"
+    return f"{what}; intervals 95 %{', ± standard error' if sequences else ''}"
 
 
 def _unit(row: Row) -> str:

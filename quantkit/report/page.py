@@ -187,7 +187,9 @@ def _tiles(rows: Sequence[Row]) -> list[Tile]:
         detail = f"95\u00a0% {words.between(best.ci95, form)}, {figures.variant(best)}"
         found.append(Tile(form(best.value or 0.0), shares.agreement(best), detail))
     elif best := scored.get("accuracy.cosine"):
-        found.append(Tile(words.figure(best.value or 0.0), "cosine to the original", figures.variant(best)))
+        sure = words.between(best.ci95, lambda value: words.figure(value, 5))
+        detail = ", ".join(part for part in (f"95\u00a0% {sure}" if sure else "", figures.variant(best)) if part)
+        found.append(Tile(words.figure(best.value or 0.0), "cosine to the original", detail))
     return found
 
 

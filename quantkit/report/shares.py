@@ -15,8 +15,8 @@ def agreement(row: Row) -> str:
     if not of_classes(row):
         return "same most likely word"
     sure = row.settings.get("surer_than")
-    among = f" where that is over {words.percent(sure, 0)} sure" if isinstance(sure, float) else ""
-    return f"same class as the original{among}"
+    known = isinstance(sure, float)
+    return f"same class, original over {words.percent(sure, 0)} sure" if known else "same class as the original"
 
 
 def of_classes(row: Row) -> bool:
