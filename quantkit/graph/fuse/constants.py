@@ -3,7 +3,8 @@
     f(c₁, c₂, ...) = c        for every f without randomness whose inputs are constants
 
 Model functions are inlined, Constant nodes become initializers, shapes that are known become constants (Shape of a
-fixed shape, an If with a fixed condition), and onnxscript's folding evaluates the rest with ONNX's reference evaluator.
+fixed shape, an If with a fixed condition, a Reshape of which one size alone is free), and onnxscript's folding
+evaluates the rest with ONNX's reference evaluator.
 
 Guard: weights do not blow up. A result of more than `LIMIT` elements has to be no larger than the constants that go
 away for it, because nothing else reads them (a transposed weight is; one that is expanded over a batch is not).
@@ -17,7 +18,7 @@ import math
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from quantkit.graph.fuse._fused import Fused, name_of
+from quantkit.graph.fuse._fused import Fused, name_of, nodes
 from quantkit.graph.fuse._values import constant
 
 LIMIT = 16_384
@@ -35,15 +36,20 @@ class Constants:
     def run(self, model: ir.Model) -> list[Fused]:
         """Fold in place; a node that is gone is done, one that still has constants alone is not."""
         from onnxscript.optimizer import fold_constants
+        from onnxscript.rewriter import RewriteRuleSet
+        from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
 
         trial = model.clone()
         common.InlinePass()(trial)
         _lift(trial)
+        common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(trial)
         had = _computing(trial)
         try:
             fold_constants(trial, onnx_shape_inference=True, should_fold=_should_fold, output_size_limit=LIMIT)
         except Exception as problem:  # whatever the reference evaluator runs into
             return [Fused(model.graph.name or "graph", self.name, False, f"folding failed: {problem}".splitlines()[0])]
+        RewriteRuleSet([materialize_reshape_shape_rule]).apply_to_model(trial)
+        _without_allowzero(trial)
         common.RemoveUnusedNodesPass()(trial)
         _lift(trial)
         have = _computing(trial)
@@ -59,6 +65,14 @@ class Constants:
 def _lift(model: ir.Model) -> None:
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     common.NameFixPass()(model)
+
+
+def _without_allowzero(model: ir.Model) -> None:
+    """Take the attribute from every Reshape that it says nothing to: opset 13 does not have it."""
+    for node in nodes(model, "Reshape"):
+        shape = constant(node.inputs[1])
+        if shape is not None and (shape != 0).all():
+            node.attributes.pop("allowzero", None)
 
 
 def _computing(model: ir.Model) -> dict[str, ir.Node]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
+import pytest
 from small_graph import Small, operators
 
 from quantkit.graph.fuse import Fused, fuse
@@ -20,6 +21,20 @@ def test_constants_and_fixed_shapes_fold() -> None:
     places, error = fuse(model, small.feeds(x=(2, 12)), chosen=[Constants()])
     assert operators(model) == ["Reshape", "Add"]
     assert places == [Fused(name, "constants", True) for name in ("Shape_0", "Gather_1", "Concat_2", "Mul_4")]
+    assert error == 0
+
+
+@pytest.mark.parametrize("opset", [13, 21])
+def test_a_reshape_of_which_one_size_is_free_needs_no_shape(opset: int) -> None:
+    small = Small(opset)
+    x = small.input("x", "batch", 3, 4)
+    rows = small.op("Slice", small.op("Shape", x), np.array([0]), np.array([1]))
+    y = small.op("Reshape", x, small.op("Concat", rows, np.array([-1]), axis=0))
+    y.shape, y.dtype = ir.Shape(["batch", 12]), ir.DataType.FLOAT
+    model = small.model(small.op("Relu", y))
+    _, error = fuse(model, small.feeds(x=(2, 3, 4)), chosen=[Constants()])
+    assert operators(model) == ["Reshape", "Relu"]
+    assert model.graph[0].inputs[1].const_value.numpy().tolist() == [-1, 12]
     assert error == 0
 
 

@@ -39,6 +39,24 @@ def test_a_fusion_that_changes_the_outputs_is_undone_and_listed() -> None:
     assert error == 0
 
 
+class Invalid:
+    """Writes an operator that there is none of."""
+
+    name = "invalid"
+
+    def run(self, model: ir.Model) -> list[Fused]:
+        model.graph[0].op_type = "Rellu"
+        return [Fused("Relu_0", self.name, True)]
+
+
+def test_a_fusion_that_the_runtime_does_not_take_is_undone_and_listed() -> None:
+    small = Small()
+    model = small.model(small.op("Relu", small.input("x", 2)))
+    places, _ = fuse(model, small.feeds(x=(2,)), chosen=[Invalid()])
+    assert operators(model) == ["Relu"]
+    assert places[0].reason.startswith("undone: ONNX Runtime does not run it: ")
+
+
 def test_without_feeds_nothing_can_be_proved() -> None:
     small = Small()
     with pytest.raises(InputError, match="fuse-unproved"):

@@ -1,0 +1,190 @@
+"""Cross-layer equalization (Nagel et al. 2019, arXiv 1906.04721, § 4.1).
+
+Where f(s x) = s f(x) for s > 0, as for no activation, ReLU, LeakyReLU, PReLU and pooling, channel c between two
+convolutions can be measured in another unit:
+
+    W₂ f(W₁ x + b₁) = (W₂ S) f(S⁻¹ W₁ x + S⁻¹ b₁)        s_c = √(r₁_c / r₂_c)
+
+r₁_c is the largest magnitude in output channel c of W₁, r₂_c that in input channel c of W₂. Both become √(r₁_c r₂_c):
+no channel needs a far finer step than its neighbours. Pairs of a stack are repeated until nothing moves.
+
+Here s_c is the nearest power of two. It leaves r₁_c and r₂_c within a factor of two, and every float as it was but for
+its exponent: outputs stay the same to the last bit, where exact scales moved those of a text detector by 1e-4.
+
+ReLU6 has another bound in every channel afterwards, which no Clip has: such a pair is refused, unless the probe stays
+below half of the upper bound. ReLU takes its place there, which a few inputs support and no more.
+Guard: weights and biases are constants of one convolution alone, and nothing else reads a tensor in between.
+The paper's absorption of large biases is not done: it is exact only while no input of the activation falls below what
+was seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from quantkit.graph.fuse._fused import Fused, name_of, nodes
+from quantkit.graph.fuse._proof import Feeds, outputs
+from quantkit.graph.fuse._values import Array, constant, set_input, why_not_constant
+from quantkit.graph.fuse.activation_bounds import bounds
+
+_HOMOGENEOUS = ("Relu", "LeakyRelu", "PRelu", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool")
+_SWEEPS = 20
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two convolutions, and the clips between them."""
+
+    first: ir.Node
+    second: ir.Node
+    clips: tuple[ir.Node, ...]
+
+
+class Equalize:
+    """See the module.
+
+    Args:
+        feeds: the probe for clips; without it every pair with one is refused.
+    """
+
+    name = "equalize"
+
+    def __init__(self, feeds: Feeds = ()) -> None:
+        self._feeds = feeds
+
+    def run(self, model: ir.Model) -> list[Fused]:
+        """Scale in place; listed is the first convolution of every pair."""
+        pairs = [pair for node in nodes(model, "Conv") if (pair := _pair(node)) is not None]
+        reached = self._reached(model, [clip for pair in pairs for clip in pair.clips])
+        found, chosen = [], []
+        for pair in pairs:
+            reason = _refuses(pair) or next(filter(None, (_binds(clip, reached) for clip in pair.clips)), "")
+            found.append(Fused(name_of(pair.first), self.name, not reason, reason))
+            if not reason:
+                chosen.append(pair)
+        _equalize(chosen)
+        for clip in (clip for pair in chosen for clip in pair.clips):
+            clip.op_type = "Relu"
+            clip.resize_inputs(1)
+            clip.attributes.clear()
+        return found
+
+    def _reached(self, model: ir.Model, clips: Sequence[ir.Node]) -> dict[str, float]:
+        """The largest input of each clip on the probe, by its name; of the main graph alone."""
+        inputs = {value.name: None for clip in clips if clip.graph is model.graph for value in clip.inputs[:1] if value}
+        names = [name for name in inputs if name is not None]
+        if not names or not self._feeds:
+            return {}
+        seen = [found[-len(names) :] for found in outputs(model, self._feeds, names)]
+        return {
+            name: max(float(found[place].max(initial=-math.inf)) for found in seen) for place, name in enumerate(names)
+        }
+
+
+def _pair(first: ir.Node) -> _Pair | None:
+    """The convolution that reads what another makes, with activations in between; None where that is something else."""
+    value, clips = first.outputs[0], list[ir.Node]()
+    while True:
+        readers = [reader for reader, place in value.uses() if place == 0]
+        second = next((reader for reader in readers if reader.op_type == "Conv"), None)
+        if second is not None:
+            return _Pair(first, second, tuple(clips))
+        if len(readers) != 1 or readers[0].domain not in ("", "ai.onnx"):
+            return None
+        node = readers[0]
+        if node.op_type == "Clip":
+            clips.append(node)
+        elif node.op_type not in _HOMOGENEOUS:
+            return None
+        value = node.outputs[0]
+
+
+def _refuses(pair: _Pair) -> str:
+    for node, places in ((pair.first, (1, 2)), (pair.second, (1,))):
+        for value in (node.inputs[place] for place in places if place < len(node.inputs)):
+            if value is None:
+                continue
+            if constant(value) is None:
+                return why_not_constant(value)
+            if len(value.uses()) > 1:
+                return f"{value.name} is shared"
+    value = pair.first.outputs[0]
+    while True:
+        if value.is_graph_output():
+            return f"{value.name} is an output of the graph"
+        readers = [reader for reader, _ in value.uses()]
+        if len(readers) > 1:
+            return f"{value.name} is read by {', '.join(sorted(map(name_of, readers)))}"
+        if readers[0] is pair.second:
+            return ""
+        value = readers[0].outputs[0]
+
+
+def _binds(clip: ir.Node, reached: Mapping[str, float]) -> str:
+    """Why a clip is no ReLU as far as the probe goes."""
+    ends = bounds(clip)
+    if ends is None or ends[0] != 0:
+        return f"the lower bound of {name_of(clip)} is not 0"
+    value = clip.inputs[0]
+    most = reached.get(value.name or "") if value is not None else None
+    if most is None:
+        return f"{name_of(clip)} was not probed"
+    near = most > ends[1] / 2
+    return f"{name_of(clip)} may bind: its bound is {ends[1]:g}, its input reaches {most:.3g}" if near else ""
+
+
+def _equalize(pairs: Sequence[_Pair]) -> None:
+    """Scale until nothing moves; then store."""
+    convs = {node: None for pair in pairs for node in (pair.first, pair.second)}
+    stored = {node: W for node in convs if (W := constant(node.inputs[1])) is not None}
+    kinds = {node: W.dtype for node, W in stored.items()}
+    weights = {node: W.astype(np.float64) for node, W in stored.items()}
+    given = {node: constant(node.inputs[2]) for node in convs if len(node.inputs) > 2}
+    biases = {node: b.astype(np.float64) for node, b in given.items() if b is not None}
+    for _ in range(_SWEEPS):
+        moved = False
+        for pair in pairs:
+            scale = _scale(_output_range(weights[pair.first]), _input_range(pair.second, weights[pair.second]))
+            weights[pair.first] /= scale.reshape(-1, *(1,) * (weights[pair.first].ndim - 1))
+            if pair.first in biases:
+                biases[pair.first] /= scale
+            weights[pair.second] *= _over_inputs(pair.second, weights[pair.second], scale)
+            moved = moved or bool((scale != 1).any())
+        if not moved:
+            break
+    for node in convs:
+        name = node.outputs[0].name
+        set_input(node, 1, weights[node].astype(kinds[node]), name=f"{name}.weight")
+        if node in biases:
+            set_input(node, 2, biases[node].astype(kinds[node]), name=f"{name}.bias")
+
+
+def _scale(one: Array, other: Array) -> Array:
+    """√(one / other) as the nearest power of two; 1 where either channel is dead."""
+    alive = (one > 0) & (other > 0)
+    ratio = np.where(alive, one, 1.0) / np.where(alive, other, 1.0)
+    return np.asarray(np.exp2(np.rint(np.log2(ratio) / 2)))
+
+
+def _output_range(W: Array) -> Array:
+    """[O]: largest magnitude of each output channel of W [O, I/g, ...]."""
+    return np.asarray(np.abs(W).max(axis=tuple(range(1, W.ndim))))
+
+
+def _input_range(node: ir.Node, W: Array) -> Array:
+    """[I]: largest magnitude of each input channel of W [O, I/g, ...], in groups."""
+    groups = node.attributes.get_int("group", 1)
+    apart = np.abs(W).reshape(groups, W.shape[0] // groups, W.shape[1], -1)
+    return np.asarray(apart.max(axis=(1, 3)).reshape(-1))
+
+
+def _over_inputs(node: ir.Node, W: Array, scale: Array) -> Array:
+    """[I] as it multiplies W [O, I/g, ...]: each output channel has the inputs of its group."""
+    groups = node.attributes.get_int("group", 1)
+    rows = np.repeat(scale.reshape(groups, W.shape[1]), W.shape[0] // groups, axis=0)
+    return rows.reshape(*rows.shape, *(1,) * (W.ndim - 2))
