@@ -15,8 +15,9 @@ def agreement(row: Row) -> str:
     if not of_classes(row):
         return "same most likely word"
     sure = row.settings.get("surer_than")
-    known = isinstance(sure, float)
-    return f"same class, original over {words.percent(sure, 0)} sure" if known else "same class as the original"
+    if not isinstance(sure, float):
+        return "same class as the original"
+    return f"same class, original over {words.percent(sure, 0)} sure"
 
 
 def of_classes(row: Row) -> bool:
