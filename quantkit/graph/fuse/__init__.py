@@ -54,19 +54,31 @@ def fuse(model: ir.Model, feeds: Feeds, *, chosen: Sequence[Fusion] | None = Non
     """
     if not feeds:
         raise InputError("fuse-unproved", where="fuse", value="no feeds", rule="a fusion is proved on real inputs")
-    expected, found, error = outputs(model, feeds), [], 0.0
+    expected, names, found, error = outputs(model, feeds), _names(model), list[Fused](), 0.0
     for fusion in fusions(feeds) if chosen is None else chosen:
-        before = model.graph.clone()
+        before, size = model.clone(), _size(model)
         places = fusion.run(model)
-        if any(place.done for place in places):
+        if any(place.done for place in places) or _size(model) != size:
             apart, reason = _proof(model, feeds, expected)
+            if _names(model) != names:
+                reason = "undone: outputs of the graph have other names"
             if reason:
-                model.graph = before
+                model.graph = before.graph
+                model.functions.clear()
+                model.functions.update(before.functions)
                 places = [replace(place, done=False, reason=reason) if place.done else place for place in places]
             else:
                 error = apart
         found += places
     return found, error
+
+
+def _names(model: ir.Model) -> list[str | None]:
+    return [value.name for value in model.graph.outputs]
+
+
+def _size(model: ir.Model) -> int:
+    return sum(1 for _ in ir.traversal.RecursiveGraphIterator(model.graph))
 
 
 def _proof(model: ir.Model, feeds: Feeds, expected: list[list[Any]]) -> tuple[float, str]:

@@ -10,6 +10,7 @@ from small_graph import Small, operators
 from quantkit.errors import InputError
 from quantkit.graph.fuse import Fused, fuse
 from quantkit.graph.fuse._proof import difference
+from quantkit.graph.fuse.constants import Constants
 
 
 class Wrong:
@@ -55,6 +56,59 @@ def test_a_fusion_that_the_runtime_does_not_take_is_undone_and_listed() -> None:
     places, _ = fuse(model, small.feeds(x=(2,)), chosen=[Invalid()])
     assert operators(model) == ["Relu"]
     assert places[0].reason.startswith("undone: ONNX Runtime does not run it: ")
+
+
+class Renames:
+    """Leaves the outputs as they are, under another name."""
+
+    name = "renames"
+
+    def run(self, model: ir.Model) -> list[Fused]:
+        model.graph.outputs[0].name = "other"
+        return [Fused("Relu_0", self.name, True)]
+
+
+def test_a_fusion_that_renames_an_output_is_undone_and_listed() -> None:
+    small = Small()
+    model = small.model(small.op("Relu", small.input("x", 2)))
+    places, _ = fuse(model, small.feeds(x=(2,)), chosen=[Renames()])
+    assert [value.name for value in model.graph.outputs] == ["v0"]
+    assert places[0].reason == "undone: outputs of the graph have other names"
+
+
+def with_function() -> tuple[Small, ir.Model]:
+    """A model whose one node is a function of its own: Relu(x) + 1."""
+    inner, outer = Small(), Small()
+    y = inner.op("Add", inner.op("Relu", inner.input("a", 2)), inner.op("Constant", value_float=1.0))
+    inner.graph.outputs.append(y)
+    function = ir.Function("own", "Plus", "", graph=inner.graph, attributes=[])
+    x = outer.input("x", 2)
+    node = ir.node("Plus", [x], domain="own", name="call")
+    node.outputs[0].name = "y"
+    outer.graph.append(node)
+    outer.graph.opset_imports["own"] = 1
+    model = outer.model(node.outputs[0])
+    model.functions[function.identifier()] = function
+    return outer, model
+
+
+def test_functions_are_inlined_and_come_back_with_what_is_undone() -> None:
+    small, model = with_function()
+    places, error = fuse(model, small.feeds(x=(2,)), chosen=[Constants()])
+    assert operators(model) == ["Relu", "Add"]
+    assert not model.functions
+    assert error == 0
+
+    class Broken(Constants):
+        def run(self, model: ir.Model) -> list[Fused]:
+            super().run(model)
+            return Wrong().run(model)
+
+    small, model = with_function()
+    places, _ = fuse(model, small.feeds(x=(2,)), chosen=[Broken()])
+    assert operators(model) == ["Plus"]
+    assert list(model.functions) == [("own", "Plus", "")]
+    assert [place.done for place in places] == [False]
 
 
 def test_without_feeds_nothing_can_be_proved() -> None:
