@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from quantkit.content import Closed
+from quantkit.measure.mixed import Mixed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -91,6 +92,7 @@ class Harm(Closed):
 
     Args:
         worst_share: part of all KL that lies in the worst hundredth of the positions.
+        mixed: what keeping layers high costs and saves, where that was searched.
     """
 
     blocks: list[BlockHarm] = Field(default=[])
@@ -98,6 +100,7 @@ class Harm(Closed):
     inputs: list[InputHarm] = Field(default=[])
     worst: list[Position] = Field(default=[])
     worst_share: float | None = None
+    mixed: Mixed | None = None
 
 
 def through_depth(

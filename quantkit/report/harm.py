@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from quantkit.measure.harm import BlockHarm, Harm, InputHarm, LayerHarm, Position
-from quantkit.report import charts, figures, words
+from quantkit.report import charts, figures, mixed, words
 from quantkit.report.charts import ORIGINAL, QUANTIZED, Curve
 from quantkit.report.sections import Panel, Section, Sheet, heat
 
@@ -95,7 +95,8 @@ def sections(harm: Harm | None) -> list[Section]:
     """Layers, depth and outliers, as far as they are known."""
     if harm is None:
         return []
-    found = [_layers(harm.layers)] if harm.layers else []
+    found = mixed.sections(harm.mixed)
+    found += [_layers(harm.layers)] if harm.layers else []
     found += [_depth(harm.blocks)] if harm.blocks else []
     return found + ([_inputs(harm.inputs)] if harm.inputs else [])
 
