@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from quantkit import registry
 from quantkit.bundle import Bundle, Check, Decision, Manifest, ModelEntry, SourceEntry, content_sha256, inventory
 from quantkit.formats import QuantTensor
+from quantkit.formats._activation import InputScale
 from quantkit.model import finished
 from quantkit.model.finished import Finished
 from quantkit.model.open import Source, open_model
 from quantkit.model.stream import StreamedModel
 from quantkit.model.structure import is_linear, is_transposed
-from quantkit.scheme import WeightScheme
+from quantkit.scheme import ActivationScheme, WeightScheme
 
 Schemes = WeightScheme | Callable[[str], WeightScheme | None] | None
 # architecture and changes -> what was traced; copied before every use
@@ -130,9 +131,13 @@ def export(
     dtype: torch.dtype = torch.float32,
     tokenizer: Any = None,
     changes: Mapping[str, Any] | None = None,
+    activations: ActivationScheme | None = None,
     **options: Any,
 ) -> Small:
     """Save a model of the zoo, round its blocks' linears (and the head, if `schemes` says so), and export it.
+
+    Args:
+        activations: of the linears inside blocks; a fixed scale is 0.05, with the zero point -3 if it has one.
 
     Returns:
         with `model` holding the values that the codes stand for.
@@ -160,13 +165,20 @@ def export(
         target: Any = model.get_submodule(linear).weight
         with torch.no_grad():
             target.copy_(values[:, : target.shape[0]].T if turned else values[:, : target.shape[1]])
-    finished.save(folder / "block.safetensors", tensors, {})
-    results = Finished([folder / "block.safetensors"], chosen)
+    inside = [linear for linear in tensors if linear.startswith(blocks)] if activations else []
+    fixed = {linear: _fixed(dtype, activations) for linear in inside if activations and not activations.dynamic}
+    finished.save(folder / "block.safetensors", tensors, {}, fixed)
+    results = Finished([folder / "block.safetensors"], chosen, dict.fromkeys(inside, activations))  # type: ignore[arg-type]
     out = folder / "bundle"
     out.mkdir()
     with traced_once(name, changes or {}):
         decisions = EXPORT.write(out, source, stream, results, options)
     return Small(out, model, source, stream, results, options, decisions)
+
+
+def _fixed(dtype: torch.dtype, how: ActivationScheme) -> InputScale:
+    zero = None if how.symmetric else torch.tensor([-3], dtype=torch.int8)
+    return InputScale(torch.tensor([0.05], dtype=dtype), zero)
 
 
 @torch.no_grad()

@@ -149,6 +149,12 @@ class Check(_Closed):
     ok: bool
     where: str = Field(default="", exclude=True)
 
+    @property
+    def rule(self) -> str:
+        """Of one that failed, its limit in words: what is below it had to be at least that."""
+        least = self.value is not None and self.limit is not None and self.value < self.limit
+        return f"{'at least' if least else 'at most'} {self.limit}"
+
 
 class Verdict(_Closed):
     """Whether it was worth it, on the target."""

@@ -2,9 +2,10 @@
 
     max |logits - expected| / max |expected| <= 1e-4
 
-with products computed in float32 (accuracy level 0), whatever level the file asks for: a wrong nibble, zero point, mask
-or position is to show, and not to hide in int8 rounding. `expected` comes from torch, block by block, with weights
-expanded from the codes. Compared are a prompt, steps with the cache after it, and a batch padded on the left.
+with products computed in float32 (accuracy level 0, and no input rounded), whatever the file asks for: a wrong nibble,
+zero point, mask or position is to show, and not to hide in int8 rounding. `expected` comes from torch, block by block,
+with weights expanded from the codes. Compared are a prompt, steps with the cache after it, and a batch padded on the
+left. Where inputs are quantized, every product is held against what was decided besides: `_check_w8a8`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from quantkit.bundle import Check
 from quantkit.errors import InputError
+from quantkit.export import _check_w8a8
 from quantkit.export._values import Values
 from quantkit.model.stream import Head
 from quantkit.runtimes._onnx_session import FOLDER, MODEL, Loaded
@@ -48,12 +50,9 @@ def check(bundle: Path, source: Source | None, stream: StreamedModel | None, res
     else:
         return found
     error, where = numbers(folder, values)
-    return [
-        *found,
-        Check(
-            name="reload.onnxruntime", value=error, limit=LIMIT, ok=error is not None and error <= LIMIT, where=where
-        ),
-    ]
+    ok = error is not None and error <= LIMIT
+    found.append(Check(name="reload.onnxruntime", value=error, limit=LIMIT, ok=ok, where=where))
+    return found + _check_w8a8.check(folder, values, _prompt(values)) if ok else found
 
 
 def sound(folder: Path) -> list[Check]:
@@ -130,9 +129,7 @@ def _count(name: str, wrong: list[str]) -> Check:
 
 def numbers(folder: Path, values: Values) -> tuple[float | None, str]:
     """The largest relative difference, and in which of the runs."""
-    vocabulary = int(values.source.config.get("vocab_size", 2))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocabulary, (_ROWS, _PROMPT + _STEPS), generator=generator)
+    ids = _prompt(values)
     try:
         model = Loaded(folder, threads=torch.get_num_threads(), accuracy_level=0)
     except InputError as problem:
@@ -141,6 +138,12 @@ def numbers(folder: Path, values: Values) -> tuple[float | None, str]:
         return _worst(_decoded(model, values, ids) if model.decoder else _encoded(model, values, ids))
     except RuntimeError as problem:  # what onnxruntime raises when an operator refuses its inputs
         return None, _first_line(problem)
+
+
+def _prompt(values: Values) -> torch.Tensor:
+    """Ids [B, S] of any tokens."""
+    vocabulary = int(values.source.config.get("vocab_size", 2))
+    return torch.randint(0, vocabulary, (_ROWS, _PROMPT + _STEPS), generator=torch.Generator().manual_seed(0))
 
 
 def _worst(runs: Mapping[str, float]) -> tuple[float | None, str]:

@@ -1,7 +1,8 @@
 """The dialect of ONNX Runtime: placeholders become its fused operators.
 
-    Linear      MatMulNBits (quantized; 2, 4 or 8 bits, blocks of 16 to 256), MatMul, or for a head that is tied to the
-                embedding a FusedMatMul that reads the embedding's own tensor; those of one input are one product
+    Linear      MatMulNBits (weights of 2, 4 or 8 bits in blocks of 16 to 256), integer products (weights and inputs of
+                8 bits: `_w8a8`), MatMul, or for a head that is tied to the embedding a FusedMatMul that reads the
+                embedding's own tensor; those of one input are one product
     RMSNorm     RMSNormalization; with the sum before it SkipSimplifiedLayerNormalization
     Attention   GroupQueryAttention with rotary embedding inside and q, k, v in one tensor where the graph allows it;
                 MultiHeadAttention in encoders
@@ -27,6 +28,7 @@ from quantkit.errors import InputError
 from quantkit.export._nbits import PackedWeights, Weights, block_size
 from quantkit.export._rotary import RotaryTables
 from quantkit.export._trace import DOMAIN, Traced
+from quantkit.export._w8a8 import Codes, Integers
 from quantkit.passes import decision
 
 Array = NDArray[Any]
@@ -45,6 +47,7 @@ class Dialect:
         accuracy_level: of MatMulNBits: 0 computes in float32, 4 rounds activations to int8.
         positions: how many tokens the context holds; the length of the rotary tables.
         merge: whether linears of one input become one product.
+        codes: how weights are stored whose inputs are quantized as well.
     """
 
     traced: Traced
@@ -52,8 +55,12 @@ class Dialect:
     accuracy_level: int = 0
     positions: int = 0
     merge: bool = True
+    codes: Codes = "uint8"
     decisions: list[Decision] = field(default_factory=list)
     _names: dict[str, ir.Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._integers = Integers(self._node, self._new, self._constant, self.weights, self.codes)
 
     def apply(self) -> ir.Model:
         """Rewrite everything; no placeholder is left."""
@@ -382,7 +389,8 @@ class Dialect:
 
     def _mergeable(self, names: Sequence[str]) -> bool:
         linears = [self.weights.linears[name] for name in names]
-        return len({linear.scheme for linear in linears}) == 1 and all(linear.shared is None for linear in linears)
+        alike = len({(linear.scheme, linear.input) for linear in linears}) == 1
+        return alike and all(linear.shared is None for linear in linears)
 
     def _product(self, before: ir.Node, source: ir.Value | None, name: str) -> ir.Value:
         linear = self.weights.linears[name]
@@ -411,6 +419,9 @@ class Dialect:
             )
             (output,) = self._node(before, "MatMul", [source, weight], [f"{name}/output"])
             return output
+        if linears[0].input is not None:
+            assert source is not None
+            return self._integers.product(before, source, names, name)
         bits = registry.load("formats", scheme.format).bits
         block = block_size(columns, scheme, names[0])
         count = -(-columns // block)

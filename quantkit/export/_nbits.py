@@ -14,11 +14,26 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.export._pack import pack
-from quantkit.scheme import WeightScheme
+from quantkit.scheme import ActivationScheme, WeightScheme
 
 Array = NDArray[Any]
 BITS = (2, 4, 8)
 _BLOCKS = (256, 128, 64, 32, 16)
+
+
+@dataclass(frozen=True)
+class Input:
+    """How the input of a linear is quantized.
+
+    Args:
+        scheme: granularity, and whether it has a zero point.
+        scale: fixed by calibration; None where it comes from the values as the model runs.
+        zero: as int8 has it; 0 where there is none.
+    """
+
+    scheme: ActivationScheme
+    scale: float | None = None
+    zero: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,12 +44,14 @@ class Linear:
         rows, columns: N and K.
         scheme: None in high precision.
         shared: the parameter it shares its weight with (an embedding's), if any.
+        input: how its input is quantized; None where it stays in float32.
     """
 
     rows: int
     columns: int
     scheme: WeightScheme | None
     shared: str | None = None
+    input: Input | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,9 +16,13 @@ from torch import Tensor, nn
 from quantkit import registry
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
+from quantkit.export._nbits import Input
 from quantkit.formats import QuantTensor
+from quantkit.model import run_time
 from quantkit.model.finished import Finished
+from quantkit.model.inputs import QuantizedInputs
 from quantkit.model.open import Source
+from quantkit.model.run_time import RunTime
 from quantkit.model.stream import StreamedModel
 from quantkit.model.structure import is_linear, is_transposed
 from quantkit.model.weights import Weights
@@ -34,11 +38,13 @@ class Values:
         stream: the model with the values that the codes stand for; `stream.source` has config and tokenizer.
         schemes: linear of the skeleton -> scheme, of the quantized ones.
         quantized: linear -> its codes.
+        run_time: how inputs are quantized as the model runs; `stream` does without.
     """
 
     stream: StreamedModel
     schemes: Mapping[str, WeightScheme]
     quantized: Callable[[str], QuantTensor]
+    run_time: RunTime = field(default_factory=RunTime)
 
     @property
     def skeleton(self) -> nn.Module:
@@ -49,6 +55,25 @@ class Values:
     def source(self) -> Source:
         """Where config, tokenizer and what is not quantized come from."""
         return self.stream.source
+
+    @property
+    def inputs(self) -> dict[str, Input]:
+        """Linear -> how its input is quantized, of those where it is."""
+        dtype, found = getattr(torch, self.source.dtype), {}
+        for name, scheme in self.run_time.activations.items():
+            static = self.run_time.scales.get(name)
+            if static is None:
+                found[name] = Input(scheme)
+                continue
+            zero = 0 if static.zero is None else int(static.zero)
+            found[name] = Input(scheme, float(static.scale.to(dtype)), zero)
+        return found
+
+    def running(self) -> StreamedModel:
+        """The model as it runs: with its inputs quantized."""
+        found = StreamedModel(self.source, files=self.stream.files)
+        found.transforms += self.run_time.transforms(found.block_names, getattr(torch, self.source.dtype))
+        return found
 
     def tensor(self, name: str) -> Tensor:
         """A parameter or buffer by its name in the skeleton, float32."""
@@ -78,7 +103,7 @@ class Values:
             {name: transposed[name] for name in results.schemes},
         )
         dense = StreamedModel(replace(source, weights=weights), files=files)
-        return cls(dense, results.schemes, results.quantized)
+        return cls(dense, results.schemes, results.quantized, run_time.of_results(results))
 
     @classmethod
     def of_bundle(cls, path: Path) -> Values:
@@ -114,7 +139,10 @@ class Values:
             prefix = stream.files[f"{linear}.weight"].removesuffix(".weight")
             return weights.layout.read_back(prefix, layers[linear], weights.stored.read)
 
-        return cls(stream, layers, quantized)
+        inputs = [each for each in stream.transforms if isinstance(each, QuantizedInputs)]
+        stream.transforms = [each for each in stream.transforms if each not in inputs]
+        how = RunTime(inputs[0].schemes, inputs[0].scales) if inputs else RunTime()
+        return cls(stream, layers, quantized, how)
 
 
 def apart(files: Mapping[str, str], quantized: Collection[str]) -> dict[str, str]:

@@ -104,15 +104,7 @@ class Writer:
     @cached_property
     def run_time(self) -> RunTime:
         """How inputs and cache are quantized when the model runs."""
-        finished = self.finished
-        scales = {name: finished.input_scale(name) for name in finished.activations}
-        cache = {index: finished.cache_scales(name) for index, name in enumerate(self.blocks)}
-        return RunTime(
-            finished.activations,
-            {name: found for name, found in scales.items() if found is not None},
-            finished.cache,
-            {index: found for index, found in cache.items() if found is not None},
-        )
+        return run_time.of_results(self.finished, self.blocks)
 
     @cached_property
     def fixed(self) -> dict[str, tuple[str, torch.Tensor]]:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 FOLDER, MODEL, DATA = "onnx", "model.onnx", "model.onnx.data"
+# their second input is the weight
+_PRODUCTS = ("MatMul", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat")
 # tensors from this many bytes on go into the data file
 _EXTERNAL = 1024
 
@@ -38,11 +40,14 @@ class OnnxOptions(Closed):
         dialect: whose operators: `onnxruntime`.
         accuracy_level: of its quantized products: 0 computes in float32, exactly; 4 rounds activations to int8, faster.
         merge: whether linears of one input (q, k, v; gate, up) become one product.
+        weight_codes: of products whose inputs are quantized as well: `uint8` is exact on every processor, `int8` what
+            VNNI and Arm multiply fastest. (`runtimes.onnxruntime` has it multiplied exactly too.)
     """
 
     dialect: Literal["onnxruntime"] = "onnxruntime"
     accuracy_level: Literal[0, 1, 4] = 4
     merge: bool = True
+    weight_codes: Literal["uint8", "int8"] = "uint8"
 
 
 class Onnx:
@@ -85,19 +90,22 @@ class Onnx:
                 rule="the graph is traced once, and which expert runs depends on the data",
                 remedy="leave `onnx` out of `export`",
             )
+        from quantkit.export import _w8a8
         from quantkit.export._nbits import BITS, block_size
 
-        refused = {name: f"activations in {each.format}" for name, each in (activations or {}).items()}
-        refused |= {"scheme.kv_cache": f"a KV cache in {cache.format}"} if cache is not None else {}
-        for where, value in refused.items():
+        if cache is not None:
             raise InputError(
                 "layout-unsupported",
-                where=where,
-                value=value,
-                rule="this exporter quantizes weights alone",
-                remedy="leave `onnx` out of `export`; accuracy_level: 4 has ONNX Runtime round activations to int8",
+                where="scheme.kv_cache",
+                value=f"a KV cache in {cache.format}",
+                rule="this exporter's cache is in float32",
+                remedy="leave `onnx` out of `export`",
             )
+        activations = activations or {}
+        _w8a8.refuse(activations, schemes)
         for linear, scheme in schemes.items():
+            if linear in activations:
+                continue
             bits = registry.load("formats", scheme.format).bits
             if bits not in BITS or not scheme.format.startswith("int"):
                 raise InputError(
@@ -145,7 +153,12 @@ class Onnx:
         kind = "decoder" if source.kind == "decoder" else "encoder"
         context = _context(source.config)
         dialect = Dialect(
-            trace(values.skeleton, kind), _weights(values), options.accuracy_level, context, merge=options.merge
+            trace(values.skeleton, kind),
+            _weights(values),
+            options.accuracy_level,
+            context,
+            merge=options.merge,
+            codes=options.weight_codes,
         )
         model = dialect.apply()
         if kind == "decoder":
@@ -154,7 +167,7 @@ class Onnx:
             {
                 "quantkit.kind": kind,
                 "quantkit.context": str(context),
-                "quantkit.accuracy_level": str(options.accuracy_level if values.schemes else 0),
+                "quantkit.accuracy_level": str(_level(values, options)),
                 **_work(model),
             }
         )
@@ -206,6 +219,11 @@ def _demand() -> None:
             raise MissingDependency(package, extra="compile", purpose="an ONNX export") from None
 
 
+def _level(values: Values, options: OnnxOptions) -> int:
+    """What the file computes in: 4 is int8, wherever that is said; 0 is float32."""
+    return 4 if values.inputs else options.accuracy_level if values.schemes else 0
+
+
 def _context(config: Mapping[str, Any]) -> int:
     """Tokens that a sequence can have."""
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"):
@@ -234,7 +252,7 @@ def _weights(values: Values) -> Weights:
         shape = shapes[f"{name}.weight"]
         rows, columns = (shape[1], shape[0]) if turned else (shape[0], shape[1])
         shared = embeddings.get(stream.files[f"{name}.weight"]) if name not in values.schemes else None
-        linears[name] = Linear(rows, columns, values.schemes.get(name), shared)
+        linears[name] = Linear(rows, columns, values.schemes.get(name), shared, values.inputs.get(name))
 
     def tensor(name: str) -> Any:
         found = as_float32(values.tensor(name))
@@ -275,9 +293,15 @@ def _work(model: ir.Model) -> dict[str, str]:
             if value is not None and value.const_value is not None:
                 read[value.name or ""] = value.const_value.nbytes
         weight = node.inputs[1] if len(node.inputs) > 1 else None
+        if (
+            weight is not None
+            and (unpacked := weight.producer()) is not None
+            and unpacked.op_type == "DequantizeLinear"
+        ):
+            weight = unpacked.inputs[0]
         if node.op_type == "MatMulNBits":
             size = node.attributes["N"].as_int() * node.attributes["K"].as_int()
-        elif node.op_type in ("MatMul", "FusedMatMul") and weight is not None and weight.const_value is not None:
+        elif node.op_type in _PRODUCTS and weight is not None and weight.const_value is not None:
             size = math.prod(int(length) for length in weight.const_value.shape)  # type: ignore[arg-type, misc]
         else:
             continue

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quantkit.formats._activation import InputScale
+    from quantkit.model.finished import Finished
     from quantkit.model.stream import Transform
 
 INPUT_SCALE, INPUT_ZERO = ".input_scale", ".input_zero_point"
@@ -63,6 +64,18 @@ class RunTime:
         if self.cache is not None:
             found.append(QuantizedCaches(self.cache, self.cache_scales, dtype))
         return found
+
+
+def of_results(finished: Finished, blocks: Sequence[str] = ()) -> RunTime:
+    """What the passes decided; of the cache, for the blocks that are named."""
+    scales = {name: finished.input_scale(name) for name in finished.activations}
+    cache = {index: finished.cache_scales(name) for index, name in enumerate(blocks)}
+    return RunTime(
+        finished.activations,
+        {name: found for name, found in scales.items() if found is not None},
+        finished.cache,
+        {index: found for index, found in cache.items() if found is not None},
+    )
 
 
 def refuse(

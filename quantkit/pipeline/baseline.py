@@ -111,7 +111,7 @@ def _make(folder: Path, source: Source, options: dict[str, Any]) -> None:
                     "check-failed",
                     where=f"float baseline: {check.where or check.name}",
                     value=f"{check.name} is {check.value}",
-                    rule=f"at most {check.limit}",
+                    rule=check.rule,
                     remedy="please report it",
                 )
         fsync_tree(build)

@@ -136,7 +136,7 @@ def export_bundle(
                 "check-failed",
                 where=failed.where or failed.name,
                 value=f"{failed.name} is {failed.value}",
-                rule=f"at most {failed.limit}",
+                rule=failed.rule,
                 remedy="the export is not what the checkpoint is; nothing was added. Please report it",
             )
         recipe = {**manifest.recipe, "export": [*manifest.recipe.get("export", []), {to: options}]}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 FOLDER, MODEL = "onnx", "model.onnx"
+# where a processor multiplies u8 by s8 with sums of two products in 16 bits (AVX2, AVX-512 without VNNI), ONNX Runtime
+# lets them saturate unless told otherwise: 4 % of error for 1 % at K = 256
+EXACT_SUMS = {"session.x64quantprecision": "1"}
+# what is dequantized is multiplied as it is: the runtime makes MatMulNBits of level 4 of such products
+_IN_FLOAT = {"session.disable_quant_qdq": "1"}
 # what the library's message begins with when a file is older, newer or broken
 _REASONS = {
     "is not a registered function/op": "an operator that this onnxruntime does not have",
@@ -88,7 +93,8 @@ class Loaded:
         folder: with `model.onnx`.
         threads: of one operator; None is the machine's cores.
         profile: write a profile; see `used`.
-        accuracy_level: of MatMulNBits, instead of what the file says.
+        accuracy_level: of MatMulNBits, instead of what the file says; with 0 no input of a product is rounded.
+        shown: values inside the graph that the session gives as outputs too.
 
     Raises:
         MissingDependency: onnxruntime.
@@ -102,6 +108,7 @@ class Loaded:
         threads: int | None = None,
         profile: bool = False,
         accuracy_level: int | None = None,
+        shown: Sequence[str] = (),
     ) -> None:
         self.folder = folder
         self.threads = threads or machine.cores()
@@ -110,7 +117,7 @@ class Loaded:
             tempfile.TemporaryDirectory(prefix="quantkit-profile-", ignore_cleanup_errors=True) if profile else None
         )
         place = self._profile.name if self._profile else None
-        self.session = _session(folder, self.threads, place, accuracy_level)
+        self.session = _session(folder, self.threads, place, accuracy_level, shown)
         # inputs with a value of their own, such as `logits_to_keep`, are listed apart
         given = (*self.session.get_inputs(), *self.session.get_overridable_initializers())
         self.inputs = {value.name: value for value in given}
@@ -256,9 +263,18 @@ class Loaded:
 
     def encode(self, ids: Array, mask: Array | None = None) -> Array:
         """An encoder's last hidden states [B, S, width] for ids [B, S]."""
+        return np.asarray(self.session.run(None, self.prompt(ids, mask))[0])
+
+    def prompt(self, ids: Array, mask: Array | None = None) -> dict[str, Array]:
+        """All inputs for ids [B, S]: with an empty cache, of types 0."""
         feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids) if mask is None else mask}
+        for name in self.caches:
+            _, heads, _, size = self.inputs[name].shape
+            feeds[name] = np.zeros((ids.shape[0], int(heads), 0, int(size)), np.float32)
+        if "logits_to_keep" in self.inputs:
+            feeds["logits_to_keep"] = np.zeros(1, np.int64)
         feeds.update({name: np.zeros_like(ids) for name in self.inputs if name not in feeds})
-        return np.asarray(self.session.run(None, feeds)[0])
+        return feeds
 
     # --- what latency is measured on ----------------------------------------------------------------------------------
 
@@ -330,47 +346,93 @@ class Loaded:
         return Used(providers, seconds, last["dur"] * 1e-6)
 
 
-def _session(folder: Path, threads: int, profile: str | None, level: int | None) -> onnxruntime.InferenceSession:
+def _options(threads: int, level: int | None = None) -> onnxruntime.SessionOptions:
     try:
         import onnxruntime
     except ImportError:
         raise MissingDependency("onnxruntime", extra="onnx", purpose="running onnx/model.onnx") from None
-    path = folder / MODEL
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     # threads that spin between runs would take the time of whatever else is measured
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    for name, value in (_IN_FLOAT if level == 0 else EXACT_SUMS).items():
+        options.add_session_config_entry(name, value)
+    return options
+
+
+def _session(
+    folder: Path, threads: int, profile: str | None, level: int | None, shown: Sequence[str]
+) -> onnxruntime.InferenceSession:
+    options = _options(threads, level)
+    import onnxruntime
+
+    path = folder / MODEL
     if profile is not None:
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(profile) / "run")
     what: str | bytes = str(path)
     try:
-        if level is not None:
-            what = _with_level(path, level)
+        if level is not None or shown:
+            what = _changed(path, level, shown)
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
         return onnxruntime.InferenceSession(what, options, providers=["CPUExecutionProvider"])
     except Exception as problem:
-        text = str(problem).strip()
-        reason = next((said for sign, said in _REASONS.items() if sign.lower() in text.lower()), "it does not load")
-        raise InputError(
-            "onnx-unreadable",
-            where=str(path),
-            value=f"{reason}: {text.splitlines()[0][:200] if text else type(problem).__name__}",
-            rule=f"onnxruntime {onnxruntime.__version__} loads it",
-            remedy="`quantkit verify` says whether a file differs; else update onnxruntime, or export again",
-        ) from None
+        raise _unreadable(path, problem) from None
 
 
-def _with_level(path: Path, level: int) -> bytes:
-    """The graph with another accuracy level; its weights stay where they are."""
+def _unreadable(path: Path, problem: Exception) -> InputError:
+    import onnxruntime
+
+    text = str(problem).strip()
+    reason = next((said for sign, said in _REASONS.items() if sign.lower() in text.lower()), "it does not load")
+    return InputError(
+        "onnx-unreadable",
+        where=str(path),
+        value=f"{reason}: {text.splitlines()[0][:200] if text else type(problem).__name__}",
+        rule=f"onnxruntime {onnxruntime.__version__} loads it",
+        remedy="`quantkit verify` says whether a file differs; else update onnxruntime, or export again",
+    )
+
+
+def _changed(path: Path, level: int | None, shown: Sequence[str]) -> bytes:
+    """The graph with another accuracy level, or with more outputs; its weights stay where they are."""
     import onnx
 
+    from quantkit.runtimes._float_products import float_products
+
     model = onnx.load(str(path), load_external_data=False)
+    if level == 0:
+        float_products(model)
     for node in model.graph.node:
         for attribute in node.attribute:
-            if attribute.name == "accuracy_level":
+            if attribute.name == "accuracy_level" and level is not None:
                 attribute.i = level
+    given = {value.name for value in model.graph.output}
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in shown if name not in given)
     found: bytes = model.SerializeToString()
     return found
+
+
+def write_optimized(folder: Path, path: Path) -> None:
+    """Write the graph as the runtime runs it on this machine: what it has fused, with its weights beside it.
+
+    Args:
+        folder: with `model.onnx`.
+        path: of the new file, in a folder of its own.
+
+    Raises:
+        MissingDependency: onnxruntime.
+        InputError: `onnx-unreadable`.
+    """
+    options = _options(1)
+    import onnxruntime
+
+    options.optimized_model_filepath = str(path)
+    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", f"{path.name}.data")
+    options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+    try:
+        onnxruntime.InferenceSession(str(folder / MODEL), options, providers=["CPUExecutionProvider"])
+    except Exception as problem:
+        raise _unreadable(folder / MODEL, problem) from None

@@ -1,0 +1,233 @@
+"""Products whose weights and inputs are both in 8 bits, as ONNX Runtime multiplies them in integers.
+
+    fixed scale     QuantizeLinear, DequantizeLinear, MatMul                fused to MatMulIntegerToFloat
+    by tensor       DynamicQuantizeLinear, MatMulInteger, Cast, Mul         fused to DynamicQuantizeMatMul
+    by token        s = max|x| / 127.5; QuantizeLinear, MatMulIntegerToFloat with a scale of 1, Mul by s
+
+Weights have one scale a channel. Inputs of several products are quantized once. Codes of inputs are unsigned, since
+DynamicQuantizeLinear has no others: a symmetric scale is one with the zero point 128. **Codes of weights** are unsigned
+with the zero point 128 (`uint8`), or signed (`int8`). Without VNNI an x86 processor multiplies u8 by s8 with sums of
+two products in 16 bits, which saturate (4 % of error for 1 % at K = 256); u8 by u8 is exact on every processor.
+Operators: https://onnx.ai/onnx/operators and ONNX Runtime's docs/ContribOperators.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError
+from quantkit.export._nbits import Input, Weights
+from quantkit.scheme import ActivationScheme, WeightScheme
+
+Array = NDArray[Any]
+Codes = Literal["uint8", "int8"]
+# on the node that multiplies: the linears whose weights it has below each other
+LINEARS = "quantkit.linears"
+_MICROSOFT = "com.microsoft"
+_HALF = 128
+# of a symmetric scale: half of the 255 steps between the smallest code and the largest
+_REACH = 127.5
+
+
+class Node(Protocol):
+    """`Dialect._node`: a new node before another one; its outputs."""
+
+    def __call__(
+        self,
+        before: ir.Node,
+        kind: str,
+        inputs: Iterable[ir.Value | None],
+        outputs: Sequence[str],
+        domain: str = "",
+        **attributes: Any,
+    ) -> list[ir.Value]: ...
+
+
+def refuse(activations: Mapping[str, ActivationScheme], weights: Mapping[str, WeightScheme]) -> None:
+    """Refuse what ONNX Runtime has no integer kernel for.
+
+    Args:
+        activations: linear -> how its input is quantized.
+        weights: linear -> how its weight is.
+
+    Raises:
+        InputError: `layout-unsupported`, naming the first layer.
+    """
+    for linear, each in activations.items():
+        weight = weights[linear]
+        value, rule = f"activations in {each.format}", ""
+        if each.format != "int8":
+            rule = "ONNX Runtime fuses QuantizeLinear and DequantizeLinear of 8-bit integers alone, not of floats"
+        elif each.granularity == "group":
+            value, rule = "activations in groups", "an integer kernel sums over all of K with one scale"
+        elif each.granularity == "token" and not each.symmetric:
+            value, rule = "asymmetric activations by token", "an integer kernel takes one zero point for all tokens"
+        elif weight.format != "int8" or weight.granularity not in ("channel", "tensor"):
+            value = f"activations in int8, weights in {weight.format} by {weight.granularity}"
+            rule = "an integer kernel multiplies int8 by int8 with one scale a channel"
+        if rule:
+            raise InputError(
+                "layout-unsupported",
+                where=linear,
+                value=value,
+                rule=rule,
+                remedy="use int8 by channel with int8 activations by tensor or token, or leave `onnx` out of `export`",
+            )
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """An input as products take it: `codes` of float scale and zero point, or `values` that stand for them."""
+
+    codes: ir.Value
+    scale: ir.Value
+    zero: ir.Value
+    values: ir.Value | None = None
+
+
+@dataclass(frozen=True)
+class Integers:
+    """What writes the products of one graph.
+
+    Args:
+        node, new, constant: of the dialect: a node, an initializer that is read when it is written, a constant.
+        weights: what goes into them.
+        codes: how weights are stored.
+    """
+
+    node: Node
+    new: Callable[[str, Sequence[int], Any, Callable[[], Array]], ir.Value]
+    constant: Callable[[str, Any, Any], ir.Value]
+    weights: Weights
+    codes: Codes
+    _inputs: dict[tuple[ir.Value, Input], _Quantized] = field(default_factory=dict)
+
+    def product(self, before: ir.Node, source: ir.Value, names: Sequence[str], name: str) -> ir.Value:
+        """The product of `source` [..., K] with the weights of linears below each other: [..., N]."""
+        how = self.weights.linears[names[0]].input
+        assert how is not None
+        codes, scales, zeros = self._weight(names, name)
+        x = self._input(source, how)
+
+        def at(kind: str, inputs: list[ir.Value | None], output: str, domain: str = "", **attributes: Any) -> ir.Value:
+            return self.node(before, kind, inputs, [f"{name}/{output}"], domain, **attributes)[0]
+
+        if x.values is not None:
+            dense = at("DequantizeLinear", [codes, scales, zeros], "weight", axis=1)
+            return _named(at("MatMul", [x.values, dense], "output"), names)
+        if how.scheme.granularity == "token":
+            inputs = [x.codes, codes, self.constant("one.0", 1.0, np.float32), scales, x.zero, zeros]
+            sums = _named(at("MatMulIntegerToFloat", inputs, "sums", _MICROSOFT), names)
+            return at("Mul", [sums, x.scale], "output")
+        sums = _named(at("MatMulInteger", [x.codes, codes, x.zero, zeros], "sums"), names)
+        floats = at("Cast", [sums], "floats", to=int(ir.DataType.FLOAT))
+        return at("Mul", [floats, at("Mul", [x.scale, scales], "scale")], "output")
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def _weight(self, names: Sequence[str], name: str) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+        """Codes [K, N], scales [N], zero points [N] or None where all are zero."""
+        linears = [self.weights.linears[each] for each in names]
+        rows, columns = sum(linear.rows for linear in linears), linears[0].columns
+        scheme = linears[0].scheme
+        assert scheme is not None
+        dtype, shift = (np.uint8, _HALF) if self.codes == "uint8" else (np.int8, 0)
+
+        def codes() -> Array:
+            found = [self.weights.codes(each)[0][:, :columns] for each in names]
+            shifted: Array = (np.concatenate(found).T.astype(np.int16) + shift).astype(dtype)
+            return shifted
+
+        def scales() -> Array:
+            parts = [self.weights.codes(each)[1] for each in names]
+            return np.concatenate([_spread(part, each.rows) for part, each in zip(parts, linears, strict=True)])
+
+        def zeros() -> Array:
+            found = [self.weights.codes(each)[2] for each in names]
+            parts = [np.zeros((1, 1), np.int8) if part is None else part for part in found]
+            points = np.concatenate([_spread(part, each.rows) for part, each in zip(parts, linears, strict=True)])
+            shifted: Array = (points.astype(np.int16) + shift).astype(dtype)
+            return shifted
+
+        stored = self.new(f"{name}.codes", (columns, rows), dtype, codes)
+        steps = self.new(f"{name}.scales", (rows,), np.float32, scales)
+        plain = scheme.symmetric and shift == 0
+        return stored, steps, None if plain else self.new(f"{name}.zeros", (rows,), dtype, zeros)
+
+    # --- inputs -------------------------------------------------------------------------------------------------------
+
+    def _input(self, source: ir.Value, how: Input) -> _Quantized:
+        """An input quantized once for all that multiply it, right after what makes it."""
+        if (source, how) in self._inputs:
+            return self._inputs[source, how]
+        nodes: list[ir.Node] = []
+
+        def add(kind: str, inputs: list[ir.Value | None], outputs: Sequence[str], **attributes: Any) -> list[ir.Value]:
+            values = [ir.Value(name=f"{source.name}/{name}") for name in outputs]
+            given = ir.convenience.convert_attributes(attributes)
+            nodes.append(ir.Node("", kind, inputs, given, outputs=values))
+            return values
+
+        if how.scale is not None:
+            found = self._fixed(source, how, add)
+        elif how.scheme.granularity == "token" or how.scheme.symmetric:
+            found = self._symmetric(source, by_token=how.scheme.granularity == "token", add=add)
+        else:
+            codes, scale, zero = add("DynamicQuantizeLinear", [source], ["codes", "scale", "zero"])
+            found = _Quantized(codes, scale, zero)
+        producer = source.producer()
+        if producer is not None and producer.graph is not None:
+            producer.graph.insert_after(producer, nodes)
+        else:
+            graph = source.graph
+            assert graph is not None
+            graph.insert_before(next(iter(graph)), nodes)
+        self._inputs[source, how] = found
+        return found
+
+    def _fixed(self, source: ir.Value, how: Input, add: Callable[..., list[ir.Value]]) -> _Quantized:
+        scale = self.constant(f"{source.name}.scale", how.scale, np.float32)
+        zero = self.constant(f"{source.name}.zero", how.zero + _HALF, np.uint8)
+        (codes,) = add("QuantizeLinear", [source, scale, zero], ["codes"])
+        (values,) = add("DequantizeLinear", [codes, scale, zero], ["values"])
+        return _Quantized(codes, scale, zero, values)
+
+    def _symmetric(self, source: ir.Value, *, by_token: bool, add: Callable[..., list[ir.Value]]) -> _Quantized:
+        """s = max|x| / 127.5 of each token, or of all; QuantizeLinear takes the tokens' scales along its first axis."""
+        zero = self.constant(f"half.{_HALF}", _HALF, np.uint8)
+        axes = [self.constant("last", [-1], np.int64)] if by_token else []
+        (sizes,) = add("Abs", [source], ["abs"])
+        (largest,) = add("ReduceMax", [sizes, *axes], ["absmax"], keepdims=int(by_token))
+        (steps,) = add("Div", [largest, self.constant("reach", _REACH, np.float32)], ["step"])
+        # of zeros alone any step is right
+        (scale,) = add("Max", [steps, self.constant("tiny", np.finfo(np.float32).tiny, np.float32)], ["scale"])
+        if not by_token:
+            return _Quantized(add("QuantizeLinear", [source, scale, zero], ["codes"])[0], scale, zero)
+        columns = int(source.shape[-1])  # type: ignore[index, arg-type]
+        (rows,) = add("Reshape", [source, self.constant(f"rows.{columns}", [-1, columns], np.int64)], ["rows"])
+        (flat,) = add("Reshape", [scale, self.constant("all", [-1], np.int64)], ["scales"])
+        (count,) = add("Shape", [flat], ["count"])
+        (zeros,) = add("Expand", [zero, count], ["zeros"])
+        (codes,) = add("QuantizeLinear", [rows, flat, zeros], ["codes.rows"], axis=0)
+        (shape,) = add("Shape", [source], ["shape"])
+        (turned,) = add("Reshape", [codes, shape], ["codes"])
+        return _Quantized(turned, scale, zero)
+
+
+def _spread(values: Array, rows: int) -> Array:
+    """[N, 1] or [1, 1] as [N]."""
+    return np.broadcast_to(values[:, 0], (rows,))
+
+
+def _named(value: ir.Value, linears: Sequence[str]) -> ir.Value:
+    """With the linears noted on the node that makes it."""
+    node = value.producer()
+    assert node is not None
+    node.metadata_props[LINEARS] = " ".join(linears)
+    return value

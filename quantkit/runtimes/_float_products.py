@@ -1,0 +1,102 @@
+"""An ONNX graph with its products in float32: weights as they are stored, inputs as they come.
+
+What is compared with it, or with its numbers, is then exact but for the order of sums: rounding hides no wrong nibble.
+
+    MatMulNBits                                       accuracy level 0
+    QuantizeLinear, DequantizeLinear of an input      left out
+    an input quantized as the model runs, an integer product, its scales
+                                                      DequantizeLinear of the weight, MatMul
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import onnx
+
+INTEGER = ("MatMulInteger", "MatMulIntegerToFloat")
+_QUANTIZES = ("QuantizeLinear", "DynamicQuantizeLinear")
+# what may stand between an input and its product, or a product and what it makes
+_BETWEEN = ("Reshape", "DequantizeLinear", "Cast")
+
+
+class Links:
+    """Who makes and who reads each value of a graph, by name."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.maker = {name: node for node in graph.node for name in node.output}
+        self.readers: dict[str, list[Any]] = {}
+        for node in graph.node:
+            for name in dict.fromkeys(node.input):
+                self.readers.setdefault(name, []).append(node)
+        self.constants = {tensor.name for tensor in graph.initializer}
+
+    def source(self, product: Any) -> str:
+        """The float value that a product's input was before it was quantized."""
+        name: str = product.input[0]
+        while (node := self.maker.get(name)) is not None and node.op_type in _BETWEEN:
+            name = node.input[0]
+        if node is None or node.op_type not in _QUANTIZES:
+            return name
+        name = node.input[0]
+        flat = self.maker.get(name)
+        return str(flat.input[0]) if flat is not None and flat.op_type == "Reshape" else name
+
+    def weight(self, product: Any) -> str:
+        """The initializer with a product's weight."""
+        name: str = product.input[1]
+        while name not in self.constants:
+            name = self.maker[name].input[0]
+        return name
+
+    def chain(self, product: Any) -> Iterator[Any]:
+        """An integer product, and what follows until its scales are multiplied in; a float product alone."""
+        yield product
+        while product.op_type in (*INTEGER, "Cast"):
+            (product,) = self.readers[product.output[0]]
+            yield product
+
+
+def float_products(model: onnx.ModelProto) -> None:
+    """Change a graph, weights and all, to products in float32."""
+    from onnx import helper
+
+    graph = model.graph
+    links = Links(graph)
+    nodes: list[Any] = []
+    dropped: set[int] = set()
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "accuracy_level":
+                attribute.i = 0
+        if id(node) in dropped:
+            continue
+        if node.op_type not in INTEGER:
+            for place, name in enumerate(node.input):
+                made = links.maker.get(name)
+                if made is not None and made.op_type == "DequantizeLinear" and name not in links.constants:
+                    quantizes = links.maker.get(made.input[0])
+                    if quantizes is not None and quantizes.op_type == "QuantizeLinear":
+                        node.input[place] = quantizes.input[0]
+            nodes.append(node)
+            continue
+        *_, last = chain = list(links.chain(node))
+        dropped |= {id(each) for each in chain}
+        scales, zeros = _scales(links, node, last)
+        dense = f"{node.output[0]}/weight"
+        inputs = [node.input[1], scales, *([zeros] if zeros else [])]
+        nodes.append(helper.make_node("DequantizeLinear", inputs, [dense], axis=1))
+        nodes.append(helper.make_node("MatMul", [links.source(node), dense], [last.output[0]]))
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _scales(links: Links, product: Any, last: Any) -> tuple[str, str]:
+    """The scales of a product's weight, and its zero points if it has any."""
+    if product.op_type == "MatMulIntegerToFloat":
+        return product.input[3], product.input[5] if len(product.input) > 5 else ""
+    both = links.maker[last.input[1]]
+    scales = next(name for name in both.input if name in links.constants)
+    return scales, product.input[3] if len(product.input) > 3 else ""
