@@ -17,7 +17,9 @@ from quantkit.graph.fuse.equalize import Equalize
 from quantkit.graph.fuse.gelu import Gelu
 from quantkit.graph.fuse.layer_norm import LayerNorm
 from quantkit.graph.fuse.linear_bias import LinearBias
+from quantkit.graph.fuse.mean_pool import MeanPool
 from quantkit.graph.fuse.no_ops import NoOps
+from quantkit.graph.fuse.pad_conv import PadConv
 
 __all__ = ["LIMIT", "Fused", "Fusion", "fuse", "fusions"]
 
@@ -30,8 +32,8 @@ def fusions(feeds: Feeds = (), *, equalize: bool = True) -> tuple[Fusion, ...]:
         equalize: whether it is among them; it evens out weights, which one scale a channel hardly needs, and moves the
             difference into activations.
     """
-    every = (Constants(), NoOps(), LinearBias(), ConvBatchNorm(), LayerNorm(), Gelu(), Equalize(feeds))
-    return every if equalize else every[:-1]
+    exact = (Constants(), NoOps(), LinearBias(), PadConv(), ConvBatchNorm(), MeanPool(), LayerNorm(), Gelu())
+    return (*exact, Equalize(feeds)) if equalize else exact
 
 
 def fuse(model: ir.Model, feeds: Feeds, *, chosen: Sequence[Fusion] | None = None) -> tuple[list[Fused], float]:
