@@ -1,12 +1,12 @@
-"""Crops of photographs to calibrate and to score image networks on: no pixel of a scoring crop was calibrated on.
+"""Crops of photographs to calibrate and to score image networks on: no photograph scored on was calibrated on.
 
-    python benchmarks/photo_crops.py            480 scoring crops to .peers/photos/eval-480.npz
+    python benchmarks/photo_crops.py            the shipped set with 480 crops to score on, in .peers/photos-480
     python benchmarks/photo_crops.py --set DIR  the shipped set: calib.zip, tune.zip, eval.zip and lines for its card
 
 The photographs come inside the wheels of scikit-image and scikit-learn (`harness/photos.py`), which are fetched once
-and not installed. The .npz holds `images`, uint8 [480, 224, 224, 3], `photograph` [480], of each crop the photograph's
-number, for intervals that resample photographs, and a `preprocess.yaml` beside it. That the shipped set is made just so
-is checked too.
+and not installed. `quantkit compile efficientnet-lite0 --calibration ./.peers/photos-480` then calibrates on what is
+shipped and scores on the 480. Its eval.npz also holds `photograph`, of each crop the photograph's number, for intervals
+that resample photographs. That the shipped set is made just so is checked too.
 """
 
 from __future__ import annotations
@@ -25,21 +25,9 @@ from harness.record import verdicts
 
 from quantkit import content
 from quantkit.calibrate.card import Card
-from quantkit.calibrate.images import PREPROCESS
 
-COUNTS: dict[Split, int] = {"calib": 64, "tune": 21, "eval": 36}
+COUNTS: dict[Split, int] = {"calib": 64, "tune": 18, "eval": 30}
 QUALITY = 90
-
-
-def shared_pixels(scoring: list[Crop], others: list[Crop]) -> int:
-    """How many pairs of crops have a pixel of a photograph in common."""
-    return sum(
-        first.photograph == second.photograph
-        and abs(2 * (first.left - second.left) + first.side - second.side) < first.side + second.side
-        and abs(2 * (first.top - second.top) + first.side - second.side) < first.side + second.side
-        for first in scoring
-        for second in others
-    )
 
 
 def archive(found: list[Crop]) -> bytes:
@@ -61,29 +49,43 @@ def write_set(folder: Path) -> None:
         print(f"  - {{split: {split}, path: {split}.zip, bytes: {len(data)}, sha256: {digest}}}")
 
 
+def write_scoring(card: Card, scoring: list[Crop], folder: Path) -> None:
+    """The shipped set, but for other crops to score on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [each.name for each in PHOTOGRAPHS]
+    data = io.BytesIO()
+    np.savez_compressed(
+        data,
+        images=np.stack([np.asarray(crop.image) for crop in scoring]),
+        photograph=np.array([names.index(crop.photograph) for crop in scoring]),
+    )
+    (folder / "eval.npz").write_bytes(data.getvalue())
+    for split in ("calib", "tune"):
+        for path, held in card.read(split):
+            (folder / path.name).write_bytes(held)
+    kept = [file.model_dump() for file in card.files if file.split != "eval"]
+    digest = hashlib.sha256(data.getvalue()).hexdigest()
+    files = [*kept, {"split": "eval", "path": "eval.npz", "bytes": len(data.getvalue()), "sha256": digest}]
+    written = card.model_dump(mode="json", by_alias=True) | {"files": files}
+    (folder / "card.yaml").write_text(yaml.safe_dump(written, sort_keys=False, allow_unicode=True))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=480)
-    parser.add_argument("--out", type=Path, default=PEERS / "photos")
+    parser.add_argument("--out", type=Path, help="default: .peers/photos-COUNT")
     parser.add_argument("--set", type=Path, help="write the shipped set into this folder, and nothing else")
     options = parser.parse_args()
     if options.set is not None:
         write_set(options.set)
         return 0
     scoring = crops("eval", options.count)
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"eval-{options.count}.npz"
-    names = [each.name for each in PHOTOGRAPHS]
-    np.savez_compressed(
-        path,
-        images=np.stack([np.asarray(crop.image) for crop in scoring]),
-        photograph=np.array([names.index(crop.photograph) for crop in scoring]),
-    )
+    folder = options.out or PEERS / f"photos-{options.count}"
     card = Card.load(content.find("calibration", "photos"))
-    assert card.preprocess is not None
-    (options.out / PREPROCESS).write_text(yaml.safe_dump(card.preprocess.model_dump()))
-    print(f"{len(scoring)} crops of {len({crop.photograph for crop in scoring})} photographs in {path}")
+    write_scoring(card, scoring, folder)
+    print(f"{len(scoring)} crops of {len({crop.photograph for crop in scoring})} photographs in {folder}")
     seen = [crop for split in ("calib", "tune") for crop in crops(split, COUNTS[split])]
+    calibrated = {crop.photograph for crop in seen}
     made = {split: sorted(crop.name for crop in crops(split, count)) for split, count in COUNTS.items()}
     shipped = {
         split: sorted(
@@ -93,7 +95,7 @@ def main() -> int:
     }
     return verdicts(
         {
-            "no scoring crop shares a pixel with a crop of calib or tune": shared_pixels(scoring, seen) == 0,
+            "no photograph scored on is in calib or tune": calibrated.isdisjoint(crop.photograph for crop in scoring),
             "the shipped set holds just the crops that this makes": made == shipped,
         }
     )

@@ -1,9 +1,9 @@
 """Square crops of the photographs that come inside the wheels of scikit-image and scikit-learn.
 
-The columns of most photographs are parted: the left of one calibrates, the right scores, what lies between is for
-`tune`; five belong to one split whole. So no pixel is in two splits. A crop's side is drawn between SMALLEST and what
-its area allows, then its place; it is resized to 224 x 224. Crops of a photograph overlap one another: many of them are
-a statement about nine scenes, not about as many independent images.
+Half of the photographs calibrate, with the left of their columns; what is right of that is for `tune`. The others
+score, and nothing else sees them. A crop's side is drawn between SMALLEST and what its area allows, then its place; it
+is resized to 224 x 224. Crops of a photograph overlap one another: many of them are a statement about five scenes, not
+about as many independent images.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ Split = Literal["calib", "tune", "eval"]
 SIZE = 224
 SMALLEST = 96
 WHEELS = ("scikit-image==0.26.0", "scikit-learn==1.9.1")
-# shares of the width
-COLUMNS: dict[Split, tuple[float, float]] = {"calib": (0.0, 0.4), "tune": (0.4, 0.6), "eval": (0.6, 1.0)}
+SPLITS: tuple[Split, ...] = ("calib", "tune", "eval")
+# of the width of a photograph that calibrates; the rest is tune's
+CALIB = 0.7
 PEERS = Path(__file__).resolve().parent.parent.parent / ".peers"
 
 
 @dataclass(frozen=True)
 class Photograph:
-    """One file of a wheel; `only`: the split that it belongs to whole."""
+    """One file of a wheel; whether it scores."""
 
     path: str
     licence: str
-    only: Split | None = None
+    scores: bool
 
     @property
     def name(self) -> str:
@@ -44,24 +45,24 @@ class Photograph:
     def area(self, split: Split, size: tuple[int, int]) -> tuple[int, int, int, int] | None:
         """What the split has of it: left, top, right, bottom; None if nothing."""
         width, height = size
-        if self.only is not None:
-            return (0, 0, width, height) if self.only == split else None
-        first, last = COLUMNS[split]
-        return round(width * first), 0, round(width * last), height
+        if self.scores or split == "eval":
+            return (0, 0, width, height) if self.scores and split == "eval" else None
+        border = round(width * CALIB)
+        return (0, 0, border, height) if split == "calib" else (border, 0, width, height)
 
 
 PHOTOGRAPHS = (
-    Photograph("skimage/data/astronaut.png", "public domain, NASA"),
-    Photograph("skimage/data/coffee.png", "CC0, Rachel Michetti"),
-    Photograph("skimage/data/rocket.jpg", "public domain, SpaceX"),
-    Photograph("skimage/data/camera.png", "CC0, Lav Varshney"),
-    Photograph("sklearn/datasets/images/china.jpg", "CC BY 2.0, danielbuechele on Flickr"),
-    Photograph("sklearn/datasets/images/flower.jpg", "CC BY 2.0, vultilion on Flickr"),
-    Photograph("skimage/data/grass.png", "CC0, linolafett", "calib"),
-    Photograph("skimage/data/brick.png", "CC0, CC0Textures", "calib"),
-    Photograph("skimage/data/coins.png", "no known copyright restrictions, Brooklyn Museum", "eval"),
-    Photograph("skimage/data/gravel.png", "CC0, CC0Textures", "eval"),
-    Photograph("skimage/data/chelsea.png", "CC0, Stefan van der Walt", "eval"),
+    Photograph("skimage/data/astronaut.png", "public domain, NASA", scores=False),
+    Photograph("skimage/data/coffee.png", "CC0, Rachel Michetti", scores=False),
+    Photograph("skimage/data/rocket.jpg", "public domain, SpaceX", scores=False),
+    Photograph("skimage/data/camera.png", "CC0, Lav Varshney", scores=False),
+    Photograph("skimage/data/grass.png", "CC0, linolafett", scores=False),
+    Photograph("skimage/data/brick.png", "CC0, CC0Textures", scores=False),
+    Photograph("skimage/data/chelsea.png", "CC0, Stefan van der Walt", scores=True),
+    Photograph("skimage/data/coins.png", "no known copyright restrictions, Brooklyn Museum", scores=True),
+    Photograph("skimage/data/gravel.png", "CC0, CC0Textures", scores=True),
+    Photograph("sklearn/datasets/images/china.jpg", "CC BY 2.0, danielbuechele on Flickr", scores=True),
+    Photograph("sklearn/datasets/images/flower.jpg", "CC BY 2.0, vultilion on Flickr", scores=True),
 )
 
 
@@ -106,7 +107,7 @@ def crops(split: Split, count: int, *, seed: int = 0) -> list[Crop]:
     having = [(each, image, area) for each, image, area in areas if area is not None]
     found: list[Crop] = []
     for place, (each, image, (left, top, right, bottom)) in enumerate(having):
-        generator = np.random.default_rng([seed, list(COLUMNS).index(split), PHOTOGRAPHS.index(each)])
+        generator = np.random.default_rng([seed, SPLITS.index(split), PHOTOGRAPHS.index(each)])
         wanted = count // len(having) + (place < count % len(having))
         squares: dict[tuple[int, int, int], None] = {}
         while len(squares) < wanted:
