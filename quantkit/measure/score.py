@@ -9,9 +9,13 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from quantkit import content
 from quantkit.calibrate.sets import TokenSet
 from quantkit.measure.accuracy import Accuracy, Items, data_of
+from quantkit.measure.labelled import About
+from quantkit.measure.labelled.pairs import cosine_row
 from quantkit.measure.rows import Device, Row
 from quantkit.plan import machine
 
@@ -207,23 +211,14 @@ def rows(
             settings=settings,
         )
         return found, items
-    values = cosine(original, candidate, tokens)
-    half = 1.96 * float(values.std()) / len(values) ** 0.5
-    mean = float(values.mean())
-    row = Row(
-        name="accuracy.cosine",
-        value=mean,
-        unit="1",
-        stat="mean",
-        better="higher",
-        quantiles={"p50": float(values.median())},
-        ci95=(mean - half, mean + half),
-        n=len(values),
+    about = About(
         subject=subject,
+        baseline=original.source.sha256,
         runtime=runtime,
-        settings=dict(settings or {}),
+        data=data_of(tokens),
         device=device,
         versions=machine.versions(),
-        data=data_of(tokens),
+        settings=settings or {},
     )
-    return [row], None
+    values = cosine(original, candidate, tokens).numpy()
+    return [cosine_row(values, np.arange(values.size), about, "sequence", [])], None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import zoo
 
 from quantkit.calibrate.sets import TokenSet, ids_sha256
-from quantkit.measure.score import original_states, score
+from quantkit.measure.score import original_states, rows, score
 from quantkit.model.open import open_model
 from quantkit.model.stream import StreamedModel
 
@@ -101,3 +102,24 @@ def test_scores_are_those_of_plain_models_in_float64(
     assert torch.allclose(torch.from_numpy(found.nll_candidate), -q.gather(-1, following).flatten(), atol=1e-4)
     assert torch.allclose(torch.from_numpy(found.nll_original), -p.gather(-1, following).flatten(), atol=1e-4)
     assert found.kl.mean() > 1e-4
+
+
+def test_an_encoder_has_a_cosine_with_its_interval_and_its_least(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    for name, seed in (("a", 0), ("b", 1)):
+        zoo.tiny("bert", seed).save_pretrained(tmp_path / name)  # type: ignore[operator]
+    sides = [stream(tmp_path / name) for name in ("a", "b")]
+    pooled = [zoo.outputs(zoo.tiny("bert", seed), tokens().ids).mean(dim=1).numpy() for seed in (0, 1)]
+    cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(*pooled, strict=True)]
+    (row,), items = rows(*sides, tokens(), subject="aa", runtime="torch", settings={"dtype": "float32"})
+    assert items is None
+    assert (row.name, row.value, row.n) == ("accuracy.cosine", pytest.approx(np.mean(cosines), abs=1e-5), 3)
+    assert row.quantiles is not None
+    assert row.quantiles["p0"] == pytest.approx(min(cosines), abs=1e-5)
+    # three sequences: Student's t, wider than a normal's 1.96
+    reach = 4.3027 * np.std(cosines, ddof=1) / 3**0.5
+    assert row.ci95 == pytest.approx((np.mean(cosines) - reach, min(1.0, np.mean(cosines) + reach)), abs=1e-4)
+    assert row.baseline is not None
+    assert (row.baseline.subject, row.baseline.value) == (sides[0].source.sha256, 1.0)

@@ -1,0 +1,101 @@
+"""Texts as vectors: what retrieval is scored on, of a model in torch or in a session.
+
+A text's vector is the mean of the last hidden states of its tokens, those that the tokenizer adds included (mean
+pooling; Reimers and Gurevych, Sentence-BERT, 2019). Texts of equally many tokens run together, so none is padded: what
+padding would do to a model with quantized inputs is not in the figures, and no mask is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.calibrate.pairs import PairSet
+from quantkit.measure.labelled import About, retrieval
+from quantkit.measure.rows import Data, Row
+
+if TYPE_CHECKING:
+    from quantkit.measure.score import Candidate
+    from quantkit.model.stream import StreamedModel
+
+Array = NDArray[Any]
+
+# tokens of a text that count, as sentence encoders are trained
+_LONGEST = 256
+_TOGETHER = 32
+
+
+def pair_rows(
+    original: StreamedModel,
+    candidate: Candidate,
+    pairs: PairSet,
+    *,
+    tokenizer: Any,
+    about: About,
+    longest: int = _LONGEST,
+    seed: int = 0,
+    progress: Callable[[float], None] | None = None,
+) -> list[Row]:
+    """Recall and cosine (`labelled.retrieval`) of a candidate beside its original.
+
+    Args:
+        original, candidate: encoders.
+        pairs: what is to be found by what.
+        tokenizer: of both, from transformers.
+        about: what the rows share; its `data` is replaced by what says which pairs these are.
+        longest: tokens of a text that count; less where the model has fewer positions.
+        seed: of the resampling.
+        progress: told the share that is done.
+
+    Raises:
+        InputError, GateError: of `labelled.retrieval`.
+    """
+    tell = progress or (lambda done: None)
+    ids = token_ids([*pairs.left, *pairs.right], tokenizer, longest)
+    count = len(pairs.left)
+    sides = []
+    for number, model in enumerate((original, candidate)):
+        vectors = embeddings(model, ids)
+        sides += [vectors[:count], vectors[count:]]
+        tell((number + 1) / 2)
+    data = Data(set=pairs.name, split=pairs.split, sha256=pairs.sha256, items=max(1, count))
+    return retrieval(*sides, about=replace(about, data=data), seed=seed)
+
+
+def token_ids(texts: Sequence[str], tokenizer: Any, longest: int = _LONGEST) -> list[list[int]]:
+    """The ids of each text with the tokenizer's own around them, at most `longest`."""
+    limit = min(longest, int(getattr(tokenizer, "model_max_length", longest)))
+    found: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=limit)["input_ids"]
+    return found
+
+
+def embeddings(model: Candidate, ids: Sequence[Sequence[int]]) -> Array:
+    """The mean-pooled last hidden states of texts, [n, width] float32; no length is taken out."""
+    by_length: dict[int, list[int]] = {}
+    for place, text in enumerate(ids):
+        by_length.setdefault(len(text), []).append(place)
+    found: Array | None = None
+    for places in by_length.values():
+        vectors = _pooled(model, np.asarray([ids[place] for place in places], dtype=np.int64))
+        if found is None:
+            found = np.empty((len(ids), vectors.shape[1]), np.float32)
+        found[places] = vectors
+    return np.empty((0, 0), np.float32) if found is None else found
+
+
+def _pooled(model: Candidate, ids: Array) -> Array:
+    """Of texts of one length, ids [m, T]: [m, width]."""
+    import torch
+
+    from quantkit.model.stream import StreamedModel
+
+    if isinstance(model, StreamedModel):
+        with torch.inference_mode():
+            pooled: Array = model.run(torch.from_numpy(ids), chunk=_TOGETHER).mean(dim=1).float().numpy()
+        return pooled
+    parts = np.array_split(ids, -(-len(ids) // _TOGETHER))
+    return np.concatenate([model.encode(part).mean(axis=1) for part in parts])
