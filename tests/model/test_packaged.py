@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from quantkit.errors import InputError
 from quantkit.model import cnn, packaged
 from quantkit.model.alias import ALIASES, resource
 from quantkit.model.gguf import PROVENANCE
-from quantkit.model.hashes import file_sha256
 from quantkit.model.preprocess import Preprocess
 
 HOW = Preprocess(resize=11, crop=11, mean=[0.5, 0.5], std=[0.25, 0.25])
@@ -49,13 +48,17 @@ def foreign(network: cnn.Cnn) -> dict[str, torch.Tensor]:
     }
 
 
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "out").mkdir()
     return tmp_path / "out"
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny network, from `weights.pth` beside it."""
     home = tmp_path_factory.mktemp("converted")
     with pytest.MonkeyPatch.context() as patch:
@@ -63,7 +66,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         torch.save(foreign(built()), home / "weights.pth")
         out = folder(home)
         convert(home / "weights.pth", out)
-        yield out
+    return out
 
 
 def test_a_state_dict_becomes_a_graph_that_computes_the_same(converted: Path) -> None:
@@ -90,10 +93,10 @@ def test_the_graph_is_plain_and_its_norms_stand_apart(converted: Path) -> None:
 def test_provenance_names_and_hashes_everything(converted: Path) -> None:
     out = converted
     found = json.loads((out / PROVENANCE).read_text())
-    assert found["source"] == {"file": "weights.pth", "sha256": file_sha256(out.parent / "weights.pth")}
+    assert found["source"] == {"file": "weights.pth", "sha256": sha256(out.parent / "weights.pth")}
     assert found["licence"] == "MIT" and Preprocess.model_validate(found["preprocess"]) == HOW
     assert set(found["files"]) == {"config.json", "model.safetensors", "model.onnx"}
-    assert all(file_sha256(out / name) == sha256 for name, sha256 in found["files"].items())
+    assert all(sha256(out / name) == stated for name, stated in found["files"].items())
 
 
 class Trap:
