@@ -8,6 +8,7 @@ import pytest
 from small_graph import Small, operators
 
 from quantkit.graph.fuse import Fused, fuse
+from quantkit.graph.fuse.constants import Constants
 from quantkit.graph.fuse.linear_bias import LinearBias
 
 
@@ -24,21 +25,33 @@ def test_a_product_and_its_bias_become_a_gemm(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("x", "bias", "reason"),
+    ("shape", "bias", "reason"),
     [
-        ((2, 4, 6), (3,), "x has 3 dimensions, Gemm takes matrices"),
+        (("n", 4, 6), (3,), "x has 3 dimensions, not all of them fixed; Gemm takes matrices"),
         ((4, 6), (4, 3), "the bias is not one number a column"),
         ((4, 6), (4, 1), "the bias is not one number a column"),
     ],
 )
-def test_what_is_left_says_why(x: tuple[int, ...], bias: tuple[int, ...], reason: str) -> None:
+def test_what_is_left_says_why(shape: tuple[int | str, ...], bias: tuple[int, ...], reason: str) -> None:
     small = Small()
-    model = small.model(
-        small.op("Add", small.op("MatMul", small.input("x", *x), small.normal(6, 3)), small.normal(*bias))
-    )
-    places, _ = fuse(model, small.feeds(x=x), chosen=[LinearBias()])
+    y = small.op("MatMul", small.input("x", *shape), small.normal(6, 3))
+    model = small.model(small.op("Add", y, small.normal(*bias)))
+    feeds = small.feeds(x=[2 if isinstance(size, str) else size for size in shape])
+    places, _ = fuse(model, feeds, chosen=[LinearBias()])
     assert [(place.done, place.reason) for place in places] == [(False, reason)]
     assert operators(model) == ["MatMul", "Add"]
+
+
+def test_rows_of_more_dimensions_are_counted_where_all_are_fixed() -> None:
+    small = Small()
+    y = small.op("Add", small.op("MatMul", small.input("x", 2, 4, 6), small.normal(6, 3)), small.normal(3), name="sum")
+    model = small.model(small.op("Add", small.op("MatMul", y, small.normal(3, 5)), small.normal(5)))
+    places, error = fuse(model, small.feeds(x=(2, 4, 6)), chosen=[Constants(), LinearBias()])
+    assert [place.done for place in places] == [True, True]
+    assert operators(model) == ["Reshape", "Gemm", "Reshape"] * 2
+    assert model.graph[1].outputs[0].shape == ir.Shape([8, 3])
+    assert model.graph[1].name == "sum"
+    assert error < 1e-6
 
 
 def test_a_product_that_others_read_stays() -> None:
