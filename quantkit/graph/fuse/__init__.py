@@ -32,7 +32,7 @@ def fusions(feeds: Feeds = (), *, equalize: bool = True) -> tuple[Fusion, ...]:
         equalize: whether it is among them; it evens out weights, which one scale a channel hardly needs, and moves the
             difference into activations.
     """
-    exact = (Constants(), NoOps(), LinearBias(), PadConv(), ConvBatchNorm(), MeanPool(), LayerNorm(), Gelu())
+    exact = (Constants(), NoOps(), LinearBias(), PadConv(), ConvBatchNorm(), LayerNorm(), Gelu(), MeanPool())
     return (*exact, Equalize(feeds)) if equalize else exact
 
 

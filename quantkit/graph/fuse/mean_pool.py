@@ -3,7 +3,8 @@
     ReduceMean(x [N, C, H, W], axes [2, 3]) = GlobalAveragePool(x), then a Squeeze of H and W where they are not kept
 
 ONNX Runtime makes an integer kernel of a quantized pooling and none of a quantized mean.
-Guard: the axes are constants and all dimensions after the channels.
+Guard: the axes are constants and all dimensions after the channels, of which there are two or more: of three dimensions
+the last one may as well be the channels.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class MeanPool:
             x = node.inputs[0]
             rank = len(x.shape) if x is not None and x.shape is not None else 0
             given = constant(node.inputs[1]) if len(node.inputs) > 1 else node.attributes.get_ints("axes")
-            if given is None or rank < 3 or sorted(int(axis) % rank for axis in given) != list(range(2, rank)):
+            if given is None or rank < 4 or sorted(int(axis) % rank for axis in given) != list(range(2, rank)):
                 continue
             _replace(node, rank, _rule.opset(model))
             found.append(Fused(name_of(node), self.name, True))

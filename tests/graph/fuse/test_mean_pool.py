@@ -26,9 +26,9 @@ def test_over_all_positions(opset: int, keep: int) -> None:
     assert error < 1e-6
 
 
-@pytest.mark.parametrize("axes", [[1], [3], [1, 2, 3]])
-def test_over_anything_else(axes: list[int]) -> None:
+@pytest.mark.parametrize(("shape", "axes"), [(X, [1]), (X, [3]), (X, [1, 2, 3]), ((2, 3, 4), [2])])
+def test_over_anything_else(shape: tuple[int, ...], axes: list[int]) -> None:
     small = Small()
-    model = small.model(small.op("ReduceMean", small.input("x", *X), np.array(axes)))
-    assert fuse(model, small.feeds(x=X), chosen=[MeanPool()]) == ([], 0.0)
+    model = small.model(small.op("ReduceMean", small.input("x", *shape), np.array(axes)))
+    assert fuse(model, small.feeds(x=shape), chosen=[MeanPool()]) == ([], 0.0)
     assert operators(model) == ["ReduceMean"]
