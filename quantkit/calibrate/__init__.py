@@ -1,1 +1,1 @@
-"""Calibration sets to token ids to statistics."""
+"""Calibration sets to token ids, images or pairs of texts, and those to statistics."""

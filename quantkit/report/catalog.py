@@ -214,8 +214,22 @@ def _card_entry(name: str, path: Path) -> Entry:
     if card.source.cut:
         facts.append(("cut", card.source.cut))
     facts += [(file.split, f"{file.path}, {words.size(file.bytes)}, sha256 {file.sha256[:16]}…") for file in card.files]
-    facts.append(("sampling", ", ".join(f"{key} {value}" for key, value in card.sampling.model_dump().items())))
+    # how texts are joined and chopped says nothing of images
+    whole = {"pack", "drop_remainder", "special_tokens"} if card.kind in ("images", "pairs") else set()
+    facts.append(("sampling", _listed(card.sampling.model_dump(exclude=whole))))
+    if card.preprocess:
+        facts.append(("preprocess", _listed(card.preprocess.model_dump())))
     return Entry("calibration set", name, card.summary, facts, "", card.model_dump(mode="json", by_alias=True))
+
+
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {_rounded(value)}" for key, value in values.items())
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return round(value, 4) if isinstance(value, float) else value
 
 
 def _pass(name: str) -> Entry:
@@ -310,7 +324,7 @@ def _model(name: str) -> Entry:
     alias = ALIASES[name]
     facts = [("kind", alias.kind), ("licence", alias.licence), ("calibration", alias.calibration)]
     if alias.preprocess:
-        facts.append(("preprocess", ", ".join(f"{key} {value}" for key, value in alias.preprocess)))
+        facts.append(("preprocess", _listed(alias.preprocess.model_dump())))
     if alias.was:
         facts.append(("was", alias.was))
     if alias.note:
