@@ -51,6 +51,7 @@ class CalibrationChoice(Closed):
         set: a shipped name or a path (folder with `card.yaml`, `.txt`, `.jsonl`, `.parquet`, `datasets` folder).
         samples: sequences.
         tokens: tokens a sequence.
+        images: of a set of images, instead of sequences.
         experts: what becomes of an expert that too few tokens are routed to: `force` calibrates it on all tokens that
             reach its layer, `keep` leaves it in high precision.
         expert_tokens: how many are enough.
@@ -59,6 +60,7 @@ class CalibrationChoice(Closed):
     set: str = "prose-en"
     samples: int = Field(default=16, gt=0)
     tokens: int = Field(default=512, gt=0)
+    images: int = Field(default=128, gt=0)
     experts: Literal["force", "keep"] = "force"
     expert_tokens: int = Field(default=64, ge=0)
 

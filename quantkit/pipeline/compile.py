@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from quantkit import registry
@@ -27,8 +28,10 @@ from quantkit.bundle import (
 )
 from quantkit.bundle.manifest import MEASUREMENTS
 from quantkit.errors import GateError, InputError, Stopped
+from quantkit.graph.open import is_graph
 from quantkit.measure.rows import Row, write_rows
 from quantkit.measure.size import folder_of
+from quantkit.model.alias import ALIASES, Alias, materialize
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import tokens
 from quantkit.pipeline.estimate import demand_disk, estimate, head_size, times
@@ -91,6 +94,9 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
         Stopped: interrupted or disk full; what is done is kept.
     """
     progress = progress or Progress()
+    alias = ALIASES.get(request.model)
+    if is_graph(request.model) or (alias is not None and alias.kind == "vision"):
+        return _compile_graph(request, alias, progress)
     started = time.perf_counter()
     prepared = prepare(request)
     expected = estimate(prepared)
@@ -113,6 +119,19 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
             value=f"{len(build.done())} steps are kept",
             remedy="the same command with --resume goes on",
         ) from None
+
+
+def _compile_graph(request: Request, alias: Alias | None, progress: Progress) -> Compiled:
+    """What is no transformers model: a float ONNX graph."""
+    from quantkit.pipeline.graph import compile_graph
+
+    if alias is not None:
+        path = materialize(alias) / "model.onnx"
+        found = compile_graph(request, path, f"alias:{alias.name}", alias.name, alias.calibration, progress)
+    else:
+        path = Path(request.model).expanduser()
+        found = compile_graph(request, path, f"path:{path.name}", path.stem, "", progress)
+    return Compiled(found.bundle, found.rows, found.seconds, machine.peak_bytes(), found.warnings)
 
 
 def _refuse(decisions: list[Decision]) -> None:

@@ -1,0 +1,202 @@
+"""A float ONNX file -> a graph in memory, or one line that says what is wrong with it.
+
+Nothing in a file is trusted: weights beside it are read only from its own folder, by a name without `..`, never through
+a link, and no further than the file goes. Nothing of it is run here but ONNX Runtime, and of operators only those that
+it brings itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quantkit.errors import InputError, MissingDependency
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+# per-channel DequantizeLinear is of opset 13
+OPSET = 13
+_DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft", "pkg.torch")
+_QUANTIZED = (
+    "QuantizeLinear",
+    "DequantizeLinear",
+    "DynamicQuantizeLinear",
+    "MatMulInteger",
+    "ConvInteger",
+    "MatMulNBits",
+)
+_SUFFIX = ".onnx"
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a graph; None is a free size."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class FloatGraph:
+    """An opened graph.
+
+    Args:
+        model: its weights in memory.
+        path: of the file.
+        name: what a bundle is named after.
+        inputs: that are not weights.
+        sha256: over the file and those beside it.
+        notes: sentences for the reader of its figures.
+    """
+
+    model: ir.Model
+    path: Path
+    name: str
+    inputs: tuple[Input, ...]
+    sha256: str
+    notes: tuple[str, ...] = field(default=())
+
+
+def is_graph(reference: str) -> bool:
+    """Whether a model's name is an ONNX file."""
+    return reference.lower().endswith(_SUFFIX)
+
+
+def open_graph(path: Path, name: str = "") -> FloatGraph:
+    """Read and check a file.
+
+    Raises:
+        InputError: `file-missing`; `onnx-` followed by `unreadable`, `external`, `quantized`, `operator`, `opset`,
+            `shape`, `dtype`, `weights`.
+        MissingDependency: onnx-ir.
+    """
+    try:
+        import onnx_ir as ir
+    except ImportError:
+        raise MissingDependency("onnx-ir", extra="compile", purpose="reading an ONNX file") from None
+    where = path.name
+    if not path.is_file():
+        raise InputError("file-missing", where=str(path), value="no such file", remedy="check the path")
+    try:
+        model = ir.load(path)
+    except Exception as error:  # whatever protobuf, onnx or a broken tensor raise
+        raise _refused(where, "unreadable", str(error).splitlines()[0][:200] if str(error) else "empty") from None
+    digest = hashlib.sha256(path.read_bytes())
+    for file in sorted(_external(model, path.parent.resolve(), where)):
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    _check_operators(model, where)
+    version = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
+    if version < OPSET:
+        remedy = f"onnx.version_converter.convert_version(model, {OPSET + 4}), or export it again"
+        raise _refused(
+            where, "opset", f"opset {version}", f"from opset {OPSET} on a weight has a scale a channel", remedy
+        )
+    ir.external_data.load_to_model(model)
+    _check_weights(model, where)
+    inputs = tuple(_inputs(model, where))
+    if not list(model.graph.outputs):
+        raise _refused(where, "unreadable", "no outputs")
+    return FloatGraph(model, path, name or path.stem, inputs, digest.hexdigest())
+
+
+def _external(model: ir.Model, folder: Path, where: str) -> Iterator[Path]:
+    """The files beside the graph. Raises InputError `onnx-external` for one that is not plainly beside it."""
+    import onnx_ir as ir
+
+    seen: dict[str, int] = {}
+    for value in _initializers(model):
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor):
+            place = str(tensor.location)
+            seen[place] = max(seen.get(place, 0), int(tensor.offset or 0) + int(tensor.length or tensor.nbytes))
+    for name, reach in seen.items():
+        inside = PurePosixPath(name)
+        rule = "weights lie beside the graph, in its own folder"
+        if not name or inside.is_absolute() or ".." in inside.parts or "\\" in name or ":" in name:
+            raise _refused(where, "external", name, rule, "export it again, with the weights in the same folder")
+        file = folder / name
+        links = [part for part in (file, *file.parents) if part.is_relative_to(folder) and part.is_symlink()]
+        if links or not file.resolve().is_relative_to(folder):
+            raise _refused(where, "external", f"{name} is a link", rule, "copy the file to that place")
+        if not file.is_file():
+            raise _refused(where, "external", f"{name} is missing", rule, "copy it there")
+        if file.stat().st_size < reach:
+            short = f"{name} has {file.stat().st_size} bytes, and a weight ends at {reach}"
+            raise _refused(where, "external", short, "the file is whole", "fetch it again")
+        yield file
+
+
+def _initializers(model: ir.Model) -> Iterator[ir.Value]:
+    """All of them, those of subgraphs and constants in attributes included."""
+    import onnx_ir as ir
+
+    yield from model.graph.initializers.values()
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                yield from attribute.as_graph().initializers.values()
+
+
+def _check_operators(model: ir.Model, where: str) -> None:
+    import onnx_ir as ir
+
+    own = {function.identifier()[:2] for function in model.functions.values()} if model.functions else set()
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        called = f"{node.name or node.op_type} ({node.op_type})"
+        if node.op_type in _QUANTIZED or node.op_type.startswith("QLinear"):
+            raise _refused(
+                where,
+                "quantized",
+                called,
+                "what is compiled is a float graph",
+                "name the one from before it was quantized",
+            )
+        if node.domain not in _DOMAINS and (node.domain, node.op_type) not in own:
+            raise _refused(
+                where,
+                "operator",
+                f"{called} of {node.domain!r}",
+                "operators are those of ONNX and ONNX Runtime",
+                "export the model without it",
+            )
+
+
+def _check_weights(model: ir.Model, where: str) -> None:
+    for value in _initializers(model):
+        tensor = value.const_value
+        if tensor is None:
+            continue
+        kind = str(tensor.dtype.name)
+        if kind in ("FLOAT16", "BFLOAT16", "DOUBLE") and tensor.size > 1:
+            raise _refused(
+                where, "dtype", f"{value.name} is {kind.lower()}", "weights are float32", "export it in float32"
+            )
+        if kind == "FLOAT" and not np.isfinite(tensor.numpy()).all():
+            raise _refused(where, "weights", f"NaN or infinity in {value.name}", "weights are finite")
+
+
+def _inputs(model: ir.Model, where: str) -> Iterator[Input]:
+    import onnx_ir as ir
+
+    names: Mapping[str, Any] = model.graph.initializers
+    for value in model.graph.inputs:
+        if value.name in names:  # a weight that could be given from outside, as old exporters wrote them
+            continue
+        if not isinstance(value.type, ir.TensorType) or value.dtype is None:
+            raise _refused(where, "dtype", f"{value.name} is {value.type}", "inputs are tensors")
+        if value.shape is None:
+            remedy = "export it with the shapes of its inputs"
+            raise _refused(where, "shape", f"{value.name} has none", "an input says how many sizes it has", remedy)
+        shape = tuple(size if isinstance(size, int) and size > 0 else None for size in value.shape)
+        yield Input(str(value.name), np.dtype(value.dtype.numpy()).name, shape)
+
+
+def _refused(where: str, what: str, value: str, rule: str = "an ONNX file, whole", remedy: str = "") -> InputError:
+    return InputError(f"onnx-{what}", where=where, value=value, rule=rule, remedy=remedy)

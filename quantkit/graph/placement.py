@@ -1,0 +1,91 @@
+"""Where Q/DQ pairs go, so that a runtime that fuses them computes in integers from end to end.
+
+A product becomes an integer kernel where its input, its weight and, of a Conv, its output are quantized. What lies
+between two products stays in integers if it is one of `THROUGH` and all that it reads is quantized. So a tensor has a
+pair if
+
+    a quantized product reads it
+    a quantized Conv computes it, or what its fused activation makes of it
+    an operator of THROUGH computes it, and all activations that this reads have a pair
+
+What a graph gives out stays float, but for a Conv's. An activation between a product and its pair (Relu, Clip) is
+absorbed where the pair's range is within its bounds: the codes saturate where it would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quantkit.graph.fuse._values import constant
+from quantkit.graph.fuse.activation_bounds import behind
+from quantkit.graph.sites import Site
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+# with integer kernels in ONNX Runtime between quantized inputs and outputs
+THROUGH = ("Add", "Mul", "Concat", "MaxPool", "AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid")
+# that only move values: what they give has the scale of what they take
+MOVING = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "MaxPool", "Slice", "Gather", "Split", "Identity")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which tensors have a pair.
+
+    Args:
+        tensors: their names, in the order in which they are computed.
+        same: tensor -> the one whose scale it takes, as it holds the same values.
+        bounds: tensor -> what the Relu or Clip that computes it reads.
+    """
+
+    tensors: tuple[str, ...]
+    same: dict[str, str]
+    bounds: dict[str, str]
+
+
+def place(model: ir.Model, sites: Sequence[Site], chosen: Collection[str]) -> Placement:
+    """Where pairs go for the products in `chosen`, by name."""
+    mine = {site.node: site for site in sites if site.name in chosen}
+    read = {site.input for site in mine.values()}
+    outputs = {value.name for value in model.graph.outputs}
+    quantized: dict[str, None] = {}
+    same: dict[str, str] = {}
+    bounds: dict[str, str] = {}
+    for value in model.graph.inputs:
+        if value.name in read:
+            quantized[str(value.name)] = None
+    for node in model.graph:
+        if not node.outputs:
+            continue
+        value = node.outputs[0]
+        name = str(value.name)
+        if name in read and node.op_type not in MOVING:
+            quantized[name] = None
+        end = str(behind(value).name)
+        if node in mine and mine[node].is_conv:
+            bounds |= {end: name} if end != name else {}
+            quantized.pop(name, None)
+            quantized[end] = None
+        elif node.op_type in THROUGH and name not in bounds:
+            taken = _activations(node)
+            if taken and all(other in quantized for other in taken) and name not in outputs:
+                bounds |= {end: name} if end != name else {}
+                quantized[end] = None
+        elif node.op_type in MOVING and node.inputs[0] is not None:
+            source = str(node.inputs[0].name)
+            if source in quantized and len(node.outputs) == 1 and name not in outputs:
+                quantized[name] = None
+                same[name] = same.get(source, source)
+            elif name in read:
+                quantized[name] = None
+    return Placement(tuple(quantized), same, bounds)
+
+
+def _activations(node: ir.Node) -> list[str]:
+    """What a node reads that is no constant; [] where it reads a constant that matters (Add of one, Mul by one)."""
+    if node.op_type in ("Add", "Mul") and any(constant(value) is not None for value in node.inputs):
+        return []
+    return [str(value.name) for value in node.inputs if value is not None and constant(value) is None]

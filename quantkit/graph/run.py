@@ -1,0 +1,121 @@
+"""A graph in ONNX Runtime, batch by batch, with chosen inner tensors beside its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError, MissingDependency
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Array = NDArray[Any]
+Feed = Mapping[str, Array]
+# a protobuf holds no more; larger weights are handed over apart
+_LARGE = 1 << 30
+# without it, products of unsigned by signed bytes saturate on CPUs that lack VNNI
+_EXACT = {"session.x64quantprecision": "1"}
+
+
+class Runner:
+    """A loaded graph.
+
+    Args:
+        model: any graph that ONNX Runtime runs, or the file of one.
+        inner: names of tensors to show beside the outputs.
+        threads: of one run; 0: all cores.
+        optimised: with the runtime's own fusions; without, the graph runs as it is written.
+
+    Raises:
+        InputError: `onnx-unrunnable`, with ONNX Runtime's reason.
+        MissingDependency: onnxruntime.
+    """
+
+    def __init__(
+        self, model: ir.Model | Path, inner: Sequence[str] = (), *, threads: int = 0, optimised: bool = True
+    ) -> None:
+        try:
+            import onnxruntime
+        except ImportError:
+            raise MissingDependency("onnxruntime", extra="compile", purpose="running a graph") from None
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        options.intra_op_num_threads = threads
+        for key, value in _EXACT.items():
+            options.add_session_config_entry(key, value)
+        if not optimised:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        try:
+            if isinstance(model, Path):
+                data: bytes | str = str(model)
+            else:
+                own = [str(value.name) for value in model.graph.outputs]
+                data, self._held = serialized(showing(model, list(dict.fromkeys([*own, *inner]))), options)
+            self._session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+            self.names = [value.name for value in self._session.get_outputs()]
+        except Exception as error:  # ONNX Runtime raises types of its own for each status
+            raise InputError(
+                "onnx-unrunnable",
+                where="ONNX Runtime",
+                value=str(error).splitlines()[0][:300],
+                rule="the graph runs there",
+                remedy="check it with onnx.checker, or export it again",
+            ) from None
+
+    def __call__(self, feed: Feed) -> dict[str, Array]:
+        """Name -> what the outputs and the inner tensors are. Raises InputError `onnx-unrunnable`."""
+        try:
+            found = self._session.run(self.names, dict(feed))
+        except Exception as error:
+            raise InputError(
+                "onnx-unrunnable",
+                where="calibration",
+                value=str(error).splitlines()[0][:300],
+                rule="the graph runs on the inputs that it is given",
+                remedy="check the shape of the calibration set",
+            ) from None
+        return dict(zip(self.names, found, strict=True))
+
+
+def batches(name: str, values: Array, size: int) -> Iterator[Feed]:
+    """`values` [n, ...] as feeds of up to `size` samples."""
+    for first in range(0, len(values), size):
+        yield {name: np.ascontiguousarray(values[first : first + size])}
+
+
+def showing(model: ir.Model, names: Sequence[str]) -> ir.Model:
+    """A copy of a model whose outputs are the named values."""
+    import onnx_ir as ir
+
+    shown = model.clone()
+    values = {value.name: value for node in shown.graph for value in node.outputs}
+    values |= {value.name: value for value in shown.graph.inputs}
+    del shown.graph.outputs[:]
+    shown.graph.outputs.extend(values[name] for name in names)
+    for value in shown.graph.outputs:
+        if value.type is None:
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+    return shown
+
+
+def serialized(model: ir.Model, options: Any) -> tuple[bytes, Any]:
+    """(the graph as bytes, what has to be kept while a session on it lives): large weights go through the options."""
+    import onnx_ir as ir
+    import onnxruntime
+
+    stored = {name: value.const_value for name, value in model.graph.initializers.items() if value.const_value}
+    if sum(tensor.nbytes for tensor in stored.values()) < _LARGE:
+        return ir.to_proto(model).SerializeToString(), None
+    arrays = {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in stored.items()}
+    large = {n: array for n, array in arrays.items() if array.nbytes > 1024 and array.dtype == np.float32}
+    held = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in large.values()]
+    options.add_external_initializers(list(large), held)
+    for name, array in large.items():
+        stub = ir.ExternalTensor("weights", 0, array.nbytes, ir.DataType.FLOAT, shape=ir.Shape(array.shape), name=name)
+        model.graph.initializers[name].const_value = stub
+    return ir.to_proto(model).SerializeToString(), held
