@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from quantkit.errors import InputError
 from quantkit.graph.fuse._fused import Fused, Fusion
-from quantkit.graph.fuse._proof import LIMIT, Feeds, difference, outputs
+from quantkit.graph.fuse._proof import LIMIT, Feeds, difference, limit, outputs
 from quantkit.graph.fuse.constants import Constants
 from quantkit.graph.fuse.conv_batch_norm import ConvBatchNorm
 from quantkit.graph.fuse.equalize import Equalize
@@ -19,6 +19,7 @@ from quantkit.graph.fuse.layer_norm import LayerNorm
 from quantkit.graph.fuse.linear_bias import LinearBias
 from quantkit.graph.fuse.mean_pool import MeanPool
 from quantkit.graph.fuse.no_ops import NoOps
+from quantkit.graph.fuse.opset import Opset
 from quantkit.graph.fuse.pad_conv import PadConv
 
 __all__ = ["LIMIT", "Fused", "Fusion", "fuse", "fusions"]
@@ -32,7 +33,10 @@ def fusions(feeds: Feeds = (), *, equalize: bool = True) -> tuple[Fusion, ...]:
         equalize: whether it is among them; it evens out weights, which one scale a channel hardly needs, and moves the
             difference into activations.
     """
-    exact = (Constants(), NoOps(), LinearBias(), PadConv(), ConvBatchNorm(), LayerNorm(), Gelu(), MeanPool())
+    exact = (
+        *(Opset(), Constants(), NoOps()),
+        *(LinearBias(), PadConv(), ConvBatchNorm(), LayerNorm(), Gelu(), MeanPool()),
+    )
     return (*exact, Equalize(feeds)) if equalize else exact
 
 
@@ -40,8 +44,9 @@ def fuse(model: ir.Model, feeds: Feeds, *, chosen: Sequence[Fusion] | None = Non
     """Fuse a model in place, and prove it.
 
     After each fusion that changed something, the outputs are those of the model as it came, to `LIMIT` of their largest
-    magnitude, in ONNX Runtime with its graph optimisations off. A fusion that fails this is undone and its places are
-    listed with the reason. Values and nodes of the model from before are not part of it any more.
+    magnitude (or to rounding, where that is more), in ONNX Runtime with its graph optimisations off. A fusion that fails
+    this is undone and its places are listed with the reason. Values and nodes of the model from before are not part of
+    it any more.
 
     Args:
         model: float; its inputs are those that the feeds name.
@@ -57,15 +62,16 @@ def fuse(model: ir.Model, feeds: Feeds, *, chosen: Sequence[Fusion] | None = Non
     if not feeds:
         raise InputError("fuse-unproved", where="fuse", value="no feeds", rule="a fusion is proved on real inputs")
     expected, names, found, error = outputs(model, feeds), _names(model), list[Fused](), 0.0
+    most = limit(model, feeds, expected)
     for fusion in fusions(feeds) if chosen is None else chosen:
         before, size = model.clone(), _size(model)
         places = fusion.run(model)
         if any(place.done for place in places) or _size(model) != size:
-            apart, reason = _proof(model, feeds, expected)
+            apart, reason = _proof(model, feeds, expected, most)
             if _names(model) != names:
                 reason = "undone: outputs of the graph have other names"
             if reason:
-                model.graph = before.graph
+                model.graph, model.ir_version = before.graph, before.ir_version
                 model.functions.clear()
                 model.functions.update(before.functions)
                 places = [replace(place, done=False, reason=reason) if place.done else place for place in places]
@@ -83,10 +89,10 @@ def _size(model: ir.Model) -> int:
     return sum(1 for _ in ir.traversal.RecursiveGraphIterator(model.graph))
 
 
-def _proof(model: ir.Model, feeds: Feeds, expected: list[list[Any]]) -> tuple[float, str]:
+def _proof(model: ir.Model, feeds: Feeds, expected: list[list[Any]], most: float) -> tuple[float, str]:
     """How far the outputs are from what is expected, and why that undoes a fusion, "" where it does not."""
     try:
         apart = difference(expected, outputs(model, feeds))
     except Exception as problem:  # the runtime's own, of a graph that it does not take
         return float("inf"), f"undone: ONNX Runtime does not run it: {problem}".splitlines()[0]
-    return apart, f"undone: outputs differ by {apart:.2g} of their largest magnitude" if apart > LIMIT else ""
+    return apart, f"undone: outputs differ by {apart:.2g} of their largest magnitude" if apart > most else ""

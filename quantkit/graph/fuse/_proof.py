@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 Feeds = Sequence[Mapping[str, NDArray[Any]]]
 # of float32 sums in another order; a wrong factor, axis or bias is orders of magnitude beyond
 LIMIT = 1e-4
+# what is never let pass, however much rounding matters to a graph
+_MOST = 1e-3
+_ROUNDINGS = 4
 _TINY = float(np.finfo(np.float32).tiny)
 
 
@@ -37,6 +40,19 @@ def outputs(model: ir.Model, feeds: Feeds, inner: Sequence[str] = ()) -> list[li
         ir.save(shown, path, external_data="weights")
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         return [session.run(names, dict(feed)) for feed in feeds]
+
+
+def limit(model: ir.Model, feeds: Feeds, expected: list[list[Any]]) -> float:
+    """How far outputs may move: `LIMIT`, or four times what the last bit of the inputs moves them, if that is more.
+
+    The second is so where outputs are all but zero on these feeds, as those of a detector that finds nothing.
+    """
+    nudged = [
+        {name: np.nextafter(x, np.inf, dtype=x.dtype) if x.dtype.kind == "f" else x for name, x in feed.items()}
+        for feed in feeds
+    ]
+    moved = difference(expected, outputs(model, nudged))
+    return min(max(LIMIT, _ROUNDINGS * moved), _MOST) if np.isfinite(moved) else LIMIT
 
 
 def difference(expected: Any, found: Any) -> float:

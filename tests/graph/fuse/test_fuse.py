@@ -9,7 +9,7 @@ from small_graph import Small, operators
 
 from quantkit.errors import InputError
 from quantkit.graph.fuse import Fused, fuse
-from quantkit.graph.fuse._proof import difference
+from quantkit.graph.fuse._proof import LIMIT, difference, limit, outputs
 from quantkit.graph.fuse.constants import Constants
 
 
@@ -115,6 +115,14 @@ def test_without_feeds_nothing_can_be_proved() -> None:
     small = Small()
     with pytest.raises(InputError, match="fuse-unproved"):
         fuse(small.model(small.op("Relu", small.input("x", 2))), [])
+
+
+@pytest.mark.parametrize(("left", "expected"), [(1.0, LIMIT), (1e-3, 4 * 2**-23 / 1e-3), (1e-5, 1e-3)])
+def test_where_little_is_left_of_the_inputs_their_last_bit_is_the_limit(left: float, expected: float) -> None:
+    small = Small()
+    model = small.model(small.op("Sub", small.input("x", 4), np.float32(1 - left)))
+    feeds = [{"x": np.ones(4, np.float32)}]
+    assert limit(model, feeds, outputs(model, feeds)) == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_difference_is_relative_to_each_outputs_largest_magnitude() -> None:
