@@ -43,10 +43,10 @@ def fusions(feeds: Feeds = (), *, equalize: bool = True) -> tuple[Fusion, ...]:
 def fuse(model: ir.Model, feeds: Feeds, *, chosen: Sequence[Fusion] | None = None) -> tuple[list[Fused], float]:
     """Fuse a model in place, and prove it.
 
-    After each fusion that changed something, the outputs are those of the model as it came, to `LIMIT` of their largest
-    magnitude (or to rounding, where that is more), in ONNX Runtime with its graph optimisations off. A fusion that fails
-    this is undone and its places are listed with the reason. Values and nodes of the model from before are not part of
-    it any more.
+    After each fusion that changed something, the outputs are those of the model as it came, to `LIMIT` of their
+    largest magnitude (or to rounding, where that is more), in ONNX Runtime with its graph optimisations off. A fusion
+    that fails this is undone and its places are listed with the reason. Values and nodes of the model from before are
+    not part of it any more.
 
     Args:
         model: float; its inputs are those that the feeds name.
