@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
+
+from quantkit.graph.run import Runner
 
 Feeds = Sequence[Mapping[str, NDArray[Any]]]
 # of float32 sums in another order; a wrong factor, axis or bias is orders of magnitude beyond
@@ -23,23 +23,12 @@ _TINY = float(np.finfo(np.float32).tiny)
 def outputs(model: ir.Model, feeds: Feeds, inner: Sequence[str] = ()) -> list[list[Any]]:
     """Outputs of each feed, then the `inner` tensors, with the runtime's own graph optimisations off.
 
-    Weights go beside the graph into a folder of their own: a protobuf holds no more than 2 GiB.
+    Raises:
+        InputError: `onnx-unrunnable`.
     """
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3
-    options.intra_op_num_threads = 1
-    shown = model.clone()
-    values = {value.name: value for node in shown.graph for value in node.outputs}
-    shown.graph.outputs.extend(values[name] for name in inner if not values[name].is_graph_output())
-    names = [value.name for value in model.graph.outputs] + list(inner)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        ir.save(shown, path, external_data="weights")
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        return [session.run(names, dict(feed)) for feed in feeds]
+    runner = Runner(model, inner, threads=1, optimised=False)
+    names = [str(value.name) for value in model.graph.outputs] + list(inner)
+    return [[found[name] for name in names] for found in map(runner, feeds)]
 
 
 def limit(model: ir.Model, feeds: Feeds, expected: list[list[Any]]) -> float:
