@@ -37,7 +37,7 @@ def measure(
     from quantkit.measure.latency import Plan
     from quantkit.pipeline.gates import failed_gate
     from quantkit.pipeline.measure import batches_of, default_runtime, measure_bundle, with_changes
-    from quantkit.pipeline.worth import QUICK
+    from quantkit.pipeline.worth import quick as few
     from quantkit.report import figures, terminal
 
     opened = quantkit.load(bundle)
@@ -45,7 +45,8 @@ def measure(
     if not hasattr(registry.load("runtimes", chosen, where="--runtime"), "open"):
         rule = "it is a runtime that bundles are scored in"
         raise InputError("runtime-unsupported", where="--runtime", value=chosen, rule=rule, remedy="use torch")
-    plan = with_changes(QUICK if quick else Plan(batches=batches_of(opened)), batches(batch), seconds)
+    plan = few(opened.manifest.model.kind) if quick else Plan(batches=batches_of(opened))
+    plan = with_changes(plan, batches(batch), seconds)
     with showing() as progress:
         progress.begin(f"measuring {bundle}", 60.0)
         rows = measure_bundle(opened, baseline, progress, runtime=chosen, plan=plan, speed=speed)

@@ -95,8 +95,8 @@ def run(job: Job, progress: Callable[[float, str], None] | None = None) -> list[
 
 
 def footprint(part: Part, threads: int) -> dict[str, int]:
-    """`resident` and `peak` bytes of a process that has loaded one side and made a step after `context` tokens; of the
-    interpreter `before`.
+    """`resident` and `peak` bytes of a process that has loaded one side and made a step after `context` tokens, or an
+    encoder's pass over `new_tokens`; of the interpreter `before`.
     """
     (line,) = _child(["weigh", part.folder, str(threads)], "", None)
     found: dict[str, int] = json.loads(line)
@@ -119,7 +119,7 @@ def _memory(job: Job, weighed: Mapping[str, Mapping[str, int]]) -> Row:
         subject=job.ours.subject,
         baseline=Baseline(subject=job.theirs.subject, value=theirs["peak"], ratio=theirs["peak"] / ours["peak"]),
         batch=_BATCH,
-        shape={"new_tokens": 1, "context": ours["context"]},
+        shape={"new_tokens": ours["new_tokens"], "context": ours["context"]},
         runtime=RUNTIME,
         settings={"threads": job.threads, "baseline_resident": theirs["resident"], "interpreter": ours["before"]},
         resident_bytes=ours["resident"],
@@ -148,7 +148,7 @@ def _cost(model: Loaded, part: Part) -> Cost:
         noted("flops"),
         noted("attention_flops"),
         head_flops=noted("head_flops"),
-        io_bytes_per_token=4.0 * model.vocabulary,
+        io_bytes_per_token=4.0 * model.features,
         compute="int8" if model.accuracy_level == 4 else "fp32",
     )
 
@@ -180,9 +180,14 @@ def _time(data: Mapping[str, Any]) -> None:
 def _weigh(folder: str, threads: str) -> None:
     before = _status("VmRSS")
     model = Loaded(Path(folder), threads=int(threads))
-    context = min(_CONTEXT, model.context - 1)
-    model.decode(_BATCH, context)()
-    found = {"before": before, "resident": _status("VmRSS"), "peak": _status("VmHWM"), "context": context}
+    if model.decoder:
+        new, context = 1, min(_CONTEXT, model.context - 1)
+        model.decode(_BATCH, context)()
+    else:
+        new, context = min(_CONTEXT, model.context), 0
+        model.prefill(_BATCH, new)()
+    sizes = {"before": before, "resident": _status("VmRSS"), "peak": _status("VmHWM")}
+    found = {**sizes, "new_tokens": new, "context": context}
     print(f"row {json.dumps(found)}", flush=True)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.pipeline.baseline import place
-from quantkit.pipeline.worth import QUICK, runs_here
+from quantkit.pipeline.worth import quick, runs_here
 from quantkit.report import words
 
 if TYPE_CHECKING:
@@ -105,11 +105,10 @@ def demand_disk(expected: Estimate, out: Path) -> None:
 
 
 def times(prepared: Prepared) -> bool:
-    """Whether the result will be timed: it has an ONNX graph of a decoder, and the target is this machine."""
+    """Whether the result will be timed: it has an ONNX graph, and the target is this machine."""
     request = prepared.request
     exported = any(step.name == "onnx" for step in request.recipe.export)
-    quantized = bool(prepared.layers.schemes) and prepared.source.kind == "decoder"
-    return request.speed and exported and quantized and runs_here(request.target)
+    return request.speed and exported and bool(prepared.layers.schemes) and runs_here(request.target)
 
 
 def graph(prepared: Prepared) -> ExportStep:
@@ -143,5 +142,5 @@ def _seconds(prepared: Prepared) -> dict[str, float]:
     stages["check"] = 2.0 + weights / 2e7 * len(exports)
     stages["score"] = 4.0 + (2 + 2 * len(exports)) * (weights + head_size(prepared)) * scored / rate
     if times(prepared):
-        stages["speed"] = 30.0 + QUICK.seconds + graph
+        stages["speed"] = 30.0 + quick(prepared.source.kind).seconds + graph
     return stages

@@ -93,7 +93,7 @@ def measure_bundle(
     runner.folder(bundle)
     bundle.demand_writable()
     bundle.demand_intact()
-    timed = speed and runtime == worth.RUNTIME and bundle.manifest.model.kind == "decoder"
+    timed = speed and runtime == worth.RUNTIME
     if timed:
         from quantkit.measure.speed import demand
 
@@ -257,7 +257,7 @@ def _speed(bundle: Bundle, against: _Against, plan: Plan, progress: Progress) ->
         bundle.manifest.layers,
         theirs,
         against.subject,
-        worth.fitting(plan, context),
+        worth.fitting(plan, context, bundle.manifest.model.kind),
         lambda share, words: progress.at("speed", share, words),
         baseline_format=against.format,
     )

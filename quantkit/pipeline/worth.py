@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ HARM = "harm.json"
 REPORT = "report.html"
 # a compile looks at a few shapes; `quantkit measure` at all of them
 QUICK = Plan(batches=(1, 4, 16), contexts=(128,), prefills=(256,), seconds=40.0, cell_seconds=60.0, rounds=4)
+# of a model that does not decode: one text and many, as short as a query and as long as a passage
+_TEXTS, _LENGTHS = (1, 32), (32, 128)
 Report = Callable[[float, str], None]
 
 
@@ -45,10 +48,15 @@ def format_of(layers: Iterable[LayerEntry]) -> str:
     return counts.most_common(1)[0][0] if counts else "float32"
 
 
-def fitting(plan: Plan, context: int) -> Plan:
-    """A plan whose shapes a model of so many positions has."""
-    from dataclasses import replace
+def quick(kind: str) -> Plan:
+    """What a compile looks at, for a kind of model."""
+    return QUICK if kind == "decoder" else replace(QUICK, batches=_TEXTS, seconds=60.0)
 
+
+def fitting(plan: Plan, context: int, kind: str = "decoder") -> Plan:
+    """A plan whose shapes a model of so many positions has; one that does not decode has its batches in prefills."""
+    if kind != "decoder":
+        plan = replace(plan, batches=(), contexts=(), prefill_batches=plan.batches, prefills=_LENGTHS)
     contexts = sorted({min(wanted, context - 1) for wanted in plan.contexts})
     prefills = sorted({min(wanted, context) for wanted in plan.prefills})
     return replace(plan, contexts=tuple(contexts), prefills=tuple(prefills))
@@ -91,7 +99,8 @@ def try_to_time(
     try:
         baseline = float_onnx(source, options)
         context = context_of(folder)
-        rows = time_it(folder, subject, layers, baseline, source.sha256, fitting(QUICK, context), progress)
+        plan = fitting(quick(source.kind), context, source.kind)
+        rows = time_it(folder, subject, layers, baseline, source.sha256, plan, progress)
     except (InputError, MissingDependency, GateError) as problem:
         return [], [decision("measure", "speed-not-measured", RUNTIME, problem.line())]
     return rows, []
@@ -126,7 +135,9 @@ def decide(
     if not layers:
         return None
     timed = [row for row in rows if row.runtime == RUNTIME]
-    measured = {row.batch for row in timed if row.name == "latency.decode_step" and row.batch is not None}
+    steps = [row for row in timed if row.name == "latency.decode_step"]
+    passes = [row for row in timed if row.name == "latency.prefill"]
+    measured = {row.batch for row in steps or passes if row.batch is not None}
     batches = [batch for batch in target.batches if batch in measured] or sorted(measured)
     failed = [check for check in checks if not check.ok]
     if not batches and not failed:

@@ -155,6 +155,11 @@ class Loaded:
         return int(next(value.shape[-1] for value in self.session.get_outputs() if value.name == "logits"))
 
     @cached_property
+    def features(self) -> int:
+        """Numbers that come out for a position: logits, or an encoder's last hidden state."""
+        return self.vocabulary if self.decoder else int(self.session.get_outputs()[0].shape[-1])
+
+    @cached_property
     def weight_bytes(self) -> int:
         """Bytes of the model's files."""
         return sum(path.stat().st_size for path in self.folder.glob(f"{MODEL}*"))
@@ -171,14 +176,7 @@ class Loaded:
             raise InputError(
                 "not-a-decoder", where=str(self.folder), value="an encoder", rule="only decoders have a cache"
             )
-        if capacity > self.context:
-            raise InputError(
-                "prompt-too-long",
-                where=str(self.folder),
-                value=f"{capacity} tokens",
-                rule=f"the context holds {self.context}",
-                remedy="shorten the prompt, or ask for fewer new tokens",
-            )
+        self._demand_positions(capacity)
         self.fits(batch, capacity, 1)
         caches = {}
         for name in self.caches:
@@ -186,6 +184,16 @@ class Loaded:
             empty = np.zeros((batch, int(heads), capacity, int(size)), np.float32)
             caches[name] = onnxruntime.OrtValue.ortvalue_from_numpy(empty)
         return State(batch, capacity, caches, np.zeros((batch, capacity), np.int64))
+
+    def _demand_positions(self, tokens: int) -> None:
+        if tokens > self.context:
+            raise InputError(
+                "prompt-too-long",
+                where=str(self.folder),
+                value=f"{tokens} tokens",
+                rule=f"the context holds {self.context}",
+                remedy="shorten the prompt, or ask for fewer new tokens",
+            )
 
     def fits(self, batch: int, capacity: int, new: int) -> None:
         """Refuse what would not fit into memory: cache, logits and the mask.
@@ -301,15 +309,35 @@ class Loaded:
         return step
 
     def prefill(self, batch: int, tokens: int) -> Callable[[], None]:
-        """A prompt of `tokens` for each sequence, up to the first logits, ready to be repeated.
+        """A prompt of `tokens` for each sequence, up to the first logits or all hidden states, ready to be repeated.
 
         Raises:
             InputError: `prompt-too-long`, `out-of-memory`.
         """
+        if not self.decoder:
+            return self._whole(batch, tokens)
         state = self.state(batch, tokens)
         ids = np.random.default_rng(0).integers(0, self.vocabulary, (batch, tokens))
         state.mask[:] = 1
         binding = self.bind(state, ids, tokens, keep=1)
+
+        def step() -> None:
+            self.session.run_with_iobinding(binding)
+
+        return step
+
+    def _whole(self, batch: int, tokens: int) -> Callable[[], None]:
+        import onnxruntime
+
+        self._demand_positions(tokens)
+        config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        ids = np.random.default_rng(0).integers(0, int(config.get("vocab_size", 2)), (batch, tokens))
+        binding = self.session.io_binding()
+        for name, values in self.prompt(ids).items():
+            binding.bind_cpu_input(name, np.ascontiguousarray(values))
+        shape = [batch, tokens, self.features]
+        hidden = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, np.float32, "cpu")
+        binding.bind_ortvalue_output(self.outputs[0], hidden)
 
         def step() -> None:
             self.session.run_with_iobinding(binding)

@@ -19,6 +19,7 @@ from quantkit.measure.ceilings import Ceiling
 from quantkit.measure.latency import Plan
 from quantkit.measure.rows import Row
 from quantkit.measure.speed import Job, Part, footprint, run
+from quantkit.scheme import ActivationScheme
 
 PLAN = Plan(batches=(1,), contexts=(16,), prefills=(8,), seconds=0.05, cell_seconds=0.05, rounds=1)
 CHANGES = {"vocab_size": 258, "num_hidden_layers": 1}  # as in tests/pipeline, so that it is traced once
@@ -84,6 +85,30 @@ def test_it_times_both_and_says_how_far_it_is(
     assert read <= moved <= read + 20 * loaded.cache_bytes + 8 * loaded.vocabulary
 
 
+def test_an_encoder_is_timed_by_its_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = ActivationScheme(format="int8")
+    ours = export(tmp_path / "ours", "bert", scheme("int8", granularity="channel"), activations=how)
+    theirs = export(tmp_path / "theirs", "bert")
+    plan = Plan(batches=(), contexts=(), prefills=(8, 100), prefill_batches=(1, 3), seconds=0.05, rounds=1)
+    sides = Part(str(ours.onnx), "ours", "int8"), Part(str(theirs.onnx), "theirs", "float32")
+    lines = in_this_process(Job(*sides, 1, plan), monkeypatch, capsys)
+    rows = [Row.model_validate(json.loads(line.removeprefix("row "))) for line in lines if line.startswith("row ")]
+    passes = {(row.batch, (row.shape or {})["new_tokens"]): row for row in rows if row.name == "latency.prefill"}
+    assert set(passes) == {(1, 8), (3, 8), (1, 100), (3, 100)}
+    assert all(row.baseline is not None and row.value for (_, new), row in passes.items() if new == 8)
+    assert passes[1, 100].flags == ["prompt-too-long-baseline"], "the model has 64 positions"
+    assert passes[1, 8].settings["compute_type"] == "int8"
+    # over the batch: a model that does not decode has no other M
+    assert {row.settings["over"] for row in rows if row.name == "tax.break_even"} == {"batch"}
+    # 3 layers of 4 matrices 64 x 64 and two of 64 x 96, and attention over all tokens
+    meta = ours.load().meta
+    assert int(meta["quantkit.flops"]) == 2 * 3 * (4 * 64 * 64 + 2 * 64 * 96)
+    assert int(meta["quantkit.attention_flops"]) == 3 * 8 * 64
+    assert footprint(sides[0], 1)["new_tokens"] == 64
+
+
 def test_what_it_meets_is_one_line(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,7 +154,7 @@ def ended(pid: Path) -> bool:
 
 
 def weighing(kilobytes: dict[str, int]) -> dict[str, int]:
-    return {"before": 1000, "context": 63, **{name: 1000 * size for name, size in kilobytes.items()}}
+    return {"before": 1000, "new_tokens": 1, "context": 63, **{name: 1000 * size for name, size in kilobytes.items()}}
 
 
 def test_rows_come_back_with_the_memory_of_both(

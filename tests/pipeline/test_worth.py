@@ -154,6 +154,16 @@ def test_a_failed_gate_decides_alone() -> None:
         assert "gate.onnxruntime.kl_max" in found.because[0]
 
 
+def test_a_model_that_does_not_decode_is_judged_by_its_passes() -> None:
+    plan = worth.fitting(worth.quick("encoder"), 100, "encoder")
+    assert (plan.batches, plan.contexts) == ((), ())
+    assert (plan.prefill_batches, plan.prefills) == ((1, 32), (32, 100))
+    timed = rows(Job(Part("a", "ours", "int8"), Part("b", "source", "float32"), 2, plan), lambda b: 2.0 / b)
+    found = worth.decide(timed, [], LAYERS, HERE)
+    assert found is not None
+    assert (found.answer, found.batch) == ("ship_up_to", 1)
+
+
 def test_rows_against_others_are_not_about_the_original() -> None:
     accuracy = Row(name="accuracy.kl", value=0.1, unit="nat", subject="ours", device=ELSEWHERE)
     against = {"subject": "other", "value": 30.0}

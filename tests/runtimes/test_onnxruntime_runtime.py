@@ -504,9 +504,12 @@ def test_an_encoder_generates_nothing_and_has_no_cache(tmp_path: Path) -> None:
         RUNTIME.generate(bundle, "The")
     model = RUNTIME.load(bundle, threads=1)
     assert not model.decoder
-    for ask in (lambda: model.state(1, 4), lambda: model.decode(1, 4), lambda: model.prefill(1, 4)):
+    for ask in (lambda: model.state(1, 4), lambda: model.decode(1, 4)):
         with pytest.raises(InputError, match="not-a-decoder"):
             ask()
+    model.prefill(2, 64)()
+    with pytest.raises(InputError, match="prompt-too-long.*65 tokens"):
+        model.prefill(1, 65)
 
 
 @pytest.mark.parametrize("package", ["onnxruntime", "tokenizers"])
