@@ -3,6 +3,7 @@
     fixed scale     QuantizeLinear, DequantizeLinear, MatMul                fused to MatMulIntegerToFloat
     by tensor       DynamicQuantizeLinear, MatMulInteger, Cast, Mul         fused to DynamicQuantizeMatMul
     by token        s = max|x| / 127.5; QuantizeLinear, MatMulIntegerToFloat with a scale of 1, Mul by s
+      with a zero   s = (max - min) / 255, z = -min / s; the same, less (z - 128) Σ_k W_nk before the Mul
 
 Weights have one scale a channel. Inputs of several products are quantized once. Codes of inputs are unsigned, since
 DynamicQuantizeLinear has no others: a symmetric scale is one with the zero point 128. **Codes of weights** are unsigned
@@ -32,7 +33,7 @@ LINEARS = "quantkit.linears"
 _MICROSOFT = "com.microsoft"
 _HALF = 128
 # of a symmetric scale: half of the 255 steps between the smallest code and the largest
-_REACH = 127.5
+_REACH, _STEPS = 127.5, 255
 
 
 class Node(Protocol):
@@ -66,8 +67,6 @@ def refuse(activations: Mapping[str, ActivationScheme], weights: Mapping[str, We
             rule = "ONNX Runtime fuses QuantizeLinear and DequantizeLinear of 8-bit integers alone, not of floats"
         elif each.granularity == "group":
             value, rule = "activations in groups", "an integer kernel sums over all of K with one scale"
-        elif each.granularity == "token" and not each.symmetric:
-            value, rule = "asymmetric activations by token", "an integer kernel takes one zero point for all tokens"
         elif weight.format != "int8" or weight.granularity not in ("channel", "tensor"):
             value = f"activations in int8, weights in {weight.format} by {weight.granularity}"
             rule = "an integer kernel multiplies int8 by int8 with one scale a channel"
@@ -83,12 +82,16 @@ def refuse(activations: Mapping[str, ActivationScheme], weights: Mapping[str, We
 
 @dataclass(frozen=True)
 class _Quantized:
-    """An input as products take it: `codes` of float scale and zero point, or `values` that stand for them."""
+    """An input as products take it: `codes` of float scale and zero point, or `values` that stand for them.
+
+    `shift` is what tokens' own zero points are beyond `zero`, [..., 1].
+    """
 
     codes: ir.Value
     scale: ir.Value
     zero: ir.Value
     values: ir.Value | None = None
+    shift: ir.Value | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,8 @@ class Integers:
         if how.scheme.granularity == "token":
             inputs = [x.codes, codes, self.constant("one.0", 1.0, np.float32), scales, x.zero, zeros]
             sums = _named(at("MatMulIntegerToFloat", inputs, "sums", _MICROSOFT), names)
+            if x.shift is not None:
+                sums = at("Sub", [sums, at("Mul", [x.shift, self._totals(names, name)], "shift")], "centred")
             return at("Mul", [sums, x.scale], "output")
         sums = _named(at("MatMulInteger", [x.codes, codes, x.zero, zeros], "sums"), names)
         floats = at("Cast", [sums], "floats", to=int(ir.DataType.FLOAT))
@@ -160,6 +165,20 @@ class Integers:
         plain = scheme.symmetric and shift == 0
         return stored, steps, None if plain else self.new(f"{name}.zeros", (rows,), dtype, zeros)
 
+    def _totals(self, names: Sequence[str], name: str) -> ir.Value:
+        """Σ_k of what the codes stand for, [N]."""
+
+        def totals() -> Array:
+            found = []
+            for each in names:
+                codes, scale, zero = self.weights.codes(each)
+                wide = codes[:, : self.weights.linears[each].columns].astype(np.int64)
+                points = 0 if zero is None else zero.astype(np.int64)
+                found.append(((wide - points).sum(axis=1) * scale[:, 0]).astype(np.float32))
+            return np.concatenate(found)
+
+        return self.new(f"{name}.totals", (sum(self.weights.linears[each].rows for each in names),), np.float32, totals)
+
     # --- inputs -------------------------------------------------------------------------------------------------------
 
     def _input(self, source: ir.Value, how: Input) -> _Quantized:
@@ -176,8 +195,11 @@ class Integers:
 
         if how.scale is not None:
             found = self._fixed(source, how, add)
-        elif how.scheme.granularity == "token" or how.scheme.symmetric:
-            found = self._symmetric(source, by_token=how.scheme.granularity == "token", add=add)
+        elif how.scheme.granularity == "token":
+            found = self._by_token(source, symmetric=how.scheme.symmetric, add=add)
+        elif how.scheme.symmetric:
+            scale, zero = self._step(source, (), add), self._half
+            found = _Quantized(add("QuantizeLinear", [source, scale, zero], ["codes"])[0], scale, zero)
         else:
             codes, scale, zero = add("DynamicQuantizeLinear", [source], ["codes", "scale", "zero"])
             found = _Quantized(codes, scale, zero)
@@ -198,26 +220,54 @@ class Integers:
         (values,) = add("DequantizeLinear", [codes, scale, zero], ["values"])
         return _Quantized(codes, scale, zero, values)
 
-    def _symmetric(self, source: ir.Value, *, by_token: bool, add: Callable[..., list[ir.Value]]) -> _Quantized:
-        """s = max|x| / 127.5 of each token, or of all; QuantizeLinear takes the tokens' scales along its first axis."""
-        zero = self.constant(f"half.{_HALF}", _HALF, np.uint8)
-        axes = [self.constant("last", [-1], np.int64)] if by_token else []
+    @property
+    def _half(self) -> ir.Value:
+        return self.constant(f"half.{_HALF}", _HALF, np.uint8)
+
+    def _step(self, source: ir.Value, axes: Sequence[ir.Value], add: Callable[..., list[ir.Value]]) -> ir.Value:
+        """max|x| / 127.5 over axes, or over all."""
         (sizes,) = add("Abs", [source], ["abs"])
-        (largest,) = add("ReduceMax", [sizes, *axes], ["absmax"], keepdims=int(by_token))
-        (steps,) = add("Div", [largest, self.constant("reach", _REACH, np.float32)], ["step"])
-        # of zeros alone any step is right
-        (scale,) = add("Max", [steps, self.constant("tiny", np.finfo(np.float32).tiny, np.float32)], ["scale"])
-        if not by_token:
-            return _Quantized(add("QuantizeLinear", [source, scale, zero], ["codes"])[0], scale, zero)
+        (largest,) = add("ReduceMax", [sizes, *axes], ["absmax"], keepdims=int(bool(axes)))
+        (step,) = add("Div", [largest, self.constant("reach", _REACH, np.float32)], ["step"])
+        return self._positive(step, add)
+
+    def _positive(self, step: ir.Value, add: Callable[..., list[ir.Value]]) -> ir.Value:
+        """Of zeros alone any step is right."""
+        (scale,) = add("Max", [step, self.constant("tiny", np.finfo(np.float32).tiny, np.float32)], ["scale"])
+        return scale
+
+    def _by_token(self, source: ir.Value, *, symmetric: bool, add: Callable[..., list[ir.Value]]) -> _Quantized:
+        """QuantizeLinear takes the tokens' scales, and their zero points, along its first axis."""
+        last, flat = self.constant("last", [-1], np.int64), self.constant("all", [-1], np.int64)
+        shift = None
+        if symmetric:
+            scale = self._step(source, [last], add)
+        else:
+            nothing = self.constant("zero.0", 0.0, np.float32)
+            (least,) = add("ReduceMin", [source, last], ["least"], keepdims=1)
+            (largest,) = add("ReduceMax", [source, last], ["largest"], keepdims=1)
+            (low,) = add("Min", [least, nothing], ["low"])
+            (high,) = add("Max", [largest, nothing], ["high"])
+            (reach,) = add("Sub", [high, low], ["reach"])
+            (step,) = add("Div", [reach, self.constant("steps", _STEPS, np.float32)], ["step"])
+            scale = self._positive(step, add)
+            (below,) = add("Div", [low, scale], ["below"])
+            (whole,) = add("Round", [below], ["whole"])
+            (point,) = add("Neg", [whole], ["point"])
+            (shift,) = add("Sub", [point, self.constant("half.float", _HALF, np.float32)], ["shift"])
         columns = int(source.shape[-1])  # type: ignore[index, arg-type]
         (rows,) = add("Reshape", [source, self.constant(f"rows.{columns}", [-1, columns], np.int64)], ["rows"])
-        (flat,) = add("Reshape", [scale, self.constant("all", [-1], np.int64)], ["scales"])
-        (count,) = add("Shape", [flat], ["count"])
-        (zeros,) = add("Expand", [zero, count], ["zeros"])
-        (codes,) = add("QuantizeLinear", [rows, flat, zeros], ["codes.rows"], axis=0)
+        (scales,) = add("Reshape", [scale, flat], ["scales"])
+        if symmetric:
+            (count,) = add("Shape", [scales], ["count"])
+            (zeros,) = add("Expand", [self._half, count], ["zeros"])
+        else:
+            (points,) = add("Reshape", [point, flat], ["points"])
+            (zeros,) = add("Cast", [points], ["zeros"], to=int(ir.DataType.UINT8))
+        (codes,) = add("QuantizeLinear", [rows, scales, zeros], ["codes.rows"], axis=0)
         (shape,) = add("Shape", [source], ["shape"])
         (turned,) = add("Reshape", [codes, shape], ["codes"])
-        return _Quantized(turned, scale, zero)
+        return _Quantized(turned, scale, self._half, shift=shift)
 
 
 def _spread(values: Array, rows: int) -> Array:

@@ -54,7 +54,7 @@ class Links:
     def chain(self, product: Any) -> Iterator[Any]:
         """An integer product, and what follows until its scales are multiplied in; a float product alone."""
         yield product
-        while product.op_type in (*INTEGER, "Cast"):
+        while product.op_type in (*INTEGER, "Cast", "Sub"):
             (product,) = self.readers[product.output[0]]
             yield product
 

@@ -508,7 +508,7 @@ def test_an_encoder_generates_nothing_and_has_no_cache(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="not-a-decoder"):
             ask()
     model.prefill(2, 64)()
-    with pytest.raises(InputError, match="prompt-too-long.*65 tokens"):
+    with pytest.raises(InputError, match=r"prompt-too-long.*65 tokens"):
         model.prefill(1, 65)
 
 
