@@ -27,6 +27,8 @@ from quantkit.report import words
 if TYPE_CHECKING:
     from quantkit.model.open import Source
 
+# options that a float graph does not depend on
+_QUANTIZED = ("accuracy_level", "weight_codes")
 _PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime")
 
 
@@ -36,7 +38,7 @@ def place(source: Source, options: dict[str, Any]) -> Path:
     key = {
         "quantkit": quantkit.__version__,
         "source": source.sha256,
-        "options": {name: value for name, value in options.items() if name != "accuracy_level"},
+        "options": {name: value for name, value in options.items() if name not in _QUANTIZED},
         "versions": {name: versions.get(name) for name in _PACKAGES},
         "exporter": _code(),
     }

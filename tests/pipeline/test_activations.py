@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_onnx
 import torch
 import zoo
 from conftest import recipe  # type: ignore[import-not-found]
@@ -181,3 +182,24 @@ def test_an_interrupted_compile_keeps_the_scales(model: Path, tmp_path: Path, mo
             compile_model(Request.of(str(model), recipe=made, out=tmp_path / "again", speed=False))
     again = compile_model(Request.of(str(model), recipe=made, out=tmp_path / "again", speed=False, resume=True))
     assert Bundle.load(again.bundle.path).manifest.content_sha256 == whole.bundle.manifest.content_sha256
+
+
+def test_an_encoder_s_recipe_ends_in_integer_kernels(tmp_path: Path, byte_tokenizer: Any) -> None:
+    """The shipped recipe, from a model to a verdict's rows; what it cannot hold is refused before any work."""
+    folder, changes = tmp_path / "bert", {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    zoo.tiny("bert", **changes).save_pretrained(folder)  # type: ignore[operator]
+    byte_tokenizer.save_pretrained(folder)
+    few = ["calibration.samples=2", "calibration.tokens=32", "gates={}"]
+    with small_onnx.traced_once("bert", changes):
+        request = Request.of(str(folder), recipe="int8-encoder", out=tmp_path / "out", changes=few, speed=False)
+        result = compile_model(request)
+    checks = {check.name: check for check in result.bundle.manifest.checks}
+    assert checks["integer.macs"].value == 1
+    assert all(check.ok for check in checks.values())
+    (cosine,) = (row for row in result.rows if row.name == "accuracy.cosine")
+    assert cosine.value is not None
+    assert cosine.value > 0.99
+    fp8 = ["scheme.activations={format: fp8_e4m3}", "scheme.weights.format=fp8_e4m3", *few]
+    with pytest.raises(InputError, match="8-bit integers alone"):
+        compile_model(Request.of(str(folder), recipe="int8-encoder", out=tmp_path / "no", changes=fp8, speed=False))
+    assert not (tmp_path / "no").exists()
