@@ -8,7 +8,8 @@
 Weights have one scale a channel. Inputs of several products are quantized once. Codes of inputs are unsigned, since
 DynamicQuantizeLinear has no others: a symmetric scale is one with the zero point 128. **Codes of weights** are unsigned
 with the zero point 128 (`uint8`), or signed (`int8`). Without VNNI an x86 processor multiplies u8 by s8 with sums of
-two products in 16 bits, which saturate (4 % of error for 1 % at K = 256); u8 by u8 is exact on every processor.
+two products in 16 bits, which saturate (4 % of error for 1 % at K = 256); u8 by u8 is exact on every processor, and
+slower. Codes of `int7` never saturate, and are always signed.
 Operators: https://onnx.ai/onnx/operators and ONNX Runtime's docs/ContribOperators.md.
 """
 
@@ -32,6 +33,8 @@ Codes = Literal["uint8", "int8"]
 LINEARS = "quantkit.linears"
 _MICROSOFT = "com.microsoft"
 _HALF = 128
+# of weights of 7 bits no sum of two products leaves 16 bits
+_SMALL = "int7"
 # of a symmetric scale: half of the 255 steps between the smallest code and the largest
 _REACH, _STEPS = 127.5, 255
 
@@ -67,7 +70,7 @@ def refuse(activations: Mapping[str, ActivationScheme], weights: Mapping[str, We
             rule = "ONNX Runtime fuses QuantizeLinear and DequantizeLinear of 8-bit integers alone, not of floats"
         elif each.granularity == "group":
             value, rule = "activations in groups", "an integer kernel sums over all of K with one scale"
-        elif weight.format != "int8" or weight.granularity not in ("channel", "tensor"):
+        elif weight.format not in ("int8", _SMALL) or weight.granularity not in ("channel", "tensor"):
             value = f"activations in int8, weights in {weight.format} by {weight.granularity}"
             rule = "an integer kernel multiplies int8 by int8 with one scale a channel"
         if rule:
@@ -142,7 +145,8 @@ class Integers:
         rows, columns = sum(linear.rows for linear in linears), linears[0].columns
         scheme = linears[0].scheme
         assert scheme is not None
-        dtype, shift = (np.uint8, _HALF) if self.codes == "uint8" else (np.int8, 0)
+        unsigned = self.codes == "uint8" and scheme.format != _SMALL
+        dtype, shift = (np.uint8, _HALF) if unsigned else (np.int8, 0)
 
         def codes() -> Array:
             found = [self.weights.codes(each)[0][:, :columns] for each in names]

@@ -40,8 +40,9 @@ class OnnxOptions(Closed):
         dialect: whose operators: `onnxruntime`.
         accuracy_level: of its quantized products: 0 computes in float32, exactly; 4 rounds activations to int8, faster.
         merge: whether linears of one input (q, k, v; gate, up) become one product.
-        weight_codes: of products whose inputs are quantized as well: `uint8` is exact on every processor, `int8` what
-            VNNI and Arm multiply fastest. (`runtimes.onnxruntime` has it multiplied exactly too.)
+        weight_codes: of 8-bit weights whose inputs are quantized as well: `uint8` is exact on every processor; `int8`,
+            for VNNI and Arm, saturates on other x86 processors, where the check refuses it. Those of `int7` are
+            signed in any case, exact everywhere, and what processors without VNNI multiply fastest.
     """
 
     dialect: Literal["onnxruntime"] = "onnxruntime"

@@ -25,7 +25,6 @@ from quantkit.measure.ops import Side, Step, copies
 from quantkit.measure.tax import Cost
 from quantkit.plan import machine
 from quantkit.plan.shapes import Linear
-from quantkit.runtimes._onnx_session import EXACT_SUMS
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -258,7 +257,7 @@ def _options(threads: int) -> onnxruntime.SessionOptions:
         options.intra_op_num_threads = 1
     else:
         options.use_per_session_threads = False
-    for key, value in EXACT_SUMS.items():
+    for key, value in single.EXACT_SUMS.items():
         options.add_session_config_entry(key, value)
     return options
 

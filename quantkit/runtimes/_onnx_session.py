@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 FOLDER, MODEL = "onnx", "model.onnx"
-# where a processor multiplies u8 by s8 with sums of two products in 16 bits (AVX2, AVX-512 without VNNI), ONNX Runtime
-# lets them saturate unless told otherwise: 4 % of error for 1 % at K = 256
-EXACT_SUMS = {"session.x64quantprecision": "1"}
 # what is dequantized is multiplied as it is: the runtime makes MatMulNBits of level 4 of such products
 _IN_FLOAT = {"session.disable_quant_qdq": "1"}
 # what the library's message begins with when a file is older, newer or broken
@@ -385,7 +382,7 @@ def _options(threads: int, level: int | None = None) -> onnxruntime.SessionOptio
     options.log_severity_level = 3
     # threads that spin between runs would take the time of whatever else is measured
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    for name, value in (_IN_FLOAT if level == 0 else EXACT_SUMS).items():
+    for name, value in _IN_FLOAT.items() if level == 0 else ():
         options.add_session_config_entry(name, value)
     return options
 

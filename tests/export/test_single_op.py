@@ -12,7 +12,6 @@ import torch
 
 from quantkit.errors import InputError
 from quantkit.export import _single_op as single
-from quantkit.runtimes._onnx_session import EXACT_SUMS
 
 K, N, M = 256, 96, 3
 COPIES = (0, 1, 5)
@@ -25,7 +24,7 @@ def weight(n: int = N, k: int = K, seed: int = 0) -> torch.Tensor:
 def session(product: single.Product, copies: Any = COPIES) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
-    for key, value in EXACT_SUMS.items():
+    for key, value in single.EXACT_SUMS.items():
         options.add_session_config_entry(key, value)
     return onnxruntime.InferenceSession(product.model(copies), options, providers=["CPUExecutionProvider"])
 

@@ -16,15 +16,17 @@ import torch
 import zoo
 from small_onnx import EXPORT, Small, expected, export, kept, relative
 from test_check_onnx import spoil  # type: ignore[import-not-found]
-from test_dialect_ort import Graph, dense, weights  # type: ignore[import-not-found]
+from test_dialect_ort import Graph, dense, run, weights  # type: ignore[import-not-found]
 
+from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.export import _check_w8a8
 from quantkit.export._dialect_ort import Dialect
-from quantkit.export._nbits import Input
+from quantkit.export._nbits import Input, Linear, Weights
+from quantkit.export._single_op import EXACT_SUMS
 from quantkit.graph import integer
 from quantkit.plan import machine
-from quantkit.runtimes._onnx_session import EXACT_SUMS, write_optimized
+from quantkit.runtimes._onnx_session import write_optimized
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,11 +58,11 @@ def inputs(name: str) -> ActivationScheme:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     found: dict[tuple[str, str, str], Small] = {}
 
-    def of(name: str, how: str, codes: str = "uint8") -> Small:
-        key = name, how, codes
+    def of(name: str, how: str, form: str = "int8") -> Small:
+        key = name, how, form
         if key not in found:
-            folder = tmp_path_factory.mktemp("w8a8")
-            found[key] = export(folder, name, WEIGHTS, activations=inputs(how), weight_codes=codes)
+            folder, weights = tmp_path_factory.mktemp("w8a8"), WEIGHTS.model_copy(update={"format": form})
+            found[key] = export(folder, name, weights, activations=inputs(how))
         return found[key]
 
     return of
@@ -118,12 +120,12 @@ def test_an_encoder_computes_what_its_scheme_says(made: Any, how: str) -> None:
     assert relative(found, exact) > 1e-3
 
 
-EACH = [("bert", how, codes) for how in KERNEL for codes in ("uint8", "int8")]
+EACH = [("bert", how, form) for how in KERNEL for form in ("int8", "int7")]
 
 
-@pytest.mark.parametrize(("name", "how", "codes"), [*EACH, ("llama", "fixed", "uint8"), ("gpt2", "by token", "uint8")])
-def test_every_product_is_checked_and_runs_in_integers(made: Any, name: str, how: str, codes: str) -> None:
-    small = made(name, how, codes)
+@pytest.mark.parametrize(("name", "how", "form"), [*EACH, ("llama", "fixed", "int8"), ("gpt2", "by token", "int8")])
+def test_every_product_is_checked_and_runs_in_integers(made: Any, name: str, how: str, form: str) -> None:
+    small = made(name, how, form)
     checks = small.check()
     assert list(checks) == SOUND
     assert all(check.ok for check in checks.values()), checks
@@ -242,13 +244,34 @@ def test_of_an_input_that_is_not_quantized_nothing_changes(tmp_path: Path) -> No
     assert np.isfinite(small.load(accuracy_level=None).encode(zoo.ids().numpy())).all()
 
 
-def test_sums_that_saturate_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the processor has 16-bit sums; with VNNI or on Arm there is nothing to find."""
+@pytest.mark.parametrize(("form", "codes"), [("int8", "uint8"), ("int7", "uint8"), ("int8", "int8")])
+def test_sums_that_saturate_are_found(tmp_path: Path, form: str, codes: str) -> None:
+    """Where the processor has sums of 16 bits; with VNNI or on Arm there is nothing to find."""
     changes = {"num_hidden_layers": 1, "hidden_size": 256}
-    how = WeightScheme(format="int8", granularity="channel", scale="float32")
-    small = export(tmp_path, "bert", how, activations=inputs("fixed"), changes=changes, weight_codes="int8")
-    assert small.check()["reload.integers"].ok
-    monkeypatch.setattr("quantkit.runtimes._onnx_session.EXACT_SUMS", {})
+    how = WEIGHTS.model_copy(update={"format": form})
+    small = export(tmp_path, "bert", how, activations=inputs("fixed"), changes=changes, weight_codes=codes)
     found = small.check()["reload.integers"]
-    if machine.isa() == "avx2":
+    if codes == "uint8":
+        assert found.ok
+        (tensor,) = (each for each in small.proto().graph.initializer if each.name.endswith("0.output.dense.codes"))
+        assert tensor.data_type == (onnx.TensorProto.UINT8 if form == "int8" else onnx.TensorProto.INT8)
+    elif machine.isa() == "avx2":
         assert not found.ok
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_no_two_products_of_7_bits_leave_16_bits(sign: int) -> None:
+    """The largest there are, in ONNX Runtime without any option."""
+    form = registry.load("formats", "int7")
+    code = form.high if sign > 0 else form.low
+    assert 2 * 255 * abs(code) < 2**15
+    stored = Weights(
+        {"a": Linear(1, 64, WEIGHTS.model_copy(update={"format": "int7"}), None, Input(inputs("fixed"), 1.0, -128))},
+        {"a.weight": (1, 64)},
+        lambda _: np.zeros((1, 64), np.float32),
+        lambda _: (np.full((1, 64), code, np.int8), np.ones((1, 1), np.float32), None),
+    )
+    graph = Graph(64)
+    model = Dialect(graph.traced(graph.linear("a", graph.x, 1)), stored).apply()
+    (found,) = run(model, np.full((1, 3, 64), 255, np.float32))
+    assert (found == 255 * 64 * code).all()
