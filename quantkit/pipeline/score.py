@@ -112,10 +112,10 @@ def _score_long(
 
 
 def _dense(prepared: Prepared, build: Build) -> StreamedModel:
-    """The model with the values that its codes stand for, where no checkpoint holds it."""
+    """The model with the values that its codes stand for, inputs quantized, where no checkpoint holds it."""
     from quantkit.export._values import Values
 
-    return Values.of_results(prepared.source, prepared.stream, results(prepared, build)).stream
+    return Values.of_results(prepared.source, prepared.stream, results(prepared, build)).running()
 
 
 def _scored(progress: Progress, number: int, count: int, done: float) -> None:

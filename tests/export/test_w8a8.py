@@ -24,6 +24,7 @@ from quantkit.export import _check_w8a8
 from quantkit.export._dialect_ort import Dialect
 from quantkit.export._nbits import Input, Linear, Weights
 from quantkit.export._single_op import EXACT_SUMS
+from quantkit.export._values import Values
 from quantkit.graph import integer
 from quantkit.plan import machine
 from quantkit.runtimes._onnx_session import write_optimized
@@ -275,3 +276,13 @@ def test_no_two_products_of_7_bits_leave_16_bits(sign: int) -> None:
     model = Dialect(graph.traced(graph.linear("a", graph.x, 1)), stored).apply()
     (found,) = run(model, np.full((1, 3, 64), 255, np.float32))
     assert (found == 255 * 64 * code).all()
+
+
+def test_what_is_decided_can_run_in_torch_too(made: Any) -> None:
+    """With its inputs quantized, for whoever looks where the harm comes from."""
+    small, ids = made("bert", "fixed"), zoo.ids(2, 12)
+    values = Values.of_results(small.source, small.stream, small.results)
+    found = values.running().run(ids).numpy()
+    assert relative(found, plain(small.model, ids, "fixed", list(small.results.schemes))) < 2e-2
+    assert relative(values.stream.run(ids).numpy(), expected(small.model, ids)) < 5e-6
+    assert relative(found, values.stream.run(ids).numpy()) > 1e-3
