@@ -30,7 +30,8 @@ from quantkit.formats import _activation
 from quantkit.graph import integer
 from quantkit.graph.integer import Site
 from quantkit.runtimes._float_products import Links
-from quantkit.runtimes._onnx_session import MODEL, Loaded, write_optimized
+from quantkit.runtimes._onnx_open import write_optimized
+from quantkit.runtimes._onnx_session import MODEL, Loaded
 
 Array = NDArray[Any]
 LIMIT = 1e-4
@@ -148,7 +149,7 @@ def _kernels(folder: Path, values: Values, written: Sequence[Product], missing: 
     sites += [Site(name, "", macs([name])) for name in missing]
     with tempfile.TemporaryDirectory(prefix="quantkit-optimized-") as place:
         path = Path(place) / MODEL
-        write_optimized(folder, path)
+        write_optimized(folder / MODEL, path)
         found = integer.found(ir.load(path), sites)
     where = [f"{name} runs as {kind}" for name, kind in found.floating.items()]
     return Check(

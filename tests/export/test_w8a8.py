@@ -27,7 +27,7 @@ from quantkit.export._single_op import EXACT_SUMS
 from quantkit.export._values import Values
 from quantkit.graph import integer
 from quantkit.plan import machine
-from quantkit.runtimes._onnx_session import write_optimized
+from quantkit.runtimes._onnx_open import write_optimized
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -140,7 +140,7 @@ def test_inputs_are_quantized_once_and_fused(made: Any, tmp_path: Path, how: str
     small = made("bert", how)
     count = Counter(node.op_type for node in small.proto().graph.node)
     assert sum(count[kind] for kind in QUANTIZES) == 12
-    write_optimized(small.onnx, tmp_path / "model.onnx")
+    write_optimized(small.onnx / "model.onnx", tmp_path / "model.onnx")
     fused = ir.load(tmp_path / "model.onnx")
     kinds = Counter(node.op_type for node in fused.graph)
     assert kinds[KERNEL[how]] == 12
