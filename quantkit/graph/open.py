@@ -88,6 +88,8 @@ def open_graph(path: Path, name: str = "") -> FloatGraph:
         model = ir.load(path)
     except Exception as error:  # whatever protobuf, onnx or a broken tensor raise
         raise _refused(where, "unreadable", str(error).splitlines()[0][:200] if str(error) else "empty") from None
+    if not len(model.graph):
+        raise _refused(where, "unreadable", "nothing in it")
     digest = hashlib.sha256(path.read_bytes())
     for file in sorted(_external(model, path.parent.resolve(), where)):
         digest.update(hashlib.sha256(file.read_bytes()).digest())

@@ -21,6 +21,7 @@ from quantkit.graph.fuse._values import constant
 from quantkit.graph.fuse.activation_bounds import remove_absorbed
 from quantkit.graph.placement import Placement
 from quantkit.graph.sites import Site
+from quantkit.graph.sites import sites as products
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -105,6 +106,9 @@ def insert(
     for name, found in weights.items():
         site = sites[name]
         _weigh(made, nodes[_key(site.node)], site, found, ranges[_source(placement, site.input)], weight_type)
+    for site in products(model):
+        if site.name not in weights:
+            _hold(made, nodes[_key(site.node)])
     values = {str(value.name): value for value in made.graph.inputs}
     values |= {str(value.name): value for node in made.graph for value in node.outputs}
     for name in placement.tensors:
@@ -137,6 +141,32 @@ def _key(node: ir.Node) -> str:
     return str(node.outputs[0].name) if node.outputs else str(node.name)
 
 
+def _hold(made: ir.Model, node: ir.Node) -> None:
+    """Keep a float product float: max(y, -3.4e38) is y, and stands between it and whatever quantizes y.
+
+    A product with float weights between a DequantizeLinear and a QuantizeLinear is quantized by ONNX Runtime on its own
+    (WeightBiasQuantization), with one scale for all channels.
+    """
+    import onnx_ir as ir
+
+    value = node.outputs[0]
+    readers = list(value.uses())
+    if not readers or value.is_graph_output():
+        return
+    least = _stored(made.graph, np.array(np.finfo(np.float32).min), name=f"{value.name}.least")
+    hold = ir.node("Max", [value, least], name=f"{value.name}/float")
+    hold.outputs[0].name = f"{value.name}.float"
+    for reader, place in readers:
+        reader.replace_input_with(place, hold.outputs[0])
+    made.graph.insert_after(node, hold)
+
+
+def stem_of(site: Site) -> str:
+    """What the constants of a product are called: `STEM.codes`, `STEM.scale`, ... By its output, since weights may be
+    shared."""
+    return f"{site.output}.weight"
+
+
 def _weigh(made: ir.Model, node: ir.Node, site: Site, found: Codes, own: Range, weight_type: WeightType) -> None:
     import onnx_ir as ir
 
@@ -147,7 +177,7 @@ def _weigh(made: ir.Model, node: ir.Node, site: Site, found: Codes, own: Range, 
     # of unsigned codes the zero point is 128 everywhere
     codes = found.codes if weight_type == "int8" else (found.codes.astype(np.int16) + 128).astype(np.uint8)
     zero = np.full(scale.shape, 0 if weight_type == "int8" else 128, codes.dtype)
-    stem = str(node.inputs[1].name)  # type: ignore[union-attr]
+    stem = stem_of(site)
     whole = scale.size == 1
     stored = _stored(graph, site.shaped(codes), name=f"{stem}.codes")
     parts = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from quantkit.bundle import (
     stopping_when_full,
 )
 from quantkit.bundle.manifest import MEASUREMENTS
-from quantkit.errors import GateError, InputError
+from quantkit.errors import GateError, InputError, MissingDependency
 from quantkit.measure.rows import Data, Device, Row, write_rows
 from quantkit.measure.size import size_rows
 from quantkit.passes import NOTE, decision
@@ -43,6 +44,7 @@ from quantkit.pipeline.gates import judge
 from quantkit.pipeline.manifest import with_documents
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, default_out
+from quantkit.pipeline.worth import decide, runs_here
 from quantkit.plan import machine
 from quantkit.recipe import Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
@@ -62,6 +64,11 @@ _SOLVING = 8
 # what integer kernels may differ by from the pairs as they are written: codes that lie between two go either way
 _RELOAD_LIMIT = 0.05
 _CODES = ("gptq", "rtn")
+_INTEGER_SHARE = 0.95
+# weights up to so many bytes stand in the file itself
+_INLINE = 1 << 28
+# samples of a pass that is timed, and how long a compile looks at them
+_TIMED, _SECONDS = (1, 32), 40.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ class Prepared:
         sites: that are quantized.
         calib: what calibrates.
         scoring: what scores.
+        macs: site -> multiply-accumulates of one sample.
+        outputs: numbers that come out for one sample.
         out: the bundle's place.
         decisions: so far.
     """
@@ -85,6 +94,8 @@ class Prepared:
     sites: Sequence[Site]
     calib: ImageSet
     scoring: ImageSet
+    macs: Mapping[str, int]
+    outputs: int
     out: Path
     decisions: list[Decision]
 
@@ -115,7 +126,7 @@ def compile_graph(request: Request, path: Path, ref: str, name: str, own_set: st
     """
     started, begun = time.perf_counter(), time.process_time()
     prepared = prepare(request, path, ref, name, own_set)
-    progress.plan({"ranges": 5.0, "codes": 60.0, "score": 10.0})
+    progress.plan({"ranges": 5.0, "codes": 60.0, "score": 10.0, "speed": _SECONDS})
     build = Build.open(prepared.out, _fingerprint(prepared), resume=request.resume)
     with build, stopping_when_full(build.folder):
         quantized = _Quantized(prepared, progress)
@@ -136,10 +147,13 @@ def compile_graph(request: Request, path: Path, ref: str, name: str, own_set: st
             baseline_bytes=prepared.graph.path.stat().st_size,
             folder=FOLDER,
         )
+        timed, untimed = _speed(prepared, build.bundle / FOLDER, subject, progress)
+        rows += timed
         judged, unjudged = judge(request.recipe.gates, rows)
-        decisions = [*prepared.decisions, *unjudged]
+        decisions = [*prepared.decisions, *unjudged, *untimed]
         write_rows(build.bundle / MEASUREMENTS, rows)
         manifest = _manifest(prepared, build.bundle, decisions, layers, [*checks, *judged], subject)
+        manifest = manifest.model_copy(update={"verdict": decide(rows, manifest.checks, layers, request.target)})
         manifest = with_documents(manifest, rows, list(prepared.graph.notes), build.bundle)
         bundle = build.finish(manifest)
     seconds = {"quantize_cpu": cpu, "total": time.perf_counter() - started}
@@ -150,6 +164,7 @@ def prepare(request: Request, path: Path, ref: str, name: str, own_set: str) -> 
     """Open and check everything. Raises InputError."""
     from quantkit.graph.fuse import fuse
     from quantkit.graph.open import open_graph
+    from quantkit.graph.run import Runner
     from quantkit.graph.sites import sites
 
     recipe = request.recipe
@@ -161,12 +176,12 @@ def prepare(request: Request, path: Path, ref: str, name: str, own_set: str) -> 
             rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
             remedy="choose another recipe: int8",
         )
-    weights, activations = _schemes(recipe)
+    _schemes(recipe)
     graph = open_graph(path, name)
     if len(graph.inputs) != 1:
-        names = ", ".join(each.name for each in graph.inputs) or "none"
+        listed = ", ".join(each.name for each in graph.inputs) or "none"
         raise InputError(
-            "onnx-inputs", where=path.name, value=f"inputs: {names}", rule="graphs of one input are compiled so far"
+            "onnx-inputs", where=path.name, value=f"inputs: {listed}", rule="graphs of one input are compiled so far"
         )
     decisions: list[Decision] = []
     calib, scoring = (_images(request, graph, split, own_set) for split in ("calib", "eval"))
@@ -189,9 +204,12 @@ def prepare(request: Request, path: Path, ref: str, name: str, own_set: str) -> 
             reason = "it knows the blocks of a transformer; this is a graph"
             decisions.append(decision(step.name, "declined", graph.name, reason))
     decisions += [decision("calibrate", NOTE, calib.name, note) for note in calib.notes]
-    del weights, activations
+    shown = Runner(graph.model, [site.output for site in found])(feed)
+    macs = {site.name: site.macs(shown[site.output].shape) for site in found}
     out = request.out or default_out(graph.name, recipe.name, resume=request.resume)
-    return Prepared(request, graph, ref, chosen, calib, scoring, out, decisions)
+    given = [str(value.name) for value in graph.model.graph.outputs]
+    outputs = sum(shown[each].size // len(feed[graph.inputs[0].name]) for each in given)
+    return Prepared(request, graph, ref, chosen, calib, scoring, macs, outputs, out, decisions)
 
 
 def _schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
@@ -263,6 +281,8 @@ class _Quantized:
         self.input = prepared.graph.inputs[0].name
         feeds = list(batches(self.input, prepared.calib.images, _BATCH))
         self.sites = {site.name: site for site in sites}
+        asked = prepared.request.target.build.get("onnxruntime", {}).get("weight_codes", "uint8")
+        kind: qdq.WeightType = "int8" if asked == "int8" else "uint8"
         self.placement: Placement = placement.place(model, sites, self.sites)
         self.ranges: dict[str, Range] = solve.ranges(
             model,
@@ -275,7 +295,7 @@ class _Quantized:
         settings = next((step.settings for step in prepared.request.recipe.passes if step.name == "gptq"), None)
 
         def made(found: Mapping[str, Codes]) -> Any:
-            return qdq.insert(model, self.placement, self.ranges, found, self.sites)
+            return qdq.insert(model, self.placement, self.ranges, found, self.sites, weight_type=kind)
 
         self.codes = solve.solved(
             model,
@@ -285,7 +305,7 @@ class _Quantized:
             self.weights,
             self.ranges,
             self.placement,
-            damping=getattr(settings, "damping", 0.01),
+            **({} if settings is None else {name: getattr(settings, name) for name in ("damping", "shrink", "ridge")}),
             report=lambda done, words: progress.at("codes", done, words),
         )
         self.model = made(self.codes)
@@ -295,7 +315,10 @@ class _Quantized:
         import onnx_ir as ir
 
         self.model.producer_name, self.model.producer_version = "quantkit", quantkit.__version__
-        ir.save(self.model, path, external_data=DATA, size_threshold_bytes=1024)
+        for node in self.model.graph:
+            node.metadata_props.clear()  # where in torch's source it came from: half of a small file
+        apart = sum(value.const_value.nbytes for value in self.model.graph.initializers.values() if value.const_value)
+        ir.save(self.model, path, external_data=DATA if apart > _INLINE else None)
 
     def checks(self, path: Path) -> list[Check]:
         """The file, reloaded and run by integer kernels, against its pairs as they are written. Raises GateError."""
@@ -317,7 +340,33 @@ class _Quantized:
                 rule=f"at most {_RELOAD_LIMIT}",
                 remedy="the export is not what was decided on; nothing was delivered. Please report it",
             )
-        return [check]
+        return [check, self._kernels(path)]
+
+    def _kernels(self, path: Path) -> Check:
+        """Whether ONNX Runtime multiplies what was quantized in integers. Raises GateError where it does not."""
+        from quantkit.graph import integer
+        from quantkit.graph.qdq import stem_of
+        from quantkit.graph.run import Runner
+
+        macs = self.prepared.macs
+        sites = [
+            integer.Site(site.name, f"{stem_of(site)}.codes", float(macs[site.name]), site.output)
+            for site in self.prepared.sites
+        ]
+        with tempfile.TemporaryDirectory(prefix="quantkit-optimized-") as place:
+            found = integer.found(Runner.optimised(path, Path(place) / MODEL), sites)
+        where = "; ".join(f"{name} runs as {kind}" for name, kind in list(found.floating.items())[:3])
+        ok = found.share >= _INTEGER_SHARE and not found.floating
+        check = Check(name="integer.macs", value=found.share, limit=_INTEGER_SHARE, ok=ok, where=where)
+        if not ok:
+            raise GateError(
+                "check-failed",
+                where=where or path.name,
+                value=f"{found.share:.1%} of the multiply-accumulates run in integers",
+                rule=f"what is quantized is multiplied in integers, at least {_INTEGER_SHARE:.0%} of all",
+                remedy="keep these layers in floats: --set 'keep=[NAME]'",
+            )
+        return check
 
     def layers(self) -> list[LayerEntry]:
         """What the manifest says of each quantized product."""
@@ -368,6 +417,33 @@ def _scored(prepared: Prepared, path: Path, subject: str, progress: Progress) ->
     if logits is None:
         return outputs(original, own, about=about)
     return classification(original[logits], own[logits], scoring.labels, about=about)
+
+
+def _speed(prepared: Prepared, folder: Path, subject: str, progress: Progress) -> tuple[list[Row], list[Decision]]:
+    """Against the float graph as it came, where the target is this machine; what prevents it is a decision."""
+    from quantkit.measure.speed_graph import Job, Side, run
+
+    request, graph = prepared.request, prepared.graph
+    if not request.speed:
+        return [], []
+    if not runs_here(request.target):
+        return [], [decision("measure", NOTE, "speed", f"target {request.target.name} is another machine")]
+    ours = sum(path.stat().st_size for path in folder.iterdir())
+    job = Job(
+        ours=Side(str(folder / MODEL), subject, "int8", float(ours)),
+        theirs=Side(str(graph.path), graph.sha256, "float32", float(graph.path.stat().st_size)),
+        input=graph.inputs[0].name,
+        shape=prepared.calib.images.shape[1:],
+        macs=float(sum(prepared.macs.values())),
+        outputs=float(prepared.outputs),
+        batches=_TIMED,
+        threads=machine.cores(),
+        seconds=_SECONDS,
+    )
+    try:
+        return run(job, lambda share, words: progress.at("speed", share, words)), []
+    except (InputError, MissingDependency) as problem:
+        return [], [decision("measure", "speed-not-measured", "onnxruntime", problem.line())]
 
 
 def _manifest(

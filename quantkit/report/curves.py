@@ -121,6 +121,11 @@ class Series:
         return f"batch {x}" if self.over == "batch" else f"{x} tokens"
 
     @property
+    def counted(self) -> str:
+        """What a second's worth of work is counted in: a graph takes whole samples, not tokens."""
+        return "sample" if self.unit == "pass" and tokens(self.cells[0].row) == 1 else "token"
+
+    @property
     def per_x(self) -> int:
         """M a unit of x: the break-even row of a prefill counts the tokens of all sequences."""
         return 1 if self.over == "batch" else self.cells[0].row.batch or 1
@@ -155,7 +160,9 @@ def series(manifest: Manifest, rows: Sequence[Row]) -> list[Series]:
         passes, lambda row: (figures.variant(row), row.batch if decodes else tokens(row))
     ).items():
         title = "Prefill" if decodes else "Forward pass"
-        title += (f" at batch {fixed}" if decodes else f" of {fixed:,} tokens") if fixed else ""
+        title += (
+            (f" at batch {fixed}" if decodes else f" of {fixed:,} tokens") if fixed and (decodes or fixed > 1) else ""
+        )
         title += f", {variant}" if several else ""
         over, unit = ("tokens", "prompt") if decodes else ("batch", "pass")
         found.append(_series(manifest, rows, group, title, over, unit))
@@ -369,7 +376,15 @@ def brief(curve: Series) -> tuple[list[str], list[list[str]]]:
     values = [value for cell in curve.cells for value in (cell.row.value, cell.original) if value]
     factor, unit = words.time_unit(min(values))
     shares = any(cell.share_read is not None for cell in curve.cells)
-    head = [curve.over, f"p50, {unit}", "speed-up", "95 %", f"p99, {unit}", "token/s", *(["of read"] if shares else [])]
+    head = [
+        curve.over,
+        f"p50, {unit}",
+        "speed-up",
+        "95 %",
+        f"p99, {unit}",
+        f"{curve.counted}/s",
+        *(["of read"] if shares else []),
+    ]
 
     def change(before: object, after: object) -> str:
         known = [words.figure(value * factor, 3) for value in (before, after) if isinstance(value, int | float)]

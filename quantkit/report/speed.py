@@ -80,15 +80,14 @@ def _durations(series: Series) -> Panel:
 
 def _rates(series: Series) -> Panel:
     def form(value: float) -> str:
-        return f"{words.figure(value, 3)} tokens/s"
+        return f"{words.figure(value, 3)} {series.counted}s/s"
 
+    what = "Samples a second" if series.counted == "sample" else "Prompt tokens a second"
     drawn = _curves(series, form, lambda cell, seconds: cell.x * (cell.row.batch or 1) / seconds)
     values = [y for curve in drawn for y in curve.y]
-    axis = charts.log_axis(
-        "prompt tokens a second, p50", values, form=lambda v: f"{v:g}" if v < 1e4 else f"{v / 1e3:g}k"
-    )
-    alt = f"Prompt tokens a second against {_axis(series)}: {series.this} and {series.other}, both axes logarithmic"
-    return Panel("Prompt tokens a second", alt, charts.lines(drawn, _across(series), axis))
+    axis = charts.log_axis(f"{what.lower()}, p50", values, form=lambda v: f"{v:g}" if v < 1e4 else f"{v / 1e3:g}k")
+    alt = f"{what} against {_axis(series)}: {series.this} and {series.other}, both axes logarithmic"
+    return Panel(what, alt, charts.lines(drawn, _across(series), axis))
 
 
 def _ratios(series: Series) -> Panel:

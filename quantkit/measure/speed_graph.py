@@ -1,0 +1,154 @@
+"""A graph and its quantized self, timed side by side in a process of their own; see `measure.speed`.
+
+One pass of a batch of samples is a `latency.prefill` of one token a sequence: a graph has no tokens, and all that it
+reads of a sample comes at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from quantkit.errors import InputError
+from quantkit.measure import child
+from quantkit.measure.latency import Entry, Plan, Step, measure
+from quantkit.measure.rows import Row
+from quantkit.measure.speed import demand
+from quantkit.measure.tax import Cost
+from quantkit.plan import machine
+
+RUNTIME = "onnxruntime"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two.
+
+    Args:
+        file: the graph.
+        subject: identity for the rows.
+        format: of its weights.
+        weight_bytes: of all its constants.
+    """
+
+    file: str
+    subject: str
+    format: str
+    weight_bytes: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be timed.
+
+    Args:
+        ours: what is judged.
+        theirs: the float graph.
+        input: name of the input.
+        shape: of one sample.
+        macs: multiply-accumulates of one sample.
+        outputs: numbers that come out for one sample.
+        batches: samples of a pass.
+        threads: of both.
+        seconds: for all.
+        rounds: over the batches.
+    """
+
+    ours: Side
+    theirs: Side
+    input: str
+    shape: Sequence[int]
+    macs: float
+    outputs: float
+    batches: Sequence[int]
+    threads: int
+    seconds: float
+    rounds: int = 4
+
+
+def run(job: Job, progress: Callable[[float, str], None] | None = None) -> list[Row]:
+    """The rows of `latency.measure`.
+
+    Raises:
+        InputError: `speed-failed`, `out-of-memory`; MissingDependency: onnxruntime or scipy.
+    """
+    demand()
+    remedy = "try smaller batches: quantkit measure BUNDLE --batch 1,2,4"
+    lines = child.lines(__name__, [], json.dumps(asdict(job)), progress, remedy=remedy)
+    return [Row.model_validate(json.loads(line)) for line in lines]
+
+
+class _Passes:
+    """A loaded graph as `latency.Side`."""
+
+    def __init__(self, file: str, name: str, shape: Sequence[int], threads: int) -> None:
+        import onnxruntime
+
+        from quantkit.graph.run import EXACT
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = threads
+        for key, value in EXACT.items():
+            options.add_session_config_entry(key, value)
+        self._session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        self._name, self._shape = name, tuple(shape)
+
+    def decode(self, batch: int, context: int) -> Step:
+        """See `latency.Side`: a graph has no cache."""
+        raise InputError("not-a-decoder", where=self._name, value="a graph", rule="only decoders have a cache")
+
+    def prefill(self, batch: int, tokens: int) -> Step:
+        """See `latency.Side`."""
+        x = np.random.default_rng(batch).standard_normal((batch, *self._shape), np.float32)
+        feed = {self._name: x}
+        return lambda: self._session.run(None, feed)
+
+
+def _time(data: Mapping[str, Any]) -> list[Row]:
+    job = Job(**{**data, "ours": Side(**data["ours"]), "theirs": Side(**data["theirs"])})
+    entries = [
+        Entry(_Passes(side.file, job.input, job.shape, job.threads), _cost(side, job), side.subject)
+        for side in (job.ours, job.theirs)
+    ]
+    settings: dict[str, str | bool | int | float | None] = {
+        "threads": job.threads,
+        "compute_type": entries[0].cost.compute,
+        "baseline_format": job.theirs.format,
+    }
+    plan = Plan((), (), (1,), tuple(job.batches), job.seconds, job.seconds, job.rounds)
+    return measure(
+        entries[0],
+        entries[1],
+        runtime=RUNTIME,
+        settings=settings,
+        device=machine.device(),
+        versions=machine.versions(),
+        plan=plan,
+        progress=lambda share, words: print(f"at {share} {words}", flush=True),
+    )
+
+
+def _cost(side: Side, job: Job) -> Cost:
+    return Cost(
+        side.format,
+        side.weight_bytes,
+        flops_per_token=2.0 * job.macs,
+        io_bytes_per_token=4.0 * (float(np.prod(job.shape)) + job.outputs),
+        compute="int8" if side.format == "int8" else "fp32",
+    )
+
+
+def main(arguments: list[str]) -> None:
+    """The child: a job on stdin."""
+
+    def answer() -> None:
+        for row in _time(json.load(sys.stdin)):
+            print(f"row {row.line()}", flush=True)
+
+    child.answering(answer)

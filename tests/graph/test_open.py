@@ -1,0 +1,108 @@
+"""What is no float graph is refused in one line; what is comes with its inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import networks
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from quantkit.errors import InputError
+from quantkit.graph.open import is_graph, open_graph
+
+HEAD = '<ir_version: 10, opset_import: ["" : {opset}{more}]> g (float[N,4] x) => (float[N,4] y) {{ {body} }}'
+
+
+def written(path: Path, body: str = "y = Relu(x)", opset: int = 21, more: str = "", **replaced: str) -> Path:
+    text = HEAD.format(body=body, opset=opset, more=more)
+    for old, new in replaced.items():
+        text = text.replace(old, new)
+    ir.save(ir.from_onnx_text(text), path)
+    return path
+
+
+def refused(code: str, path: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        open_graph(path)
+    line = caught.value.line()
+    assert caught.value.code == code, line
+    assert "\n" not in line
+    return line
+
+
+def test_a_networks_inputs_and_identity(tmp_path: Path) -> None:
+    graph = open_graph(networks.write(tmp_path / "tiny.onnx"))
+    assert [(each.name, each.dtype, each.shape) for each in graph.inputs] == [("images", "float32", (None, 3, 12, 12))]
+    assert graph.name == "tiny"
+    assert len(graph.sha256) == 64
+    assert is_graph("a/b.ONNX")
+    assert not is_graph("smollm2-135m")
+
+
+def test_what_is_no_float_graph(tmp_path: Path) -> None:
+    refused("file-missing", tmp_path / "none.onnx")
+    (tmp_path / "junk.onnx").write_bytes(b"\x08\x09 not a model")
+    refused("onnx-unreadable", tmp_path / "junk.onnx")
+    (tmp_path / "empty.onnx").write_bytes(b"")
+    refused("onnx-unreadable", tmp_path / "empty.onnx")
+    path = tmp_path / "x.onnx"
+    body = "s = Constant <value = float {0.5}> () z = Constant <value = uint8 {0}> () q = QuantizeLinear(x, s, z)"
+    body += " y = DequantizeLinear(q, s, z)"
+    assert "before it was quantized" in refused("onnx-quantized", written(path, body))
+    assert "'my.ops'" in refused("onnx-operator", written(path, "y = my.ops.Magic(x)", more=', "my.ops" : 1'))
+    assert "convert_version" in refused("onnx-opset", written(path, opset=11))
+
+
+def test_weights_are_finite_float32(tmp_path: Path) -> None:
+    graph = open_graph(networks.write(tmp_path / "tiny.onnx"))
+    weight = next(value for value in graph.model.graph.initializers.values() if "stem.0.weight" in str(value.name))
+    values = weight.const_value.numpy().copy()  # type: ignore[union-attr]
+    values[0, 0, 0, 0] = np.nan
+    weight.const_value = ir.tensor(values, name=weight.name)
+    ir.save(graph.model, tmp_path / "nan.onnx")
+    assert "stem.0.weight" in refused("onnx-weights", tmp_path / "nan.onnx")
+    weight.const_value = ir.tensor(values.astype(np.float16), name=weight.name)
+    ir.save(graph.model, tmp_path / "half.onnx")
+    assert "float16" in refused("onnx-dtype", tmp_path / "half.onnx")
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Path:
+    """A graph whose weights lie beside it."""
+    model = ir.load(networks.write(tmp_path / "whole.onnx"))
+    folder = tmp_path / "apart"
+    folder.mkdir()
+    ir.save(model, folder / "model.onnx", external_data="weights.bin", size_threshold_bytes=64)
+    return folder
+
+
+def moved(folder: Path, place: str) -> Path:
+    """The same graph, its weights said to be elsewhere."""
+    data = (folder / "model.onnx").read_bytes()
+    made = folder / "moved.onnx"
+    model: Any = ir.load(folder / "model.onnx")
+    assert b"weights.bin" in data
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor):
+            new = ir.ExternalTensor(
+                place, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=tensor.name
+            )
+            value.const_value = new
+    made.write_bytes(ir.to_proto(model).SerializeToString())
+    return made
+
+
+def test_weights_beside_the_graph_are_read_from_its_folder_alone(apart: Path, tmp_path: Path) -> None:
+    found = open_graph(apart / "model.onnx")
+    assert found.sha256 != open_graph(tmp_path / "whole.onnx").sha256
+    (tmp_path / "outside.bin").write_bytes((apart / "weights.bin").read_bytes())
+    for place in ("../outside.bin", str(tmp_path / "outside.bin"), "..\\outside.bin", "none.bin", "C:/x.bin"):
+        refused("onnx-external", moved(apart, place))
+    (apart / "link.bin").symlink_to(tmp_path / "outside.bin")
+    assert "is a link" in refused("onnx-external", moved(apart, "link.bin"))
+    (apart / "weights.bin").write_bytes((apart / "weights.bin").read_bytes()[:100])
+    assert "a weight ends at" in refused("onnx-external", apart / "model.onnx")

@@ -1,0 +1,147 @@
+"""Products as matrices, where pairs go, and a graph with pairs against its float self, in ONNX Runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import networks
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+from quantkit.graph import integer, placement, qdq, solve
+from quantkit.graph.fuse import fuse
+from quantkit.graph.open import open_graph
+from quantkit.graph.placement import MOVING, THROUGH
+from quantkit.graph.qdq import Codes, Range
+from quantkit.graph.run import Runner, batches
+from quantkit.graph.sites import Site, patches, sites
+from quantkit.scheme import ActivationScheme, WeightScheme
+
+ACTIVATIONS = ActivationScheme(format="int8", granularity="tensor", dynamic=False, symmetric=False)
+WEIGHTS = WeightScheme(format="int8", granularity="channel", scale="float32")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ir.Model:
+    graph = open_graph(networks.write(tmp_path_factory.mktemp("graph") / "tiny.onnx"))
+    fuse(graph.model, [{"images": networks.images(2)}])
+    return graph.model
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(("stride", "padding", "dilation"), [(1, 1, 1), (2, 0, 1), (2, 1, 2)])
+def test_a_convolution_is_a_product_of_its_patches(groups: int, stride: int, padding: int, dilation: int) -> None:
+    conv = torch.nn.Conv2d(4, 8, 3, stride, padding, dilation, groups, bias=False)
+    x = torch.randn(2, 4, 9, 9)
+    text = f"""<ir_version: 10, opset_import: ["" : 21]>
+    g (float[N,4,9,9] x, float[8,{4 // groups},3,3] w) => (float y) {{
+        y = Conv <group = {groups}, strides = [{stride}, {stride}], pads = [{padding}, {padding}, {padding}, {padding}],
+                  dilations = [{dilation}, {dilation}]> (x, w) }}"""
+    node = next(iter(ir.from_onnx_text(text).graph))
+    site = Site("c", node, conv.weight.detach().numpy(), 0, groups)
+    rows, matrix = patches(site, x.numpy()), site.matrix()
+    found = [rows[g] @ matrix[g * 8 // groups : (g + 1) * 8 // groups].T for g in range(groups)]
+    with torch.no_grad():
+        expected = conv(x).permute(0, 2, 3, 1).reshape(-1, 8).numpy()
+    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-5)
+    np.testing.assert_array_equal(site.shaped(matrix), site.weight)
+
+
+@pytest.mark.parametrize("transposed", [0, 1])
+def test_a_linears_weight_is_a_matrix_of_its_outputs(transposed: int) -> None:
+    shape = (3, 4) if transposed else (4, 3)
+    weight = np.arange(12, dtype=np.float32).reshape(shape)
+    text = (
+        f'<ir_version: 10, opset_import: ["" : 21]> g (float[N,4] x) => (float[N,3] y) <float[{shape[0]},{shape[1]}] w'
+    )
+    text += " = {" + ",".join(str(float(v)) for v in weight.reshape(-1)) + "}>"
+    text += f" {{ y = Gemm <transB = {transposed}> (x, w) }}"
+    (site,) = sites(ir.from_onnx_text(text))
+    assert site.matrix().shape == (3, 4)
+    np.testing.assert_array_equal(site.matrix(), weight if transposed else weight.T)
+    np.testing.assert_array_equal(site.shaped(site.matrix()), weight)
+    assert site.macs((5, 3)) == 12
+
+
+def test_pairs_go_where_integer_kernels_need_them(model: ir.Model) -> None:
+    found = sites(model)
+    assert [site.node.op_type for site in found] == ["Conv", "Conv", "Conv", "Gemm"]
+    assert [site.depthwise for site in found] == [False, True, False, False]
+    place = placement.place(model, found, [site.name for site in found])
+    ends = {name: node.op_type for node in model.graph for name in [node.outputs[0].name] if name in place.tensors}
+    # the clips take the place of what they clip; the sum and the mean stay in integers; the logits are float
+    assert {"Add", "Clip", "Conv", "GlobalAveragePool"} <= set(ends.values()) <= {*THROUGH, *MOVING, "Clip", "Relu", "Conv"}
+    assert len(place.bounds) == 2
+    assert "images" in place.tensors
+    assert "logits" not in place.tensors
+    # of what is kept, nothing has a pair on its account
+    fewer = placement.place(model, found, [found[-1].name])
+    assert len(fewer.tensors) < len(place.tensors)
+
+
+def quantized(model: ir.Model, **more: Any) -> tuple[ir.Model, dict[str, Codes], Any]:
+    found = sites(model)
+    place = placement.place(model, found, [site.name for site in found])
+    feeds = list(batches("images", networks.images(32), 8))
+    ranges = solve.ranges(model, place, feeds, ACTIVATIONS)
+    named = {site.name: site for site in found}
+
+    def made(codes: Any) -> ir.Model:
+        return qdq.insert(model, place, ranges, codes, named, **more)
+
+    codes = solve.solved(model, made, found, feeds, WEIGHTS, ranges, place)
+    return made(codes), codes, found
+
+
+@pytest.mark.parametrize("kind", ["uint8", "int8"])
+def test_all_of_it_runs_in_integers_and_is_right(model: ir.Model, tmp_path: Path, kind: Any) -> None:
+    made, _, found = quantized(model, weight_type=kind)
+    x = networks.images(64, seed=1)
+    expected, own = Runner(model)({"images": x})["logits"], Runner(made)({"images": x})["logits"]
+    error = np.linalg.norm(own - expected) / np.linalg.norm(expected)
+    assert 0 < error < 0.03
+    assert not [node for node in made.graph if node.op_type in ("Clip", "Relu")], "the codes saturate instead"
+    stored = [v.const_value for v in made.graph.initializers.values() if v.const_value is not None]
+    assert not [t for t in stored if t.dtype == ir.DataType.FLOAT and len(t.shape) > 1], "no float weight is left"
+    ir.save(made, tmp_path / "q.onnx")
+    wanted = [integer.Site(s.name, f"{qdq.stem_of(s)}.codes", 1.0, s.output) for s in found]
+    kernels = integer.found(Runner.optimised(tmp_path / "q.onnx", tmp_path / "o.onnx"), wanted)
+    assert kernels.share == 1.0, kernels
+    # what integers make of it is what its pairs say, but for codes that lie between two
+    plain = Runner(made, optimised=False)({"images": x})["logits"]
+    assert np.linalg.norm(plain - own) / np.linalg.norm(plain) < 0.02
+
+
+def test_each_products_mean_is_kept(model: ir.Model) -> None:
+    made, codes, found = quantized(model)
+    feed = {"images": networks.images(32)}
+    last = found[-1]
+    expected, own = (Runner(each)(feed)["logits"].mean(axis=0) for each in (model, made))
+    assert np.abs(expected - own).max() < 2e-3
+    before = qdq.bias_of(last)
+    assert not np.array_equal(codes[last.name].bias, before), "it was moved for that"  # type: ignore[arg-type]
+
+
+def test_a_bias_fits_its_sums() -> None:
+    own = Range(scale=1e-3, zero=0)
+    scale, bias = np.array([1e-9, 1e-2], np.float32), np.array([5.0, 5.0], np.float32)
+    raised = qdq.fits(scale, bias, own)
+    assert raised[1] == scale[1]
+    assert 5.0 / (own.scale * raised[0]) < 2**31
+    assert qdq.fits(scale, None, own) is scale
+
+
+def test_ranges_hold_zero_and_what_was_seen(model: ir.Model) -> None:
+    found = sites(model)
+    place = placement.place(model, found, [site.name for site in found])
+    ranges = solve.ranges(model, place, [{"images": networks.images(8)}], ACTIVATIONS)
+    x = networks.images(8)
+    assert ranges["images"].low <= x.min() + ranges["images"].scale
+    assert ranges["images"].high >= x.max() - ranges["images"].scale
+    for end, before in place.bounds.items():
+        assert ranges[end].low == 0.0, f"{before} is clipped at 0"
+    rounded = solve.rounded(x, ranges["images"])
+    assert np.abs(rounded - x).max() <= 0.51 * ranges["images"].scale + 1e-6

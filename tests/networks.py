@@ -1,0 +1,55 @@
+"""A tiny network as a graph: a stem, a depthwise and a pointwise convolution, a residual, a classifier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from quantkit.model.to_onnx import write_onnx
+
+SIDE, CLASSES = 12, 6
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU6())
+        self.depth = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False), nn.BatchNorm2d(8), nn.ReLU6())
+        self.point = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8))
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        x = x + self.point(self.depth(x))
+        return self.head(x.mean(dim=(2, 3)))
+
+
+def tiny() -> Tiny:
+    torch.manual_seed(0)
+    model = Tiny()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean = torch.randn(8) * 0.1
+            module.running_var = torch.rand(8) + 0.5
+    return model.eval()
+
+
+def write(path: Path) -> Path:
+    write_onnx(tiny(), torch.randn(2, 3, SIDE, SIDE), path, inputs="images", outputs="logits")
+    return path
+
+
+def images(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((count, 3, SIDE, SIDE)).astype(np.float32)
+
+
+def image_set(path: Path, count: int = 60) -> Path:
+    """Images with labels: what the float network says of them, so that it is always right."""
+    values = images(count)
+    with torch.no_grad():
+        labels = tiny()(torch.from_numpy(values)).argmax(dim=1).numpy()
+    np.savez(path, images=values, labels=labels)
+    return path

@@ -1,0 +1,82 @@
+"""`quantkit compile model.onnx`: a tiny network all the way to a verified bundle, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import networks
+import numpy as np
+import pytest
+
+import quantkit
+from quantkit.errors import InputError
+from quantkit.graph.run import Runner
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("network")
+    return networks.write(folder / "tiny.onnx"), networks.image_set(folder / "set.npz", 120)
+
+
+def compiled(files: tuple[Path, Path], out: Path, **more: Any) -> Any:
+    asked = {"recipe": "int8", "calibration": files[1], "out": out, "speed": False, **more}
+    return quantkit.compile(str(files[0]), **asked)
+
+
+def test_a_graph_becomes_a_verified_bundle(files: tuple[Path, Path], tmp_path: Path) -> None:
+    bundle = compiled(files, tmp_path / "bundle")
+    manifest = bundle.manifest
+    assert all(check.ok for check in bundle.verify())
+    assert (manifest.model.kind, manifest.model.source.ref) == ("vision", "path:tiny.onnx")
+    assert {check.name for check in manifest.checks if check.ok} >= {"reload.onnxruntime", "integer.macs"}
+    assert len(manifest.layers) == 4
+    assert all(8 < layer.bits_per_weight < 20 and layer.input_scale for layer in manifest.layers)
+    rows = {row["name"]: row for row in bundle.measurements}
+    assert rows["accuracy.top1"]["value"] > 0.8
+    assert rows["accuracy.top1"]["baseline"]["value"] == 1.0, "the labels are the float network's"
+    assert rows["size.bytes"]["baseline"]["value"] == files[0].stat().st_size
+    # a plain session of the file gives these classes
+    x = networks.images(16, seed=3)
+    own = Runner(bundle.path / "onnx" / "model.onnx")({"images": x})["logits"]
+    expected = Runner(files[0])({"images": x})["logits"]
+    assert np.linalg.norm(own - expected) / np.linalg.norm(expected) < 0.05
+    assert (bundle.path / "report.html").is_file()
+
+
+def test_what_is_kept_stays_float(files: tuple[Path, Path], tmp_path: Path) -> None:
+    everything = compiled(files, tmp_path / "all").manifest.layers
+    kept = everything[1].name
+    bundle = compiled(files, tmp_path / "kept", changes=[f"keep=['{kept}']"])
+    assert [layer.name for layer in bundle.manifest.layers] == [
+        layer.name for layer in everything if layer.name != kept
+    ]
+    # between pairs ONNX Runtime would quantize it on its own, one scale for all of its channels
+    made = Runner.optimised(bundle.path / "onnx" / "model.onnx", tmp_path / "optimised.onnx")
+    operators = [node.op_type for node in made.graph]
+    assert operators.count("Conv") + operators.count("FusedConv") == 1, operators
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        (["keep=['*']"], "no-linears"),
+        (["scheme.activations=null"], "scheme-unsupported"),
+        (["scheme.weights.format=int4"], "scheme-unsupported"),
+        (["models=[decoder]"], "model-kind"),
+    ],
+)
+def test_what_a_graph_cannot_be(files: tuple[Path, Path], tmp_path: Path, changes: list[str], code: str) -> None:
+    with pytest.raises(InputError) as caught:
+        compiled(files, tmp_path / "bundle", changes=changes)
+    assert caught.value.code == code, caught.value.line()
+    assert not list(tmp_path.iterdir()), "nothing half-written"
+
+
+def test_calibration_fits_the_graph(files: tuple[Path, Path], tmp_path: Path) -> None:
+    np.savez(tmp_path / "wrong.npz", images=networks.images(30)[:, :, :6])
+    with pytest.raises(InputError, match="calibration-shape"):
+        compiled((files[0], tmp_path / "wrong.npz"), tmp_path / "bundle")
+    with pytest.raises(InputError, match="calibration-kind"):
+        compiled((files[0], "prose-en"), tmp_path / "bundle")  # type: ignore[arg-type]
