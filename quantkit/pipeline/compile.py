@@ -94,9 +94,8 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
         Stopped: interrupted or disk full; what is done is kept.
     """
     progress = progress or Progress()
-    alias = ALIASES.get(request.model)
-    if is_graph(request.model) or (alias is not None and alias.kind == "vision"):
-        return _compile_graph(request, alias, progress)
+    if takes_graph(request.model):
+        return _compile_graph(request, ALIASES.get(request.model), progress)
     started = time.perf_counter()
     prepared = prepare(request)
     expected = estimate(prepared)
@@ -119,6 +118,12 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
             value=f"{len(build.done())} steps are kept",
             remedy="the same command with --resume goes on",
         ) from None
+
+
+def takes_graph(model: str) -> bool:
+    """Whether a model is compiled as a float ONNX graph: a file of one, or a shipped network."""
+    alias = ALIASES.get(model)
+    return is_graph(model) or (alias is not None and alias.kind == "vision")
 
 
 def _compile_graph(request: Request, alias: Alias | None, progress: Progress) -> Compiled:

@@ -215,7 +215,7 @@ def prepare(request: Request, path: Path, ref: str, name: str, own_set: str) -> 
 def _schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
     """What a graph can be quantized to. Raises InputError `scheme-unsupported`."""
     weights, activations = recipe.scheme.weights, recipe.scheme.activations
-    able = weights is not None and weights.format == "int8" and weights.symmetric
+    able = weights is not None and weights.format in ("int8", "int7") and weights.symmetric
     able = able and weights is not None and weights.granularity in ("channel", "tensor")
     if not able or activations is None or activations.format != "int8" or activations.dynamic:
         names = [weights.format if weights else "float", activations.format if activations else "float"]
@@ -223,7 +223,7 @@ def _schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
             "scheme-unsupported",
             where=f"recipe {recipe.name}",
             value=f"weights {names[0]}, activations {names[1]}",
-            rule="a graph is quantized to int8 weights, symmetric, and int8 activations with fixed scales",
+            rule="a graph is quantized to int8 or int7 weights, symmetric, and int8 activations with fixed scales",
             remedy="--recipe int8",
         )
     assert weights is not None
@@ -282,7 +282,8 @@ class _Quantized:
         feeds = list(batches(self.input, prepared.calib.images, _BATCH))
         self.sites = {site.name: site for site in sites}
         asked = prepared.request.target.build.get("onnxruntime", {}).get("weight_codes", "uint8")
-        kind: qdq.WeightType = "int8" if asked == "int8" else "uint8"
+        # sums of 7-bit weights never saturate, so the fastest kernel is exact
+        kind: qdq.WeightType = "int8" if asked == "int8" or self.weights.format == "int7" else "uint8"
         self.placement: Placement = placement.place(model, sites, self.sites)
         self.ranges: dict[str, Range] = solve.ranges(
             model,

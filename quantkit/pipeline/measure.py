@@ -88,6 +88,14 @@ def measure_bundle(
         MissingDependency: of the runtime.
     """
     progress = progress or Progress()
+    if bundle.manifest.model.kind == "vision" and not (bundle.model_folder / "config.json").is_file():
+        raise InputError(
+            "measure-graph",
+            where=str(bundle.path),
+            value="a bundle of an ONNX graph",
+            rule="its compile scores and times it; measuring it again is not there yet",
+            remedy="compile it again, into another --out",
+        )
     runtime = runtime or default_runtime(bundle)
     runner = registry.load("runtimes", runtime)
     runner.folder(bundle)
