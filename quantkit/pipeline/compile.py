@@ -132,10 +132,10 @@ def _compile_graph(request: Request, alias: Alias | None, progress: Progress) ->
 
     if alias is not None:
         path = materialize(alias) / "model.onnx"
-        found = compile_graph(request, path, f"alias:{alias.name}", alias.name, alias.calibration, progress)
+        found = compile_graph(request, path, f"alias:{alias.name}", alias.name, progress, alias)
     else:
         path = Path(request.model).expanduser()
-        found = compile_graph(request, path, f"path:{path.name}", path.stem, "", progress)
+        found = compile_graph(request, path, f"path:{path.name}", path.stem, progress)
     return Compiled(found.bundle, found.rows, found.seconds, machine.peak_bytes(), found.warnings)
 
 

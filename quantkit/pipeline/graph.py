@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from quantkit.graph.placement import Placement
     from quantkit.graph.qdq import Codes, Range
     from quantkit.graph.sites import Site
+    from quantkit.model.alias import Alias
 
 FOLDER, MODEL, DATA = "onnx", "model.onnx", "model.onnx.data"
 # samples of one run: calibration, scoring
@@ -110,7 +111,9 @@ class Outcome:
     warnings: list[str]
 
 
-def compile_graph(request: Request, path: Path, ref: str, name: str, own_set: str, progress: Progress) -> Outcome:
+def compile_graph(
+    request: Request, path: Path, ref: str, name: str, progress: Progress, alias: Alias | None = None
+) -> Outcome:
     """Compile a graph.
 
     Args:
@@ -118,14 +121,14 @@ def compile_graph(request: Request, path: Path, ref: str, name: str, own_set: st
         path: of the ONNX file.
         ref: what it is called in the manifest.
         name: what the bundle is named after.
-        own_set: the calibration set of a shipped model; "" of others.
         progress: told how far it is.
+        alias: of a shipped model, which has a calibration set of its own, and says what becomes of images before it.
 
     Raises:
         InputError: anything that would make it fail later; GateError: a check failed, or `--strict`.
     """
     started, begun = time.perf_counter(), time.process_time()
-    prepared = prepare(request, path, ref, name, own_set)
+    prepared = prepare(request, path, ref, name, alias)
     progress.plan({"ranges": 5.0, "codes": 60.0, "score": 10.0, "speed": _SECONDS})
     build = Build.open(prepared.out, _fingerprint(prepared), resume=request.resume)
     with build, stopping_when_full(build.folder):
@@ -160,7 +163,7 @@ def compile_graph(request: Request, path: Path, ref: str, name: str, own_set: st
     return Outcome(bundle, rows, seconds, list(prepared.graph.notes))
 
 
-def prepare(request: Request, path: Path, ref: str, name: str, own_set: str) -> Prepared:
+def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | None = None) -> Prepared:
     """Open and check everything. Raises InputError."""
     from quantkit.graph.fuse import fuse
     from quantkit.graph.open import open_graph
@@ -184,7 +187,7 @@ def prepare(request: Request, path: Path, ref: str, name: str, own_set: str) -> 
             "onnx-inputs", where=path.name, value=f"inputs: {listed}", rule="graphs of one input are compiled so far"
         )
     decisions: list[Decision] = []
-    calib, scoring = (_images(request, graph, split, own_set) for split in ("calib", "eval"))
+    calib, scoring = (_images(request, graph, split, alias) for split in ("calib", "eval"))
     feed = {graph.inputs[0].name: calib.images[:2]}
     fused, _ = fuse(graph.model, [feed])
     missed = [each for each in fused if not each.done]
@@ -235,7 +238,7 @@ def _kept(name: str, recipe: Recipe) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
-def _images(request: Request, graph: FloatGraph, split: Literal["calib", "eval"], own_set: str) -> ImageSet:
+def _images(request: Request, graph: FloatGraph, split: Literal["calib", "eval"], alias: Alias | None) -> ImageSet:
     """The recipe's set where it is of images, else the model's own. Raises InputError."""
     from quantkit.calibrate.images import load_images
 
@@ -243,16 +246,16 @@ def _images(request: Request, graph: FloatGraph, split: Literal["calib", "eval"]
     samples = recipe.calibration.images if split == "calib" else None
 
     def load(name: str) -> ImageSet:
-        return load_images(
-            name, split, samples=samples, seed=recipe.seed, shape=given.shape, dtype=given.dtype, where=given.name
-        )
+        asked: dict[str, Any] = {"shape": given.shape, "dtype": given.dtype, "where": given.name}
+        how = alias.preprocess if alias is not None else None
+        return load_images(name, split, samples=samples, seed=recipe.seed, preprocess=how, **asked)
 
     try:
         return load(recipe.calibration.set)
     except InputError as problem:
-        if problem.code != "calibration-kind" or not own_set:
+        if problem.code != "calibration-kind" or alias is None:
             raise
-        return load(own_set)
+        return load(alias.calibration)
 
 
 def _fingerprint(prepared: Prepared) -> dict[str, Any]:
