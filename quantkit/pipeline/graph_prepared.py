@@ -1,0 +1,148 @@
+"""A graph that is to be compiled: opened, fused, its products and images found good, before anything is written."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from quantkit.bundle import Decision
+from quantkit.errors import InputError
+from quantkit.passes import NOTE, decision
+from quantkit.pipeline.request import Request, default_out
+from quantkit.recipe import Recipe
+from quantkit.scheme import ActivationScheme, WeightScheme
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.images import ImageSet
+    from quantkit.graph.open import FloatGraph
+    from quantkit.graph.sites import Site
+    from quantkit.model.alias import Alias
+
+_CODES = ("gptq", "rtn")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Opened and found good; nothing has been written.
+
+    Args:
+        request: as asked.
+        graph: float, fused.
+        ref: `alias:fashion-mnist-cnn` or `path:model.onnx`.
+        sites: that are quantized.
+        calib: what calibrates.
+        scoring: what scores.
+        macs: site -> multiply-accumulates of one sample.
+        outputs: numbers that come out for one sample.
+        out: the bundle's place.
+        decisions: so far.
+    """
+
+    request: Request
+    graph: FloatGraph
+    ref: str
+    sites: Sequence[Site]
+    calib: ImageSet
+    scoring: ImageSet
+    macs: Mapping[str, int]
+    outputs: int
+    out: Path
+    decisions: list[Decision]
+
+
+def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | None = None) -> Prepared:
+    """Open and check everything. Raises InputError."""
+    from quantkit.graph.fuse import fuse
+    from quantkit.graph.open import open_graph
+    from quantkit.graph.run import Runner
+    from quantkit.graph.sites import sites
+
+    recipe = request.recipe
+    if "vision" not in recipe.models:
+        raise InputError(
+            "model-kind",
+            where=ref,
+            value="an ONNX graph",
+            rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
+            remedy="choose another recipe: int8",
+        )
+    schemes(recipe)
+    graph = open_graph(path, name)
+    if len(graph.inputs) != 1:
+        listed = ", ".join(each.name for each in graph.inputs) or "none"
+        raise InputError(
+            "onnx-inputs", where=path.name, value=f"inputs: {listed}", rule="graphs of one input are compiled so far"
+        )
+    decisions: list[Decision] = []
+    calib, scoring = (_images(request, graph, split, alias) for split in ("calib", "eval"))
+    feed = {graph.inputs[0].name: calib.images[:2]}
+    fused, _ = fuse(graph.model, [feed])
+    missed = [each for each in fused if not each.done]
+    decisions += [decision(each.fusion, NOTE, each.node, each.reason) for each in missed]
+    found = sites(graph.model)
+    chosen = [site for site in found if not _kept(site.name, recipe)]
+    if not chosen:
+        raise InputError(
+            "no-linears",
+            where=path.name,
+            value=f"{len(found)} products with constant weights, all kept",
+            rule="something is quantized",
+            remedy="--set keep=[]",
+        )
+    for step in recipe.passes:
+        if step.name not in _CODES:
+            reason = "it knows the blocks of a transformer; this is a graph"
+            decisions.append(decision(step.name, "declined", graph.name, reason))
+    decisions += [decision("calibrate", NOTE, calib.name, note) for note in calib.notes]
+    shown = Runner(graph.model, [site.output for site in found])(feed)
+    macs = {site.name: site.macs(shown[site.output].shape) for site in found}
+    out = request.out or default_out(graph.name, recipe.name, resume=request.resume)
+    given = [str(value.name) for value in graph.model.graph.outputs]
+    outputs = sum(shown[each].size // len(feed[graph.inputs[0].name]) for each in given)
+    return Prepared(request, graph, ref, chosen, calib, scoring, macs, outputs, out, decisions)
+
+
+def schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
+    """What a graph can be quantized to. Raises InputError `scheme-unsupported`."""
+    weights, activations = recipe.scheme.weights, recipe.scheme.activations
+    able = weights is not None and weights.format in ("int8", "int7") and weights.symmetric
+    able = able and weights is not None and weights.granularity in ("channel", "tensor")
+    if not able or activations is None or activations.format != "int8" or activations.dynamic:
+        names = [weights.format if weights else "float", activations.format if activations else "float"]
+        raise InputError(
+            "scheme-unsupported",
+            where=f"recipe {recipe.name}",
+            value=f"weights {names[0]}, activations {names[1]}",
+            rule="a graph is quantized to int8 or int7 weights, symmetric, and int8 activations with fixed scales",
+            remedy="--recipe int8",
+        )
+    assert weights is not None
+    return weights, activations
+
+
+def _kept(name: str, recipe: Recipe) -> bool:
+    patterns = [*recipe.keep, *(each.match for each in recipe.overrides if each.weights is None)]
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+def _images(request: Request, graph: FloatGraph, split: Literal["calib", "eval"], alias: Alias | None) -> ImageSet:
+    """The recipe's set where it is of images, else the model's own. Raises InputError."""
+    from quantkit.calibrate.images import load_images
+
+    recipe, given = request.recipe, graph.inputs[0]
+    samples = recipe.calibration.images if split == "calib" else None
+
+    def load(name: str) -> ImageSet:
+        asked: dict[str, Any] = {"shape": given.shape, "dtype": given.dtype, "where": given.name}
+        how = alias.preprocess if alias is not None else None
+        return load_images(name, split, samples=samples, seed=recipe.seed, preprocess=how, **asked)
+
+    try:
+        return load(recipe.calibration.set)
+    except InputError as problem:
+        if problem.code != "calibration-kind" or alias is None:
+            raise
+        return load(alias.calibration)
