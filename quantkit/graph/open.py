@@ -53,6 +53,7 @@ class FloatGraph:
         name: what a bundle is named after.
         inputs: that are not weights.
         sha256: over the file and those beside it.
+        bytes: of the file and those beside it.
         notes: sentences for the reader of its figures.
     """
 
@@ -61,6 +62,7 @@ class FloatGraph:
     name: str
     inputs: tuple[Input, ...]
     sha256: str
+    bytes: int
     notes: tuple[str, ...] = field(default=())
 
 
@@ -91,8 +93,10 @@ def open_graph(path: Path, name: str = "") -> FloatGraph:
     if not len(model.graph):
         raise _refused(where, "unreadable", "nothing in it")
     digest = hashlib.sha256(path.read_bytes())
+    size = path.stat().st_size
     for file in sorted(_external(model, path.parent.resolve(), where)):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
+        size += file.stat().st_size
     _check_operators(model, where)
     version = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
     if version < OPSET:
@@ -100,12 +104,18 @@ def open_graph(path: Path, name: str = "") -> FloatGraph:
         raise _refused(
             where, "opset", f"opset {version}", f"from opset {OPSET} on a weight has a scale a channel", remedy
         )
-    ir.external_data.load_to_model(model)
-    _check_weights(model, where)
+    try:
+        ir.external_data.load_to_model(model)
+        _check_weights(model, where)
+    except (ValueError, TypeError, OSError) as error:  # a tensor that is not what it says
+        raise _refused(where, "unreadable", str(error).splitlines()[0][:200]) from None
+    for value in list(model.graph.inputs):
+        if value.name in model.graph.initializers:  # a weight that could be given from outside, as old exporters wrote
+            model.graph.inputs.remove(value)
     inputs = tuple(_inputs(model, where))
     if not list(model.graph.outputs):
         raise _refused(where, "unreadable", "no outputs")
-    return FloatGraph(model, path, name or path.stem, inputs, digest.hexdigest())
+    return FloatGraph(model, path, name or path.stem, inputs, digest.hexdigest(), size)
 
 
 def _external(model: ir.Model, folder: Path, where: str) -> Iterator[Path]:
@@ -117,7 +127,7 @@ def _external(model: ir.Model, folder: Path, where: str) -> Iterator[Path]:
         tensor = value.const_value
         if isinstance(tensor, ir.ExternalTensor):
             place = str(tensor.location)
-            seen[place] = max(seen.get(place, 0), int(tensor.offset or 0) + int(tensor.length or tensor.nbytes))
+            seen[place] = max(seen.get(place, 0), int(tensor.offset or 0) + max(int(tensor.length or 0), tensor.nbytes))
     for name, reach in seen.items():
         inside = PurePosixPath(name)
         rule = "weights lie beside the graph, in its own folder"
@@ -151,6 +161,12 @@ def _check_operators(model: ir.Model, where: str) -> None:
 
     own = {function.identifier()[:2] for function in model.functions.values()} if model.functions else set()
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        for attribute in node.attributes.values():
+            held = attribute.value if attribute.type in (ir.AttributeType.TENSOR, ir.AttributeType.TENSORS) else ()
+            for tensor in held if isinstance(held, list | tuple) else (held,):
+                if isinstance(tensor, ir.ExternalTensor):
+                    value, rule = f"{node.name or node.op_type} holds a file", "constants stand in the graph itself"
+                    raise _refused(where, "external", value, rule, "export it again")
         called = f"{node.name or node.op_type} ({node.op_type})"
         if node.op_type in _QUANTIZED or node.op_type.startswith("QLinear"):
             raise _refused(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 # with integer kernels in ONNX Runtime between quantized inputs and outputs
-THROUGH = ("Add", "Mul", "Concat", "MaxPool", "AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid")
+THROUGH = ("Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid")
 # that only move values: what they give has the scale of what they take
 MOVING = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "MaxPool", "Slice", "Gather", "Split", "Identity")
 
@@ -60,6 +60,7 @@ def place(model: ir.Model, sites: Sequence[Site], chosen: Collection[str]) -> Pl
     for node in model.graph:
         if not node.outputs:
             continue
+        quantized |= dict.fromkeys(str(other.name) for other in node.outputs[1:] if other.name in read)
         value = node.outputs[0]
         name = str(value.name)
         if name in read and node.op_type not in MOVING:

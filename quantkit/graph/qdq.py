@@ -106,11 +106,12 @@ def insert(
     for name, found in weights.items():
         site = sites[name]
         _weigh(made, nodes[_key(site.node)], site, found, ranges[_source(placement, site.input)], weight_type)
-    for site in products(model):
-        if site.name not in weights:
-            _hold(made, nodes[_key(site.node)])
     values = {str(value.name): value for value in made.graph.inputs}
     values |= {str(value.name): value for node in made.graph for value in node.outputs}
+    for site in products(model):
+        if site.name not in weights:
+            # its pair, where it has one, comes behind
+            values[site.output] = _hold(made, nodes[_key(site.node)])
     for name in placement.tensors:
         own = ranges[_source(placement, name)]
         _pair(made, values[name], name, own)
@@ -141,8 +142,8 @@ def _key(node: ir.Node) -> str:
     return str(node.outputs[0].name) if node.outputs else str(node.name)
 
 
-def _hold(made: ir.Model, node: ir.Node) -> None:
-    """Keep a float product float: max(y, -3.4e38) is y, and stands between it and whatever quantizes y.
+def _hold(made: ir.Model, node: ir.Node) -> ir.Value:
+    """Keep a float product float: max(y, y) is y, and stands between it and whatever quantizes y.
 
     A product with float weights between a DequantizeLinear and a QuantizeLinear is quantized by ONNX Runtime on its own
     (WeightBiasQuantization), with one scale for all channels.
@@ -152,13 +153,23 @@ def _hold(made: ir.Model, node: ir.Node) -> None:
     value = node.outputs[0]
     readers = list(value.uses())
     if not readers or value.is_graph_output():
-        return
-    least = _stored(made.graph, np.array(np.finfo(np.float32).min), name=f"{value.name}.least")
-    hold = ir.node("Max", [value, least], name=f"{value.name}/float")
+        return value
+    hold = ir.node("Max", [value, value], name=f"{value.name}/float")
     hold.outputs[0].name = f"{value.name}.float"
     for reader, place in readers:
         reader.replace_input_with(place, hold.outputs[0])
     made.graph.insert_after(node, hold)
+    return hold.outputs[0]
+
+
+def node_of(made: ir.Model, site: Site) -> ir.Node:
+    """A product in a graph with pairs; one whose output the graph gives out makes `NAME.floats`."""
+    names = (site.output, f"{site.output}.floats")
+    return next(
+        node
+        for node in made.graph
+        if node.op_type == site.node.op_type and node.outputs and node.outputs[0].name in names
+    )
 
 
 def stem_of(site: Site) -> str:

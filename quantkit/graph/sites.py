@@ -88,11 +88,18 @@ def sites(model: ir.Model) -> list[Site]:
             continue
         if node.op_type == "MatMul" and weight.ndim != 2:
             continue
+        if node.op_type == "Conv" and weight.ndim not in (3, 4):
+            continue
         if node.op_type == "Gemm" and node.attributes.get_int("transA", 0) == 1:
             continue
         rows = 0
         if node.op_type == "MatMul" or (node.op_type == "Gemm" and not node.attributes.get_int("transB", 0)):
             rows = 1
+        if len(node.inputs) > 2 and node.inputs[2] is not None:
+            bias = constant(node.inputs[2])
+            # one that is computed, or differs from row to row, has no place among the sums of integers
+            if bias is None or bias.size not in (1, weight.shape[rows]) or bias.shape[-1:] not in ((), (bias.size,)):
+                continue
         group = node.attributes.get_int("group", 1) if node.op_type == "Conv" else 1
         found.append(Site(node.name or str(node.outputs[0].name), node, weight, rows, group))
     return found

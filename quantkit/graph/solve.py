@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from quantkit.calibrate.observed import Observed
 from quantkit.graph.placement import Placement
-from quantkit.graph.qdq import Codes, Range, bias_of, fits
+from quantkit.graph.qdq import Codes, Range, bias_of, fits, node_of
 from quantkit.graph.run import Feed, Runner
 from quantkit.graph.sites import Site, patches
 from quantkit.passes.solvers.gptq import gptq
@@ -121,8 +121,7 @@ class _Seen:
 
 def _seen(model: ir.Model, made: ir.Model, site: Site, feeds: Sequence[Feed]) -> _Seen:
     # behind its pair, where it has one: a site whose producer is quantized reads `NAME.values`
-    node = next(each for each in made.graph if each.outputs and each.outputs[0].name == site.output)
-    here = str(node.inputs[0].name)  # type: ignore[union-attr]
+    here = str(node_of(made, site).inputs[0].name)  # type: ignore[union-attr]
     runners = [upto(model, site.input), upto(made, here)]
     sums: list[torch.Tensor] = []
     count = 0

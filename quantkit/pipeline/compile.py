@@ -36,13 +36,13 @@ from quantkit.passes import NOTE, decision
 from quantkit.pipeline import tokens
 from quantkit.pipeline.estimate import demand_disk, estimate, head_size, times
 from quantkit.pipeline.gates import judge
-from quantkit.pipeline.layers import ASKED
 from quantkit.pipeline.manifest import manifest_of, with_documents
 from quantkit.pipeline.prepared import Prepared, fingerprint, prepare
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.quantize import quantize, results
 from quantkit.pipeline.request import Request
 from quantkit.pipeline.score import score_exports
+from quantkit.pipeline.strict import refuse
 from quantkit.pipeline.worth import decide, try_to_time
 from quantkit.plan import machine
 
@@ -102,7 +102,7 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
     progress.note(expected.line())
     progress.plan(expected.seconds)
     if request.strict:
-        _refuse(prepared.decisions)
+        refuse(prepared.decisions)
     if not request.resume:
         demand_disk(expected, prepared.out)
     build = Build.open(prepared.out, fingerprint(prepared), resume=request.resume)
@@ -139,20 +139,6 @@ def _compile_graph(request: Request, alias: Alias | None, progress: Progress) ->
     return Compiled(found.bundle, found.rows, found.seconds, machine.peak_bytes(), found.warnings)
 
 
-def _refuse(decisions: list[Decision]) -> None:
-    """`--strict`: a decision that the recipe did not ask for is an error."""
-    unasked = [found for found in decisions if found.code not in {*ASKED, NOTE}]
-    if unasked:
-        first = unasked[0]
-        raise GateError(
-            "strict",
-            where=first.where,
-            value=f"{first.pass_}: {first.code}",
-            rule=f"--strict allows no decision beyond the recipe; {first.reason} ({len(unasked)} in all)",
-            remedy="write it into the recipe (keep, overrides, settings), or leave --strict out (--resume goes on)",
-        )
-
-
 def _finished(bundle: Bundle, prepared: Prepared) -> Compiled:
     """A resume of what had been finished already."""
     import torch
@@ -171,7 +157,7 @@ def _finished(bundle: Bundle, prepared: Prepared) -> Compiled:
             remedy="choose another --out, or delete it",
         )
     if prepared.request.strict:
-        _refuse(manifest.decisions)
+        refuse(manifest.decisions)
     rows = [Row.model_validate(row) for row in bundle.measurements]
     seconds = {"quantize_cpu": None, "total": 0.0}
     return Compiled(bundle, rows, seconds, machine.peak_bytes(), list(prepared.source.notes))
@@ -199,7 +185,7 @@ class _Compilation:
             layers = [LayerEntry.model_validate(x) for record in records for x in record["layers"]]
             self.quantize_cpu = prepared.cpu_seconds + sum(record["cpu_seconds"] for record in records)
             if request.strict:
-                _refuse(decisions)
+                refuse(decisions)
             decisions += self._export()
             files = inventory(self.build.bundle)
             subject = content_sha256(files)

@@ -44,6 +44,7 @@ from quantkit.pipeline.graph_quantized import BATCH, MODEL, Quantized
 from quantkit.pipeline.manifest import with_documents
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request
+from quantkit.pipeline.strict import refuse
 from quantkit.pipeline.worth import decide, runs_here
 from quantkit.plan import machine
 
@@ -84,7 +85,12 @@ def compile_graph(
     started, begun = time.perf_counter(), time.process_time()
     prepared = prepare(request, path, ref, name, alias)
     progress.plan({"ranges": 5.0, "codes": 60.0, "score": 10.0, "speed": _SECONDS})
+    if request.strict:
+        refuse(prepared.decisions)
     build = Build.open(prepared.out, _fingerprint(prepared), resume=request.resume)
+    if build.finished is not None:
+        rows = [Row.model_validate(row) for row in build.finished.measurements]
+        return Outcome(build.finished, rows, {"quantize_cpu": None, "total": 0.0}, list(prepared.graph.notes))
     with build, stopping_when_full(build.folder):
         quantized = Quantized(prepared, progress)
         (build.bundle / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -101,7 +107,7 @@ def compile_graph(
             files,
             subject=subject,
             baseline=prepared.graph.sha256,
-            baseline_bytes=prepared.graph.path.stat().st_size,
+            baseline_bytes=prepared.graph.bytes,
             folder=FOLDER,
         )
         timed, untimed = _speed(prepared, build.bundle / FOLDER, subject, progress)
@@ -152,10 +158,11 @@ def _scored(prepared: Prepared, path: Path, subject: str, progress: Progress) ->
         device=Device.model_validate(machine.device()),
         versions=machine.versions(),
     )
-    logits = next((name for name, value in original.items() if value.ndim == 2 and value.shape[1] > 1), None)
-    if logits is None:
-        return outputs(original, own, about=about)
-    return classification(original[logits], own[logits], scoring.labels, about=about)
+    wide = [name for name, value in original.items() if value.ndim == 2 and value.shape[1] > 1]
+    # of several outputs none says that it tells classes apart, unless there are labels for just one
+    if len(wide) == 1 and (len(original) == 1 or scoring.labels is not None):
+        return classification(original[wide[0]], own[wide[0]], scoring.labels, about=about)
+    return outputs(original, own, about=about)
 
 
 def _speed(prepared: Prepared, folder: Path, subject: str, progress: Progress) -> tuple[list[Row], list[Decision]]:
@@ -170,7 +177,7 @@ def _speed(prepared: Prepared, folder: Path, subject: str, progress: Progress) -
     ours = sum(path.stat().st_size for path in folder.iterdir())
     job = Job(
         ours=Side(str(folder / MODEL), subject, "int8", float(ours)),
-        theirs=Side(str(graph.path), graph.sha256, "float32", float(graph.path.stat().st_size)),
+        theirs=Side(str(graph.path), graph.sha256, "float32", float(graph.bytes)),
         input=graph.inputs[0].name,
         shape=prepared.calib.images.shape[1:],
         macs=float(sum(prepared.macs.values())),

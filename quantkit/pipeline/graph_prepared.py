@@ -69,12 +69,20 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
             rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
             remedy="choose another recipe: int8",
         )
-    schemes(recipe)
+    weights, _ = schemes(recipe)
     graph = open_graph(path, name)
     if len(graph.inputs) != 1:
         listed = ", ".join(each.name for each in graph.inputs) or "none"
         raise InputError(
             "onnx-inputs", where=path.name, value=f"inputs: {listed}", rule="graphs of one input are compiled so far"
+        )
+    if graph.inputs[0].shape[:1] and graph.inputs[0].shape[0] is not None:
+        raise InputError(
+            "onnx-shape",
+            where=path.name,
+            value=f"{graph.inputs[0].name} takes {graph.inputs[0].shape[0]} samples, no more and no fewer",
+            rule="the batch is free",
+            remedy="export it with a dynamic first size",
         )
     decisions: list[Decision] = []
     calib, scoring = (_images(request, graph, split, alias) for split in ("calib", "eval"))
@@ -84,13 +92,21 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
     decisions += [decision(each.fusion, NOTE, each.node, each.reason) for each in missed]
     found = sites(graph.model)
     chosen = [site for site in found if not _kept(site.name, recipe)]
+    if weights.granularity == "tensor" and any(site.group > 1 for site in chosen):
+        raise InputError(
+            "scheme-unsupported",
+            where=path.name,
+            value="one scale a weight, and grouped convolutions",
+            rule="a group has scales of its own",
+            remedy="--set scheme.weights.granularity=channel",
+        )
     if not chosen:
         raise InputError(
             "no-linears",
             where=path.name,
-            value=f"{len(found)} products with constant weights, all kept",
+            value=f"{len(found)} products with constant weights" + (", all kept" if found else ""),
             rule="something is quantized",
-            remedy="--set keep=[]",
+            remedy="--set keep=[]" if found else "a float graph with convolutions or linears",
         )
     for step in recipe.passes:
         if step.name not in _CODES:

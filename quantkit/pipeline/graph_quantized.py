@@ -139,7 +139,7 @@ class Quantized:
             site = self.sites[name]
             matrix = site.matrix()
             stored = 8 * codes.codes.size + 32 * codes.scale.size
-            error = np.linalg.norm(codes.values() - matrix) / (np.linalg.norm(matrix) or 1.0)
+            error = float(np.square(codes.values() - matrix).sum() / (np.square(matrix).sum() or 1.0))
             own = self.ranges[self.placement.same.get(site.input, site.input)]
             found.append(
                 LayerEntry(
@@ -147,7 +147,7 @@ class Quantized:
                     shape=list(matrix.shape),
                     scheme=self.weights.model_dump(mode="json", exclude_none=True),
                     bits_per_weight=stored / matrix.size,
-                    error=float(error),
+                    error=error,
                     activations=self.activations.model_dump(mode="json", exclude_none=True),
                     input_scale=own.scale,
                 )

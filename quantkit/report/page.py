@@ -165,6 +165,7 @@ def _tiles(rows: Sequence[Row]) -> list[Tile]:
         base = row.baseline
         sure = words.between(base.ratio_ci95 if base else None, words.times)
         kind = {"latency.decode_step": "decode", "latency.prefill": "prefill"}.get(row.name, "one operation")
+        kind = "a pass" if row.name == "latency.prefill" and curves.tokens(row) == 1 else kind
         detail = ", ".join(part for part in (figures.where(row), f"95\u00a0% {sure}" if sure else "") if part)
         found.append(Tile(words.times((base and base.ratio) or 0.0), f"the speed in {kind}", detail))
     sized = [row for row in rows if row.name == "size.bytes" and row.value and row.baseline and row.baseline.ratio]

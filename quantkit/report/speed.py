@@ -66,7 +66,11 @@ def _across(series: Series) -> charts.Axis:
 
 
 def _axis(series: Series) -> str:
-    return "batch (sequences at once)" if series.over == "batch" else "length (tokens a sequence)"
+    return (
+        f"batch ({'samples' if series.counted == 'sample' else 'sequences'} at once)"
+        if series.over == "batch"
+        else "length (tokens a sequence)"
+    )
 
 
 def _durations(series: Series) -> Panel:

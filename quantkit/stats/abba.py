@@ -259,7 +259,7 @@ def _resampled(
 
 def _groups(blocks: int, rounds: Sequence[int]) -> Array:
     """[groups, blocks in each]: which are drawn together; odd ones at a start, the least settled, belong to none."""
-    if len(rounds) >= _CLUSTERS and sum(rounds) == blocks and min(rounds) > 0:
+    if len(rounds) >= _CLUSTERS and sum(rounds) == blocks and 2 * min(rounds) >= float(np.median(rounds)):
         size = min(rounds)
         found: Array = np.cumsum(rounds)[:, None] + np.arange(-size, 0)
         return found

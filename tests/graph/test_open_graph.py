@@ -106,3 +106,22 @@ def test_weights_beside_the_graph_are_read_from_its_folder_alone(apart: Path, tm
     assert "is a link" in refused("onnx-external", moved(apart, "link.bin"))
     (apart / "weights.bin").write_bytes((apart / "weights.bin").read_bytes()[:100])
     assert "a weight ends at" in refused("onnx-external", apart / "model.onnx")
+
+
+def test_a_constant_that_holds_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "w.bin").write_bytes(np.ones(4, np.float32).tobytes())
+    model = ir.from_onnx_text(HEAD.format(body="y = Relu(x)", opset=21, more=""))
+    tensor = ir.ExternalTensor("w.bin", 0, 16, ir.DataType.FLOAT, shape=ir.Shape((4,)), name="c")
+    node = ir.node("Constant", [], attributes={"value": tensor}, name="held")
+    model.graph.insert_before(model.graph[0], node)
+    (tmp_path / "x.onnx").write_bytes(ir.to_proto(model).SerializeToString())
+    assert "held holds a file" in refused("onnx-external", tmp_path / "x.onnx")
+
+
+def test_weights_among_the_inputs_are_weights(tmp_path: Path) -> None:
+    path = networks.write(tmp_path / "tiny.onnx")
+    model = ir.load(path)
+    model.graph.inputs.extend(model.graph.initializers.values())
+    (tmp_path / "old.onnx").write_bytes(ir.to_proto(model).SerializeToString())
+    assert [each.name for each in open_graph(tmp_path / "old.onnx").inputs] == ["images"]
+    assert open_graph(path).bytes == path.stat().st_size

@@ -146,3 +146,89 @@ def test_ranges_hold_zero_and_what_was_seen(model: ir.Model) -> None:
         assert ranges[end].low == 0.0, f"{before} is clipped at 0"
     rounded = solve.rounded(x, ranges["images"])
     assert np.abs(rounded - x).max() <= 0.51 * ranges["images"].scale + 1e-6
+
+
+def graph(body: str, outputs: str = "float[N,4,6,6] y", weights: int = 3) -> ir.Model:
+    """A chain over x [N, 4, 6, 6] with convolution weights w0, w1, ... of 4 by 4 channels, 3 x 3."""
+    rng = np.random.default_rng(0)
+    text = f'<ir_version: 10, opset_import: ["" : 21]> g (float[N,4,6,6] x) => ({outputs}) {{ {body} }}'
+    model = ir.from_onnx_text(text)
+    values = {value.name: value for node in model.graph for value in node.inputs if value is not None}
+    for number in range(weights):
+        value = values[f"w{number}"]
+        tensor = ir.tensor((rng.standard_normal((4, 4, 3, 3)) / 6).astype(np.float32), name=f"w{number}")
+        value.const_value, value.shape = tensor, ir.Shape((4, 4, 3, 3))
+        model.graph.register_initializer(value)
+    return model
+
+
+def conv(y: str, x: str, w: str) -> str:
+    return f"{y} = Conv <pads = [1, 1, 1, 1]> ({x}, {w}) "
+
+
+def made_of(model: ir.Model, keep: tuple[str, ...] = ()) -> tuple[ir.Model, float]:
+    """(the graph with pairs, its relative error)."""
+    found = [site for site in sites(model) if site.name not in keep]
+    place = placement.place(model, found, [site.name for site in found])
+    x = np.random.default_rng(1).standard_normal((16, 4, 6, 6)).astype(np.float32)
+    ranges = solve.ranges(model, place, [{"x": x}], ACTIVATIONS)
+    named = {site.name: site for site in found}
+    codes = solve.solved(
+        model, lambda c: qdq.insert(model, place, ranges, c, named), found, [{"x": x}], WEIGHTS, ranges, place
+    )
+    made = qdq.insert(model, place, ranges, codes, named)
+    expected, own = Runner(model)({"x": x}), Runner(made)({"x": x})
+    assert expected.keys() == own.keys()
+    return made, max(float(np.linalg.norm(own[k] - v) / np.linalg.norm(v)) for k, v in expected.items())
+
+
+def operators(made: ir.Model, tmp_path: Path) -> list[str]:
+    ir.save(made, tmp_path / "made.onnx")
+    return [node.op_type for node in Runner.optimised(tmp_path / "made.onnx", tmp_path / "optimised.onnx").graph]
+
+
+def test_a_bias_that_is_computed_leaves_its_product_float() -> None:
+    body = (
+        "b = ReduceMean <keepdims = 0> (x, axes) " + "a = Conv <pads = [1, 1, 1, 1]> (x, w0, b) " + conv("y", "a", "w1")
+    )
+    model = graph("axes = Constant <value_ints = [0, 2, 3]> () " + body, weights=2)
+    assert [site.output for site in sites(model)] == ["y"]
+    _, error = made_of(model)
+    assert error < 0.03
+
+
+@pytest.mark.parametrize("kept", ["a", "b"])
+def test_a_kept_product_between_quantized_ones_stays_float(tmp_path: Path, kept: str) -> None:
+    model = graph(conv("a", "x", "w0") + conv("b", "a", "w1") + conv("y", "b", "w2"))
+    made, error = made_of(model, keep=(kept,))
+    assert error < 0.03
+    found = operators(made, tmp_path)
+    assert (found.count("QLinearConv"), found.count("Conv")) == (2, 1), found
+
+
+def test_a_convolution_may_be_an_output_itself(tmp_path: Path) -> None:
+    model = graph(conv("a", "x", "w0") + conv("y", "a", "w1"), "float[N,4,6,6] a, float[N,4,6,6] y", 2)
+    made, error = made_of(model)
+    assert error < 0.03
+    assert operators(made, tmp_path).count("QLinearConv") == 2
+
+
+def test_what_only_moves_values_has_the_scale_of_what_it_moves() -> None:
+    pool = "p = MaxPool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (a) "
+    model = graph(conv("a", "x", "w0") + pool + conv("y", "p", "w1"), weights=2)
+    found = sites(model)
+    assert placement.place(model, found, [site.name for site in found]).same == {"p": "a"}
+    assert made_of(model)[1] < 0.03
+    # what it moves may have no pair
+    assert made_of(model, keep=("a",))[1] < 0.03
+
+
+def test_a_later_output_of_a_node_is_an_input_too() -> None:
+    body = conv("a", "x", "w0") + "h, k = Split <axis = 1, num_outputs = 2> (a) c = Concat <axis = 1> (k, h) "
+    assert made_of(graph(body + conv("y", "c", "w1"), weights=2))[1] < 0.03
+
+
+def test_a_bound_that_was_meant_to_be_none_is_none() -> None:
+    low = "l = Constant <value_float = -3.4028234663852886e38> () h = Constant <value_float = 0.5> () "
+    body = low + conv("a", "x", "w0") + "c = Clip (a, l, h) " + conv("y", "c", "w1")
+    assert made_of(graph(body, weights=2))[1] < 0.03

@@ -53,7 +53,11 @@ class Grid:
         """q(value) as QuantizeLinear computes it: in float32, halves to even."""
         if math.isinf(value):
             return self.highest if value > 0 else self.lowest
-        rounded = int(np.rint(np.float32(value) / np.float32(self.scale)))
+        with np.errstate(over="ignore"):
+            place = np.rint(np.float32(value) / np.float32(self.scale))
+        if np.isinf(place):  # a bound that was meant to be none
+            return self.highest if value > 0 else self.lowest
+        rounded = int(place)
         return min(max(rounded + self.zero_point, self.lowest), self.highest)
 
 

@@ -74,7 +74,7 @@ class Side:
         return (time.perf_counter() - begin) / len(self.steps)
 
 
-def copies(size: int, cache: int, *, most: int = 128) -> int:
+def copies(size: int, cache: int, *, most: int = 1024) -> int:
     """How many copies of `size` bytes rotate past the cache; two at least."""
     return max(2, min(most, -(-ROTATION * cache // max(size, 1))))
 
