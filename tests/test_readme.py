@@ -14,6 +14,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import networks
 import planted_ops
 import pytest
 import torch
@@ -22,6 +23,7 @@ import zoo
 from quantkit import cli, content
 from quantkit.measure import ops_run
 from quantkit.pipeline import tokens
+from quantkit.pipeline.compile import takes_graph
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -85,6 +87,8 @@ def test_the_examples_run(
     exec(PYTHON[1], {"model": model, "token_ids": zoo.ids()})
     assert "QuantTensor" in capfd.readouterr().out
     # the command line
+    networks.write(place / "model.onnx")
+    networks.image_set(place / "images.npz", 60)
     monkeypatch.setattr(ops_run, "run", lambda job, progress=None: planted_ops.rows_of_a_run(job))
     for stated in COMMANDS:
         command = stated
@@ -92,8 +96,9 @@ def test_the_examples_run(
             continue  # untimed, both of `measure` do the same
         if command[0] == "doctor":
             monkeypatch.setenv("QUANTKIT_CACHE", str(place / "cache"))
-        embedded = command[0] == "compile" and "./my-model" not in command
-        if command[0] == "measure":
+        network = command[0] == "compile" and takes_graph(command[1])
+        embedded = command[0] == "compile" and "./my-model" not in command and not network
+        if command[0] == "measure" or network:
             command = [*command, "--no-speed"]
         code = cli.run([*command, "--dry-run"] if embedded and "--dry-run" not in command else command)
         captured = capfd.readouterr()
