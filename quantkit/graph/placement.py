@@ -18,9 +18,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.graph.fuse._values import constant
 from quantkit.graph.fuse.activation_bounds import behind
 from quantkit.graph.sites import Site
+from quantkit.graph.values import constant
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.graph.fuse._values import constant
 from quantkit.graph.fuse.activation_bounds import remove_absorbed
 from quantkit.graph.placement import Placement
 from quantkit.graph.sites import Site
 from quantkit.graph.sites import sites as products
+from quantkit.graph.values import constant
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -89,7 +89,7 @@ def insert(
     weights: Mapping[str, Codes],
     sites: Mapping[str, Site],
     *,
-    weight_type: WeightType = "int8",
+    weight_type: WeightType = "uint8",
 ) -> ir.Model:
     """A copy of the float graph with pairs, integer weights and biases.
 
@@ -99,7 +99,7 @@ def insert(
         ranges: of each of its tensors.
         weights: site's name -> codes; the other sites stay float.
         sites: by name, of `model`.
-        weight_type: see the module.
+        weight_type: see the module; unsigned ones never saturate.
     """
     made = model.clone()
     nodes = {_key(node): node for node in made.graph}

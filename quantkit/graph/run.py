@@ -18,8 +18,6 @@ Array = NDArray[Any]
 Feed = Mapping[str, Array]
 # a protobuf holds no more; larger weights are handed over apart
 _LARGE = 1 << 30
-# without it, products of unsigned by signed bytes saturate on CPUs that lack VNNI
-EXACT = {"session.x64quantprecision": "1"}
 
 
 class Runner:
@@ -46,8 +44,6 @@ class Runner:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = threads
-        for key, value in EXACT.items():
-            options.add_session_config_entry(key, value)
         if not optimised:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
@@ -66,20 +62,6 @@ class Runner:
                 rule="the graph runs there",
                 remedy="check it with onnx.checker, or export it again",
             ) from None
-
-    @staticmethod
-    def optimised(file: Path, place: Path) -> ir.Model:
-        """The graph of a file as the runtime has optimised it, written to `place` on the way."""
-        import onnx_ir as ir
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4
-        options.optimized_model_filepath = str(place)
-        for key, value in EXACT.items():
-            options.add_session_config_entry(key, value)
-        onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-        return ir.load(place)
 
     def __call__(self, feed: Feed) -> dict[str, Array]:
         """Name -> what the outputs and the inner tensors are. Raises InputError `onnx-unrunnable`."""

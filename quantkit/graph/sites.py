@@ -77,7 +77,7 @@ class Site:
 
 def sites(model: ir.Model) -> list[Site]:
     """The products of the main graph, in order; those inside of If, Loop and Scan stay as they are."""
-    from quantkit.graph.fuse._values import constant
+    from quantkit.graph.values import constant
 
     found = []
     for node in model.graph:

@@ -89,13 +89,9 @@ class _Passes:
     def __init__(self, file: str, name: str, shape: Sequence[int], threads: int) -> None:
         import onnxruntime
 
-        from quantkit.graph.run import EXACT
-
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = threads
-        for key, value in EXACT.items():
-            options.add_session_config_entry(key, value)
         self._session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
         self._name, self._shape = name, tuple(shape)
 

@@ -36,7 +36,7 @@ from quantkit.passes import NOTE, decision
 from quantkit.pipeline import tokens
 from quantkit.pipeline.estimate import demand_disk, estimate, head_size, times
 from quantkit.pipeline.gates import judge
-from quantkit.pipeline.manifest import manifest_of, with_documents
+from quantkit.pipeline.manifest import entries_of, manifest_of, with_documents
 from quantkit.pipeline.prepared import Prepared, fingerprint, prepare
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.quantize import quantize, results
@@ -197,15 +197,14 @@ class _Compilation:
             decisions += [*unjudged, *untimed]
             checks += judged
             write_rows(self.build.bundle / MEASUREMENTS, rows)
-            failed = [check for check in judged if not check.ok]
             manifest = manifest_of(
-                prepared,
+                request,
+                *entries_of(prepared),
                 self.build.bundle,
                 decisions=decisions,
                 layers=layers,
                 checks=checks,
                 subject=subject,
-                state="gate_failed" if failed else "complete",
             )
             manifest = manifest.model_copy(update={"verdict": decide(rows, checks, layers, request.target)})
             manifest = with_documents(manifest, rows, prepared.source.notes, self.build.bundle)

@@ -8,7 +8,6 @@ corrected; the others know only the blocks of a transformer and are declined, ea
 
 from __future__ import annotations
 
-import datetime
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,10 +21,7 @@ from quantkit.bundle import (
     Build,
     Bundle,
     CalibrationEntry,
-    Check,
     Decision,
-    LayerEntry,
-    Manifest,
     ModelEntry,
     SourceEntry,
     content_sha256,
@@ -37,11 +33,10 @@ from quantkit.errors import InputError, MissingDependency
 from quantkit.measure.rows import Data, Device, Row, write_rows
 from quantkit.measure.size import size_rows
 from quantkit.passes import NOTE, decision
-from quantkit.pipeline import tokens
 from quantkit.pipeline.gates import judge
 from quantkit.pipeline.graph_prepared import Prepared, prepare
 from quantkit.pipeline.graph_quantized import BATCH, MODEL, Quantized
-from quantkit.pipeline.manifest import with_documents
+from quantkit.pipeline.manifest import manifest_of, with_documents
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request
 from quantkit.pipeline.strict import refuse
@@ -115,7 +110,15 @@ def compile_graph(
         judged, unjudged = judge(request.recipe.gates, rows)
         decisions = [*prepared.decisions, *unjudged, *untimed]
         write_rows(build.bundle / MEASUREMENTS, rows)
-        manifest = _manifest(prepared, build.bundle, decisions, layers, [*checks, *judged], subject)
+        manifest = manifest_of(
+            request,
+            *_entries(prepared),
+            build.bundle,
+            decisions=decisions,
+            layers=layers,
+            checks=[*checks, *judged],
+            subject=subject,
+        )
         manifest = manifest.model_copy(update={"verdict": decide(rows, manifest.checks, layers, request.target)})
         manifest = with_documents(manifest, rows, list(prepared.graph.notes), build.bundle)
         bundle = build.finish(manifest)
@@ -192,42 +195,12 @@ def _speed(prepared: Prepared, folder: Path, subject: str, progress: Progress) -
         return [], [decision("measure", "speed-not-measured", "onnxruntime", problem.line())]
 
 
-def _manifest(
-    prepared: Prepared,
-    folder: Path,
-    decisions: list[Decision],
-    layers: list[LayerEntry],
-    checks: list[Check],
-    subject: str,
-) -> Manifest:
-    import torch
-
-    request, graph = prepared.request, prepared.graph
-    calib = prepared.calib
-    failed = any(not check.ok for check in checks)
-    return Manifest(
-        quantkit=quantkit.__version__,
-        content_sha256=subject,
-        state="gate_failed" if failed else "complete",
-        model=ModelEntry(
-            name=graph.name,
-            kind="vision",
-            source=SourceEntry(ref=prepared.ref, sha256=graph.sha256, dtype="float32", was=None),
-        ),
-        recipe=tokens.without_paths(request.recipe.as_dict()),
-        target=request.target.as_dict(),
-        calibration=CalibrationEntry(
-            set=calib.name, split=calib.split, ids_sha256=calib.sha256, samples=len(calib.images), tokens=0
-        ),
-        seed=request.recipe.seed,
-        threads=torch.get_num_threads(),
-        isa=machine.isa(),
-        device=dict(machine.device()),
-        versions=machine.versions(),
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        layers=layers,
-        files=inventory(folder),
-        decisions=decisions,
-        checks=checks,
-        verdict=None,
+def _entries(prepared: Prepared) -> tuple[ModelEntry, CalibrationEntry]:
+    graph, calib = prepared.graph, prepared.calib
+    origin = SourceEntry(ref=prepared.ref, sha256=graph.sha256, dtype="float32", was=None)
+    seen = {"set": calib.name, "split": calib.split, "ids_sha256": calib.sha256}
+    return (
+        ModelEntry(name=graph.name, kind="vision", source=origin),
+        # images are not cut into tokens
+        CalibrationEntry(**seen, samples=len(calib.images), tokens=0),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import quantkit
 from quantkit.bundle import (
@@ -21,43 +20,34 @@ from quantkit.bundle import (
 from quantkit.measure.rows import Row
 from quantkit.pipeline import tokens
 from quantkit.pipeline.prepared import Prepared
+from quantkit.pipeline.request import Request
 from quantkit.pipeline.worth import REPORT, page
 from quantkit.plan import machine
 
 
 def manifest_of(
-    prepared: Prepared,
+    request: Request,
+    model: ModelEntry,
+    calibration: CalibrationEntry | None,
     folder: Path,
     *,
     decisions: list[Decision],
     layers: list[LayerEntry],
     checks: list[Check],
     subject: str,
-    state: Literal["complete", "gate_failed"],
 ) -> Manifest:
-    """The manifest of a bundle whose files stand in `folder`, without a verdict."""
+    """The manifest of a bundle whose files stand in `folder`, without a verdict; a failed check fails a gate."""
     import torch
 
-    recipe, source, seen = prepared.request.recipe, prepared.source, prepared.calibration
-    calibration = None
-    if seen is not None:
-        calibration = CalibrationEntry(
-            set=seen.name,
-            split=seen.split,
-            ids_sha256=seen.sha256,
-            samples=seen.ids.shape[0],
-            tokens=seen.ids.shape[1],
-        )
-    origin = SourceEntry(ref=source.ref, sha256=source.sha256, dtype=source.dtype, was=source.was)
     return Manifest(
         quantkit=quantkit.__version__,
         content_sha256=subject,
-        state=state,
-        model=ModelEntry(name=source.name, kind=source.kind, source=origin),
-        recipe=tokens.without_paths(recipe.as_dict()),
-        target=prepared.request.target.as_dict(),
+        state="complete" if all(check.ok for check in checks) else "gate_failed",
+        model=model,
+        recipe=tokens.without_paths(request.recipe.as_dict()),
+        target=request.target.as_dict(),
         calibration=calibration,
-        seed=recipe.seed,
+        seed=request.recipe.seed,
         threads=torch.get_num_threads(),
         isa=machine.isa(),
         device=dict(machine.device()),
@@ -68,6 +58,19 @@ def manifest_of(
         decisions=decisions,
         checks=checks,
         verdict=None,
+    )
+
+
+def entries_of(prepared: Prepared) -> tuple[ModelEntry, CalibrationEntry | None]:
+    """A model of transformers and what it was calibrated on, as a manifest lists them."""
+    source, seen = prepared.source, prepared.calibration
+    origin = SourceEntry(ref=source.ref, sha256=source.sha256, dtype=source.dtype, was=source.was)
+    model = ModelEntry(name=source.name, kind=source.kind, source=origin)
+    if seen is None:
+        return model, None
+    samples, length = seen.ids.shape
+    return model, CalibrationEntry(
+        set=seen.name, split=seen.split, ids_sha256=seen.sha256, samples=samples, tokens=length
     )
 
 

@@ -18,6 +18,7 @@ from quantkit.graph.placement import MOVING, THROUGH
 from quantkit.graph.qdq import Codes, Range
 from quantkit.graph.run import Runner, batches
 from quantkit.graph.sites import Site, patches, sites
+from quantkit.runtimes._onnx_open import write_optimized
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 ACTIVATIONS = ActivationScheme(format="int8", granularity="tensor", dynamic=False, symmetric=False)
@@ -109,7 +110,8 @@ def test_all_of_it_runs_in_integers_and_is_right(model: ir.Model, tmp_path: Path
     assert not [t for t in stored if t.dtype == ir.DataType.FLOAT and len(t.shape) > 1], "no float weight is left"
     ir.save(made, tmp_path / "q.onnx")
     wanted = [integer.Site(s.name, f"{qdq.stem_of(s)}.codes", 1.0, s.output) for s in found]
-    kernels = integer.found(Runner.optimised(tmp_path / "q.onnx", tmp_path / "o.onnx"), wanted)
+    write_optimized(tmp_path / "q.onnx", tmp_path / "o.onnx")
+    kernels = integer.found(ir.load(tmp_path / "o.onnx"), wanted)
     assert kernels.share == 1.0, kernels
     # what integers make of it is what its pairs say, but for codes that lie between two
     plain = Runner(made, optimised=False)({"images": x})["logits"]
@@ -184,7 +186,8 @@ def made_of(model: ir.Model, keep: tuple[str, ...] = ()) -> tuple[ir.Model, floa
 
 def operators(made: ir.Model, tmp_path: Path) -> list[str]:
     ir.save(made, tmp_path / "made.onnx")
-    return [node.op_type for node in Runner.optimised(tmp_path / "made.onnx", tmp_path / "optimised.onnx").graph]
+    write_optimized(tmp_path / "made.onnx", tmp_path / "optimised.onnx")
+    return [node.op_type for node in ir.load(tmp_path / "optimised.onnx").graph]
 
 
 def test_a_bias_that_is_computed_leaves_its_product_float() -> None:

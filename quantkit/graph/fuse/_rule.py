@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRule, RewriteRuleClassBase, RewriteRuleSet
 
 from quantkit.graph.fuse._fused import Fused, name_of
-from quantkit.graph.fuse._values import other_readers
+from quantkit.graph.values import other_readers
 
 
 class Rule(RewriteRuleClassBase):  # type: ignore[misc]

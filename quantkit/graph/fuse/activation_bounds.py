@@ -26,7 +26,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quantkit.graph.fuse._fused import Fused, name_of, nodes
-from quantkit.graph.fuse._values import bypass, constant, scalar
+from quantkit.graph.values import bypass, constant, scalar
 
 NAME = "activation_bounds"
 _CLIPS = ("Relu", "Clip", "Max", "Min")

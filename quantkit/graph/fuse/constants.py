@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from quantkit.graph.fuse._fused import Fused, name_of, nodes
-from quantkit.graph.fuse._values import constant
+from quantkit.graph.values import constant
 
 LIMIT = 16_384
 # beyond this nothing is even computed to see whether it may stay

@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quantkit.graph.fuse._fused import Fused, name_of, nodes
-from quantkit.graph.fuse._values import (
+from quantkit.graph.values import (
     Array,
     bypass,
     constant,

@@ -17,7 +17,7 @@ from onnx_ir.passes import common
 
 from quantkit.graph.fuse import _rule
 from quantkit.graph.fuse._fused import Fused, name_of, nodes
-from quantkit.graph.fuse._values import other_readers, scalar
+from quantkit.graph.values import other_readers, scalar
 
 _OPSET = 20
 _CLOSE = 1e-4

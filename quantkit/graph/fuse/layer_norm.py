@@ -21,7 +21,7 @@ import onnx_ir as ir
 
 from quantkit.graph.fuse import _rule
 from quantkit.graph.fuse._fused import Fused
-from quantkit.graph.fuse._values import constant, scalar
+from quantkit.graph.values import constant, scalar
 
 _OPSET = 17
 

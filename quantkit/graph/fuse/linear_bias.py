@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from quantkit.graph.fuse import _rule
 from quantkit.graph.fuse._fused import Fused
-from quantkit.graph.fuse._values import constant, per_channel
+from quantkit.graph.values import constant, per_channel
 
 
 class _Gemm(_rule.Rule):

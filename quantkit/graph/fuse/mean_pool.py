@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from quantkit.graph.fuse import _rule
 from quantkit.graph.fuse._fused import Fused, name_of, nodes
-from quantkit.graph.fuse._values import constant, initializer
+from quantkit.graph.values import constant, initializer
 
 # the axes of a Squeeze are an input since
 _OPSET = 13

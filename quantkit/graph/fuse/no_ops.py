@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from quantkit.graph.fuse._fused import Fused, name_of, nodes
-from quantkit.graph.fuse._values import bypass, constant, scalar
+from quantkit.graph.values import bypass, constant, scalar
 
 _FAR = (1 << 31) - 1
 _DataType = ir.DataType

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from quantkit.graph.fuse._fused import Fused, name_of, nodes
-from quantkit.graph.fuse._values import constant, scalar
+from quantkit.graph.values import constant, scalar
 
 
 class PadConv:
