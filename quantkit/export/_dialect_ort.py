@@ -14,8 +14,8 @@ Operators: ONNX Runtime's docs/ContribOperators.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,11 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from quantkit import registry
-from quantkit.bundle import Decision
 from quantkit.errors import InputError
-from quantkit.export._nbits import PackedWeights, Weights, block_size
+from quantkit.export._nbits import PackedWeights, block_size
+from quantkit.export._rewrite import Rewriting
 from quantkit.export._rotary import RotaryTables
-from quantkit.export._trace import DOMAIN, Traced
+from quantkit.export._trace import DOMAIN
 from quantkit.export._w8a8 import Codes, Integers
 from quantkit.passes import decision
 
@@ -38,33 +38,26 @@ _MASKED = -1e9
 
 
 @dataclass
-class Dialect:
+class Dialect(Rewriting):
     """The rewriting of one graph.
 
     Args:
-        traced: changed in place.
-        weights: what goes into it.
         accuracy_level: of MatMulNBits: 0 computes in float32, 4 rounds activations to int8.
         positions: how many tokens the context holds; the length of the rotary tables.
         merge: whether linears of one input become one product.
         codes: how weights are stored whose inputs are quantized as well.
     """
 
-    traced: Traced
-    weights: Weights
     accuracy_level: int = 0
     positions: int = 0
     merge: bool = True
     codes: Codes = "uint8"
-    decisions: list[Decision] = field(default_factory=list)
-    _names: dict[str, ir.Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._integers = Integers(self._node, self._new, self._constant, self.weights, self.codes)
 
     def apply(self) -> ir.Model:
         """Rewrite everything; no placeholder is left."""
-        graph = self.graph
         self._parameters()
         if self.traced.decoder:
             self._attention()
@@ -72,92 +65,10 @@ class Dialect:
             self._encoder_attention()
         self._norms()
         self._products()
-        self._prune()
-        graph.opset_imports[MICROSOFT] = 1
-        graph.opset_imports.pop(DOMAIN, None)
-        left = [node for node in graph if node.domain == DOMAIN]
-        assert not left, left[0].op_type
-        self.traced.model.ir_version = 10
-        self.traced.model.producer_name = "quantkit"
-        self.traced.model.producer_version = None
-        return self.traced.model
-
-    @property
-    def graph(self) -> ir.Graph:
-        """The graph."""
-        return self.traced.model.graph
-
-    # --- values -------------------------------------------------------------------------------------------------------
-
-    def _parameters(self) -> None:
-        """Parameters that the graph uses as they are: embeddings, biases, norms with a bias, buffers."""
-        found: dict[str, ir.Value] = {}
-        for node in self.graph:
-            for value in node.inputs:
-                if value is not None and (name := self.traced.parameters.get(value.name or "")):
-                    found.setdefault(name, value)
-                    if value is not found[name]:
-                        ir.convenience.replace_all_uses_with(value, found[name])
-        for name, value in found.items():
-            value.name = name
-            dtype = value.dtype.numpy() if value.dtype is not None and value.dtype.is_integer() else np.float32
-            self._bind(value, self.weights.shapes[name], dtype, lambda name=name: self.weights.tensor(name))  # type: ignore[misc]
-
-    def _bind(self, value: ir.Value, shape: Sequence[int], dtype: Any, read: Callable[[], Array]) -> None:
-        kind = ir.DataType.from_numpy(np.dtype(dtype))
-        lazy = ir.LazyTensor(
-            lambda: ir.tensor(np.ascontiguousarray(read(), dtype=dtype), name=value.name),
-            dtype=kind,
-            shape=ir.Shape(shape),
-            name=value.name,
-        )
-        value.shape, value.type, value.const_value = ir.Shape(shape), ir.TensorType(kind), lazy
-        self.graph.register_initializer(value)
-        self._names[value.name or ""] = value
-
-    def _new(self, name: str, shape: Sequence[int], dtype: Any, read: Callable[[], Array]) -> ir.Value:
-        """An initializer that is read when it is written; the one there is, if there is one of that name."""
-        if name not in self._names:
-            self._bind(ir.Value(name=name), shape, dtype, read)
-        return self._names[name]
-
-    def _constant(self, name: str, values: Any, dtype: Any) -> ir.Value:
-        array = np.asarray(values, dtype=dtype)
-        return self._new(name, array.shape, dtype, lambda: array)
-
-    def _node(
-        self,
-        before: ir.Node,
-        kind: str,
-        inputs: Iterable[ir.Value | None],
-        outputs: Sequence[str],
-        domain: str = "",
-        **attributes: Any,
-    ) -> list[ir.Value]:
-        """A new node before another one; its outputs."""
-        values = [ir.Value(name=name) for name in outputs]
-        node = ir.Node(domain, kind, list(inputs), ir.convenience.convert_attributes(attributes), outputs=values)
-        self.graph.insert_before(before, node)
-        return values
-
-    def _replace(self, node: ir.Node, values: Sequence[ir.Value]) -> None:
-        """Let `values` stand for a node's outputs, and remove it."""
-        for old, new in zip(node.outputs, values, strict=True):
-            name, is_output = old.name, old.is_graph_output()
-            new.shape, new.type = new.shape or old.shape, new.type or old.type
-            ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-            if is_output:
-                old.name, new.name = None, name
-        self.graph.remove(node, safe=True)
-
-    def _placeholders(self, kind: str) -> list[ir.Node]:
-        return [node for node in self.graph if node.domain == DOMAIN and node.op_type == kind]
-
-    def _prune(self) -> None:
-        from onnx_ir.passes import common
-
-        common.RemoveUnusedNodesPass()(self.traced.model)
-        # inputs stay: a mask that nothing reads is still part of the interface
+        model = self._finish()
+        self.graph.opset_imports[MICROSOFT] = 1
+        model.ir_version = 10
+        return model
 
     # --- norms --------------------------------------------------------------------------------------------------------
 
