@@ -161,13 +161,7 @@ def _arrays(file: Path | bytes, where: str) -> Images:
                 labels = loaded["labels"] if "labels" in loaded.files else None
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
         if "allow_pickle" in str(error):
-            raise InputError(
-                "calibration-pickle",
-                where=where,
-                value="it holds Python objects",
-                rule="a file of objects runs code when it is read, so none is read",
-                remedy="save plain arrays: numpy.savez_compressed(path, images=..., labels=...)",
-            ) from None
+            raise pickled(where) from None
         raise unreadable(where, error) from None
     if images.ndim == 0 or len(images) == 0:
         raise _empty(where, "images are [n, …], n at least 1")
@@ -294,6 +288,17 @@ def _fields(names: Sequence[str], where: str) -> InputError:
         value=f"arrays {', '.join(map(repr, list(names)[:6])) or 'none'}",
         rule="an array `images`, and `labels` where there are some",
         remedy="numpy.savez_compressed(path, images=..., labels=...)",
+    )
+
+
+def pickled(where: str) -> InputError:
+    """Arrays of Python objects."""
+    return InputError(
+        "calibration-pickle",
+        where=where,
+        value="it holds Python objects",
+        rule="a file of objects runs code when it is read, so none is read",
+        remedy="save plain arrays: numpy.savez_compressed(path, images=..., labels=...)",
     )
 
 

@@ -96,7 +96,7 @@ def load_images(
         )
     part = _open(reference, split)
     how = part.preprocess or preprocess
-    chosen = _drawn(part, split, samples, seed)
+    chosen = drawn(part.members, part.sampling, split, samples, seed)
     images = _read(part.images, chosen, how, shape, where)
     _check_values(images, None if part.images.bytes_ else how, part.images.where)
     labels = None if part.images.labels is None else part.images.labels[chosen]
@@ -132,7 +132,7 @@ def _open(reference: str, split: Split) -> _Part:
         found = image_sources.parse(path, suffix=path.suffix.lower(), where=reference)
     stated = _stated(folder / PREPROCESS) if (folder / PREPROCESS).is_file() else None
     name = path.resolve().name
-    members, parted = _own_split(found, split)
+    members, parted = own_split(found.count, found.labels, split)
     if not len(members):
         raise InputError(
             "calibration-short",
@@ -169,27 +169,30 @@ def _stated(path: Path) -> Preprocess:
         raise from_validation(error, where=str(path), code="calibration-preprocess", known=known) from None
 
 
-def _own_split(images: Images, split: Split) -> tuple[NDArray[np.int64], str]:
-    """The numbers of the images of a split, ascending, and by what they were parted."""
-    classes = [np.arange(images.count)]
-    if images.labels is not None:
-        classes = [np.flatnonzero(images.labels == label) for label in np.unique(images.labels)]
+def own_split(count: int, labels: NDArray[Any] | None, split: Split) -> tuple[NDArray[np.int64], str]:
+    """The numbers of the samples of a split of what has none, ascending, and by what they were parted."""
+    classes = [np.arange(count)]
+    if labels is not None:
+        classes = [np.flatnonzero(labels == label) for label in np.unique(labels)]
     members = []
     for numbers in classes:
         tune, evaluation = int(len(numbers) * _TUNE), int(len(numbers) * _EVAL)
         bounds = {"calib": (0, tune), "tune": (tune, evaluation), "eval": (evaluation, len(numbers))}
         members.append(numbers[slice(*bounds[split])])
-    return np.sort(np.concatenate(members)), "by their order" if images.labels is None else "class by class"
+    return np.sort(np.concatenate(members)), "by their order" if labels is None else "class by class"
 
 
-def _drawn(part: _Part, split: Split, samples: int | None, seed: int) -> NDArray[np.int64]:
+def drawn(
+    members: NDArray[np.int64], sampling: Sampling, split: Split, samples: int | None, seed: int
+) -> NDArray[np.int64]:
+    """At most so many of a split's members; see `load_images`."""
     if samples is None:
-        return part.members
-    if not part.sampling.shuffle:
-        return part.members[:samples]
-    generator = np.random.default_rng([part.sampling.seed, seed if split == "calib" else 0])
+        return members
+    if not sampling.shuffle:
+        return members[:samples]
+    generator = np.random.default_rng([sampling.seed, seed if split == "calib" else 0])
     # one permutation, so that asking for 8 gives the first 8 of what 16 would be
-    return part.members[generator.permutation(len(part.members))[:samples]]
+    return members[generator.permutation(len(members))[:samples]]
 
 
 def _read(
@@ -263,16 +266,7 @@ def _check_values(images: NDArray[np.float32], how: Preprocess | None, where: st
         )
     low, high = float(flat.min()), float(flat.max())
     if how is None:
-        # of floats nothing is known but that bytes turned to floats are whole numbers up to 255
-        if high > 1 and low >= 0 and high <= 255 and bool((flat == np.rint(flat)).all()):
-            raise InputError(
-                "calibration-range",
-                where=where,
-                value=f"floats that are whole numbers from {low:g} to {high:g}",
-                rule="floats are taken as preprocessed, and these are bytes still",
-                remedy=f"normalise them, or store uint8 with a {PREPROCESS}; where the model takes bytes, with "
-                "mean 0 and std 1/255",
-            )
+        check_range(images, where)
         return
     ends = [(value - mean) / std for mean, std in zip(how.mean, how.std, strict=True) for value in (0.0, 1.0)]
     slack = _SLACK * (max(ends) - min(ends))
@@ -283,6 +277,20 @@ def _check_values(images: NDArray[np.float32], how: Preprocess | None, where: st
             value=f"floats from {low:g} to {high:g}",
             rule=f"preprocessed as this model's images are, they lie in {min(ends):g} to {max(ends):g}",
             remedy="normalise with the model's mean and std, or give bytes (uint8)",
+        )
+
+
+def check_range(images: NDArray[Any], where: str) -> None:
+    """Refuse floats that look like bytes: of others nothing is known. Raises InputError `calibration-range`."""
+    low, high = float(images.min()), float(images.max())
+    if high > 1 and low >= 0 and high <= 255 and bool((images == np.rint(images)).all()):
+        raise InputError(
+            "calibration-range",
+            where=where,
+            value=f"floats that are whole numbers from {low:g} to {high:g}",
+            rule="floats are taken as preprocessed, and these are bytes still",
+            remedy=f"normalise them, or store uint8 with a {PREPROCESS}; where the model takes bytes, with "
+            "mean 0 and std 1/255",
         )
 
 

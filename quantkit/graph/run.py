@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,12 +76,6 @@ class Runner:
                 remedy="check the shape of the calibration set",
             ) from None
         return dict(zip(self.names, found, strict=True))
-
-
-def batches(name: str, values: Array, size: int) -> Iterator[Feed]:
-    """`values` [n, ...] as feeds of up to `size` samples."""
-    for first in range(0, len(values), size):
-        yield {name: np.ascontiguousarray(values[first : first + size])}
 
 
 def showing(model: ir.Model, names: Sequence[str]) -> ir.Model:

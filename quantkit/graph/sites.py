@@ -8,6 +8,7 @@ Multiply-accumulates are counted for one sample, on the shapes that a run with r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -69,10 +70,9 @@ class Site:
         moved = np.moveaxis(self.weight, self.rows, 0).shape
         return np.ascontiguousarray(np.moveaxis(matrix.reshape(moved), 0, self.rows))
 
-    def macs(self, shape: Sequence[int]) -> int:
-        """Multiply-accumulates a sample, from the shape of its output for one batch."""
-        samples = shape[0] if len(shape) > 1 else 1
-        return int(int(np.prod(shape)) // max(samples, 1) * self.matrix().shape[1])
+    def macs(self, shape: Sequence[int], samples: int) -> int:
+        """Multiply-accumulates a sample, from the shape of its output for so many."""
+        return math.prod(shape) * self.weight.size // self.weight.shape[self.rows] // samples
 
 
 def sites(model: ir.Model) -> list[Site]:
@@ -90,7 +90,9 @@ def sites(model: ir.Model) -> list[Site]:
             continue
         if node.op_type == "Conv" and weight.ndim not in (3, 4):
             continue
-        if node.op_type == "Gemm" and node.attributes.get_int("transA", 0) == 1:
+        if node.op_type == "Gemm" and (
+            node.attributes.get_int("transA", 0) == 1 or node.attributes.get_float("alpha", 1.0) != 1.0
+        ):
             continue
         rows = 0
         if node.op_type == "MatMul" or (node.op_type == "Gemm" and not node.attributes.get_int("transB", 0)):

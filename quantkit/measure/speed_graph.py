@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.measure import child
@@ -23,6 +24,7 @@ from quantkit.measure.tax import Cost
 from quantkit.plan import machine
 
 RUNTIME = "onnxruntime"
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,7 @@ class Job:
     Args:
         ours: what is judged.
         theirs: the float graph.
-        input: name of the input.
-        shape: of one sample.
+        samples: a .npz with an array [n, ...] for each input: what is run, over again where a batch is larger.
         macs: multiply-accumulates of one sample.
         outputs: numbers that come out for one sample.
         batches: samples of a pass.
@@ -61,8 +62,7 @@ class Job:
 
     ours: Side
     theirs: Side
-    input: str
-    shape: Sequence[int]
+    samples: str
     macs: float
     outputs: float
     batches: Sequence[int]
@@ -86,30 +86,35 @@ def run(job: Job, progress: Callable[[float, str], None] | None = None) -> list[
 class _Passes:
     """A loaded graph as `latency.Side`."""
 
-    def __init__(self, file: str, name: str, shape: Sequence[int], threads: int) -> None:
+    def __init__(self, file: str, samples: Mapping[str, Array], threads: int) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = threads
         self._session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-        self._name, self._shape = name, tuple(shape)
+        self._samples = samples
 
     def decode(self, batch: int, context: int) -> Step:
         """See `latency.Side`: a graph has no cache."""
-        raise InputError("not-a-decoder", where=self._name, value="a graph", rule="only decoders have a cache")
+        raise InputError("not-a-decoder", where="onnxruntime", value="a graph", rule="only decoders have a cache")
 
     def prefill(self, batch: int, tokens: int) -> Step:
         """See `latency.Side`."""
-        x = np.random.default_rng(batch).standard_normal((batch, *self._shape), np.float32)
-        feed = {self._name: x}
+        feed = {
+            name: np.ascontiguousarray(np.resize(array, (batch, *array.shape[1:])))
+            for name, array in self._samples.items()
+        }
         return lambda: self._session.run(None, feed)
 
 
 def _time(data: Mapping[str, Any]) -> list[Row]:
     job = Job(**{**data, "ours": Side(**data["ours"]), "theirs": Side(**data["theirs"])})
+    with np.load(job.samples, allow_pickle=False) as loaded:
+        samples = {name: loaded[name] for name in loaded.files}
+    read = float(sum(array.nbytes / len(array) for array in samples.values()))
     entries = [
-        Entry(_Passes(side.file, job.input, job.shape, job.threads), _cost(side, job), side.subject)
+        Entry(_Passes(side.file, samples, job.threads), _cost(side, job, read), side.subject)
         for side in (job.ours, job.theirs)
     ]
     settings: dict[str, str | bool | int | float | None] = {
@@ -130,12 +135,12 @@ def _time(data: Mapping[str, Any]) -> list[Row]:
     )
 
 
-def _cost(side: Side, job: Job) -> Cost:
+def _cost(side: Side, job: Job, read: float) -> Cost:
     return Cost(
         side.format,
         side.weight_bytes,
         flops_per_token=2.0 * job.macs,
-        io_bytes_per_token=4.0 * (float(np.prod(job.shape)) + job.outputs),
+        io_bytes_per_token=read + 4.0 * job.outputs,
         compute="int8" if side.format == "int8" else "fp32",
     )
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 import quantkit
 from quantkit.bundle import (
     Build,
@@ -30,12 +28,13 @@ from quantkit.bundle import (
 )
 from quantkit.bundle.manifest import MEASUREMENTS
 from quantkit.errors import InputError, MissingDependency
-from quantkit.measure.rows import Data, Device, Row, write_rows
+from quantkit.measure.rows import Row, write_rows
 from quantkit.measure.size import size_rows
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.gates import judge
+from quantkit.pipeline.graph_measure import SECONDS, Timed, scored, speed
 from quantkit.pipeline.graph_prepared import Prepared, prepare
-from quantkit.pipeline.graph_quantized import BATCH, MODEL, Quantized
+from quantkit.pipeline.graph_quantized import MODEL, Quantized
 from quantkit.pipeline.manifest import manifest_of, with_documents
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
     from quantkit.model.alias import Alias
 
 FOLDER = "onnx"
-# samples of a pass that is timed, and how long a compile looks at them
-_TIMED, _SECONDS = (1, 32), 40.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ def compile_graph(
     """
     started, begun = time.perf_counter(), time.process_time()
     prepared = prepare(request, path, ref, name, alias)
-    progress.plan({"ranges": 5.0, "codes": 60.0, "score": 10.0, "speed": _SECONDS})
+    progress.plan({"ranges": 5.0, "codes": 60.0, "score": 10.0, "speed": SECONDS})
     if request.strict:
         refuse(prepared.decisions)
     build = Build.open(prepared.out, _fingerprint(prepared), resume=request.resume)
@@ -94,8 +91,15 @@ def compile_graph(
         files = inventory(build.bundle)
         subject = content_sha256(files)
         checks = quantized.checks(build.bundle / FOLDER / MODEL)
-        progress.at("score", 0.0, f"{len(prepared.scoring.images)} images of {prepared.scoring.name}")
-        rows = _scored(prepared, build.bundle / FOLDER / MODEL, subject, progress)
+        progress.at("score", 0.0, f"{len(prepared.scoring)} samples of {prepared.scoring.name}")
+        rows = scored(
+            prepared.graph.model,
+            build.bundle / FOLDER / MODEL,
+            prepared.scoring,
+            subject=subject,
+            baseline=prepared.graph.sha256,
+            progress=progress,
+        )
         layers = quantized.layers()
         rows += size_rows(
             layers,
@@ -139,58 +143,18 @@ def _fingerprint(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _scored(prepared: Prepared, path: Path, subject: str, progress: Progress) -> list[Row]:
-    """Accuracy of the file against the float graph on the scoring set."""
-    from quantkit.graph.run import Runner, batches
-    from quantkit.measure.labelled import About, classification, outputs
-
-    data, scoring = prepared.scoring.images, prepared.scoring
-    runners = Runner(prepared.graph.model), Runner(path)
-    found: tuple[dict[str, list[Any]], dict[str, list[Any]]] = ({}, {})
-    for number, feed in enumerate(batches(prepared.graph.inputs[0].name, data, 4 * BATCH)):
-        for runner, kept in zip(runners, found, strict=True):
-            for name, value in runner(feed).items():
-                kept.setdefault(name, []).append(value)
-        progress.at("score", min(1.0, (number + 1) * 4 * BATCH / len(data)))
-    original, own = ({name: np.concatenate(values) for name, values in each.items()} for each in found)
-    about = About(
-        subject=subject,
-        baseline=prepared.graph.sha256,
-        runtime="onnxruntime",
-        data=Data(set=scoring.name, split=scoring.split, sha256=scoring.sha256, items=len(data)),
-        device=Device.model_validate(machine.device()),
-        versions=machine.versions(),
-    )
-    wide = [name for name, value in original.items() if value.ndim == 2 and value.shape[1] > 1]
-    # of several outputs none says that it tells classes apart, unless there are labels for just one
-    if len(wide) == 1 and (len(original) == 1 or scoring.labels is not None):
-        return classification(original[wide[0]], own[wide[0]], scoring.labels, about=about)
-    return outputs(original, own, about=about)
-
-
 def _speed(prepared: Prepared, folder: Path, subject: str, progress: Progress) -> tuple[list[Row], list[Decision]]:
     """Against the float graph as it came, where the target is this machine; what prevents it is a decision."""
-    from quantkit.measure.speed_graph import Job, Side, run
-
     request, graph = prepared.request, prepared.graph
     if not request.speed:
         return [], []
     if not runs_here(request.target):
         return [], [decision("measure", NOTE, "speed", f"target {request.target.name} is another machine")]
-    ours = sum(path.stat().st_size for path in folder.iterdir())
-    job = Job(
-        ours=Side(str(folder / MODEL), subject, "int8", float(ours)),
-        theirs=Side(str(graph.path), graph.sha256, "float32", float(graph.bytes)),
-        input=graph.inputs[0].name,
-        shape=prepared.calib.images.shape[1:],
-        macs=float(sum(prepared.macs.values())),
-        outputs=float(prepared.outputs),
-        batches=_TIMED,
-        threads=machine.cores(),
-        seconds=_SECONDS,
-    )
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    ours = Timed(folder / MODEL, subject, "int8", size)
+    theirs = Timed(graph.path, graph.sha256, "float32", graph.bytes)
     try:
-        return run(job, lambda share, words: progress.at("speed", share, words)), []
+        return speed(ours, theirs, prepared.calib, prepared.cost, progress), []
     except (InputError, MissingDependency) as problem:
         return [], [decision("measure", "speed-not-measured", "onnxruntime", problem.line())]
 
@@ -201,6 +165,6 @@ def _entries(prepared: Prepared) -> tuple[ModelEntry, CalibrationEntry]:
     seen = {"set": calib.name, "split": calib.split, "ids_sha256": calib.sha256}
     return (
         ModelEntry(name=graph.name, kind="vision", source=origin),
-        # images are not cut into tokens
-        CalibrationEntry(**seen, samples=len(calib.images), tokens=0),
+        # samples of a graph are not cut into tokens
+        CalibrationEntry(**seen, samples=len(calib), tokens=0),
     )

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.passes import NOTE, decision
+from quantkit.pipeline.graph_measure import Cost, cost
 from quantkit.pipeline.request import Request, default_out
 from quantkit.recipe import Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 if TYPE_CHECKING:
-    from quantkit.calibrate.images import ImageSet
+    from quantkit.calibrate.inputs import InputSet
     from quantkit.graph.open import FloatGraph
     from quantkit.graph.sites import Site
     from quantkit.model.alias import Alias
@@ -35,8 +36,7 @@ class Prepared:
         sites: that are quantized.
         calib: what calibrates.
         scoring: what scores.
-        macs: site -> multiply-accumulates of one sample.
-        outputs: numbers that come out for one sample.
+        cost: of one sample.
         out: the bundle's place.
         decisions: so far.
     """
@@ -45,10 +45,9 @@ class Prepared:
     graph: FloatGraph
     ref: str
     sites: Sequence[Site]
-    calib: ImageSet
-    scoring: ImageSet
-    macs: Mapping[str, int]
-    outputs: int
+    calib: InputSet
+    scoring: InputSet
+    cost: Cost
     out: Path
     decisions: list[Decision]
 
@@ -57,7 +56,6 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
     """Open and check everything. Raises InputError."""
     from quantkit.graph.fuse import fuse
     from quantkit.graph.open import open_graph
-    from quantkit.graph.run import Runner
     from quantkit.graph.sites import sites
 
     recipe = request.recipe
@@ -71,22 +69,9 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
         )
     weights, _ = schemes(recipe)
     graph = open_graph(path, name)
-    if len(graph.inputs) != 1:
-        listed = ", ".join(each.name for each in graph.inputs) or "none"
-        raise InputError(
-            "onnx-inputs", where=path.name, value=f"inputs: {listed}", rule="graphs of one input are compiled so far"
-        )
-    if graph.inputs[0].shape[:1] and graph.inputs[0].shape[0] is not None:
-        raise InputError(
-            "onnx-shape",
-            where=path.name,
-            value=f"{graph.inputs[0].name} takes {graph.inputs[0].shape[0]} samples, no more and no fewer",
-            rule="the batch is free",
-            remedy="export it with a dynamic first size",
-        )
     decisions: list[Decision] = []
-    calib, scoring = (_images(request, graph, split, alias) for split in ("calib", "eval"))
-    feed = {graph.inputs[0].name: calib.images[:2]}
+    calib, scoring = (_inputs(request, graph, split, alias) for split in ("calib", "eval"))
+    feed = calib.first(2)
     fused, _ = fuse(graph.model, [feed])
     missed = [each for each in fused if not each.done]
     decisions += [decision(each.fusion, NOTE, each.node, each.reason) for each in missed]
@@ -113,12 +98,9 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
             reason = "it knows the blocks of a transformer; this is a graph"
             decisions.append(decision(step.name, "declined", graph.name, reason))
     decisions += [decision("calibrate", NOTE, calib.name, note) for note in calib.notes]
-    shown = Runner(graph.model, [site.output for site in found])(feed)
-    macs = {site.name: site.macs(shown[site.output].shape) for site in found}
     out = request.out or default_out(graph.name, recipe.name, resume=request.resume)
-    given = [str(value.name) for value in graph.model.graph.outputs]
-    outputs = sum(shown[each].size // len(feed[graph.inputs[0].name]) for each in given)
-    return Prepared(request, graph, ref, chosen, calib, scoring, macs, outputs, out, decisions)
+    costs = cost(graph.model, found, feed)
+    return Prepared(request, graph, ref, chosen, calib, scoring, costs, out, decisions)
 
 
 def schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
@@ -144,17 +126,16 @@ def _kept(name: str, recipe: Recipe) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
-def _images(request: Request, graph: FloatGraph, split: Literal["calib", "eval"], alias: Alias | None) -> ImageSet:
-    """The recipe's set where it is of images, else the model's own. Raises InputError."""
-    from quantkit.calibrate.images import load_images
+def _inputs(request: Request, graph: FloatGraph, split: Literal["calib", "eval"], alias: Alias | None) -> InputSet:
+    """The recipe's set where the graph takes it, else the model's own. Raises InputError."""
+    from quantkit.calibrate.inputs import load_inputs
 
-    recipe, given = request.recipe, graph.inputs[0]
+    recipe = request.recipe
     samples = recipe.calibration.images if split == "calib" else None
 
-    def load(name: str) -> ImageSet:
-        asked: dict[str, Any] = {"shape": given.shape, "dtype": given.dtype, "where": given.name}
+    def load(name: str) -> InputSet:
         how = alias.preprocess if alias is not None else None
-        return load_images(name, split, samples=samples, seed=recipe.seed, preprocess=how, **asked)
+        return load_inputs(name, split, graph.inputs, samples=samples, seed=recipe.seed, preprocess=how)
 
     try:
         return load(recipe.calibration.set)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 MODEL, DATA = "model.onnx", "model.onnx.data"
 # samples of one run
 BATCH = 8
-# batches that codes are solved on: each site runs all of them
-_SOLVING = 8
+# samples that codes are solved on: each site runs all of them
+_SOLVING = 64
 # what integer kernels may differ by from the pairs as they are written: codes that lie between two go either way
 _RELOAD_LIMIT = 0.05
 _INTEGER_SHARE = 0.95
@@ -36,13 +36,11 @@ class Quantized:
 
     def __init__(self, prepared: Prepared, progress: Progress) -> None:
         from quantkit.graph import placement, qdq, solve
-        from quantkit.graph.run import batches
 
         self.prepared, self.progress = prepared, progress
         self.weights, self.activations = schemes(prepared.request.recipe)
         model, sites = prepared.graph.model, prepared.sites
-        self.input = prepared.graph.inputs[0].name
-        feeds = list(batches(self.input, prepared.calib.images, BATCH))
+        feeds = list(prepared.calib.feeds(BATCH))
         self.sites = {site.name: site for site in sites}
         asked = prepared.request.target.build.get("onnxruntime", {}).get("weight_codes", "uint8")
         # sums of 7-bit weights never saturate, so the fastest kernel is exact
@@ -65,7 +63,7 @@ class Quantized:
             model,
             made,
             sites,
-            feeds[:_SOLVING],
+            feeds[: max(1, _SOLVING // (prepared.calib.batch or BATCH))],
             self.weights,
             self.ranges,
             self.placement,
@@ -88,7 +86,7 @@ class Quantized:
         """The file, reloaded and run by integer kernels, against its pairs as they are written. Raises GateError."""
         from quantkit.graph.run import Runner
 
-        feed = {self.input: self.prepared.calib.images[:BATCH]}
+        feed = self.prepared.calib.first(BATCH)
         written, loaded = Runner(self.model, optimised=False)(feed), Runner(path)(feed)
         apart = max(
             float(np.linalg.norm(loaded[name] - expected) / (np.linalg.norm(expected) or 1.0))
@@ -114,7 +112,7 @@ class Quantized:
         from quantkit.graph.qdq import stem_of
         from quantkit.runtimes._onnx_open import write_optimized
 
-        macs = self.prepared.macs
+        macs = self.prepared.cost.macs
         sites = [
             integer.Site(site.name, f"{stem_of(site)}.codes", float(macs[site.name]), site.output)
             for site in self.prepared.sites

@@ -16,7 +16,7 @@ from quantkit.graph.fuse import fuse
 from quantkit.graph.open import open_graph
 from quantkit.graph.placement import MOVING, THROUGH
 from quantkit.graph.qdq import Codes, Range
-from quantkit.graph.run import Runner, batches
+from quantkit.graph.run import Runner
 from quantkit.graph.sites import Site, patches, sites
 from quantkit.runtimes._onnx_open import write_optimized
 from quantkit.scheme import ActivationScheme, WeightScheme
@@ -64,7 +64,7 @@ def test_a_linears_weight_is_a_matrix_of_its_outputs(transposed: int) -> None:
     assert site.matrix().shape == (3, 4)
     np.testing.assert_array_equal(site.matrix(), weight if transposed else weight.T)
     np.testing.assert_array_equal(site.shaped(site.matrix()), weight)
-    assert site.macs((5, 3)) == 12
+    assert site.macs((5, 3), 5) == 12
 
 
 def test_pairs_go_where_integer_kernels_need_them(model: ir.Model) -> None:
@@ -87,7 +87,7 @@ def test_pairs_go_where_integer_kernels_need_them(model: ir.Model) -> None:
 def quantized(model: ir.Model, **more: Any) -> tuple[ir.Model, dict[str, Codes], Any]:
     found = sites(model)
     place = placement.place(model, found, [site.name for site in found])
-    feeds = list(batches("images", networks.images(32), 8))
+    feeds = [{"images": each} for each in np.split(networks.images(32), 4)]
     ranges = solve.ranges(model, place, feeds, ACTIVATIONS)
     named = {site.name: site for site in found}
 
