@@ -9,7 +9,7 @@ Importing this package is cheap: torch and the rest are imported by what needs t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
     from quantkit.bundle import Bundle
     from quantkit.errors import QuantkitError
     from quantkit.pipeline import Pipeline
@@ -41,10 +44,11 @@ def __getattr__(name: str) -> Any:
 
 
 def compile(  # noqa: A001 (the word of the command line)
-    model: str = "smollm2-135m",
+    model: str | Module = "smollm2-135m",
     recipe: str | Path | Recipe = "awq-int4",
     target: str | Path | Target | None = None,
     *,
+    example_inputs: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None = None,
     calibration: str | Path | None = None,
     out: str | Path | None = None,
     changes: Sequence[str] = (),
@@ -56,9 +60,11 @@ def compile(  # noqa: A001 (the word of the command line)
     """Compile a model into a bundle on disk.
 
     Args:
-        model: an alias, a Hugging Face folder (`./folder`) or `hf:org/name`.
+        model: an alias, a Hugging Face folder (`./folder`), `hf:org/name`, a float .onnx file, or a torch module, which
+            is exported to such.
         recipe: a shipped name, a path, or a `Recipe`.
         target: a shipped name, a path, or a `Target`; None is this machine's processor.
+        example_inputs: what a module is called with: a tensor, several, or by name; [n, ...] each.
         calibration: a shipped set or a path, instead of the recipe's.
         out: the bundle's folder; None chooses `./<model>--<recipe>`, then `-2`, ...
         changes: `PATH=YAML` changes to the recipe, e.g. `["scheme.weights.group=32"]`.
@@ -73,7 +79,7 @@ def compile(  # noqa: A001 (the word of the command line)
     from quantkit.pipeline import Request, compile_model
 
     request = Request.of(
-        model,
+        model if isinstance(model, str) else type(model).__name__,
         recipe=recipe,
         target=target,
         calibration=calibration,
@@ -84,6 +90,10 @@ def compile(  # noqa: A001 (the word of the command line)
         trust_remote_code=trust_remote_code,
         speed=speed,
     )
+    if not isinstance(model, str):
+        from quantkit.pipeline.exported import with_module
+
+        request = with_module(request, model, example_inputs)
     return compile_model(request).bundle
 
 

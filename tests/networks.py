@@ -38,7 +38,7 @@ def tiny() -> Tiny:
 
 
 def write(path: Path) -> Path:
-    write_onnx(tiny(), torch.randn(2, 3, SIDE, SIDE), path, inputs="images", outputs="logits")
+    write_onnx(tiny(), [torch.randn(2, 3, SIDE, SIDE)], path, inputs=["images"], outputs=["logits"])
     return path
 
 
@@ -53,3 +53,27 @@ def image_set(path: Path, count: int = 60) -> Path:
         labels = tiny()(torch.from_numpy(values)).argmax(dim=1).numpy()
     np.savez(path, images=values, labels=labels)
     return path
+
+
+class Two(nn.Module):
+    """Images and token ids with a mask: floats, whole numbers, and floats that are all alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.see = nn.Conv2d(3, 8, 3, stride=2)
+        self.read = nn.Embedding(10, 8)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, images: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        seen = torch.relu(self.see(images)).mean(dim=(2, 3))
+        return self.head(seen + (self.read(ids) * mask.unsqueeze(-1)).sum(dim=1))
+
+
+def two() -> Two:
+    torch.manual_seed(0)
+    return Two().eval()
+
+
+def two_inputs(count: int, seed: int = 0) -> dict[str, np.ndarray]:
+    ids = np.random.default_rng(seed).integers(0, 10, (count, 5))
+    return {"images": images(count, seed), "ids": ids, "mask": np.ones((count, 5), np.float32)}

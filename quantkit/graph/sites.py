@@ -72,7 +72,7 @@ class Site:
 
     def macs(self, shape: Sequence[int], samples: int) -> int:
         """Multiply-accumulates a sample, from the shape of its output for so many."""
-        return math.prod(shape) * self.weight.size // self.weight.shape[self.rows] // samples
+        return math.prod(shape) * int(self.matrix().shape[1]) // samples
 
 
 def sites(model: ir.Model) -> list[Site]:

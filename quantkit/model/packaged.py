@@ -72,7 +72,7 @@ def convert_network(source: Path, folder: Path, *, network: str, licence: str, p
         built = cnn.load(source.parent)
     _write_json(folder / cnn.CONFIG, built.config.model_dump(mode="json"))
     cnn.save(built, folder)
-    write_onnx(built, built.example(), folder / GRAPH, inputs=INPUT, outputs=OUTPUT)
+    write_onnx(built, [built.example()], folder / GRAPH, inputs=[INPUT], outputs=[OUTPUT])
     _finish(source, folder, licence=licence, preprocess=preprocess.model_dump(mode="json"), network=network)
 
 

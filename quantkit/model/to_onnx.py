@@ -6,9 +6,11 @@ is fused is to be proved, and said.
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -17,20 +19,35 @@ OPSET = 21
 BATCH = "batch"
 
 
-def write_onnx(module: nn.Module, example: Tensor, path: Path, *, inputs: str, outputs: str) -> None:
-    """Writes the module in evaluation mode, as one file, in float32, operator set 21.
+def write_onnx(
+    module: nn.Module,
+    examples: Sequence[Tensor] | Mapping[str, Tensor],
+    path: Path,
+    *,
+    inputs: Sequence[str] | None = None,
+    outputs: Sequence[str] | None = None,
+) -> None:
+    """Writes the module in evaluation mode, as one file, in operator set 21.
 
     Args:
-        module: of one tensor to one tensor.
-        example: [n, ...], n at least 2; all but n is fixed in the graph.
+        module: of tensors to tensors.
+        examples: what it is called with, by position or by name: [n, ...] each, n at least 2; all but n is fixed in
+            the graph.
         path: to write.
-        inputs, outputs: names of the graph's input and output.
+        inputs: names of the graph's inputs; None: those of the arguments.
+        outputs: names of the graph's outputs; None: those by which it returns them, else `output`, or `output_0`, ...
+
+    Raises:
+        Exception: whatever the module or torch's exporter raise.
     """
     import onnx_ir
     import torch
     from onnx_ir.passes import common
     from onnxscript.optimizer import fold_constants_ir
 
+    named = dict(examples) if isinstance(examples, Mapping) else {}
+    positional = () if isinstance(examples, Mapping) else tuple(examples)
+    free = {0: torch.export.Dim(BATCH)}
     training = module.training
     module.eval()
     try:
@@ -38,12 +55,13 @@ def write_onnx(module: nn.Module, example: Tensor, path: Path, *, inputs: str, o
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
                 module,
-                (example,),
+                positional,
+                kwargs=named,
                 dynamo=True,
                 opset_version=OPSET,
-                input_names=[inputs],
-                output_names=[outputs],
-                dynamic_shapes=({0: torch.export.Dim(BATCH)},),
+                input_names=list(inputs or named or _parameters(module, len(positional))),
+                output_names=list(outputs or _returned(module(*positional, **named))),
+                dynamic_shapes=dict.fromkeys(named, free) if named else (free,) * len(positional),
                 optimize=False,
                 verbose=False,
             )
@@ -62,3 +80,20 @@ def write_onnx(module: nn.Module, example: Tensor, path: Path, *, inputs: str, o
     ):
         step(graph)
     onnx_ir.save(graph, path)
+
+
+def _parameters(module: nn.Module, count: int) -> list[str]:
+    """What `forward` calls its first arguments."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [each.name for each in inspect.signature(module.forward).parameters.values() if each.kind in kinds]
+    return names[:count] if len(names) >= count else [f"input_{number}" for number in range(count)]
+
+
+def _returned(result: Any) -> list[str]:
+    """Names for what a module gives."""
+    from torch.utils import _pytree
+
+    if isinstance(result, Mapping):
+        return [str(name) for name in result]
+    count = len(_pytree.tree_leaves(result))
+    return ["output"] if count == 1 else [f"output_{number}" for number in range(count)]

@@ -35,6 +35,7 @@ from quantkit.model.alias import ALIASES, Alias, materialize
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import tokens
 from quantkit.pipeline.estimate import demand_disk, estimate, head_size, times
+from quantkit.pipeline.exported import REF
 from quantkit.pipeline.gates import judge
 from quantkit.pipeline.manifest import entries_of, manifest_of, with_documents
 from quantkit.pipeline.prepared import Prepared, fingerprint, prepare
@@ -135,7 +136,8 @@ def _compile_graph(request: Request, alias: Alias | None, progress: Progress) ->
         found = compile_graph(request, path, f"alias:{alias.name}", alias.name, progress, alias)
     else:
         path = Path(request.model).expanduser()
-        found = compile_graph(request, path, f"path:{path.name}", path.stem, progress)
+        ref = f"{REF}{request.module}" if request.module else f"path:{path.name}"
+        found = compile_graph(request, path, ref, (request.module or path.stem), progress)
     return Compiled(found.bundle, found.rows, found.seconds, machine.peak_bytes(), found.warnings)
 
 

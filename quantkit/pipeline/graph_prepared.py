@@ -97,7 +97,7 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
         if step.name not in _CODES:
             reason = "it knows the blocks of a transformer; this is a graph"
             decisions.append(decision(step.name, "declined", graph.name, reason))
-    decisions += [decision("calibrate", NOTE, calib.name, note) for note in calib.notes]
+    decisions += [decision("calibrate", NOTE, each.name, note) for each in (calib, scoring) for note in each.notes]
     out = request.out or default_out(graph.name, recipe.name, resume=request.resume)
     costs = cost(graph.model, found, feed)
     return Prepared(request, graph, ref, chosen, calib, scoring, costs, out, decisions)

@@ -22,7 +22,7 @@ class Request:
     """One compile.
 
     Args:
-        model: alias, folder or `hf:org/name`.
+        model: alias, folder, `hf:org/name` or .onnx file.
         recipe: validated.
         target: validated.
         out: the bundle's name; None chooses `./<model>--<recipe>`, then `-2`, ...
@@ -31,6 +31,7 @@ class Request:
         trust_remote_code: allow a model's own code to run.
         speed: time the result against the float model, where the target is this machine.
         left_out: exports of the recipe that no runtime of the target reads.
+        module: class of the torch module that the .onnx file was exported from.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Request:
     trust_remote_code: bool = False
     speed: bool = True
     left_out: tuple[str, ...] = ()
+    module: str | None = None
 
     @classmethod
     def of(
