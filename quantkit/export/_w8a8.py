@@ -31,7 +31,7 @@ Array = NDArray[Any]
 Codes = Literal["uint8", "int8"]
 # on the node that multiplies: the linears whose weights it has below each other
 LINEARS = "quantkit.linears"
-_MICROSOFT = "com.microsoft"
+MICROSOFT = "com.microsoft"
 _HALF = 128
 # of weights of 7 bits no sum of two products leaves 16 bits
 _SMALL = "int7"
@@ -84,7 +84,7 @@ def refuse(activations: Mapping[str, ActivationScheme], weights: Mapping[str, We
 
 
 @dataclass(frozen=True)
-class _Quantized:
+class Quantized:
     """An input as products take it: `codes` of float scale and zero point, or `values` that stand for them.
 
     `shift` is what tokens' own zero points are beyond `zero`, [..., 1].
@@ -112,14 +112,14 @@ class Integers:
     constant: Callable[[str, Any, Any], ir.Value]
     weights: Weights
     codes: Codes
-    _inputs: dict[tuple[ir.Value, Input], _Quantized] = field(default_factory=dict)
+    _inputs: dict[tuple[ir.Value, Input], Quantized] = field(default_factory=dict)
 
     def product(self, before: ir.Node, source: ir.Value, names: Sequence[str], name: str) -> ir.Value:
         """The product of `source` [..., K] with the weights of linears below each other: [..., N]."""
         how = self.weights.linears[names[0]].input
         assert how is not None
         codes, scales, zeros = self._weight(names, name)
-        x = self._input(source, how)
+        x = self.input(source, how, self.weights.linears[names[0]].columns)
 
         def at(kind: str, inputs: list[ir.Value | None], output: str, domain: str = "", **attributes: Any) -> ir.Value:
             return self.node(before, kind, inputs, [f"{name}/{output}"], domain, **attributes)[0]
@@ -129,7 +129,7 @@ class Integers:
             return _named(at("MatMul", [x.values, dense], "output"), names)
         if how.scheme.granularity == "token":
             inputs = [x.codes, codes, self.constant("one.0", 1.0, np.float32), scales, x.zero, zeros]
-            sums = _named(at("MatMulIntegerToFloat", inputs, "sums", _MICROSOFT), names)
+            sums = _named(at("MatMulIntegerToFloat", inputs, "sums", MICROSOFT), names)
             if x.shift is not None:
                 sums = at("Sub", [sums, at("Mul", [x.shift, self._totals(names, name)], "shift")], "centred")
             return at("Mul", [sums, x.scale], "output")
@@ -185,8 +185,8 @@ class Integers:
 
     # --- inputs -------------------------------------------------------------------------------------------------------
 
-    def _input(self, source: ir.Value, how: Input) -> _Quantized:
-        """An input quantized once for all that multiply it, right after what makes it."""
+    def input(self, source: ir.Value, how: Input, columns: int) -> Quantized:
+        """An input [..., columns] quantized once for all that multiply it, right after what makes it."""
         if (source, how) in self._inputs:
             return self._inputs[source, how]
         nodes: list[ir.Node] = []
@@ -200,13 +200,13 @@ class Integers:
         if how.scale is not None:
             found = self._fixed(source, how, add)
         elif how.scheme.granularity == "token":
-            found = self._by_token(source, symmetric=how.scheme.symmetric, add=add)
+            found = self._by_token(source, columns, symmetric=how.scheme.symmetric, add=add)
         elif how.scheme.symmetric:
             scale, zero = self._step(source, (), add), self._half
-            found = _Quantized(add("QuantizeLinear", [source, scale, zero], ["codes"])[0], scale, zero)
+            found = Quantized(add("QuantizeLinear", [source, scale, zero], ["codes"])[0], scale, zero)
         else:
             codes, scale, zero = add("DynamicQuantizeLinear", [source], ["codes", "scale", "zero"])
-            found = _Quantized(codes, scale, zero)
+            found = Quantized(codes, scale, zero)
         producer = source.producer()
         if producer is not None and producer.graph is not None:
             producer.graph.insert_after(producer, nodes)
@@ -217,12 +217,12 @@ class Integers:
         self._inputs[source, how] = found
         return found
 
-    def _fixed(self, source: ir.Value, how: Input, add: Callable[..., list[ir.Value]]) -> _Quantized:
+    def _fixed(self, source: ir.Value, how: Input, add: Callable[..., list[ir.Value]]) -> Quantized:
         scale = self.constant(f"{source.name}.scale", how.scale, np.float32)
         zero = self.constant(f"{source.name}.zero", how.zero + _HALF, np.uint8)
         (codes,) = add("QuantizeLinear", [source, scale, zero], ["codes"])
         (values,) = add("DequantizeLinear", [codes, scale, zero], ["values"])
-        return _Quantized(codes, scale, zero, values)
+        return Quantized(codes, scale, zero, values)
 
     @property
     def _half(self) -> ir.Value:
@@ -240,7 +240,9 @@ class Integers:
         (scale,) = add("Max", [step, self.constant("tiny", np.finfo(np.float32).tiny, np.float32)], ["scale"])
         return scale
 
-    def _by_token(self, source: ir.Value, *, symmetric: bool, add: Callable[..., list[ir.Value]]) -> _Quantized:
+    def _by_token(
+        self, source: ir.Value, columns: int, *, symmetric: bool, add: Callable[..., list[ir.Value]]
+    ) -> Quantized:
         """QuantizeLinear takes the tokens' scales, and their zero points, along its first axis."""
         last, flat = self.constant("last", [-1], np.int64), self.constant("all", [-1], np.int64)
         shift = None
@@ -259,7 +261,6 @@ class Integers:
             (whole,) = add("Round", [below], ["whole"])
             (point,) = add("Neg", [whole], ["point"])
             (shift,) = add("Sub", [point, self.constant("half.float", _HALF, np.float32)], ["shift"])
-        columns = int(source.shape[-1])  # type: ignore[index, arg-type]
         (rows,) = add("Reshape", [source, self.constant(f"rows.{columns}", [-1, columns], np.int64)], ["rows"])
         (scales,) = add("Reshape", [scale, flat], ["scales"])
         if symmetric:
@@ -271,7 +272,7 @@ class Integers:
         (codes,) = add("QuantizeLinear", [rows, scales, zeros], ["codes.rows"], axis=0)
         (shape,) = add("Shape", [source], ["shape"])
         (turned,) = add("Reshape", [codes, shape], ["codes"])
-        return _Quantized(turned, scale, self._half, shift=shift)
+        return Quantized(turned, scale, self._half, shift=shift)
 
 
 def _spread(values: Array, rows: int) -> Array:

@@ -46,6 +46,9 @@ class Placement:
     bounds: dict[str, str]
 
 
+NOWHERE = Placement((), {}, {})
+
+
 def place(model: ir.Model, sites: Sequence[Site], chosen: Collection[str]) -> Placement:
     """Where pairs go for the products in `chosen`, by name."""
     mine = {site.node: site for site in sites if site.name in chosen}

@@ -70,6 +70,12 @@ class Codes:
         return found
 
 
+def unsigned(codes: Array) -> Array:
+    """Signed codes as bytes whose zero point is 128."""
+    shifted: Array = (codes.astype(np.int16) + 128).astype(np.uint8)
+    return shifted
+
+
 def bias_of(site: Site) -> Array | None:
     """The constant that a product adds, [N]; a MatMul has none of its own."""
     if site.node.op_type == "MatMul" or len(site.node.inputs) < 3 or site.node.inputs[2] is None:
@@ -186,7 +192,7 @@ def _weigh(made: ir.Model, node: ir.Node, site: Site, found: Codes, own: Range, 
     bias = found.bias
     axis = site.rows
     # of unsigned codes the zero point is 128 everywhere
-    codes = found.codes if weight_type == "int8" else (found.codes.astype(np.int16) + 128).astype(np.uint8)
+    codes = found.codes if weight_type == "int8" else unsigned(found.codes)
     zero = np.full(scale.shape, 0 if weight_type == "int8" else 128, codes.dtype)
     stem = stem_of(site)
     whole = scale.size == 1
@@ -217,9 +223,9 @@ def _weigh(made: ir.Model, node: ir.Node, site: Site, found: Codes, own: Range, 
     node.attributes.pop("beta", None)
 
 
-def fits(scale: Array, bias: Array | None, own: Range) -> Array:
-    """Scales [N] raised where a bias would not fit 32 bits of s_x · s_w."""
-    if bias is None:
+def fits(scale: Array, bias: Array | None, own: Range | None) -> Array:
+    """Scales [N] raised where a bias would not fit 32 bits of s_x · s_w; without a range it is added to floats."""
+    if bias is None or own is None:
         return scale
     least = np.abs(bias.astype(np.float64)) / (own.scale * _MOST)
     return np.maximum(scale, least.astype(np.float32) if scale.size == bias.size else np.float32(least.max(initial=0)))

@@ -93,7 +93,7 @@ def solved(
         chosen: what is quantized, in order.
         feeds: calibration batches; all of them run once for each site.
         scheme: of weights: int8, per channel or tensor, symmetric.
-        ranges_: of the sites' inputs.
+        ranges_: of the sites' inputs; none where they are quantized as the model runs.
         placement: of the pairs.
         damping, shrink: of `passes.solvers.gptq`.
         ridge: λ as a share of the mean diagonal.
@@ -102,7 +102,7 @@ def solved(
     found: dict[str, Codes] = {}
     for done, site in enumerate(chosen):
         seen = _seen(model, quantized(found), site, feeds)
-        own = ranges_[placement.same.get(site.input, site.input)]
+        own = ranges_.get(placement.same.get(site.input, site.input))
         found[site.name] = _solved(site, seen, scheme, own, damping, shrink, ridge)
         if report is not None:
             report((done + 1) / len(chosen), site.name)
@@ -157,7 +157,7 @@ def _solved(
     site: Site,
     seen: _Seen,
     scheme: WeightScheme,
-    own: Range,
+    own: Range | None,
     damping: float,
     shrink: float,
     ridge: float,

@@ -67,7 +67,7 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
             rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
             remedy="choose another recipe: int8",
         )
-    weights, _ = schemes(recipe)
+    weights, activations = schemes(recipe)
     graph = open_graph(path, name)
     decisions: list[Decision] = []
     calib, scoring = (_inputs(request, graph, split, alias) for split in ("calib", "eval"))
@@ -97,6 +97,10 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
         if step.name not in _CODES:
             reason = "it knows the blocks of a transformer; this is a graph"
             decisions.append(decision(step.name, "declined", graph.name, reason))
+    sliding = sum(site.is_conv for site in chosen)
+    if sliding and activations.dynamic and (activations.granularity, activations.symmetric) != ("tensor", False):
+        reason = f"{sliding} convolutions sum over space: one scale and one zero point for all that comes in"
+        decisions.append(decision("activations", "by-tensor", graph.name, reason, activations.granularity, "tensor"))
     decisions += [decision("calibrate", NOTE, each.name, note) for each in (calib, scoring) for note in each.notes]
     out = request.out or default_out(graph.name, recipe.name, resume=request.resume)
     costs = cost(graph.model, found, feed)
@@ -108,13 +112,13 @@ def schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
     weights, activations = recipe.scheme.weights, recipe.scheme.activations
     able = weights is not None and weights.format in ("int8", "int7") and weights.symmetric
     able = able and weights is not None and weights.granularity in ("channel", "tensor")
-    if not able or activations is None or activations.format != "int8" or activations.dynamic:
+    if not able or activations is None or activations.format != "int8" or activations.granularity == "group":
         names = [weights.format if weights else "float", activations.format if activations else "float"]
         raise InputError(
             "scheme-unsupported",
             where=f"recipe {recipe.name}",
             value=f"weights {names[0]}, activations {names[1]}",
-            rule="a graph is quantized to int8 or int7 weights, symmetric, and int8 activations with fixed scales",
+            rule="a graph is quantized to symmetric int8 or int7 weights, and int8 activations by tensor or token",
             remedy="--recipe int8",
         )
     assert weights is not None

@@ -35,6 +35,7 @@ class Quantized:
     """A graph while it is quantized."""
 
     def __init__(self, prepared: Prepared, progress: Progress) -> None:
+        from quantkit.export import _dynamic
         from quantkit.graph import placement, qdq, solve
 
         self.prepared, self.progress = prepared, progress
@@ -45,18 +46,23 @@ class Quantized:
         asked = prepared.request.target.build.get("onnxruntime", {}).get("weight_codes", "uint8")
         # sums of 7-bit weights never saturate, so the fastest kernel is exact
         kind: qdq.WeightType = "int8" if asked == "int8" or self.weights.format == "int7" else "uint8"
-        self.placement: Placement = placement.place(model, sites, self.sites)
-        self.ranges: dict[str, Range] = solve.ranges(
-            model,
-            self.placement,
-            feeds,
-            self.activations,
-            report=lambda done, words: progress.at("ranges", done, words),
-            total=len(feeds),
-        )
+        self.placement: Placement = placement.NOWHERE
+        self.ranges: dict[str, Range] = {}
+        if not self.activations.dynamic:
+            self.placement = placement.place(model, sites, self.sites)
+            self.ranges = solve.ranges(
+                model,
+                self.placement,
+                feeds,
+                self.activations,
+                report=lambda done, words: progress.at("ranges", done, words),
+                total=len(feeds),
+            )
         settings = next((step.settings for step in prepared.request.recipe.passes if step.name == "gptq"), None)
 
         def made(found: Mapping[str, Codes]) -> Any:
+            if self.activations.dynamic:
+                return _dynamic.insert(model, found, self.sites, self.weights, self.activations, weight_type=kind)
             return qdq.insert(model, self.placement, self.ranges, found, self.sites, weight_type=kind)
 
         self.codes = solve.solved(
@@ -135,13 +141,16 @@ class Quantized:
 
     def layers(self) -> list[LayerEntry]:
         """What the manifest says of each quantized product."""
+        from quantkit.export._dynamic import activations_of
+
         found = []
         for name, codes in self.codes.items():
             site = self.sites[name]
             matrix = site.matrix()
             stored = 8 * codes.codes.size + 32 * codes.scale.size
             error = float(np.square(codes.values() - matrix).sum() / (np.square(matrix).sum() or 1.0))
-            own = self.ranges[self.placement.same.get(site.input, site.input)]
+            own = self.ranges.get(self.placement.same.get(site.input, site.input))
+            inputs = activations_of(site, self.activations) if own is None else self.activations
             found.append(
                 LayerEntry(
                     name=name,
@@ -149,8 +158,8 @@ class Quantized:
                     scheme=self.weights.model_dump(mode="json", exclude_none=True),
                     bits_per_weight=stored / matrix.size,
                     error=error,
-                    activations=self.activations.model_dump(mode="json", exclude_none=True),
-                    input_scale=own.scale,
+                    activations=inputs.model_dump(mode="json", exclude_none=True),
+                    input_scale=None if own is None else own.scale,
                 )
             )
         return found
