@@ -60,6 +60,20 @@ def test_what_is_kept_stays_float(files: tuple[Path, Path], tmp_path: Path) -> N
     assert operators.count("Conv") + operators.count("FusedConv") == 1, operators
 
 
+def test_activations_are_quantized_as_the_model_runs(files: tuple[Path, Path], tmp_path: Path) -> None:
+    bundle = compiled(files, tmp_path / "bundle", recipe="int8-dynamic")
+    manifest = bundle.manifest
+    assert {check.name for check in manifest.checks if check.ok} >= {"reload.onnxruntime", "integer.macs"}
+    (found,) = [each for each in manifest.decisions if each.code == "by-tensor"]
+    assert (found.from_, found.to) == ("token", "tensor")
+    assert "3 convolutions" in found.reason
+    given = [(layer.activations["granularity"], layer.input_scale) for layer in manifest.layers]  # type: ignore[index]
+    assert given == [("tensor", None)] * 3 + [("token", None)]
+    rows = {row["name"]: row for row in bundle.measurements}
+    assert rows["accuracy.top1_agreement"]["value"] > 0.8
+    assert rows["size.bits_per_weight"]["value"] < 20
+
+
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
