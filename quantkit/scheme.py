@@ -23,6 +23,8 @@ def _known_format(name: str) -> str:
 
 
 FormatName = Annotated[str, AfterValidator(_known_format)]
+# of fixed scales: see `ActivationScheme`
+Range = Literal["minmax", "moving-average", "percentile", "entropy", "mse"]
 
 
 class WeightScheme(Closed):
@@ -108,8 +110,10 @@ class ActivationScheme(Closed):
             by calibration.
         symmetric: without a zero point.
         group: features per group; only with `granularity: group`.
-        range: how far a fixed scale reaches over what calibration saw: all of it (`minmax`), 99.99 % of it
-            (`percentile`), or where the squared error is least (`mse`). What lies beyond saturates.
+        range: how far a fixed scale reaches over what calibration saw (`calibrate/observed.py`): all of it (`minmax`),
+            the average of its samples' extremes (`moving-average`, in which the order of more than a hundred samples
+            matters), 99.99 % of it (`percentile`), where its distribution changes least (`entropy`), or where the
+            squared error is least (`mse`). What lies beyond saturates.
     """
 
     format: FormatName
@@ -117,7 +121,7 @@ class ActivationScheme(Closed):
     dynamic: bool = True
     symmetric: bool = True
     group: int | None = Field(default=None, gt=0)
-    range: Literal["minmax", "percentile", "mse"] = "minmax"
+    range: Range = "minmax"
 
     @field_validator("format")
     @classmethod
@@ -153,7 +157,7 @@ class CacheScheme(Closed):
     format: FormatName
     granularity: Literal["tensor", "head", "channel", "token"] = "tensor"
     symmetric: bool = True
-    range: Literal["minmax", "percentile", "mse"] = "minmax"
+    range: Range = "minmax"
 
     @field_validator("format")
     @classmethod

@@ -71,7 +71,8 @@ class Scales:
 
     def observed(self, group: SharedInput) -> Observed:
         """Where to collect a group's inputs, [1, n]."""
-        return Observed(counted=any(self.inputs[name].scheme.range != "minmax" for name in self.waiting(group)))
+        counted = any(self.inputs[name].scheme.range != "minmax" for name in self.waiting(group))
+        return Observed(counted=counted, name=group.name)
 
     def settle(self, group: SharedInput, observed: Observed) -> None:
         """Fix the scale of a group's linears; nothing, where nothing was observed."""
@@ -85,7 +86,7 @@ class Scales:
         """Fix the scale of a group's linears from all the inputs there will be."""
         if self.waiting(group):
             observed = self.observed(group)
-            observed.add(found.reshape(1, -1))
+            observed.add(found.reshape(1, -1), samples_of(found))
             self.settle(group, observed)
 
     def seen(self, group: SharedInput, found: Tensor) -> Tensor:
@@ -106,12 +107,12 @@ class Scales:
         if cache is None or not cache.waits:
             yield
             return
-        pair = [Observed(counted=cache.scheme.range != "minmax") for _ in range(2)]
+        pair = [Observed(counted=cache.scheme.range != "minmax", name=name) for name in ("keys", "values")]
         heads = [0, 0]
 
         def observe(keys: Tensor, values: Tensor) -> None:
             for place, states in enumerate((keys, values)):
-                pair[place].add(rows_of(states, cache.scheme))
+                pair[place].add(rows_of(states, cache.scheme), states.shape[0])
                 heads[place] = states.shape[1]
             if whole:
                 self._settle_cache(cache, pair, heads)
@@ -132,3 +133,8 @@ class Scales:
             if beyond:
                 self.saturated.append(Saturation(name, beyond, total))
         cache.keys, cache.values = found
+
+
+def samples_of(found: Tensor) -> int:
+    """How many sequences [B, T, K] holds; tokens that came to an expert [n, K] are not told apart."""
+    return found.shape[0] if found.dim() > 2 else 1

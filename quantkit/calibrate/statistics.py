@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from quantkit.calibrate.scales import Scales
+from quantkit.calibrate.scales import Scales, samples_of
 from quantkit.errors import InputError
 from quantkit.model.stream import Calls
 from quantkit.model.structure import SharedInput
@@ -372,7 +372,7 @@ class Stats:
             for part in self.calls.chunks(self.hidden):
                 reached = self._reach(self.module, group, part, False)
                 if group.name in reached:
-                    observed.add(reached[group.name].reshape(1, -1))
+                    observed.add(reached[group.name].reshape(1, -1), samples_of(reached[group.name]))
             self.scales.settle(group, observed)
 
     def _reach(self, module: nn.Module, group: SharedInput, part: Tensor, drift: bool) -> dict[str, Tensor]:
