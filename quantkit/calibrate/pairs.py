@@ -19,7 +19,7 @@ from quantkit import content
 from quantkit.calibrate.card import Card, Sampling, Split, read_bytes
 from quantkit.errors import InputError
 
-_SUFFIX = ".tsv"
+SUFFIX = ".tsv"
 _COLUMNS = 3
 _TUNE, _EVAL = 0.85, 0.90
 
@@ -57,15 +57,7 @@ def load_pairs(reference: str, split: Split, *, samples: int | None, seed: int) 
         InputError: `unknown-calibration`, `file-missing`, `card-invalid`, and `calibration-` followed by `checksum`,
             `split`, `kind`, `suffix`, `empty`, `short`, `not-text`, `columns`.
     """
-    lines, sampling, name, notes = _open(reference, split)
-    kept, seen_left, seen_right = [], set(), set()
-    for left, right in lines:
-        if left not in seen_left and right not in seen_right:
-            kept.append((left, right))
-        seen_left.add(left)
-        seen_right.add(right)
-    if len(kept) < len(lines):
-        notes = (*notes, f"{len(lines) - len(kept)} pairs of {name} repeat a text of another and were left out")
+    kept, sampling, name, notes = _open(reference, split)
     if samples is not None:
         if sampling.shuffle:
             generator = np.random.default_rng([sampling.seed, seed if split == "calib" else 0])
@@ -127,13 +119,26 @@ def _open(reference: str, split: Split) -> tuple[list[tuple[str, str]], Sampling
                 rule="this model is scored on pairs of texts",
                 remedy="use another set; see `quantkit list calibrations`",
             )
-        found = [pair for file, data in card.read(split) for pair in parse(data, where=str(file))]
-        return found, card.sampling, card.name, ()
+        lines = [pair for file, data in card.read(split) for pair in parse(data, where=str(file))]
+        found, notes = _distinct(lines, card.name)
+        return found, card.sampling, card.name, notes
     return _own(path, reference, split)
 
 
+def _distinct(lines: list[tuple[str, str]], name: str) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
+    """Without the pairs that repeat a text of another, and what there is to say about them."""
+    kept, seen_left, seen_right = [], set(), set()
+    for left, right in lines:
+        if left not in seen_left and right not in seen_right:
+            kept.append((left, right))
+        seen_left.add(left)
+        seen_right.add(right)
+    dropped = len(lines) - len(kept)
+    return kept, (f"{dropped} pairs of {name} repeat a text of another and were left out",) if dropped else ()
+
+
 def _own(path: Path, reference: str, split: Split) -> tuple[list[tuple[str, str]], Sampling, str, tuple[str, ...]]:
-    if path.is_dir() or path.suffix.lower() != _SUFFIX:
+    if path.is_dir() or path.suffix.lower() != SUFFIX:
         raise InputError(
             "calibration-suffix",
             where=reference,
@@ -141,7 +146,9 @@ def _own(path: Path, reference: str, split: Split) -> tuple[list[tuple[str, str]
             rule="pairs come as .tsv: a name, a text, a text",
             remedy="rename or convert it",
         )
-    pairs, name = parse(read_bytes(path), where=reference), path.resolve().name
+    name = path.resolve().name
+    # before it is parted: what calibrates must not score
+    pairs, notes = _distinct(parse(read_bytes(path), where=reference), name)
     tune, evaluation = int(len(pairs) * _TUNE), int(len(pairs) * _EVAL)
     first, last = {"calib": (0, tune), "tune": (tune, evaluation), "eval": (evaluation, len(pairs))}[split]
     if first == last:
@@ -153,4 +160,4 @@ def _own(path: Path, reference: str, split: Split) -> tuple[list[tuple[str, str]
             remedy="more pairs, or a folder with a card.yaml that states the splits",
         )
     note = f"{name} has no splits: {split} is pairs {first + 1} to {last} of {len(pairs)}"
-    return pairs[first:last], Sampling(), name, (note,)
+    return pairs[first:last], Sampling(), name, (note, *notes)

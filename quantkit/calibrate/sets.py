@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from quantkit import content
 from quantkit.calibrate import pack, sources
 from quantkit.calibrate.card import Card, Sampling, Split, read_bytes
+from quantkit.calibrate.pairs import PairSet
 from quantkit.calibrate.sources import Ids, Texts
 from quantkit.errors import InputError
 
@@ -42,6 +43,7 @@ class TokenSet:
         split: `calib`, `tune` or `eval`.
         sha256: over shape and little-endian int64 bytes of the ids.
         notes: what was decided on the way, one sentence each; for the manifest.
+        pairs: of the texts that the ids are of, where embeddings are scored; `sha256` is then theirs.
     """
 
     ids: torch.Tensor
@@ -49,12 +51,20 @@ class TokenSet:
     split: Split
     sha256: str
     notes: tuple[str, ...] = ()
+    pairs: PairSet | None = None
 
     @property
     def items(self) -> int:
-        """Positions with a next token to predict: samples · (tokens − 1)."""
+        """Positions with a next token to predict, samples · (tokens − 1); of pairs, how many."""
+        if self.pairs is not None:
+            return len(self.pairs.left)
         samples, tokens = self.ids.shape
         return int(samples * (tokens - 1))
+
+    @property
+    def unit(self) -> str:
+        """What `items` counts."""
+        return "position" if self.pairs is None else "pair"
 
 
 def ids_sha256(ids: NDArray[Any]) -> str:

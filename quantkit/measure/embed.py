@@ -7,6 +7,8 @@ padding would do to a model with quantized inputs is not in the figures, and no 
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.calibrate.pair_tokens import LONGEST, token_ids
 from quantkit.calibrate.pairs import PairSet
 from quantkit.measure.labelled import About, retrieval
 from quantkit.measure.rows import Data, Row
@@ -24,8 +27,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-# tokens of a text that count, as sentence encoders are trained
-_LONGEST = 256
 _TOGETHER = 32
 
 
@@ -36,7 +37,7 @@ def pair_rows(
     *,
     tokenizer: Any,
     about: About,
-    longest: int = _LONGEST,
+    longest: int = LONGEST,
     seed: int = 0,
     progress: Callable[[float], None] | None = None,
 ) -> list[Row]:
@@ -57,19 +58,26 @@ def pair_rows(
     tell = progress or (lambda done: None)
     ids = token_ids([*pairs.left, *pairs.right], tokenizer, longest)
     count = len(pairs.left)
-    sides = []
-    for number, model in enumerate((original, candidate)):
-        vectors = embeddings(model, ids)
-        sides += [vectors[:count], vectors[count:]]
-        tell((number + 1) / 2)
+    before = _original(original, ids)
+    tell(0.5)
+    sides = [part for vectors in (before, embeddings(candidate, ids)) for part in (vectors[:count], vectors[count:])]
+    tell(1.0)
     data = Data(set=pairs.name, split=pairs.split, sha256=pairs.sha256, items=max(1, count))
     return retrieval(*sides, about=replace(about, data=data), seed=seed)
 
 
-def token_ids(texts: Sequence[str], tokenizer: Any, longest: int = _LONGEST) -> list[list[int]]:
-    """The ids of each text with the tokenizer's own around them, at most `longest`."""
-    limit = min(longest, int(getattr(tokenizer, "model_max_length", longest)))
-    found: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=limit)["input_ids"]
+def _original(model: StreamedModel, ids: Sequence[Sequence[int]]) -> Array:
+    """The original's vectors, computed once and kept in the user's cache."""
+    import torch
+
+    from quantkit.measure import states
+
+    place = states.place(model, hashlib.sha256(b"pooled" + json.dumps(ids).encode()).hexdigest())
+    kept = states.read(place)
+    if kept is not None and kept.shape[0] == len(ids):
+        return np.asarray(kept.numpy())
+    found = embeddings(model, ids)
+    states.write(place, torch.from_numpy(found))
     return found
 
 

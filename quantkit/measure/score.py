@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit import content
 from quantkit.calibrate.sets import TokenSet
+from quantkit.measure import states
 from quantkit.measure.accuracy import Accuracy, Items, data_of
 from quantkit.measure.labelled import About
 from quantkit.measure.labelled.pairs import cosine_row
@@ -20,8 +16,6 @@ from quantkit.measure.rows import Device, Row
 from quantkit.plan import machine
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor, nn
 
     from quantkit.model.stream import StreamedModel
@@ -40,51 +34,14 @@ def original_states(model: StreamedModel, tokens: TokenSet) -> Tensor:
 
     The cache key is all they depend on: source, token ids, versions, instruction set and threads.
     """
-    import torch
-
-    key = {
-        "source": model.source.sha256,
-        "ids": tokens.sha256,
-        "versions": machine.versions(),
-        "isa": machine.isa(),
-        "threads": torch.get_num_threads(),
-    }
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    path = content.cache_dir() / "states" / f"{name}.safetensors"
-    kept = _read(path)
+    place = states.place(model, tokens.sha256)
+    kept = states.read(place)
     if kept is not None and kept.shape[:2] == tokens.ids.shape:
         model.learn_calls(tokens.ids[:1, :8])
         return kept
     hidden = model.run(tokens.ids)
-    _write(path, hidden)
+    states.write(place, hidden)
     return hidden
-
-
-def _read(path: Path) -> Tensor | None:
-    """Cached states; None where there are none, or where the file is damaged."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        found: Tensor | None = load_file(path).get("hidden")
-    except (OSError, SafetensorError):
-        return None
-    return found
-
-
-def _write(path: Path, hidden: Tensor) -> None:
-    """Keep states; a cache that cannot be written costs time, not the result."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    with contextlib.suppress(OSError):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({"hidden": hidden}, temporary)
-            temporary.replace(path)
-        except (OSError, SafetensorError):  # the library says so of a full disk
-            temporary.unlink(missing_ok=True)
 
 
 def vocabulary(model: nn.Module) -> int:
@@ -220,5 +177,12 @@ def rows(
         versions=machine.versions(),
         settings=settings or {},
     )
+    if tokens.pairs is not None:
+        from quantkit.measure.embed import pair_rows
+
+        tokenizer, longest = original.source.tokenizer(), tokens.ids.shape[1]
+        return pair_rows(
+            original, candidate, tokens.pairs, tokenizer=tokenizer, about=about, longest=longest, progress=progress
+        ), None
     values = cosine(original, candidate, tokens).numpy()
     return [cosine_row(values, np.arange(values.size), about, "sequence", [])], None

@@ -57,4 +57,6 @@ def planned(prepared: Prepared) -> dict[str, Any]:
 
 def _tokens(tokens: TokenSet) -> dict[str, Any]:
     samples, length = tokens.ids.shape
+    if tokens.split == "eval" and tokens.pairs is not None:
+        return {"set": tokens.name, "split": tokens.split, "pairs": tokens.items}
     return {"set": tokens.name, "split": tokens.split, "samples": samples, "tokens": length}

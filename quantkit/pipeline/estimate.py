@@ -131,6 +131,8 @@ def _seconds(prepared: Prepared) -> dict[str, float]:
     rate = _RATE * torch.get_num_threads()
     weights = sum(rows * columns for rows, columns in prepared.layers.inside.values())
     scored = prepared.scoring.ids.numel()
+    if prepared.scoring.pairs is not None:  # both texts of each
+        scored += prepared.scoring.items * prepared.scoring.ids.shape[1]
     seen = prepared.calibration.ids.numel() if prepared.calibration else 0
     stages = {}
     if prepared.steps:

@@ -17,7 +17,7 @@ from quantkit.errors import InputError
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import tokens
 from quantkit.pipeline.layers import UNTIED, Layers, lay_out
-from quantkit.pipeline.request import Request, default_out
+from quantkit.pipeline.request import Request, default_out, with_own_runtime
 from quantkit.plan import machine
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ def prepare(request: Request) -> Prepared:
             rule="only a decoder has a KV cache",
             remedy="--set scheme.kv_cache=null",
         )
+    request = with_own_runtime(request, source.kind)
+    added, recipe = len(request.recipe.export) > len(recipe.export), request.recipe
     stream = StreamedModel(source)
     for tensor in dict.fromkeys(stream.files.values()):
         source.weights.read(tensor)  # finite, every one of them: now, not hours later
@@ -109,6 +111,9 @@ def prepare(request: Request) -> Prepared:
     decisions = [*taken, *layers.decisions]
     looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
     calibration, scoring = tokens.load(recipe, source, calibrate=looks, decisions=decisions)
+    if added:
+        reason = f"added: a checkpoint of 8-bit integers is computed in floats on {request.target.name}, a graph is not"
+        decisions.append(decision("export", NOTE, "onnx", reason))
     for name in request.left_out:
         reason = f"no runtime of {request.target.name} reads it: {', '.join(request.target.runtimes)}"
         decisions.append(decision("export", NOTE, name, reason))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit import content, registry
 from quantkit.errors import InputError
-from quantkit.recipe import Recipe
+from quantkit.model.alias import ALIASES
+from quantkit.recipe import CalibrationChoice, ExportStep, Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import Target
 
@@ -32,6 +33,8 @@ class Request:
         speed: time the result against the float model, where the target is this machine.
         left_out: exports of the recipe that no runtime of the target reads.
         module: class of the torch module that the .onnx file was exported from.
+        as_shipped: whether the exports are those of a shipped recipe, which says what it does, not to whom: an export
+            for the target's own runtime may be added to them.
     """
 
     model: str
@@ -44,6 +47,7 @@ class Request:
     speed: bool = True
     left_out: tuple[str, ...] = ()
     module: str | None = None
+    as_shipped: bool = False
 
     @classmethod
     def of(
@@ -66,7 +70,8 @@ class Request:
             model: alias, folder or `hf:org/name`.
             recipe: name, path or `Recipe`.
             target: name, path or `Target`; None is the shipped target of this machine's processor.
-            calibration: name or path; replaces the recipe's set.
+            calibration: name or path; replaces the recipe's set. None takes a shipped encoder's own set instead of the
+                text that recipes name unless they say otherwise.
             out: the bundle's name.
             changes: `PATH=YAML` changes to the recipe.
             resume, strict, trust_remote_code, speed: see `Request`.
@@ -77,6 +82,9 @@ class Request:
         chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe, changes)
         if isinstance(recipe, Recipe) and changes:
             chosen = Recipe.from_dict(recipe.as_dict(), name=recipe.name, changes=changes)
+        shipped = isinstance(recipe, str) and not content.is_path(recipe)
+        if calibration is None and shipped and not _names(changes, "calibration.set"):
+            calibration = _own_set(model, chosen)
         if calibration is not None:
             kept = chosen.calibration.model_copy(update={"set": content.as_reference(calibration)})
             chosen = chosen.model_copy(update={"calibration": kept})
@@ -93,7 +101,22 @@ class Request:
                 rule="nothing is overwritten",
                 remedy="choose another --out, or delete it",
             )
-        return cls(model, chosen, aimed, where, resume, strict, trust_remote_code, speed, left_out)
+        as_shipped = shipped and not _names(changes, "export")
+        return cls(model, chosen, aimed, where, resume, strict, trust_remote_code, speed, left_out, as_shipped)
+
+
+def _names(changes: Sequence[str], key: str) -> bool:
+    """Whether a change is of that key, or of what lies in it or around it."""
+    paths = [change.partition("=")[0].strip() for change in changes]
+    return any(path == key or path.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{path}.") for path in paths)
+
+
+def _own_set(model: str, recipe: Recipe) -> str | None:
+    """The set of a shipped encoder, where the recipe names none but the default; an encoder is scored on pairs."""
+    alias = ALIASES.get(model)
+    if alias is None or alias.kind != "encoder" or recipe.calibration.set != CalibrationChoice().set:
+        return None
+    return alias.calibration
 
 
 def this_machine() -> str:
@@ -135,6 +158,27 @@ def for_target(recipe: Recipe, target: Target) -> tuple[Recipe, tuple[str, ...]]
     if not kept:
         return recipe, ()
     return recipe.model_copy(update={"export": kept}), tuple(left_out)
+
+
+def with_own_runtime(request: Request, kind: str) -> Request:
+    """The request with an ONNX export, for encoders in 8-bit integers where that is what computes in them: on a CPU
+    torch expands a checkpoint's weights to floats, ONNX Runtime does not.
+
+    Args:
+        request: one whose exports are a shipped recipe's is changed, no other.
+        kind: of the model.
+    """
+    recipe, target = request.recipe, request.target
+    integers = recipe.scheme.activations is not None and recipe.scheme.activations.format == "int8"
+    exported = [step.name for step in recipe.export]
+    if not (request.as_shipped and kind == "encoder" and integers) or "onnx" in exported:
+        return request
+    if target.kind != "cpu" or not set(registry.load("export", "onnx").runtimes) & set(target.runtimes):
+        return request
+    steps = [ExportStep(name="onnx"), *recipe.export]
+    completed, _ = for_target(recipe.model_copy(update={"export": steps}), target)
+    check_target(completed, target)
+    return replace(request, recipe=completed)
 
 
 def check_target(recipe: Recipe, target: Target) -> None:

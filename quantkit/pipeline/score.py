@@ -47,7 +47,7 @@ def score_exports(
     rows: list[Row] = []
     for number, step in enumerate(exports):
         runtime = registry.load("export", step.name).runtimes[0]
-        progress.at("score", number / len(exports), f"{scoring.items} positions of {scoring.name}, {runtime}")
+        progress.at("score", number / len(exports), f"{scoring.items} {scoring.unit}s of {scoring.name}, {runtime}")
         candidate = registry.load("runtimes", runtime).open(build.bundle, torch_threads())
         found, items = score.rows(
             original,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import content
 from quantkit.bundle import Decision
+from quantkit.calibrate import pair_tokens
 from quantkit.errors import InputError
 from quantkit.passes import NOTE, decision
 from quantkit.recipe import CalibrationChoice, Recipe
@@ -63,6 +64,15 @@ def load(
     tokenizer = _tokenizer(source, recipe)
     tokens = sequence_length(choice.tokens, source, decisions)
     common: dict[str, Any] = {"tokenizer": tokenizer, "tokens": tokens, "vocab_size": vocabulary(source)}
+    if source.kind == "encoder" and pair_tokens.is_pairs(choice.set):
+        common["seed"] = recipe.seed
+        seen = (
+            pair_tokens.load_pair_tokens(choice.set, "calib", samples=choice.samples, **common) if calibrate else None
+        )
+        # whole texts are scored, however short the sequences are that calibrate
+        common["tokens"] = sequence_length(pair_tokens.LONGEST, source, [])
+        common["samples"] = -(-SCORED // common["tokens"])
+        return seen, pair_tokens.load_pair_tokens(choice.set, "eval", **common)
     calibration = None
     if calibrate:
         calibration = load_tokens(choice.set, "calib", samples=choice.samples, seed=recipe.seed, **common)

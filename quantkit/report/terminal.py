@@ -331,6 +331,8 @@ def _call(step: Mapping[str, Any]) -> str:
 
 
 def _tokens(tokens: Mapping[str, Any]) -> str:
+    if "pairs" in tokens:
+        return f"{tokens['set']} ({tokens['split']}), {tokens['pairs']} pairs"
     return f"{tokens['set']} ({tokens['split']}), {tokens['samples']} sequences of {tokens['tokens']} tokens"
 
 

@@ -11,8 +11,9 @@ import torch
 import zoo
 
 from measure.labelled.made_up import about
+from quantkit.calibrate.pair_tokens import token_ids
 from quantkit.calibrate.pairs import PairSet
-from quantkit.measure.embed import embeddings, pair_rows, token_ids
+from quantkit.measure.embed import embeddings, pair_rows
 from quantkit.model.open import open_model
 from quantkit.model.stream import StreamedModel
 

@@ -34,7 +34,7 @@ def source(tokenizer: Any = None, **config: Any) -> Any:
             raise InputError("tokenizer-missing", where="x", value="none")
         return tokenizer
 
-    return SimpleNamespace(tokenizer=give, config={"vocab_size": 258, **config})
+    return SimpleNamespace(kind="decoder", tokenizer=give, config={"vocab_size": 258, **config})
 
 
 @pytest.fixture(autouse=True)
