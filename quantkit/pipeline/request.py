@@ -101,8 +101,18 @@ class Request:
                 rule="nothing is overwritten",
                 remedy="choose another --out, or delete it",
             )
-        as_shipped = shipped and not _names(changes, "export")
-        return cls(model, chosen, aimed, where, resume, strict, trust_remote_code, speed, left_out, as_shipped)
+        return cls(
+            model,
+            chosen,
+            aimed,
+            where,
+            resume,
+            strict,
+            trust_remote_code,
+            speed,
+            left_out,
+            as_shipped=shipped and not _names(changes, "export"),
+        )
 
 
 def _names(changes: Sequence[str], key: str) -> bool:
