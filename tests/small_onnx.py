@@ -53,13 +53,14 @@ class Small:
     results: Finished
     options: Mapping[str, Any]
     decisions: list[Decision]
+    exporter: Any = EXPORT
 
     @property
     def onnx(self) -> Path:
         return self.folder / "onnx"
 
     def check(self) -> dict[str, Check]:
-        found = EXPORT.check(self.folder, self.source, self.stream, self.results, self.options)
+        found = self.exporter.check(self.folder, self.source, self.stream, self.results, self.options)
         return {check.name: check for check in found}
 
     def load(self, **settings: Any) -> Any:
@@ -105,10 +106,11 @@ def traced_once(name: str, changes: Mapping[str, Any]) -> Iterator[None]:
     key = (name, *sorted(changes.items()))
     with pytest.MonkeyPatch.context() as patch:
 
-        def once(skeleton: nn.Module, kind: str) -> Any:
-            if key not in _TRACED:
-                _TRACED[key] = trace(skeleton, kind)
-            return copied(_TRACED[key])
+        def once(skeleton: nn.Module, kind: str, **how: Any) -> Any:
+            whole = (*key, *sorted(how.items()))
+            if whole not in _TRACED:
+                _TRACED[whole] = trace(skeleton, kind, **how)
+            return copied(_TRACED[whole])
 
         patch.setattr("quantkit.export._trace.trace", once)
         yield
@@ -132,11 +134,13 @@ def export(
     tokenizer: Any = None,
     changes: Mapping[str, Any] | None = None,
     activations: ActivationScheme | None = None,
+    exporter: Any = EXPORT,
     **options: Any,
 ) -> Small:
     """Save a model of the zoo, round its blocks' linears (and the head, if `schemes` says so), and export it.
 
     Args:
+        exporter: `onnx` unless said otherwise.
         activations: of the linears inside blocks; a fixed scale is 0.05, with the zero point -3 if it has one.
 
     Returns:
@@ -172,8 +176,8 @@ def export(
     out = folder / "bundle"
     out.mkdir()
     with traced_once(name, changes or {}):
-        decisions = EXPORT.write(out, source, stream, results, options)
-    return Small(out, model, source, stream, results, options, decisions)
+        decisions = exporter.write(out, source, stream, results, options)
+    return Small(out, model, source, stream, results, options, decisions, exporter)
 
 
 def _fixed(dtype: torch.dtype, how: ActivationScheme) -> InputScale:

@@ -257,6 +257,8 @@ def role_of(path: str) -> tuple[str, bool]:
     ('measurements', False)
     """
     place, name = PurePosixPath(path).parts[0], PurePosixPath(path).name
+    if place == "engine" and name.endswith((".onnx", ".onnx.data")):
+        return "onnx", True  # what the engine is built from
     if place in ("model", "onnx"):
         weights = {"model": (".safetensors",), "onnx": (".onnx", ".onnx.data")}[place]
         if name.endswith(weights):
@@ -265,7 +267,7 @@ def role_of(path: str) -> tuple[str, bool]:
         return ("tokenizer" if tokenizer or name.endswith(".model") else "config"), True
     roles = {
         "gguf": ("gguf", True),
-        "engine": ("engine", False),
+        "engine": ("engine" if name.endswith(".engine") else "other", False),
         MEASUREMENTS: ("measurements", False),
         "report.html": ("report", False),
         "kernels.json": ("kernels", False),

@@ -55,16 +55,16 @@ def check(bundle: Path, source: Source | None, stream: StreamedModel | None, res
     return found + _check_w8a8.check(folder, values, _prompt(values)) if ok else found
 
 
-def sound(folder: Path) -> list[Check]:
+def sound(folder: Path, name: str = MODEL) -> list[Check]:
     """`onnx.valid` (the checker's word), `onnx.operators` (foreign domains), `onnx.contained` (paths outside)."""
     import onnx
 
-    path = folder / MODEL
+    path = folder / name
     # before the checker, which opens the files
     try:
         model = onnx.load(str(path), load_external_data=False)
     except Exception as problem:  # protobuf's own, and the system's
-        return [_count("onnx.valid", [f"{MODEL} cannot be read: {_first_line(problem)}"])]
+        return [_count("onnx.valid", [f"{name} cannot be read: {_first_line(problem)}"])]
     outside = sorted({place for place in locations(model) if not _inside(folder, place)})
     contained = _count("onnx.contained", outside)
     foreign = sorted({node.domain for graph in _graphs(model.graph) for node in graph.node} - DOMAINS)

@@ -24,13 +24,11 @@ class Rewriting:
     Args:
         traced: changed in place.
         weights: what goes into it.
-        floats: numpy's type of parameters that are not quantized.
         decisions: taken on the way.
     """
 
     traced: Traced
     weights: Weights
-    floats: Any = field(default=np.float32, kw_only=True)
     decisions: list[Decision] = field(default_factory=list, kw_only=True)
     _names: dict[str, ir.Value] = field(default_factory=dict, init=False)
 
@@ -50,7 +48,7 @@ class Rewriting:
                         ir.convenience.replace_all_uses_with(value, found[name])
         for name, value in found.items():
             value.name = name
-            dtype = value.dtype.numpy() if value.dtype is not None and value.dtype.is_integer() else self.floats
+            dtype = value.dtype.numpy() if value.dtype is not None else np.float32
             self._bind(value, self.weights.shapes[name], dtype, lambda name=name: self.weights.tensor(name))  # type: ignore[misc]
 
     def _bind(self, value: ir.Value, shape: Sequence[int], dtype: Any, read: Callable[[], Array]) -> None:

@@ -232,13 +232,14 @@ def _stand_ins(model: nn.Module) -> None:
             setattr(model.get_submodule(parent), leaf, stand_in)
 
 
-def _hollow(model: nn.Module) -> None:
-    """Give every parameter without data one element that stands for all of them."""
+def _hollow(model: nn.Module, floats: torch.dtype) -> None:
+    """Give every parameter without data one element that stands for all of them; buffers stay float32."""
     for module in model.modules():
         for kind in (module._parameters, module._buffers):
             for name, value in list(kind.items()):
                 if value is not None and value.is_meta:
-                    dtype = torch.float32 if value.is_floating_point() else value.dtype
+                    own = floats if kind is module._parameters else torch.float32
+                    dtype = own if value.is_floating_point() else value.dtype
                     empty = torch.zeros((), dtype=dtype).expand(value.shape)
                     kind[name] = nn.Parameter(empty, requires_grad=False) if kind is module._parameters else empty  # type: ignore[assignment]
 
@@ -249,11 +250,18 @@ class _Decoder(nn.Module):
         self.model = model
         self.layers = layers
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, past: list[tuple[Tensor, Tensor]]) -> Any:
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        past: list[tuple[Tensor, Tensor]],
+        positions: Tensor | None = None,
+    ) -> Any:
         """Logits, and keys and values of every layer with the new tokens."""
         new, total = input_ids.shape[1], attention_mask.shape[1]
-        # a token's position is the number of real tokens before it: padding on the left does not count
-        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, total - new :]
+        if positions is None:
+            # a token's position is the number of real tokens before it: padding on the left does not count
+            positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, total - new :]
         memory = _Memory(past, attention_mask)
         token = _memory.set(memory)
         try:
@@ -306,12 +314,14 @@ class _Encoder(nn.Module):
         return hidden
 
 
-def trace(skeleton: nn.Module, kind: str) -> Traced:
+def trace(skeleton: nn.Module, kind: str, *, floats: torch.dtype = torch.float32, positions: bool = False) -> Traced:
     """The graph of a transformer without weights.
 
     Args:
         skeleton: on the meta device; not changed.
         kind: `decoder` or `encoder`.
+        floats: of its parameters, and so of what is computed from them.
+        positions: whether a decoder takes `position_ids`; else they are counted from the mask.
 
     Raises:
         InputError: `attention-unsupported`, `export-untraceable`.
@@ -321,12 +331,12 @@ def trace(skeleton: nn.Module, kind: str) -> Traced:
     blocks = model.get_submodule(path)
     assert isinstance(blocks, nn.ModuleList)
     like = _repeat.kinds(blocks)
-    _hollow(model)
+    _hollow(model, floats)
     _stand_ins(model)
     _repeat.share(blocks, like, lambda index: _memory.get().of(index), lambda: _memory.get().present)
     AttentionInterface.register(_ATTENTION, _attention)
     model.config._attn_implementation = _ATTENTION  # type: ignore[union-attr]
-    wrapped, arguments, shapes, names = (_decoder if kind == "decoder" else _encoder)(model)
+    wrapped, arguments, shapes, names = _decoder(model, floats, positions) if kind == "decoder" else _encoder(model)
     with torch.no_grad(), _quiet():
         try:
             exported = torch.export.export(wrapped.eval(), arguments, dynamic_shapes=shapes, strict=False)
@@ -351,12 +361,12 @@ Parts = tuple[nn.Module, tuple[Any, ...], tuple[Any, ...], tuple[list[str], list
 _BSP = ("batch_size", "sequence_length", "past_sequence_length", "total_sequence_length")
 
 
-def _decoder(model: nn.Module) -> Parts:
+def _decoder(model: nn.Module, floats: torch.dtype, positions: bool) -> Parts:
     config: Any = model.config
     layers = int(config.num_hidden_layers)
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    empty = torch.zeros(_BATCH, heads, _PAST, size)
+    empty = torch.zeros(_BATCH, heads, _PAST, size, dtype=floats)
     ones = torch.ones(_BATCH, _NEW + _PAST, dtype=torch.int64)
     dynamic = torch.export.Dim.DYNAMIC
     first = {0: dynamic, 1: dynamic}
@@ -369,12 +379,14 @@ def _decoder(model: nn.Module) -> Parts:
             inputs.append(f"past_key_values.{index}.{what}")
             outputs.append(f"present.{index}.{what}")
             axes[inputs[-1]], axes[outputs[-1]] = [batch, "", past, ""], [batch, "", total, ""]
-    return (
-        _Decoder(model, layers),
-        (ones[:, :_NEW].clone(), ones, [(empty.clone(), empty.clone()) for _ in range(layers)]),
-        (first, first, [(cache, cache)] * layers),
-        (inputs, outputs, axes),
-    )
+    arguments: list[Any] = [ones[:, :_NEW].clone(), ones, [(empty.clone(), empty.clone()) for _ in range(layers)]]
+    shapes: list[Any] = [first, first, [(cache, cache)] * layers]
+    if positions:
+        arguments.append(torch.arange(_NEW).repeat(_BATCH, 1))
+        shapes.append(first)
+        inputs.append("position_ids")
+        axes["position_ids"] = [batch, new]
+    return _Decoder(model, layers), tuple(arguments), tuple(shapes), (inputs, outputs, axes)
 
 
 def _encoder(model: nn.Module) -> Parts:

@@ -146,16 +146,17 @@ class Onnx:
         """Trace, rewrite, and write everything."""
         from quantkit.export._dialect_ort import Dialect
         from quantkit.export._genai import genai_config
+        from quantkit.export._keep_few import keep_few
         from quantkit.export._trace import trace
         from quantkit.export.checkpoint import carried
         from quantkit.model.weights import write_atomic
 
         source = values.source
         kind = "decoder" if source.kind == "decoder" else "encoder"
-        context = _context(source.config)
+        context = context_of(source.config)
         dialect = Dialect(
             trace(values.skeleton, kind),
-            _weights(values),
+            dialect_weights(values),
             options.accuracy_level,
             context,
             merge=options.merge,
@@ -163,7 +164,7 @@ class Onnx:
         )
         model = dialect.apply()
         if kind == "decoder":
-            _keep_few(model)
+            keep_few(model, optional=True)
         model.metadata_props.update(
             {
                 "quantkit.kind": kind,
@@ -225,7 +226,7 @@ def _level(values: Values, options: OnnxOptions) -> int:
     return 4 if values.inputs else options.accuracy_level if values.schemes else 0
 
 
-def _context(config: Mapping[str, Any]) -> int:
+def context_of(config: Mapping[str, Any]) -> int:
     """Tokens that a sequence can have."""
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"):
         if isinstance(config.get(name), int) and config[name] > 0:
@@ -233,7 +234,7 @@ def _context(config: Mapping[str, Any]) -> int:
     return 4096
 
 
-def _weights(values: Values) -> Weights:
+def dialect_weights(values: Values) -> Weights:
     """The model's weights as the dialect asks for them: numpy, float32, [N, K]."""
     from quantkit import registry
     from quantkit.export._nbits import Linear, Weights
@@ -318,46 +319,6 @@ def _work(model: ir.Model) -> dict[str, str]:
         "quantkit.head_flops": str(flops[True]),
         "quantkit.attention_flops": str(attention),
     }
-
-
-def _keep_few(model: ir.Model) -> None:
-    """An optional input `logits_to_keep`, as transformers has it: logits of the last so many positions; 0 is all.
-
-    A prompt's logits are wanted for its last token only, and the head is a large part of a small model.
-    """
-    import numpy as np
-    import onnx_ir as ir
-
-    graph = model.graph
-    logits = next(value for value in graph.outputs if value.name == "logits")
-    head, after = logits.producer(), [logits]
-    # past soft caps and scalings, back to the product
-    while head is not None and head.op_type not in ("MatMul", "FusedMatMul", "MatMulNBits"):
-        inner = [x for x in head.inputs if x is not None and not x.is_initializer() and x.producer() is not None]
-        after += inner
-        head = inner[0].producer() if len(inner) == 1 else None
-    if head is None:
-        return
-    keep = ir.Value(name="logits_to_keep", shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
-    # with a value of its own, it can be left out
-    keep.const_value = ir.tensor(np.zeros(1, np.int64), name="logits_to_keep")
-    graph.inputs.append(keep)
-    graph.register_initializer(keep)
-    constants = {"keep/end": np.array([2**62], np.int64), "keep/axis": np.array([1], np.int64)}
-    values = []
-    for name, array in constants.items():
-        value = ir.Value(name=name, shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
-        value.const_value = ir.tensor(array, name=name)
-        graph.register_initializer(value)
-        values.append(value)
-    start, kept = ir.Value(name="keep/start"), ir.Value(name="keep/hidden")
-    negative = ir.Node("", "Neg", [keep], outputs=[start])
-    slices = ir.Node("", "Slice", [head.inputs[0], start, *values], outputs=[kept])
-    graph.insert_before(head, [negative, slices])
-    head.replace_input_with(0, kept)
-    for value in after:
-        if value.shape is not None:
-            value.shape = ir.Shape([value.shape[0], "kept_length", *list(value.shape)[2:]])
 
 
 def _save(model: ir.Model, folder: Path) -> None:

@@ -17,7 +17,6 @@ import numpy as np
 
 from quantkit.errors import MissingDependency
 from quantkit.measure import ceilings as _ceilings
-from quantkit.measure import child
 from quantkit.measure.ceilings import Ceiling, Pool
 from quantkit.measure.latency import joined
 from quantkit.measure.ops import Bench, Plan, Timed, measure
@@ -26,6 +25,7 @@ from quantkit.measure.rows import Row
 from quantkit.measure.tax import Limits
 from quantkit.plan import machine
 from quantkit.plan.shapes import Linear
+from quantkit.runtimes import _child as child
 
 Report = Callable[[float, str], None]
 _UNKNOWN_CACHE = 64 * 2**20

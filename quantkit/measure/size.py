@@ -22,14 +22,16 @@ def bits_per_weight(layers: Iterable[LayerEntry]) -> float | None:
 
 
 def folder_of(export: str) -> str:
-    """Where in a bundle an exporter writes: `model` of a checkpoint, else a folder of its name."""
-    return "model" if export == "checkpoint" else export
+    """Where in a bundle an exporter writes: `model`, `engine`, else a folder of its name."""
+    return {"checkpoint": "model", "tensorrt": "engine"}.get(export, export)
 
 
 def weight_bytes(files: Iterable[FileEntry], *, folder: str = "model") -> int:
     """Bytes of the weight files under one folder of a bundle (`model`, `onnx`, ...): one export, not all of them."""
     inside = [file for file in files if file.path.startswith(f"{folder}/")]
-    return sum(file.bytes for file in inside if file.role in {"weights", "onnx", "engine", "gguf"})
+    # an engine has weights of its own: the graph that it is built from stays behind
+    roles = {"engine"} if folder == "engine" else {"weights", "onnx", "gguf"}
+    return sum(file.bytes for file in inside if file.role in roles)
 
 
 def size_rows(

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError, MissingDependency
-from quantkit.measure import child
 from quantkit.measure.latency import Entry, Plan, measure
 from quantkit.measure.rows import Baseline, Device, Row
 from quantkit.measure.tax import Cost
 from quantkit.plan import machine
+from quantkit.runtimes import _child as child
 from quantkit.runtimes._onnx_session import MODEL, Loaded
 
 RUNTIME = "onnxruntime"

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.measure import child
 from quantkit.measure.latency import Entry, Plan, Step, measure
 from quantkit.measure.rows import Row
 from quantkit.measure.speed import demand
 from quantkit.measure.tax import Cost
 from quantkit.plan import machine
+from quantkit.runtimes import _child as child
 
 RUNTIME = "onnxruntime"
 Array = NDArray[Any]

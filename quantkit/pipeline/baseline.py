@@ -127,7 +127,18 @@ def _width(dtype: str) -> int:
 def _files() -> list[Path]:
     """The exporter's own code, as far as it shapes a float graph."""
     folder = Path(__file__).parent.parent / "export"
-    names = ("onnx", "_trace", "_repeat", "_dialect_ort", "_rotary", "_nbits", "_pack", "_values")
+    names = (
+        "onnx",
+        "_trace",
+        "_repeat",
+        "_rewrite",
+        "_dialect_ort",
+        "_keep_few",
+        "_rotary",
+        "_nbits",
+        "_pack",
+        "_values",
+    )
     return [folder / f"{name}.py" for name in names]
 
 

@@ -42,7 +42,7 @@ from quantkit.pipeline.prepared import Prepared, fingerprint, prepare
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.quantize import quantize, results
 from quantkit.pipeline.request import Request
-from quantkit.pipeline.score import score_exports
+from quantkit.pipeline.score import score_exports, unscored
 from quantkit.pipeline.strict import refuse
 from quantkit.pipeline.worth import decide, try_to_time
 from quantkit.plan import machine
@@ -189,14 +189,15 @@ class _Compilation:
             if request.strict:
                 refuse(decisions)
             decisions += self._export()
+            checks = self._check()
+            self._build_engines()
             files = inventory(self.build.bundle)
             subject = content_sha256(files)
-            checks = self._check()
             rows = score_exports(prepared, self.build, self.progress, subject=subject, layers=layers, files=files)
             judged, unjudged = judge(prepared.request.recipe.gates, rows)
             timed, untimed = self._speed(subject, layers)
             rows += timed
-            decisions += [*unjudged, *untimed]
+            decisions += [*unscored(request.recipe.export), *unjudged, *untimed]
             checks += judged
             write_rows(self.build.bundle / MEASUREMENTS, rows)
             manifest = manifest_of(
@@ -256,6 +257,15 @@ class _Compilation:
                 remedy="the export is not what was decided on; nothing was delivered. Please report it",
             )
         return checks
+
+    def _build_engines(self) -> None:
+        """What is compiled from a checked export, where one is."""
+        for step in self.prepared.request.recipe.export:
+            exporter = registry.load("export", step.name)
+            if hasattr(exporter, "build"):
+                exporter.build(
+                    self.build.bundle, step.options, lambda share, words: self.progress.at("build", share, words)
+                )
 
     def _affordable_blocks(self) -> int:
         """How many blocks can be in memory at once without raising the peak that was reached already.

@@ -142,6 +142,9 @@ def _seconds(prepared: Prepared) -> dict[str, float]:
     graph = 12.0 + weights / 2e7 if "onnx" in exports else 0.0
     stages["export"] = 1.0 + weights / 1e8 + graph
     stages["check"] = 2.0 + weights / 2e7 * len(exports)
+    if "tensorrt" in exports:
+        # TensorRT-RTX on two cores: 110 s for SmolLM2-135M
+        stages["build"] = 15.0 + weights / 1.2e6
     stages["score"] = 4.0 + (2 + 2 * len(exports)) * (weights + head_size(prepared)) * scored / rate
     if times(prepared):
         stages["speed"] = 30.0 + quick(prepared.source.kind).seconds + graph

@@ -139,6 +139,8 @@ def export_bundle(
                 rule=failed.rule,
                 remedy="the export is not what the checkpoint is; nothing was added. Please report it",
             )
+        if hasattr(exporter, "build"):
+            exporter.build(beside, options, lambda share, words: progress.at("build", share, words))
         recipe = {**manifest.recipe, "export": [*manifest.recipe.get("export", []), {to: options}]}
         added = bundle.add_content(
             place,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from quantkit import content, registry
 from quantkit.errors import InputError
@@ -152,7 +153,8 @@ def stored_formats(recipe: Recipe) -> list[tuple[str, bool]]:
 def for_target(recipe: Recipe, target: Target) -> tuple[Recipe, tuple[str, ...]]:
     """The recipe with the exports that a runtime of the target reads, and the names of the others.
 
-    An option of an export that is left out takes what the target says in `build`: `accuracy_level` of `onnx`.
+    An option of an export that is left out takes what the target says: `accuracy_level` of `onnx` in its `build`, its
+    `profiles`, the compute capability of its GPU.
     A recipe none of whose exports can be read is returned whole, for `check_target` to refuse.
     """
     kept, left_out = [], []
@@ -162,7 +164,8 @@ def for_target(recipe: Recipe, target: Target) -> tuple[Recipe, tuple[str, ...]]
         if not readers:
             left_out.append(step.name)
             continue
-        settings = target.build.get(readers[0], {})
+        settings: dict[str, Any] = {**target.build.get(readers[0], {}), "library": readers[0], "sm": target.arch.sm}
+        settings["profiles"] = [profile.model_dump(mode="json") for profile in target.profiles]
         options = {name: settings[name] for name in exporter.Options.model_fields if name in settings}
         kept.append(step.model_copy(update={"options": {**options, **step.options}}))
     if not kept:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit import registry
-from quantkit.bundle import Build, FileEntry, LayerEntry
+from quantkit.bundle import Build, Decision, FileEntry, LayerEntry
 from quantkit.measure.rows import Row
 from quantkit.measure.size import folder_of, size_rows
+from quantkit.passes import NOTE, decision
 from quantkit.pipeline import tokens
 from quantkit.pipeline.prepared import Prepared
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.quantize import results
 from quantkit.pipeline.worth import HARM, worst_positions
+from quantkit.recipe import ExportStep
 
 if TYPE_CHECKING:
     from quantkit.model.stream import StreamedModel
@@ -47,8 +50,23 @@ def score_exports(
     rows: list[Row] = []
     for number, step in enumerate(exports):
         runtime = registry.load("export", step.name).runtimes[0]
+        sizes = size_rows(
+            layers,
+            files,
+            subject=subject,
+            baseline=source.sha256,
+            baseline_bytes=prepared.original.weights.total_bytes(),
+            folder=folder_of(step.name),
+        )
+        rows += sizes if number == 0 else [row for row in sizes if row.name == "size.bytes"]
+        here = runs_here(runtime)
+        if not here and number > 0:
+            continue
+        if not here:  # the values that it was built from, since nothing else was exported that runs here
+            runtime, candidate = "torch", _dense(prepared, build)
+        else:
+            candidate = registry.load("runtimes", runtime).open(build.bundle, torch_threads())
         progress.at("score", number / len(exports), f"{scoring.items} {scoring.unit}s of {scoring.name}, {runtime}")
-        candidate = registry.load("runtimes", runtime).open(build.bundle, torch_threads())
         found, items = score.rows(
             original,
             candidate,
@@ -74,18 +92,26 @@ def score_exports(
                 where = worst_positions(items, scoring, source)
                 harm = harm.model_copy(update={"worst": where.worst, "worst_share": where.worst_share})
             (build.bundle / HARM).write_text(harm.model_dump_json() + "\n", encoding="utf-8")
-        sizes = size_rows(
-            layers,
-            files,
-            subject=subject,
-            baseline=source.sha256,
-            baseline_bytes=prepared.original.weights.total_bytes(),
-            folder=folder_of(step.name),
-        )
         if step.name == "checkpoint" and prepared.request.recipe.scheme.kv_cache is not None:
             rows += _score_long(prepared, build.bundle, original, subject, progress)
-        rows += sizes if number == 0 else [row for row in sizes if row.name == "size.bytes"]
     return rows
+
+
+def runs_here(runtime: str) -> bool:
+    """Whether what a runtime reads can be run on this machine: an engine needs its GPU."""
+    why = getattr(registry.load("runtimes", runtime), "why_not_here", None)
+    return why is None or why() is None
+
+
+def unscored(exports: Sequence[ExportStep]) -> list[Decision]:
+    """What was exported and could not be run here, each with the reason."""
+    found = []
+    for step in exports:
+        runtime = registry.load("export", step.name).runtimes[0]
+        if not runs_here(runtime):
+            reason = registry.load("runtimes", runtime).why_not_here()
+            found.append(decision("measure", NOTE, folder_of(step.name), f"not run: {reason}"))
+    return found
 
 
 def _score_long(

@@ -1,4 +1,4 @@
-"""What is timed, in a process of its own: its threads and memory are not those of whoever asks.
+"""Work in a process of its own: its threads and memory are not those of whoever asks, and it may be ended.
 
 The child prints lines: `row {...}` a result, `at 0.5 words` its progress, `error {...}` what it met.
 """
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -27,6 +28,9 @@ def lines(
     *,
     remedy: str,
     environment: Mapping[str, str] | None = None,
+    code: str = "speed-failed",
+    where: str = "timing",
+    timeout: float | None = None,
 ) -> list[str]:
     """What the child's rows say; what it says of its progress is passed on.
 
@@ -37,9 +41,11 @@ def lines(
         progress: told the share that is done, and what is being done.
         remedy: what to try if it ends without a word.
         environment: added to this process's.
+        code, where: of the error if it ends without a word.
+        timeout: seconds after which it is ended.
 
     Raises:
-        InputError: what the child met, or `speed-failed` if it ended without a word.
+        InputError: what the child met, `code` if it ended without a word, or `timeout`.
     """
     # not `-m`, which would import from the current folder: a file there that is called like a package would be run
     root = str(Path(__file__).parents[2])
@@ -53,6 +59,15 @@ def lines(
         ) as process,
     ):
         assert process.stdin is not None and process.stdout is not None
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(timeout or 0, end)
+        if timeout is not None:
+            timer.start()
         try:
             with contextlib.suppress(BrokenPipeError):  # it has ended already, and says why
                 process.stdin.write(text)
@@ -70,14 +85,18 @@ def lines(
         except BaseException:
             process.kill()
             raise
-        code = process.wait()
+        finally:
+            timer.cancel()
+        ended = process.wait()
         said.seek(0)
         last = next((line.strip() for line in reversed(said.read().splitlines()) if line.strip()), "")
-    if code != 0:
+    if late.is_set():
+        raise InputError("timeout", where=where, value=f"not done after {timeout:g} s", rule="the limit", remedy=remedy)
+    if ended != 0:
         raise InputError(
-            "speed-failed",
-            where="timing",
-            value=f"the process that was timed ended with {code}{f': {last[:200]}' if last else ''}",
+            code,
+            where=where,
+            value=f"its process ended with {ended}{f': {last[:200]}' if last else ''}",
             rule="it ends by itself; a negative number is a signal: -9 is often too little memory",
             remedy=remedy,
         )

@@ -1,0 +1,290 @@
+"""An engine from a network: built in a process of its own, with a limit on its time and timings that outlive it.
+
+What TensorRT measures of its kernels is kept in the user's cache, one file for each GPU, version and set of builder
+options, written under a lock, so that builds that share it add to it one after the other. TensorRT-RTX compiles ahead
+of time, measures nothing and has no such cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from quantkit.content import Closed, cache_dir
+from quantkit.errors import InputError
+from quantkit.export._profiles import Shapes
+from quantkit.runtimes import _child
+from quantkit.runtimes._tensorrt_library import Library, Name, load, unsupported
+
+Report = Callable[[float, str], None]
+_MORE_TIME = "a longer build_timeout, fewer profiles, or a lower optimization_level; what was timed so far is kept"
+
+
+class Job(Closed):
+    """What is built.
+
+    Args:
+        network: the ONNX file.
+        engine: where the engine goes.
+        library: that builds it.
+        sm: compute capabilities, of a build ahead of time.
+        gpu: name of the GPU that it is built on; empty ahead of time.
+        profiles: shapes.
+        workspace: bytes that kernels may use beside weights and activations.
+        optimization_level: 0 to 5.
+        version_compatible, hardware_compatible: whether later versions, and later GPUs, may load it.
+        timing_cache: file; None: none is kept.
+        seconds: after which it is given up.
+    """
+
+    network: str
+    engine: str
+    library: Name
+    sm: list[str]
+    gpu: str
+    profiles: list[Shapes]
+    workspace: float
+    optimization_level: int
+    version_compatible: bool = False
+    hardware_compatible: bool = False
+    timing_cache: str | None = None
+    seconds: float | None = None
+
+
+class Built(Closed):
+    """What came of it.
+
+    Args:
+        library, version: that built it.
+        sm, gpu: what it is for.
+        bytes: of the engine.
+        seconds: of the build, on the clock.
+        layers: of the network before fusions.
+        cache_hit: whether the timing cache knew anything; None without one.
+    """
+
+    library: Name
+    version: str
+    sm: list[str]
+    gpu: str
+    bytes: int
+    seconds: float
+    layers: int
+    cache_hit: bool | None = None
+
+
+def timing_cache(library: Library, gpu: str, options: dict[str, Any]) -> Path | None:
+    """The file that keeps the timings of builds alike; None ahead of time."""
+    if library.ahead_of_time:
+        return None
+    key = json.dumps([library.name, library.version, gpu, options], sort_keys=True)
+    return cache_dir() / "timing" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cache"
+
+
+def build(job: Job, *, progress: Report | None = None) -> Built:
+    """Build in a child process. It gives up by itself when its time is over, and keeps what it has timed.
+
+    Raises:
+        InputError: `network-unsupported` with the nodes, `build-failed`, `timeout`, `sm-unsupported`.
+        MissingDependency: the library.
+    """
+    library = load(job.library)
+    for each in job.sm if library.ahead_of_time else []:
+        if each not in library.capabilities():
+            raise unsupported(library, each)
+    rows = _child.lines(
+        __name__,
+        [],
+        job.model_dump_json(),
+        progress,
+        remedy=_MORE_TIME,
+        code="build-failed",
+        where=f"{job.library} {library.version}",
+        # one that hears nothing any more
+        timeout=None if job.seconds is None else 2 * job.seconds + 30,
+    )
+    return Built.model_validate_json(rows[-1])
+
+
+def main(_: list[str]) -> None:
+    """The child's work: reads a `Job` from stdin, prints what was built."""
+    job = Job.model_validate_json(sys.stdin.read())
+
+    def work() -> None:
+        print("row " + _built(job).model_dump_json(), flush=True)
+
+    _child.answering(work)
+
+
+def _built(job: Job) -> Built:
+    library = load(job.library)
+    api = library.api
+    said = _Said(api)
+    started = time.perf_counter()
+    builder = api.Builder(said.logger)
+    network = library.network(builder)
+    parser = api.OnnxParser(network, said.logger)
+    if not parser.parse_from_file(job.network):
+        raise _unsupported(job, library, parser)
+    config = builder.create_builder_config()
+    library.aim(config, job.sm)
+    config.set_memory_pool_limit(api.MemoryPoolType.WORKSPACE, int(job.workspace))
+    config.builder_optimization_level = job.optimization_level
+    # names of layers and what was fused: what the inspector shows of an engine
+    config.profiling_verbosity = api.ProfilingVerbosity.DETAILED
+    if job.version_compatible:
+        config.set_flag(api.BuilderFlag.VERSION_COMPATIBLE)
+    if job.hardware_compatible and not library.ahead_of_time:
+        config.hardware_compatibility_level = api.HardwareCompatibilityLevel.AMPERE_PLUS
+    for shapes in job.profiles:
+        config.add_optimization_profile(_profile(builder, shapes))
+    deadline = None if job.seconds is None else started + job.seconds
+    monitor = _monitor(api, deadline)
+    config.progress_monitor = monitor
+    with _kept_timings(config, job.timing_cache) as hit:
+        plan = builder.build_serialized_network(network, config)
+    if plan is None and monitor.late:
+        limit, where = job.seconds, f"{library.name} {library.version}"
+        raise InputError(
+            "timeout", where=where, value=f"not done after {limit:g} s", rule="the limit", remedy=_MORE_TIME
+        )
+    if plan is None:
+        raise InputError(
+            "build-failed",
+            where=f"{library.name} {library.version}",
+            value=said.last or "no engine, and no word why",
+            rule="a network that our own checks let through builds",
+            remedy="please report it, with the recipe; `--set tensorrt.engine=false` keeps the network alone",
+        )
+    data = memoryview(plan)
+    _write(Path(job.engine), data)
+    return Built(
+        library=job.library,
+        version=library.version,
+        sm=job.sm,
+        gpu=job.gpu,
+        bytes=len(data),
+        seconds=time.perf_counter() - started,
+        layers=int(network.num_layers),
+        cache_hit=hit,
+    )
+
+
+def _profile(builder: Any, shapes: Shapes) -> Any:
+    profile = builder.create_optimization_profile()
+    for name, (least, likely, most) in shapes.inputs.items():
+        if name not in shapes.values:
+            profile.set_shape(name, tuple(least), tuple(likely), tuple(most))
+    for name, (least, likely, most) in shapes.values.items():
+        profile.set_shape_input(name, least, likely, most)
+    return profile
+
+
+def _unsupported(job: Job, library: Library, parser: Any) -> InputError:
+    errors = [parser.get_error(place) for place in range(parser.num_errors)]
+    first = errors[0] if errors else None
+    node = first.node_name() if first is not None and hasattr(first, "node_name") else ""
+    operator = first.node_operator() if first is not None and hasattr(first, "node_operator") else ""
+    said = " ".join(first.desc().split())[:240] if first is not None else "no word why"
+    return InputError(
+        "network-unsupported",
+        where=f"{Path(job.network).name}: {operator or 'a node'} {node}".rstrip(),
+        value=said,
+        rule=f"{library.name} {library.version} has every operator of the network",
+        remedy="keep that layer in floats (`keep`), or another export",
+    )
+
+
+class _Said:
+    """The library's log: its errors, for a message of our own."""
+
+    def __init__(self, api: Any) -> None:
+        said = self
+        self.last = ""
+
+        class Log(api.ILogger):  # type: ignore[misc, name-defined]
+            def __init__(self) -> None:
+                api.ILogger.__init__(self)
+
+            def log(self, severity: Any, text: str) -> None:
+                if severity in (api.ILogger.Severity.ERROR, api.ILogger.Severity.INTERNAL_ERROR):
+                    # the first says what failed, those behind it that it failed
+                    said.last = said.last or " ".join(text.split())[:240]
+
+        self.logger = Log()
+
+
+def _monitor(api: Any, deadline: float | None) -> Any:
+    """Prints how far the build is, for the parent, and ends it when its time is over."""
+
+    class Monitor(api.IProgressMonitor):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            api.IProgressMonitor.__init__(self)
+            self.steps: dict[str, int] = {}
+            self.late = False
+
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            if parent is None:
+                self.steps[name] = max(steps, 1)
+
+        def step_complete(self, name: str, step: int) -> bool:
+            if name in self.steps:
+                print(f"at {min(1.0, (step + 1) / self.steps[name]):.3f} {name}", flush=True)
+            self.late = deadline is not None and time.perf_counter() > deadline
+            return not self.late
+
+        def phase_finish(self, name: str) -> None:
+            self.steps.pop(name, None)
+
+    return Monitor()
+
+
+@contextlib.contextmanager
+def _kept_timings(config: Any, file: str | None) -> Iterator[bool | None]:
+    """Timings of earlier builds, and those of this one added to the file; whether there were any."""
+    if file is None:
+        yield None
+        return
+    path = Path(file)
+    before = path.read_bytes() if path.is_file() else b""
+    cache = config.create_timing_cache(before)
+    if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
+        before, cache = b"", config.create_timing_cache(b"")  # damaged: begun anew
+        config.set_timing_cache(cache, ignore_mismatch=False)
+    try:
+        yield bool(before)
+    finally:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(path.with_suffix(".lock")):
+            # another build may have added to it in the meantime
+            now = path.read_bytes() if path.is_file() else b""
+            if now and now != before:
+                other = config.create_timing_cache(now)
+                if other is not None:
+                    cache.combine(other, ignore_mismatch=False)
+            _write(path, memoryview(cache.serialize()))
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    import fcntl
+
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _write(path: Path, data: memoryview) -> None:
+    from quantkit.model.weights import write_atomic
+
+    write_atomic(path, [data])

@@ -1,0 +1,179 @@
+"""Quantized weights as TensorRT reads them: codes under DequantizeLinear, [K, N], nothing else.
+
+    int8, int4            scale of the tensor, a channel, or blocks of 16 to 128 along K; never a zero point
+    fp8_e4m3, mxfp8       the same; a square block's scale is repeated for each of its channels
+    nvfp4                 blocks of 16, their scales E4M3 under one float32: two DequantizeLinear
+    nf4                   int4 codes as places in a codebook: a Gather, times the scale
+
+A DequantizeLinear gives what type its scale has, so scales are stored in the graph's 16 bits; where these would lose
+more than 16 bits do everywhere (scales below 6e-5 are subnormal there), they stay float32, and the product is rounded.
+(NVIDIA TensorRT documentation, "Working with Quantized Types"; what 1.7.1 of TensorRT-RTX builds is in docs/design.md.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError
+from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
+
+if TYPE_CHECKING:
+    from quantkit.formats import QuantTensor
+
+Array = NDArray[Any]
+# what codes are stored as
+TYPES = {
+    "int8": np.dtype(np.int8),
+    "int7": np.dtype(np.int8),
+    "int4": np.dtype(ml_dtypes.int4),
+    "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "mxfp8": np.dtype(ml_dtypes.float8_e4m3fn),
+    "nvfp4": np.dtype(ml_dtypes.float4_e2m1fn),
+    "nf4": np.dtype(ml_dtypes.int4),
+}
+# formats that activations and the KV cache can have
+RUNNING = ("int8", "fp8_e4m3")
+_LEAST, _MOST = 16, 128
+# half a unit in the last place of float16 (of bfloat16: 2^-8), the rounding that all of such a graph has
+_ROUNDING = 2.0**-11
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The tensors of one weight.
+
+    Args:
+        codes: [K, N].
+        scale: [] of the tensor, [N] of channels, [K / block, N] of blocks.
+        axis: of DequantizeLinear; None of a tensor's scale.
+        block: values along K under one scale; None without blocks.
+        whole: one more factor, which the scales (E4M3 then) are multiplied with; None without.
+        codebook: what codes are places in, less 8; None where they are numbers.
+    """
+
+    codes: Array
+    scale: Array
+    axis: int | None
+    block: int | None
+    whole: Array | None = None
+    codebook: Array | None = None
+
+
+def stored(tensor: QuantTensor, floats: np.dtype[Any]) -> Stored:
+    """A quantized linear's weight; `floats` is the graph's type."""
+    import torch
+
+    scheme = tensor.scheme
+    kind = TYPES[scheme.format]
+    codes = tensor.codes
+    if scheme.format == "nf4":
+        values = codes.numpy().astype(np.int8) - 8
+    elif scheme.format == "nvfp4":
+        values = codes.numpy().astype(np.uint8)
+    elif codes.dtype in (torch.float8_e4m3fn,):
+        values = codes.view(torch.uint8).numpy()
+    else:
+        values = codes.numpy()
+    turned = np.ascontiguousarray(values.T)
+    turned = (
+        turned.view(kind)
+        if kind.itemsize == 1 and kind.kind == "V" and values.dtype == np.uint8
+        else turned.astype(kind)
+    )
+    scale = tensor.scale.float().numpy()
+    whole = None if tensor.global_scale is None else np.asarray(tensor.global_scale.float().numpy()).reshape(())
+    book = None if scheme.format != "nf4" else np.asarray(tensor.codebook.float().numpy()).astype(floats)  # type: ignore[union-attr]
+    if scheme.granularity == "tensor":
+        return Stored(turned, fitting(scale.reshape(()), floats), None, None, whole, book)
+    if scheme.granularity == "channel":
+        return Stored(turned, fitting(scale.reshape(-1), floats), 1, None, whole, book)
+    if scheme.granularity == "block":
+        scale = np.repeat(scale, scheme.group or 1, axis=0)[: codes.shape[0]]
+    own = np.ascontiguousarray(scale.T)
+    if whole is not None:
+        return Stored(turned, own.astype(ml_dtypes.float8_e4m3fn), 0, scheme.group, whole.astype(np.float32), book)
+    return Stored(turned, fitting(own, floats), 0, scheme.group, whole, book)
+
+
+def fitting(scale: Array, floats: np.dtype[Any]) -> Array:
+    """Scales in the graph's type, or in float32 where that would lose more than its rounding."""
+    scale = np.asarray(scale, np.float32)
+    found = scale.astype(floats)
+    bound = _ROUNDING if floats == np.float16 else 2.0**-8
+    if bool((np.abs(found.astype(np.float32) - scale) <= bound * np.abs(scale)).all()):
+        return found
+    return scale
+
+
+def refuse_weights(where: str, scheme: WeightScheme, columns: int | None) -> None:
+    """Refuse what TensorRT has no operator for. Raises InputError `layout-unsupported`."""
+
+    def refusal(value: str, rule: str, remedy: str) -> InputError:
+        return InputError("layout-unsupported", where=where, value=value, rule=rule, remedy=remedy)
+
+    if scheme.format not in TYPES:
+        raise refusal(f"weights in {scheme.format}", f"TensorRT holds {', '.join(TYPES)}", _nearest(scheme.format))
+    if not scheme.symmetric:
+        raise refusal(
+            "weights with zero points",
+            "TensorRT refuses any zero point",
+            "--set scheme.weights.symmetric=true (codes are then solved anew, without)",
+        )
+    group = scheme.group
+    if scheme.granularity != "group" or scheme.format == "nf4":
+        return
+    if not _LEAST <= (group or 0) <= _MOST or (group or 0) & ((group or 0) - 1):
+        raise refusal(
+            f"groups of {group}", "TensorRT has blocks of 16, 32, 64 and 128", "--set scheme.weights.group=64"
+        )
+    if columns is not None and group is not None and columns % group:
+        raise refusal(f"K {columns} in groups of {group}", "blocks divide K", "--set scheme.weights.group=32")
+
+
+def refuse_inputs(where: str, scheme: ActivationScheme) -> None:
+    """The same of activations."""
+    rule = "TensorRT quantizes activations by one fixed scale a tensor, without zero point, to int8 or fp8_e4m3"
+    if scheme.format not in RUNNING:
+        raise InputError("layout-unsupported", where=where, value=f"inputs in {scheme.format}", rule=rule)
+    if scheme.dynamic or scheme.granularity != "tensor":
+        raise InputError(
+            "layout-unsupported",
+            where=where,
+            value=f"inputs scaled by {scheme.granularity}, as the model runs",
+            rule=rule,
+            remedy="--set scheme.activations.granularity=tensor --set scheme.activations.dynamic=false",
+        )
+    if not scheme.symmetric:
+        raise InputError(
+            "layout-unsupported",
+            where=where,
+            value="inputs with zero points",
+            rule=rule,
+            remedy="--set scheme.activations.symmetric=true",
+        )
+
+
+def refuse_cache(scheme: CacheScheme) -> None:
+    """The same of the KV cache."""
+    if scheme.format not in RUNNING or scheme.granularity != "tensor" or scheme.dynamic:
+        raise InputError(
+            "layout-unsupported",
+            where="scheme.kv_cache",
+            value=f"{scheme.format}, by {scheme.granularity}",
+            rule="TensorRT's cache has one fixed scale a layer, in int8 or fp8_e4m3",
+            remedy="kv_cache: {format: fp8_e4m3, granularity: tensor}",
+        )
+
+
+def _nearest(name: str) -> str:
+    near = {"int2": "int4", "int3": "int4", "mxfp4": "nvfp4", "fp8_e5m2": "fp8_e4m3"}
+    return f"--set scheme.weights.format={near.get(name, 'int4')}"
+
+
+Read = Callable[[], "QuantTensor"]

@@ -1,0 +1,357 @@
+"""A TensorRT engine, and the network that it is built from, checked on the CPU before TensorRT sees it.
+
+`engine/` holds `network.onnx` with `network.onnx.data` (plain Q/DQ, `_dialect_tensorrt`), the tokenizer, and for each
+kind of GPU `NAME.engine` with `NAME.json`: what built it, for which shapes, and how long that took. An engine is
+executable code: `runtimes.tensorrt` loads one from a verified bundle alone.
+
+TensorRT-RTX compiles ahead of time for the GPUs that it lists; TensorRT builds on the GPU itself. Without either,
+`engine: false` keeps the network, and `quantkit export BUNDLE --to tensorrt` builds where the GPU is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from quantkit.bundle import Check, Decision
+from quantkit.content import Closed
+from quantkit.errors import InputError, MissingDependency
+from quantkit.export._profiles import capacity, fitted, inputs_of, shapes
+from quantkit.export._tensorrt_weights import refuse_cache, refuse_inputs, refuse_weights
+from quantkit.export.onnx import context_of, dialect_weights
+from quantkit.passes import NOTE, decision
+from quantkit.runtimes._tensorrt_library import Name, load, unsupported
+from quantkit.target import Profile
+
+if TYPE_CHECKING:
+    from quantkit.export._dialect_tensorrt import CacheScales
+    from quantkit.export._values import Values
+    from quantkit.model.finished import Finished
+    from quantkit.model.open import Source
+    from quantkit.model.stream import StreamedModel
+    from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
+
+Report = Callable[[float, str], None]
+FOLDER, NETWORK, DATA = "engine", "network.onnx", "network.onnx.data"
+# tensors from this many bytes on go into the data file
+_EXTERNAL = 1024
+
+
+class TensorrtOptions(Closed):
+    """Settings of `export: - tensorrt: {…}`. What is not said is the target's.
+
+    Args:
+        type: what is computed in: `float16` or `bfloat16`.
+        cache: `in_place` writes keys and values into one buffer, so that a step can be replayed as a CUDA graph;
+            `grown` gives out a longer one each time.
+        capacity: tokens that a cache in place holds; None: what the profiles need.
+        engine: whether to build; without, the network alone is written.
+        library: `tensorrt_rtx` or `tensorrt`.
+        sm: the GPU's compute capability: "8.9".
+        profiles: shapes that it is built for.
+        workspace: bytes that kernels may use beside weights and activations.
+        optimization_level: how long to look for faster kernels, 0 to 5.
+        version_compatible: whether later versions of the library may load it.
+        hardware_compatible: whether later GPUs may.
+        build_timeout: seconds after which a build is given up; what it has timed is kept.
+    """
+
+    type: Literal["float16", "bfloat16"] = "float16"
+    cache: Literal["in_place", "grown"] = "in_place"
+    capacity: int | None = Field(default=None, gt=0)
+    engine: bool = True
+    library: Name = "tensorrt_rtx"
+    sm: str | None = None
+    profiles: tuple[Profile, ...] = ()
+    workspace: float = Field(default=4.0e9, gt=0)
+    optimization_level: int = Field(default=3, ge=0, le=5)
+    version_compatible: bool = False
+    hardware_compatible: bool = False
+    build_timeout: float | None = Field(default=None, gt=0)
+
+
+class Tensorrt:
+    """The exporter. `runtimes`: what loads the result."""
+
+    name = "tensorrt"
+    runtimes = ("tensorrt_rtx", "tensorrt")
+    fuses = False
+    Options = TensorrtOptions
+
+    def accepts(
+        self,
+        options: Mapping[str, Any],
+        schemes: Mapping[str, WeightScheme],
+        plain: Collection[str],
+        padded: Collection[str],
+        *,
+        tied: Collection[str] = (),
+        shapes: Mapping[str, tuple[int, int]] | None = None,
+        merged: Collection[str] = (),
+        partly: bool = False,
+        activations: Mapping[str, ActivationScheme] | None = None,
+        cache: CacheScheme | None = None,
+    ) -> None:
+        """Refuse, before any work, what TensorRT cannot hold; see `export.checkpoint` for the arguments.
+
+        Raises:
+            InputError: `layout-unsupported`, naming the first layer; `sm-unsupported`, `gpu-absent`.
+            MissingDependency: onnx, onnx-ir, onnxscript, onnxruntime or the library.
+        """
+        chosen = TensorrtOptions(**options)
+        for linear in sorted(merged)[:1]:
+            raise InputError(
+                "layout-unsupported",
+                where=linear,
+                value="belongs to a mixture of experts",
+                rule="the graph is traced once, and which expert runs depends on the data",
+                remedy="leave `tensorrt` out of `export`",
+            )
+        for linear, scheme in schemes.items():
+            refuse_weights(linear, scheme, None if shapes is None else shapes[linear][1])
+        for linear, inputs in (activations or {}).items():
+            refuse_inputs(linear, inputs)
+        if cache is not None:
+            refuse_cache(cache)
+        _demand(chosen)
+
+    def write(
+        self, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]
+    ) -> list[Decision]:
+        """Write `engine/` of a bundle.
+
+        Raises:
+            InputError: `attention-unsupported`, `export-untraceable`, `profile-impossible`, the build's own.
+            Stopped: `disk-full`.
+        """
+        from quantkit.export._values import Values
+
+        return self.export(bundle / FOLDER, Values.of_results(source, stream, results), TensorrtOptions(**options))
+
+    def add(self, bundle: Path, folder: Path, options: Mapping[str, Any]) -> list[Decision]:
+        """Export a finished bundle's checkpoint into `folder`.
+
+        Raises:
+            InputError: as `write`, and `bundle-without-checkpoint`, `bundle-dense`.
+        """
+        from quantkit.export._values import Values
+
+        return self.export(folder, Values.of_bundle(bundle), TensorrtOptions(**options))
+
+    def export(self, folder: Path, values: Values, options: TensorrtOptions) -> list[Decision]:
+        """Write the network; `build` follows when it was checked."""
+        kind = "decoder" if values.source.kind == "decoder" else "encoder"
+        profiles, cut = fitted(options.profiles, kind=kind, context=_context(values))
+        decisions = [decision("tensorrt", NOTE, FOLDER, words) for words in cut]
+        write_network(folder, values, options, profiles)
+        if not options.engine:
+            reason = "engine: false; `quantkit export BUNDLE --to tensorrt` builds it where the GPU is"
+            decisions.append(decision("tensorrt", NOTE, FOLDER, reason))
+        return decisions
+
+    def build(self, bundle: Path, options: Mapping[str, Any], progress: Report | None = None) -> None:
+        """Build the engine of a network that was checked.
+
+        Args:
+            bundle: with `engine/network.onnx`.
+            options: of the export.
+            progress: told the share that is done, and what is being done.
+
+        Raises:
+            InputError: `network-unsupported`, `build-failed`, `timeout`, `sm-unsupported`.
+        """
+        chosen = TensorrtOptions(**options)
+        if chosen.engine:
+            build_engine(bundle / FOLDER, chosen, progress)
+
+    def check(
+        self,
+        bundle: Path,
+        source: Source | None = None,
+        stream: StreamedModel | None = None,
+        results: Finished | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        inputs: Mapping[str, Any] | None = None,
+        blocks: int | None = None,
+    ) -> list[Check]:
+        """The network's numbers on the CPU.
+
+        Returns:
+            checks `onnx.valid`, `onnx.operators`, `onnx.contained`, `network.weights`, `.pairs` and `.logits`.
+        """
+        from quantkit.export import _check_network
+        from quantkit.export._values import Values
+
+        if source is not None and stream is not None and results is not None:
+            values = Values.of_results(source, stream, results)
+        elif (bundle / "model" / "config.json").is_file():
+            values = Values.of_bundle(bundle)
+        else:
+            return []
+        return _check_network.check(bundle / FOLDER / NETWORK, values)
+
+
+def write_network(folder: Path, values: Values, options: TensorrtOptions, profiles: Sequence[Profile]) -> None:
+    """Write `network.onnx`, its weights, config and tokenizer.
+
+    Args:
+        folder: made if need be.
+        values: the model.
+        options: type and cache.
+        profiles: that fit the model: the cache has room for them.
+    """
+    import onnx_ir as ir
+    import torch
+
+    from quantkit.bundle import stopping_when_full
+    from quantkit.export._dialect_tensorrt import Dialect
+    from quantkit.export._keep_few import keep_few
+    from quantkit.export._trace import trace
+    from quantkit.export.checkpoint import carried
+    from quantkit.model.weights import write_atomic
+
+    source = values.source
+    decoder = source.kind == "decoder"
+    traced = trace(
+        values.skeleton,
+        "decoder" if decoder else "encoder",
+        floats=getattr(torch, options.type),
+        positions=decoder,
+    )
+    dialect = Dialect(
+        traced,
+        dialect_weights(values),
+        quantized=values.quantized,
+        type=options.type,
+        cache=options.cache,
+        capacity=options.capacity or capacity(profiles, _context(values)),
+        stored_cache=_cache_scales(values),
+    )
+    model = dialect.apply()
+    if decoder:
+        keep_few(model, optional=False)
+    model.metadata_props.update({"quantkit.kind": source.kind, "quantkit.type": options.type})
+    folder.mkdir(parents=True, exist_ok=True)
+    with stopping_when_full(folder):
+        ir.save(model, folder / NETWORK, external_data=DATA, size_threshold_bytes=_EXTERNAL, max_workers=1)
+    for path, name in carried(source.path):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / name, [path.read_bytes()])
+    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
+    write_atomic(folder / "config.json", [(json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()])
+
+
+def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None = None) -> Path:
+    """Build the engine of `folder/network.onnx` beside it.
+
+    Returns:
+        `NAME.engine`; `NAME.json` stands beside it.
+
+    Raises:
+        InputError: the build's own (`quantkit.export._engine.build`).
+    """
+    from quantkit.export import _engine
+    from quantkit.model.weights import write_atomic
+    from quantkit.plan import machine
+
+    library = load(options.library)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    inputs = inputs_of(folder / NETWORK)
+    kind = "decoder" if any(name.startswith("past_key_values.") for name in inputs) else "encoder"
+    profiles, _ = fitted(options.profiles, kind=kind, context=context_of(config))
+    gpus, _ = machine.gpus()
+    gpu = "" if library.ahead_of_time or not gpus else str(gpus[0]["name"])
+    sm = [options.sm] if library.ahead_of_time and options.sm else [str(gpus[0]["sm"])] if gpus else []
+    stem = f"sm{''.join(sm).replace('.', '')}"
+    flags: dict[str, Any] = {
+        "workspace": options.workspace,
+        "optimization_level": options.optimization_level,
+        "version_compatible": options.version_compatible,
+        "hardware_compatible": options.hardware_compatible,
+    }
+    made = shapes(inputs, profiles)
+    cache = _engine.timing_cache(library, gpu, flags)
+    built = _engine.build(
+        _engine.Job(
+            network=str(folder / NETWORK),
+            engine=str(folder / f"{stem}.engine"),
+            library=options.library,
+            sm=sm,
+            gpu=gpu,
+            profiles=made,
+            timing_cache=None if cache is None else str(cache),
+            seconds=options.build_timeout,
+            **flags,
+        ),
+        progress=progress,
+    )
+    record = {**built.model_dump(mode="json"), "options": flags, "profiles": [each.model_dump() for each in made]}
+    write_atomic(folder / f"{stem}.json", [(json.dumps(record, indent=2) + "\n").encode()])
+    return folder / f"{stem}.engine"
+
+
+def _demand(options: TensorrtOptions) -> None:
+    for package in ("onnx", "onnx_ir", "onnxscript", "onnxruntime"):
+        try:
+            __import__(package)
+        except ImportError:
+            raise MissingDependency(package, extra="compile", purpose="a TensorRT network") from None
+    if not options.engine:
+        return
+    library = load(options.library)
+    if library.ahead_of_time:
+        if options.sm is None:
+            raise InputError(
+                "gpu-absent",
+                where="export tensorrt",
+                value="no compute capability",
+                rule="an engine is built for one kind of GPU",
+                remedy="--target rtx-4090, or another GPU",
+            )
+        if options.sm not in library.capabilities():
+            raise unsupported(library, options.sm)
+        return
+    from quantkit.plan import machine
+
+    gpus, why = machine.gpus()
+    if not gpus:
+        raise InputError(
+            "gpu-absent",
+            where=f"{library.name} {library.version}",
+            value=why,
+            rule="TensorRT builds on the GPU that will run the engine",
+            remedy="--set tensorrt.engine=false keeps the network; `quantkit export BUNDLE --to tensorrt` builds there",
+        )
+    if options.sm is not None and str(gpus[0]["sm"]) != options.sm:
+        raise InputError(
+            "gpu-other",
+            where=str(gpus[0]["name"]),
+            value=f"SM {gpus[0]['sm']}",
+            rule=f"the target is SM {options.sm}",
+            remedy="build on the target's GPU, or choose the target of this one",
+        )
+
+
+def _context(values: Values) -> int:
+    return context_of(values.source.config)
+
+
+def _cache_scales(values: Values) -> CacheScales | None:
+    from quantkit.export._dialect_tensorrt import CacheScales
+
+    how = values.run_time
+    if how.cache is None:
+        return None
+    scales = {
+        layer: (float(keys.scale.float().reshape(-1)[0]), float(own.scale.float().reshape(-1)[0]))
+        for layer, (keys, own) in how.cache_scales.items()
+    }
+    return CacheScales(how.cache.format, scales)
+
+
+EXPORT = Tensorrt()

@@ -1,0 +1,86 @@
+"""Two libraries with one interface: TensorRT (builds for the GPU at hand) and TensorRT-RTX (builds ahead of time).
+
+Everything that differs between them, and between versions 10 and 11, stands here: networks are strongly typed in all of
+them, so there are no precision flags; TensorRT-RTX is told the compute capabilities and has no timing cache.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quantkit.errors import InputError, MissingDependency
+
+Name = Literal["tensorrt", "tensorrt_rtx"]
+NAMES: tuple[Name, ...] = ("tensorrt_rtx", "tensorrt")
+
+
+@dataclass(frozen=True)
+class Library:
+    """One of the two, imported.
+
+    Args:
+        name: of its module.
+        api: the module.
+    """
+
+    name: Name
+    api: Any
+
+    @property
+    def version(self) -> str:
+        """`1.7.1.116`."""
+        return str(self.api.__version__)
+
+    @property
+    def ahead_of_time(self) -> bool:
+        """Whether it builds for a GPU that is not there."""
+        return self.name == "tensorrt_rtx"
+
+    def capabilities(self) -> list[str]:
+        """Compute capabilities that it builds for ahead of time, rising: `8.9`; [] where it builds for the GPU here."""
+        if not self.ahead_of_time:
+            return []
+        found = [re.fullmatch(r"SM(\d+)(\d)", name) for name in dir(self.api.ComputeCapability)]
+        numbers = [(int(match[1]), int(match[2])) for match in found if match]
+        return [f"{major}.{minor}" for major, minor in sorted(numbers)]
+
+    def network(self, builder: Any) -> Any:
+        """An empty network, strongly typed. Version 11 knows no other."""
+        flag = getattr(self.api.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+        return builder.create_network(0 if flag is None else 1 << int(flag))
+
+    def aim(self, config: Any, capabilities: Sequence[str]) -> None:
+        """Say which GPUs an engine is for. Raises InputError `sm-unsupported`."""
+        if not self.ahead_of_time:
+            return
+        known = self.capabilities()
+        for each in capabilities:
+            if each not in known:
+                raise unsupported(self, each)
+        config.num_compute_capabilities = len(capabilities)
+        for place, each in enumerate(capabilities):
+            config.set_compute_capability(getattr(self.api.ComputeCapability, "SM" + each.replace(".", "")), place)
+
+
+def unsupported(library: Library, capability: str) -> InputError:
+    """The refusal of a GPU that a library does not build for."""
+    return InputError(
+        "sm-unsupported",
+        where=f"SM {capability}",
+        value=f"{library.name} {library.version} builds for {', '.join(library.capabilities())}",
+        rule="an engine is built for a GPU that the library lists",
+        remedy="a target whose runtimes list `tensorrt`, built on its own GPU; or another export",
+    )
+
+
+def load(name: Name) -> Library:
+    """Import one. Raises MissingDependency."""
+    try:
+        api = importlib.import_module(name)
+    except (ImportError, OSError):  # bindings without their shared library
+        raise MissingDependency(name, extra="tensorrt", purpose="a TensorRT engine") from None
+    return Library(name, api)
