@@ -105,7 +105,12 @@ def load(path: str | Path) -> Bundle:
 
 
 def measure(
-    bundle: Bundle | str | Path, baseline: str | None = None, runtime: str | None = None
+    bundle: Bundle | str | Path,
+    baseline: str | None = None,
+    runtime: str | None = None,
+    *,
+    calibration: str | None = None,
+    speed: bool = True,
 ) -> list[dict[str, Any]]:
     """Measure a bundle's accuracy, size and speed again; the rows also go into its `measurements.jsonl`.
 
@@ -113,8 +118,12 @@ def measure(
         bundle: or its path.
         baseline: the model to compare with; None is the one it was made from.
         runtime: `torch` or `onnxruntime` (speed too); None is onnxruntime where the bundle has a graph.
+        calibration: the set to score on, its `eval` split; None is the bundle's own.
+        speed: time it too, where the runtime is onnxruntime.
     """
     from quantkit.pipeline import measure_bundle
 
     opened = load(bundle) if isinstance(bundle, str | Path) else bundle
-    return [row.as_dict() for row in measure_bundle(opened, baseline, runtime=runtime)]
+    return [
+        row.as_dict() for row in measure_bundle(opened, baseline, runtime=runtime, calibration=calibration, speed=speed)
+    ]

@@ -22,6 +22,9 @@ def measure(
         ),
     ] = None,
     runtime: Runtime = None,
+    calibration: Annotated[
+        str | None, typer.Option(metavar="NAME|PATH", help="The set to score on; default: the bundle's own.")
+    ] = None,
     batch: Annotated[
         str | None, typer.Option(metavar="N,N,…", help="Batches to time; default: the target's, up to 32.")
     ] = None,
@@ -36,20 +39,28 @@ def measure(
     from quantkit import registry
     from quantkit.measure.latency import Plan
     from quantkit.pipeline.gates import failed_gate
+    from quantkit.pipeline.graph_again import holds_graph
     from quantkit.pipeline.measure import batches_of, default_runtime, measure_bundle, with_changes
+    from quantkit.pipeline.worth import RUNTIME
     from quantkit.pipeline.worth import quick as few
     from quantkit.report import figures, terminal
 
     opened = quantkit.load(bundle)
     chosen = runtime or default_runtime(opened)
-    if not hasattr(registry.load("runtimes", chosen, where="--runtime"), "open"):
+    if not hasattr(registry.load("runtimes", chosen, where="--runtime"), "open") or (
+        holds_graph(opened) and chosen != RUNTIME
+    ):
         rule = "it is a runtime that bundles are scored in"
-        raise InputError("runtime-unsupported", where="--runtime", value=chosen, rule=rule, remedy="use torch")
+        raise InputError(
+            "runtime-unsupported", where="--runtime", value=chosen, rule=rule, remedy=f"use {default_runtime(opened)}"
+        )
     plan = few(opened.manifest.model.kind) if quick else Plan(batches=batches_of(opened))
     plan = with_changes(plan, batches(batch), seconds)
     with showing() as progress:
         progress.begin(f"measuring {bundle}", 60.0)
-        rows = measure_bundle(opened, baseline, progress, runtime=chosen, plan=plan, speed=speed)
+        rows = measure_bundle(
+            opened, baseline, progress, runtime=chosen, calibration=calibration, plan=plan, speed=speed
+        )
     opened = quantkit.load(bundle)
     notes = figures.notes(opened.manifest)
     verdict = opened.manifest.verdict

@@ -9,9 +9,12 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from quantkit.graph.fuse._fused import name_of
-
 Array = NDArray[Any]
+
+
+def name_of(node: ir.Node) -> str:
+    """A node's name; that of its first output where it has none."""
+    return node.name or (node.outputs[0].name if node.outputs else None) or node.op_type
 
 
 def constant(value: ir.Value | None) -> Array | None:

@@ -17,6 +17,7 @@ from quantkit.errors import GateError, InputError, did_you_mean, from_validation
 from quantkit.measure.rows import Row
 from quantkit.measure.size import folder_of
 from quantkit.pipeline import worth
+from quantkit.pipeline.graph_again import holds_graph
 from quantkit.pipeline.progress import Progress
 from quantkit.report import usage
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
@@ -79,6 +80,14 @@ def export_bundle(
     """
     progress = progress or Progress()
     exporter = registry.load("export", to, where="--to")
+    if holds_graph(bundle):
+        raise InputError(
+            "export-graph",
+            where=str(bundle.path),
+            value="compiled from an ONNX graph",
+            rule="exports are added from a bundle's checkpoint, and no checkpoint holds a graph",
+            remedy="give onnx/model.onnx to the runtime as it is",
+        )
     if not hasattr(exporter, "add"):
         raise InputError(
             "export-unsupported",

@@ -76,6 +76,7 @@ def compile_graph(
     """
     started, begun = time.perf_counter(), time.process_time()
     prepared = prepare(request, path, ref, name, alias)
+    request = prepared.request
     progress.plan({"ranges": 5.0, "codes": 60.0, "score": 10.0, "speed": SECONDS})
     if request.strict:
         refuse(prepared.decisions)

@@ -126,6 +126,8 @@ def speed(
     from quantkit.measure.speed_graph import Job, Side, run
 
     sizes = [samples.batch] if samples.batch else list(batches)
+    if samples.batch:
+        progress.note(f"the graph takes {samples.batch} samples at a time, so it is timed at batch {samples.batch}")
     with tempfile.TemporaryDirectory(prefix="quantkit-speed-") as folder:
         file = Path(folder) / "samples.npz"
         np.savez(file, allow_pickle=False, **samples.first(max(sizes)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +13,7 @@ from quantkit.errors import InputError
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.graph_measure import Cost, cost
 from quantkit.pipeline.request import Request, default_out
-from quantkit.recipe import Recipe
+from quantkit.recipe import ExportStep, Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 if TYPE_CHECKING:
@@ -102,6 +102,12 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
         reason = f"{sliding} convolutions sum over space: one scale and one zero point for all that comes in"
         decisions.append(decision("activations", "by-tensor", graph.name, reason, activations.granularity, "tensor"))
     decisions += [decision("calibrate", NOTE, each.name, note) for each in (calib, scoring) for note in each.notes]
+    others = [step.name for step in recipe.export if step.name != "onnx"]
+    if others:
+        reason = f"a graph becomes onnx/model.onnx alone, no {', '.join(others)}"
+        decisions.append(decision("export", NOTE, graph.name, reason))
+        recipe = recipe.model_copy(update={"export": [ExportStep(name="onnx", options={"dialect": "onnxruntime"})]})
+        request = replace(request, recipe=recipe)
     out = request.out or default_out(graph.name, recipe.name, resume=request.resume)
     costs = cost(graph.model, found, feed)
     return Prepared(request, graph, ref, chosen, calib, scoring, costs, out, decisions)

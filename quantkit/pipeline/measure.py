@@ -26,6 +26,7 @@ from quantkit.measure.rows import Row, read_rows
 from quantkit.measure.size import folder_of, size_rows
 from quantkit.pipeline import worth
 from quantkit.pipeline.gates import judge
+from quantkit.pipeline.graph_again import holds_graph, measure_graph
 from quantkit.pipeline.progress import Progress
 from quantkit.plan import machine
 from quantkit.recipe import Gates, Recipe
@@ -70,6 +71,7 @@ def measure_bundle(
     progress: Progress | None = None,
     *,
     runtime: str | None = None,
+    calibration: str | None = None,
     plan: Plan | None = None,
     speed: bool = True,
 ) -> list[Row]:
@@ -80,6 +82,7 @@ def measure_bundle(
         baseline: a model, or a bundle's path; None is the model it was made from, if that can be found by its name.
         progress: told how far it is.
         runtime: `torch` (accuracy and size) or `onnxruntime` (speed too); None is `default_runtime`.
+        calibration: the set whose `eval` split scores; None is the bundle's own.
         plan: shapes and seconds of the timing; its batches default to the target's, up to 32.
         speed: whether to time it, in onnxruntime.
 
@@ -88,14 +91,6 @@ def measure_bundle(
         MissingDependency: of the runtime.
     """
     progress = progress or Progress()
-    if bundle.manifest.model.kind == "vision" and not (bundle.model_folder / "config.json").is_file():
-        raise InputError(
-            "measure-graph",
-            where=str(bundle.path),
-            value="a bundle of an ONNX graph",
-            rule="its compile scores and times it; measuring it again is not there yet",
-            remedy="compile it again, into another --out",
-        )
     runtime = runtime or default_runtime(bundle)
     runner = registry.load("runtimes", runtime)
     runner.folder(bundle)
@@ -106,6 +101,10 @@ def measure_bundle(
         from quantkit.measure.speed import demand
 
         demand()
+    if holds_graph(bundle):
+        found, subject = measure_graph(bundle, baseline, progress, calibration=calibration, plan=plan, timed=timed)
+        _keep(bundle, found, None, runtime, subject, progress)
+        return found
     against = _against(bundle, baseline, timed=timed)
     chosen = plan or Plan(batches=batches_of(bundle))
     stages = {"score": 60.0} if against.stream is not None else {}
@@ -113,16 +112,16 @@ def measure_bundle(
     rows: list[Row] = []
     items: Items | None = None
     if against.stream is not None:
-        rows, items = _accuracy(bundle, against, against.stream, runtime, progress)
+        rows, items = _accuracy(bundle, against, against.stream, runtime, calibration, progress)
     if timed:
         try:
             rows += _speed(bundle, against, chosen, progress)
         except QuantkitError:
             if rows:
-                _keep(bundle, rows, items, runtime, against, progress)
+                _keep(bundle, rows, items, runtime, against.subject, progress)
                 progress.note("accuracy and size were measured and kept; speed was not measured")
             raise
-    _keep(bundle, rows, items, runtime, against, progress)
+    _keep(bundle, rows, items, runtime, against.subject, progress)
     return rows
 
 
@@ -208,7 +207,12 @@ def _config(bundle: Bundle) -> dict[str, Any]:
 
 
 def _accuracy(
-    bundle: Bundle, against: _Against, original: StreamedModel, runtime: str, progress: Progress
+    bundle: Bundle,
+    against: _Against,
+    original: StreamedModel,
+    runtime: str,
+    calibration: str | None,
+    progress: Progress,
 ) -> tuple[list[Row], Items | None]:
     from quantkit.measure import score
     from quantkit.pipeline import tokens
@@ -216,10 +220,11 @@ def _accuracy(
     manifest = bundle.manifest
     candidate = registry.load("runtimes", runtime).open(bundle.path)
     recipe = Recipe.from_dict(manifest.recipe, name=str(manifest.recipe["name"]))
-    chosen = recipe.calibration.set
+    chosen = calibration or recipe.calibration.set
     if chosen.startswith("path:"):
         progress.note(f"{chosen.removeprefix('path:')} is not in the bundle: scored on prose-en")
-        recipe = recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update={"set": "prose-en"})})
+        chosen = "prose-en"
+    recipe = recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update={"set": chosen})})
     _, scoring = tokens.load(recipe, original.source, calibrate=manifest.calibration is not None, decisions=[])
     rows, items = score.rows(
         original,
@@ -280,7 +285,7 @@ def _options(bundle: Bundle) -> dict[str, Any]:
 
 
 def _keep(
-    bundle: Bundle, rows: Sequence[Row], items: Items | None, runtime: str, against: _Against, progress: Progress
+    bundle: Bundle, rows: Sequence[Row], items: Items | None, runtime: str, against: str, progress: Progress
 ) -> None:
     """Put new rows into a bundle; those against the model that it was made from decide anew, on page and card too.
 
@@ -298,15 +303,15 @@ def _keep(
             remedy="measure again, with nothing else at work on the bundle",
         )
     original = manifest.model.source.sha256
-    if against.subject != original:
+    if against != original:
         # rows that do not say what they are set against would pass for those of the original
         rows = [row for row in rows if row.baseline is not None]
     path = bundle.path / MEASUREMENTS
-    new = {_kind(row, against.subject) for row in rows}
+    new = {_kind(row, against) for row in rows}
     stored = read_rows(path) if path.is_file() else []
     together = [*(row for row in stored if _kind(row, original) not in new), *rows]
     files: dict[str, bytes | None] = {MEASUREMENTS: "".join(f"{row.line()}\n" for row in together).encode()}
-    if against.subject != original:
+    if against != original:
         bundle.put_all(files)
         return
     if items is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quantkit import registry
 from quantkit.bundle import Bundle, Check
 from quantkit.errors import MissingDependency
+from quantkit.pipeline.graph_again import holds_graph, reload_graph
 
 
 def reload(bundle: Bundle) -> tuple[list[Check], list[str]]:
@@ -16,6 +17,11 @@ def reload(bundle: Bundle) -> tuple[list[Check], list[str]]:
     except ImportError as problem:
         note = f"not loaded: {problem.name} is not installed (pip install 'quantkit[compile]'); files and hashes hold"
         return found, [note]
+    if holds_graph(bundle):
+        try:
+            return reload_graph(bundle), []
+        except (ImportError, MissingDependency) as problem:
+            return found, [f"not loaded: {problem} (pip install 'quantkit[compile]'); files and hashes hold"]
     notes = []
     for name in (next(iter(step)) for step in bundle.manifest.recipe.get("export", [])):
         try:

@@ -261,7 +261,7 @@ def relation(check: Check) -> str:
         return ""
     if check.limit == 0 and not check.name.startswith(_GATE):  # a count of what is wrong
         return "" if check.ok else f"{check.value:g} wrong"
-    sign = "≥" if check.name.endswith("_min") else "≤"
+    sign = "≥" if check.name.endswith("_min") or check.name.startswith("integer.") else "≤"
     if not check.ok:
         sign = {"≥": "<", "≤": ">"}[sign]
     unit = " points" if "_drop_" in check.name else ""

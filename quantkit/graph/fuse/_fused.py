@@ -36,11 +36,6 @@ class Fusion(Protocol):
         ...
 
 
-def name_of(node: ir.Node) -> str:
-    """A node's name; that of its first output where it has none."""
-    return node.name or (node.outputs[0].name if node.outputs else None) or node.op_type
-
-
 def nodes(model: ir.Model, *operators: str) -> Iterator[ir.Node]:
     """Nodes of ONNX's own operators, those of subgraphs (If, Loop) included, in order.
 

@@ -8,8 +8,8 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter import MatchContext, MatchResult, RewriteRule, RewriteRuleClassBase, RewriteRuleSet
 
-from quantkit.graph.fuse._fused import Fused, name_of
-from quantkit.graph.values import other_readers
+from quantkit.graph.fuse._fused import Fused
+from quantkit.graph.values import name_of, other_readers
 
 
 class Rule(RewriteRuleClassBase):  # type: ignore[misc]

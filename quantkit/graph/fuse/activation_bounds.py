@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.graph.fuse._fused import Fused, name_of, nodes
-from quantkit.graph.values import bypass, constant, scalar
+from quantkit.graph.fuse._fused import Fused, nodes
+from quantkit.graph.values import bypass, constant, name_of, scalar
 
 NAME = "activation_bounds"
 _CLIPS = ("Relu", "Clip", "Max", "Min")

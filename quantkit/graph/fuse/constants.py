@@ -18,8 +18,8 @@ import math
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from quantkit.graph.fuse._fused import Fused, name_of, nodes
-from quantkit.graph.values import constant
+from quantkit.graph.fuse._fused import Fused, nodes
+from quantkit.graph.values import constant, name_of
 
 LIMIT = 16_384
 # beyond this nothing is even computed to see whether it may stay

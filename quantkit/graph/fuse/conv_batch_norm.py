@@ -18,11 +18,12 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.graph.fuse._fused import Fused, name_of, nodes
+from quantkit.graph.fuse._fused import Fused, nodes
 from quantkit.graph.values import (
     Array,
     bypass,
     constant,
+    name_of,
     other_readers,
     per_channel,
     set_input,

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.graph.fuse._fused import Fused, name_of, nodes
+from quantkit.graph.fuse._fused import Fused, nodes
 from quantkit.graph.fuse._proof import Feeds, outputs
 from quantkit.graph.fuse.activation_bounds import bounds
-from quantkit.graph.values import Array, constant, set_input, why_not_constant
+from quantkit.graph.values import Array, constant, name_of, set_input, why_not_constant
 
 _HOMOGENEOUS = ("Relu", "LeakyRelu", "PRelu", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool")
 _SWEEPS = 20

@@ -16,8 +16,8 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from quantkit.graph.fuse import _rule
-from quantkit.graph.fuse._fused import Fused, name_of, nodes
-from quantkit.graph.values import other_readers, scalar
+from quantkit.graph.fuse._fused import Fused, nodes
+from quantkit.graph.values import name_of, other_readers, scalar
 
 _OPSET = 20
 _CLOSE = 1e-4

@@ -13,8 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from quantkit.graph.fuse import _rule
-from quantkit.graph.fuse._fused import Fused, name_of, nodes
-from quantkit.graph.values import constant, initializer
+from quantkit.graph.fuse._fused import Fused, nodes
+from quantkit.graph.values import constant, initializer, name_of
 
 # the axes of a Squeeze are an input since
 _OPSET = 13

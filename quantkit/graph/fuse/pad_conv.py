@@ -14,8 +14,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from quantkit.graph.fuse._fused import Fused, name_of, nodes
-from quantkit.graph.values import constant, scalar
+from quantkit.graph.fuse._fused import Fused, nodes
+from quantkit.graph.values import constant, name_of, scalar
 
 
 class PadConv:
