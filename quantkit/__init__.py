@@ -127,3 +127,7 @@ def measure(
     return [
         row.as_dict() for row in measure_bundle(opened, baseline, runtime=runtime, calibration=calibration, speed=speed)
     ]
+
+
+# under a name that importing the package quantkit.measure leaves alone
+measure_again = measure

@@ -10,7 +10,6 @@ import typer
 from quantkit.cli.answer import Answer
 from quantkit.cli.options import Calibration, Changes, Json, Model, Target, TrustRemoteCode
 from quantkit.cli.progress import showing
-from quantkit.errors import InputError
 
 
 def compile(  # noqa: A001 (the word of the command line)
@@ -55,17 +54,13 @@ def compile(  # noqa: A001 (the word of the command line)
         from quantkit.pipeline import compile_model, prepare
 
         if dry_run:
-            from quantkit.pipeline.compile import takes_graph
+            from quantkit.pipeline.compile import prepare_graph, takes_graph
             from quantkit.pipeline.dry_run import planned
+            from quantkit.pipeline.graph_plan import planned_graph
 
             if takes_graph(model):
-                raise InputError(
-                    "dry-run-graph",
-                    where=model,
-                    value="an ONNX graph",
-                    rule="it is opened, checked and calibrated in a minute or so; that is not planned before",
-                    remedy="leave --dry-run out",
-                )
+                plan = planned_graph(prepare_graph(request))
+                return Answer(plan, terminal.planned(plan), plan["decisions"], plan["notes"])
             prepared = prepare(request)
             plan = planned(prepared)
             return Answer(plan, terminal.planned(plan), plan["decisions"], list(prepared.source.notes))

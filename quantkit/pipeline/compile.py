@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit import registry
 from quantkit.bundle import (
@@ -46,6 +46,9 @@ from quantkit.pipeline.score import score_exports, unscored
 from quantkit.pipeline.strict import refuse
 from quantkit.pipeline.worth import decide, try_to_time
 from quantkit.plan import machine
+
+if TYPE_CHECKING:
+    from quantkit.pipeline.graph_prepared import Prepared as PreparedGraph
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
     """
     progress = progress or Progress()
     if takes_graph(request.model):
-        return _compile_graph(request, ALIASES.get(request.model), progress)
+        return _compile_graph(request, progress)
     started = time.perf_counter()
     prepared = prepare(request)
     expected = estimate(prepared)
@@ -127,18 +130,29 @@ def takes_graph(model: str) -> bool:
     return is_graph(model) or (alias is not None and alias.kind == "vision")
 
 
-def _compile_graph(request: Request, alias: Alias | None, progress: Progress) -> Compiled:
-    """What is no transformers model: a float ONNX graph."""
+def prepare_graph(request: Request) -> PreparedGraph:
+    """What is no transformers model, opened and found good: a float ONNX graph. Raises InputError."""
+    from quantkit.pipeline.graph_prepared import prepare
+
+    return prepare(request, *_located(request))
+
+
+def _compile_graph(request: Request, progress: Progress) -> Compiled:
     from quantkit.pipeline.graph import compile_graph
 
-    if alias is not None:
-        path = materialize(alias) / "model.onnx"
-        found = compile_graph(request, path, f"alias:{alias.name}", alias.name, progress, alias)
-    else:
-        path = Path(request.model).expanduser()
-        ref = f"{REF}{request.module}" if request.module else f"path:{path.name}"
-        found = compile_graph(request, path, ref, (request.module or path.stem), progress)
+    path, ref, name, alias = _located(request)
+    found = compile_graph(request, path, ref, name, progress, alias)
     return Compiled(found.bundle, found.rows, found.seconds, machine.peak_bytes(), found.warnings)
+
+
+def _located(request: Request) -> tuple[Path, str, str, Alias | None]:
+    """(the file of a graph, what a manifest calls it, what a bundle is named after, its alias)."""
+    alias = ALIASES.get(request.model)
+    if alias is not None:
+        return materialize(alias) / "model.onnx", f"alias:{alias.name}", alias.name, alias
+    path = Path(request.model).expanduser()
+    ref = f"{REF}{request.module}" if request.module else f"path:{path.name}"
+    return path, ref, request.module or path.stem, None
 
 
 def _finished(bundle: Bundle, prepared: Prepared) -> Compiled:

@@ -32,7 +32,8 @@ from quantkit.measure.rows import Row, write_rows
 from quantkit.measure.size import size_rows
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.gates import judge
-from quantkit.pipeline.graph_measure import SECONDS, Timed, scored, speed
+from quantkit.pipeline.graph_measure import Timed, scored, speed
+from quantkit.pipeline.graph_plan import seconds as seconds_of
 from quantkit.pipeline.graph_prepared import Prepared, prepare
 from quantkit.pipeline.graph_quantized import MODEL, Quantized
 from quantkit.pipeline.manifest import manifest_of, with_documents
@@ -77,7 +78,7 @@ def compile_graph(
     started, begun = time.perf_counter(), time.process_time()
     prepared = prepare(request, path, ref, name, alias)
     request = prepared.request
-    progress.plan({"ranges": 5.0, "codes": 60.0, "score": 10.0, "speed": SECONDS})
+    progress.plan(seconds_of(prepared))
     if request.strict:
         refuse(prepared.decisions)
     build = Build.open(prepared.out, _fingerprint(prepared), resume=request.resume)

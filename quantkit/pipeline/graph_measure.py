@@ -34,10 +34,12 @@ class Cost:
     Args:
         macs: site -> multiply-accumulates.
         outputs: numbers that come out.
+        inner: numbers that products make on the way.
     """
 
     macs: Mapping[str, int]
     outputs: int
+    inner: int
 
 
 def cost(model: ir.Model, sites: Sequence[Site], feed: Feed) -> Cost:
@@ -47,7 +49,8 @@ def cost(model: ir.Model, sites: Sequence[Site], feed: Feed) -> Cost:
     shown = Runner(model, [site.output for site in sites])(feed)
     samples = len(next(iter(feed.values())))
     macs = {site.name: site.macs(shown[site.output].shape, samples) for site in sites}
-    return Cost(macs, sum(shown[str(value.name)].size // samples for value in model.graph.outputs))
+    outputs = sum(shown[str(value.name)].size for value in model.graph.outputs)
+    return Cost(macs, outputs // samples, sum(shown[site.output].size for site in sites) // samples)
 
 
 def scored(

@@ -23,7 +23,7 @@ MODEL, DATA = "model.onnx", "model.onnx.data"
 # samples of one run
 BATCH = 8
 # samples that codes are solved on: each site runs all of them
-_SOLVING = 64
+SOLVING = 64
 # what integer kernels may differ by from the pairs as they are written: codes that lie between two go either way
 _RELOAD_LIMIT = 0.05
 _INTEGER_SHARE = 0.95
@@ -69,7 +69,7 @@ class Quantized:
             model,
             made,
             sites,
-            feeds[: max(1, _SOLVING // (prepared.calib.batch or BATCH))],
+            feeds[: max(1, SOLVING // (prepared.calib.batch or BATCH))],
             self.weights,
             self.ranges,
             self.placement,

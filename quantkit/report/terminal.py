@@ -210,6 +210,9 @@ def planned(plan: Mapping[str, Any]) -> list[RenderableType]:
         more = f" and {len(plan['kept']) - 3} more" if len(plan["kept"]) > 3 else ""
         lines.append(Text(f"{len(plan['kept'])} kept as they are: {', '.join(plan['kept'][:3])}{more}"))
     table.add_row("layers", _lines(lines) if lines else Text("none is quantized", _DIM))
+    if macs := plan.get("macs"):
+        share = words.percent(macs["quantized"] / macs["all"])
+        table.add_row("products", f"{macs['all']:,} multiply-accumulates a sample, {share} of them in integers")
     table.add_row("passes", _lines([Text(_call(step)) for step in plan["passes"]]) if plan["passes"] else "none")
     seen = plan["calibration"]
     table.add_row("calibrates on", _tokens(seen) if seen else "nothing: no pass looks at data")
@@ -333,7 +336,9 @@ def _call(step: Mapping[str, Any]) -> str:
 def _tokens(tokens: Mapping[str, Any]) -> str:
     if "pairs" in tokens:
         return f"{tokens['set']} ({tokens['split']}), {tokens['pairs']} pairs"
-    return f"{tokens['set']} ({tokens['split']}), {tokens['samples']} sequences of {tokens['tokens']} tokens"
+    # of a graph, samples are not cut into tokens
+    what = f"sequences of {tokens['tokens']} tokens" if "tokens" in tokens else "samples"
+    return f"{tokens['set']} ({tokens['split']}), {tokens['samples']} {what}"
 
 
 def _pairs() -> Table:

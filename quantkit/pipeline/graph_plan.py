@@ -1,0 +1,106 @@
+"""What the compile of a graph would do and take: the result of `--dry-run`, and the seconds that progress begins with.
+
+Times are guesses from multiply-accumulates, at the rate of an ordinary core, and from what starting a session of ONNX
+Runtime takes for every product that is solved; space is reckoned from shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantkit.calibrate.inputs import InputSet
+from quantkit.pipeline.graph_measure import RUNTIME, SECONDS
+from quantkit.pipeline.graph_prepared import Prepared, schemes
+from quantkit.pipeline.graph_quantized import BATCH, SOLVING
+from quantkit.pipeline.worth import runs_here
+from quantkit.plan import machine
+from quantkit.report import figures
+
+# multiply-accumulates a second of a core in float32; what Python with torch and ONNX Runtime takes
+_RATE = 10e9
+_INTERPRETER = 0.55e9
+# two sessions and the clones of the graph for one product
+_SESSIONS = 0.15
+# numbers of inner tensors that are looked at, and what is held of them at once
+_SCANNED, _HELD = 60e6, 3
+# how often the weights are in memory: the file, the graph, a clone, and a session of it
+_COPIES = 5
+_CEILINGS = 12.0
+# bytes of a node in a file; of a product's quantizers and their names
+_NODE, _SITE = 200, 1500
+
+
+def seconds(prepared: Prepared) -> dict[str, float]:
+    """By stage, in order."""
+    _, activations = schemes(prepared.request.recipe)
+    macs, inner = sum(prepared.cost.macs.values()), prepared.cost.inner
+    rate = _RATE * machine.cores()
+    solved, sites = min(SOLVING, len(prepared.calib)), len(prepared.sites)
+    found = {}
+    if not activations.dynamic:
+        found["ranges"] = 1.0 + len(prepared.calib) * (macs / rate + inner / _SCANNED)
+    # every product runs the graph up to it, twice
+    found["codes"] = sites * (_SESSIONS + solved * (macs / rate + inner / max(sites, 1) / _SCANNED))
+    found["score"] = 1.0 + 2 * len(prepared.scoring) * macs / rate
+    if prepared.request.speed and runs_here(prepared.request.target):
+        found["speed"] = SECONDS + _CEILINGS
+    return found
+
+
+def planned_graph(prepared: Prepared) -> dict[str, Any]:
+    """What a compile would do, as JSON; keys as of `dry_run.planned`, and multiply-accumulates of one sample."""
+    graph, recipe = prepared.graph, prepared.request.recipe
+    weights, activations = schemes(recipe)
+    macs, chosen = prepared.cost.macs, {site.name: site for site in prepared.sites}
+    numbers = sum(site.weight.size for site in chosen.values())
+    scales = sum(site.weight.shape[site.rows] if weights.granularity == "channel" else 1 for site in chosen.values())
+    # codes are bytes, whatever they hold; of each row a scale and a sum of biases
+    stored = [value.const_value for value in graph.model.graph.initializers.values() if value.const_value is not None]
+    bundle = sum(tensor.nbytes for tensor in stored) - 3 * numbers + 12 * scales
+    bundle += _NODE * len(graph.model.graph) + _SITE * len(chosen)
+    return {
+        "model": {
+            "name": graph.name,
+            "ref": prepared.ref,
+            "kind": "graph",
+            "dtype": "float32",
+            "was": None,
+            "bytes": graph.bytes,
+        },
+        "recipe": recipe.name,
+        "target": prepared.request.target.name,
+        "schemes": [
+            {
+                "scheme": figures.scheme_of(weights.model_dump(mode="json")),
+                "activations": activations.model_dump(mode="json", exclude_none=True),
+                "layers": len(chosen),
+                "bits_per_weight": (8 * numbers + 32 * scales) / numbers,
+            }
+        ],
+        "kept": [name for name in macs if name not in chosen],
+        "macs": {"quantized": sum(macs[name] for name in chosen), "all": sum(macs.values())},
+        "passes": recipe.as_dict()["passes"],
+        "export": recipe.as_dict()["export"],
+        "calibration": _samples(prepared.calib),
+        "scoring": _samples(prepared.scoring),
+        "seconds": seconds(prepared),
+        "memory_bytes": round(_INTERPRETER + _COPIES * graph.bytes + _inputs(prepared) + _activations(prepared)),
+        "disk_bytes": {"bundle": round(bundle), "work": 0, "cache": 0},
+        "out": str(prepared.out),
+        "runtime": RUNTIME,
+        "decisions": [each.model_dump(mode="json", by_alias=True) for each in prepared.decisions],
+        "notes": list(graph.notes),
+    }
+
+
+def _inputs(prepared: Prepared) -> int:
+    return sum(array.nbytes for data in (prepared.calib, prepared.scoring) for array in data.arrays.values())
+
+
+def _activations(prepared: Prepared) -> float:
+    """Of one feed: what is shown of it at once."""
+    return 4.0 * _HELD * prepared.cost.inner * (prepared.calib.batch or BATCH)
+
+
+def _samples(data: InputSet) -> dict[str, Any]:
+    return {"set": data.name, "split": data.split, "samples": len(data)}

@@ -1,0 +1,135 @@
+"""A bundle of a graph, finished: verified, measured again, shown, and what is asked of it that it cannot be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import networks
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+import quantkit
+from quantkit import cli
+from quantkit.errors import InputError
+from quantkit.pipeline.reload import reload
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a graph, a set, another set, and the bundle of the first two."""
+    folder = tmp_path_factory.mktemp("again")
+    networks.write(folder / "tiny.onnx")
+    networks.image_set(folder / "set.npz", 120)
+    np.savez(folder / "other.npz", images=networks.images(60, seed=5))
+    quantkit.compile(
+        str(folder / "tiny.onnx"), "int8", calibration=folder / "set.npz", out=folder / "bundle", speed=False
+    )
+    return folder
+
+
+@pytest.fixture
+def bundle(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "bundle", tmp_path / "bundle"))
+
+
+def test_it_is_loaded_again_and_its_kernels_looked_at(bundle: Path) -> None:
+    checks, notes = reload(quantkit.load(bundle))
+    assert not notes
+    assert {check.name: check.ok for check in checks} == {
+        "scales.finite": True,
+        "layers.stored": True,
+        "integer.layers": True,
+    }
+    model = ir.load(bundle / "onnx" / "model.onnx")
+    name = next(name for name in model.graph.initializers if name.endswith(".weight.scale"))
+    scale = model.graph.initializers[name].const_value.numpy().copy()  # type: ignore[union-attr]
+    scale[0] = np.nan
+    model.graph.initializers[name].const_value = ir.tensor(scale, name=name)
+    ir.save(model, bundle / "onnx" / "model.onnx")
+    failed = [check for check in reload(quantkit.load(bundle))[0] if not check.ok]
+    assert ("scales.finite", name) in [(check.name, check.where) for check in failed]
+
+
+def test_it_is_scored_again_on_a_named_set(made: Path, bundle: Path) -> None:
+    before = {row["name"]: row for row in quantkit.load(bundle).measurements}
+    again: dict[str, Any] = {"speed": False, "baseline": str(made / "tiny.onnx")}
+    rows = {row["name"]: row for row in quantkit.measure(bundle, calibration=str(made / "set.npz"), **again)}
+    for name in ("accuracy.top1", "accuracy.kl", "size.bytes"):
+        assert rows[name]["value"] == pytest.approx(before[name]["value"], abs=1e-6), name
+        assert rows[name]["baseline"]["subject"] == before[name]["baseline"]["subject"]
+    rows = {row["name"]: row for row in quantkit.measure(bundle, calibration=str(made / "other.npz"), **again)}
+    assert rows["accuracy.top1_agreement"]["data"]["set"] == "other.npz"
+    kept = quantkit.load(bundle)
+    seen = [row["data"]["set"] for row in kept.measurements if row["name"] == "accuracy.top1_agreement"]
+    assert seen and set(seen) == {"other.npz"}
+    assert all(check.ok for check in kept.verify())
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        ({}, "baseline-needed"),
+        ({"baseline": "tiny.onnx"}, "calibration-needed"),
+        ({"baseline": "bundle"}, "baseline-kind"),
+        ({"baseline": "none.onnx"}, "file-missing"),
+        ({"baseline": "tiny.onnx", "calibration": "fashion-mnist"}, "calibration-shape"),
+    ],
+)
+def test_what_is_missing_is_said(made: Path, bundle: Path, asked: dict[str, str], code: str) -> None:
+    given = {name: value if value == "fashion-mnist" else str(made / value) for name, value in asked.items()}
+    with pytest.raises(InputError) as caught:
+        quantkit.measure(bundle, speed=False, **given)  # type: ignore[arg-type]
+    assert caught.value.code == code, caught.value.line()
+
+
+def test_another_graph_is_no_baseline(made: Path, bundle: Path, tmp_path: Path) -> None:
+    model = ir.load(made / "tiny.onnx")
+    model.graph.inputs[0].name = "pictures"
+    ir.save(model, tmp_path / "other.onnx")
+    with pytest.raises(InputError, match="baseline-inputs"):
+        quantkit.measure(bundle, str(tmp_path / "other.onnx"), speed=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (["export", "BUNDLE", "--to", "onnx"], "export-graph"),
+        (["export", "BUNDLE", "--to", "checkpoint"], "export-graph"),
+        (["measure", "BUNDLE", "--runtime", "torch"], "runtime-unsupported"),
+        (["generate", "BUNDLE", "--prompt", "a"], "not-a-decoder"),
+        (["verify", "BUNDLE"], None),
+        (["show", "BUNDLE"], None),
+    ],
+)
+def test_every_command_has_an_answer(
+    bundle: Path, command: list[str], code: str | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    left = cli.run([str(bundle) if part == "BUNDLE" else part for part in command] + ["--json"])
+    answer = json.loads(capfd.readouterr().out)
+    assert (answer["error"] or {}).get("code") == code, answer["error"]
+    assert left == (2 if code else 0)
+
+
+def test_a_dry_run_says_what_a_compile_does(made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["compile", str(made / "tiny.onnx"), "--recipe", "int8", "--calibration", str(made / "set.npz")]
+    command += ["--out", str(tmp_path / "out"), "--dry-run"]
+    assert cli.run([*command, "--json"]) == 0
+    plan: dict[str, Any] = json.loads(capfd.readouterr().out)["result"]
+    assert not (tmp_path / "out").exists()
+    manifest = quantkit.load(made / "bundle").manifest
+    assert plan["schemes"][0]["layers"] == len(manifest.layers)
+    bits = sum(layer.bits_per_weight * np.prod(layer.shape) for layer in manifest.layers)
+    weights = sum(np.prod(layer.shape) for layer in manifest.layers)
+    assert plan["schemes"][0]["bits_per_weight"] == pytest.approx(bits / weights)
+    # a stem of 3 to 8 channels on 6 x 6, depthwise 3 x 3, pointwise, 8 to 6 classes
+    assert plan["macs"] == {"quantized": 36 * (27 * 8 + 9 * 8 + 8 * 8) + 8 * 6, "all": 36 * (27 * 8 + 136) + 48}
+    size = next(entry.bytes for entry in manifest.files if entry.path == "onnx/model.onnx")
+    assert plan["disk_bytes"]["bundle"] == pytest.approx(size, rel=0.5)
+    assert plan["scoring"]["samples"] == 12
+    assert plan["memory_bytes"] > 1e8 and plan["seconds"]["codes"] > 0
+    assert cli.run(command) == 0
+    assert "multiply-accumulates a sample" in " ".join(capfd.readouterr().out.split())
