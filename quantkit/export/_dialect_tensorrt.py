@@ -2,7 +2,8 @@
 
     Linear      MatMul with a weight [K, N] under DequantizeLinear (`_tensorrt_weights`); a pair before quantized inputs
     RMSNorm     RMSNormalization, computed in float32
-    Attention   Attention-24 (TensorRT's IAttention) with an additive mask; keys and values go into a cache
+    Attention   Attention-24 (TensorRT's IAttention) with an additive mask; spelled out where scores are capped, or
+                heads too few for its kernels. Keys and values go into a cache
 
 The cache is one of
 
@@ -16,7 +17,7 @@ padded on the left; the mask [batch, columns of the cache] has ones where tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +25,6 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.errors import InputError
 from quantkit.export._rewrite import Array, Rewriting
 from quantkit.export._tensorrt_weights import TYPES, Stored, stored
 
@@ -35,6 +35,8 @@ OPSET = 24
 Cache = Literal["in_place", "grown"]
 Floats = Literal["float16", "bfloat16"]
 FLOATS: Mapping[str, Any] = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+# TensorRT-RTX 1.7.1 has no kernel for one token of one sequence with fewer heads
+_FEWEST = 3
 # added to the scores of what is not to be seen; finite, since a row of padding sees nothing at all
 _HIDDEN = {"float16": -60000.0, "bfloat16": -1e9}
 
@@ -73,7 +75,7 @@ class Dialect(Rewriting):
         return found
 
     def apply(self) -> ir.Model:
-        """Rewrite everything; no placeholder is left. Raises InputError `attention-unsupported`."""
+        """Rewrite everything; no placeholder is left."""
         self._parameters()
         self._attention()
         self._norms()
@@ -148,14 +150,6 @@ class Dialect(Rewriting):
     def _attend(self, first: ir.Node, index: int, node: ir.Node) -> None:
         name = f"attention.{index}"
         query, key, value, mask, *past = node.inputs
-        if node.attributes["softcap"].as_float() > 0:
-            raise InputError(
-                "attention-unsupported",
-                where=name,
-                value="a soft cap on scores",
-                rule="TensorRT's IAttention has none",
-                remedy="export onnx or a checkpoint",
-            )
         window = node.attributes["window"].as_int()
         bias = self._mask(first, mask, window if self.traced.decoder else -1)
         present: list[ir.Value] = []
@@ -163,17 +157,56 @@ class Dialect(Rewriting):
             key, kept = self._remember(node, index, 0, key, past[0])
             value, also = self._remember(node, index, 1, value, past[1])
             present = [kept, also]
-        (heads,) = self._node(
-            node,
-            "Attention",
-            [query, key, value, bias],
-            [f"{name}/heads"],
-            scale=node.attributes["scale"].as_float(),
-        )
+        scale, softcap = node.attributes["scale"].as_float(), node.attributes["softcap"].as_float()
+        if softcap > 0 or node.attributes["heads"].as_int() < _FEWEST:
+            heads = self._spelled_out(node, name, [query, key, value, bias], softcap)
+        else:
+            (heads,) = self._node(node, "Attention", [query, key, value, bias], [f"{name}/heads"], scale=scale)
         (turned,) = self._node(node, "Transpose", [heads], [f"{name}/turned"], perm=[0, 2, 1, 3])
         flat = self._constant("flat", [0, 0, -1], np.int64)
         (output,) = self._node(node, "Reshape", [turned, flat], [f"{name}/output"])
         self._replace(node, [output, *present])
+
+    def _spelled_out(self, node: ir.Node, name: str, inputs: Sequence[ir.Value | None], softcap: float) -> ir.Value:
+        """softmax(cap(q kᵀ · scale) + bias) v in operators of their own, [B, H, S, D]; scores in float32."""
+        query, key, value, bias = inputs
+        heads, kv_heads = node.attributes["heads"].as_int(), node.attributes["kv_heads"].as_int()
+        # [B, G, H / G, S, D] by [B, G, 1, D, T]: queries of a group read one key
+        size = self._size(query)
+        split = self._constant(
+            f"attention/split/{heads}/{kv_heads}/{size}", [0, kv_heads, heads // kv_heads, -1, size], np.int64
+        )
+        (query,) = self._node(node, "Reshape", [query, split], [f"{name}/query"])
+        second = self._constant("attention/second", [2], np.int64)
+        (key,) = self._node(node, "Unsqueeze", [key, second], [f"{name}/keys"])
+        (value,) = self._node(node, "Unsqueeze", [value, second], [f"{name}/values"])
+        (turned,) = self._node(node, "Transpose", [key], [f"{name}/keys/turned"], perm=[0, 1, 2, 4, 3])
+        factor = self._constant(f"{name}.scale", node.attributes["scale"].as_float(), self.floats)
+        (query,) = self._node(node, "Mul", [query, factor], [f"{name}/query/scaled"])
+        (scores,) = self._node(node, "MatMul", [query, turned], [f"{name}/products"])
+        (scores,) = self._node(node, "Cast", [scores], [f"{name}/scores"], to=int(ir.DataType.FLOAT))
+        if softcap > 0:
+            cap = self._constant(f"{name}.softcap", softcap, np.float32)
+            (scores,) = self._node(node, "Div", [scores, cap], [f"{name}/scores/share"])
+            (scores,) = self._node(node, "Tanh", [scores], [f"{name}/scores/bounded"])
+            (scores,) = self._node(node, "Mul", [scores, cap], [f"{name}/scores/capped"])
+        first = self._constant("attention/first", [1], np.int64)
+        (wide,) = self._node(node, "Unsqueeze", [bias, first], [f"{name}/bias"])
+        (wide,) = self._node(node, "Cast", [wide], [f"{name}/bias/wide"], to=int(ir.DataType.FLOAT))
+        (scores,) = self._node(node, "Add", [scores, wide], [f"{name}/scores/masked"])
+        (shares,) = self._node(node, "Softmax", [scores], [f"{name}/shares"], axis=-1)
+        kind = int(ir.DataType.from_numpy(self.floats))
+        (shares,) = self._node(node, "Cast", [shares], [f"{name}/shares/rounded"], to=kind)
+        (mixed,) = self._node(node, "MatMul", [shares, value], [f"{name}/mixed"])
+        together = self._constant(f"attention/together/{heads}/{size}", [0, heads, -1, size], np.int64)
+        (found,) = self._node(node, "Reshape", [mixed, together], [f"{name}/heads"])
+        return found
+
+    def _size(self, query: ir.Value | None) -> int:
+        assert query is not None and query.shape is not None
+        size = query.shape[3]
+        assert isinstance(size, int)
+        return size
 
     def _remember(
         self, node: ir.Node, layer: int, which: int, new: ir.Value | None, past: ir.Value | None

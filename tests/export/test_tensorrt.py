@@ -63,7 +63,7 @@ def test_every_format_computes_what_was_decided_on(tmp_path: Path, form: str) ->
     assert "QuantizeLinear" not in operators
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt2", "bert"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gpt2", "bert"])
 def test_every_architecture_does(tmp_path: Path, name: str) -> None:
     made = network(tmp_path, name)
     assert all(check.ok for check in made.check().values())
@@ -235,6 +235,17 @@ def test_it_builds_without_a_gpu(tmp_path: Path, name: str, form: str) -> None:
     assert record["bytes"] == (folder / "sm89.engine").stat().st_size
     assert record["sm"] == ["8.9"]
     assert [each["name"] for each in record["profiles"]] == (["prefill"] if name == "bert" else ["decode", "prefill"])
+
+
+@pytest.mark.parametrize("cache", ["in_place", "grown"])
+def test_two_heads_of_one_token_build(tmp_path: Path, cache: str) -> None:
+    """TensorRT-RTX has no kernel of its own for so few."""
+    pytest.importorskip("tensorrt_rtx")
+    few = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    made = network(tmp_path, engine=True, sm="8.9", cache=cache, changes=few)
+    assert all(check.ok for check in made.check().values())
+    EXPORT.build(made.folder, made.options)
+    assert (made.folder / "engine" / "sm89.engine").is_file()
 
 
 @pytest.fixture(scope="module")
