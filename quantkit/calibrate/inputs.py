@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from quantkit import content
 from quantkit.calibrate.card import Sampling, Split
 from quantkit.calibrate.image_sources import pickled, unreadable
 from quantkit.calibrate.images import check_range, drawn, load_images, own_split
+from quantkit.calibrate.views import views
 from quantkit.errors import InputError
 from quantkit.model.preprocess import Preprocess
 
@@ -65,6 +66,7 @@ class InputSet:
         sha256: over names, types, shapes and little-endian bytes.
         batch: samples of a feed, where the graph takes no other number.
         notes: what was decided on the way, one sentence each; for the manifest.
+        clusters: [n], samples of one number are alike (`views`); None: each was drawn alone.
     """
 
     arrays: Feed
@@ -74,6 +76,7 @@ class InputSet:
     sha256: str
     batch: int | None = None
     notes: tuple[str, ...] = ()
+    clusters: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         """Samples."""
@@ -84,6 +87,16 @@ class InputSet:
         step = self.batch or size
         for first in range(0, len(self), step):
             yield {name: np.ascontiguousarray(array[first : first + step]) for name, array in self.arrays.items()}
+
+    def views(self, count: int, seed: int) -> InputSet:
+        """The samples and views of them (`calibrate.views`), where they are images of one or three channels."""
+        (name, images), *others = self.arrays.items()
+        channels = next((axis for axis in (1, 3) if images.ndim == 4 and images.shape[axis] in (1, 3)), None)
+        if count == 1 or others or channels is None or self.batch is not None:
+            return self
+        found, numbers = views(np.moveaxis(images, channels, 1), count, seed)
+        labels = None if self.labels is None else self.labels[numbers]
+        return replace(self, arrays={name: np.moveaxis(found, 1, channels)}, labels=labels, clusters=numbers)
 
     def first(self, size: int) -> Feed:
         """The first feed of these."""

@@ -58,11 +58,13 @@ class Codes:
         codes: [N, K] int8.
         scale: [N] float32, or [1] of the whole weight.
         bias: [N] float32, what is added to the sums; None where there is none.
+        alone: [N], what it would be if nothing before the product were quantized.
     """
 
     codes: Array
     scale: Array
     bias: Array | None = None
+    alone: Array | None = None
 
     def values(self) -> Array:
         """What the codes stand for, [N, K] float32."""
@@ -95,7 +97,7 @@ def insert(
     weights: Mapping[str, Codes],
     sites: Mapping[str, Site],
     *,
-    weight_type: WeightType = "uint8",
+    weight_type: WeightType | Mapping[str, WeightType] = "uint8",
 ) -> ir.Model:
     """A copy of the float graph with pairs, integer weights and biases.
 
@@ -105,13 +107,14 @@ def insert(
         ranges: of each of its tensors.
         weights: site's name -> codes; the other sites stay float.
         sites: by name, of `model`.
-        weight_type: see the module; unsigned ones never saturate.
+        weight_type: see the module; unsigned ones never saturate. Of all sites, or of each by its name.
     """
+    types = weight_type if isinstance(weight_type, Mapping) else dict.fromkeys(weights, weight_type)
     made = model.clone()
     nodes = {_key(node): node for node in made.graph}
     for name, found in weights.items():
         site = sites[name]
-        _weigh(made, nodes[_key(site.node)], site, found, ranges[_source(placement, site.input)], weight_type)
+        _weigh(made, nodes[_key(site.node)], site, found, ranges[_source(placement, site.input)], types[name])
     values = {str(value.name): value for value in made.graph.inputs}
     values |= {str(value.name): value for node in made.graph for value in node.outputs}
     for site in products(model):

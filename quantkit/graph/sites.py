@@ -107,12 +107,13 @@ def sites(model: ir.Model) -> list[Site]:
     return found
 
 
-def patches(site: Site, x: Array) -> Array:
+def patches(site: Site, x: Array, *, most: int | None = None) -> Array:
     """What the rows of a site's matrix are multiplied with.
 
     Args:
         site: a product.
         x: its input: [n, C, H, W] of a two-dimensional Conv, [..., K] else.
+        most: rows that are enough: of a two-dimensional Conv every second, third, ... place of both axes is taken.
 
     Returns:
         [groups, rows, K].
@@ -126,9 +127,15 @@ def patches(site: Site, x: Array) -> Array:
         x, kernel = x[:, :, None], (1, site.weight.shape[2])
     else:
         kernel = site.weight.shape[2:]
-    tensor = torch.from_numpy(np.ascontiguousarray(x))
-    tensor = torch.nn.functional.pad(tensor, given["pads"])
-    found = torch.nn.functional.unfold(tensor, kernel, dilation=given["dilations"], stride=given["strides"])
+    tensor = torch.nn.functional.pad(torch.from_numpy(np.ascontiguousarray(x)), given["pads"])
+    strides = given["strides"]
+    if most is not None and len(site.weight.shape) == 4:
+        places = math.prod(size // step for size, step in zip(tensor.shape[2:], strides, strict=True)) * len(x)
+        every = max(1, math.isqrt(places // most))
+        # from the middle of the first so many, or borders would weigh too much
+        tensor = tensor[:, :, every // 2 * strides[0] :, every // 2 * strides[1] :]
+        strides = tuple(every * step for step in strides)
+    found = torch.nn.functional.unfold(tensor, kernel, dilation=given["dilations"], stride=strides)
     samples, columns, places = found.shape
     apart = found.reshape(samples, site.group, columns // site.group, places)
     result: Array = apart.permute(1, 0, 3, 2).reshape(site.group, samples * places, -1).numpy()

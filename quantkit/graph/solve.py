@@ -22,7 +22,10 @@ from quantkit.graph.placement import Placement
 from quantkit.graph.qdq import Codes, Range, bias_of, fits, node_of
 from quantkit.graph.run import Feed, Runner
 from quantkit.graph.sites import Site, patches
+from quantkit.graph.stepwise import Stepwise
 from quantkit.passes.solvers.gptq import gptq
+from quantkit.passes.solvers.gptq_rows import gptq_rows
+from quantkit.passes.solvers.unsaturated import neighbours as unsaturated_neighbours
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 if TYPE_CHECKING:
@@ -79,6 +82,8 @@ def solved(
     damping: float = 0.01,
     shrink: float = 0.3,
     ridge: float = 1.0,
+    unsaturated: bool = False,
+    known: Mapping[str, Codes] | None = None,
     report: Report | None = None,
 ) -> dict[str, Codes]:
     """Codes and biases of every chosen site, in the order in which the graph runs.
@@ -91,66 +96,64 @@ def solved(
         model: float, of the sites.
         quantized: makes the graph with pairs; sites without codes are float in it.
         chosen: what is quantized, in order.
-        feeds: calibration batches; all of them run once for each site.
+        feeds: calibration batches; what is still to be read of them is held (`Stepwise`).
         scheme: of weights: int8, per channel or tensor, symmetric.
         ranges_: of the sites' inputs; none where they are quantized as the model runs.
         placement: of the pairs.
         damping, shrink: of `passes.solvers.gptq`.
         ridge: λ as a share of the mean diagonal.
+        unsaturated: bound neighbouring codes (`passes.solvers.unsaturated`).
+        known: codes of sites that come first, which are taken as they are.
         report: told the share of sites that is done.
     """
     found: dict[str, Codes] = {}
+    plain, rounding = Stepwise(feeds), Stepwise(feeds)
     for done, site in enumerate(chosen):
-        seen = _seen(model, quantized(found), site, feeds)
+        if known is not None and site.name in known:
+            found[site.name] = known[site.name]
+            continue
         own = ranges_.get(placement.same.get(site.input, site.input))
-        found[site.name] = _solved(site, seen, scheme, own, damping, shrink, ridge)
+        made, rest = quantized(found), chosen[done + 1 :]
+        given = plain.value(model, site.input, [later.input for later in rest])
+        seen = _seen(
+            site, own, given, rounding.value(made, _input(made, site), [_input(made, later) for later in rest])
+        )
+        other = neighbours(site) if unsaturated else None
+        found[site.name] = _solved(site, seen, scheme, own, damping, shrink, ridge, other)
         if report is not None:
             report((done + 1) / len(chosen), site.name)
     return found
 
 
+def _input(made: ir.Model, site: Site) -> str:
+    """What a site reads in a graph with pairs: behind one, where its producer is quantized."""
+    return str(node_of(made, site).inputs[0].name)  # type: ignore[union-attr]
+
+
 @dataclass(frozen=True)
 class _Seen:
-    """Sums over calibration: of x̂ x̂ᵀ and x x̂ᵀ [groups, K, K], of x̂ and x [groups, K], of so many rows."""
+    """Means over calibration: of x̂ x̂ᵀ and x x̂ᵀ [groups, K, K], of x̂ and x [groups, K], of x in its own pair alone."""
 
     hessian: torch.Tensor
     cross: torch.Tensor
     mean: torch.Tensor
     wanted: torch.Tensor
+    alone: torch.Tensor
 
 
-def _seen(model: ir.Model, made: ir.Model, site: Site, feeds: Sequence[Feed]) -> _Seen:
-    # behind its pair, where it has one: a site whose producer is quantized reads `NAME.values`
-    here = str(node_of(made, site).inputs[0].name)  # type: ignore[union-attr]
-    runners = [upto(model, site.input), upto(made, here)]
+def _seen(site: Site, own: Range | None, given: Sequence[Array], behind: Sequence[Array]) -> _Seen:
+    """Of a site's input, in the float graph and behind quantized products, batch by batch."""
     sums: list[torch.Tensor] = []
     count = 0
-    for feed in feeds:
-        pair = [_tensor(runner, name, feed) for runner, name in zip(runners, (site.input, here), strict=True)]
-        rows = [patches(site, x) for x in pair]
+    for pair in zip(given, behind, strict=True):
+        rows = [patches(site, x, most=_ROWS) for x in pair]
         step = max(1, rows[0].shape[1] // _ROWS)
         x, x_hat = (torch.from_numpy(np.ascontiguousarray(part[:, ::step])) for part in rows)
-        parts = [x_hat.transpose(1, 2) @ x_hat, x.transpose(1, 2) @ x_hat, x_hat.sum(1), x.sum(1)]
+        alone = x if own is None else torch.from_numpy(rounded(x.numpy(), own))
+        parts = [x_hat.transpose(1, 2) @ x_hat, x.transpose(1, 2) @ x_hat, x_hat.sum(1), x.sum(1), alone.sum(1)]
         sums = [old + part for old, part in zip(sums, parts, strict=True)] if sums else parts
         count += x.shape[1]
     return _Seen(*(each.double() / count for each in sums))
-
-
-def _tensor(runner: Runner | None, name: str, feed: Feed) -> Array:
-    return feed[name] if runner is None else runner(feed)[name]
-
-
-def upto(model: ir.Model, name: str) -> Runner | None:
-    """What computes one value of a graph and no more; None of an input."""
-    import onnx_ir as ir
-
-    if any(value.name == name for value in model.graph.inputs):
-        return None
-    part = ir.convenience.extract(model.graph, [str(value.name) for value in model.graph.inputs], [name])
-    for value in part.outputs:
-        if value.type is None:
-            value.type = ir.TensorType(ir.DataType.FLOAT)
-    return Runner(ir.Model(part, ir_version=model.ir_version, functions=list(model.functions.values())))
 
 
 def _solved(
@@ -161,6 +164,7 @@ def _solved(
     damping: float,
     shrink: float,
     ridge: float,
+    other: torch.Tensor | None = None,
 ) -> Codes:
     matrix = torch.from_numpy(site.matrix().copy())
     bias = bias_of(site)
@@ -173,11 +177,15 @@ def _solved(
     moved = torch.linalg.solve(held, (apart @ (seen.cross - seen.hessian)).transpose(1, 2)).transpose(1, 2)
     target = (apart + moved).float()
     codes, scales = [], []
-    for group in range(site.group):
+    if site.depthwise:
+        hessians = seen.hessian.repeat_interleave(each, 0)
+        rows = gptq_rows(target.flatten(0, 1), hessians, scheme, damping=damping, shrink=shrink)
+        codes, scales = [rows[0]], [rows[1]]
+    for group in range(0 if site.depthwise else site.group):
         hessian = seen.hessian[group].float()
         if not bool(hessian.diagonal().sum() > 0):  # nothing ever came there: all codes are equally good
             hessian = torch.eye(width)
-        tensor = gptq(target[group], hessian, scheme, damping=damping, shrink=shrink).tensor
+        tensor = gptq(target[group], hessian, scheme, damping=damping, shrink=shrink, neighbours=other).tensor
         codes.append(tensor.codes.to(torch.int8))
         scales.append(tensor.scale.float().reshape(-1))
     code, scale = torch.cat(codes).numpy(), torch.cat(scales).numpy()
@@ -188,8 +196,30 @@ def _solved(
     if site.node.op_type == "MatMul":
         return made
     values = torch.from_numpy(made.values()).reshape(site.group, each, width).double()
-    lost = (apart @ seen.wanted[:, :, None] - values @ seen.mean[:, :, None]).reshape(-1).float().numpy()
-    return replace(made, bias=lost + (0 if bias is None else bias))
+    lost, alone = (
+        (apart @ seen.wanted[:, :, None] - values @ mean[:, :, None]).reshape(-1).float().numpy()
+        for mean in (seen.mean, seen.alone)
+    )
+    given = 0 if bias is None else bias
+    return replace(made, bias=lost + given, alone=alone + given)
+
+
+def neighbours(site: Site) -> torch.Tensor | None:
+    """[K], which columns of a site's matrix are added up two by two in 16 bits; None where none are.
+
+    Kernels of convolutions go through channels within each place of the kernel; those of depthwise ones multiply in 32
+    bits.
+    """
+    if site.depthwise:
+        return None
+    width = site.matrix().shape[1]
+    # in the order of the kernel, the columns of the matrix
+    order = torch.arange(width)
+    if site.is_conv:
+        order = order.reshape(site.weight.shape[1], -1).T.reshape(-1)
+    found = torch.empty_like(order)
+    found[order] = order[unsaturated_neighbours(width)]
+    return found
 
 
 def rounded(x: Array, own: Range) -> Array:

@@ -38,7 +38,8 @@ class Mixed(Closed):
     """The search and its choice.
 
     Args:
-        what: the harm is, with its unit: `KL, nats an image`. Lower is better, 0 is none.
+        what: the harm of a step is, with its unit: `KL, nats an image`. Lower is better, 0 is none.
+        alone: what that of a layer is, where it is another; "" where it is not.
         scored: on what, in words: `256 images of fashion-mnist (tune)`.
         layers: each alone, the worst first.
         steps: by rising bytes; the first keeps nothing high that the recipe does not.
@@ -47,6 +48,7 @@ class Mixed(Closed):
     """
 
     what: str
+    alone: str = ""
     scored: str
     layers: list[Alone]
     steps: list[Step] = Field(min_length=1)

@@ -8,9 +8,9 @@ drifted from the original ones (Li et al., "GPTAQ", 2025, arXiv 2504.02692).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from quantkit.content import Closed
 from quantkit.passes import Outcome, decision
@@ -52,6 +52,9 @@ class Gptq:
                 Hessian's diagonal).
             sweeps: rounds of coordinate descent over the codes afterwards.
             refit: fit the scales to the codes between sweeps; done for groups up to 64.
+            unsaturated: bound int8 codes, one scale a channel, by those of their neighbours, so that two products with
+                unsigned bytes fit 16 bits: what x86 processors without VNNI add up. Signed codes are then exact in
+                the fastest kernels everywhere, for 1.5 times the squared error (`int7`: 4 times).
         """
 
         damping: float = Field(default=0.01, ge=0)
@@ -62,6 +65,13 @@ class Gptq:
         range: Literal["minmax", "mse", "hessian"] = "hessian"
         sweeps: int = Field(default=0, ge=0)
         refit: bool = True
+        unsaturated: bool = False
+
+        @model_validator(mode="after")
+        def _sweeps_keep_no_bounds(self) -> Self:
+            if self.unsaturated and self.sweeps:
+                raise ValueError("`unsaturated` goes without `sweeps`: they know no bounds")
+            return self
 
         @property
         def needs(self) -> frozenset[str]:
@@ -73,6 +83,7 @@ class Gptq:
         from quantkit.passes.solvers.drift import corrected
         from quantkit.passes.solvers.factor import Factor, factor
         from quantkit.passes.solvers.gptq import gptq_shared
+        from quantkit.passes.solvers.unsaturated import neighbours
 
         outcome = Outcome(True)
 
@@ -117,12 +128,18 @@ class Gptq:
                     range=settings.range,
                     sweeps=settings.sweeps,
                     refit=settings.refit,
+                    neighbours=neighbours(width) if settings.unsaturated and bounded(scheme) else None,
                 )
                 for name, result in zip(names, results, strict=True):
                     outcome.errors[name] = block.assign(name, result.tensor)
 
         stats.staged(visit, drift=settings.correction > 0, quantized=True)
         return outcome
+
+
+def bounded(scheme: WeightScheme) -> bool:
+    """Whether codes of a scheme are multiplied as bytes with one scale a row, so that `unsaturated` concerns them."""
+    return scheme.format == "int8" and scheme.symmetric and scheme.granularity == "channel"
 
 
 def padded(moments: Tensor, width: int) -> Tensor:

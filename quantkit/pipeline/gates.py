@@ -80,6 +80,12 @@ def judge(gates: Gates, rows: Sequence[Row]) -> tuple[list[Check], list[Decision
     return checks, decisions
 
 
+def measured(gate: str, rows: Sequence[Row]) -> Row | None:
+    """The first row that a gate is about."""
+    about = _ABOUT[gate]
+    return next((row for row in rows if row.name == about.name and _is_plain(row) and about.among(row)), None)
+
+
 def _is_plain(row: Row) -> bool:
     """What a longer context costs, and what becomes of the answers that the original is sure of, is told, not gated."""
     return "context" not in (row.shape or {}) and "surer_than" not in row.settings

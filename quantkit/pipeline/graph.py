@@ -28,11 +28,13 @@ from quantkit.bundle import (
 )
 from quantkit.bundle.manifest import MEASUREMENTS
 from quantkit.errors import InputError, MissingDependency
+from quantkit.measure.harm import Harm
 from quantkit.measure.rows import Row, write_rows
 from quantkit.measure.size import size_rows
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.gates import judge
 from quantkit.pipeline.graph_measure import Timed, scored, speed
+from quantkit.pipeline.graph_mixed import NAME, mix
 from quantkit.pipeline.graph_plan import seconds as seconds_of
 from quantkit.pipeline.graph_prepared import Prepared, prepare
 from quantkit.pipeline.graph_quantized import MODEL, Quantized
@@ -40,7 +42,7 @@ from quantkit.pipeline.manifest import manifest_of, with_documents
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request
 from quantkit.pipeline.strict import refuse
-from quantkit.pipeline.worth import decide, runs_here
+from quantkit.pipeline.worth import HARM, decide, runs_here
 from quantkit.plan import machine
 
 if TYPE_CHECKING:
@@ -87,6 +89,9 @@ def compile_graph(
         return Outcome(build.finished, rows, {"quantize_cpu": None, "total": 0.0}, list(prepared.graph.notes))
     with build, stopping_when_full(build.folder):
         quantized = Quantized(prepared, progress)
+        taken = _mixed(prepared, quantized, build.bundle, progress)
+        if request.strict:
+            refuse(taken)
         (build.bundle / FOLDER).mkdir(parents=True, exist_ok=True)
         quantized.save(build.bundle / FOLDER / MODEL)
         cpu = time.process_time() - begun
@@ -114,7 +119,7 @@ def compile_graph(
         timed, untimed = _speed(prepared, build.bundle / FOLDER, subject, progress)
         rows += timed
         judged, unjudged = judge(request.recipe.gates, rows)
-        decisions = [*prepared.decisions, *unjudged, *untimed]
+        decisions = [*prepared.decisions, *taken, *unjudged, *untimed]
         write_rows(build.bundle / MEASUREMENTS, rows)
         manifest = manifest_of(
             request,
@@ -140,9 +145,21 @@ def _fingerprint(prepared: Prepared) -> dict[str, Any]:
         "recipe": prepared.request.recipe.as_dict(),
         "calibration": prepared.calib.sha256,
         "scoring": prepared.scoring.sha256,
+        "held": prepared.held.sha256 if prepared.held is not None else None,
         "isa": machine.isa(),
         "versions": {name: versions[name] for name in ("torch", "onnx", "onnx-ir", "onnxruntime") if name in versions},
     }
+
+
+def _mixed(prepared: Prepared, quantized: Quantized, folder: Path, progress: Progress) -> list[Decision]:
+    """Keep in floats what the recipe's gates need, if it asks for that; the search goes into the bundle."""
+    settings = next((step.settings for step in prepared.request.recipe.passes if step.name == NAME), None)
+    if settings is None or prepared.held is None:
+        return []
+    found = mix(quantized, prepared.held, settings, progress)
+    quantized.take(found.codes)
+    (folder / HARM).write_text(Harm(mixed=found.mixed).model_dump_json() + "\n", encoding="utf-8")
+    return found.decisions
 
 
 def _speed(prepared: Prepared, folder: Path, subject: str, progress: Progress) -> tuple[list[Row], list[Decision]]:

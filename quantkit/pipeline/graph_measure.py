@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quantkit.measure.rows import Data, Device, Row
 from quantkit.pipeline.progress import Progress
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from quantkit.calibrate.inputs import Feed, InputSet
     from quantkit.graph.sites import Site
 
+Array = NDArray[Any]
 RUNTIME = "onnxruntime"
 # samples of a pass that is timed, and how long a compile looks at them
 TIMED, SECONDS = (1, 32), 40.0
@@ -65,32 +67,53 @@ def scored(
         subject, baseline: their identities in the rows.
         progress: told how far it is.
     """
+    expected = answers(original, scoring, lambda done: progress.at("score", done / 2))
+    given = answers(own, scoring, lambda done: progress.at("score", (1 + done) / 2))
+    return agreement(expected, given, scoring, subject=subject, baseline=baseline)
+
+
+def answers(
+    graph: ir.Model | Path, samples: InputSet, report: Callable[[float], None] = lambda done: None
+) -> dict[str, Array]:
+    """Name of each output -> [n, ...], for all samples."""
     from quantkit.graph.run import Runner
+
+    runner = Runner(graph)
+    found: dict[str, list[Any]] = {}
+    done = 0
+    for feed in samples.feeds(_SCORED):
+        for name, value in runner(feed).items():
+            found.setdefault(name, []).append(np.atleast_1d(value))
+        done += len(next(iter(feed.values())))
+        report(done / len(samples))
+    return {name: np.concatenate(values) for name, values in found.items()}
+
+
+def classes_of(expected: Mapping[str, Array], samples: InputSet) -> str | None:
+    """The output that tells classes apart, if one does."""
+    wide = [name for name, value in expected.items() if value.ndim == 2 and value.shape[1] > 1]
+    # of several outputs none says that it tells classes apart, unless there are labels for just one
+    return wide[0] if len(wide) == 1 and (len(expected) == 1 or samples.labels is not None) else None
+
+
+def agreement(
+    expected: Mapping[str, Array], given: Mapping[str, Array], samples: InputSet, *, subject: str, baseline: str
+) -> list[Row]:
+    """Accuracy of one graph's answers against another's."""
     from quantkit.measure.labelled import About, classification, outputs
 
-    runners = Runner(original), Runner(own)
-    found: tuple[dict[str, list[Any]], dict[str, list[Any]]] = ({}, {})
-    done = 0
-    for feed in scoring.feeds(_SCORED):
-        for runner, kept in zip(runners, found, strict=True):
-            for name, value in runner(feed).items():
-                kept.setdefault(name, []).append(np.atleast_1d(value))
-        done += len(next(iter(feed.values())))
-        progress.at("score", done / len(scoring))
-    expected, given = ({name: np.concatenate(values) for name, values in each.items()} for each in found)
     about = About(
         subject=subject,
         baseline=baseline,
         runtime=RUNTIME,
-        data=Data(set=scoring.name, split=scoring.split, sha256=scoring.sha256, items=len(scoring)),
+        data=Data(set=samples.name, split=samples.split, sha256=samples.sha256, items=len(samples)),
         device=Device.model_validate(machine.device()),
         versions=machine.versions(),
     )
-    wide = [name for name, value in expected.items() if value.ndim == 2 and value.shape[1] > 1]
-    # of several outputs none says that it tells classes apart, unless there are labels for just one
-    if len(wide) == 1 and (len(expected) == 1 or scoring.labels is not None):
-        return classification(expected[wide[0]], given[wide[0]], scoring.labels, about=about)
-    return outputs(expected, given, about=about)
+    name = classes_of(expected, samples)
+    if name is None:
+        return outputs(expected, given, about=about)
+    return classification(expected[name], given[name], samples.labels, about=about, clusters=samples.clusters)
 
 
 @dataclass(frozen=True)

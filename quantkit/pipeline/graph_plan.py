@@ -23,6 +23,10 @@ _INTERPRETER = 0.55e9
 _SESSIONS = 0.15
 # numbers of inner tensors that are looked at, and what is held of them at once
 _SCANNED, _HELD = 60e6, 3
+# those that become sums of products in a second
+_SUMMED = 8e6
+# of mixed precision, beyond the first
+_POINTS = 4
 # how often the weights are in memory: the file, the graph, a clone, and a session of it
 _COPIES = 5
 _CEILINGS = 12.0
@@ -39,8 +43,11 @@ def seconds(prepared: Prepared) -> dict[str, float]:
     found = {}
     if not activations.dynamic:
         found["ranges"] = 1.0 + len(prepared.calib) * (macs / rate + inner / _SCANNED)
-    # every product runs the graph up to it, twice
-    found["codes"] = sites * (_SESSIONS + solved * (macs / rate + inner / max(sites, 1) / _SCANNED))
+    # the graph runs twice, and what every product sees becomes sums
+    found["codes"] = sites * _SESSIONS + solved * (2 * macs / rate + inner / _SUMMED)
+    if prepared.held is not None:
+        # each product alone, then a few points that are solved again
+        found["mixed"] = sites * (1.0 + 32 * macs / rate) + _POINTS * found["codes"]
     found["score"] = 1.0 + 2 * len(prepared.scoring) * macs / rate
     if prepared.request.speed and runs_here(prepared.request.target):
         found["speed"] = SECONDS + _CEILINGS
@@ -98,8 +105,9 @@ def _inputs(prepared: Prepared) -> int:
 
 
 def _activations(prepared: Prepared) -> float:
-    """Of one feed: what is shown of it at once."""
-    return 4.0 * _HELD * prepared.cost.inner * (prepared.calib.batch or BATCH)
+    """What is shown of one feed at once, or what products that are still to be solved read of all of them."""
+    solved = min(SOLVING, len(prepared.calib))
+    return 4.0 * prepared.cost.inner * max(_HELD * (prepared.calib.batch or BATCH), solved / 2)
 
 
 def _samples(data: InputSet) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
@@ -17,12 +17,14 @@ from quantkit.recipe import ExportStep, Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 if TYPE_CHECKING:
+    from quantkit.calibrate.card import Split
     from quantkit.calibrate.inputs import InputSet
     from quantkit.graph.open import FloatGraph
     from quantkit.graph.sites import Site
     from quantkit.model.alias import Alias
 
 _CODES = ("gptq", "rtn")
+_MIXED = "mixed"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Prepared:
         sites: that are quantized.
         calib: what calibrates.
         scoring: what scores.
+        held: what the choice of products to keep is measured on; None where none is made.
         cost: of one sample.
         out: the bundle's place.
         decisions: so far.
@@ -47,6 +50,7 @@ class Prepared:
     sites: Sequence[Site]
     calib: InputSet
     scoring: InputSet
+    held: InputSet | None
     cost: Cost
     out: Path
     decisions: list[Decision]
@@ -70,7 +74,8 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
     weights, activations = schemes(recipe)
     graph = open_graph(path, name)
     decisions: list[Decision] = []
-    calib, scoring = (_inputs(request, graph, split, alias) for split in ("calib", "eval"))
+    calib = _inputs(request, graph, "calib", alias, recipe.calibration.images)
+    scoring = _inputs(request, graph, "eval", alias, None)
     feed = calib.first(2)
     fused, _ = fuse(graph.model, [feed])
     missed = [each for each in fused if not each.done]
@@ -94,14 +99,25 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
             remedy="--set keep=[]" if found else "a float graph with convolutions or linears",
         )
     for step in recipe.passes:
-        if step.name not in _CODES:
+        if step.name not in (*_CODES, _MIXED):
             reason = "it knows the blocks of a transformer; this is a graph"
             decisions.append(decision(step.name, "declined", graph.name, reason))
     sliding = sum(site.is_conv for site in chosen)
     if sliding and activations.dynamic and (activations.granularity, activations.symmetric) != ("tensor", False):
         reason = f"{sliding} convolutions sum over space: one scale and one zero point for all that comes in"
         decisions.append(decision("activations", "by-tensor", graph.name, reason, activations.granularity, "tensor"))
-    decisions += [decision("calibrate", NOTE, each.name, note) for each in (calib, scoring) for note in each.notes]
+    mixed = next((step.settings for step in recipe.passes if step.name == _MIXED), None)
+    if mixed is not None and activations.dynamic:
+        raise InputError(
+            "scheme-unsupported",
+            where=f"recipe {recipe.name}",
+            value="the pass mixed, and activations quantized as the model runs",
+            rule="products are kept high among those with fixed scales",
+            remedy="--set scheme.activations.dynamic=false, or leave the pass out",
+        )
+    held = None if mixed is None else _inputs(request, graph, "tune", alias, mixed.samples)
+    sets = [calib, scoring] if held is None else [calib, scoring, held]
+    decisions += [decision("calibrate", NOTE, each.name, note) for each in sets for note in each.notes]
     others = [step.name for step in recipe.export if step.name != "onnx"]
     if others:
         reason = f"a graph becomes onnx/model.onnx alone, no {', '.join(others)}"
@@ -110,7 +126,7 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
         request = replace(request, recipe=recipe)
     out = request.out or default_out(graph.name, recipe.name, resume=request.resume)
     costs = cost(graph.model, found, feed)
-    return Prepared(request, graph, ref, chosen, calib, scoring, costs, out, decisions)
+    return Prepared(request, graph, ref, chosen, calib, scoring, held, costs, out, decisions)
 
 
 def schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
@@ -136,12 +152,11 @@ def _kept(name: str, recipe: Recipe) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
-def _inputs(request: Request, graph: FloatGraph, split: Literal["calib", "eval"], alias: Alias | None) -> InputSet:
+def _inputs(request: Request, graph: FloatGraph, split: Split, alias: Alias | None, samples: int | None) -> InputSet:
     """The recipe's set where the graph takes it, else the model's own. Raises InputError."""
     from quantkit.calibrate.inputs import load_inputs
 
     recipe = request.recipe
-    samples = recipe.calibration.images if split == "calib" else None
 
     def load(name: str) -> InputSet:
         how = alias.preprocess if alias is not None else None

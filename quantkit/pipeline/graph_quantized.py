@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from quantkit.pipeline.graph_prepared import Prepared, schemes
 from quantkit.pipeline.progress import Progress
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from quantkit.graph.placement import Placement
     from quantkit.graph.qdq import Codes, Range
 
@@ -24,6 +26,8 @@ MODEL, DATA = "model.onnx", "model.onnx.data"
 BATCH = 8
 # samples that codes are solved on: each site runs all of them
 SOLVING = 64
+# settings of the pass gptq that a graph's products are solved with
+_TAKEN = ("damping", "shrink", "ridge")
 # what integer kernels may differ by from the pairs as they are written: codes that lie between two go either way
 _RELOAD_LIMIT = 0.05
 _INTEGER_SHARE = 0.95
@@ -35,8 +39,8 @@ class Quantized:
     """A graph while it is quantized."""
 
     def __init__(self, prepared: Prepared, progress: Progress) -> None:
-        from quantkit.export import _dynamic
         from quantkit.graph import placement, qdq, solve
+        from quantkit.passes.gptq import bounded
 
         self.prepared, self.progress = prepared, progress
         self.weights, self.activations = schemes(prepared.request.recipe)
@@ -44,8 +48,12 @@ class Quantized:
         feeds = list(prepared.calib.feeds(BATCH))
         self.sites = {site.name: site for site in sites}
         asked = prepared.request.target.build.get("onnxruntime", {}).get("weight_codes", "uint8")
-        # sums of 7-bit weights never saturate, so the fastest kernel is exact
-        kind: qdq.WeightType = "int8" if asked == "int8" or self.weights.format == "int7" else "uint8"
+        self._gptq = next((step.settings for step in prepared.request.recipe.passes if step.name == "gptq"), None)
+        bound = self._gptq is not None and self._gptq.unsaturated and bounded(self.weights)
+        # where sums never saturate, the fastest kernel is exact
+        fast = asked == "int8" or bound or self.weights.format == "int7"
+        self.kind: qdq.WeightType = "int8" if fast else "uint8"
+        self._unsaturated = bound and asked != "int8"
         self.placement: Placement = placement.NOWHERE
         self.ranges: dict[str, Range] = {}
         if not self.activations.dynamic:
@@ -58,25 +66,76 @@ class Quantized:
                 report=lambda done, words: progress.at("ranges", done, words),
                 total=len(feeds),
             )
-        settings = next((step.settings for step in prepared.request.recipe.passes if step.name == "gptq"), None)
+        self._feeds = feeds[: max(1, SOLVING // (prepared.calib.batch or BATCH))]
+        self.codes = self.solved(report=lambda done, words: progress.at("codes", done, words))
+        self.model = self.assembled(self.codes)
 
-        def made(found: Mapping[str, Codes]) -> Any:
-            if self.activations.dynamic:
-                return _dynamic.insert(model, found, self.sites, self.weights, self.activations, weight_type=kind)
-            return qdq.insert(model, self.placement, self.ranges, found, self.sites, weight_type=kind)
+    def solved(
+        self, kept: Collection[str] = (), report: Callable[[float, str], None] | None = None
+    ) -> dict[str, Codes]:
+        """Codes of all products but those kept, each solved on what the ones before it make of the calibration set.
 
-        self.codes = solve.solved(
-            model,
-            made,
-            sites,
-            feeds[: max(1, SOLVING // (prepared.calib.batch or BATCH))],
+        What stands before the first that is kept has the codes that it has already.
+        """
+        from quantkit.graph import solve
+
+        first = next((place for place, name in enumerate(self.sites) if name in kept), 0)
+        known = {name: self.codes[name] for name in list(self.sites)[:first]}
+        names = {name for name in self.sites if name not in kept}
+        place, ranges = self._placed(names)
+        return solve.solved(
+            self.prepared.graph.model,
+            lambda found: self.assembled(found, names),
+            [self.sites[name] for name in self.sites if name in names],
+            self._feeds,
             self.weights,
-            self.ranges,
-            self.placement,
-            **({} if settings is None else {name: getattr(settings, name) for name in ("damping", "shrink", "ridge")}),
-            report=lambda done, words: progress.at("codes", done, words),
+            ranges,
+            place,
+            **({} if self._gptq is None else {each: getattr(self._gptq, each) for each in _TAKEN}),
+            unsaturated=self._unsaturated,
+            known=known,
+            report=report,
         )
-        self.model = made(self.codes)
+
+    def _placed(self, names: Collection[str]) -> tuple[Placement, dict[str, Range]]:
+        """Where pairs go, and their ranges, when these products are quantized."""
+        from quantkit.graph import placement
+
+        if self.activations.dynamic or len(names) == len(self.sites):
+            return self.placement, self.ranges
+        place = placement.place(self.prepared.graph.model, self.prepared.sites, names)
+        # where less is quantized, a tensor may have a pair without the one whose values it moves
+        return place, {name: self.ranges[self.placement.same.get(name, name)] for name in place.tensors}
+
+    def assembled(self, codes: Mapping[str, Codes], names: Collection[str] | None = None) -> ir.Model:
+        """The graph with these products as integers, the others in floats.
+
+        Args:
+            codes: of the integers.
+            names: of all the products that will be, whose pairs are there already; None: those of the codes.
+        """
+        from quantkit.export import _dynamic
+        from quantkit.graph import qdq
+
+        model = self.prepared.graph.model
+        if self.activations.dynamic:
+            return _dynamic.insert(model, codes, self.sites, self.weights, self.activations, weight_type=self.kind)
+        place, ranges = self._placed(codes if names is None else names)
+        return qdq.insert(model, place, ranges, codes, self.sites, weight_type=self.kind)
+
+    def take(self, codes: Mapping[str, Codes]) -> None:
+        """Have these products quantized, and no others."""
+        self.codes = dict(codes)
+        self.model = self.assembled(self.codes)
+
+    def low_bytes(self, name: str) -> int:
+        """Of a product's weight and its scales, quantized."""
+        codes = self.codes[name]
+        return codes.codes.size + 4 * codes.scale.size
+
+    def high_bytes(self, name: str) -> int:
+        """Of a product's weight in floats."""
+        return 4 * self.sites[name].weight.size
 
     def save(self, path: Path) -> None:
         """Write the graph, with its weights beside it."""
@@ -122,6 +181,7 @@ class Quantized:
         sites = [
             integer.Site(site.name, f"{stem_of(site)}.codes", float(macs[site.name]), site.output)
             for site in self.prepared.sites
+            if site.name in self.codes
         ]
         with tempfile.TemporaryDirectory(prefix="quantkit-optimized-") as place:
             write_optimized(path, Path(place) / MODEL)

@@ -24,7 +24,8 @@ HEAD = "lm_head"
 ROLES = ("embeddings", HEAD, "norms")
 # decisions with these codes are no fallback: the recipe asks for them
 AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER = "kept-as-asked", "group-shrunk", "head-rounded", "untied", "router-kept"
-ASKED = (AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER)
+MIXED = "kept-high"
+ASKED = (AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER, MIXED)
 _POWERS = (256, 128, 64, 32, 16)
 
 

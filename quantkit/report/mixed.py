@@ -33,7 +33,7 @@ def sections(mixed: Mixed | None) -> list[Section]:
     found = [Section(said(mixed), panels, [how], sheet, keys=keys, title="Mixed precision")]
     if len(mixed.layers) > _SHOWN:
         rows = [[each.name, words.figure(each.harm, 3), words.size(each.bytes)] for each in mixed.layers]
-        found.append(Section([], [], [], Sheet(["layer", f"alone: {mixed.what}", "saves"], rows)))
+        found.append(Section([], [], [], Sheet(["layer", f"alone: {mixed.alone or mixed.what}", "saves"], rows)))
     return found
 
 
@@ -80,7 +80,7 @@ def _curve(mixed: Mixed) -> Panel:
 
 def _alone(mixed: Mixed) -> Panel:
     kept = set(mixed.steps[mixed.chosen].kept) if mixed.chosen is not None else set()
-    shown = mixed.layers[:_SHOWN]
+    shown, what = mixed.layers[:_SHOWN], mixed.alone or mixed.what
     parts = [
         Part("kept high", [each.harm if each.name in kept else 0.0 for each in shown], "ink"),
         Part("quantized", [0.0 if each.name in kept else each.harm for each in shown], QUANTIZED),
@@ -90,10 +90,10 @@ def _alone(mixed: Mixed) -> Panel:
         return words.figure(value, 3)
 
     bars, totals = [each.name for each in shown], [form(each.harm) for each in shown]
-    figure = charts.stacked(bars, [part for part in parts if any(part.values)], totals, mixed.what, form=form)
+    figure = charts.stacked(bars, [part for part in parts if any(part.values)], totals, what, form=form)
     many = len(mixed.layers)
     title = f"The {len(shown)} worst of {many} layers, each alone" if many > len(shown) else "Each layer alone"
-    return Panel(title, f"{mixed.what} with one layer quantized", figure)
+    return Panel(title, f"{what} with one layer quantized", figure)
 
 
 def _steps(mixed: Mixed) -> list[list[str]]:

@@ -30,7 +30,7 @@ from quantkit.formats._grid import GridFormat, effective
 from quantkit.formats._integer import IntegerFormat
 from quantkit.formats._layout import by_row, groups_of
 from quantkit.formats._scaled import ScaledFormat
-from quantkit.passes.solvers import one_thread, ranges
+from quantkit.passes.solvers import one_thread, ranges, unsaturated
 from quantkit.passes.solvers.factor import Factor, factor
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def gptq(
     range: Range = "hessian",  # noqa: A002
     sweeps: int = 0,
     refit: bool = True,
+    neighbours: Tensor | None = None,
 ) -> GptqResult:
     """Codes of one weight [N, K]; see `gptq_shared`."""
     return gptq_shared(
@@ -85,6 +86,7 @@ def gptq(
         range=range,
         sweeps=sweeps,
         refit=refit,
+        neighbours=neighbours,
     )[0]
 
 
@@ -99,6 +101,7 @@ def gptq_shared(
     range: Range = "hessian",  # noqa: A002
     sweeps: int = 0,
     refit: bool = True,
+    neighbours: Tensor | None = None,
 ) -> list[GptqResult]:
     """Codes of weights that receive the same input, with one factor of their Hessian.
 
@@ -113,6 +116,8 @@ def gptq_shared(
         sweeps: rounds of coordinate descent on the codes afterwards.
         refit: also refit the scales in these rounds; of integer formats, in groups up to 64, whose columns are visited
             together.
+        neighbours: [K], which column each is added up with in 16 bits: codes are bounded so that no sum saturates
+            (`unsaturated`). Of int8, one scale a channel, without zero points and sweeps.
 
     Returns:
         One result a weight, in their order.
@@ -132,8 +137,11 @@ def gptq_shared(
         # one row a column of the weights: what is done for a column of all the weights is then one vector operation
         target = torch.cat([weight.float() for weight in weights]).T.contiguous()
         wholes = [form.global_scale(part.abs().amax(), scheme) for part in target.split(rows, dim=1)]
-        scale, zero = _place(target, rows, group, scheme, solved, range, wholes)
-        codes, errors, delta = _choose(target, solved, scale, zero, group, form)
+        if neighbours is None:
+            scale, zero = _place(target, rows, group, scheme, solved, range, wholes)
+        else:
+            scale, zero = unsaturated.scales(target, neighbours, solved.hessian.diagonal())[None], None
+        codes, errors, delta = _choose(target, solved, scale, zero, group, form, neighbours)
         if sweeps:
             free = refit and isinstance(form, IntegerFormat) and scheme.granularity in ("group", "channel")
             errors = _descend(target, codes, delta, solved.hessian, scale, zero, group, form, scheme, sweeps, free)
@@ -209,7 +217,13 @@ def _place(
 
 
 def _choose(
-    target: Tensor, solved: Factor, scale: Tensor, zero: Tensor | None, group: int, form: GridFormat
+    target: Tensor,
+    solved: Factor,
+    scale: Tensor,
+    zero: Tensor | None,
+    group: int,
+    form: GridFormat,
+    neighbours: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One pass over the columns.
 
@@ -217,6 +231,7 @@ def _choose(
         target: [K, N], the weights transposed.
         scale, zero: [G, N] float32.
         group: inputs a group.
+        neighbours: [K], see `gptq_shared`.
 
     Returns:
         values in units of the scale (codes less zero) [K, N] float32, the cost of each row [N], and `D` [K, N]; all in
@@ -224,6 +239,9 @@ def _choose(
     """
     columns, rows = target.shape
     ordered = target[solved.order]
+    back = torch.empty_like(solved.order)
+    back[solved.order] = torch.arange(columns)
+    beside = None if neighbours is None else back[neighbours[solved.order]].tolist()
     groups = (solved.order // group).tolist()
     # a group of zeros may have a scale of zero
     inverse = scale.clamp(min=_TINY).reciprocal().unbind(0)
@@ -241,13 +259,13 @@ def _choose(
             place = groups[column]
             code, error = code_rows[column], delta_rows[column]
             snap(torch.mul(aim, inverse[place], out=code), place, code)
+            if beside is not None and beside[column] < column:
+                unsaturated.hold(code, code_rows[beside[column]])
             torch.mul(code, steps[place], out=error).sub_(wanted[column])
             if column + 1 < stop:
                 pending[offset + 1 :].addr_(within[offset, offset + 1 :], error, alpha=-1)
         missed = ordered[start:stop].add(delta[start:stop]).sub_(pending).square_()
         cost += solved.pivots[start:stop] @ missed
-    back = torch.empty_like(solved.order)
-    back[solved.order] = torch.arange(columns)
     return codes[back], cost, delta[back]
 
 

@@ -1,0 +1,58 @@
+"""Mixed precision in a graph: the few products that the gates need are kept in floats; needs assigned codes.
+
+Wu et al., "Integer Quantization for Deep Learning Inference", 2020, arXiv 2004.09602, section 5.2 (partial
+quantization): each layer is quantized alone, its harm is measured at the model's output, and the worst are kept high,
+one after the other, until accuracy holds. Here the harm of a layer is set against what quantizing it saves,
+
+    rank = harm / (its share of all weights' bytes + its share of all multiply-accumulates),
+
+because a layer that is kept costs both; and harms do not add up, so each point is compiled and scored as the graph
+would be. Which point is taken follows from the recipe's gates alone: the fewest products that meet all of them on the
+`tune` split. Without gates nothing is kept. It is `pipeline/graph_mixed.py` that does this; the blocks of a transformer
+are mixed by `quantkit tune`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from quantkit.content import Closed
+from quantkit.passes import Outcome, declined
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.statistics import Stats
+    from quantkit.model.block import Block
+
+
+class Mixed:
+    """See the module."""
+
+    name = "mixed"
+    paper = "arXiv 2004.09602"
+    scope = "block"
+    needs: frozenset[str] = frozenset()
+    requires = frozenset({"codes"})
+    ensures: frozenset[str] = frozenset()
+
+    class Settings(Closed):
+        """On what a choice rests.
+
+        Args:
+            samples: of the `tune` split, at most, that the points of the curve are scored on.
+            views: of each image, where samples are images and the model tells classes apart: parts of it, mirrored or
+                not. A share of 18 images is known to 5.6 points, of 8 views each to less; intervals are by image.
+            alone: samples that the harm of each product alone is measured on.
+        """
+
+        samples: int = Field(default=256, ge=1)
+        views: int = Field(default=8, ge=1)
+        alone: int = Field(default=32, ge=1)
+
+    def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
+        """Declined: this is no graph."""
+        return declined(self.name, block.name, "it knows graphs; `quantkit tune` mixes the formats of a transformer")
+
+
+PASS = Mixed()

@@ -1,0 +1,61 @@
+"""8-bit codes whose products never saturate where they are added up two by two in 16 bits.
+
+x86 processors without VNNI multiply unsigned by signed bytes in pairs, x₀q₀ + x₁q₁ with x in 0..255 (`vpmaddubsw`), and
+what lies beyond 2¹⁵ − 1 is cut off without a word. With
+
+    max(q₀, 0) + max(q₁, 0) <= 128        and        min(q₀, 0) + min(q₁, 0) >= −128
+
+nothing does: 255 · 128 = 32,640. `int7` makes sure of that by |q| <= 64, for four times the squared error of 8 bits.
+But two neighbours are seldom both large and of one sign: scales need to be 1.2 times as wide, not twice, and where two
+are, one of them gives way, for which the columns that are chosen later make up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# what the codes of one sign in a pair add up to at most
+LIMIT = 128
+_STEPS, _LEAST = 16, 0.5
+
+
+def neighbours(columns: int) -> Tensor:
+    """[K]: the column that each is added up with, in the order of the weights; the last of an odd number has itself."""
+    found = torch.arange(columns) ^ 1
+    return torch.where(found < columns, found, torch.arange(columns))
+
+
+def hold(codes: Tensor, beside: Tensor) -> None:
+    """Bound codes [N], in place, by those of the neighbour that was chosen before."""
+    torch.minimum(codes, LIMIT - beside.clamp(min=0), out=codes)
+    torch.maximum(codes, -LIMIT - beside.clamp(max=0), out=codes)
+
+
+def scales(target: Tensor, other: Tensor, importance: Tensor) -> Tensor:
+    """Scales [N] of int8 codes with bounded neighbours: of sixteen, from where nothing gives way down to half of
+    that, each row's with the least squared error.
+
+    Args:
+        target: [K, N], weights, transposed.
+        other: [K], the neighbour of each column; itself where it has none.
+        importance: [K], what a squared error of each column costs.
+    """
+    alone = (other == torch.arange(len(other), device=other.device))[:, None]
+    beside = torch.where(alone, 0.0, target[other])
+    up, down = (target.clamp(min=0) + beside.clamp(min=0)), (target.clamp(max=0) + beside.clamp(max=0))
+    widest = torch.maximum(target.abs().amax(0) / 127.5, torch.maximum(up, -down).amax(0) / LIMIT)
+    widest = widest.clamp(min=torch.finfo(torch.float32).tiny)
+    best, least = widest, torch.full_like(widest, float("inf"))
+    for step in range(_STEPS):
+        scale = widest * (1 - (1 - _LEAST) * step / _STEPS)
+        codes = (target / scale).round_().clamp_(-128, 127)
+        beside = torch.where(alone, 0.0, codes[other])
+        beyond = (codes.clamp(min=0) + beside.clamp(min=0) - LIMIT).clamp_(min=0)
+        beyond -= (-LIMIT - codes.clamp(max=0) - beside.clamp(max=0)).clamp_(min=0)
+        # shared between the two where both have the sign; what is chosen gives way in turn
+        codes -= torch.where(codes.sign() == beyond.sign(), beyond / 2, 0.0)
+        cost = importance @ (codes * scale - target).square_()
+        better = cost < least
+        best, least = torch.where(better, scale, best), torch.where(better, cost, least)
+    return best

@@ -1,0 +1,236 @@
+"""Mixed precision of a graph: the fewest products kept in floats that the gates need (`passes/mixed.py`).
+
+    each product alone -> rank -> 0, 1, 2, 4, ... kept, until the gates are met -> the fewest between the last two
+
+Alone, a product has its codes of the whole graph, and the bias that it would have had without the others. The points
+are solved again: each weight and each bias makes up for what the products before it have lost, and nothing is lost in
+one that is kept. All of it is measured on the `tune` split, which calibrates nothing and scores nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.bundle import Decision
+from quantkit.measure.mixed import Alone, Mixed, Step
+from quantkit.measure.rows import Row
+from quantkit.passes import NOTE, decision
+from quantkit.pipeline.gates import judge, measured
+from quantkit.pipeline.graph_measure import agreement, answers, classes_of
+from quantkit.pipeline.layers import MIXED
+from quantkit.pipeline.progress import Progress
+from quantkit.report import words
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.inputs import InputSet
+    from quantkit.graph.qdq import Codes
+    from quantkit.pipeline.graph_quantized import Quantized
+
+Array = NDArray[Any]
+NAME = "mixed"
+# points that are scored in any case, so that there is a curve
+_CURVE = (0, 1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What was found.
+
+    Args:
+        codes: of the products that are quantized; the others stay in floats.
+        mixed: the search, for the page.
+        decisions: why each is kept.
+    """
+
+    codes: Mapping[str, Codes]
+    mixed: Mixed
+    decisions: list[Decision]
+
+
+@dataclass(frozen=True)
+class _Harm:
+    """How a row is told as harm: lower is better, 0 is none."""
+
+    what: str
+    of: Callable[[float], float]
+
+
+# of the gates that a choice can rest on
+_HARMS = {
+    "agreement_min": _Harm("disagreement, share of the samples", lambda value: 1 - value),
+    "top1_drop_max": _Harm("top-1 lost, points", lambda value: -100 * value),
+    "kl_max": _Harm("KL, nats a sample", lambda value: value),
+    "cosine_min": _Harm("1 − cosine", lambda value: 1 - value),
+}
+_DEFAULT = {True: "kl_max", False: "cosine_min"}
+
+
+def mix(quantized: Quantized, held: InputSet, settings: Any, progress: Progress) -> Mixture:
+    """Search.
+
+    Args:
+        quantized: with codes for every product.
+        held: the samples to measure on.
+        settings: of the pass.
+        progress: told how far it is.
+    """
+    return _Search(quantized, held, settings, progress).run()
+
+
+class _Search:
+    def __init__(self, quantized: Quantized, held: InputSet, settings: Any, progress: Progress) -> None:
+        self.quantized, self.progress = quantized, progress
+        self.recipe = quantized.prepared.request.recipe
+        self.expected = answers(quantized.prepared.graph.model, held)
+        self.classes = classes_of(self.expected, held)
+        self.first = _first(held, settings.alone)
+        self.samples = held
+        if self.classes is not None:
+            self.samples = held.views(settings.views, self.recipe.seed)
+            self.expected = answers(quantized.prepared.graph.model, self.samples)
+        self.codes: dict[int, Mapping[str, Codes]] = {0: quantized.codes}
+        self.steps: dict[int, Step] = {}
+        self.met: dict[int, bool] = {}
+        self.gate = ""
+
+    def run(self) -> Mixture:
+        layers = self._alone()
+        order = [each.name for each in layers]
+        last = len(order) - 1  # with all of them kept, nothing is quantized
+        for count in sorted({min(count, last) for count in _CURVE}):
+            self._point(order, count)
+        gated = bool(self.gate)
+        low, high = -1, next((count for count in sorted(self.met) if self.met[count]), None)
+        count = max(self.met)
+        while gated and high is None and count < last:
+            count = min(2 * count, last)
+            self._point(order, count)
+            high = count if self.met[count] else None
+        if gated and high:
+            low = max(count for count in self.met if count < high)
+            while high - low > 1:
+                middle = (low + high) // 2
+                self._point(order, middle)
+                low, high = (low, middle) if self.met[middle] else (middle, high)
+        return self._mixture(layers, order, high if gated else 0)
+
+    def _alone(self) -> list[Alone]:
+        """The harm of each product, the largest for what it saves first."""
+        prepared, quantized = self.quantized.prepared, self.quantized
+        expected = answers(prepared.graph.model, self.first)
+        macs = prepared.cost.macs
+        saved = {name: quantized.high_bytes(name) - quantized.low_bytes(name) for name in quantized.codes}
+        every = sum(saved.values()), sum(macs[name] for name in saved) or 1
+        ranked = []
+        for done, (name, codes) in enumerate(quantized.codes.items()):
+            alone = replace(codes, bias=codes.bias if codes.alone is None else codes.alone)
+            given = answers(quantized.assembled({name: alone}), self.first)
+            harm = self._plain(agreement(expected, given, self.first, subject="", baseline=""))
+            share = saved[name] / every[0] + macs[name] / every[1]
+            ranked.append((harm / share, Alone(name=name, harm=harm, bytes=saved[name])))
+            self.progress.at(NAME, 0.6 * (done + 1) / len(saved), f"{name} alone")
+        return [each for _, each in sorted(ranked, key=lambda pair: -pair[0])]
+
+    def _plain(self, rows: Sequence[Row]) -> float:
+        """The harm that layers are ranked by: it is never the same for two of them by chance, as shares are."""
+        row = measured(_DEFAULT[self.classes is not None], rows)
+        harm = _HARMS[_DEFAULT[self.classes is not None]]
+        return 0.0 if row is None or row.value is None else harm.of(row.value)
+
+    def _point(self, order: Sequence[str], count: int) -> None:
+        """Compile and score the graph with so many kept."""
+        if count in self.met:
+            return
+        kept = order[:count]
+        if count not in self.codes:
+            self.codes[count] = self.quantized.solved(kept)
+        given = answers(self.quantized.assembled(self.codes[count]), self.samples)
+        rows = agreement(self.expected, given, self.samples, subject="", baseline="")
+        checks, _ = judge(self.recipe.gates, rows)
+        gates = [check.name.removeprefix("gate.") for check in checks]
+        gate = self.gate = next((name for name in _HARMS if name in gates), "")
+        self.met[count] = bool(checks) and all(check.ok for check in checks)
+        gate = gate or _DEFAULT[self.classes is not None]
+        row = measured(gate, rows)
+        harm, ci95 = _told(gate, row) if row is not None else (0.0, None)
+        size = sum(
+            self.quantized.high_bytes(name) if name in kept else self.quantized.low_bytes(name)
+            for name in self.quantized.codes
+        )
+        self.steps[count] = Step(kept=list(kept), bytes=size, harm=harm, ci95=ci95)
+        self.progress.at(NAME, min(0.99, 0.6 + 0.04 * len(self.steps)), f"{words.plural(count, 'layer')} kept high")
+
+    def _mixture(self, layers: list[Alone], order: Sequence[str], count: int | None) -> Mixture:
+        steps = sorted(self.steps)
+        gate = self.gate or _DEFAULT[self.classes is not None]
+        limit = getattr(self.recipe.gates, gate) if self.gate else None
+        # what meets no gate is compiled as near to it as the curve comes, and the gates then judge it
+        best = count if count is not None else min(steps, key=lambda each: (self.steps[each].harm, each))
+        kept = order[:best]
+        mixed = Mixed(
+            what=_HARMS[gate].what,
+            alone=_HARMS[_DEFAULT[self.classes is not None]].what,
+            scored=self._scored(),
+            layers=layers,
+            steps=[self.steps[each] for each in steps],
+            chosen=None if count is None else steps.index(count),
+            limit=None if limit is None else limit if gate.endswith("_max") else _HARMS[gate].of(limit),
+        )
+        return Mixture(self.codes[best], mixed, self._decisions(mixed, layers, kept, best, count is not None))
+
+    def _scored(self) -> str:
+        samples, distinct = self.samples, self.samples.clusters
+        many = len(samples) if distinct is None else int(np.unique(distinct).size)
+        by = f", {len(samples) // many} views of each" if many < len(samples) else ""
+        return f"{words.plural(many, 'sample')} of {samples.name} ({samples.split}){by}"
+
+    def _decisions(
+        self, mixed: Mixed, layers: Sequence[Alone], kept: Sequence[str], count: int, met: bool
+    ) -> list[Decision]:
+        low, by_name = self.quantized.weights.format, {each.name: each for each in layers}
+        found = [
+            decision(
+                NAME,
+                MIXED,
+                name,
+                f"alone it harms most for what it saves: {mixed.alone} {words.figure(by_name[name].harm, 3)}",
+                low,
+                "float32",
+            )
+            for name in kept
+        ]
+        step = self.steps[count]
+        if not self.gate:
+            reason = "the recipe has no gate that could be measured before the end, so nothing is kept high"
+            return [*found, decision(NAME, NOTE, self.quantized.prepared.graph.name, reason)]
+        if not met:
+            reason = (
+                f"no number of layers kept high meets it on {mixed.scored}; with {count}, {mixed.what} is "
+                f"{words.figure(step.harm, 3)}"
+            )
+            where = f"gates.{self.gate}"
+            return [*found, decision(NAME, "gate-out-of-reach", where, reason, mixed.limit, step.harm)]
+        return found
+
+
+def _told(gate: str, row: Row) -> tuple[float, tuple[float, float] | None]:
+    """A row as harm, with its interval."""
+    harm, value, ends = _HARMS[gate].of, row.value, row.ci95
+    if gate == "top1_drop_max" and row.baseline is not None:
+        value, ends = row.baseline.difference, row.baseline.difference_ci95
+    if value is None:
+        return 0.0, None
+    return harm(value), None if ends is None else (min(map(harm, ends)), max(map(harm, ends)))
+
+
+def _first(held: InputSet, count: int) -> InputSet:
+    """So many samples; whole feeds of them, where a graph takes no others."""
+    step = held.batch or 1
+    count = max(step, count - count % step)
+    labels = None if held.labels is None else held.labels[:count]
+    return replace(held, arrays={name: array[:count] for name, array in held.arrays.items()}, labels=labels)

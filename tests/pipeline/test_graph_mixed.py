@@ -1,0 +1,96 @@
+"""The few products that are kept in floats: the fragile one is found, no more are kept, and the page shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import networks
+import numpy as np
+import pytest
+import torch
+
+import quantkit
+from quantkit.errors import InputError
+from quantkit.measure.mixed import Mixed
+from quantkit.model.to_onnx import write_onnx
+from quantkit.pipeline.worth import read_harm
+
+STEM = "node_conv2d"
+TINY = 1e-3
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A network whose first convolution sees one channel a thousand times as small as the others, by weights a
+    thousand times as large: one scale for all of its inputs loses that channel, one for each row of weights the others.
+    """
+    folder = tmp_path_factory.mktemp("fragile")
+    model = networks.tiny()
+    with torch.no_grad():
+        model.stem[0].weight[:, 0] /= TINY
+    small = np.array([TINY, 1, 1], np.float32).reshape(3, 1, 1)
+    probe = torch.from_numpy(networks.images(2) * small)
+    write_onnx(model, [probe], folder / "fragile.onnx", inputs=["images"], outputs=["logits"])
+    values = networks.images(240) * small
+    with torch.no_grad():
+        labels = model(torch.from_numpy(values)).argmax(dim=1).numpy()
+    np.savez(folder / "set.npz", images=values, labels=labels)
+    return folder / "fragile.onnx", folder / "set.npz"
+
+
+def compiled(files: tuple[Path, Path], out: Path, *changes: str) -> tuple[Any, Mixed]:
+    bundle = quantkit.compile(
+        str(files[0]), recipe="int8-mixed", calibration=files[1], out=out, speed=False, changes=list(changes)
+    )
+    harm = read_harm(bundle.path)
+    assert harm is not None
+    assert harm.mixed is not None
+    return bundle, harm.mixed
+
+
+def decided(bundle: Any) -> dict[str, str]:
+    return {each.where: each.code for each in bundle.manifest.decisions if each.pass_ == "mixed"}
+
+
+def test_the_fragile_product_is_found_and_it_alone_is_kept(files: tuple[Path, Path], tmp_path: Path) -> None:
+    bundle, mixed = compiled(files, tmp_path / "bundle", "gates={kl_max: 0.0005}")
+    assert mixed.layers[0].name == STEM
+    assert mixed.layers[0].harm > 10 * mixed.layers[1].harm
+    assert mixed.chosen == 1
+    assert mixed.limit == 0.0005
+    assert mixed.steps[0].harm > 0.0005 >= mixed.steps[1].harm
+    assert mixed.steps[1].kept == [STEM]
+    # what is kept costs its floats less its codes and their scales
+    assert mixed.steps[1].bytes - mixed.steps[0].bytes == mixed.layers[0].bytes
+    assert decided(bundle) == {STEM: "kept-high"}
+    assert STEM not in [layer.name for layer in bundle.manifest.layers]
+    assert bundle.manifest.state == "complete"
+    assert {check.name: check.ok for check in bundle.manifest.checks}["integer.macs"]
+    page = (bundle.path / "report.html").read_text()
+    assert "Mixed precision" in page
+    assert "Keeping 1 layer high" in page
+    assert all(check.ok for check in bundle.verify())
+
+
+def test_without_a_gate_nothing_is_kept(files: tuple[Path, Path], tmp_path: Path) -> None:
+    bundle, mixed = compiled(files, tmp_path / "bundle", "gates={}")
+    assert (mixed.chosen, mixed.limit, mixed.steps[0].kept) == (0, None, [])
+    assert len(mixed.steps) > 1, "the curve is there all the same"
+    assert len(bundle.manifest.layers) == 4
+    assert decided(bundle) == {"fragile": "note"}
+
+
+def test_a_gate_out_of_reach_is_said_and_then_fails(files: tuple[Path, Path], tmp_path: Path) -> None:
+    bundle, mixed = compiled(files, tmp_path / "bundle", "gates={kl_max: 0.0}")
+    assert mixed.chosen is None
+    assert bundle.manifest.layers, "something is quantized, whatever the gate asks for"
+    assert decided(bundle)["gates.kl_max"] == "gate-out-of-reach"
+    assert bundle.manifest.state == "gate_failed"
+
+
+def test_settings_are_the_recipes(files: tuple[Path, Path], tmp_path: Path) -> None:
+    _, mixed = compiled(files, tmp_path / "bundle", "gates={agreement_min: 0.9}", "mixed.views=1", "mixed.samples=8")
+    assert mixed.scored == "8 samples of set.npz (tune)"
+    with pytest.raises(InputError, match="recipe-invalid"):
+        compiled(files, tmp_path / "other", "mixed.vews=1")
