@@ -296,7 +296,7 @@ def pickled(where: str) -> InputError:
     return InputError(
         "calibration-pickle",
         where=where,
-        value="it holds Python objects",
+        value="it holds Python objects, or is no file of arrays",
         rule="a file of objects runs code when it is read, so none is read",
         remedy="save plain arrays: numpy.savez_compressed(path, images=..., labels=...)",
     )

@@ -111,6 +111,7 @@ def load_inputs(
     samples: int | None,
     seed: int,
     preprocess: Preprocess | None = None,
+    where: str = "the graph",
 ) -> InputSet:
     """Read, draw and check what a graph's inputs are fed.
 
@@ -121,13 +122,14 @@ def load_inputs(
         samples: at most so many, drawn from all over the split; None takes all, in their order.
         seed: of the recipe.
         preprocess: what becomes of images of bytes where the set does not say.
+        where: the graph, for errors.
 
     Raises:
         InputError: those of `load_images`; `onnx-inputs`, a graph that takes no samples; of arrays,
             `calibration-fields`, `-dtype`, `-shape`, `-range`, `-labels`, `-nonfinite`, `-constant`, `-short`,
             `-pickle`, `-unreadable`, `-kind`.
     """
-    batch = _batch(inputs)
+    batch = _batch(inputs, where)
     path = content.find("calibration", reference)
     only = inputs[0]
     if len(inputs) == 1 and np.dtype(only.dtype).kind == "f" and not _holds(path, only.name):
@@ -161,21 +163,21 @@ def load_inputs(
     return _whole(arrays, None if labels is None else labels[chosen], batch, name, split, tuple(notes))
 
 
-def _batch(inputs: Sequence[Input]) -> int | None:
+def _batch(inputs: Sequence[Input], where: str) -> int | None:
     """The one number of samples that a graph takes; None where it is free. Raises InputError `onnx-inputs`."""
     wrong = "" if inputs else "no inputs"
     for each in inputs:
         if not each.shape:
             wrong = f"{each.name} is one number"
         elif np.dtype(each.dtype).kind not in "fiub":
-            wrong = f"{each.name} takes {each.dtype}"
+            wrong = f"{each.name} takes {'text' if each.dtype == 'object' else each.dtype}"
     fixed = {each.shape[0]: each.name for each in inputs if each.shape and each.shape[0] is not None}
     if len(fixed) > 1:
         wrong = ", ".join(f"{name} takes {size} samples" for size, name in fixed.items())
     if wrong:
         raise InputError(
             "onnx-inputs",
-            where="the graph",
+            where=where,
             value=wrong,
             rule="every input takes numbers, and as many samples as the others along its first axis",
             remedy="export it with samples first, and constants inside the graph",

@@ -168,6 +168,10 @@ def _check_operators(model: ir.Model, where: str) -> None:
                     value, rule = f"{node.name or node.op_type} holds a file", "constants stand in the graph itself"
                     raise _refused(where, "external", value, rule, "export it again")
         called = f"{node.name or node.op_type} ({node.op_type})"
+        loose = [each for each in node.inputs if each is not None and each.producer() is None]
+        for each in loose:
+            if not (each.is_graph_input() or each.is_initializer()):
+                raise _refused(where, "unreadable", f"{called} reads {each.name}, which nothing computes")
         if node.op_type in _QUANTIZED or node.op_type.startswith("QLinear"):
             raise _refused(
                 where,

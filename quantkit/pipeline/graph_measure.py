@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.errors import InputError
 from quantkit.measure.rows import Data, Device, Row
 from quantkit.pipeline.progress import Progress
 from quantkit.plan import machine
@@ -45,14 +46,32 @@ class Cost:
 
 
 def cost(model: ir.Model, sites: Sequence[Site], feed: Feed) -> Cost:
-    """Counted on the shapes of a run with real inputs. Raises InputError `onnx-unrunnable`."""
+    """Counted on the shapes of a run with real inputs.
+
+    Raises:
+        InputError: `onnx-unrunnable`; `onnx-outputs` where they are no finite floats, which nothing could be scored by.
+    """
     from quantkit.graph.run import Runner
 
     shown = Runner(model, [site.output for site in sites])(feed)
     samples = len(next(iter(feed.values())))
     macs = {site.name: site.macs(shown[site.output].shape, samples) for site in sites}
+    _demand_floats({str(value.name): shown[str(value.name)] for value in model.graph.outputs})
     outputs = sum(shown[str(value.name)].size for value in model.graph.outputs)
     return Cost(macs, outputs // samples, sum(shown[site.output].size for site in sites) // samples)
+
+
+def _demand_floats(outputs: Feed) -> None:
+    floats = {name: array for name, array in outputs.items() if array.dtype.kind == "f"}
+    bad = [name for name, array in floats.items() if not np.isfinite(array).all()]
+    if bad or not floats:
+        raise InputError(
+            "onnx-outputs",
+            where=", ".join(bad) or ", ".join(outputs),
+            value="NaN or infinity for calibration samples" if bad else "no floats",
+            rule="what comes out is finite floats, by which the quantized graph is compared",
+            remedy="check the samples and the weights" if bad else "give out what the last operator reads, too",
+        )
 
 
 def scored(

@@ -6,12 +6,13 @@ import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Decision
-from quantkit.errors import InputError
+from quantkit.errors import InputError, did_you_mean
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.graph_measure import Cost, cost
+from quantkit.pipeline.layers import ROLES
 from quantkit.pipeline.request import Request, default_out
 from quantkit.recipe import ExportStep, Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
@@ -81,6 +82,7 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
     missed = [each for each in fused if not each.done]
     decisions += [decision(each.fusion, NOTE, each.node, each.reason) for each in missed]
     found = sites(graph.model)
+    _check_globs(recipe, [site.name for site in found])
     chosen = [site for site in found if not _kept(site.name, recipe)]
     if weights.granularity == "tensor" and any(site.group > 1 for site in chosen):
         raise InputError(
@@ -126,6 +128,14 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
         request = replace(request, recipe=recipe)
     out = request.out or default_out(graph.name, recipe.name, resume=request.resume)
     costs = cost(graph.model, found, feed)
+    if scoring.labels is not None and int(scoring.labels.max()) >= costs.outputs:
+        raise InputError(
+            "label-out-of-range",
+            where=scoring.name,
+            value=f"label {int(scoring.labels.max())}",
+            rule=f"the graph gives {costs.outputs} numbers a sample, so that its classes are below that",
+            remedy="score it on samples with labels of its own classes",
+        )
     return Prepared(request, graph, ref, chosen, calib, scoring, held, costs, out, decisions)
 
 
@@ -147,6 +157,30 @@ def schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
     return weights, activations
 
 
+def _check_globs(recipe: Recipe, names: Sequence[str]) -> None:
+    """Refuse what would be passed over in silence. Raises InputError `scheme-unsupported`, `-unmatched`."""
+    for each in recipe.overrides:
+        if each.weights is not None or each.activations is not None:
+            raise InputError(
+                "scheme-unsupported",
+                where=f"overrides: {each.match}",
+                value="a scheme of its own",
+                rule="of a graph, a product has the recipe's scheme or stays in float32",
+                remedy="`weights: null` in the override, or keep",
+            )
+    asked = [("override-unmatched", "overrides", each.match) for each in recipe.overrides]
+    asked += [("keep-unmatched", "keep", glob) for glob in recipe.keep if glob not in ROLES]
+    for code, where, glob in asked:
+        if not any(fnmatch.fnmatch(name, glob) for name in names):
+            raise InputError(
+                code,
+                where=where,
+                value=f"{glob!r} matches no product",
+                rule="every glob matches something",
+                remedy=did_you_mean(glob, names),
+            )
+
+
 def _kept(name: str, recipe: Recipe) -> bool:
     patterns = [*recipe.keep, *(each.match for each in recipe.overrides if each.weights is None)]
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
@@ -160,11 +194,20 @@ def _inputs(request: Request, graph: FloatGraph, split: Split, alias: Alias | No
 
     def load(name: str) -> InputSet:
         how = alias.preprocess if alias is not None else None
-        return load_inputs(name, split, graph.inputs, samples=samples, seed=recipe.seed, preprocess=how)
+        asked: dict[str, Any] = {"samples": samples, "seed": recipe.seed, "preprocess": how}
+        return load_inputs(name, split, graph.inputs, where=graph.path.name, **asked)
 
     try:
         return load(recipe.calibration.set)
     except InputError as problem:
-        if problem.code != "calibration-kind" or alias is None:
+        if problem.code != "calibration-kind":
             raise
-        return load(alias.calibration)
+        if alias is not None:
+            return load(alias.calibration)
+        raise InputError(
+            problem.code,
+            where=recipe.calibration.set,
+            value=problem.value,
+            rule=f"a graph is calibrated on samples of what it takes: {', '.join(each.name for each in graph.inputs)}",
+            remedy="--calibration ./FILE.npz with an array for each input, or a folder of images",
+        ) from None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from test_card import write_card
 
 from quantkit.calibrate.inputs import InputSet, load_inputs
 from quantkit.errors import InputError
@@ -121,3 +124,28 @@ def test_a_graph_takes_samples(tmp_path: Path) -> None:
             load(tmp_path, inputs=inputs, **arrays())
     with pytest.raises(InputError, match="calibration-kind"):
         load_inputs("fashion-mnist", "calib", ALL, samples=None, seed=0)
+
+
+@pytest.mark.parametrize("form", ["npz", "npy", "folder", "card"])
+def test_images_come_in_every_form(form: str, tmp_path: Path) -> None:
+    from PIL import Image
+
+    how = {"resize": 4, "crop": 4, "mean": [0.5] * 3, "std": [0.25] * 3, "layout": "NCHW"}
+    pixels = RNG.integers(0, 256, (40, 6, 5, 3), dtype=np.uint8)
+    place = tmp_path / f"samples.{form}" if form.startswith("np") else tmp_path / "samples"
+    if form == "npz":
+        np.savez(place, images=arrays()["x"])
+    elif form == "npy":
+        np.save(place, arrays()["x"])
+    elif form == "folder":
+        place.mkdir()
+        for number, picture in enumerate(pixels):
+            Image.fromarray(picture).save(place / f"{number:03}.png")
+        (place / "preprocess.yaml").write_text(json.dumps(how))
+    else:
+        files = {"calib.npz": io.BytesIO(), "eval.npz": io.BytesIO()}
+        for file, part in zip(files.values(), (pixels[:30], pixels[30:]), strict=True):
+            np.savez(file, images=part)
+        write_card(place, {name: file.getvalue() for name, file in files.items()}, kind="images", preprocess=how)
+    sizes = [len(load_inputs(str(place), split, [IMAGES], samples=None, seed=0)) for split in ("calib", "eval")]  # type: ignore[arg-type]
+    assert sizes == ([30, 10] if form == "card" else [34, 4])
