@@ -98,7 +98,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=[name for name, alias in ALIASES.items() if alias.kind == "vision"])
     parser.add_argument("--set", help="of images; the model's own")
-    parser.add_argument("--format", nargs="+", default=["int7", "int8"], help="of our weights")
+    parser.add_argument(
+        "--format", nargs="+", default=["int7", "int8", "mixed"], help="of our weights; mixed is the recipe int8-mixed"
+    )
     parser.add_argument("--seconds", type=float, default=20.0, help="of timing, for each batch and number of threads")
     parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
@@ -112,12 +114,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         files: dict[str, Path] = {"float": graph}
         for form in options.format:
+            mixed = form == "mixed"
             bundle = quantkit.compile(
                 options.model,
-                recipe="int8-network",
+                recipe="int8-mixed" if mixed else "int8-network",
                 calibration=chosen,
                 out=Path(folder) / form,
-                changes=[f"scheme.weights.format={form}"],
+                changes=[] if mixed else [f"scheme.weights.format={form}"],
                 speed=False,
             )
             files[f"quantkit {form}"] = bundle.path / "onnx" / "model.onnx"

@@ -94,3 +94,9 @@ def test_settings_are_the_recipes(files: tuple[Path, Path], tmp_path: Path) -> N
     assert mixed.scored == "8 samples of set.npz (tune)"
     with pytest.raises(InputError, match="recipe-invalid"):
         compiled(files, tmp_path / "other", "mixed.vews=1")
+
+
+def test_it_is_for_fixed_scales(files: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="scheme-unsupported.*the pass mixed"):
+        compiled(files, tmp_path / "bundle", "scheme.activations.range=minmax", "scheme.activations.dynamic=true")
+    assert not list(tmp_path.iterdir()), "nothing half-written"
