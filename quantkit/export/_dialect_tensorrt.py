@@ -83,6 +83,9 @@ class Dialect(Rewriting):
         model = self._finish()
         self.graph.opset_imports[""] = OPSET
         model.ir_version = 11
+        for node in self.graph:
+            # the names by which an engine speaks of its layers
+            node.name = node.outputs[0].name
         return model
 
     # --- norms --------------------------------------------------------------------------------------------------------

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from quantkit.model.stream import StreamedModel
+    from quantkit.runtimes import _tensorrt_decode
     from quantkit.runtimes._onnx_session import Loaded, State
 
-    # either is a model in a runtime: torch runs it block by block, a session runs it whole
-    Candidate = StreamedModel | Loaded
+    # each is a model in a runtime: torch runs it block by block, a session or an engine runs it whole
+    Candidate = StreamedModel | Loaded | _tensorrt_decode.Loaded
 
 
 # logits of one model that are in memory at one time
@@ -100,17 +101,17 @@ class _Heads:
 class _Session:
     """A model with a cache: each part of a sequence goes on where the last one ended."""
 
-    def __init__(self, model: Loaded, length: int) -> None:
+    def __init__(self, model: Loaded | _tensorrt_decode.Loaded, length: int) -> None:
         self.model = model
         self.length = length
-        self.state: State | None = None
+        self.state: State | _tensorrt_decode.State | None = None
 
     def __call__(self, index: int, part: slice, ids: Tensor) -> Tensor:
         import torch
 
         if part.start == 0 or self.state is None:
             self.state = self.model.state(1, self.length)
-        return torch.from_numpy(self.model.run(self.state, ids.numpy())[0])
+        return torch.from_numpy(self.model.run(self.state, ids.numpy())[0])  # type: ignore[arg-type]
 
 
 def cosine(original: StreamedModel, candidate: Candidate, tokens: TokenSet) -> Tensor:
@@ -130,10 +131,21 @@ def cosine(original: StreamedModel, candidate: Candidate, tokens: TokenSet) -> T
 def settings(candidate: Candidate) -> dict[str, Any]:
     """Of the runtime a candidate is in, for its rows."""
     from quantkit.model.stream import StreamedModel
+    from quantkit.runtimes import _tensorrt_decode
 
     if isinstance(candidate, StreamedModel):
         return {"dtype": "float32"}
+    if isinstance(candidate, _tensorrt_decode.Loaded):
+        return candidate.settings
     return {"accuracy_level": candidate.accuracy_level, "threads": candidate.threads}
+
+
+def _device(candidate: Candidate) -> dict[str, Any]:
+    from quantkit.runtimes import _tensorrt_decode
+
+    if isinstance(candidate, _tensorrt_decode.Loaded):
+        return dict(machine.gpu(candidate.engine.file.gpu))
+    return machine.device()
 
 
 def flagged(rows: list[Row], was: str | None) -> list[Row]:
@@ -155,7 +167,7 @@ def rows(
     progress: Callable[[float], None] | None = None,
 ) -> tuple[list[Row], Items | None]:
     """The accuracy rows of a candidate, and what was found at each position (None for encoders)."""
-    device = Device.model_validate(machine.device())
+    device = Device.model_validate(_device(candidate))
     if original.source.kind == "decoder":
         items = score(original, candidate, tokens, progress)
         found = items.rows(

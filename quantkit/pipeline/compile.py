@@ -211,7 +211,7 @@ class _Compilation:
             judged, unjudged = judge(prepared.request.recipe.gates, rows)
             timed, untimed = self._speed(subject, layers)
             rows += timed
-            decisions += [*unscored(request.recipe.export), *unjudged, *untimed]
+            decisions += [*unscored(request.recipe.export, self.build.bundle), *unjudged, *untimed]
             checks += judged
             write_rows(self.build.bundle / MEASUREMENTS, rows)
             manifest = manifest_of(

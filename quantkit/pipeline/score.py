@@ -59,7 +59,7 @@ def score_exports(
             folder=folder_of(step.name),
         )
         rows += sizes if number == 0 else [row for row in sizes if row.name == "size.bytes"]
-        here = runs_here(runtime)
+        here = runs_here(runtime, build.bundle)
         if not here and number > 0:
             continue
         if not here:  # the values that it was built from, since nothing else was exported that runs here
@@ -97,19 +97,19 @@ def score_exports(
     return rows
 
 
-def runs_here(runtime: str) -> bool:
-    """Whether what a runtime reads can be run on this machine: an engine needs its GPU."""
+def runs_here(runtime: str, bundle: Path) -> bool:
+    """Whether what a runtime reads of a bundle can be run on this machine: an engine needs its GPU."""
     why = getattr(registry.load("runtimes", runtime), "why_not_here", None)
-    return why is None or why() is None
+    return why is None or why(bundle) is None
 
 
-def unscored(exports: Sequence[ExportStep]) -> list[Decision]:
+def unscored(exports: Sequence[ExportStep], bundle: Path) -> list[Decision]:
     """What was exported and could not be run here, each with the reason."""
     found = []
     for step in exports:
         runtime = registry.load("export", step.name).runtimes[0]
-        if not runs_here(runtime):
-            reason = registry.load("runtimes", runtime).why_not_here()
+        if not runs_here(runtime, bundle):
+            reason = registry.load("runtimes", runtime).why_not_here(bundle)
             found.append(decision("measure", NOTE, folder_of(step.name), f"not run: {reason}"))
     return found
 

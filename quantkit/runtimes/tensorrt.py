@@ -2,34 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Bundle
+from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError, MissingDependency
-from quantkit.runtimes._tensorrt_library import Name, load
+from quantkit.runtimes import _tensorrt_library
+from quantkit.runtimes._generate import generated
+from quantkit.runtimes._tensorrt_file import FOLDER, matching, verified
+from quantkit.runtimes._tensorrt_library import Library, Name
 
-FOLDER = "engine"
+if TYPE_CHECKING:
+    from quantkit.runtimes._tensorrt_decode import Loaded
+
+Gpus = Callable[[], tuple[Sequence[Mapping[str, Any]], str]]
 
 
 class Tensorrt:
-    """One of the two libraries; see `_tensorrt_library`."""
+    """One of the two libraries; see `_tensorrt_library`.
 
-    def __init__(self, name: Name) -> None:
+    Args:
+        name: of it.
+        library: that runs engines, gpus: of this machine, device: torch's; None: what is here. For tests.
+    """
+
+    def __init__(
+        self, name: Name, *, library: Library | None = None, gpus: Gpus | None = None, device: str = "cuda"
+    ) -> None:
         self.name = name
+        self._library, self._gpus, self._device = library, gpus, device
 
-    def why_not_here(self) -> str | None:
-        """Why no engine can be run on this machine; None where one can."""
-        from quantkit.plan import machine
+    def why_not_here(self, folder: Path | None = None) -> str | None:
+        """Why no engine can be run on this machine; None where one can.
 
-        gpus, why = machine.gpus()
+        Args:
+            folder: of a bundle, or of one that is being built: then of its engines.
+        """
+        gpus, why = self._here()
         if not gpus:
             return f"no NVIDIA GPU: {why}"
         try:
-            load(self.name)
+            library = self._loaded()
         except MissingDependency as problem:
             return problem.line()
+        known = library.capabilities()
+        if known and str(gpus[0]["sm"]) not in known:
+            return f"{library.name} {library.version} runs on SM {', '.join(known)}; this is SM {gpus[0]['sm']}"
+        if blind := self._torch_blind():
+            return blind
+        if folder is not None:
+            try:
+                matching(sorted((folder / FOLDER).glob("*.engine")), library, gpus[0])
+            except InputError as problem:
+                return problem.line()
         return None
+
+    def _torch_blind(self) -> str | None:
+        """Why torch, whose memory an engine is given, cannot reach the GPU."""
+        if self._device != "cuda":
+            return None
+        try:
+            import torch
+        except ImportError:
+            return "torch is not installed: an engine's inputs and cache are its tensors"
+        if torch.cuda.is_available():
+            return None
+        return f"torch {torch.__version__} sees no GPU: an engine's inputs and cache are its tensors"
 
     def folder(self, bundle: Bundle) -> Path:
         """The folder with the engine.
@@ -39,29 +79,80 @@ class Tensorrt:
         """
         folder = bundle.path / FOLDER
         if not any(folder.glob("*.engine")):
-            raise InputError(
-                "bundle-without-engine",
-                where=str(bundle.path),
-                value=f"no {FOLDER}/*.engine",
-                rule="this runtime runs a TensorRT engine",
-                remedy="quantkit export BUNDLE --to tensorrt",
-            )
+            verified(bundle)
         return folder
 
-    def open(self, path: Path, threads: int | None = None) -> Any:
-        """What scores a bundle that is being built. Raises InputError `gpu-absent`."""
-        raise self._absent()
+    def open(self, path: Path, threads: int | None = None) -> Loaded:
+        """What scores a bundle, or the folder of one that is being built: what has just been written needs no manifest.
 
-    def load(self, bundle: Bundle, **settings: Any) -> Any:
-        """An engine; its files are checked against the manifest first. Raises InputError `gpu-absent`."""
-        self.folder(bundle)
-        raise self._absent()
+        Raises:
+            InputError: as `load`.
+        """
+        if (path / MANIFEST).is_file():
+            return self.load(Bundle.load(path))
+        return self._run(sorted((path / FOLDER).glob("*.engine")))
 
-    def _absent(self) -> InputError:
+    def load(self, bundle: Bundle) -> Loaded:
+        """A model in its engine; every file is checked against the manifest first.
+
+        Raises:
+            InputError: `bundle-without-engine`, `hash-mismatch`, `gpu-absent`, `engine-foreign`, `engine-unreadable`.
+            MissingDependency: the library.
+        """
+        return self._run(verified(bundle))
+
+    def _run(self, engines: Sequence[Path]) -> Loaded:
+        from quantkit.runtimes._tensorrt_decode import Loaded
+        from quantkit.runtimes._tensorrt_engine import Engine
+
+        gpus, why = self._here()
+        if not gpus:
+            raise self._absent(f"no NVIDIA GPU: {why}")
+        library = self._loaded()
+        file = matching(engines, library, gpus[0])
+        if blind := self._torch_blind():
+            raise self._absent(blind)
+        return Loaded(Engine(file, library, device=self._device))
+
+    def generate(
+        self,
+        bundle: Bundle,
+        prompt: str,
+        *,
+        new_tokens: int = 64,
+        sample: bool = False,
+        seed: int = 0,
+        chat: bool = False,
+    ) -> dict[str, Any]:
+        """Continue a prompt; see `runtimes.torch` for the arguments and `_generate` for what comes back.
+
+        Raises:
+            InputError: of `load`; `not-a-decoder`, `no-tokenizer`, `prompt-empty`, `prompt-too-long`.
+        """
+        return generated(
+            bundle,
+            self.folder(bundle),
+            lambda: self.load(bundle),
+            prompt,
+            new_tokens=new_tokens,
+            sample=sample,
+            seed=seed,
+            chat=chat,
+        )
+
+    def _here(self) -> tuple[Sequence[Mapping[str, Any]], str]:
+        from quantkit.plan import machine
+
+        return (self._gpus or machine.gpus)()
+
+    def _loaded(self) -> Library:
+        return self._library or _tensorrt_library.load(self.name)
+
+    def _absent(self, why: str) -> InputError:
         return InputError(
             "gpu-absent",
             where=self.name,
-            value=self.why_not_here() or "not yet",
+            value=why,
             rule="an engine runs on the GPU that it was built for",
             remedy="run it there; the checkpoint runs here: --runtime torch",
         )

@@ -219,7 +219,7 @@ def test_without_drawing_it_is_the_most_likely() -> None:
 
 
 def test_the_model_s_own_settings_hold(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quantkit.runtimes import onnxruntime
+    from quantkit.runtimes import _generate
 
     seen: list[Sampling] = []
 
@@ -227,7 +227,7 @@ def test_the_model_s_own_settings_hold(own: Path, monkeypatch: pytest.MonkeyPatc
         seen.append(sampling)
         return iter([])
 
-    monkeypatch.setattr(onnxruntime, "stream", watched)
+    monkeypatch.setattr(_generate, "stream", watched)
     settings: list[tuple[dict[str, Any], tuple[float, int, float]]] = [
         ({}, (1.0, 50, 1.0)),
         ({"temperature": 0.7, "top_k": 20, "top_p": 0.8}, (0.7, 20, 0.8)),

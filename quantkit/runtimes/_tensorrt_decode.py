@@ -1,0 +1,392 @@
+"""A model in an engine: prompts and steps with the cache in place, a step of a batch replayed as one CUDA graph.
+
+The cache of some sequences is one buffer a layer, bound as past and as present: the engine writes new keys and values
+at `write_indices`, and nothing is copied or moved. So every step finds its tensors where the last one did, and what was
+captured once is right at every position: ids, positions, mask and place are written into the same tensors before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError
+from quantkit.runtimes._tensorrt_engine import Engine
+
+if TYPE_CHECKING:
+    import torch
+
+Array = NDArray[Any]
+_CACHE = "past_key_values."
+
+
+@dataclass
+class State:
+    """Some sequences.
+
+    Args:
+        batch: how many.
+        capacity: columns of the cache.
+        caches: input -> buffer [B, H, capacity, D].
+        mask: [B, capacity], 1 where a token is.
+        real: [B], tokens so far, padding left out.
+        length: columns that are filled.
+        step: a step of this state, once there was one.
+    """
+
+    batch: int
+    capacity: int
+    caches: dict[str, torch.Tensor]
+    mask: torch.Tensor
+    real: torch.Tensor
+    length: int = 0
+    step: _Step | None = field(default=None, repr=False)
+
+
+class Loaded:
+    """A model in an engine, as `runtimes._onnx_session.Loaded` has it in a session.
+
+    Args:
+        engine: opened.
+
+    Raises:
+        InputError: `cache-grown`, a decoder whose cache is not written in place.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        if self.decoder and "write_indices" not in engine.inputs:
+            raise InputError(
+                "cache-grown",
+                where=str(engine.file.path),
+                value="a cache that each step gives out anew",
+                rule="this runtime writes into one in place",
+                remedy="export with cache: in_place",
+            )
+
+    @property
+    def decoder(self) -> bool:
+        """Whether it has a cache and gives logits."""
+        return any(name.startswith(_CACHE) for name in self.engine.inputs)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit into the cache."""
+        return self.engine.inputs["attention_mask"].shape[1]
+
+    @property
+    def vocabulary(self) -> int:
+        """Logits of a position."""
+        return self.engine.outputs["logits"].shape[-1]
+
+    @property
+    def settings(self) -> dict[str, str | bool | int | float | None]:
+        """For rows."""
+        file, library = self.engine.file, self.engine.library
+        kind = self.engine.outputs["logits"].type if self.decoder else next(iter(self.engine.outputs.values())).type
+        return {
+            "dtype": kind,
+            "library": f"{library.name} {library.version}",
+            "sm": file.sm,
+            "graphs": self.decoder and self.engine.device.type == "cuda",
+        }
+
+    def state(self, batch: int, capacity: int) -> State:
+        """Room for `batch` sequences of up to `capacity` tokens; it is always as large as the engine's cache.
+
+        Raises:
+            InputError: `not-a-decoder`, `prompt-too-long`, `shape-unsupported`, `out-of-memory`.
+        """
+        import torch
+
+        if not self.decoder:
+            raise InputError(
+                "not-a-decoder",
+                where=str(self.engine.file.path),
+                value="an encoder",
+                rule="only decoders have a cache",
+            )
+        self._demand(capacity)
+        self.engine.profile(batch, max(1, min(capacity, self._longest())))
+        try:
+            caches = {
+                name: self.engine.tensor(name, (batch, *binding.shape[1:]))
+                for name, binding in self.engine.inputs.items()
+                if name.startswith(_CACHE)
+            }
+        except torch.OutOfMemoryError as problem:
+            raise InputError(
+                "out-of-memory",
+                where=f"batch {batch}",
+                value=str(problem).split(".")[0],
+                rule=f"a cache of {self.capacity} tokens a sequence fits",
+                remedy="a smaller batch",
+            ) from None
+        mask = self.engine.tensor("attention_mask", (batch, self.capacity))
+        return State(batch, self.capacity, caches, mask, torch.zeros(batch, dtype=torch.long, device=mask.device))
+
+    def _longest(self) -> int:
+        engine = self.engine.engine
+        return max(self.engine.range(number, "input_ids")[1][1] for number in range(engine.num_optimization_profiles))
+
+    def _demand(self, tokens: int) -> None:
+        if tokens > self.capacity:
+            raise InputError(
+                "prompt-too-long",
+                where=str(self.engine.file.path),
+                value=f"{tokens} tokens",
+                rule=f"its cache holds {self.capacity}",
+                remedy="shorten the prompt, ask for fewer new tokens, or export with a larger `capacity`",
+            )
+
+    def run(self, state: State, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
+        """Feed tokens to the sequences of a state.
+
+        Args:
+            state: grows by the tokens.
+            ids: [B, S]; rows that are shorter are padded on the left.
+            mask: [B, S], 0 where ids are padding; None: nowhere.
+            keep: how many positions from the end to give logits for; 0 is all.
+
+        Returns:
+            logits [B, S or keep, vocabulary], float32.
+
+        Raises:
+            InputError: `prompt-too-long`, `shape-unsupported`.
+        """
+        self._demand(state.length + ids.shape[1])
+        given = np.ones_like(ids) if mask is None else mask
+        parts, done = [], 0
+        while done < ids.shape[1]:
+            left = ids.shape[1] - done
+            taken = 1 if left == 1 else self.engine.profile(state.batch, left)[1]
+            place = slice(done, done + taken)
+            # logits of a part that lies before all that are kept are not wanted; the least is one
+            wanted = min(taken, max(1, keep - (left - taken))) if keep else 0
+            logits = self._feed(state, ids[:, place], given[:, place], wanted)
+            if not keep or keep > left - taken:
+                parts.append(logits)
+            done += taken
+        return np.concatenate(parts, axis=1)
+
+    def _feed(self, state: State, ids: Array, mask: Array, keep: int) -> Array:
+        import torch
+
+        device = state.mask.device
+        tokens, given = (
+            torch.from_numpy(np.ascontiguousarray(each, dtype=np.int64)).to(device) for each in (ids, mask)
+        )
+        before, new = state.length, ids.shape[1]
+        state.mask[:, before : before + new] = given.to(state.mask.dtype)
+        places = given.cumsum(dim=1) + state.real[:, None]
+        state.real += given.sum(dim=1)
+        state.length += new
+        if new == 1:
+            if state.step is None:
+                state.step = _Step(self.engine, state)
+            logits = state.step(tokens, (places - 1).clamp(min=0), before)
+        else:
+            number, _ = self.engine.profile(state.batch, new)
+            feed = self.feed(state, tokens, (places - 1).clamp(min=0), before, keep)
+            context = self.engine.context(number)
+            found = self.engine.bind(context, feed)
+            self.engine.enqueue(context)
+            self.engine.wait()
+            logits = found["logits"]
+        # a copy: the next step writes to the same place
+        return np.array(logits.float().cpu().numpy())
+
+    def feed(
+        self, state: State, tokens: torch.Tensor, positions: torch.Tensor, before: int, keep: int
+    ) -> dict[str, torch.Tensor]:
+        """Everything that goes in, each in the type that the engine has it in."""
+        return _inputs(self.engine, state, tokens, positions, before, keep)
+
+    def encode(self, ids: Array, mask: Array | None = None) -> Array:
+        """An encoder's last hidden states [B, S, width], float32, for ids [B, S]."""
+        import torch
+
+        engine = self.engine
+        number, taken = engine.profile(ids.shape[0], ids.shape[1])
+        if taken < ids.shape[1]:
+            self._too_long(ids.shape[1], taken)
+        values = {"input_ids": ids, "attention_mask": np.ones_like(ids) if mask is None else mask}
+        feed = {}
+        for name in engine.inputs:
+            feed[name] = engine.tensor(name, ids.shape)
+            if name in values:
+                feed[name].copy_(torch.from_numpy(np.ascontiguousarray(values[name])))
+        context = engine.context(number)
+        found = engine.bind(context, feed)
+        engine.enqueue(context)
+        engine.wait()
+        return np.asarray(next(iter(found.values())).float().cpu().numpy())
+
+    def _too_long(self, tokens: int, most: int) -> None:
+        raise InputError(
+            "prompt-too-long",
+            where=str(self.engine.file.path),
+            value=f"{tokens} tokens",
+            rule=f"its profiles take {most}",
+            remedy="shorten the text, or longer `profiles` in the target",
+        )
+
+    # --- what latency is measured on ----------------------------------------------------------------------------------
+
+    def decode(self, batch: int, context: int) -> Callable[[], float | None]:
+        """One decode step with `context` tokens in the cache, ready to be repeated: seconds by the device's clock.
+
+        Raises:
+            InputError: `prompt-too-long`, `shape-unsupported`, `out-of-memory`.
+        """
+        import torch
+
+        self._demand(context + 1)
+        state = self._filled(batch, context)
+        state.step = step = _Step(self.engine, state)
+        tokens = torch.arange(batch, device=state.mask.device)[:, None] % self.vocabulary
+        positions = torch.full_like(tokens, context)
+        step(tokens, positions, context)
+        self.engine.keep_kernels()
+        return lambda: self._timed(step.replay)
+
+    def prefill(self, batch: int, tokens: int) -> Callable[[], float | None]:
+        """A prompt of `tokens` for each sequence up to the first logits, or all hidden states.
+
+        Raises:
+            InputError: `prompt-too-long`, `shape-unsupported`, `out-of-memory`.
+        """
+        import torch
+
+        number, taken = self.engine.profile(batch, tokens)
+        if taken < tokens:
+            self._too_long(tokens, taken)
+        if self.decoder:
+            state = self._filled(batch, tokens)
+            ids = torch.arange(tokens, device=state.mask.device).repeat(batch, 1)
+            feed = self.feed(state, ids % self.vocabulary, ids, 0, 1)
+        else:
+            feed = {name: self.engine.tensor(name, (batch, tokens)) for name in self.engine.inputs}
+            feed["attention_mask"].fill_(1)
+        context = self.engine.context(number)
+
+        def run() -> None:
+            found = self.engine.bind(context, feed)
+            self.engine.enqueue(context)
+            held.update(found)
+
+        held: dict[str, torch.Tensor] = {}
+        run()
+        self.engine.keep_kernels()
+        return lambda: self._timed(run)
+
+    def layer_times(self, batch: int, context: int, runs: int = 20) -> dict[str, list[float]]:
+        """Layer -> seconds in each of some decode steps (of an encoder: passes over `context` tokens)."""
+        import torch
+
+        if not self.decoder:
+            number, _ = self.engine.profile(batch, context)
+            feed = {name: self.engine.tensor(name, (batch, context)) for name in self.engine.inputs}
+            feed["attention_mask"].fill_(1)
+            return self.engine.layer_times(number, feed, runs)
+        state = self._filled(batch, context)
+        tokens = torch.zeros(batch, 1, dtype=torch.long, device=state.mask.device)
+        feed = self.feed(state, tokens, torch.full_like(tokens, context), context, 0)
+        return self.engine.layer_times(self.engine.profile(batch, 1)[0], feed, runs)
+
+    def _filled(self, batch: int, tokens: int) -> State:
+        """A state with so many tokens in its cache, as if they were real."""
+        import torch
+
+        state = self.state(batch, tokens)
+        generator = torch.Generator().manual_seed(0)
+        for cache in state.caches.values():
+            # one sequence's worth: making it is not what is timed
+            cache[:] = torch.randn(cache.shape[1:], generator=generator).to(cache.dtype)
+        state.mask[:, : tokens + 1] = 1
+        state.real.fill_(tokens)
+        state.length = tokens
+        return state
+
+    def _timed(self, run: Callable[[], object]) -> float | None:
+        import torch
+
+        if self.engine.device.type != "cuda":
+            run()
+            return None
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+class _Step:
+    """One token more of each sequence of a state, [B, 1]: captured when it first runs, on a GPU."""
+
+    def __init__(self, engine: Engine, state: State) -> None:
+        import torch
+
+        self.engine = engine
+        number, _ = engine.profile(state.batch, 1)
+        # of its own: a graph is of the shapes and addresses that its context had when it was captured
+        self._context = engine.new_context(number)
+        empty = torch.zeros(state.batch, 1, dtype=torch.long, device=state.mask.device)
+        self._inputs = _inputs(engine, state, empty, empty, 0, 0)
+        self._outputs: dict[str, torch.Tensor] = {}
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, before: int) -> torch.Tensor:
+        """Logits [B, 1, V]; the next step overwrites them."""
+        self._inputs["input_ids"].copy_(tokens)
+        if "position_ids" in self._inputs:
+            self._inputs["position_ids"].copy_(positions)
+        self._inputs["write_indices"].fill_(before)
+        self.replay()
+        self.engine.wait()
+        return self._outputs["logits"]
+
+    def replay(self) -> None:
+        """The same step once more."""
+        if self.engine.device.type != "cuda":
+            self._outputs = self.engine.bind(self._context, self._inputs)
+            self.engine.enqueue(self._context)
+            return
+        if self._graph is None:
+            self._capture()
+        assert self._graph is not None
+        self._graph.replay()
+
+    def _capture(self) -> None:
+        import torch
+
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            self._outputs = self.engine.bind(self._context, self._inputs)
+            # compiles and warms up; it writes what the step that follows writes to the same place
+            for _ in range(2):
+                self.engine.enqueue(self._context)
+        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self.engine.enqueue(self._context)
+
+
+def _inputs(
+    engine: Engine, state: State, tokens: torch.Tensor, positions: torch.Tensor, before: int, keep: int
+) -> dict[str, torch.Tensor]:
+    made = {name: engine.tensor(name, tuple(tokens.shape)) for name in ("input_ids", "position_ids")}
+    made["input_ids"].copy_(tokens)
+    made["position_ids"].copy_(positions)
+    made["write_indices"] = engine.tensor("write_indices", (state.batch,)).fill_(before)
+    if "logits_to_keep" in engine.inputs:
+        made["logits_to_keep"] = engine.tensor("logits_to_keep", (1,)).fill_(keep)
+    made |= {"attention_mask": state.mask, **state.caches}
+    return {name: tensor for name, tensor in made.items() if name in engine.inputs}
