@@ -78,7 +78,7 @@ class Scales:
         """Fix the scale of a group's linears; nothing, where nothing was observed."""
         for name in self.waiting(group) if observed.seen else []:
             found, beyond, total = observed.settle(self.inputs[name].scheme, self.dtype)
-            self.inputs[name].static = found
+            self.inputs[name].settle(found)
             if beyond:
                 self.saturated.append(Saturation(name, beyond, total))
 
@@ -86,8 +86,14 @@ class Scales:
         """Fix the scale of a group's linears from all the inputs there will be."""
         if self.waiting(group):
             observed = self.observed(group)
-            observed.add(found.reshape(1, -1), samples_of(found))
+            values = self.moved(group, found)
+            observed.add(values.reshape(1, -1), samples_of(values))
             self.settle(group, observed)
+
+    def moved(self, group: SharedInput, found: Tensor) -> Tensor:
+        """An input as its group's kernels quantize it: with its channels moved, where a pass said so."""
+        hook = self.inputs.get(group.members[0])
+        return found if hook is None else hook.move(found)
 
     def seen(self, group: SharedInput, found: Tensor) -> Tensor:
         """An input as a group's kernels see it; as it is, where they differ in that."""

@@ -15,6 +15,7 @@ Sums are deterministic: a fixed number of partials, in a fixed order, whatever t
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class InputStats:
         self._sequences = 0
         self._hessian: Tensor | None = None
         self._sum = torch.zeros(0, dtype=torch.float64)
-        self._absmax = torch.zeros(0)
+        self._low, self._high = torch.zeros(0), torch.zeros(0)
         self._sample: list[Tensor] = []
         for part in inputs:
             self.add(part)
@@ -89,7 +90,8 @@ class InputStats:
             self._halves = [torch.zeros(width, width) for _ in range(2)] if self._products else []
             self._squares = self._squares.new_zeros(width)
             self._drift = torch.zeros(width, width) if original is not None else None
-            self._sum, self._absmax = self._sum.new_zeros(width), self._absmax.new_zeros(width)
+            self._sum = self._sum.new_zeros(width)
+            self._low, self._high = torch.full((width,), math.inf), torch.full((width,), -math.inf)
         if original is None:
             self._drift = None
         elif self._drift is not None:
@@ -123,7 +125,8 @@ class InputStats:
         self._sum += flat.sum(dim=0).double()
         # in pieces that a cache holds, and not by torch.aminmax, which takes ten times as long across rows
         for piece in flat.split(_PANEL) if flat.shape[0] else ():
-            self._absmax = torch.maximum(self._absmax, piece.abs().amax(dim=0))
+            self._low = torch.minimum(self._low, piece.amin(dim=0))
+            self._high = torch.maximum(self._high, piece.amax(dim=0))
         for sequence in part[: max(0, _SAMPLE - len(self._sample))]:
             rows = sequence.reshape(-1, width)
             self._sample += rows[:: max(1, -(-rows.shape[0] // _SAMPLE_EACH))].clone().unbind()
@@ -136,7 +139,17 @@ class InputStats:
     @property
     def absmax(self) -> Tensor:
         """`max |x_k|` over all tokens, [K] float32."""
-        return self._absmax
+        return torch.maximum(-self._low, self._high).clamp(min=0)
+
+    @property
+    def low(self) -> Tensor:
+        """`min x_k` over all tokens, [K] float32."""
+        return self._low
+
+    @property
+    def high(self) -> Tensor:
+        """`max x_k` over all tokens, [K] float32."""
+        return self._high
 
     @property
     def mean(self) -> Tensor:
@@ -372,7 +385,8 @@ class Stats:
             for part in self.calls.chunks(self.hidden):
                 reached = self._reach(self.module, group, part, False)
                 if group.name in reached:
-                    observed.add(reached[group.name].reshape(1, -1), samples_of(reached[group.name]))
+                    values = self.scales.moved(group, reached[group.name])
+                    observed.add(values.reshape(1, -1), samples_of(values))
             self.scales.settle(group, observed)
 
     def _reach(self, module: nn.Module, group: SharedInput, part: Tensor, drift: bool) -> dict[str, Tensor]:
@@ -411,7 +425,7 @@ class Stats:
             both = name in here and name in before and here[name].shape == before[name].shape
             return both and here[name].numel() // here[name].shape[-1] == part.numel() // part.shape[-1]
 
-        original = before[group.name] if whole(group.name) else None
+        original = self.scales.moved(group, before[group.name]) if whole(group.name) else None
         sources = {} if original is None or self.original is None else self.original.skips
         added = {linear: sources[linear] for linear in group.members if linear in sources and whole(sources[linear])}
         lags = {linear: before[name] - here[name] for linear, name in added.items()}
@@ -430,7 +444,11 @@ class Stats:
 
             return hook
 
-        return [module.get_submodule(name).register_forward_pre_hook(keep(name)) for name in dict.fromkeys(names)]
+        # before what quantizes an input, or moves its channels: the residual stream is not quantized
+        return [
+            module.get_submodule(name).register_forward_pre_hook(keep(name), prepend=True)
+            for name in dict.fromkeys(names)
+        ]
 
     def _original(self) -> Original:
         assert self.original is not None, "a pass that looks at the original stream says so in `needs`"

@@ -29,11 +29,13 @@ class Input:
         scheme: granularity, and whether it has a zero point.
         scale: fixed by calibration; None where it comes from the values as the model runs.
         zero: as int8 has it; 0 where there is none.
+        moved: shift and scale of each channel, (x - shift) / scale, before that; empty where they stay.
     """
 
     scheme: ActivationScheme
     scale: float | None = None
     zero: int = 0
+    moved: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)

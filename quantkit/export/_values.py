@@ -66,7 +66,9 @@ class Values:
                 found[name] = Input(scheme)
                 continue
             zero = 0 if static.zero is None else int(static.zero)
-            found[name] = Input(scheme, float(static.scale.to(dtype)), zero)
+            moved = static.moved
+            channels = () if moved is None else (tuple(moved.shift.tolist()), tuple(moved.scale.tolist()))
+            found[name] = Input(scheme, float(static.scale.to(dtype)), zero, channels)
         return found
 
     def running(self) -> StreamedModel:
@@ -103,7 +105,11 @@ class Values:
             {name: transposed[name] for name in results.schemes},
         )
         dense = StreamedModel(replace(source, weights=weights), files=files)
-        return cls(dense, results.schemes, results.quantized, run_time.of_results(results))
+        how = run_time.of_results(results)
+        if any(scale.moved is not None for scale in how.scales.values()):
+            dtype = getattr(torch, source.dtype)
+            dense.transforms.append(QuantizedInputs(dense.block_names, how.activations, how.scales, dtype, on=False))
+        return cls(dense, results.schemes, results.quantized, how)
 
     @classmethod
     def of_bundle(cls, path: Path) -> Values:

@@ -1,6 +1,7 @@
 """Products whose weights and inputs are both in 8 bits, as ONNX Runtime multiplies them in integers.
 
     fixed scale     QuantizeLinear, DequantizeLinear, MatMul                fused to MatMulIntegerToFloat
+      moved         Sub, Mul by channel before that; the rest is in the weight and the bias (`passes/center.py`)
     by tensor       DynamicQuantizeLinear, MatMulInteger, Cast, Mul         fused to DynamicQuantizeMatMul
     by token        s = max|x| / 127.5; QuantizeLinear, MatMulIntegerToFloat with a scale of 1, Mul by s
       with a zero   s = (max - min) / 255, z = -min / s; the same, less (z - 128) Σ_k W_nk before the Mul
@@ -218,6 +219,10 @@ class Integers:
         return found
 
     def _fixed(self, source: ir.Value, how: Input, add: Callable[..., list[ir.Value]]) -> Quantized:
+        if how.moved:
+            shift, reach = (np.asarray(each, np.float32) for each in how.moved)
+            (source,) = add("Sub", [source, self.constant(f"{source.name}.shift", shift, np.float32)], ["shifted"])
+            (source,) = add("Mul", [source, self.constant(f"{source.name}.channels", 1 / reach, np.float32)], ["even"])
         scale = self.constant(f"{source.name}.scale", how.scale, np.float32)
         zero = self.constant(f"{source.name}.zero", how.zero + _HALF, np.uint8)
         (codes,) = add("QuantizeLinear", [source, scale, zero], ["codes"])

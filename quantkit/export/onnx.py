@@ -57,6 +57,8 @@ class Onnx:
     name = "onnx"
     runtimes = ("onnxruntime",)
     fuses = True
+    # holds inputs whose channels are moved before they are quantized
+    moves = True
     Options = OnnxOptions
 
     def accepts(

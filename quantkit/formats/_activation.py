@@ -41,16 +41,26 @@ class Bounded(Protocol):
 
 
 @dataclass(frozen=True)
+class Moved:
+    """Channels that are moved before they are quantized: (x - shift) / scale, both [K] float32."""
+
+    shift: torch.Tensor
+    scale: torch.Tensor
+
+
+@dataclass(frozen=True)
 class InputScale:
     """A scale that calibration fixed, of any shape that broadcasts against what it is for.
 
     Args:
         scale: in the dtype that the model is stored in.
         zero: int8, as `scale`; None when symmetric.
+        moved: what becomes of the channels before; nothing here applies it.
     """
 
     scale: torch.Tensor
     zero: torch.Tensor | None = None
+    moved: Moved | None = None
 
 
 def form_of(scheme: ActivationScheme | CacheScheme) -> Bounded:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quantkit import registry
 from quantkit.formats import QuantTensor
-from quantkit.formats._activation import InputScale
+from quantkit.formats._activation import InputScale, Moved
 from quantkit.model import fold as folds
 from quantkit.model.cache import QuantizedCache
 from quantkit.model.fold import Fold
@@ -94,7 +94,10 @@ class Block:
         Only where a pass asked for the original stream.
         """
         assert self.original is not None
-        return self._padded(linear, self.original)
+        weight, moved = self._padded(linear, self.original), self._moved(linear)
+        if moved is None:
+            return weight
+        return weight * torch.nn.functional.pad(moved.scale, (0, weight.shape[1] - moved.scale.shape[0]))
 
     def _padded(self, linear: str, module: nn.Module) -> Tensor:
         weight = weight_of(module.get_submodule(linear)).float()
@@ -134,6 +137,25 @@ class Block:
     def replace(self, linear: str, weight: Tensor) -> None:
         """Give a linear another weight [N, K], before its codes are assigned."""
         set_weight(self.module.get_submodule(linear), weight)
+
+    def move(self, linear: str, moved: Moved) -> None:
+        """Move the channels of a linear's input before they are quantized, and make up for it in weight and bias.
+
+        Args:
+            linear: one whose input is quantized, and was not moved before.
+            moved: to where; a shift of zeros where the linear has no bias.
+        """
+        module = self.module.get_submodule(linear)
+        weight = weight_of(module).double()
+        bias: Tensor | None = getattr(module, "bias", None)
+        if bias is not None:
+            whole = bias.double() + weight @ moved.shift.double()
+            module.bias = nn.Parameter(whole.to(bias.dtype), requires_grad=False)
+        set_weight(module, (weight * moved.scale.double()).float())
+        self.inputs[linear].moved = moved
+
+    def _moved(self, linear: str) -> Moved | None:
+        return self.inputs[linear].moved if linear in self.inputs else None
 
     def fold(self, group: SharedInput, scales: Tensor) -> Tensor:
         """Multiply the group's inputs' columns by `scales` [channels] and divide the producer by them.

@@ -15,12 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.formats import Nested, QuantTensor
-from quantkit.formats._activation import InputScale
+from quantkit.formats._activation import InputScale, Moved
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 # a linear's tensors are stored as NAME::FIELD; what has no field is a parameter
 _MARK, _CODES, _NESTED = "::", "codes", "nested."
 _FIELDS = ("codes", "scale", "zero", "codebook", "global_scale")
+_SHIFT, _CHANNELS = "moved.shift", "moved.scale"
 _INPUT, _KEYS, _VALUES = "input.", "keys.", "values."
 
 
@@ -51,6 +52,8 @@ def save(
         fixed |= {cache[0] + _MARK + _KEYS: cache[1], cache[0] + _MARK + _VALUES: cache[2]}
     for prefix, scale in fixed.items():
         parts = {"scale": scale.scale, "zero": scale.zero}
+        if scale.moved is not None:
+            parts |= {_SHIFT: scale.moved.shift, _CHANNELS: scale.moved.scale}
         flat |= {prefix + part: value.contiguous() for part, value in parts.items() if value is not None}
     save_file(flat, path)
 
@@ -111,7 +114,10 @@ class Finished:
         if prefix + "scale" not in self._places:
             return None
         zero = self._get(prefix + "zero") if prefix + "zero" in self._places else None
-        return InputScale(self._get(prefix + "scale"), zero)
+        moved = None
+        if prefix + _SHIFT in self._places:
+            moved = Moved(self._get(prefix + _SHIFT), self._get(prefix + _CHANNELS))
+        return InputScale(self._get(prefix + "scale"), zero, moved)
 
     def tensor(self, name: str) -> Tensor:
         """A parameter in `changed`, by its full name."""

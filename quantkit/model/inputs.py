@@ -6,14 +6,14 @@ Nothing of the model is changed: a hook can be removed, and a model that has non
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.formats import _activation
-from quantkit.formats._activation import InputScale
+from quantkit.formats._activation import InputScale, Moved
 from quantkit.scheme import ActivationScheme
 
 
@@ -25,11 +25,13 @@ class QuantizedInput:
         scheme: how its input [..., K] is quantized.
         static: its scale, where calibration fixes it.
         on: whether the linear gets the quantized input; while its weight has no codes yet, it does not.
+        moved: what becomes of the channels before; the linear's weight and bias are for what comes out.
     """
 
     scheme: ActivationScheme
     static: InputScale | None = None
     on: bool = False
+    moved: Moved | None = None
 
     @property
     def waits(self) -> bool:
@@ -38,11 +40,21 @@ class QuantizedInput:
 
     def quantize(self, x: Tensor) -> Tensor:
         """What the kernel multiplies instead of `x`."""
-        return _activation.fake_quantize(x, self.scheme, self.static)
+        return _activation.fake_quantize(self.move(x), self.scheme, self.static)
+
+    def move(self, x: Tensor) -> Tensor:
+        """What is quantized: `x` with its channels moved."""
+        return x if self.moved is None else (x - self.moved.shift) / self.moved.scale
+
+    def settle(self, static: InputScale) -> None:
+        """Fix the scale; where its channels lie is stored with it."""
+        self.static = replace(static, moved=self.moved)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The hook."""
-        return (self.quantize(args[0]), *args[1:]) if self.on else None
+        if not self.on and self.moved is None:
+            return None
+        return (self.quantize(args[0]) if self.on else self.move(args[0]), *args[1:])
 
 
 def attach(module: nn.Module, schemes: Mapping[str, ActivationScheme]) -> dict[str, QuantizedInput]:
@@ -62,12 +74,14 @@ class QuantizedInputs:
         schemes: linear's full name -> scheme.
         scales: linear's full name -> its scale, of those whose scheme is not dynamic.
         dtype: what the model is loaded in; a scale is cast to it.
+        on: whether they are quantized; if not, channels are moved all the same, because weights are for that.
     """
 
     block_names: list[str]
     schemes: Mapping[str, ActivationScheme]
     scales: Mapping[str, InputScale]
     dtype: torch.dtype
+    on: bool = True
 
     def block(self, index: int, block: nn.Module) -> None:
         """Attach hooks, on."""
@@ -76,8 +90,9 @@ class QuantizedInputs:
         for name, hook in attach(block, chosen).items():
             static = self.scales.get(prefix + name)
             if static is not None:
-                static = InputScale(static.scale.to(self.dtype), static.zero)
-            hook.static, hook.on = static, True
+                static = replace(static, scale=static.scale.to(self.dtype))
+                hook.moved = static.moved
+            hook.static, hook.on = static, self.on
 
     def rest(self, model: nn.Module) -> None:
         """Nothing: what lies outside the blocks is not quantized."""

@@ -62,7 +62,8 @@ class Pass(Protocol):
         needs: statistics: "hessian", "mean_square", "absmax", "mean", "original_inputs", "original_outputs";
             "weight_errors": what codes lose of the weights of linears with a bias. Settings that need more have a
             property `needs`.
-        requires, ensures: facts about a block: "codes" (assigned), "unassigned", "folded".
+        requires, ensures: facts about a block: "codes" (assigned), "unassigned", "folded", "moved" (inputs, before they
+            are quantized).
         Settings: closed pydantic model of its settings.
     """
 

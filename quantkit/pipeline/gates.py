@@ -33,7 +33,7 @@ def _ratio(row: Row) -> float | None:
 def _points_lost(row: Row) -> float | None:
     lost = row.baseline.difference if row.baseline is not None else None
     # rounded, so that 0.3 points of 5,000 images are 0.3
-    return None if lost is None else round(-100 * lost, 9)
+    return None if lost is None else round(-100 * lost, 9) + 0.0
 
 
 def _of_classes(row: Row) -> bool:

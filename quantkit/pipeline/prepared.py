@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from quantkit.model.open import Source
     from quantkit.model.stream import StreamedModel
     from quantkit.pipeline.work import Step
+    from quantkit.recipe import Recipe
 
 # packages that an ONNX graph's bytes depend on
 _GRAPH = ("onnx", "onnx-ir", "onnxscript")
@@ -95,6 +96,7 @@ def prepare(request: Request) -> Prepared:
     cpu_seconds = time.process_time() - begun
     original, source = source, stream.source
     layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head)
+    _demand_place_for_moved(steps, recipe)
     for step in recipe.export:
         registry.load("export", step.name).accepts(
             step.options,
@@ -122,6 +124,20 @@ def prepare(request: Request) -> Prepared:
     decisions += [decision("calibrate", NOTE, where, note) for note in notes]
     out = request.out or default_out(source.name, recipe.name, resume=request.resume)
     return Prepared(request, original, source, stream, layers, steps, calibration, scoring, out, decisions, cpu_seconds)
+
+
+def _demand_place_for_moved(steps: list[Step], recipe: Recipe) -> None:
+    """Raises InputError `layout-unsupported`."""
+    moving = [step.run.name for step in steps if "moved" in step.run.ensures]
+    for step in recipe.export if moving else []:
+        if not getattr(registry.load("export", step.name), "moves", False):
+            raise InputError(
+                "layout-unsupported",
+                where=f"export: {step.name}",
+                value=f"channels that {moving[0]} moves",
+                rule="it has no place for what becomes of an input before it is quantized",
+                remedy=f"export: onnx alone, or leave {moving[0]} out of `passes`",
+            )
 
 
 def _transformed(stream: StreamedModel, steps: list[Step], seed: int) -> tuple[StreamedModel, list[Decision]]:

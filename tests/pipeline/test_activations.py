@@ -202,4 +202,7 @@ def test_an_encoder_s_recipe_ends_in_integer_kernels(tmp_path: Path, byte_tokeni
     fp8 = ["scheme.activations={format: fp8_e4m3}", "scheme.weights.format=fp8_e4m3", *few]
     with pytest.raises(InputError, match="8-bit integers alone"):
         compile_model(Request.of(str(folder), recipe="int8-encoder", out=tmp_path / "no", changes=fp8, speed=False))
+    both = ["export=[{onnx: {}}, {checkpoint: {layout: int-quantized}}]", "scheme.weights.format=int8", *few]
+    with pytest.raises(InputError, match="channels that center moves"):
+        compile_model(Request.of(str(folder), recipe="int8-encoder", out=tmp_path / "no", changes=both, speed=False))
     assert not (tmp_path / "no").exists()

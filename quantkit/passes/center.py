@@ -1,0 +1,94 @@
+"""Center and scale the channels of what linears receive, where a kernel is about to quantize it with one fixed scale.
+
+    x' = (x - m) / c        W' = W diag(c)        b' = b + W m        W' x' + b' = W x + b
+
+A channel that lies to one side of zero, or is far larger than the rest, takes the steps of all others when they share
+one scale. m_k is the middle of what calibration saw of channel k, c_k its half width to the power of α: what is not
+evened out in the inputs stays out of the weights. Wei et al., "Outlier Suppression+: Accurate quantization of large
+language models by equivalent and effective shifting and scaling", 2023, arXiv 2304.09145. They fold both into the norm
+before; here they are part of quantizing the input, so that norms which feed a residual stream are no obstacle. It costs
+a subtraction and a product for each input value, and only exports that hold them can be made (`onnx`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from quantkit.content import Closed
+from quantkit.passes import Outcome, decision, declined
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.calibrate.statistics import InputStats, Stats
+    from quantkit.model.block import Block
+    from quantkit.model.structure import SharedInput
+
+
+def moves(low: Tensor, high: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    """Shift and scale of channels that lie between `low` and `high` [K]; the scales' geometric mean is 1."""
+    import torch
+
+    half = ((high - low) / 2).double()
+    reach = half.clamp(min=float(half.max()) * 1e-4)
+    scale = torch.where(reach > 0, reach, 1.0).log() * alpha
+    return ((low + high) / 2).float(), (scale - scale.mean()).exp().float()
+
+
+class Center:
+    """See the module."""
+
+    name = "center"
+    paper = "arXiv 2304.09145"
+    scope = "block"
+    needs = frozenset({"absmax"})
+    requires = frozenset({"unassigned"})
+    ensures = frozenset({"moved"})
+
+    class Settings(Closed):
+        """How far channels are evened out.
+
+        Args:
+            alpha: 0 leaves their widths as they are, 1 makes them one width.
+        """
+
+        alpha: float = Field(default=0.5, ge=0, le=1)
+
+    def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
+        """Measure, and move every shared input that will have a fixed scale."""
+        from quantkit.formats._activation import Moved
+
+        groups = [group for group in block.groups() if _fixed(block, group)]
+        if not groups:
+            return declined(self.name, block.name, "no input is quantized with a fixed scale")
+        reaches: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def visit(group: SharedInput, seen: InputStats) -> None:
+            reaches[group.name] = seen.low, seen.high
+
+        stats.staged(visit, products=False)
+        outcome = Outcome(False)
+        for group in groups:
+            name = block.group_name(group)
+            if name not in reaches:
+                reason = "no calibration token reached it"
+                outcome.decisions.append(decision(self.name, "not-centered", block.full_name(name), reason))
+                continue
+            shift, scale = moves(*reaches[name], settings.alpha)
+            if any(block.module.get_submodule(member).bias is None for member in group.members):
+                shift = shift.new_zeros(shift.shape)  # there is nothing that could take W m
+            for member in group.members:
+                block.move(member, Moved(shift.clone(), scale.clone()))  # each is stored by itself
+            outcome.changed = True
+        stats.outputs = None
+        return outcome
+
+
+def _fixed(block: Block, group: SharedInput) -> bool:
+    hooks = [block.inputs.get(member) for member in group.members]
+    return all(hook is not None and not hook.scheme.dynamic for hook in hooks)
+
+
+PASS = Center()
