@@ -17,7 +17,7 @@ from quantkit.model.layouts import Layout
 
 PACKAGE = Path(quantkit.__file__).parent
 EVERY = [(kind, name) for kind in registry.CONSTANTS for name in registry.names(kind)]
-FACTS = {"unassigned", "codes", "folded"}
+FACTS = {"unassigned", "codes", "folded", "moved"}
 STATISTICS = {"hessian", "absmax", "mean", "weight_errors", "inputs", "original_outputs"}
 
 
