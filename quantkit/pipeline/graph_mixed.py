@@ -2,9 +2,10 @@
 
     each product alone -> rank -> 0, 1, 2, 4, ... kept, until the gates are met -> the fewest between the last two
 
-Alone, a product has its codes of the whole graph, and the bias that it would have had without the others. The points
-are solved again: each weight and each bias makes up for what the products before it have lost, and nothing is lost in
-one that is kept. All of it is measured on the `tune` split, which calibrates nothing and scores nothing else.
+Alone, a product has its codes of the whole graph, and the bias that it would have had without the others. Points are
+solved again, on fewer samples: each weight and each bias makes up for what the products before it have lost, and
+nothing is lost in one that is kept. The point that is taken is solved and scored once more, on all samples. All of it
+is measured on the `tune` split, which calibrates nothing and scores nothing else.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 NAME = "mixed"
-# points that are scored in any case, so that there is a curve
-_CURVE = (0, 1, 2, 4)
+# points beside the first that are scored where no gate asks for any, so that there is a curve
+_CURVE = (1, 2, 4)
+# samples that a point is solved on; the one that is taken is solved on as many as the whole graph
+_SAMPLES = 16
 
 
 @dataclass(frozen=True)
@@ -93,34 +96,35 @@ class _Search:
         if self.classes is not None:
             self.samples = held.views(settings.views, self.recipe.seed)
             self.expected = answers(quantized.prepared.graph.model, self.samples)
-        self.codes: dict[int, Mapping[str, Codes]] = {0: quantized.codes}
         self.steps: dict[int, Step] = {}
         self.met: dict[int, bool] = {}
         self.gate = ""
 
     def run(self) -> Mixture:
-        layers = self._alone()
-        order = [each.name for each in layers]
+        layers, order = self._alone()
+        self._point(order, 0)
+        if self.met[0]:
+            return self._mixture(layers, order, 0)
         last = len(order) - 1  # with all of them kept, nothing is quantized
-        for count in sorted({min(count, last) for count in _CURVE}):
-            self._point(order, count)
-        gated = bool(self.gate)
-        low, high = -1, next((count for count in sorted(self.met) if self.met[count]), None)
-        count = max(self.met)
-        while gated and high is None and count < last:
-            count = min(2 * count, last)
-            self._point(order, count)
-            high = count if self.met[count] else None
-        if gated and high:
-            low = max(count for count in self.met if count < high)
-            while high - low > 1:
-                middle = (low + high) // 2
-                self._point(order, middle)
-                low, high = (low, middle) if self.met[middle] else (middle, high)
-        return self._mixture(layers, order, high if gated else 0)
+        if not self.gate:
+            for count in _CURVE:
+                self._point(order, min(count, last))
+            return self._mixture(layers, order, 0)
+        low, high = 0, min(1, last)
+        self._point(order, high)
+        while not self.met[high] and high < last:
+            low, high = high, min(2 * high, last)
+            self._point(order, high)
+        if not self.met[high]:
+            return self._mixture(layers, order, None)
+        while high - low > 1:
+            middle = (low + high) // 2
+            self._point(order, middle)
+            low, high = (low, middle) if self.met[middle] else (middle, high)
+        return self._mixture(layers, order, high)
 
-    def _alone(self) -> list[Alone]:
-        """The harm of each product, the largest for what it saves first."""
+    def _alone(self) -> tuple[list[Alone], list[str]]:
+        """The harm of each product, the largest first; their names, the largest harm for what it saves first."""
         prepared, quantized = self.quantized.prepared, self.quantized
         expected = answers(prepared.graph.model, self.first)
         macs = prepared.cost.macs
@@ -134,7 +138,8 @@ class _Search:
             share = saved[name] / every[0] + macs[name] / every[1]
             ranked.append((harm / share, Alone(name=name, harm=harm, bytes=saved[name])))
             self.progress.at(NAME, 0.6 * (done + 1) / len(saved), f"{name} alone")
-        return [each for _, each in sorted(ranked, key=lambda pair: -pair[0])]
+        layers = sorted((each for _, each in ranked), key=lambda each: -each.harm)
+        return layers, [each.name for _, each in sorted(ranked, key=lambda pair: -pair[0])]
 
     def _plain(self, rows: Sequence[Row]) -> float:
         """The harm that layers are ranked by: it is never the same for two of them by chance, as shares are."""
@@ -147,14 +152,16 @@ class _Search:
         if count in self.met:
             return
         kept = order[:count]
-        if count not in self.codes:
-            self.codes[count] = self.quantized.solved(kept)
-        given = answers(self.quantized.assembled(self.codes[count]), self.samples)
+        codes = self.quantized.solved(kept, _SAMPLES) if kept else self.quantized.codes
+        self.steps[count], self.met[count] = self._scored(kept, codes)
+        self.progress.at(NAME, min(0.99, 0.6 + 0.04 * len(self.steps)), f"{words.plural(count, 'layer')} kept high")
+
+    def _scored(self, kept: Sequence[str], codes: Mapping[str, Codes]) -> tuple[Step, bool]:
+        given = answers(self.quantized.assembled(codes), self.samples)
         rows = agreement(self.expected, given, self.samples, subject="", baseline="")
         checks, _ = judge(self.recipe.gates, rows)
         gates = [check.name.removeprefix("gate.") for check in checks]
         gate = self.gate = next((name for name in _HARMS if name in gates), "")
-        self.met[count] = bool(checks) and all(check.ok for check in checks)
         gate = gate or _DEFAULT[self.classes is not None]
         row = measured(gate, rows)
         harm, ci95 = _told(gate, row) if row is not None else (0.0, None)
@@ -162,8 +169,8 @@ class _Search:
             self.quantized.high_bytes(name) if name in kept else self.quantized.low_bytes(name)
             for name in self.quantized.codes
         )
-        self.steps[count] = Step(kept=list(kept), bytes=size, harm=harm, ci95=ci95)
-        self.progress.at(NAME, min(0.99, 0.6 + 0.04 * len(self.steps)), f"{words.plural(count, 'layer')} kept high")
+        step = Step(kept=list(kept), bytes=size, harm=harm, ci95=ci95)
+        return step, bool(checks) and all(check.ok for check in checks)
 
     def _mixture(self, layers: list[Alone], order: Sequence[str], count: int | None) -> Mixture:
         steps = sorted(self.steps)
@@ -171,19 +178,26 @@ class _Search:
         limit = getattr(self.recipe.gates, gate) if self.gate else None
         # what meets no gate is compiled as near to it as the curve comes, and the gates then judge it
         best = count if count is not None else min(steps, key=lambda each: (self.steps[each].harm, each))
-        kept = order[:best]
+        kept, codes = order[:best], self.quantized.codes
+        if kept:
+            codes = self.quantized.solved(kept)
+            step, met = self._scored(kept, codes)
+            if self.met[best] and not met:  # what was measured is what is taken
+                codes = self.quantized.solved(kept, _SAMPLES)
+            else:
+                self.steps[best] = step
         mixed = Mixed(
             what=_HARMS[gate].what,
             alone=_HARMS[_DEFAULT[self.classes is not None]].what,
-            scored=self._scored(),
+            scored=self._on_what(),
             layers=layers,
             steps=[self.steps[each] for each in steps],
             chosen=None if count is None else steps.index(count),
             limit=None if limit is None else limit if gate.endswith("_max") else _HARMS[gate].of(limit),
         )
-        return Mixture(self.codes[best], mixed, self._decisions(mixed, layers, kept, best, count is not None))
+        return Mixture(codes, mixed, self._decisions(mixed, layers, kept, best, count is not None))
 
-    def _scored(self) -> str:
+    def _on_what(self) -> str:
         samples, distinct = self.samples, self.samples.clusters
         many = len(samples) if distinct is None else int(np.unique(distinct).size)
         by = f", {len(samples) // many} views of each" if many < len(samples) else ""

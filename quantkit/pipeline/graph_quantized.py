@@ -66,16 +66,22 @@ class Quantized:
                 report=lambda done, words: progress.at("ranges", done, words),
                 total=len(feeds),
             )
-        self._feeds = feeds[: max(1, SOLVING // (prepared.calib.batch or BATCH))]
+        self._feeds = feeds
         self.codes = self.solved(report=lambda done, words: progress.at("codes", done, words))
         self.model = self.assembled(self.codes)
 
     def solved(
-        self, kept: Collection[str] = (), report: Callable[[float, str], None] | None = None
+        self,
+        kept: Collection[str] = (),
+        samples: int = SOLVING,
+        report: Callable[[float, str], None] | None = None,
     ) -> dict[str, Codes]:
         """Codes of all products but those kept, each solved on what the ones before it make of the calibration set.
 
-        What stands before the first that is kept has the codes that it has already.
+        Args:
+            kept: stay in floats; what stands before the first of them has the codes that it has already.
+            samples: of the calibration set, at most.
+            report: told the share that is done.
         """
         from quantkit.graph import solve
 
@@ -87,7 +93,7 @@ class Quantized:
             self.prepared.graph.model,
             lambda found: self.assembled(found, names),
             [self.sites[name] for name in self.sites if name in names],
-            self._feeds,
+            self._feeds[: max(1, samples // (self.prepared.calib.batch or BATCH))],
             self.weights,
             ranges,
             place,

@@ -26,7 +26,7 @@ def sections(mixed: Mixed | None) -> list[Section]:
         [("ink", "the choice, and what it keeps high")] if mixed.chosen is not None else []
     )
     how = (
-        "A point keeps the layers before it high as well, in the order of their harm for each byte. "
+        "A point keeps the layers before it high as well, in the order of their harm for what quantizing them saves. "
         f"Scored on {mixed.scored}, which guided this choice and no other figure of this page."
     )
     sheet = Sheet(["kept high", "weights", mixed.what, "95 % interval", "layer"], _steps(mixed), remarks=1)

@@ -73,6 +73,12 @@ def test_the_fragile_product_is_found_and_it_alone_is_kept(files: tuple[Path, Pa
     assert all(check.ok for check in bundle.verify())
 
 
+def test_a_gate_that_is_met_keeps_nothing(files: tuple[Path, Path], tmp_path: Path) -> None:
+    bundle, mixed = compiled(files, tmp_path / "bundle", "gates={agreement_min: 0.5}")
+    assert (mixed.chosen, len(mixed.steps), decided(bundle)) == (0, 1, {})
+    assert "That meets the gate, so nothing was kept high." in (bundle.path / "report.html").read_text()
+
+
 def test_without_a_gate_nothing_is_kept(files: tuple[Path, Path], tmp_path: Path) -> None:
     bundle, mixed = compiled(files, tmp_path / "bundle", "gates={}")
     assert (mixed.chosen, mixed.limit, mixed.steps[0].kept) == (0, None, [])
@@ -97,6 +103,6 @@ def test_settings_are_the_recipes(files: tuple[Path, Path], tmp_path: Path) -> N
 
 
 def test_it_is_for_fixed_scales(files: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="scheme-unsupported.*the pass mixed"):
+    with pytest.raises(InputError, match=r"scheme-unsupported.*the pass mixed"):
         compiled(files, tmp_path / "bundle", "scheme.activations.range=minmax", "scheme.activations.dynamic=true")
     assert not list(tmp_path.iterdir()), "nothing half-written"
