@@ -1,8 +1,8 @@
 """Mixed precision by sensitivity: what each layer harms alone, and what keeping the worst ones high costs in bytes.
 
 Layers are quantized one at a time and the harm of each is measured at the model's output. Kept high in the order of
-that harm for what quantizing them saves, they give a curve from "all quantized" towards "all as they were"; each point of
-it is compiled and scored, because harms do not quite add up. The choice is the first point that meets the gate.
+that harm for what quantizing them saves, they give a curve from "all quantized" towards "all as they were"; each point
+of it is compiled and scored, because harms do not quite add up. The choice is the first point that meets the gate.
 """
 
 from __future__ import annotations
