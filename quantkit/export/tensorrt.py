@@ -153,6 +153,10 @@ class Tensorrt:
             decisions.append(decision("tensorrt", NOTE, FOLDER, reason))
         return decisions
 
+    def capabilities(self, options: Mapping[str, Any]) -> list[str]:
+        """Compute capabilities that the chosen library builds for ahead of time; [] where it builds on the GPU."""
+        return load(TensorrtOptions(**options).library).capabilities()
+
     def build(self, bundle: Path, options: Mapping[str, Any], progress: Report | None = None) -> None:
         """Build the engine of a network that was checked.
 

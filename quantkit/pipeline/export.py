@@ -16,7 +16,7 @@ from quantkit.content import parse_yaml
 from quantkit.errors import GateError, InputError, did_you_mean, from_validation
 from quantkit.measure.rows import Row
 from quantkit.measure.size import folder_of
-from quantkit.pipeline import worth
+from quantkit.pipeline import engine, worth
 from quantkit.pipeline.graph_again import holds_graph
 from quantkit.pipeline.progress import Progress
 from quantkit.report import usage
@@ -33,6 +33,7 @@ class Exported:
         checks: of the new export.
         decisions: taken on the way.
         dry_run: whether nothing was written.
+        engine: the engine that was built from the network that the bundle had, if that is all.
     """
 
     bundle: Bundle
@@ -40,12 +41,15 @@ class Exported:
     checks: list[Check]
     decisions: list[Decision]
     dry_run: bool = False
+    engine: str = ""
 
     @property
     def says(self) -> str:
         """One sentence for people."""
         if self.dry_run:
             return f"dry run: {self.to} can be added; nothing was written"
+        if self.engine:
+            return f"{self.engine} was built from the network that the bundle has; its content_sha256 is what it was"
         return (
             f"{folder_of(self.to)}/ was added; the bundle's content_sha256 is now {self.bundle.manifest.content_sha256}"
         )
@@ -57,6 +61,7 @@ class Exported:
             "to": self.to,
             "content_sha256": self.bundle.manifest.content_sha256,
             "dry_run": self.dry_run,
+            "engine": self.engine or None,
             "checks": [check.model_dump(mode="json") for check in self.checks],
         }
 
@@ -80,6 +85,8 @@ def export_bundle(
     """
     progress = progress or Progress()
     exporter = registry.load("export", to, where="--to")
+    if hasattr(exporter, "build") and engine.has_network(bundle, to):
+        return _one_engine_more(bundle, exporter, changes, dry_run, progress)
     if holds_graph(bundle):
         raise InputError(
             "export-graph",
@@ -170,6 +177,23 @@ def export_bundle(
     return Exported(added, to, checks, decisions)
 
 
+def _one_engine_more(
+    bundle: Bundle, exporter: Any, changes: Sequence[str], dry_run: bool, progress: Progress
+) -> Exported:
+    """The network is there already: an engine of it for this GPU, or for the one that was asked for."""
+    options = _options(exporter, changes, bundle)
+    asked = {change.partition("=")[0] for change in changes}
+    options = engine.here(options, dict.fromkeys(asked), exporter.capabilities(options))
+    exporter.accepts(options, {}, [], [])
+    bundle.demand_writable()
+    place = f"{folder_of(exporter.name)}/"
+    bundle.demand_intact([each for each in bundle.manifest.files if each.deterministic and each.path.startswith(place)])
+    if dry_run:
+        return Exported(bundle, exporter.name, [], [], dry_run=True)
+    added, path = engine.add_engine(bundle, exporter, options, progress)
+    return Exported(added, exporter.name, [], [], engine=path)
+
+
 def _demand_codes(bundle: Bundle) -> None:
     """Refuse a bundle that does not hold what an export is made from."""
     if not usage.has(bundle.manifest, "model/"):
@@ -185,8 +209,13 @@ def _demand_codes(bundle: Bundle) -> None:
 
 def _options(exporter: Any, changes: Sequence[str], bundle: Bundle) -> dict[str, Any]:
     """The exporter's options: what the bundle's target says, then what was asked for."""
-    build = (bundle.manifest.target or {}).get("build", {}).get(exporter.runtimes[0], {})
-    options = {name: build[name] for name in exporter.Options.model_fields if name in build}
+    target = bundle.manifest.target or {}
+    read = [name for name in exporter.runtimes if name in target.get("runtimes", [])]
+    said = dict(target.get("build", {}).get((read or exporter.runtimes)[0], {}))
+    if read:
+        said |= {"library": read[0], "profiles": target.get("profiles", [])}
+        said |= {"sm": sm} if (sm := target.get("arch", {}).get("sm")) else {}
+    options = {name: said[name] for name in exporter.Options.model_fields if name in said}
     for change in changes:
         name, equals, text = change.partition("=")
         if not equals:
