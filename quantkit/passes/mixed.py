@@ -42,7 +42,8 @@ class Mixed:
         Args:
             samples: of the `tune` split, at most, that the points of the curve are scored on.
             views: of each image, where samples are images and the model tells classes apart: moved a little, and every
-                other one mirrored. A share of 18 images is known to 5.6 points, of 8 views each to less; intervals are by image.
+                other one mirrored. A share of 18 images is known to 5.6 points, of 8 views each to less; intervals are
+                by image.
             alone: samples that the harm of each product alone is measured on.
         """
 
