@@ -256,7 +256,7 @@ class Recipe(Closed):
         Args:
             reference: a bare shipped name, or a path; add-ons may follow, `awq-int4+kv-fp8`. (A `Path` is one file,
                 whatever its name.)
-            changes: `PATH=YAML`; PATH begins with a top-level key of the recipe or with a pass name.
+            changes: `PATH=YAML`; PATH begins with a top-level key of the recipe, or with a pass or an export in it.
 
         Raises:
             InputError: unknown name, unreadable YAML, unknown key, wrong value: one line, with a did-you-mean; an

@@ -12,7 +12,8 @@ from quantkit.errors import InputError, did_you_mean
 def apply_change(data: dict[str, Any], change: str, keys: Collection[str]) -> dict[str, Any]:
     """A copy of a recipe's mapping with one `PATH=YAML` applied.
 
-    PATH begins with a top-level key (`scheme.weights.group=64`) or with the name of a pass in it (`awq.grid=40`).
+    PATH begins with a top-level key (`scheme.weights.group=64`), or with the name of a pass or an export in it
+    (`awq.grid=40`, `tensorrt.engine=false`).
 
     Args:
         data: the mapping, left as it is.
@@ -30,28 +31,30 @@ def apply_change(data: dict[str, Any], change: str, keys: Collection[str]) -> di
     except InputError as error:
         raise InputError("set-invalid", where=error.where, value=error.value, rule="the value is YAML") from None
     first, *inner = path.split(".")
-    try:
-        steps = steps_of(data.get("passes") or [])
-    except ValueError:
-        steps = []  # validation, which follows, says what is wrong with them
-    names = [name for name, _ in steps]
-    if first in names and inner:
-        passes = [{name: _with(settings, inner, value) if name == first else settings} for name, settings in steps]
-        return {**data, "passes": passes}
-    if first in names:
-        raise InputError(
-            "set-invalid",
-            where=f"--set {path}",
-            value=text,
-            rule="one setting of a pass at a time",
-            remedy=f"{path}.SETTING=VALUE",
-        )
+    names: list[str] = []
+    for key in ("passes", "export"):
+        try:
+            steps = steps_of(data.get(key) or [])
+        except ValueError:
+            continue  # validation, which follows, says what is wrong with them
+        names += [name for name, _ in steps]
+        if first in names and inner:
+            made = [{name: _with(settings, inner, value) if name == first else settings} for name, settings in steps]
+            return {**data, key: made}
+        if first in names:
+            raise InputError(
+                "set-invalid",
+                where=f"--set {path}",
+                value=text,
+                rule=f"one setting of {'a pass' if key == 'passes' else 'an export'} at a time",
+                remedy=f"{path}.SETTING=VALUE",
+            )
     if first in keys:
         return _with(data, [first, *inner], value)
     raise InputError(
         "set-invalid",
         where=f"--set {path}",
-        value=f"{first!r} is neither a key of the recipe nor one of its passes",
+        value=f"{first!r} is neither a key of the recipe nor one of its passes or exports",
         remedy=did_you_mean(first, [*keys, *names]),
     )
 

@@ -46,6 +46,13 @@ def test_set_changes_one_thing(change: str, at: tuple[Any, ...], value: Any) -> 
             assert Recipe.from_dict(before, name="x", changes=[change]).as_dict()[key] == plain[key]
 
 
+def test_set_reaches_into_an_export() -> None:
+    found = Recipe.load("int4-tensorrt", ["tensorrt.engine=false"])
+    assert found.export[1].options == {"engine": False}
+    with pytest.raises(InputError, match="one setting of an export at a time"):
+        Recipe.load("int4-tensorrt", ["tensorrt={engine: false}"])
+
+
 def test_changes_add_up_in_their_order() -> None:
     found = Recipe.load("awq-int4", ["awq.grid=5", "passes=[{awq: {}}, rtn]", "awq.grid=7", "seed=1", "seed=2"])
     assert [step.name for step in found.passes] == ["awq", "rtn"]

@@ -23,6 +23,9 @@ def compile(  # noqa: A001 (the word of the command line)
     set_: Changes = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a build that was stopped.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Any decision beyond the recipe is an error.")] = False,
+    build_timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Give up on an engine after so long.", show_default=False)
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done.")] = False,
     trust_remote_code: TrustRemoteCode = False,
     speed: Annotated[
@@ -43,7 +46,7 @@ def compile(  # noqa: A001 (the word of the command line)
         target=target,
         calibration=calibration,
         out=out,
-        changes=set_ or (),
+        changes=[*(set_ or ()), *([f"tensorrt.build_timeout={build_timeout}"] if build_timeout is not None else [])],
         resume=resume,
         strict=strict,
         trust_remote_code=trust_remote_code,

@@ -37,6 +37,12 @@ TYPES = {
     "nvfp4": np.dtype(ml_dtypes.float4_e2m1fn),
     "nf4": np.dtype(ml_dtypes.int4),
 }
+# the first GPUs that hold them, by library: what TensorRT-RTX 1.7.1 compiles (benchmarks/tensorrt_formats.py), and what
+# TensorRT's support matrix says
+FIRST_SM = {
+    "tensorrt_rtx": {"int4": 8.0, "nf4": 8.0, "fp8_e4m3": 8.9, "mxfp8": 8.9, "nvfp4": 12.0},
+    "tensorrt": {"int4": 8.0, "nf4": 8.0, "fp8_e4m3": 8.9, "mxfp8": 8.9, "nvfp4": 10.0},
+}
 # formats that activations and the KV cache can have
 RUNNING = ("int8", "fp8_e4m3")
 _LEAST, _MOST = 16, 128
@@ -169,6 +175,21 @@ def refuse_cache(scheme: CacheScheme) -> None:
             rule="TensorRT's cache has one fixed scale a layer, in int8 or fp8_e4m3",
             remedy="kv_cache: {format: fp8_e4m3, granularity: tensor}",
         )
+
+
+def refuse_gpu(where: str, form: str, library: str, sm: str) -> None:
+    """Refuse a format that the library does not compile for a GPU. Raises InputError `layout-unsupported`."""
+    first = FIRST_SM[library].get(form)
+    if first is None or float(sm) >= first:
+        return
+    below = [name for name, least in {"int8": 7.5, **FIRST_SM[library]}.items() if float(sm) >= least and name != "nf4"]
+    raise InputError(
+        "layout-unsupported",
+        where=where,
+        value=f"{form} for SM {sm}",
+        rule=f"{library} compiles it from SM {first} on",
+        remedy=f"--set scheme.weights.format={'int4' if 'int4' in below else 'int8'}",
+    )
 
 
 def _nearest(name: str) -> str:

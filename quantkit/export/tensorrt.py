@@ -21,7 +21,7 @@ from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, MissingDependency
 from quantkit.export._profiles import capacity, fitted, inputs_of, shapes
-from quantkit.export._tensorrt_weights import refuse_cache, refuse_inputs, refuse_weights
+from quantkit.export._tensorrt_weights import refuse_cache, refuse_gpu, refuse_inputs, refuse_weights
 from quantkit.export.onnx import context_of, dialect_weights
 from quantkit.passes import NOTE, decision
 from quantkit.runtimes._tensorrt_library import Name, load, unsupported
@@ -117,6 +117,13 @@ class Tensorrt:
             refuse_inputs(linear, inputs)
         if cache is not None:
             refuse_cache(cache)
+        if chosen.sm is not None:
+            forms = {scheme.format: linear for linear, scheme in schemes.items()}
+            forms |= {inputs.format: linear for linear, inputs in (activations or {}).items()}
+            if cache is not None:
+                forms.setdefault(cache.format, "scheme.kv_cache")
+            for form, linear in forms.items():
+                refuse_gpu(linear, form, chosen.library, chosen.sm)
         _demand(chosen)
 
     def write(

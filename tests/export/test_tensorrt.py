@@ -177,6 +177,27 @@ def test_weights_that_tensorrt_cannot_hold_are_refused(fields: dict[str, Any], w
     assert remedy in str(caught.value.remedy)
 
 
+@pytest.mark.parametrize(
+    ("form", "sm", "ok"),
+    [
+        ("int4", "7.5", False),
+        ("int4", "8.0", True),
+        ("fp8", "8.6", False),
+        ("nvfp4", "8.9", False),
+        ("int8", "7.5", True),
+    ],
+)
+def test_a_format_that_a_gpu_does_not_hold_is_refused_before_any_work(form: str, sm: str, ok: int) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    schemes = {"a": SCHEMES[form]}
+    if ok:
+        EXPORT.accepts({"sm": sm}, schemes, [], [], shapes={"a": (64, 64)})
+        return
+    with pytest.raises(InputError, match=f"for SM {sm}") as caught:
+        EXPORT.accepts({"sm": sm}, schemes, [], [], shapes={"a": (64, 64)})
+    assert "scheme.weights.format=int" in str(caught.value.remedy)
+
+
 def test_inputs_scaled_as_the_model_runs_are_refused() -> None:
     with pytest.raises(InputError, match="granularity=tensor"):
         EXPORT.accepts({"sm": "8.9"}, {}, [], [], activations={"a": ActivationScheme(format="int8")})
