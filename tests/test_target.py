@@ -199,7 +199,7 @@ def test_check_passes_what_runs_and_what_is_emulated() -> None:
 @pytest.mark.parametrize(
     ("formats", "runtime", "says"),
     [
-        ([("int2", True)], None, ["int2", "l4", "tensorrt_rtx", "refuses it", "natively in float32"]),
+        ([("int2", True)], None, ["int2", "l4", "tensorrt_rtx", "not one of its types", "natively in float32"]),
         ([("int8", True), ("int4", False)], None, ["asymmetric int4", "zero point is refused", "symmetric=true"]),
         ([("int4", True)], "onnxruntime", ["runtime onnxruntime", "known:", "torch"]),
         ([("mxfp4", True)], None, ["mxfp4", "no such cell", "mxfp4 runs in torch, llama_cpp"]),
