@@ -20,6 +20,7 @@ import pytest
 import torch
 import zoo
 
+import quantkit
 from quantkit import cli, content
 from quantkit.measure import ops_run
 from quantkit.pipeline import tokens
@@ -48,7 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path
 
 
 def test_it_shows_what_is_there() -> None:
-    assert len(PYTHON) == 3
+    assert len(PYTHON) == 4
     assert len(COMMANDS) >= 12
     for name in content.names("recipes"):
         assert f"| `{name}` |" in README, "every shipped recipe is in the table"
@@ -89,6 +90,9 @@ def test_the_examples_run(
     # the command line
     networks.write(place / "model.onnx")
     networks.image_set(place / "images.npz", 60)
+    given = PYTHON[3].replace("224, 224", f"{networks.SIDE}, {networks.SIDE}").replace('npz")', 'npz", speed=False)')
+    exec(given, {"module": networks.tiny(), "torch": torch, "quantkit": quantkit})
+    assert quantkit.load(place / "Tiny--int8-network").manifest.model.source.ref == "module:Tiny"
     monkeypatch.setattr(ops_run, "run", lambda job, progress=None: planted_ops.rows_of_a_run(job))
     for stated in COMMANDS:
         command = stated

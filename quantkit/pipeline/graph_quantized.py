@@ -50,6 +50,8 @@ class Quantized:
         asked = prepared.request.target.build.get("onnxruntime", {}).get("weight_codes", "uint8")
         self._gptq = next((step.settings for step in prepared.request.recipe.passes if step.name == "gptq"), None)
         bound = self._gptq is not None and self._gptq.unsaturated and bounded(self.weights)
+        # ConvInteger sums in another order, in which others are neighbours
+        bound = bound and not self.activations.dynamic
         # where sums never saturate, the fastest kernel is exact
         fast = asked == "int8" or bound or self.weights.format == "int7"
         self.kind: qdq.WeightType = "int8" if fast else "uint8"
