@@ -91,7 +91,7 @@ def compile(  # noqa: A001 (the word of the command line)
         speed=speed,
     )
     if not isinstance(model, str):
-        from quantkit.pipeline.exported import with_module
+        from quantkit.pipeline.exported_module import with_module
 
         request = with_module(request, model, example_inputs)
     return compile_model(request).bundle

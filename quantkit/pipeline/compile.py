@@ -35,7 +35,7 @@ from quantkit.model.alias import ALIASES, Alias, materialize
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import tokens
 from quantkit.pipeline.estimate import demand_disk, estimate, head_size, times
-from quantkit.pipeline.exported import REF
+from quantkit.pipeline.exported_module import REF
 from quantkit.pipeline.gates import judge
 from quantkit.pipeline.manifest import entries_of, manifest_of, with_documents
 from quantkit.pipeline.prepared import Prepared, fingerprint, prepare

@@ -17,7 +17,7 @@ from quantkit.measure.rows import Row
 from quantkit.measure.size import size_rows
 from quantkit.model.alias import ALIASES, Alias, materialize
 from quantkit.pipeline import worth
-from quantkit.pipeline.exported import REF, place
+from quantkit.pipeline.exported_module import REF, place
 from quantkit.pipeline.graph_measure import Timed, cost, scored, speed
 from quantkit.pipeline.progress import Progress
 from quantkit.recipe import Recipe
