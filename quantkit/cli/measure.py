@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,13 +37,14 @@ def measure(
 ) -> Answer:
     """Score, weigh and time a bundle again."""
     from quantkit import registry
+    from quantkit.measure.engine_layers import stored
     from quantkit.measure.latency import Plan
     from quantkit.pipeline.gates import failed_gate
     from quantkit.pipeline.graph_again import holds_graph
     from quantkit.pipeline.measure import batches_of, default_runtime, measure_bundle, with_changes
     from quantkit.pipeline.worth import RUNTIME
     from quantkit.pipeline.worth import quick as few
-    from quantkit.report import figures, terminal
+    from quantkit.report import engine, figures, terminal
 
     opened = quantkit.load(bundle)
     chosen = runtime or default_runtime(opened)
@@ -64,7 +65,7 @@ def measure(
     opened = quantkit.load(bundle)
     notes = figures.notes(opened.manifest)
     verdict = opened.manifest.verdict
-    result = {
+    result: dict[str, Any] = {
         "bundle": str(opened.path),
         "content_sha256": opened.manifest.content_sha256,
         "verdict": verdict.model_dump(mode="json") if verdict else None,
@@ -84,4 +85,9 @@ def measure(
             rule="an interval lies above or below 1",
             remedy="measure again on a quieter machine, or for longer: --seconds 900",
         )
-    return Answer(result, terminal.measured(opened.path, opened.manifest, rows, notes), warnings=notes, error=error)
+    shown = terminal.measured(opened.path, opened.manifest, rows, notes)
+    if chosen.startswith("tensorrt"):
+        for each in stored(opened.path):
+            result.setdefault("engines", []).append(each.model_dump(mode="json"))
+            shown += engine.table(each)
+    return Answer(result, shown, warnings=notes, error=error)

@@ -20,6 +20,7 @@ from typing import Any
 from quantkit.content import Closed, cache_dir
 from quantkit.errors import InputError
 from quantkit.export._profiles import Shapes
+from quantkit.export._tactics import Tactics, Timed
 from quantkit.runtimes import _child
 from quantkit.runtimes._tensorrt_library import Library, Name, load, unsupported
 
@@ -68,6 +69,8 @@ class Built(Closed):
         seconds: of the build, on the clock.
         layers: of the network before fusions.
         cache_hit: whether the timing cache knew anything; None without one.
+        tactics: kernels that were timed, of the layers that take the longest; what the timing cache knew is not timed
+            again, and TensorRT-RTX times nothing.
     """
 
     library: Name
@@ -78,6 +81,7 @@ class Built(Closed):
     seconds: float
     layers: int
     cache_hit: bool | None = None
+    tactics: tuple[Timed, ...] = ()
 
 
 def timing_cache(library: Library, gpu: str, options: dict[str, Any]) -> Path | None:
@@ -174,6 +178,7 @@ def _built(job: Job) -> Built:
         seconds=time.perf_counter() - started,
         layers=int(network.num_layers),
         cache_hit=hit,
+        tactics=tuple(said.tactics.timed()),
     )
 
 
@@ -203,11 +208,12 @@ def _unsupported(job: Job, library: Library, parser: Any) -> InputError:
 
 
 class _Said:
-    """The library's log: its errors, for a message of our own."""
+    """The library's log: its errors, for a message of our own, and what it has timed."""
 
     def __init__(self, api: Any) -> None:
         said = self
         self.last = ""
+        self.tactics = Tactics()
 
         class Log(api.ILogger):  # type: ignore[misc, name-defined]
             def __init__(self) -> None:
@@ -217,6 +223,8 @@ class _Said:
                 if severity in (api.ILogger.Severity.ERROR, api.ILogger.Severity.INTERNAL_ERROR):
                     # the first says what failed, those behind it that it failed
                     said.last = said.last or " ".join(text.split())[:240]
+                elif severity == api.ILogger.Severity.VERBOSE:
+                    said.tactics.hear(text)
 
         self.logger = Log()
 

@@ -37,6 +37,7 @@ from quantkit.pipeline import tokens
 from quantkit.pipeline.estimate import demand_disk, estimate, head_size, times
 from quantkit.pipeline.exported_module import REF
 from quantkit.pipeline.gates import judge
+from quantkit.pipeline.inspect_engine import of_exports
 from quantkit.pipeline.manifest import entries_of, manifest_of, with_documents
 from quantkit.pipeline.prepared import Prepared, fingerprint, prepare
 from quantkit.pipeline.progress import Progress
@@ -205,6 +206,9 @@ class _Compilation:
             decisions += self._export()
             checks = self._check()
             self._build_engines()
+            looked = of_exports(request.recipe.export, self.build.bundle, layers, strict=request.strict)
+            decisions += [taken for each in looked for taken in each.decisions()]
+            checks += [each.check for each in looked]
             files = inventory(self.build.bundle)
             subject = content_sha256(files)
             rows = score_exports(prepared, self.build, self.progress, subject=subject, layers=layers, files=files)

@@ -24,7 +24,7 @@ from quantkit.errors import InputError, MissingDependency, QuantkitError
 from quantkit.measure.latency import Plan
 from quantkit.measure.rows import Row, read_rows
 from quantkit.measure.size import folder_of, size_rows
-from quantkit.pipeline import worth
+from quantkit.pipeline import inspect_engine, worth
 from quantkit.pipeline.gates import judge
 from quantkit.pipeline.graph_again import holds_graph, measure_graph
 from quantkit.pipeline.progress import Progress
@@ -34,6 +34,7 @@ from quantkit.target import Target
 
 if TYPE_CHECKING:
     from quantkit.measure.accuracy import Items
+    from quantkit.measure.engine_layers import Inspected
     from quantkit.model.stream import StreamedModel
 
 
@@ -96,6 +97,9 @@ def measure_bundle(
     runner.folder(bundle)
     bundle.demand_writable()
     bundle.demand_intact()
+    looked = (
+        inspect_engine.look(runner.load(bundle), bundle.manifest.layers) if hasattr(runner, "why_not_here") else None
+    )
     timed = speed and runtime == worth.RUNTIME
     if timed:
         from quantkit.measure.speed import demand
@@ -121,7 +125,7 @@ def measure_bundle(
                 _keep(bundle, rows, items, runtime, against.subject, progress)
                 progress.note("accuracy and size were measured and kept; speed was not measured")
             raise
-    _keep(bundle, rows, items, runtime, against.subject, progress)
+    _keep(bundle, rows, items, runtime, against.subject, progress, looked)
     return rows
 
 
@@ -285,7 +289,13 @@ def _options(bundle: Bundle) -> dict[str, Any]:
 
 
 def _keep(
-    bundle: Bundle, rows: Sequence[Row], items: Items | None, runtime: str, against: str, progress: Progress
+    bundle: Bundle,
+    rows: Sequence[Row],
+    items: Items | None,
+    runtime: str,
+    against: str,
+    progress: Progress,
+    looked: Inspected | None = None,
 ) -> None:
     """Put new rows into a bundle; those against the model that it was made from decide anew, on page and card too.
 
@@ -302,6 +312,9 @@ def _keep(
             rule=f"what was measured is {measured}",
             remedy="measure again, with nothing else at work on the bundle",
         )
+    if looked is not None:
+        bundle = _with_engine(bundle, looked)
+        manifest = bundle.manifest
     original = manifest.model.source.sha256
     if against != original:
         # rows that do not say what they are set against would pass for those of the original
@@ -334,6 +347,16 @@ def _keep(
     for each in decisions:
         progress.note(f"{each.where}: {each.reason}")
     bundle.put_all({**files, **documents}, verdict=manifest.verdict, checks=manifest.checks, state=manifest.state)
+
+
+def _with_engine(bundle: Bundle, found: Inspected) -> Bundle:
+    """With what an engine says of its layers, in place of what was known before."""
+    manifest = bundle.manifest
+    return bundle.put_all(
+        {inspect_engine.place(found): inspect_engine.data(found)},
+        checks=[*(each for each in manifest.checks if each.name != found.check.name), found.check],
+        decisions=[*inspect_engine.without(manifest.decisions), *found.decisions()],
+    )
 
 
 def _judged(manifest: Manifest, rows: Sequence[Row]) -> Manifest:

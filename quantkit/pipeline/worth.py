@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Check, Decision, LayerEntry, Manifest, Verdict
 from quantkit.errors import GateError, InputError, MissingDependency, QuantkitError
+from quantkit.measure.engine_layers import NAME, stored
 from quantkit.measure.harm import Harm
 from quantkit.measure.latency import Plan
 from quantkit.measure.rows import Row
@@ -139,6 +140,8 @@ def decide(
     passes = [row for row in timed if row.name == "latency.prefill"]
     measured = {row.batch for row in steps or passes if row.batch is not None}
     batches = [batch for batch in target.batches if batch in measured] or sorted(measured)
+    # what an engine does otherwise than asked is a decision, and an error under --strict: no gate
+    checks = [check for check in checks if check.name != NAME]
     failed = [check for check in checks if not check.ok]
     if not batches and not failed:
         return None
@@ -152,7 +155,7 @@ def page(
     from quantkit.report.page import page as make
 
     try:
-        return make(manifest, rows, notes, harm=read_harm(folder)).encode(), []
+        return make(manifest, rows, notes, harm=read_harm(folder), engines=stored(folder)).encode(), []
     except QuantkitError as problem:
         return None, [decision("report", "page-not-made", REPORT, problem.line())]
 

@@ -19,10 +19,12 @@ from typing import Any
 
 from quantkit.bundle import Manifest
 from quantkit.errors import MissingDependency
+from quantkit.measure.engine_layers import Inspected
 from quantkit.measure.harm import Harm
 from quantkit.measure.rows import Row
 from quantkit.report import accuracy as accuracy_sections
 from quantkit.report import curves, figures, sections, shares, speed, usage, words
+from quantkit.report import engine as engine_sections
 from quantkit.report import harm as harm_sections
 
 _FOLDER = Path(__file__).parent
@@ -43,6 +45,7 @@ def page(
     notes: Sequence[str],
     *,
     harm: Harm | None = None,
+    engines: Sequence[Inspected] = (),
 ) -> str:
     """The page as HTML.
 
@@ -51,6 +54,7 @@ def page(
         rows: its measurements.
         notes: what a reader must know about the figures; stands beside them.
         harm: where it is hurt, if that was looked for.
+        engines: what was found out about each of its engines.
 
     Raises:
         MissingDependency: plotly, extra `report`.
@@ -74,6 +78,7 @@ def page(
         harm=[*harm_sections.sections(harm), *sections.weights(manifest)],
         hurts=harm_sections.said(harm),
         worst=harm_sections.worst(harm),
+        engines=engine_sections.sections(engines),
         sizes=sections.sizes(manifest, rows),
         groups=figures.grouped(manifest.decisions),
         gates=figures.gates(manifest.checks),

@@ -129,6 +129,10 @@ class Loaded:
         mask = self.engine.tensor("attention_mask", (batch, self.capacity))
         return State(batch, self.capacity, caches, mask, torch.zeros(batch, dtype=torch.long, device=mask.device))
 
+    def longest(self, batch: int, most: int) -> int:
+        """Tokens that a pass of `batch` sequences takes, `most` at most."""
+        return self.engine.profile(batch, most)[1]
+
     def _longest(self) -> int:
         engine = self.engine.engine
         return max(self.engine.range(number, "input_ids")[1][1] for number in range(engine.num_optimization_profiles))

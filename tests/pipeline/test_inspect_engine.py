@@ -1,0 +1,93 @@
+"""An engine looked into, and what a bundle keeps of it; the engine is `fake_tensorrt`'s."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fake_tensorrt
+import pytest
+import small_onnx
+from fake_tensorrt import GPU
+
+from quantkit import registry
+from quantkit.bundle import Bundle, LayerEntry
+from quantkit.errors import GateError
+from quantkit.measure.engine_layers import stored
+from quantkit.pipeline import inspect_engine
+from quantkit.pipeline.measure import _with_engine
+from quantkit.pipeline.strict import refuse
+from quantkit.runtimes.tensorrt import Tensorrt
+from quantkit.scheme import WeightScheme
+from quantkit.target import Profile
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SCHEME = WeightScheme(format="int4", granularity="group", group=32, symmetric=True)
+PROFILE = Profile(name="decode", batch=(1, 1, 2), length=(1, 1, 4), context=(1, 16, 60))
+LINEAR = "model.layers.0.mlp.down_proj"
+HALF = [{"Name": "x", "Datatype": "Half"}]
+
+
+def layers(*, fused: bool) -> list[dict[str, Any]]:
+    nodes = [f"{LINEAR}.values", f"{LINEAR}/output"]
+    parts = [nodes] if fused else [[node] for node in nodes]
+    return [
+        {
+            "Name": f"layer {place}",
+            "LayerType": "gemm",
+            "Inputs": HALF,
+            "Outputs": HALF,
+            "Metadata": "\x1f".join(f"[ONNX Layer: {node}]" for node in part),
+        }
+        for place, part in enumerate(parts)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = small_onnx.export(
+        tmp_path_factory.mktemp("look"),
+        "llama",
+        SCHEME,
+        exporter=registry.load("export", "tensorrt"),
+        engine=False,
+        profiles=[PROFILE.model_dump()],
+    )
+    return made.folder
+
+
+def bundle(folder: Path, *, fused: bool) -> Bundle:
+    fake_tensorrt.engine(folder / "engine", [PROFILE], layers=layers(fused=fused))
+    entry = LayerEntry(name=LINEAR, shape=[64, 96], scheme=SCHEME.model_dump(mode="json"), bits_per_weight=4.5)
+    return small_onnx.bundle(folder, layers=[entry])
+
+
+def test_what_is_found_is_kept_and_strict_refuses_it(folder: Path) -> None:
+    made = bundle(folder, fused=False)
+    runtime = Tensorrt("tensorrt_rtx", library=fake_tensorrt.library(), gpus=lambda: ([GPU], ""), device="cpu")
+    found = inspect_engine.look(runtime.load(made), made.manifest.layers)
+    assert found.gpu == GPU["name"] and found.library == "tensorrt_rtx 1.7.1.116"
+    assert [each.layer for each in found.costliest] == ["layer 1", "layer 0"]
+    kept = _with_engine(made, found)
+    assert stored(kept.path) == [found]
+    assert kept.manifest.content_sha256 == made.manifest.content_sha256
+    assert all(check.ok for check in kept.verify())
+    (check,) = kept.manifest.checks
+    assert (check.name, check.value, check.ok) == ("engine.precision", 1, False)
+    with pytest.raises(GateError, match="precision-fallback") as caught:
+        refuse(kept.manifest.decisions)
+    assert caught.value.where == LINEAR
+    # built anew, and as asked: nothing of the first look stays
+    again = bundle(folder, fused=True)
+    again = Bundle(again.path, again.manifest.model_copy(update={"decisions": kept.manifest.decisions}))
+    found = inspect_engine.look(runtime.load(again), again.manifest.layers)
+    after = _with_engine(again, found)
+    assert after.manifest.decisions == []
+    assert [each.ok for each in after.manifest.checks] == [True]
+
+
+def test_where_no_engine_runs_nothing_is_looked_into(folder: Path) -> None:
+    from quantkit.recipe import ExportStep
+
+    steps = [ExportStep(name="tensorrt", options={}), ExportStep(name="checkpoint", options={})]
+    assert inspect_engine.of_exports(steps, folder, [], strict=True) == []
