@@ -1,35 +1,41 @@
 """Codes of a graph's weights, and biases that give back what rounding has taken from the mean of each output.
 
-Weights as for language models (`passes.solvers.gptq`): a convolution is a product of its patches. What a depthwise
-channel sees is 3 x 3 numbers, and its codes are solved on those alone. Products are solved in the order in which the
-graph runs, each on what the quantized ones before it have made of the calibration set; their errors are made up for as
-far as the next weight can (`passes.gptq` calls that correction), and biases give back what is left of the mean (Nagel
-et al. 2019, arXiv 1906.04721, section 4.2).
+Weights as for language models: a convolution is a product of its patches. What a depthwise channel sees is 3 x 3
+numbers, and its codes are solved on those alone. Products are solved in the order in which the graph runs, each on what
+the quantized ones before it have made of the calibration set: its codes by the recipe's `gptq`, `rtn` or `hqq`
+(`assign.py`), moved by `round` where that is asked for (`rounding.py`); then its bias gives back what is left of the
+mean, b + W E[x] − Ŵ E[x̂] (Nagel et al. 2019, arXiv 1906.04721, section 4.2), which is all that `bias_correct` asks for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quantkit.bundle import Decision
 from quantkit.calibrate.observed import Observed
+from quantkit.errors import InputError
+from quantkit.graph.assign import Passes, Seen, assigned
 from quantkit.graph.placement import Placement
 from quantkit.graph.qdq import Codes, Range, bias_of, fits, node_of
+from quantkit.graph.rounding import Rows, learned
 from quantkit.graph.run import Feed, Runner
 from quantkit.graph.sites import Site, patches
 from quantkit.graph.stepwise import Stepwise
-from quantkit.passes.solvers.gptq import gptq
-from quantkit.passes.solvers.gptq_rows import gptq_rows
+from quantkit.passes import decision
+from quantkit.passes.gptq import Gptq
 from quantkit.passes.solvers.unsaturated import neighbours as unsaturated_neighbours
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+    from quantkit.formats import QuantTensor
 
 Array = NDArray[Any]
 Report = Callable[[float, str], None]
@@ -43,30 +49,55 @@ def ranges(
     feeds: Iterable[Feed],
     scheme: ActivationScheme,
     *,
+    signed: bool = False,
     report: Report | None = None,
     total: int = 1,
 ) -> dict[str, Range]:
     """The range of every tensor with a pair, from what comes through the float graph; nothing is kept whole.
 
     An activation behind a fused bound cannot lie beyond it, and neither can its range.
+
+    Args:
+        model: float.
+        placement: of the pairs.
+        feeds: calibration batches.
+        scheme: of activations, with fixed scales.
+        signed: whether codes of a symmetric scheme are stored as -128..127; else the same stand as 0..255, and 128 is
+            zero. On x86 ONNX Runtime multiplies unsigned ones; it turns signed ones into these while it loads, but
+            not those that two nodes read, and a product of codes of both kinds stays float.
+        report: told the share of batches that is done.
+        total: how many batches there are.
+
+    Raises:
+        InputError: `activations-nonfinite`, `activations-constant`, naming the tensor.
     """
     wanted = [name for name in placement.tensors if name not in placement.same]
-    seen = {name: Observed(counted=scheme.range != "minmax") for name in wanted}
+    seen = {name: Observed(counted=scheme.range != "minmax", name=name) for name in wanted}
     runner = Runner(model, wanted)
     given = {str(value.name) for value in model.graph.inputs}
     for done, feed in enumerate(feeds):
         found = runner(feed)
         for name in wanted:
             array = feed[name] if name in given else found[name]
-            seen[name].add(torch.from_numpy(np.ascontiguousarray(array, np.float32)).reshape(1, -1))
+            values = torch.from_numpy(np.ascontiguousarray(array, np.float32))
+            seen[name].add(values.reshape(1, -1), len(values) if values.dim() > 1 else 1)
         if report is not None:
             report((done + 1) / total, "ranges")
     result = {}
     for name, observed in seen.items():
+        if observed.constant:
+            raise InputError(
+                "activations-constant",
+                where=name,
+                value="one value everywhere, whatever comes in",
+                rule="a fixed range comes from what activations differ in",
+                remedy="calibrate with more varied samples, or keep what reads it: --set 'keep=[NAME]'",
+            )
         settled, _, _ = observed.settle(scheme, torch.float32)
         scale = float(settled.scale.reshape(-1)[0])
-        zero = 0 if settled.zero is None else int(settled.zero.reshape(-1)[0]) + 128
-        result[name] = Range(scale, zero, signed=settled.zero is None)
+        zero = 0 if settled.zero is None else int(settled.zero.reshape(-1)[0])
+        own = signed and scheme.symmetric
+        result[name] = Range(scale, zero if own else zero + 128, signed=own)
     return result
 
 
@@ -79,18 +110,14 @@ def solved(
     ranges_: Mapping[str, Range],
     placement: Placement,
     *,
-    damping: float = 0.01,
-    shrink: float = 0.3,
-    ridge: float = 1.0,
+    passes: Passes | None = None,
+    seed: int = 0,
+    decisions: list[Decision] | None = None,
     unsaturated: bool = False,
     known: Mapping[str, Codes] | None = None,
     report: Report | None = None,
 ) -> dict[str, Codes]:
     """Codes and biases of every chosen site, in the order in which the graph runs.
-
-    With x what a product sees in the float graph and x̂ what it sees behind quantized ones, both over the same
-    calibration inputs, the codes are of W' = W E[x x̂ᵀ] (E[x̂ x̂ᵀ] + λ)⁻¹, which makes up for what x̂ has lost, under the
-    Hessian of x̂; then the bias gives back the rest of the mean: b + W E[x] − Ŵ E[x̂].
 
     Args:
         model: float, of the sites.
@@ -100,12 +127,14 @@ def solved(
         scheme: of weights: int8, per channel or tensor, symmetric.
         ranges_: of the sites' inputs; none where they are quantized as the model runs.
         placement: of the pairs.
-        damping, shrink: of `passes.solvers.gptq`.
-        ridge: λ as a share of the mean diagonal.
+        passes: the recipe's, name -> settings; those that choose codes are read. None: `gptq` with its correction.
+        seed: of which samples `round` learns from when.
+        decisions: added to, where `round` finds nothing better.
         unsaturated: bound neighbouring codes (`passes.solvers.unsaturated`).
         known: codes of sites that come first, which are taken as they are.
         report: told the share of sites that is done.
     """
+    passes = {"gptq": Gptq.Settings(correction=1.0)} if passes is None else passes
     found: dict[str, Codes] = {}
     plain, rounding = Stepwise(feeds), Stepwise(feeds)
     for done, site in enumerate(chosen):
@@ -115,11 +144,16 @@ def solved(
         own = ranges_.get(placement.same.get(site.input, site.input))
         made, rest = quantized(found), chosen[done + 1 :]
         given = plain.value(model, site.input, [later.input for later in rest])
-        seen = _seen(
-            site, own, given, rounding.value(made, _input(made, site), [_input(made, later) for later in rest])
-        )
+        behind = rounding.value(made, _input(made, site), [_input(made, later) for later in rest])
+        rows = Rows([], []) if "round" in passes else None
+        seen = _seen(site, own, given, behind, rows)
         other = neighbours(site) if unsaturated else None
-        found[site.name] = _solved(site, seen, scheme, own, damping, shrink, ridge, other)
+        tensor = assigned(site, seen, scheme, passes, other)
+        if rows is not None:
+            tensor, reason = _learned(site, seen, tensor, rows, passes["round"], other, seed + done)
+            if reason and decisions is not None:
+                decisions.append(decision("round", "no-better", site.name, reason))
+        found[site.name] = _with_bias(site, seen, tensor, own)
         if report is not None:
             report((done + 1) / len(chosen), site.name)
     return found
@@ -130,72 +164,56 @@ def _input(made: ir.Model, site: Site) -> str:
     return str(node_of(made, site).inputs[0].name)  # type: ignore[union-attr]
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """Means over calibration: of x̂ x̂ᵀ and x x̂ᵀ [groups, K, K], of x̂ and x [groups, K], of x in its own pair alone."""
-
-    hessian: torch.Tensor
-    cross: torch.Tensor
-    mean: torch.Tensor
-    wanted: torch.Tensor
-    alone: torch.Tensor
-
-
-def _seen(site: Site, own: Range | None, given: Sequence[Array], behind: Sequence[Array]) -> _Seen:
+def _seen(site: Site, own: Range | None, given: Sequence[Array], behind: Sequence[Array], kept: Rows | None) -> Seen:
     """Of a site's input, in the float graph and behind quantized products, batch by batch."""
     sums: list[torch.Tensor] = []
-    count = 0
-    for pair in zip(given, behind, strict=True):
-        rows = [patches(site, x, most=_ROWS) for x in pair]
+    halves: list[torch.Tensor] = []
+    counts = [0, 0]
+    for number, pair in enumerate(zip(given, behind, strict=True)):
+        rows = [torch.from_numpy(patches(site, x, most=_ROWS)) for x in pair]
+        if kept is not None:
+            kept.add(rows[1], rows[0], samples=len(pair[0]), total=sum(map(len, given)))
         step = max(1, rows[0].shape[1] // _ROWS)
-        x, x_hat = (torch.from_numpy(np.ascontiguousarray(part[:, ::step])) for part in rows)
+        x, x_hat = (part[:, ::step].contiguous() for part in rows)
         alone = x if own is None else torch.from_numpy(rounded(x.numpy(), own))
         parts = [x_hat.transpose(1, 2) @ x_hat, x.transpose(1, 2) @ x_hat, x_hat.sum(1), x.sum(1), alone.sum(1)]
         sums = [old + part for old, part in zip(sums, parts, strict=True)] if sums else parts
-        count += x.shape[1]
-    return _Seen(*(each.double() / count for each in sums))
+        if len(halves) < 2:
+            halves.append(parts[0].clone())
+        else:
+            halves[number % 2] += parts[0]
+        counts[number % 2] += x.shape[1]
+    means = [each.double() / sum(counts) for each in sums]
+    apart = tuple(half.double() / count for half, count in zip(halves, counts[: len(halves)], strict=True))
+    return Seen(means[0], means[1], means[2], means[3], means[4], apart)
 
 
-def _solved(
-    site: Site,
-    seen: _Seen,
-    scheme: WeightScheme,
-    own: Range | None,
-    damping: float,
-    shrink: float,
-    ridge: float,
-    other: torch.Tensor | None = None,
-) -> Codes:
-    matrix = torch.from_numpy(site.matrix().copy())
+def _learned(
+    site: Site, seen: Seen, start: QuantTensor, rows: Rows, settings: Any, other: torch.Tensor | None, seed: int
+) -> tuple[QuantTensor, str]:
+    """What `round` makes of the codes, and why that is what they were, "" where it is not."""
+    if len(rows.found) < 2:
+        return start, "one sample leaves none to hold out"
     bias = bias_of(site)
-    each, width = matrix.shape[0] // site.group, matrix.shape[1]
-    apart = matrix.reshape(site.group, each, width).double()
-    size = seen.hessian.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
-    eye = torch.eye(width, dtype=torch.float64)
-    held = seen.hessian + ridge * size[:, None, None] * eye
-    # W' − W = W (E[x x̂ᵀ] − E[x̂ x̂ᵀ]) (E[x̂ x̂ᵀ] + λ)⁻¹: with λ it is W that is fallen back to, not zero
-    moved = torch.linalg.solve(held, (apart @ (seen.cross - seen.hessian)).transpose(1, 2)).transpose(1, 2)
-    target = (apart + moved).float()
-    codes, scales = [], []
-    if site.depthwise:
-        hessians = seen.hessian.repeat_interleave(each, 0)
-        rows = gptq_rows(target.flatten(0, 1), hessians, scheme, damping=damping, shrink=shrink)
-        codes, scales = [rows[0]], [rows[1]]
-    for group in range(0 if site.depthwise else site.group):
-        hessian = seen.hessian[group].float()
-        if not bool(hessian.diagonal().sum() > 0):  # nothing ever came there: all codes are equally good
-            hessian = torch.eye(width)
-        tensor = gptq(target[group], hessian, scheme, damping=damping, shrink=shrink, neighbours=other).tensor
-        codes.append(tensor.codes.to(torch.int8))
-        scales.append(tensor.scale.float().reshape(-1))
-    code, scale = torch.cat(codes).numpy(), torch.cat(scales).numpy()
+    given = None if bias is None else torch.from_numpy(bias.copy())
+    order = torch.Generator().manual_seed(seed)
+    tensor, better = learned(site, start, rows, (seen.mean, seen.wanted), given, settings, order, other)
+    return tensor, "" if better else "nothing that was learned did better on the held-out samples"
+
+
+def _with_bias(site: Site, seen: Seen, tensor: QuantTensor, own: Range | None) -> Codes:
+    bias = bias_of(site)
+    code, scale = tensor.codes.numpy(), tensor.scale.float().reshape(-1).numpy()
     raised = fits(scale, bias, own)
     tiny = raised > scale
     code = np.where(tiny[:, None], np.rint(code * (scale / raised)[:, None]), code).astype(np.int8)
     made = Codes(code, raised.astype(np.float32), bias)
     if site.node.op_type == "MatMul":
         return made
-    values = torch.from_numpy(made.values()).reshape(site.group, each, width).double()
+    weight = torch.from_numpy(site.matrix().copy())
+    apart, values = (
+        each.reshape(site.group, -1, weight.shape[1]).double() for each in (weight, torch.from_numpy(made.values()))
+    )
     lost, alone = (
         (apart @ seen.wanted[:, :, None] - values @ mean[:, :, None]).reshape(-1).float().numpy()
         for mean in (seen.mean, seen.alone)

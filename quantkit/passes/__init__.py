@@ -65,6 +65,7 @@ class Pass(Protocol):
         requires, ensures: facts about a block: "codes" (assigned), "unassigned", "folded", "moved" (inputs, before they
             are quantized).
         Settings: closed pydantic model of its settings.
+        on_graphs: why it has nothing to do on a float ONNX graph; "" where it works there. Without it, it does not.
     """
 
     name: str

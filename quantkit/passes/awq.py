@@ -32,6 +32,7 @@ class Awq:
     needs = frozenset({"hessian"})
     requires = frozenset({"unassigned"})
     ensures = frozenset({"folded"})
+    on_graphs = "its scales are for groups of 4-bit weights; those of a graph have 8 bits and one scale a channel"
 
     class Settings(Closed):
         """How scales are searched.

@@ -50,6 +50,7 @@ class BiasCorrect:
     needs = frozenset({"mean", "weight_errors"})
     requires = frozenset({"codes"})
     ensures: frozenset[str] = frozenset()
+    on_graphs = ""
 
     class Settings(Closed):
         """None."""

@@ -29,6 +29,7 @@ class FoldNorms:
     needs: frozenset[str] = frozenset()
     requires = frozenset({"unassigned"})
     ensures = frozenset({"folded"})
+    on_graphs = "batch norms are in the convolutions before any pass comes (`conv_batch_norm`), other norms stay"
 
     class Settings(Closed):
         """None."""

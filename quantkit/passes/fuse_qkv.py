@@ -42,6 +42,7 @@ class FuseQkv:
     needs: frozenset[str] = frozenset()
     requires = frozenset({"codes"})
     ensures: frozenset[str] = frozenset()
+    on_graphs = "the products of a graph stay as they are written"
 
     class Settings(Closed):
         """None."""

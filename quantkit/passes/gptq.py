@@ -33,6 +33,7 @@ class Gptq:
     needs = frozenset({"hessian"})
     requires = frozenset({"unassigned"})
     ensures = frozenset({"codes"})
+    on_graphs = ""
 
     class Settings(Closed):
         """How codes are chosen.

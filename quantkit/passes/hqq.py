@@ -33,6 +33,7 @@ class Hqq:
     needs: frozenset[str] = frozenset()
     requires = frozenset({"unassigned"})
     ensures = frozenset({"codes"})
+    on_graphs = ""
 
     class Settings(Closed):
         """How grids are fitted.

@@ -35,6 +35,7 @@ class Mixed:
     needs: frozenset[str] = frozenset()
     requires = frozenset({"codes"})
     ensures: frozenset[str] = frozenset()
+    on_graphs = ""
 
     class Settings(Closed):
         """On what a choice rests.

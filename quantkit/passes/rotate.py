@@ -76,6 +76,7 @@ class Rotate:
     needs: frozenset[str] = frozenset()
     requires = frozenset({"unassigned"})
     ensures = frozenset({"folded"})
+    on_graphs = "it turns the residual stream of a transformer, which a convolution or an activation would not let pass"
 
     class Settings(Closed):
         """Which rotations.

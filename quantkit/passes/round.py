@@ -48,6 +48,7 @@ class Round:
     # neither codes nor their absence: it assigns them, or improves what another pass assigned
     requires: frozenset[str] = frozenset()
     ensures = frozenset({"codes"})
+    on_graphs = ""
 
     class Settings(Closed):
         """How codes are learned.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quantkit.model.structure import SharedInput
 
 # smallest, steps, refinements. Where nothing else makes an error good, looking further for the grid pays: 8 % of the KL
-_WIDE = (0.55, 6, 2)
+WIDE = (0.55, 6, 2)
 
 
 class Rtn:
@@ -34,6 +34,7 @@ class Rtn:
     needs: frozenset[str] = frozenset()
     requires = frozenset({"unassigned"})
     ensures = frozenset({"codes"})
+    on_graphs = ""
 
     class Settings(Closed):
         """How ranges are chosen.
@@ -84,7 +85,7 @@ def _rounded(block: Block, linear: str, importance: Tensor | None, minmax: bool 
     else:
         if importance is not None:
             importance = torch.nn.functional.pad(importance, (0, weight.shape[1] - len(importance)))
-        search = None if importance is None else ranges.Search(*_WIDE)
+        search = None if importance is None else ranges.Search(*WIDE)
         tensor = form.nearest(weight, *ranges.searched(weight, scheme, importance, search), scheme)
     assert isinstance(tensor, QuantTensor)
     return tensor

@@ -35,6 +35,7 @@ class SmoothQuant:
     needs = frozenset({"absmax"})
     requires = frozenset({"unassigned"})
     ensures = frozenset({"folded"})
+    on_graphs = "its scales go into the norms of a transformer; in a graph `equalize` moves what convolutions take"
 
     class Settings(Closed):
         """How much is moved.

@@ -2,8 +2,9 @@
 
     open -> fuse -> ranges -> codes -> biases -> pairs -> onnx/ -> reload and check -> score -> gates -> page -> bundle
 
-What a recipe's passes mean here: `gptq` and `rtn` choose codes (convolutions as products of patches), biases are always
-corrected; the others know only the blocks of a transformer and are declined, each with a decision.
+What a recipe's passes mean here: `gptq`, `rtn` and `hqq` choose codes (convolutions as products of patches), `round`
+moves them, biases are always corrected, whether `bias_correct` stands there or not. The others are declined, each with
+a decision and the reason that it states itself (`on_graphs`).
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ def compile_graph(
     with build, stopping_when_full(build.folder):
         quantized = Quantized(prepared, progress)
         taken = _mixed(prepared, quantized, build.bundle, progress)
+        taken = [*quantized.decisions, *taken]
         if request.strict:
             refuse(taken)
         (build.bundle / FOLDER).mkdir(parents=True, exist_ok=True)

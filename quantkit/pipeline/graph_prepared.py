@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit import registry
 from quantkit.bundle import Decision
 from quantkit.errors import InputError, did_you_mean
 from quantkit.passes import NOTE, decision
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from quantkit.graph.sites import Site
     from quantkit.model.alias import Alias
 
-_CODES = ("gptq", "rtn")
 _MIXED = "mixed"
+_NO_GRAPHS = "it knows the blocks of a transformer; this is a graph"
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Prepared:
 
 def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | None = None) -> Prepared:
     """Open and check everything. Raises InputError."""
-    from quantkit.graph.fuse import fuse
+    from quantkit.graph.fuse import fuse, fusions
     from quantkit.graph.open import open_graph
     from quantkit.graph.sites import sites
 
@@ -78,20 +79,14 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
     calib = _inputs(request, graph, "calib", alias, recipe.calibration.images)
     scoring = _inputs(request, graph, "eval", alias, None)
     feed = calib.first(2)
-    fused, _ = fuse(graph.model, [feed])
+    # with one scale a channel it gains weights nothing and costs activations something
+    chosen_fusions = fusions([feed], equalize=weights.granularity == "tensor")
+    fused, _ = fuse(graph.model, [feed], chosen=chosen_fusions)
     missed = [each for each in fused if not each.done]
     decisions += [decision(each.fusion, NOTE, each.node, each.reason) for each in missed]
     found = sites(graph.model)
     _check_globs(recipe, [site.name for site in found])
     chosen = [site for site in found if not _kept(site.name, recipe)]
-    if weights.granularity == "tensor" and any(site.group > 1 for site in chosen):
-        raise InputError(
-            "scheme-unsupported",
-            where=path.name,
-            value="one scale a weight, and grouped convolutions",
-            rule="a group has scales of its own",
-            remedy="--set scheme.weights.granularity=channel",
-        )
     if not chosen:
         raise InputError(
             "no-linears",
@@ -101,9 +96,13 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
             remedy="--set keep=[]" if found else "a float graph with convolutions or linears",
         )
     for step in recipe.passes:
-        if step.name not in (*_CODES, _MIXED):
-            reason = "it knows the blocks of a transformer; this is a graph"
+        reason = getattr(registry.load("passes", step.name), "on_graphs", _NO_GRAPHS)
+        if reason:
             decisions.append(decision(step.name, "declined", graph.name, reason))
+    grouped = [site.name for site in chosen if site.group > 1]
+    if weights.granularity == "tensor" and grouped and any(step.name == "gptq" for step in recipe.passes):
+        reason = f"{len(grouped)} convolutions in groups have one scale, which no group can choose alone"
+        decisions.append(decision("gptq", "nearest", grouped[0], reason, "gptq", "rtn"))
     sliding = sum(site.is_conv for site in chosen)
     if sliding and activations.dynamic and (activations.granularity, activations.symmetric) != ("tensor", False):
         reason = f"{sliding} convolutions sum over space: one scale and one zero point for all that comes in"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import quantkit
-from quantkit.bundle import Check, LayerEntry
+from quantkit.bundle import Check, Decision, LayerEntry
 from quantkit.errors import GateError
 from quantkit.pipeline.graph_prepared import Prepared, schemes
 from quantkit.pipeline.progress import Progress
@@ -26,8 +26,6 @@ MODEL, DATA = "model.onnx", "model.onnx.data"
 BATCH = 8
 # samples that codes are solved on: each site runs all of them
 SOLVING = 64
-# settings of the pass gptq that a graph's products are solved with
-_TAKEN = ("damping", "shrink", "ridge")
 # what integer kernels may differ by from the pairs as they are written: codes that lie between two go either way
 _RELOAD_LIMIT = 0.05
 _INTEGER_SHARE = 0.95
@@ -36,7 +34,7 @@ _INLINE = 1 << 28
 
 
 class Quantized:
-    """A graph while it is quantized."""
+    """A graph while it is quantized; `decisions` are those that choosing its codes took."""
 
     def __init__(self, prepared: Prepared, progress: Progress) -> None:
         from quantkit.graph import placement, qdq, solve
@@ -47,9 +45,11 @@ class Quantized:
         model, sites = prepared.graph.model, prepared.sites
         feeds = list(prepared.calib.feeds(BATCH))
         self.sites = {site.name: site for site in sites}
-        asked = prepared.request.target.build.get("onnxruntime", {}).get("weight_codes", "uint8")
-        self._gptq = next((step.settings for step in prepared.request.recipe.passes if step.name == "gptq"), None)
-        bound = self._gptq is not None and self._gptq.unsaturated and bounded(self.weights)
+        build = prepared.request.target.build.get("onnxruntime", {})
+        asked = build.get("weight_codes", "uint8")
+        self._passes = {step.name: step.settings for step in prepared.request.recipe.passes}
+        self.decisions: list[Decision] = []
+        bound = "gptq" in self._passes and self._passes["gptq"].unsaturated and bounded(self.weights)
         # ConvInteger sums in another order, in which others are neighbours
         bound = bound and not self.activations.dynamic
         # where sums never saturate, the fastest kernel is exact
@@ -59,12 +59,13 @@ class Quantized:
         self.placement: Placement = placement.NOWHERE
         self.ranges: dict[str, Range] = {}
         if not self.activations.dynamic:
-            self.placement = placement.place(model, sites, self.sites)
+            self.placement = placement.place(model, sites, self.sites, absorbing=not self.activations.symmetric)
             self.ranges = solve.ranges(
                 model,
                 self.placement,
                 feeds,
                 self.activations,
+                signed=build.get("activation_codes") == "int8",
                 report=lambda done, words: progress.at("ranges", done, words),
                 total=len(feeds),
             )
@@ -87,6 +88,7 @@ class Quantized:
         """
         from quantkit.graph import solve
 
+        self.decisions = []
         first = next((place for place, name in enumerate(self.sites) if name in kept), 0)
         known = {name: self.codes[name] for name in list(self.sites)[:first]}
         names = {name for name in self.sites if name not in kept}
@@ -99,7 +101,9 @@ class Quantized:
             self.weights,
             ranges,
             place,
-            **({} if self._gptq is None else {each: getattr(self._gptq, each) for each in _TAKEN}),
+            passes=self._passes,
+            seed=self.prepared.request.recipe.seed,
+            decisions=self.decisions,
             unsaturated=self._unsaturated,
             known=known,
             report=report,
@@ -111,7 +115,8 @@ class Quantized:
 
         if self.activations.dynamic or len(names) == len(self.sites):
             return self.placement, self.ranges
-        place = placement.place(self.prepared.graph.model, self.prepared.sites, names)
+        absorbing = not self.activations.symmetric
+        place = placement.place(self.prepared.graph.model, self.prepared.sites, names, absorbing=absorbing)
         # where less is quantized, a tensor may have a pair without the one whose values it moves
         return place, {name: self.ranges[self.placement.same.get(name, name)] for name in place.tensors}
 

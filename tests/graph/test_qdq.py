@@ -11,6 +11,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from quantkit.errors import InputError
 from quantkit.graph import integer, placement, qdq, solve
 from quantkit.graph.fuse import fuse
 from quantkit.graph.open import open_graph
@@ -84,18 +85,29 @@ def test_pairs_go_where_integer_kernels_need_them(model: ir.Model) -> None:
     assert len(fewer.tensors) < len(place.tensors)
 
 
-def quantized(model: ir.Model, **more: Any) -> tuple[ir.Model, dict[str, Codes], Any]:
+def quantized(
+    model: ir.Model, *, symmetric: bool = False, signed: bool = False, weights: WeightScheme = WEIGHTS, **more: Any
+) -> tuple[ir.Model, dict[str, Codes], Any]:
     found = sites(model)
-    place = placement.place(model, found, [site.name for site in found])
+    place = placement.place(model, found, [site.name for site in found], absorbing=not symmetric)
     feeds = [{"images": each} for each in np.split(networks.images(32), 4)]
-    ranges = solve.ranges(model, place, feeds, ACTIVATIONS)
+    activations = ACTIVATIONS.model_copy(update={"symmetric": symmetric})
+    ranges = solve.ranges(model, place, feeds, activations, signed=signed)
     named = {site.name: site for site in found}
 
     def made(codes: Any) -> ir.Model:
         return qdq.insert(model, place, ranges, codes, named, **more)
 
-    codes = solve.solved(model, made, found, feeds, WEIGHTS, ranges, place)
+    codes = solve.solved(model, made, found, feeds, weights, ranges, place)
     return made(codes), codes, found
+
+
+def in_integers(made: ir.Model, found: Any, folder: Path) -> float:
+    """The share of products that ONNX Runtime runs in integers."""
+    ir.save(made, folder / "q.onnx")
+    wanted = [integer.Site(s.name, f"{qdq.stem_of(s)}.codes", 1.0, s.output) for s in found]
+    write_optimized(folder / "q.onnx", folder / "o.onnx")
+    return integer.found(ir.load(folder / "o.onnx"), wanted).share
 
 
 @pytest.mark.parametrize("kind", ["uint8", "int8"])
@@ -108,14 +120,60 @@ def test_all_of_it_runs_in_integers_and_is_right(model: ir.Model, tmp_path: Path
     assert not [node for node in made.graph if node.op_type in ("Clip", "Relu")], "the codes saturate instead"
     stored = [v.const_value for v in made.graph.initializers.values() if v.const_value is not None]
     assert not [t for t in stored if t.dtype == ir.DataType.FLOAT and len(t.shape) > 1], "no float weight is left"
-    ir.save(made, tmp_path / "q.onnx")
-    wanted = [integer.Site(s.name, f"{qdq.stem_of(s)}.codes", 1.0, s.output) for s in found]
-    write_optimized(tmp_path / "q.onnx", tmp_path / "o.onnx")
-    kernels = integer.found(ir.load(tmp_path / "o.onnx"), wanted)
-    assert kernels.share == 1.0, kernels
+    assert in_integers(made, found, tmp_path) == 1.0
     # what integers make of it is what its pairs say, but for codes that lie between two
     plain = Runner(made, optimised=False)({"images": x})["logits"]
     assert np.linalg.norm(plain - own) / np.linalg.norm(plain) < 0.02
+
+
+def codes_of_zero(made: ir.Model) -> set[tuple[str, int]]:
+    """Type and zero point of every pair of an activation."""
+    points = {node.inputs[2].name for node in made.graph if node.op_type == "QuantizeLinear"}  # type: ignore[union-attr]
+    tensors = [value.const_value for name, value in made.graph.initializers.items() if name in points]
+    return {(tensor.dtype.name, int(tensor.numpy())) for tensor in tensors if tensor is not None}
+
+
+def test_without_zero_points_it_runs_in_integers_too(model: ir.Model, tmp_path: Path) -> None:
+    made, _, found = quantized(model, symmetric=True)
+    assert codes_of_zero(made) == {("UINT8", 128)}
+    assert in_integers(made, found, tmp_path) == 1.0
+    x = networks.images(64, seed=1)
+    expected, own = Runner(model)({"images": x})["logits"], Runner(made)({"images": x})["logits"]
+    assert np.linalg.norm(own - expected) / np.linalg.norm(expected) < 0.05
+    # an activation reads and makes codes of one scale: its own pair changes nothing
+    clips = [node for node in made.graph if node.op_type in ("Clip", "Relu")]
+    assert len(clips) == 2
+    for clip in clips:
+        before, behind = clip.inputs[0].producer(), next(iter(clip.outputs[0].uses()))[0]  # type: ignore[union-attr]
+        scales = [node.inputs[1].const_value.numpy() for node in (before, behind)]  # type: ignore[union-attr]
+        assert scales[0] == scales[1]
+
+
+def test_signed_codes_are_the_same_numbers(model: ir.Model) -> None:
+    x = {"images": networks.images(16, seed=1)}
+    made = [quantized(model, symmetric=True, signed=signed)[0] for signed in (False, True)]
+    assert codes_of_zero(made[1]) == {("INT8", 0)}
+    unsigned, signed = (Runner(each, optimised=False)(x)["logits"] for each in made)
+    np.testing.assert_array_equal(unsigned, signed)
+
+
+def test_one_scale_a_weight_runs_in_integers(model: ir.Model, tmp_path: Path) -> None:
+    weights = WeightScheme(format="int8", granularity="tensor", scale="float32")
+    made, codes, found = quantized(model, weights=weights)
+    assert {each.scale.shape for each in codes.values()} == {(1,)}
+    assert in_integers(made, found, tmp_path) == 1.0
+    x = networks.images(64, seed=1)
+    expected, own = Runner(model)({"images": x})["logits"], Runner(made)({"images": x})["logits"]
+    assert np.linalg.norm(own - expected) / np.linalg.norm(expected) < 0.05
+
+
+@pytest.mark.parametrize(("value", "code"), [(0.5, "activations-constant"), (np.nan, "activations-nonfinite")])
+def test_what_has_no_range_is_named(model: ir.Model, value: float, code: str) -> None:
+    found = sites(model)
+    place = placement.place(model, found, [site.name for site in found])
+    feeds = [{"images": np.full_like(networks.images(4), value)}]
+    with pytest.raises(InputError, match=rf"\[{code}\] images"):
+        solve.ranges(model, place, feeds, ACTIVATIONS)
 
 
 def test_each_products_mean_is_kept(model: ir.Model) -> None:

@@ -60,6 +60,32 @@ def test_what_is_kept_stays_float(files: tuple[Path, Path], tmp_path: Path) -> N
     assert operators.count("Conv") + operators.count("FusedConv") == 1, operators
 
 
+def errors(bundle: Any) -> list[float]:
+    return [layer.error for layer in bundle.manifest.layers]
+
+
+def test_the_passes_of_a_recipe_do_what_they_are_called(files: tuple[Path, Path], tmp_path: Path) -> None:
+    plain = compiled(files, tmp_path / "rtn", changes=["passes=[{rtn: {range: minmax}}, {bias_correct: {}}]"])
+    assert not [found for found in plain.manifest.decisions if found.code != "note"], "biases are corrected as it is"
+    nearer = compiled(files, tmp_path / "mse", changes=["passes=[{rtn: {}}]"])
+    assert sum(errors(nearer)) < sum(errors(plain)), "least squares are about the weights"
+    steps = "{smoothquant: {}}, {fold_norms: {}}, {rtn: {}}, {round: {iterations: 40, batch: 8, rate: 0.02}}"
+    moved = compiled(files, tmp_path / "round", changes=[f"passes=[{steps}]"])
+    assert errors(moved) != errors(nearer)
+    said = {found.pass_: found.reason for found in moved.manifest.decisions if found.code == "declined"}
+    assert set(said) == {"smoothquant", "fold_norms"}
+    assert "equalize" in said["smoothquant"]
+    assert "batch norms" in said["fold_norms"]
+
+
+def test_symmetric_ranges_by_entropy(files: tuple[Path, Path], tmp_path: Path) -> None:
+    changes = ["scheme.activations.symmetric=true", "scheme.activations.range=entropy"]
+    bundle = compiled(files, tmp_path / "bundle", changes=changes)
+    checks = {check.name: check.value for check in bundle.manifest.checks}
+    assert checks["integer.macs"] == 1.0
+    assert bundle.manifest.layers[0].activations["range"] == "entropy"  # type: ignore[index]
+
+
 def test_activations_are_quantized_as_the_model_runs(files: tuple[Path, Path], tmp_path: Path) -> None:
     bundle = compiled(files, tmp_path / "bundle", recipe="int8-dynamic")
     manifest = bundle.manifest

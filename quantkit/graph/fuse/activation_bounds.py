@@ -29,7 +29,7 @@ from quantkit.graph.fuse._fused import Fused, nodes
 from quantkit.graph.values import bypass, constant, name_of, scalar
 
 NAME = "activation_bounds"
-_CLIPS = ("Relu", "Clip", "Max", "Min")
+CLIPS = ("Relu", "Clip", "Max", "Min")
 _BEFORE = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Add")
 
 
@@ -85,7 +85,7 @@ def behind(value: ir.Value) -> ir.Value:
     if value.is_graph_output() or len(readers) != 1:
         return value
     node = readers.pop()
-    return behind(node.outputs[0]) if node.op_type in _CLIPS and bounds(node) is not None else value
+    return behind(node.outputs[0]) if node.op_type in CLIPS and bounds(node) is not None else value
 
 
 def absorbed(node: ir.Node, grid: Grid) -> str:
@@ -105,7 +105,7 @@ def remove_absorbed(model: ir.Model) -> list[Fused]:
     Listed are clips behind a product or a sum, and all that a quantizer reads; what stays says why.
     """
     found = []
-    for node in nodes(model, *_CLIPS):
+    for node in nodes(model, *CLIPS):
         source = next((value for value in node.inputs if value is not None and scalar(value) is None), None)
         readers = {reader for reader, place in node.outputs[0].uses() if place == 0}
         quantizers = {reader for reader in readers if reader.op_type == "QuantizeLinear"}
