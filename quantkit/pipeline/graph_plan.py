@@ -18,11 +18,12 @@ from quantkit.report import figures
 
 # multiply-accumulates a second of a core in float32; what Python with torch and ONNX Runtime takes
 _RATE = 10e9
-_INTERPRETER = 0.55e9
+_INTERPRETER = 0.7e9
 # two sessions and the clones of the graph for one product
 _SESSIONS = 0.15
-# numbers of inner tensors that are looked at, and what is held of them at once
-_SCANNED, _HELD = 60e6, 3
+# numbers of inner tensors that are looked at a second; how often those of a feed are held, the widest of all samples
+# that products are solved on included
+_SCANNED, _HELD = 60e6, 7
 # those that become sums of products in a second
 _SUMMED = 8e6
 # of mixed precision, beyond the first

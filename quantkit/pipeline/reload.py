@@ -11,17 +11,17 @@ from quantkit.pipeline.graph_again import holds_graph, reload_graph
 def reload(bundle: Bundle) -> tuple[list[Check], list[str]]:
     """Each export's own checks; what could not be run is a note."""
     found: list[Check] = []
+    if holds_graph(bundle):
+        try:
+            return reload_graph(bundle), []
+        except (ImportError, MissingDependency) as problem:
+            return found, [f"not loaded: {problem} (pip install 'quantkit[compile]'); files and hashes hold"]
     try:
         import torch  # noqa: F401
 
     except ImportError as problem:
         note = f"not loaded: {problem.name} is not installed (pip install 'quantkit[compile]'); files and hashes hold"
         return found, [note]
-    if holds_graph(bundle):
-        try:
-            return reload_graph(bundle), []
-        except (ImportError, MissingDependency) as problem:
-            return found, [f"not loaded: {problem} (pip install 'quantkit[compile]'); files and hashes hold"]
     notes = []
     for name in (next(iter(step)) for step in bundle.manifest.recipe.get("export", [])):
         try:
