@@ -21,9 +21,8 @@ _RATE = 10e9
 _INTERPRETER = 0.7e9
 # two sessions and the clones of the graph for one product
 _SESSIONS = 0.15
-# numbers of inner tensors that are looked at a second; how often those of a feed are held, the widest of all samples
-# that products are solved on included
-_SCANNED, _HELD = 60e6, 7
+# numbers of inner tensors that are looked at a second, and what is held of one feed's at once
+_SCANNED, _HELD = 60e6, 3
 # those that become sums of products in a second
 _SUMMED = 8e6
 # of mixed precision, beyond the first
