@@ -126,6 +126,11 @@ def gives_nan(given: Given) -> None:
     given.graph("h = MatMul(x, w) s = Mul(h, h) n = Neg(s) y = Log(n)")
 
 
+def dead_activation(given: Given) -> None:
+    body = "h = MatMul(x, w) m = Constant <value_float = -1000.0> () a = Add(h, m) r = Relu(a) y = MatMul(r, v)"
+    given.graph(body, constants=f"{constant('w')}, {constant('v')}")
+
+
 def nothing_to_quantize(given: Given) -> None:
     given.graph("y = Relu(x)")
 
@@ -213,6 +218,7 @@ CASES: dict[Callable[[Given], None], str] = {
     in_doubles: "onnx-dtype",
     gives_no_floats: "onnx-outputs",
     gives_nan: "onnx-outputs",
+    dead_activation: "activations-constant",
     nothing_to_quantize: "no-linears",
     traversal: "onnx-external",
     absolute: "onnx-external",
