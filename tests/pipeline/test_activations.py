@@ -64,7 +64,7 @@ STATIC = {"granularity": "tensor", "dynamic": False}
     ("assigner", "form", "weights", "activations"),
     [
         ("gptq", "int8", {}, {}),
-        ("gptq", "int8", {}, {**STATIC, "symmetric": False, "range": "percentile"}),
+        ("gptq", "int8", {}, {**STATIC, "symmetric": False, "range": "entropy"}),
         ("gptq", "fp8_e4m3", {}, {}),
         ("rtn", "fp8_e4m3", {"granularity": "block", "group": 128}, {"granularity": "group", "group": 32}),
     ],
