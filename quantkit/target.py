@@ -310,7 +310,7 @@ class Target(Closed):
                     where=where,
                     value=f"asymmetric {name} does not run in {runtime}",
                     rule=f"only symmetric {name} does; source: {cell.source}",
-                    remedy="set scheme.weights.symmetric=true, or use another runtime",
+                    remedy="set symmetric=true in scheme.weights or scheme.activations, or use another runtime",
                 )
 
     def _instead(self, name: str, runtime: str) -> str:

@@ -314,8 +314,8 @@ def _demand(options: TensorrtOptions) -> None:
             raise MissingDependency(package, extra="compile", purpose="a TensorRT network") from None
     if not options.engine:
         return
-    library = load(options.library)
-    if library.ahead_of_time:
+    if options.library == "tensorrt_rtx":
+        library = load(options.library)
         if options.sm is None:
             raise InputError(
                 "gpu-absent",
@@ -333,7 +333,7 @@ def _demand(options: TensorrtOptions) -> None:
     if not gpus:
         raise InputError(
             "gpu-absent",
-            where=f"{library.name} {library.version}",
+            where=options.library,
             value=why,
             rule="TensorRT builds on the GPU that will run the engine",
             remedy="--set tensorrt.engine=false keeps the network; `quantkit export BUNDLE --to tensorrt` builds there",

@@ -304,7 +304,8 @@ def _next(path: Path, manifest: Manifest) -> list[RenderableType]:
     place, checkpoint = shlex.quote(near), usage.has(manifest, "model/")
     commands = [f"quantkit verify {place}"]
     if manifest.model.kind == "decoder":
-        commands.append(usage.generate(place, None if checkpoint else "onnxruntime"))
+        graph = usage.has(manifest, "onnx/")
+        commands.append(usage.generate(place, None if checkpoint else "onnxruntime" if graph else "tensorrt_rtx"))
     if checkpoint:
         auto = usage.auto_class(manifest)
         commands.append(f"{auto}.from_pretrained({str(Path(near) / 'model')!r})  # Python, transformers")

@@ -79,6 +79,9 @@ def commands(manifest: Manifest) -> list[Command]:
         lines = ["# pip install 'quantkit[onnx]'"]
         lines += [generate(".", "onnxruntime")] if manifest.model.kind == "decoder" else []
         found.append(Command("ONNX Runtime", "\n".join([*lines, *measure(manifest)])))
+    if has(manifest, "engine/") and manifest.model.kind == "decoder":
+        lines = ["# pip install 'quantkit[tensorrt]'; on the GPU that it was built for", generate(".", "tensorrt_rtx")]
+        found.append(Command("TensorRT", "\n".join(lines)))
     if has(manifest, "onnx/genai_config.json"):
         found.append(Command("onnxruntime-genai", _GENAI, "python"))
     if _served(manifest) and manifest.model.kind == "decoder":
