@@ -74,7 +74,15 @@ def ids_sha256(ids: NDArray[Any]) -> str:
 
 
 def load_tokens(
-    reference: str, split: Split, *, tokenizer: Any, samples: int, tokens: int, seed: int, vocab_size: int
+    reference: str,
+    split: Split,
+    *,
+    tokenizer: Any,
+    samples: int,
+    tokens: int,
+    seed: int,
+    vocab_size: int,
+    framed: bool = False,
 ) -> TokenSet:
     """Read, sample and check a calibration set.
 
@@ -87,6 +95,7 @@ def load_tokens(
         tokens: ids in each.
         seed: of the recipe. It moves what `calib` draws; `tune` and `eval` stay, or no two runs could be compared.
         vocab_size: ids lie below it.
+        framed: whether each sequence of a text has the tokenizer's own tokens around it, as an encoder's inputs have.
 
     Raises:
         InputError: `unknown-calibration`, `file-missing`, `card-invalid`, and `calibration-` followed by `checksum`,
@@ -99,12 +108,27 @@ def load_tokens(
     elif isinstance(part.content, Ids):
         ids = _as_given(part.content, samples, tokens, vocab_size, part.where)
     else:
-        ids = _from_text(part, split, tokenizer, samples=samples, tokens=tokens, seed=seed)
+        before, after = frame(tokenizer) if framed else ([], [])
+        inside = max(1, tokens - len(before) - len(after))
+        ids = _from_text(part, split, tokenizer, samples=samples, tokens=inside, seed=seed)
+        ids = np.pad(ids, ((0, 0), (len(before), len(after))))
+        ids[:, : len(before)], ids[:, ids.shape[1] - len(after) :] = before, after
         _check_vocabulary(ids, vocab_size, part.where)
 
     import torch
 
     return TokenSet(ids=torch.from_numpy(ids), name=part.name, split=split, sha256=ids_sha256(ids), notes=part.notes)
+
+
+def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer puts before a text, and after it; none without a tokenizer."""
+    if tokenizer is None:
+        return [], []
+    bare, whole = (list(tokenizer("a", add_special_tokens=each)["input_ids"]) for each in (False, True))
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start], whole[start + len(bare) :]
+    return [], []
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,8 @@ def load(
         common["tokens"] = sequence_length(pair_tokens.LONGEST, source, [])
         common["samples"] = -(-SCORED // common["tokens"])
         return seen, pair_tokens.load_pair_tokens(choice.set, "eval", **common)
+    # a norm's outliers lie in these tokens: a fixed scale has to see them
+    common["framed"] = source.kind == "encoder"
     calibration = None
     if calibrate:
         calibration = load_tokens(choice.set, "calib", samples=choice.samples, seed=recipe.seed, **common)

@@ -3,13 +3,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from test_card import write_card
 
-from quantkit.calibrate.sets import ids_sha256, load_tokens
+from quantkit.calibrate.sets import frame, ids_sha256, load_tokens
 from quantkit.errors import InputError
 
 
@@ -199,3 +200,14 @@ def test_random_tokens_are_drawn_from_the_vocabulary_by_seed_and_score_nothing()
     with pytest.raises(InputError) as caught:
         load("random-tokens", "eval")
     assert caught.value.code == "calibration-random"
+
+
+def test_an_encoder_s_sequences_have_the_tokenizer_s_tokens_around_them(byte_tokenizer: Any) -> None:
+    asked: dict[str, Any] = {"tokenizer": byte_tokenizer, "samples": 3, "tokens": 32, "seed": 0, "vocab_size": 258}
+    framed, bare = load_tokens("prose-en", "calib", framed=True, **asked), load_tokens("prose-en", "calib", **asked)
+    assert framed.ids.shape == bare.ids.shape == (3, 32)
+    assert framed.ids[:, 0].tolist() == [256] * 3
+    assert framed.ids[:, -1].tolist() == [257] * 3
+    assert int(framed.ids[:, 1:-1].max()) < 256
+    assert framed.sha256 != bare.sha256
+    assert frame(None) == ([], [])
