@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quantkit.errors import InputError
+from quantkit.errors import InputError, MissingDependency
 from quantkit.measure import ceilings
 from quantkit.plan import machine
+from quantkit.runtimes._tensorrt_library import NAMES, load
 from quantkit.target import Target, write_measured
 
 # where the operating system does not say how large the cache is: larger than any a desktop has
@@ -30,9 +32,9 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
         size: side of the square matrices whose product is timed.
 
     Returns:
-        `machine` (as `plan.machine.describe`), `measurements` (rows), `figures` (place -> value of every `auto` figure
-        that was measured), `unmeasured` (places that still wait), `written` (path or None), `warnings` (why not to
-        trust the figures: a busy machine, runs that differ).
+        `machine` (as `plan.machine.describe`), `tensorrt` (see there), `measurements` (rows), `figures` (place -> value
+        of every `auto` figure that was measured), `unmeasured` (places that still wait), `written` (path or None),
+        `warnings` (why not to trust the figures: a busy machine, runs that differ).
 
     Raises:
         InputError: `wrong-machine` for a target of another architecture; `cache-unwritable`.
@@ -40,6 +42,7 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
     about = machine.describe()
     report: dict[str, Any] = {"target": target.name, "machine": about, "measurements": [], "figures": {}}
     report["warnings"] = []
+    report["tensorrt"] = tensorrt(about["gpus"], about["gpus_absent"])
     if target.kind == "cpu":
         if busy := _busy(about["cores"]):
             report["warnings"].append(busy)
@@ -67,6 +70,47 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
         }
         report["written"] = str(write_measured(target.name, data))
     return report
+
+
+def tensorrt(gpus: Sequence[Mapping[str, Any]], absent: str) -> list[dict[str, Any]]:
+    """What each of the two libraries can do here, and what is missing.
+
+    Args:
+        gpus: of `plan.machine.gpus()`.
+        absent: why there are none.
+
+    Returns:
+        for each: `library`, `version` (None where it is not installed), `builds_for` (compute capabilities, ahead of
+        time; those at hand for one that builds on the GPU) and `missing`, a sentence for each thing that keeps it from
+        building or from running.
+    """
+    found: list[dict[str, Any]] = []
+    for name in NAMES:
+        try:
+            library = load(name)
+        except MissingDependency as problem:
+            found.append({"library": name, "version": None, "builds_for": [], "missing": [problem.line()]})
+            continue
+        able = library.capabilities() if library.ahead_of_time else [str(gpu["sm"]) for gpu in gpus]
+        missing = []
+        if not gpus:
+            verb = "runs no engine" if library.ahead_of_time else "neither builds nor runs an engine"
+            missing.append(f"it {verb} here: {absent or 'no NVIDIA GPU'}")
+        elif str(gpus[0]["sm"]) not in able:
+            missing.append(f"{gpus[0]['name']} is SM {gpus[0]['sm']}, for which it has no engines")
+        if gpus and (blind := _torch_blind()):
+            missing.append(blind)
+        found.append({"library": name, "version": library.version, "builds_for": able, "missing": missing})
+    return found
+
+
+def _torch_blind() -> str:
+    """Why an engine would have no memory: its inputs and cache are torch's tensors."""
+    try:
+        import torch
+    except ImportError:
+        return "it runs no engine: torch is not installed"
+    return "" if torch.cuda.is_available() else f"it runs no engine: torch {torch.__version__} sees no GPU"
 
 
 def measure(*, runs: int = 15, size: int = 2048) -> list[ceilings.Ceiling]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from quantkit.model.stream import StreamedModel
     from quantkit.runtimes import _tensorrt_decode
-    from quantkit.runtimes._onnx_session import Loaded, State
+    from quantkit.runtimes._onnx_session import Loaded
 
     # each is a model in a runtime: torch runs it block by block, a session or an engine runs it whole
     Candidate = StreamedModel | Loaded | _tensorrt_decode.Loaded
@@ -104,7 +104,7 @@ class _Session:
     def __init__(self, model: Loaded | _tensorrt_decode.Loaded, length: int) -> None:
         self.model = model
         self.length = length
-        self.state: State | _tensorrt_decode.State | None = None
+        self.state: Any = None
 
     def __call__(self, index: int, part: slice, ids: Tensor) -> Tensor:
         import torch

@@ -11,7 +11,6 @@ from quantkit import registry
 from quantkit.bundle import Decision, LayerEntry
 from quantkit.export import _tactics
 from quantkit.measure.engine_layers import FALLBACK, NAME, SUFFIX, Inspected, inspected
-from quantkit.pipeline.strict import refuse
 from quantkit.recipe import ExportStep
 
 if TYPE_CHECKING:
@@ -64,6 +63,8 @@ def of_exports(
     Raises:
         GateError: `strict`, a layer is multiplied in more bits than asked.
     """
+    from quantkit.pipeline.strict import refuse
+
     found = []
     for step in exports:
         runtime: Any = registry.load("runtimes", _reader(step))

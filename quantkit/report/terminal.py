@@ -281,6 +281,8 @@ def machine(report: Mapping[str, Any]) -> list[RenderableType]:
     table.add_row("packages", ", ".join(f"{name} {version}" for name, version in packages.items() if version))
     if missing:
         table.add_row("not installed", Text(", ".join(missing), _DIM))
+    for each in report.get("tensorrt", []):
+        table.add_row(each["library"], _library(each))
     ceilings = Table.grid(padding=(0, 2, 0, 0))
     for row in report["measurements"]:
         value = words.rate(row["value"], row["unit"]) if row["value"] is not None else "not measured"
@@ -297,6 +299,13 @@ def machine(report: Mapping[str, Any]) -> list[RenderableType]:
     if report["unmeasured"]:
         shown.append(Padding(Text(f"not measured: {', '.join(report['unmeasured'])}", _DIM), (0, 0, 0, 2)))
     return shown + [Padding(_marked("!", "bold yellow", note), (0, 0, 0, 2)) for note in report["warnings"]]
+
+
+def _library(found: Mapping[str, Any]) -> Text:
+    """One of the TensorRT libraries: what it builds for, and what is missing."""
+    able = f"{found['version']}, builds for SM {', '.join(found['builds_for'])}" if found["builds_for"] else ""
+    missing = "; ".join(found["missing"])
+    return Text.assemble(able, "; " if able and missing else "", (missing, _DIM))
 
 
 def _next(path: Path, manifest: Manifest) -> list[RenderableType]:

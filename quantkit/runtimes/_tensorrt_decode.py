@@ -1,14 +1,8 @@
-"""A model in an engine: prompts and steps with the cache in place, a step of a batch replayed as one CUDA graph.
-
-The cache of some sequences is one buffer a layer, bound as past and as present: the engine writes new keys and values
-at `write_indices`, and nothing is copied or moved. So every step finds its tensors where the last one did, and what was
-captured once is right at every position: ids, positions, mask and place are written into the same tensors before.
-"""
+"""A model in an engine: prompts, steps (`_tensorrt_step`), an encoder's texts, and what latency is measured on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,35 +10,12 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.runtimes._tensorrt_engine import Engine
+from quantkit.runtimes._tensorrt_step import CACHE, State, Step, inputs
 
 if TYPE_CHECKING:
     import torch
 
 Array = NDArray[Any]
-_CACHE = "past_key_values."
-
-
-@dataclass
-class State:
-    """Some sequences.
-
-    Args:
-        batch: how many.
-        capacity: columns of the cache.
-        caches: input -> buffer [B, H, capacity, D].
-        mask: [B, capacity], 1 where a token is.
-        real: [B], tokens so far, padding left out.
-        length: columns that are filled.
-        step: a step of this state, once there was one.
-    """
-
-    batch: int
-    capacity: int
-    caches: dict[str, torch.Tensor]
-    mask: torch.Tensor
-    real: torch.Tensor
-    length: int = 0
-    step: _Step | None = field(default=None, repr=False)
 
 
 class Loaded:
@@ -71,7 +42,7 @@ class Loaded:
     @property
     def decoder(self) -> bool:
         """Whether it has a cache and gives logits."""
-        return any(name.startswith(_CACHE) for name in self.engine.inputs)
+        return any(name.startswith(CACHE) for name in self.engine.inputs)
 
     @property
     def capacity(self) -> int:
@@ -116,7 +87,7 @@ class Loaded:
             caches = {
                 name: self.engine.tensor(name, (batch, *binding.shape[1:]))
                 for name, binding in self.engine.inputs.items()
-                if name.startswith(_CACHE)
+                if name.startswith(CACHE)
             }
         except torch.OutOfMemoryError as problem:
             raise InputError(
@@ -191,7 +162,7 @@ class Loaded:
         state.length += new
         if new == 1:
             if state.step is None:
-                state.step = _Step(self.engine, state)
+                state.step = Step(self.engine, state)
             logits = state.step(tokens, (places - 1).clamp(min=0), before)
         else:
             number, _ = self.engine.profile(state.batch, new)
@@ -208,7 +179,7 @@ class Loaded:
         self, state: State, tokens: torch.Tensor, positions: torch.Tensor, before: int, keep: int
     ) -> dict[str, torch.Tensor]:
         """Everything that goes in, each in the type that the engine has it in."""
-        return _inputs(self.engine, state, tokens, positions, before, keep)
+        return inputs(self.engine, state, tokens, positions, before, keep)
 
     def encode(self, ids: Array, mask: Array | None = None) -> Array:
         """An encoder's last hidden states [B, S, width], float32, for ids [B, S]."""
@@ -247,16 +218,23 @@ class Loaded:
         Raises:
             InputError: `prompt-too-long`, `shape-unsupported`, `out-of-memory`.
         """
+        step = self._ready(batch, context)
+        return lambda: self._timed(step.replay)
+
+    def launches(self, batch: int, context: int) -> Callable[[], None]:
+        """What such a step enqueues, for a graph that somebody else captures."""
+        return self._ready(batch, context).enqueue
+
+    def _ready(self, batch: int, context: int) -> Step:
         import torch
 
         self._demand(context + 1)
         state = self._filled(batch, context)
-        state.step = step = _Step(self.engine, state)
+        step = Step(self.engine, state)
         tokens = torch.arange(batch, device=state.mask.device)[:, None] % self.vocabulary
-        positions = torch.full_like(tokens, context)
-        step(tokens, positions, context)
+        step(tokens, torch.full_like(tokens, context), context)
         self.engine.keep_kernels()
-        return lambda: self._timed(step.replay)
+        return step
 
     def prefill(self, batch: int, tokens: int) -> Callable[[], float | None]:
         """A prompt of `tokens` for each sequence up to the first logits, or all hidden states.
@@ -328,69 +306,3 @@ class Loaded:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
-
-
-class _Step:
-    """One token more of each sequence of a state, [B, 1]: captured when it first runs, on a GPU."""
-
-    def __init__(self, engine: Engine, state: State) -> None:
-        import torch
-
-        self.engine = engine
-        number, _ = engine.profile(state.batch, 1)
-        # of its own: a graph is of the shapes and addresses that its context had when it was captured
-        self._context = engine.new_context(number)
-        empty = torch.zeros(state.batch, 1, dtype=torch.long, device=state.mask.device)
-        self._inputs = _inputs(engine, state, empty, empty, 0, 0)
-        self._outputs: dict[str, torch.Tensor] = {}
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, before: int) -> torch.Tensor:
-        """Logits [B, 1, V]; the next step overwrites them."""
-        self._inputs["input_ids"].copy_(tokens)
-        if "position_ids" in self._inputs:
-            self._inputs["position_ids"].copy_(positions)
-        self._inputs["write_indices"].fill_(before)
-        self.replay()
-        self.engine.wait()
-        return self._outputs["logits"]
-
-    def replay(self) -> None:
-        """The same step once more."""
-        if self.engine.device.type != "cuda":
-            self._outputs = self.engine.bind(self._context, self._inputs)
-            self.engine.enqueue(self._context)
-            return
-        if self._graph is None:
-            self._capture()
-        assert self._graph is not None
-        self._graph.replay()
-
-    def _capture(self) -> None:
-        import torch
-
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            self._outputs = self.engine.bind(self._context, self._inputs)
-            # compiles and warms up; it writes what the step that follows writes to the same place
-            for _ in range(2):
-                self.engine.enqueue(self._context)
-        torch.cuda.current_stream().wait_stream(aside)
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self.engine.enqueue(self._context)
-
-
-def _inputs(
-    engine: Engine, state: State, tokens: torch.Tensor, positions: torch.Tensor, before: int, keep: int
-) -> dict[str, torch.Tensor]:
-    made = {name: engine.tensor(name, tuple(tokens.shape)) for name in ("input_ids", "position_ids")}
-    made["input_ids"].copy_(tokens)
-    made["position_ids"].copy_(positions)
-    made["write_indices"] = engine.tensor("write_indices", (state.batch,)).fill_(before)
-    if "logits_to_keep" in engine.inputs:
-        made["logits_to_keep"] = engine.tensor("logits_to_keep", (1,)).fill_(keep)
-    made |= {"attention_mask": state.mask, **state.caches}
-    return {name: tensor for name, tensor in made.items() if name in engine.inputs}

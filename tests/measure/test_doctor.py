@@ -11,7 +11,7 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.measure import ceilings
-from quantkit.measure.doctor import doctor
+from quantkit.measure.doctor import doctor, tensorrt
 from quantkit.measure.rows import Row
 from quantkit.plan import machine
 from quantkit.target import Target, measured_path
@@ -114,3 +114,14 @@ def test_noisy_runs_are_flagged() -> None:
     assert steady.row(**about).flags == []
     assert shaken.row(**about).flags == ["noisy"]
     assert shaken.row(**about).aa_spread == 0.5
+
+
+def test_it_says_what_tensorrt_lacks_here() -> None:
+    pytest.importorskip("tensorrt_rtx")
+    (rtx, full) = tensorrt([], "no NVIDIA driver")
+    assert "8.9" in rtx["builds_for"]
+    assert rtx["missing"] == ["it runs no engine here: no NVIDIA driver"]
+    assert full["library"] == "tensorrt" and full["missing"]
+    hopper = {"name": "NVIDIA H200", "sm": "9.0"}
+    (rtx, _) = tensorrt([hopper], "")
+    assert rtx["missing"][0] == "NVIDIA H200 is SM 9.0, for which it has no engines"
