@@ -128,13 +128,13 @@ def _reads(node: ir.Node, name: str, producers: Mapping[str, ir.Node]) -> bool:
 def _numbers(network: Path, model: ir.Model, values: Values) -> tuple[float | None, str]:
     ids = _prompt(values)
     try:
-        running = _Running(_in_floats(model), network.parent)
+        running = _Running(in_floats(model), network.parent)
         return _worst(_decoded(running, values, ids) if running.layers else _encoded(running, values, ids))
     except InputError as problem:
         return None, problem.line()
 
 
-def _in_floats(model: ir.Model) -> ir.Model:
+def in_floats(model: ir.Model) -> ir.Model:
     """A copy whose inputs and cache are not quantized; its weights are, and stay where they are."""
     import onnx_ir as ir
 

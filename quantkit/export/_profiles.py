@@ -74,6 +74,14 @@ def fitted(profiles: Sequence[Profile], *, kind: str, context: int) -> tuple[lis
     return found or [_ANY.model_copy(update={"length": _cut(_ANY.length, context)})], said
 
 
+def batches(profiles: Sequence[Profile]) -> list[Profile]:
+    """The one profile of a graph, whose batch alone is free: from the least to the most of all of the target's."""
+    given = [profile.batch for profile in profiles] or [_ANY.batch]
+    least, most = min(each[0] for each in given), max(each[2] for each in given)
+    likely = max(each[1] for each in given)
+    return [Profile(name="batch", batch=(least, likely, most), length=(1, 1, 1), context=(0, 0, 0))]
+
+
 def _cut(sizes: Three, most: int) -> Three:
     return min(sizes[0], most), min(sizes[1], most), min(sizes[2], most)
 

@@ -20,7 +20,7 @@ from pydantic import Field
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, MissingDependency
-from quantkit.export._profiles import capacity, fitted, inputs_of, shapes
+from quantkit.export._profiles import batches, capacity, fitted, inputs_of, shapes
 from quantkit.export._tensorrt_weights import refuse_cache, refuse_gpu, refuse_inputs, refuse_weights
 from quantkit.export.onnx import context_of, dialect_weights
 from quantkit.passes import NOTE, decision
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Report = Callable[[float, str], None]
 FOLDER, NETWORK, DATA = "engine", "network.onnx", "network.onnx.data"
 # tensors from this many bytes on go into the data file
-_EXTERNAL = 1024
+EXTERNAL = 1024
 
 
 class TensorrtOptions(Closed):
@@ -249,7 +249,7 @@ def write_network(folder: Path, values: Values, options: TensorrtOptions, profil
     model.metadata_props.update({"quantkit.kind": source.kind, "quantkit.type": options.type})
     folder.mkdir(parents=True, exist_ok=True)
     with stopping_when_full(folder):
-        ir.save(model, folder / NETWORK, external_data=DATA, size_threshold_bytes=_EXTERNAL, max_workers=1)
+        ir.save(model, folder / NETWORK, external_data=DATA, size_threshold_bytes=EXTERNAL, max_workers=1)
     for path, name in carried(source.path):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / name, [path.read_bytes()])
@@ -271,10 +271,13 @@ def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None
     from quantkit.plan import machine
 
     library = load(options.library)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     inputs = inputs_of(folder / NETWORK)
-    kind = "decoder" if any(name.startswith("past_key_values.") for name in inputs) else "encoder"
-    profiles, _ = fitted(options.profiles, kind=kind, context=context_of(config))
+    if (folder / "config.json").is_file():
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kind = "decoder" if any(name.startswith("past_key_values.") for name in inputs) else "encoder"
+        profiles, _ = fitted(options.profiles, kind=kind, context=context_of(config))
+    else:  # of a graph
+        profiles = batches(options.profiles)
     gpus, _ = machine.gpus()
     gpu = "" if library.ahead_of_time or not gpus else str(gpus[0]["name"])
     sm = [options.sm] if library.ahead_of_time and options.sm else [str(gpus[0]["sm"])] if gpus else []
@@ -336,7 +339,8 @@ def _demand(options: TensorrtOptions) -> None:
             where=options.library,
             value=why,
             rule="TensorRT builds on the GPU that will run the engine",
-            remedy="--set tensorrt.engine=false keeps the network; `quantkit export BUNDLE --to tensorrt` builds there",
+            remedy="--set 'export=[{tensorrt: {engine: false}}]' keeps the network; "
+            "`quantkit export BUNDLE --to tensorrt` builds there",
         )
     if options.sm is not None and str(gpus[0]["sm"]) != options.sm:
         raise InputError(

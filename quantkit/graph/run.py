@@ -28,6 +28,7 @@ class Runner:
         inner: names of tensors to show beside the outputs.
         threads: of one run; 0: all cores.
         optimised: with the runtime's own fusions; without, the graph runs as it is written.
+        literal: what is quantized is computed as it is written: by no kernel that stands for it.
 
     Raises:
         InputError: `onnx-unrunnable`, with ONNX Runtime's reason.
@@ -35,7 +36,13 @@ class Runner:
     """
 
     def __init__(
-        self, model: ir.Model | Path, inner: Sequence[str] = (), *, threads: int = 0, optimised: bool = True
+        self,
+        model: ir.Model | Path,
+        inner: Sequence[str] = (),
+        *,
+        threads: int = 0,
+        optimised: bool = True,
+        literal: bool = False,
     ) -> None:
         try:
             import onnxruntime
@@ -44,6 +51,9 @@ class Runner:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = threads
+        if literal:
+            options.add_session_config_entry("session.disable_quant_qdq", "1")
+            options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
         if not optimised:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:

@@ -34,8 +34,10 @@ from quantkit.measure.rows import Row, write_rows
 from quantkit.measure.size import size_rows
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.gates import judge
+from quantkit.pipeline.graph_engine import wanted
 from quantkit.pipeline.graph_measure import Timed, scored, speed
 from quantkit.pipeline.graph_mixed import NAME, mix
+from quantkit.pipeline.graph_network import Network
 from quantkit.pipeline.graph_plan import seconds as seconds_of
 from quantkit.pipeline.graph_prepared import Prepared, prepare
 from quantkit.pipeline.graph_quantized import MODEL, Quantized
@@ -48,8 +50,6 @@ from quantkit.plan import machine
 
 if TYPE_CHECKING:
     from quantkit.model.alias import Alias
-
-FOLDER = "onnx"
 
 
 @dataclass(frozen=True)
@@ -89,21 +89,28 @@ def compile_graph(
         rows = [Row.model_validate(row) for row in build.finished.measurements]
         return Outcome(build.finished, rows, {"quantize_cpu": None, "total": 0.0}, list(prepared.graph.notes))
     with build, stopping_when_full(build.folder):
-        quantized = Quantized(prepared, progress)
-        taken = _mixed(prepared, quantized, build.bundle, progress)
-        taken = [*quantized.decisions, *taken]
+        quantized: Network | Quantized
+        if wanted(request.recipe) is not None:
+            quantized = Network(prepared, progress)
+            taken = quantized.decisions
+        else:
+            quantized = Quantized(prepared, progress)
+            taken = _mixed(prepared, quantized, build.bundle, progress)
+            taken = [*quantized.decisions, *taken]
         if request.strict:
             refuse(taken)
-        (build.bundle / FOLDER).mkdir(parents=True, exist_ok=True)
-        quantized.save(build.bundle / FOLDER / MODEL)
+        file = build.bundle / quantized.file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        quantized.save(file)
         cpu = time.process_time() - begun
+        checks = quantized.checks(file)
+        quantized.build(build.bundle)
         files = inventory(build.bundle)
         subject = content_sha256(files)
-        checks = quantized.checks(build.bundle / FOLDER / MODEL)
         progress.at("score", 0.0, f"{len(prepared.scoring)} samples of {prepared.scoring.name}")
         rows = scored(
             prepared.graph.model,
-            build.bundle / FOLDER / MODEL,
+            quantized.runner(file),
             prepared.scoring,
             subject=subject,
             baseline=prepared.graph.sha256,
@@ -116,12 +123,12 @@ def compile_graph(
             subject=subject,
             baseline=prepared.graph.sha256,
             baseline_bytes=prepared.graph.bytes,
-            folder=FOLDER,
+            folder=file.parent.name,
         )
-        timed, untimed = _speed(prepared, build.bundle / FOLDER, subject, progress)
+        timed, untimed = _speed(prepared, file.parent, subject, progress)
         rows += timed
         judged, unjudged = judge(request.recipe.gates, rows)
-        decisions = [*prepared.decisions, *taken, *unjudged, *untimed]
+        decisions = [*prepared.decisions, *taken, *unjudged, *quantized.notes(), *untimed]
         write_rows(build.bundle / MEASUREMENTS, rows)
         manifest = manifest_of(
             request,

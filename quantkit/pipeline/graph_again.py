@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,16 +24,24 @@ from quantkit.pipeline.progress import Progress
 from quantkit.recipe import Recipe
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from quantkit.calibrate.inputs import InputSet
     from quantkit.graph.open import FloatGraph
 
-FOLDER, MODEL = "onnx", "model.onnx"
+MODEL, ENGINE = "model.onnx", "engine"
 _CODES = ".weight.codes"
 
 
 def holds_graph(bundle: Bundle) -> bool:
     """Whether a bundle was compiled from a float ONNX graph."""
     return bundle.manifest.model.kind == "vision" and not (bundle.model_folder / "config.json").is_file()
+
+
+def file_of(bundle: Bundle) -> Path:
+    """A bundle's graph: what ONNX Runtime runs, or the network of an engine."""
+    network = bundle.path / ENGINE / "network.onnx"
+    return network if network.is_file() else bundle.path / "onnx" / MODEL
 
 
 def reload_graph(bundle: Bundle) -> list[Check]:
@@ -46,21 +55,33 @@ def reload_graph(bundle: Bundle) -> list[Check]:
     from quantkit.graph import integer
     from quantkit.runtimes._onnx_open import write_optimized
 
-    path = bundle.path / FOLDER / MODEL
+    path = file_of(bundle)
+    if path.parent.name == ENGINE:
+        stored = ir.load(path).graph.initializers
+        return _stored(bundle, stored, sum(name.endswith(_CODES) for name in stored))
     with tempfile.TemporaryDirectory(prefix="quantkit-optimized-") as folder:
         optimized = Path(folder) / MODEL
         write_optimized(path, optimized)
         stored = ir.load(path).graph.initializers
         sites = [integer.Site(name.removesuffix(_CODES), name, 1.0) for name in stored if name.endswith(_CODES)]
         found = integer.found(ir.load(optimized), sites)
-        floats = {name: value.const_value for name, value in stored.items() if value.dtype == ir.DataType.FLOAT}
-        bad = [name for name, tensor in floats.items() if tensor is not None and not np.isfinite(tensor.numpy()).all()]
     runs = "; ".join(f"{name} runs as {kind}" for name, kind in list(found.floating.items())[:3])
-    missing = len(bundle.manifest.layers) - len(sites)
+    integer_layers = Check(name="integer.layers", value=found.share, limit=1.0, ok=found.share == 1.0, where=runs)
+    return [*_stored(bundle, stored, len(sites)), integer_layers]
+
+
+def _stored(bundle: Bundle, stored: Mapping[str, ir.Value], codes: int) -> list[Check]:
+    """Whether the floats of a file are numbers, and whether there are as many weights in codes as there have to be."""
+    bad = []
+    for name, value in stored.items():
+        if value.dtype is None or not value.dtype.is_floating_point() or value.const_value is None:
+            continue
+        if not np.isfinite(value.const_value.numpy().astype(np.float32)).all():
+            bad.append(name)
+    missing = len(bundle.manifest.layers) - codes
     return [
         Check(name="scales.finite", value=float(len(bad)), limit=0.0, ok=not bad, where=", ".join(bad[:3])),
         Check(name="layers.stored", value=float(abs(missing)), limit=0.0, ok=not missing),
-        Check(name="integer.layers", value=found.share, limit=1.0, ok=found.share == 1.0, where=runs),
     ]
 
 
@@ -91,6 +112,7 @@ def measure_graph(
             and `load_inputs`.
     """
     from quantkit.graph.open import open_graph
+    from quantkit.graph.run import Runner
     from quantkit.graph.sites import sites
 
     manifest = bundle.manifest
@@ -99,19 +121,27 @@ def measure_graph(
     _demand_inputs(bundle, graph)
     data = _scoring(bundle, graph, calibration, alias)
     progress.plan({"score": 10.0, **({"speed": (plan or worth.quick("vision")).seconds} if timed else {})})
-    path, subject = bundle.path / FOLDER / MODEL, manifest.content_sha256
-    rows = scored(graph.model, path, data, subject=subject, baseline=graph.sha256, progress=progress)
+    path, subject = file_of(bundle), manifest.content_sha256
+    folder = path.parent.name
+    rows = scored(
+        graph.model,
+        Runner(path, literal=folder == ENGINE),
+        data,
+        subject=subject,
+        baseline=graph.sha256,
+        progress=progress,
+    )
     rows += size_rows(
         manifest.layers,
         manifest.files,
         subject=subject,
         baseline=graph.sha256,
         baseline_bytes=graph.bytes,
-        folder=FOLDER,
+        folder=folder,
     )
     if timed:
         chosen = plan or worth.quick("vision")
-        size = sum(entry.bytes for entry in manifest.files if entry.path.startswith(f"{FOLDER}/"))
+        size = sum(entry.bytes for entry in manifest.files if entry.path.startswith(f"{folder}/"))
         rows += speed(
             Timed(path, subject, worth.format_of(manifest.layers), size),
             Timed(graph.path, graph.sha256, "float32", graph.bytes),
@@ -160,7 +190,7 @@ def _demand_inputs(bundle: Bundle, graph: FloatGraph) -> None:
     """Refuse a float graph that takes something else."""
     import onnx_ir as ir
 
-    mine = [str(value.name) for value in ir.load(bundle.path / FOLDER / MODEL).graph.inputs]
+    mine = [str(value.name) for value in ir.load(file_of(bundle)).graph.inputs]
     given = [each.name for each in graph.inputs]
     if mine != given:
         raise InputError(

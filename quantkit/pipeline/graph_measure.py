@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from quantkit.calibrate.inputs import Feed, InputSet
+    from quantkit.graph.run import Runner
     from quantkit.graph.sites import Site
 
 Array = NDArray[Any]
@@ -75,13 +76,13 @@ def _demand_floats(outputs: Feed) -> None:
 
 
 def scored(
-    original: ir.Model | Path, own: Path, scoring: InputSet, *, subject: str, baseline: str, progress: Progress
+    original: ir.Model | Path, own: Path | Runner, scoring: InputSet, *, subject: str, baseline: str, progress: Progress
 ) -> list[Row]:
     """Accuracy of a file against the float graph.
 
     Args:
         original: the float graph.
-        own: the file.
+        own: the file, or what runs it.
         scoring: what both are given.
         subject, baseline: their identities in the rows.
         progress: told how far it is.
@@ -92,12 +93,12 @@ def scored(
 
 
 def answers(
-    graph: ir.Model | Path, samples: InputSet, report: Callable[[float], None] = lambda done: None
+    graph: ir.Model | Path | Runner, samples: InputSet, report: Callable[[float], None] = lambda done: None
 ) -> dict[str, Array]:
     """Name of each output -> [n, ...], for all samples."""
     from quantkit.graph.run import Runner
 
-    runner = Runner(graph)
+    runner = graph if isinstance(graph, Runner) else Runner(graph)
     found: dict[str, list[Any]] = {}
     done = 0
     for feed in samples.feeds(_SCORED):

@@ -10,7 +10,7 @@ from typing import Any
 
 from quantkit.calibrate.inputs import InputSet
 from quantkit.pipeline.graph_measure import RUNTIME, SECONDS
-from quantkit.pipeline.graph_prepared import Prepared, schemes
+from quantkit.pipeline.graph_prepared import Prepared
 from quantkit.pipeline.graph_quantized import BATCH, SOLVING
 from quantkit.pipeline.worth import runs_here
 from quantkit.plan import machine
@@ -36,12 +36,12 @@ _NODE, _SITE = 200, 1500
 
 def seconds(prepared: Prepared) -> dict[str, float]:
     """By stage, in order."""
-    _, activations = schemes(prepared.request.recipe)
+    activations = prepared.request.recipe.scheme.activations
     macs, inner = sum(prepared.cost.macs.values()), prepared.cost.inner
     rate = _RATE * machine.cores()
     solved, sites = min(SOLVING, len(prepared.calib)), len(prepared.sites)
     found = {}
-    if not activations.dynamic:
+    if activations is not None and not activations.dynamic:
         found["ranges"] = 1.0 + len(prepared.calib) * (macs / rate + inner / _SCANNED)
     # the graph runs twice, and what every product sees becomes sums
     found["codes"] = sites * _SESSIONS + solved * (2 * macs / rate + inner / _SUMMED)
@@ -57,10 +57,11 @@ def seconds(prepared: Prepared) -> dict[str, float]:
 def planned_graph(prepared: Prepared) -> dict[str, Any]:
     """What a compile would do, as JSON; keys as of `dry_run.planned`, and multiply-accumulates of one sample."""
     graph, recipe = prepared.graph, prepared.request.recipe
-    weights, activations = schemes(recipe)
+    weights, activations = recipe.scheme.weights, recipe.scheme.activations
     macs, chosen = prepared.cost.macs, {site.name: site for site in prepared.sites}
     numbers = sum(site.weight.size for site in chosen.values())
-    scales = sum(site.weight.shape[site.rows] if weights.granularity == "channel" else 1 for site in chosen.values())
+    by_channel = weights is not None and weights.granularity == "channel"
+    scales = sum(site.weight.shape[site.rows] if by_channel else 1 for site in chosen.values())
     # codes are bytes, whatever they hold; of each row a scale and a sum of biases
     stored = [value.const_value for value in graph.model.graph.initializers.values() if value.const_value is not None]
     bundle = sum(tensor.nbytes for tensor in stored) - 3 * numbers + 12 * scales
@@ -79,11 +80,13 @@ def planned_graph(prepared: Prepared) -> dict[str, Any]:
         "schemes": [
             {
                 "scheme": figures.scheme_of(weights.model_dump(mode="json")),
-                "activations": activations.model_dump(mode="json", exclude_none=True),
+                "activations": activations.model_dump(mode="json", exclude_none=True) if activations else None,
                 "layers": len(chosen),
                 "bits_per_weight": (8 * numbers + 32 * scales) / numbers,
             }
-        ],
+        ]
+        if weights is not None
+        else [],
         "kept": [name for name in macs if name not in chosen],
         "macs": {"quantized": sum(macs[name] for name in chosen), "all": sum(macs.values())},
         "passes": recipe.as_dict()["passes"],

@@ -12,6 +12,7 @@ from quantkit import registry
 from quantkit.bundle import Decision
 from quantkit.errors import InputError, did_you_mean
 from quantkit.passes import NOTE, decision
+from quantkit.pipeline import graph_engine
 from quantkit.pipeline.graph_measure import Cost, cost
 from quantkit.pipeline.layers import ROLES
 from quantkit.pipeline.request import Request, default_out
@@ -73,21 +74,26 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
             rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
             remedy="choose another recipe: int8",
         )
-    weights, activations = schemes(recipe)
+    engine = graph_engine.wanted(recipe)
+    weights, activations = (recipe.scheme.weights, recipe.scheme.activations) if engine else schemes(recipe)
     graph = open_graph(path, name)
     decisions: list[Decision] = []
     calib = _inputs(request, graph, "calib", alias, recipe.calibration.images)
     scoring = _inputs(request, graph, "eval", alias, None)
     feed = calib.first(2)
+    by_tensor = weights is not None and weights.granularity == "tensor"
     # with one scale a channel it gains weights nothing and costs activations something
-    chosen_fusions = fusions([feed], equalize=weights.granularity == "tensor")
+    chosen_fusions = fusions([feed], equalize=by_tensor)
     fused, _ = fuse(graph.model, [feed], chosen=chosen_fusions)
     missed = [each for each in fused if not each.done]
     decisions += [decision(each.fusion, NOTE, each.node, each.reason) for each in missed]
     found = sites(graph.model)
     _check_globs(recipe, [site.name for site in found])
     chosen = [site for site in found if not _kept(site.name, recipe)]
-    if not chosen:
+    if engine is not None:
+        chosen, taken = graph_engine.takes(engine, recipe, graph, chosen)
+        decisions += taken
+    if not chosen and weights is not None:
         raise InputError(
             "no-linears",
             where=path.name,
@@ -100,15 +106,16 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
         if reason:
             decisions.append(decision(step.name, "declined", graph.name, reason))
     grouped = [site.name for site in chosen if site.group > 1]
-    if weights.granularity == "tensor" and grouped and any(step.name == "gptq" for step in recipe.passes):
+    if by_tensor and grouped and any(step.name == "gptq" for step in recipe.passes):
         reason = f"{len(grouped)} convolutions in groups have one scale, which no group can choose alone"
         decisions.append(decision("gptq", "nearest", grouped[0], reason, "gptq", "rtn"))
     sliding = sum(site.is_conv for site in chosen)
-    if sliding and activations.dynamic and (activations.granularity, activations.symmetric) != ("tensor", False):
+    if activations and activations.dynamic and sliding and not _by_tensor(activations):
         reason = f"{sliding} convolutions sum over space: one scale and one zero point for all that comes in"
         decisions.append(decision("activations", "by-tensor", graph.name, reason, activations.granularity, "tensor"))
     mixed = next((step.settings for step in recipe.passes if step.name == _MIXED), None)
-    if mixed is not None and activations.dynamic:
+    dynamic = activations is not None and activations.dynamic
+    if mixed is not None and dynamic:
         raise InputError(
             "scheme-unsupported",
             where=f"recipe {recipe.name}",
@@ -119,11 +126,13 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
     held = None if mixed is None else _inputs(request, graph, "tune", alias, mixed.samples)
     sets = [calib, scoring] if held is None else [calib, scoring, held]
     decisions += [decision("calibrate", NOTE, each.name, note) for each in sets for note in each.notes]
-    others = [step.name for step in recipe.export if step.name != "onnx"]
+    becomes = ExportStep(name="onnx", options={"dialect": "onnxruntime"}) if engine is None else engine
+    others = [step.name for step in recipe.export if step.name != becomes.name]
     if others:
-        reason = f"a graph becomes onnx/model.onnx alone, no {', '.join(others)}"
+        whole = "onnx/model.onnx" if engine is None else "an engine"
+        reason = f"a graph becomes {whole} alone, no {', '.join(others)}"
         decisions.append(decision("export", NOTE, graph.name, reason))
-        recipe = recipe.model_copy(update={"export": [ExportStep(name="onnx", options={"dialect": "onnxruntime"})]})
+        recipe = recipe.model_copy(update={"export": [becomes]})
         request = replace(request, recipe=recipe)
     out = request.out or default_out(graph.name, recipe.name, resume=request.resume)
     costs = cost(graph.model, found, feed)
@@ -178,6 +187,11 @@ def _check_globs(recipe: Recipe, names: Sequence[str]) -> None:
                 rule="every glob matches something",
                 remedy=did_you_mean(glob, names),
             )
+
+
+def _by_tensor(scheme: ActivationScheme) -> bool:
+    """Whether it has one scale and one zero point for all that comes in."""
+    return (scheme.granularity, scheme.symmetric) == ("tensor", False)
 
 
 def _kept(name: str, recipe: Recipe) -> bool:

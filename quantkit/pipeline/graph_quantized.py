@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from quantkit.graph.placement import Placement
     from quantkit.graph.qdq import Codes, Range
+    from quantkit.graph.run import Runner
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
 # samples of one run
@@ -35,6 +36,8 @@ _INLINE = 1 << 28
 
 class Quantized:
     """A graph while it is quantized; `decisions` are those that choosing its codes took."""
+
+    file = Path("onnx") / MODEL
 
     def __init__(self, prepared: Prepared, progress: Progress) -> None:
         from quantkit.graph import placement, qdq, solve
@@ -211,6 +214,19 @@ class Quantized:
                 remedy="keep these layers in floats: --set 'keep=[NAME]'",
             )
         return check
+
+    def build(self, bundle: Path) -> None:
+        """Nothing is compiled from it."""
+
+    def runner(self, path: Path) -> Runner:
+        """What scores: the file, as anyone runs it."""
+        from quantkit.graph.run import Runner
+
+        return Runner(path)
+
+    def notes(self) -> list[Decision]:
+        """Nothing that a reader of the figures has to know."""
+        return []
 
     def layers(self) -> list[LayerEntry]:
         """What the manifest says of each quantized product."""

@@ -1,0 +1,120 @@
+"""What TensorRT can make of a graph: refused or kept in 16 bits before any work is done.
+
+weights and inputs      int8 or fp8_e4m3 on both sides: convolutions and products of matrices
+weights alone           int8, int4 or fp8_e4m3: products of matrices; a convolution of codes would be expanded first
+neither                 all of the graph in 16 bits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quantkit import registry
+from quantkit.bundle import Decision
+from quantkit.errors import InputError
+from quantkit.passes import decision
+from quantkit.recipe import ExportStep, Recipe
+
+if TYPE_CHECKING:
+    from quantkit.graph.open import FloatGraph
+    from quantkit.graph.sites import Site
+
+EXPORT = "tensorrt"
+WEIGHTS = ("int8", "int7", "int4", "fp8_e4m3")
+
+
+def wanted(recipe: Recipe) -> ExportStep | None:
+    """The recipe's TensorRT export; None where a graph becomes one for ONNX Runtime."""
+    return next((step for step in recipe.export if step.name == EXPORT), None)
+
+
+def takes(
+    step: ExportStep, recipe: Recipe, graph: FloatGraph, chosen: Sequence[Site]
+) -> tuple[list[Site], list[Decision]]:
+    """The products that are quantized, and what is not and why.
+
+    Args:
+        step: the export.
+        recipe: that it is of.
+        graph: as opened.
+        chosen: products that the recipe does not keep.
+
+    Raises:
+        InputError: `scheme-unsupported`, `layout-unsupported`, `network-unsupported`, `profile-unknown-size`,
+            `gpu-absent`, `sm-unsupported`.
+        MissingDependency: the library.
+    """
+    weights, activations = recipe.scheme.weights, recipe.scheme.activations
+    exporter = registry.load("export", EXPORT)
+    _demand_known(graph)
+    if any(each.name == "mixed" for each in recipe.passes):
+        raise InputError(
+            "scheme-unsupported",
+            where=f"recipe {recipe.name}",
+            value="the pass mixed",
+            rule="what it keeps is searched for with ONNX Runtime's kernels",
+            remedy="--recipe int8-tensorrt; `keep` names what stays in 16 bits",
+        )
+    if weights is None:
+        exporter.accepts(step.options, {}, [], [])
+        return [], []
+    sides = {weights.format.replace("int7", "int8"), activations.format if activations else ""}
+    if weights.format not in WEIGHTS or (activations is not None and len(sides) > 1):
+        raise InputError(
+            "scheme-unsupported",
+            where=f"recipe {recipe.name}",
+            value=f"weights {weights.format}, inputs {activations.format if activations else 'float'}",
+            rule=f"weights are in {', '.join(WEIGHTS)}; inputs are as the weights, in 8 bits, or floats",
+            remedy="--recipe int8-tensorrt",
+        )
+    found, decisions = [], []
+    for site in chosen:
+        reason = _why_kept(site, recipe)
+        if reason:
+            decisions.append(decision(EXPORT, "kept", site.name, reason, weights.format, "float16"))
+        else:
+            found.append(site)
+    names = [site.name for site in found]
+    exporter.accepts(
+        step.options,
+        dict.fromkeys(names, weights),
+        [],
+        [],
+        shapes={site.name: site.matrix().shape for site in found},
+        activations=dict.fromkeys(names, activations) if activations is not None else None,
+    )
+    return found, decisions
+
+
+def _why_kept(site: Site, recipe: Recipe) -> str:
+    weights = recipe.scheme.weights
+    assert weights is not None
+    if site.is_conv and recipe.scheme.activations is None:
+        return "a convolution multiplies what has 8 bits on both sides, or floats: codes of weights alone are expanded"
+    columns = site.matrix().shape[1]
+    if recipe.on_indivisible == "keep" and weights.group and columns % weights.group:
+        return f"K {columns} is no multiple of {weights.group}"
+    return ""
+
+
+def _demand_known(graph: FloatGraph) -> None:
+    """Refuse operators that are not ONNX's own, and free sizes that no profile speaks of."""
+    for node in graph.model.graph.all_nodes():
+        if node.domain not in ("", "ai.onnx"):
+            raise InputError(
+                "network-unsupported",
+                where=f"{graph.path.name}: {node.op_type} {node.name or ''}".rstrip(),
+                value=f"an operator of {node.domain}",
+                rule="TensorRT has operators of ONNX itself",
+                remedy="export the graph without the optimizations of a runtime",
+            )
+    for each in graph.inputs:
+        if None in each.shape[1:]:
+            raise InputError(
+                "profile-unknown-size",
+                where=each.name,
+                value=f"shape {['?' if size is None else size for size in each.shape]}",
+                rule="of a graph's sizes the batch alone is free: profiles speak of no other",
+                remedy="export the graph with fixed sizes behind the first",
+            )

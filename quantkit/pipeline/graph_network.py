@@ -1,0 +1,218 @@
+"""A graph on its way to a TensorRT engine: scales, codes, the network, its checks, the build."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import quantkit
+from quantkit import registry
+from quantkit.bundle import Check, Decision, LayerEntry
+from quantkit.errors import GateError
+from quantkit.passes import NOTE, decision
+from quantkit.pipeline.graph_engine import EXPORT, wanted
+from quantkit.pipeline.graph_prepared import Prepared
+from quantkit.pipeline.graph_quantized import BATCH, SOLVING
+from quantkit.pipeline.progress import Progress
+
+if TYPE_CHECKING:
+    from quantkit.export._graph_network import Product
+    from quantkit.formats import QuantTensor
+    from quantkit.graph.run import Runner
+
+FOLDER, MODEL = "engine", "network.onnx"
+# the least of float16's numbers; a scale of a channel that is zero
+_LEAST = 2.0**-24
+
+
+class Network:
+    """A graph on its way to an engine."""
+
+    file = Path(FOLDER) / MODEL
+
+    def __init__(self, prepared: Prepared, progress: Progress) -> None:
+        self.prepared, self.progress = prepared, progress
+        recipe = prepared.request.recipe
+        step = wanted(recipe)
+        assert step is not None
+        self.options, self.weights, self.activations = step.options, recipe.scheme.weights, recipe.scheme.activations
+        self.sites = {site.name: site for site in prepared.sites}
+        self.decisions: list[Decision] = []
+        self.pairs: dict[str, float] = {}
+        self.products: dict[str, Product] = {}
+        if self.weights is not None:
+            self.products = self._integers() if self.activations is not None else self._rounded()
+
+    @property
+    def format(self) -> str:
+        """Of the pairs."""
+        return "int8" if self.activations is None else self.activations.format
+
+    def save(self, path: Path) -> None:
+        """Write the network, its weights beside it."""
+        import onnx_ir as ir
+
+        from quantkit.export._graph_network import network
+        from quantkit.export.tensorrt import DATA, EXTERNAL
+
+        made = network(self.prepared.graph.model, self.products, self.pairs, self.format)
+        made.producer_name, made.producer_version = "quantkit", quantkit.__version__
+        ir.save(made, path, external_data=DATA, size_threshold_bytes=EXTERNAL)
+
+    def checks(self, path: Path) -> list[Check]:
+        """The network's numbers, in ONNX Runtime. Raises GateError."""
+        from quantkit.export._check_graph_network import check
+
+        feed = self.prepared.calib.first(BATCH)
+        found = check(path, self.prepared.graph.model, self.products, self.pairs, self.format, feed)
+        failed = next((each for each in found if not each.ok), None)
+        if failed is not None:
+            raise GateError(
+                "check-failed",
+                where=failed.where or failed.name,
+                value=f"{failed.name} is {failed.value}",
+                rule=failed.rule,
+                remedy="the network is not what was decided on; nothing was delivered. Please report it",
+            )
+        return found
+
+    def build(self, bundle: Path) -> None:
+        """The engine of a checked network. Raises InputError."""
+        exporter = registry.load("export", EXPORT)
+        exporter.build(bundle, self.options, lambda share, words: self.progress.at("build", share, words))
+
+    def runner(self, path: Path) -> Runner:
+        """What scores: the network as it is written, on the CPU."""
+        from quantkit.graph.run import Runner
+
+        return Runner(path, literal=True)
+
+    def notes(self) -> list[Decision]:
+        """What a reader of the figures has to know."""
+        library = self.options.get("library", "tensorrt_rtx")
+        why = registry.load("runtimes", library).why_not_here()
+        if not self.options.get("engine", True):
+            why = "none was built (engine: false)"
+        reason = f"not run: {why or 'engines of graphs are not run yet'}; scored is its network, in ONNX Runtime"
+        return [decision("measure", NOTE, FOLDER, reason)]
+
+    def layers(self) -> list[LayerEntry]:
+        """What the manifest says of each quantized product."""
+        from quantkit.export._check_graph_network import dense
+
+        found = []
+        for name, product in self.products.items():
+            matrix, tensor = product.site.matrix(), product.weight
+            error = float(np.square(dense(product) - matrix).sum() / (np.square(matrix).sum() or 1.0))
+            bits = registry.load("formats", tensor.scheme.format).bits_per_weight(matrix.shape, tensor.scheme)
+            given = None if self.activations is None else self.activations.model_dump(mode="json", exclude_none=True)
+            found.append(
+                LayerEntry(
+                    name=name,
+                    shape=list(matrix.shape),
+                    scheme=tensor.scheme.model_dump(mode="json", exclude_none=True),
+                    bits_per_weight=bits,
+                    error=error,
+                    activations=given,
+                    input_scale=self.pairs.get(product.site.input),
+                )
+            )
+        return found
+
+    def _settings(self, *names: str) -> dict[str, Any] | None:
+        """Those of `gptq`; None where weights are rounded to nearest."""
+        steps = self.prepared.request.recipe.passes
+        settings = next((step.settings for step in steps if step.name == "gptq"), None)
+        return None if settings is None else {name: getattr(settings, name) for name in names}
+
+    def _integers(self) -> dict[str, Product]:
+        """Inputs are quantized: fixed scales, then codes."""
+        from quantkit.graph import qdq, solve
+        from quantkit.graph.placement_inputs import before
+
+        prepared, progress = self.prepared, self.progress
+        model, sites = prepared.graph.model, prepared.sites
+        assert self.weights is not None and self.activations is not None
+        placement = before(model, sites)
+        feeds = list(prepared.calib.feeds(BATCH))
+        ranges = solve.ranges(
+            model,
+            placement,
+            feeds,
+            self.activations,
+            report=lambda done, words: progress.at("ranges", done, words),
+            total=len(feeds),
+        )
+        self.pairs = {name: max(float(np.float16(own.scale)), _LEAST) for name, own in ranges.items()}
+        if self.activations.format != "int8":
+            return self._rounded()
+        kept = {name: qdq.Range(scale, 0, signed=True) for name, scale in self.pairs.items()}
+        codes = solve.solved(
+            model,
+            lambda found: qdq.insert(model, placement, kept, found, self.sites, weight_type="int8"),
+            sites,
+            feeds[: max(1, SOLVING // (prepared.calib.batch or BATCH))],
+            self.weights,
+            kept,
+            placement,
+            passes={step.name: step.settings for step in prepared.request.recipe.passes},
+            seed=prepared.request.recipe.seed,
+            decisions=self.decisions,
+            report=lambda done, words: progress.at("codes", done, words),
+        )
+        return self._products({name: self._tensor(found) for name, found in codes.items()}, codes)
+
+    def _rounded(self) -> dict[str, Product]:
+        """Weights alone, or 8-bit floats."""
+        from quantkit.graph.solve_codes import rounded
+
+        assert self.weights is not None
+        feeds = list(self.prepared.calib.feeds(BATCH))
+        tensors = rounded(
+            self.prepared.graph.model,
+            self.prepared.sites,
+            feeds[: max(1, SOLVING // (self.prepared.calib.batch or BATCH))],
+            self.weights,
+            self._settings("damping", "shrink"),
+            report=lambda done, words: self.progress.at("codes", done, words),
+        )
+        return self._products(tensors, {})
+
+    def _tensor(self, codes: Any) -> QuantTensor:
+        import torch
+
+        from quantkit.formats import QuantTensor
+
+        assert self.weights is not None
+        return QuantTensor(torch.from_numpy(codes.codes), torch.from_numpy(codes.scale[:, None]), None, self.weights)
+
+    def _products(self, tensors: Mapping[str, QuantTensor], codes: Mapping[str, Any]) -> dict[str, Product]:
+        from quantkit.export._graph_network import Product
+        from quantkit.graph.qdq import bias_of
+
+        return {
+            name: Product(
+                self.sites[name],
+                _in_halves(tensor),
+                codes[name].bias if name in codes else bias_of(self.sites[name]),
+            )
+            for name, tensor in tensors.items()
+        }
+
+
+def _in_halves(tensor: QuantTensor) -> QuantTensor:
+    """The same weight with scales that are float16's; codes of integers follow where a scale has to move."""
+    import torch
+
+    scale = tensor.scale.float()
+    halved = scale.to(torch.float16).clamp(min=_LEAST)
+    moved = scale / halved.float()
+    codes = tensor.codes
+    if not codes.is_floating_point() and bool((moved != 1).any()):
+        columns = codes.shape[1] // scale.shape[1] if scale.numel() > 1 else codes.shape[1]
+        wide = moved.repeat_interleave(columns, dim=1) if scale.numel() > 1 else moved
+        codes = torch.round(codes.float() * wide).clamp(int(codes.min()), int(codes.max())).to(codes.dtype)
+    return tensor.replace(codes=codes, scale=halved)

@@ -1,0 +1,65 @@
+"""Codes of products that compute in floats: by rounding, and by second order on what comes to them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from small_graph import Small
+
+from quantkit import registry
+from quantkit.graph.run import Runner
+from quantkit.graph.sites import sites
+from quantkit.graph.solve_codes import rounded
+from quantkit.scheme import WeightScheme
+
+INT4 = WeightScheme(format="int4", granularity="group", group=16, symmetric=True)
+
+
+def graph() -> tuple[Small, object]:
+    small = Small(seed=1)
+    x = small.input("x", "n", 5, 32)
+    mixed = small.op("MatMul", x, small.normal(32, 32))
+    return small, small.model(small.op("MatMul", small.op("Relu", mixed), small.normal(32, 8)))
+
+
+def outputs(model: object, found: dict[str, object], feed: dict[str, np.ndarray]) -> np.ndarray:
+    made = model.clone()  # type: ignore[attr-defined]
+    for site in sites(made):
+        values = registry.load("formats", "int4").dequantize(found[site.name]).float().numpy()
+        weight = site.node.inputs[1]
+        import onnx_ir as ir
+
+        weight.const_value = ir.tensor(site.shaped(values), name=weight.name)
+    return next(iter(Runner(made)(feed).values()))
+
+
+def test_rounding_to_nearest_looks_at_nothing() -> None:
+    _, model = graph()
+    found = rounded(model, sites(model), iter(()), INT4, None)  # type: ignore[arg-type]
+    for site in sites(model):  # type: ignore[arg-type]
+        expected = registry.load("formats", "int4").quantize(torch.from_numpy(site.matrix()), INT4)
+        assert torch.equal(found[site.name].codes, expected.codes)
+
+
+def test_second_order_loses_less_at_the_output() -> None:
+    small, model = graph()
+    low_rank = small.normal(64 * 5, 8) @ small.normal(8, 32)
+    feeds = [{"x": low_rank.reshape(64, 5, 32)}]
+    plain = rounded(model, sites(model), feeds, INT4, None)  # type: ignore[arg-type]
+    solved = rounded(model, sites(model), feeds, INT4, {"damping": 0.01, "shrink": 0.3})  # type: ignore[arg-type]
+    wanted = next(iter(Runner(model)(feeds[0]).values()))  # type: ignore[arg-type]
+    lost = [np.square(outputs(model, found, feeds[0]) - wanted).sum() for found in (plain, solved)]
+    assert lost[1] < 0.7 * lost[0]
+
+
+def test_grouped_convolutions_are_solved_group_by_group() -> None:
+    small = Small()
+    x = small.input("x", "n", 8, 5, 5)
+    model = small.model(small.op("Conv", x, small.normal(8, 1, 3, 3), group=8))
+    scheme = WeightScheme(format="fp8_e4m3", granularity="channel")
+    found = rounded(model, sites(model), small.feeds(2, x=(2, 8, 5, 5)), scheme, {"damping": 0.01, "shrink": 0.3})
+    (tensor,) = found.values()
+    assert tensor.shape == (8, 9)
+    dense = registry.load("formats", "fp8_e4m3").dequantize(tensor)
+    weight = torch.from_numpy(sites(model)[0].matrix())
+    assert ((dense - weight).abs() <= 0.07 * weight.abs().amax(dim=1, keepdim=True)).all()
