@@ -97,7 +97,7 @@ class _Runtime:
 
 class _Engine:
     def __init__(self, data: dict[str, Any]) -> None:
-        path = Path(data["network"])
+        self.path = path = Path(data["network"])
         model = ir.load(path)
         self.values = {str(each.name): each for each in (*model.graph.inputs, *model.graph.outputs)}
         self.names = list(self.values)

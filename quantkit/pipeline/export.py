@@ -181,9 +181,7 @@ def _one_engine_more(
     bundle: Bundle, exporter: Any, changes: Sequence[str], dry_run: bool, progress: Progress
 ) -> Exported:
     """The network is there already: an engine of it for this GPU, or for the one that was asked for."""
-    options = _options(exporter, changes, bundle)
-    asked = {change.partition("=")[0] for change in changes}
-    options = engine.here(options, dict.fromkeys(asked), exporter.capabilities(options))
+    options = engine_options(bundle, exporter, changes)
     exporter.accepts(options, {}, [], [])
     bundle.demand_writable()
     place = f"{folder_of(exporter.name)}/"
@@ -192,6 +190,13 @@ def _one_engine_more(
         return Exported(bundle, exporter.name, [], [], dry_run=True)
     added, path = engine.add_engine(bundle, exporter, options, progress)
     return Exported(added, exporter.name, [], [], engine=path)
+
+
+def engine_options(bundle: Bundle, exporter: Any, changes: Sequence[str]) -> dict[str, Any]:
+    """Options of an engine that is built from a bundle's network: for this GPU, where nobody asked for another."""
+    options = _options(exporter, changes, bundle)
+    asked = {change.partition("=")[0] for change in changes}
+    return engine.here(options, dict.fromkeys(asked), exporter.capabilities(options))
 
 
 def _demand_codes(bundle: Bundle) -> None:

@@ -1,0 +1,150 @@
+"""Where a network for TensorRT should quantize inputs: a search over groups of layers, for speed, under a gate.
+
+A pair before a product lets it multiply in 8 bits, and costs a conversion that may take longer than that saves; which
+it is depends on shapes, batch and GPU, so it is measured. Coordinate descent: all groups begin as they were compiled;
+each in turn is switched and the change is kept if a step becomes faster by more than the noise and the gate holds; it
+ends when no switch helps. What was measured is kept line by line, so that a search that was killed goes on.
+
+The network of a bundle is content and stays as it is: what is found is a recipe's `overrides`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.bundle.disk import write_atomic
+from quantkit.errors import InputError
+
+# a switch has to gain this much, beyond both spreads
+MARGIN = 0.01
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One placement.
+
+    Args:
+        seconds: of a step, median.
+        spread: of that, as a share: half the width of its interval.
+        kl: from the network without any pair, nats a token.
+    """
+
+    seconds: float
+    spread: float
+    kl: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of a search.
+
+    Args:
+        off: groups whose inputs are better left in 16 bits.
+        before, after: as compiled, and with those off.
+        tried: placements that were measured, now or before.
+    """
+
+    off: tuple[str, ...]
+    before: Measured
+    after: Measured
+    tried: int
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast."""
+        return self.before.seconds / self.after.seconds
+
+    def overrides(self, groups: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+        """For a recipe: the inputs of these layers are left alone."""
+        kinds = dict.fromkeys(name.rpartition(".")[2] for group in self.off for name in groups[group])
+        return [{"match": f"*.{kind}", "activations": None} for kind in kinds]
+
+
+Measure = Callable[[frozenset[str]], Measured]
+Report = Callable[[float, str], None]
+
+
+def search(
+    groups: Collection[str],
+    measure: Measure,
+    *,
+    kl_max: float,
+    journal: Path,
+    progress: Report | None = None,
+) -> Found:
+    """Search.
+
+    Args:
+        groups: that may be switched.
+        measure: a placement, by the groups that are off; called once for each that the journal does not know.
+        kl_max: what a placement may differ; the start is exempt, it is what was compiled.
+        journal: file of what was measured so far.
+        progress: told how much of the present round is done, and what is measured.
+
+    Raises:
+        InputError: `nothing-to-tune`, no group.
+    """
+    if not groups:
+        raise InputError(
+            "nothing-to-tune",
+            where="--autotune-qdq",
+            value="no pair before a product",
+            rule="inputs with fixed scales have pairs that can be left out",
+            remedy="a recipe with static activations: int8-static, fp8",
+        )
+    tell = progress or (lambda share, words: None)
+    known = _read(journal)
+
+    def at(off: frozenset[str]) -> Measured:
+        if off not in known:
+            known[off] = measure(off)
+            _write(journal, known)
+        return known[off]
+
+    ordered = sorted(groups)
+    now: frozenset[str] = frozenset()
+    before = best = at(now)
+    changed = True
+    while changed:
+        changed = False
+        for place, group in enumerate(ordered):
+            switched = now ^ {group}
+            tell(place / len(ordered), f"without {', '.join(sorted(switched)) or 'none'}")
+            found = at(switched)
+            if found.kl <= max(kl_max, before.kl) and _faster(found, best):
+                now, best, changed = switched, found, True
+    return Found(tuple(sorted(now)), before, best, len(known))
+
+
+def _faster(one: Measured, other: Measured) -> bool:
+    needed = 1 + MARGIN + one.spread + other.spread
+    return one.seconds * needed < other.seconds
+
+
+def _read(journal: Path) -> dict[frozenset[str], Measured]:
+    """What is known; a last line that was cut off is left out."""
+    found = {}
+    try:
+        lines = journal.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+            found[frozenset(row["off"])] = Measured(row["seconds"], row["spread"], row["kl"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+def _write(journal: Path, known: Mapping[frozenset[str], Measured]) -> None:
+    rows = [
+        {"off": sorted(off), "seconds": each.seconds, "spread": each.spread, "kl": each.kl}
+        for off, each in known.items()
+    ]
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(journal, "".join(json.dumps(row) + "\n" for row in rows).encode())
