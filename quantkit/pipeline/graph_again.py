@@ -44,6 +44,11 @@ def file_of(bundle: Bundle) -> Path:
     return network if network.is_file() else bundle.path / "onnx" / MODEL
 
 
+def is_network(bundle: Bundle) -> bool:
+    """Whether a bundle of a graph holds the network of an engine: scored on a CPU, but not timed."""
+    return holds_graph(bundle) and file_of(bundle).parent.name == ENGINE
+
+
 def reload_graph(bundle: Bundle) -> list[Check]:
     """Whether the file's floats are numbers, and whether ONNX Runtime multiplies all of its codes in integers.
 

@@ -26,7 +26,7 @@ from quantkit.measure.rows import Row, read_rows
 from quantkit.measure.size import folder_of, size_rows
 from quantkit.pipeline import inspect_engine, worth
 from quantkit.pipeline.gates import judge
-from quantkit.pipeline.graph_again import holds_graph, measure_graph
+from quantkit.pipeline.graph_again import holds_graph, is_network, measure_graph
 from quantkit.pipeline.progress import Progress
 from quantkit.plan import machine
 from quantkit.recipe import Gates, Recipe
@@ -61,8 +61,8 @@ class _Against:
 
 
 def default_runtime(bundle: Bundle) -> str:
-    """ONNX Runtime where the bundle has a graph and the package is there, else torch."""
-    has_graph = (bundle.path / "onnx" / "model.onnx").is_file()
+    """ONNX Runtime where the bundle has a graph, or a graph's network, and the package is there, else torch."""
+    has_graph = (bundle.path / "onnx" / "model.onnx").is_file() or is_network(bundle)
     return worth.RUNTIME if has_graph and machine.has("onnxruntime") else "torch"
 
 
@@ -94,13 +94,15 @@ def measure_bundle(
     progress = progress or Progress()
     runtime = runtime or default_runtime(bundle)
     runner = registry.load("runtimes", runtime)
-    runner.folder(bundle)
+    network = is_network(bundle) and runtime == worth.RUNTIME
+    if not network:
+        runner.folder(bundle)
     bundle.demand_writable()
     bundle.demand_intact()
     looked = (
         inspect_engine.look(runner.load(bundle), bundle.manifest.layers) if hasattr(runner, "why_not_here") else None
     )
-    timed = speed and runtime == worth.RUNTIME
+    timed = speed and runtime == worth.RUNTIME and not network
     if timed:
         from quantkit.measure.speed import demand
 

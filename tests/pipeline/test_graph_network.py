@@ -17,6 +17,8 @@ from quantkit.errors import GateError, InputError
 from quantkit.export import _check_graph_network
 from quantkit.graph.run import Runner
 from quantkit.pipeline import graph_network
+from quantkit.pipeline.measure import measure_bundle
+from quantkit.pipeline.reload import reload
 
 EXPORT = "export=[{tensorrt: {}}]"
 STATIC = "scheme.activations={format: fp8_e4m3, granularity: tensor, dynamic: false}"
@@ -202,3 +204,16 @@ def test_the_network_agrees_with_what_codes_stand_for(files: dict[str, tuple[Pat
     (wanted,) = Runner(files["vit"][0])({"images": x}).values()
     assert np.linalg.norm(own - wanted) / np.linalg.norm(wanted) < 0.05
     assert _check_graph_network.LIMITS["float16"] == 2.0**-6
+
+
+def test_a_bundle_is_reloaded_and_scored_again(files: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    bundle = compiled(files["cnn"], tmp_path / "b", "int8")
+    checks, notes = reload(bundle)
+    assert {check.name: check.ok for check in checks} == {"scales.finite": True, "layers.stored": True}
+    assert not notes
+    first = {row["name"]: row["value"] for row in bundle.measurements}
+    again = measure_bundle(bundle, str(files["cnn"][0]), calibration=str(files["cnn"][1]))
+    scores = {row.name: row.value for row in again if row.name.startswith("accuracy.")}
+    # against the graph as it came, not as it was fused
+    assert scores == pytest.approx({name: first[name] for name in scores}, rel=1e-2)
+    assert not [row for row in again if row.name.startswith("latency.")], "a network for TensorRT is not timed on a CPU"
