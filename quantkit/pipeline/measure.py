@@ -248,7 +248,7 @@ def _accuracy(
         subject=manifest.content_sha256,
         baseline=against.subject,
         baseline_bytes=original.source.weights.total_bytes(),
-        folder=folder_of("onnx" if runtime == worth.RUNTIME else "checkpoint"),
+        folder=folder_of(_export_of(runtime)),
     )
     return [_renamed(row, original.source.sha256, against.subject) for row in rows], items
 
@@ -371,6 +371,11 @@ def _judged(manifest: Manifest, rows: Sequence[Row]) -> Manifest:
     failed = any(not check.ok for name, check in named.items() if name.startswith("gate."))
     state = "gate_failed" if failed else "complete"
     return manifest.model_copy(update={"checks": list(named.values()), "state": state})
+
+
+def _export_of(runtime: str) -> str:
+    """What a runtime runs."""
+    return next(name for name in registry.names("export") if runtime in registry.load("export", name).runtimes)
 
 
 def _runtimes(manifest: Manifest) -> list[str]:

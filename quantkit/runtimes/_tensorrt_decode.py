@@ -25,11 +25,20 @@ class Loaded:
         engine: opened.
 
     Raises:
-        InputError: `cache-grown`, a decoder whose cache is not written in place.
+        InputError: `cache-grown`, a decoder whose cache is not written in place; `engine-of-graph`, one that does not
+            take tokens.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        if "input_ids" not in engine.inputs:
+            raise InputError(
+                "engine-of-graph",
+                where=str(engine.file.path),
+                value=f"an engine of {', '.join(engine.inputs)}",
+                rule="this runtime gives tokens to decoders and encoders",
+                remedy="run it with TensorRT's own tools; its network runs here: --runtime onnxruntime",
+            )
         if self.decoder and "write_indices" not in engine.inputs:
             raise InputError(
                 "cache-grown",

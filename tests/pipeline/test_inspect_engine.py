@@ -17,6 +17,7 @@ from quantkit.measure.engine_layers import stored
 from quantkit.pipeline import inspect_engine
 from quantkit.pipeline.measure import _with_engine
 from quantkit.pipeline.strict import refuse
+from quantkit.recipe import Recipe
 from quantkit.runtimes.tensorrt import Tensorrt
 from quantkit.scheme import WeightScheme
 from quantkit.target import Profile
@@ -84,6 +85,49 @@ def test_what_is_found_is_kept_and_strict_refuses_it(folder: Path) -> None:
     after = _with_engine(again, found)
     assert after.manifest.decisions == []
     assert [each.ok for each in after.manifest.checks] == [True]
+
+
+def test_measure_scores_an_engine_and_keeps_what_it_says(
+    tmp_path: Path, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from conftest import CHANGES, recipe
+
+    from quantkit.pipeline import Request, compile_model, measure_bundle
+    from quantkit.runtimes import tensorrt_rtx
+
+    scheme = {"weights": {"format": "int4", "granularity": "group", "group": 32, "symmetric": True}}
+    options = {"engine": False, "profiles": [PROFILE.model_dump(mode="json")]}
+    exports = [{"checkpoint": {}}, {"tensorrt": options}]
+    monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 60)
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    chosen = recipe("checkpoint", scheme=scheme).as_dict() | {"export": exports}
+    request = Request.of(
+        str(made.model), recipe=Recipe.from_dict(without_name(chosen), name="tiny"), out=tmp_path / "b", speed=False,
+        target="rtx-4090",
+    )  # fmt: skip
+    with small_onnx.traced_once("llama", CHANGES):
+        done = compile_model(request).bundle
+    notes = [each.reason for each in done.manifest.decisions if each.where == "engine"]
+    assert any("not run" in reason for reason in notes)
+    path = fake_tensorrt.engine(done.path / "engine", [PROFILE], layers=layers(fused=False))
+    done = done.put_all({f"engine/{each.name}": each.read_bytes() for each in (path, path.with_suffix(".json"))})
+    fake = Tensorrt("tensorrt_rtx", library=fake_tensorrt.library(), gpus=lambda: ([GPU], ""), device="cpu")
+    monkeypatch.setattr(tensorrt_rtx, "RUNTIME", fake)
+    rows = measure_bundle(done, str(made.model), runtime="tensorrt_rtx")
+    kl = next(row for row in rows if row.name == "accuracy.kl")
+    assert kl.device is not None and kl.device.name == GPU["name"]
+    assert kl.settings["library"] == "tensorrt_rtx 1.7.1.116"
+    assert 0 < (kl.value or 0) < 1
+    after = Bundle.load(done.path)
+    assert all(check.ok for check in after.verify())
+    assert after.manifest.state == done.manifest.state
+    assert stored(after.path)[0].products[0].linear.startswith("model.layers.0")
+    assert {each.code for each in after.manifest.decisions} >= {"precision-fallback"}
+    assert "What the engine does" in (after.path / "report.html").read_text()
+
+
+def without_name(data: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if key != "name"}
 
 
 def test_where_no_engine_runs_nothing_is_looked_into(folder: Path) -> None:

@@ -262,6 +262,21 @@ def test_layers_are_timed_apart(loaded: Loaded) -> None:
     assert taken["second"][0] == pytest.approx(2e-4)
 
 
+def test_an_engine_of_a_graph_is_not_for_tokens(tmp_path: Path) -> None:
+    import onnx
+    from onnx import TensorProto, helper
+
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 3]) for name in ("images", "classes")]
+    graph = helper.make_graph([helper.make_node("Relu", ["images"], ["classes"])], "g", ends[:1], ends[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    (tmp_path / "engine").mkdir()
+    onnx.save(model, tmp_path / "engine" / "network.onnx")
+    fake_tensorrt.engine(tmp_path / "engine", PROFILES)
+    with pytest.raises(InputError, match="engine-of-graph") as caught:
+        runtime().load(small_onnx.bundle(tmp_path, "vision"))
+    assert "an engine of images" in caught.value.line()
+
+
 def test_settings_are_plain(loaded: Loaded) -> None:
     assert json.loads(json.dumps(loaded.settings))["library"] == "tensorrt_rtx 1.7.1.116"
 
