@@ -38,12 +38,12 @@ _BLOCKS = (5, 240)
 # a step shorter than this is timed twice a visit, after one that is not counted
 _SHORT = 0.05
 # errors of a side that speak of one shape; the others go on
-_TOO_LARGE = {"out-of-memory", "prompt-too-long"}
+_TOO_LARGE = {"out-of-memory", "prompt-too-long", "shape-unsupported"}
 
 
 class Side(Protocol):
     """A loaded model, ready to run. Both raise InputError for a shape that does not fit: `out-of-memory` for this
-    machine, `prompt-too-long` for this model."""
+    machine, `prompt-too-long` for this model, `shape-unsupported` for this engine."""
 
     def decode(self, batch: int, context: int) -> Step:
         """One prepared decode step with `context` tokens in the cache; each call repeats the same step."""

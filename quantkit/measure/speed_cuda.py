@@ -135,12 +135,12 @@ def run(
         before = allocated()
         packed = _packed.load(bundle, bundle.model_folder, device=at, dtype=dtype, table=table)
         resident = allocated() - before
-        model_class, config = _described(source)
+        model_class, config = described(source)
         state = {name: source.weights.read(name).to(dtype) for name in source.weights.entries}
         theirs = built(model_class, config, state, dtype).to(at)
         baseline = allocated() - before - resident
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    form = _format(bundle)
+    form = format_of(bundle)
     entries = [
         Entry(Decoder(packed.model), cost(packed.model, form, kind), bundle.manifest.content_sha256, resident or None),
         Entry(Decoder(theirs), cost(theirs, str(dtype).removeprefix("torch."), kind), source.sha256, baseline or None),
@@ -156,7 +156,7 @@ def run(
         device=identity,
         versions={**machine.versions(), "driver": str(device.describe().get("driver", ""))},
         plan=plan,
-        ceilings=lambda: [_ceiling(row) for row in limits.measured(device, _BLOCKS, generator)],
+        ceilings=lambda: [ceiling(row) for row in limits.measured(device, _BLOCKS, generator)],
         progress=progress,
     )
     said = " ".join(part for part in (reason, packed.said()) if part)
@@ -215,7 +215,8 @@ def _explained(row: Row, model: Any, table: Table | None) -> Row:
     return row.model_copy(update={"settings": {**row.settings, "linears_s": linears, "residual_s": rest}})
 
 
-def _described(source: Source) -> tuple[Any, Any]:
+def described(source: Source) -> tuple[Any, Any]:
+    """transformers' class of a model, and its config."""
     import transformers
 
     from quantkit.model.kinds import class_name, native_class
@@ -225,12 +226,13 @@ def _described(source: Source) -> tuple[Any, Any]:
     return found, found.config_class.from_dict(dict(source.config))
 
 
-def _format(bundle: Bundle) -> str:
+def format_of(bundle: Bundle) -> str:
+    """That most of a bundle's layers are stored in."""
     forms = [str(layer.scheme.get("format")) for layer in bundle.manifest.layers]
     return max(forms, key=forms.count, default="float")
 
 
-def _ceiling(row: Mapping[str, Any]) -> Ceiling:
+def ceiling(row: Mapping[str, Any]) -> Ceiling:
     """A GPU's ceiling as `latency.measure` takes it: its interval and median stand for its samples."""
     value, ends = row["value"], row.get("ci95") or ()
     samples: Sequence[float] = () if value is None else sorted([value, *ends])

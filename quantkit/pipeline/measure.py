@@ -99,9 +99,8 @@ def measure_bundle(
         runner.folder(bundle)
     bundle.demand_writable()
     bundle.demand_intact()
-    looked = (
-        inspect_engine.look(runner.load(bundle), bundle.manifest.layers) if hasattr(runner, "why_not_here") else None
-    )
+    engine = runner.load(bundle) if hasattr(runner, "why_not_here") else None
+    looked = None if engine is None else inspect_engine.look(engine, bundle.manifest.layers)
     timed = speed and runtime == worth.RUNTIME and not network
     if timed:
         from quantkit.measure.speed import demand
@@ -119,9 +118,14 @@ def measure_bundle(
     items: Items | None = None
     if against.stream is not None:
         rows, items = _accuracy(bundle, against, against.stream, runtime, calibration, progress)
-    if timed:
+    on_gpu = speed and engine is not None and engine.decoder and engine.engine.device.type == "cuda"
+    if timed or on_gpu:
         try:
-            rows += _speed(bundle, against, chosen, progress)
+            rows += (
+                _speed(bundle, against, chosen, progress)
+                if timed
+                else _on_gpu(engine, bundle, against, chosen, progress)
+            )
         except QuantkitError:
             if rows:
                 _keep(bundle, rows, items, runtime, against.subject, progress)
@@ -279,6 +283,23 @@ def _speed(bundle: Bundle, against: _Against, plan: Plan, progress: Progress) ->
         worth.fitting(plan, context, bundle.manifest.model.kind),
         lambda share, words: progress.at("speed", share, words),
         baseline_format=against.format,
+    )
+
+
+def _on_gpu(model: Any, bundle: Bundle, against: _Against, plan: Plan, progress: Progress) -> list[Row]:
+    """An engine against torch in bfloat16."""
+    from quantkit.measure import speed_engine
+    from quantkit.measure.cuda.device import Device
+
+    if against.stream is None:
+        return []
+    return speed_engine.run(
+        model,
+        bundle,
+        against.stream.source,
+        worth.fitting(plan, model.capacity),
+        Device("cuda", dry=False),
+        progress=lambda share, words: progress.at("speed", share, words),
     )
 
 

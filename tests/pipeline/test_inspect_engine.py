@@ -92,6 +92,10 @@ def test_measure_scores_an_engine_and_keeps_what_it_says(
 ) -> None:
     from conftest import CHANGES, recipe
 
+    from quantkit.measure import speed_engine
+    from quantkit.measure.cuda.device import Device
+    from quantkit.measure.latency import Plan
+    from quantkit.model.open import open_model
     from quantkit.pipeline import Request, compile_model, measure_bundle
     from quantkit.runtimes import tensorrt_rtx
 
@@ -124,6 +128,16 @@ def test_measure_scores_an_engine_and_keeps_what_it_says(
     assert stored(after.path)[0].products[0].linear.startswith("model.layers.0")
     assert {each.code for each in after.manifest.decisions} >= {"precision-fallback"}
     assert "What the engine does" in (after.path / "report.html").read_text()
+    # timed beside torch, on the CPU: plumbing
+    plan = Plan((1, 3), (3,), (4,), seconds=0.01, cell_seconds=0.01, rounds=1)
+    source = open_model(str(made.model))
+    rows = speed_engine.run(fake.load(after), after, source, plan, Device("cpu", dry=True))
+    step, absent = [row for row in rows if row.name == "latency.decode_step"]
+    assert (step.runtime, step.batch, step.settings["baseline_format"]) == ("tensorrt_rtx", 1, "bfloat16")
+    assert step.quantiles is not None and {"p50", "p90", "p99"} <= step.quantiles.keys()
+    assert absent.value is None and any("shape-unsupported" in flag for flag in absent.flags)
+    (tax,) = [row for row in rows if row.name == "tax.total" and row.batch == 1 and row.shape == step.shape]
+    assert tax.op is not None and (tax.op.hp_bound_s or 0) > (tax.op.bound_s or 0)
 
 
 def without_name(data: dict[str, Any]) -> dict[str, Any]:
