@@ -165,8 +165,7 @@ def _built(job: Job) -> Built:
             where=f"{library.name} {library.version}",
             value=said.last or "no engine, and no word why",
             rule="a network that our own checks let through builds",
-            remedy="please report it, with the recipe; "
-            "--set 'export=[{tensorrt: {engine: false}}]' keeps the network alone",
+            remedy="please report it, with the recipe; --set tensorrt.engine=false keeps the network alone",
         )
     data = memoryview(plan)
     _write(Path(job.engine), data)

@@ -339,8 +339,7 @@ def _demand(options: TensorrtOptions) -> None:
             where=options.library,
             value=why,
             rule="TensorRT builds on the GPU that will run the engine",
-            remedy="--set 'export=[{tensorrt: {engine: false}}]' keeps the network; "
-            "`quantkit export BUNDLE --to tensorrt` builds there",
+            remedy="--set tensorrt.engine=false keeps the network; `quantkit export BUNDLE --to tensorrt` builds there",
         )
     if options.sm is not None and str(gpus[0]["sm"]) != options.sm:
         raise InputError(
