@@ -105,7 +105,7 @@ class Values:
             {name: transposed[name] for name in results.schemes},
         )
         dense = StreamedModel(replace(source, weights=weights), files=files)
-        how = run_time.of_results(results)
+        how = run_time.of_results(results, stream.block_names)
         if any(scale.moved is not None for scale in how.scales.values()):
             dtype = getattr(torch, source.dtype)
             dense.transforms.append(QuantizedInputs(dense.block_names, how.activations, how.scales, dtype, on=False))

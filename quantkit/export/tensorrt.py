@@ -117,6 +117,14 @@ class Tensorrt:
             refuse_inputs(linear, inputs)
         if cache is not None:
             refuse_cache(cache)
+            if chosen.cache == "in_place":
+                raise InputError(
+                    "layout-unsupported",
+                    where="scheme.kv_cache",
+                    value=f"a cache in {cache.format}, written in place",
+                    rule="TensorScatter takes caches of 16 or 32 bits (TensorRT-RTX 1.7.1)",
+                    remedy="--set tensorrt.cache=grown",
+                )
         if chosen.sm is not None:
             forms = {scheme.format: linear for linear, scheme in schemes.items()}
             forms |= {inputs.format: linear for linear, inputs in (activations or {}).items()}

@@ -203,6 +203,9 @@ def test_inputs_scaled_as_the_model_runs_are_refused() -> None:
         EXPORT.accepts({"sm": "8.9"}, {}, [], [], activations={"a": ActivationScheme(format="int8")})
     with pytest.raises(InputError, match="one fixed scale a layer"):
         EXPORT.accepts({"sm": "8.9"}, {}, [], [], cache=CacheScheme(format="fp8_e4m3", granularity="head"))
+    with pytest.raises(InputError, match=r"tensorrt\.cache=grown"):
+        EXPORT.accepts({"sm": "8.9"}, {}, [], [], cache=CacheScheme(format="fp8_e4m3"))
+    EXPORT.accepts({"sm": "8.9", "cache": "grown"}, {}, [], [], cache=CacheScheme(format="fp8_e4m3"))
 
 
 def test_experts_are_refused() -> None:
