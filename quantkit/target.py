@@ -310,7 +310,8 @@ class Target(Closed):
                     where=where,
                     value=f"asymmetric {name} does not run in {runtime}",
                     rule=f"only symmetric {name} does; source: {cell.source}",
-                    remedy="set symmetric=true in scheme.weights or scheme.activations, or use another runtime",
+                    remedy="--set scheme.weights.symmetric=true and, where inputs are quantized, "
+                    "--set scheme.activations.symmetric=true; or another runtime",
                 )
 
     def _instead(self, name: str, runtime: str) -> str:

@@ -262,10 +262,10 @@ def expected(folder: Path) -> dict[str, np.ndarray]:
     """`ids` [1, 16] and `logits` [1, 16, V] of `network.onnx`, on the CPU, as the exporter checks it."""
     import onnx_ir as ir
 
-    from quantkit.export._check_network import _in_floats, _Running
+    from quantkit.export._check_network import in_floats, _Running
     from quantkit.export._check_network import _step as step
 
-    running = _Running(_in_floats(ir.load(folder / "network.onnx")), folder)
+    running = _Running(in_floats(ir.load(folder / "network.onnx")), folder)
     vocabulary = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     ids = np.random.default_rng(0).integers(0, vocabulary, (1, _TOKENS))
     return {"ids": ids, "logits": step(running, running.caches(1), ids, np.ones_like(ids), 0)}

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from quantkit import registry
 from quantkit.bundle import Check
 from quantkit.errors import InputError
-from quantkit.export._check_network import LIMITS, in_floats
+from quantkit.export._check_network import LIMITS, computed, demand_finite, in_floats
 from quantkit.export._check_onnx import sound
 from quantkit.export._tensorrt_weights import TYPES
 from quantkit.graph.qdq import stem_of
@@ -123,11 +123,18 @@ def _numbers(
     network: Path, stored: ir.Model, model: ir.Model, products: Mapping[str, Product], feed: Feed
 ) -> tuple[float | None, str]:
     import onnx_ir as ir
+    from onnx_ir.passes.common import ShapeInferencePass
 
     try:
         ir.external_data.load_to_model(stored)
-        given, expected = Runner(in_floats(stored), literal=True)(feed), Runner(decided(model, products))(feed)
+        plain = in_floats(stored)
+        ShapeInferencePass()(plain)  # for the types of what is computed
+        inner = computed(plain)
+        given, expected = Runner(plain, inner, literal=True)(feed), Runner(decided(model, products))(feed)
+        demand_finite(given, inner)
     except InputError as problem:
+        if problem.code == "float16-overflow":
+            raise
         return None, problem.line()
     worst, where = 0.0, ""
     for name, wanted in expected.items():

@@ -13,7 +13,7 @@ logits are compared without the pairs, and the pairs by their scales (`network.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 LIMITS = {"float16": 2.0**-6, "bfloat16": 2.0**-3}
-# half a unit in the last place of float16's scales, and of the float32 product
-_SCALES = 2.0**-10
+# what scales in 16 bits may be off by
+_SCALES = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 _ROWS, _PROMPT, _STEPS, _PADDED = 2, 12, 4, 5
 # of past keys: the cache that is quantized itself; its values depend on rounding as inputs do
 _CACHE = "past_key_values."
@@ -48,9 +48,9 @@ def check(network: Path, values: Values) -> list[Check]:
         return found
     model = ir.load(network)
     kind = str(model.metadata_props.get("quantkit.type", "float16"))
-    found.append(_weights(model, values))
+    found.append(_weights(model, values, _SCALES[kind]))
     if values.inputs:
-        found.append(_pairs(model, values))
+        found.append(_pairs(model, values, _SCALES[kind]))
     limit = LIMITS[kind]
     error, where = _numbers(network, model, values)
     found.append(
@@ -62,22 +62,22 @@ def check(network: Path, values: Values) -> list[Check]:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def _weights(model: ir.Model, values: Values) -> Check:
+def _weights(model: ir.Model, values: Values, limit: float) -> Check:
     """The largest difference of a weight in the file from the one that was decided on, in its largest values."""
     worst, where = 0.0, ""
     for name in values.schemes:
         tensor = values.quantized(name)
         dense = registry.load("formats", tensor.scheme.format).dequantize(tensor).float().numpy()
-        found = _read_back(model, name)
+        found = _read_back(model, name, tensor.scheme.format)
         if found.shape != dense.shape:
-            return Check(name="network.weights", value=None, limit=_SCALES, ok=False, where=name)
+            return Check(name="network.weights", value=None, limit=limit, ok=False, where=name)
         apart = float((np.abs(found - dense) / (np.abs(dense).max(axis=1, keepdims=True) + 1e-30)).max(initial=0))
         if not apart <= worst:
             worst, where = apart, name
-    return Check(name="network.weights", value=worst, limit=_SCALES, ok=worst <= _SCALES, where=where)
+    return Check(name="network.weights", value=worst, limit=limit, ok=worst <= limit, where=where)
 
 
-def _read_back(model: ir.Model, name: str) -> Array:
+def _read_back(model: ir.Model, name: str, form: str) -> Array:
     """A weight as the file has it, [N, K] float32, by the words of ONNX's DequantizeLinear."""
     stored = model.graph.initializers
 
@@ -87,7 +87,7 @@ def _read_back(model: ir.Model, name: str) -> Array:
 
     codes, scale, whole = read("codes"), read("scale"), read("whole")
     assert codes is not None and scale is not None
-    book = stored.get("codebook")
+    book = stored.get("codebook") if form == "nf4" else None
     if book is not None and book.const_value is not None:
         codes = book.const_value.numpy().astype(np.float32)[codes.astype(np.int64) + 8]
     if whole is not None:
@@ -97,7 +97,7 @@ def _read_back(model: ir.Model, name: str) -> Array:
     return np.asarray(codes * scale).T
 
 
-def _pairs(model: ir.Model, values: Values) -> Check:
+def _pairs(model: ir.Model, values: Values, limit: float) -> Check:
     """How many products whose input is to be quantized have another pair before them, or none."""
     producers = {str(node.outputs[0].name): node for node in model.graph}
     wrong = []
@@ -108,7 +108,7 @@ def _pairs(model: ir.Model, values: Values) -> Check:
         pair = product.inputs[0].producer() if product.inputs[0] is not None else None
         scale = None if pair is None or pair.op_type != "DequantizeLinear" else pair.inputs[1]
         held = None if scale is None or scale.const_value is None else float(scale.const_value.numpy())
-        if held is None or given.scale is None or abs(held - given.scale) > _SCALES * given.scale:
+        if held is None or given.scale is None or abs(held - given.scale) > limit * given.scale:
             wrong.append(name)
     return Check(name="network.pairs", value=len(wrong), limit=0, ok=not wrong, where="; ".join(wrong[:3]))
 
@@ -131,7 +131,40 @@ def _numbers(network: Path, model: ir.Model, values: Values) -> tuple[float | No
         running = _Running(in_floats(model), network.parent)
         return _worst(_decoded(running, values, ids) if running.layers else _encoded(running, values, ids))
     except InputError as problem:
+        if problem.code == "float16-overflow":
+            raise
         return None, problem.line()
+
+
+def computed(model: ir.Model) -> list[str]:
+    """Names of all that is computed in float16; weights, and what is made of them alone, are left out."""
+    import onnx_ir as ir
+
+    fixed = set(model.graph.initializers.values())
+    found = []
+    for node in model.graph:
+        if all(value is None or value in fixed for value in node.inputs) and node.op_type != "Shape":
+            fixed |= set(node.outputs)
+        else:
+            found += [str(value.name) for value in node.outputs if value.dtype == ir.DataType.FLOAT16]
+    return found
+
+
+def demand_finite(found: Mapping[str, Array], names: Iterable[str]) -> None:
+    """Refuse a network that leaves float16's range. ONNX Runtime on a CPU computes in float32, and would not show it.
+
+    Raises:
+        InputError: `float16-overflow`, naming the first value.
+    """
+    for name in names:
+        if not np.isfinite(found[name]).all():
+            raise InputError(
+                "float16-overflow",
+                where=name,
+                value="not finite in 16 bits",
+                rule="float16 ends at 65,504",
+                remedy="--set tensorrt.type=bfloat16, which language models and encoders have; a graph has none",
+            )
 
 
 def in_floats(model: ir.Model) -> ir.Model:
@@ -158,6 +191,10 @@ class _Running:
     """A network in ONNX Runtime, or in onnx's reference evaluator where that has no kernel."""
 
     def __init__(self, model: ir.Model, folder: Path) -> None:
+        own = {str(value.name) for value in model.graph.outputs}
+        self.inner = [name for name in computed(model) if name not in own]
+        values = {str(value.name): value for node in model.graph for value in node.outputs}
+        model.graph.outputs.extend(values[name] for name in self.inner)
         self.inputs = {str(value.name): value for value in model.graph.inputs}
         self.outputs = [str(value.name) for value in model.graph.outputs]
         self.layers = sum(name.startswith(_CACHE) and name.endswith(".key") for name in self.inputs)
@@ -179,8 +216,10 @@ class _Running:
         return found
 
     def __call__(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        """Output -> values."""
-        return dict(zip(self.outputs, self._run(dict(feed)), strict=True))
+        """Output -> values. Raises InputError `float16-overflow`."""
+        found = dict(zip(self.outputs, self._run(dict(feed)), strict=True))
+        demand_finite(found, self.inner)
+        return found
 
 
 def _session(model: ir.Model, folder: Path) -> Any:

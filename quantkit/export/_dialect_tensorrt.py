@@ -25,6 +25,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
+from quantkit.errors import InputError
 from quantkit.export._rewrite import Array, Rewriting
 from quantkit.export._tensorrt_weights import TYPES, Stored, stored
 
@@ -154,7 +155,15 @@ class Dialect(Rewriting):
         name = f"attention.{index}"
         query, key, value, mask, *past = node.inputs
         window = node.attributes["window"].as_int()
-        bias = self._mask(first, mask, window if self.traced.decoder else -1)
+        if window > 0 and not self.traced.decoder:
+            raise InputError(
+                "attention-unsupported",
+                where=name,
+                value="a window in an encoder",
+                rule="every token of an encoder sees every other",
+                remedy="export a checkpoint",
+            )
+        bias = self._mask(first, mask, window)
         present: list[ir.Value] = []
         if past:
             key, kept = self._remember(node, index, 0, key, past[0])

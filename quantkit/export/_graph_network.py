@@ -10,7 +10,7 @@ own. Scales are those of float16, exactly, wherever the solver chose them so; se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +64,9 @@ def network(model: ir.Model, products: Mapping[str, Product], pairs: Mapping[str
         _convolution(node, product) if product.site.is_conv else _linear(node, product)
     values = {str(value.name): value for value in graph.inputs}
     values |= {str(value.name): value for node in graph for value in node.outputs}
+    mine = {f"{stem_of(product.site)}.values" for product in products.values()}
     for name, scale in pairs.items():
-        _pair(graph, values[name], scale, kind)
+        _pair(graph, values[name], scale, kind, mine)
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():  # the floats that codes stand in for
             del graph.initializers[name]
@@ -146,8 +147,10 @@ def _wide(scale: Array) -> Array:
     return np.asarray(scale, np.float16).astype(np.float32)
 
 
-def _pair(graph: ir.Graph, value: ir.Value, scale: float, kind: str) -> None:
-    name, readers = str(value.name), list(value.uses())
+def _pair(graph: ir.Graph, value: ir.Value, scale: float, kind: str, weights: Collection[str]) -> None:
+    """A pair behind a value, for the products of these weights and for sums; whatever else reads it reads it whole."""
+    name = str(value.name)
+    readers = [(node, place) for node, place in value.uses() if node.op_type == "Add" or _multiplies(node, weights)]
     parts = [
         _constant(graph, np.array(scale, np.float32), f"{name}.scale"),
         _constant(graph, np.array(0).astype(TYPES[kind]), f"{name}.zero"),
@@ -163,3 +166,7 @@ def _pair(graph: ir.Graph, value: ir.Value, scale: float, kind: str) -> None:
         graph.insert_before(graph[0], [quantize, dequantize])
     else:
         graph.insert_after(producer, [quantize, dequantize])
+
+
+def _multiplies(node: ir.Node, weights: Collection[str]) -> bool:
+    return any(value is not None and value.name in weights for value in node.inputs)

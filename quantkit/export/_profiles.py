@@ -66,7 +66,7 @@ def fitted(profiles: Sequence[Profile], *, kind: str, context: int) -> tuple[lis
                 remedy="other `profiles` in the target",
             )
         length = _cut(profile.length, context)
-        before = _cut(profile.context, context - min(length[0], context))
+        before = _cut(profile.context, context - length[2])
         cut = profile.model_copy(update={"length": length, "context": before})
         if cut != profile:
             said.append(f"profile {profile.name} is cut to the {context} tokens that the model has")

@@ -12,7 +12,6 @@ more than 16 bits do everywhere (scales below 6e-5 are subnormal there), they st
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -132,13 +131,14 @@ def refuse_weights(where: str, scheme: WeightScheme, columns: int | None) -> Non
             "--set scheme.weights.symmetric=true (codes are then solved anew, without)",
         )
     group = scheme.group
-    if scheme.granularity != "group" or scheme.format == "nf4":
+    if group is None:
         return
-    if not _LEAST <= (group or 0) <= _MOST or (group or 0) & ((group or 0) - 1):
+    sized = _LEAST <= group <= _MOST and not group & (group - 1)
+    if not sized and scheme.format != "nf4":  # which is no type of TensorRT's, and looked up
         raise refusal(
             f"groups of {group}", "TensorRT has blocks of 16, 32, 64 and 128", "--set scheme.weights.group=64"
         )
-    if columns is not None and group is not None and columns % group:
+    if columns is not None and columns % group:
         raise refusal(f"K {columns} in groups of {group}", "blocks divide K", "--set scheme.weights.group=32")
 
 
@@ -195,6 +195,3 @@ def refuse_gpu(where: str, form: str, library: str, sm: str) -> None:
 def _nearest(name: str) -> str:
     near = {"int2": "int4", "int3": "int4", "mxfp4": "nvfp4", "fp8_e5m2": "fp8_e4m3"}
     return f"--set scheme.weights.format={near.get(name, 'int4')}"
-
-
-Read = Callable[[], "QuantTensor"]

@@ -242,13 +242,22 @@ def write_network(folder: Path, values: Values, options: TensorrtOptions, profil
         floats=getattr(torch, options.type),
         positions=decoder,
     )
+    needed, most = capacity(profiles, _context(values)), _context(values)
+    if options.capacity is not None and not needed <= options.capacity <= most:
+        raise InputError(
+            "profile-impossible",
+            where="tensorrt.capacity",
+            value=f"a cache of {options.capacity} tokens",
+            rule=f"the profiles need {needed}, the model has {most}",
+            remedy="leave it out: the profiles say how many",
+        )
     dialect = Dialect(
         traced,
         dialect_weights(values),
         quantized=values.quantized,
         type=options.type,
         cache=options.cache,
-        capacity=options.capacity or capacity(profiles, _context(values)),
+        capacity=options.capacity or needed,
         stored_cache=_cache_scales(values),
     )
     model = dialect.apply()

@@ -17,6 +17,7 @@ from quantkit import registry
 from quantkit.formats import QuantTensor, joined
 from quantkit.graph.run import Feed, Runner
 from quantkit.graph.sites import Site, patches
+from quantkit.passes.solvers import ranges
 from quantkit.passes.solvers.gptq import gptq
 from quantkit.scheme import WeightScheme
 
@@ -50,7 +51,8 @@ def rounded(
     for done, site in enumerate(sites):
         matrix = torch.from_numpy(site.matrix().copy())
         if site.name not in hessians or (site.group > 1 and not scheme.rows_apart):
-            found[site.name] = form.quantize(matrix, scheme)
+            scale, zero = ranges.searched(matrix, scheme)
+            found[site.name] = form.nearest(matrix, scale, zero, scheme)
         else:
             parts = matrix.chunk(site.group)
             own = hessians[site.name].float()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 FOLDER, MODEL = "engine", "network.onnx"
 # the least of float16's numbers; a scale of a channel that is zero
+# what `shrink: auto` is here: one pass of a few samples says too little of the noise in them
+_SHRINK = 0.5
 _LEAST = 2.0**-24
 
 
@@ -122,11 +124,22 @@ class Network:
             )
         return found
 
-    def _settings(self, *names: str) -> dict[str, Any] | None:
-        """Those of `gptq`; None where weights are rounded to nearest."""
+    def _settings(self) -> dict[str, Any] | None:
+        """`damping` and `shrink` of `gptq`; None where weights are rounded to nearest; the rest is declined."""
         steps = self.prepared.request.recipe.passes
-        settings = next((step.settings for step in steps if step.name == "gptq"), None)
-        return None if settings is None else {name: getattr(settings, name) for name in names}
+        for step in steps:
+            if step.name not in ("gptq", "rtn"):
+                reason = (
+                    "weights without quantized inputs are solved by gptq here, or rounded to nearest in searched ranges"
+                )
+                self.decisions.append(decision(step.name, "declined", self.prepared.graph.name, reason))
+        given = next((step.settings for step in steps if step.name == "gptq"), None)
+        if given is None:
+            return None
+        if getattr(given, "correction", 0.0) > 0:
+            reason = "correction: errors of earlier products are made up for with quantized inputs alone"
+            self.decisions.append(decision("gptq", NOTE, self.prepared.graph.name, reason))
+        return {"damping": given.damping, "shrink": _SHRINK if given.shrink == "auto" else given.shrink}
 
     def _integers(self) -> dict[str, Product]:
         """Inputs are quantized: fixed scales, then codes."""
@@ -176,7 +189,7 @@ class Network:
             self.prepared.sites,
             feeds[: max(1, SOLVING // (self.prepared.calib.batch or BATCH))],
             self.weights,
-            self._settings("damping", "shrink"),
+            self._settings(),
             report=lambda done, words: self.progress.at("codes", done, words),
         )
         return self._products(tensors, {})

@@ -94,7 +94,7 @@ def search(
             where="--autotune-qdq",
             value="no pair before a product",
             rule="inputs with fixed scales have pairs that can be left out",
-            remedy="a recipe with static activations: int8-static, fp8",
+            remedy="a recipe with fixed scales of inputs: int8-tensorrt",
         )
     tell = progress or (lambda share, words: None)
     known = _read(journal)

@@ -15,6 +15,7 @@ from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.export import _engine
 from quantkit.export._profiles import Shapes, capacity, fitted, inputs_of, shapes
+from quantkit.export._trace import DOMAIN, Traced
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 from quantkit.target import Profile, Target
 
@@ -61,6 +62,46 @@ def test_every_format_computes_what_was_decided_on(tmp_path: Path, form: str) ->
     assert {node.domain for node in model_of(made).graph} == {""}
     assert ("DequantizeLinear" in operators) == (form != "float")
     assert "QuantizeLinear" not in operators
+
+
+def test_bfloat16_has_its_own_limits(tmp_path: Path) -> None:
+    made = network(tmp_path, how=SCHEMES["int8"], type="bfloat16")
+    assert all(check.ok for check in made.check().values())
+    assert made.check()["network.logits"].limit == 2.0**-3
+
+
+def test_formats_may_be_mixed(tmp_path: Path) -> None:
+    def mixed(linear: str) -> WeightScheme | None:
+        return SCHEMES["nf4" if "q_proj" in linear else "int8"] if "layers" in linear else None
+
+    assert all(check.ok for check in network(tmp_path, how=mixed).check().values())  # type: ignore[arg-type]
+
+
+def test_what_leaves_float16_is_refused(tmp_path: Path) -> None:
+    """ONNX Runtime on a CPU computes it in float32, and finds nothing wrong."""
+    made = network(tmp_path, how=SCHEMES["int8"])
+    spoil(made, "v_proj.scale", lambda scale: scale * 0 + 6e4)
+    with pytest.raises(InputError, match="float16-overflow") as caught:
+        made.check()
+    assert "v_proj" in str(caught.value.where)
+
+
+def test_a_window_in_an_encoder_is_refused() -> None:
+    from quantkit.export._dialect_tensorrt import Dialect
+
+    x = ir.Value(name="x", shape=ir.Shape([1, 4, 8, 16]), type=ir.TensorType(ir.DataType.FLOAT16))
+    attributes = {"window": 8, "heads": 4, "kv_heads": 4, "scale": 1.0, "softcap": 0.0}
+    node = ir.node("Attention", [x, x, x, x], attributes=attributes, domain=DOMAIN)
+    graph = ir.Graph([x], node.outputs, nodes=[node], opset_imports={"": 23, DOMAIN: 1})
+    traced = Traced(ir.Model(graph, ir_version=10), {}, decoder=False, layers=0)
+    with pytest.raises(InputError, match="a window in an encoder"):
+        Dialect(traced, None, quantized=None).apply()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tokens", [20, 500])
+def test_a_cache_that_contradicts_model_or_profiles_is_refused(tmp_path: Path, tokens: int) -> None:
+    with pytest.raises(InputError, match="profile-impossible"):
+        network(tmp_path, capacity=tokens)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gpt2", "bert"])
