@@ -262,7 +262,7 @@ def expected(folder: Path) -> dict[str, np.ndarray]:
     """`ids` [1, 16] and `logits` [1, 16, V] of `network.onnx`, on the CPU, as the exporter checks it."""
     import onnx_ir as ir
 
-    from quantkit.export._check_network import in_floats, _Running
+    from quantkit.export._check_network import _Running, in_floats
     from quantkit.export._check_network import _step as step
 
     running = _Running(in_floats(ir.load(folder / "network.onnx")), folder)

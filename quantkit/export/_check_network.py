@@ -191,12 +191,11 @@ class _Running:
     """A network in ONNX Runtime, or in onnx's reference evaluator where that has no kernel."""
 
     def __init__(self, model: ir.Model, folder: Path) -> None:
-        own = {str(value.name) for value in model.graph.outputs}
-        self.inner = [name for name in computed(model) if name not in own]
+        self.outputs = [str(value.name) for value in model.graph.outputs]
+        self.inner = [name for name in computed(model) if name not in self.outputs]
         values = {str(value.name): value for node in model.graph for value in node.outputs}
         model.graph.outputs.extend(values[name] for name in self.inner)
         self.inputs = {str(value.name): value for value in model.graph.inputs}
-        self.outputs = [str(value.name) for value in model.graph.outputs]
         self.layers = sum(name.startswith(_CACHE) and name.endswith(".key") for name in self.inputs)
         self._run = _session(model, folder)
 
@@ -217,9 +216,9 @@ class _Running:
 
     def __call__(self, feed: Mapping[str, Array]) -> dict[str, Array]:
         """Output -> values. Raises InputError `float16-overflow`."""
-        found = dict(zip(self.outputs, self._run(dict(feed)), strict=True))
+        found = dict(zip([*self.outputs, *self.inner], self._run(dict(feed)), strict=True))
         demand_finite(found, self.inner)
-        return found
+        return {name: found[name] for name in self.outputs}
 
 
 def _session(model: ir.Model, folder: Path) -> Any:
