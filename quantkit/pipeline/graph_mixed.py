@@ -3,9 +3,8 @@
     each product alone -> rank -> 0, 1, 2, 4, ... kept, until the gates are met -> the fewest between the last two
 
 Alone, a product has its codes of the whole graph, and the bias that it would have had without the others. Points are
-solved again, on fewer samples: each weight and each bias makes up for what the products before it have lost, and
-nothing is lost in one that is kept. The point that is taken is solved and scored once more, on all samples. All of it
-is measured on the `tune` split, which calibrates nothing and scores nothing else.
+solved again: each weight and each bias makes up for what the products before it have lost, and nothing is lost in one
+that is kept. All of it is measured on the `tune` split, which calibrates nothing and scores nothing else.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ Array = NDArray[Any]
 NAME = "mixed"
 # points beside the first that are scored where no gate asks for any, so that there is a curve
 _CURVE = (1, 2, 4)
-# samples that a point is solved on; the one that is taken is solved on as many as the whole graph
-_SAMPLES = 16
 
 
 @dataclass(frozen=True)
@@ -97,6 +94,7 @@ class _Search:
             self.samples = held.views(settings.views, self.recipe.seed)
             self.expected = answers(quantized.prepared.graph.model, self.samples)
         self.steps: dict[int, Step] = {}
+        self.codes: dict[int, Mapping[str, Codes]] = {}
         self.met: dict[int, bool] = {}
         self.gate = ""
 
@@ -152,8 +150,8 @@ class _Search:
         if count in self.met:
             return
         kept = order[:count]
-        codes = self.quantized.solved(kept, _SAMPLES) if kept else self.quantized.codes
-        self.steps[count], self.met[count] = self._scored(kept, codes)
+        self.codes[count] = self.quantized.solved(kept) if kept else self.quantized.codes
+        self.steps[count], self.met[count] = self._scored(kept, self.codes[count])
         self.progress.at(NAME, min(0.99, 0.6 + 0.04 * len(self.steps)), f"{words.plural(count, 'layer')} kept high")
 
     def _scored(self, kept: Sequence[str], codes: Mapping[str, Codes]) -> tuple[Step, bool]:
@@ -178,14 +176,7 @@ class _Search:
         limit = getattr(self.recipe.gates, gate) if self.gate else None
         # what meets no gate is compiled as near to it as the curve comes, and the gates then judge it
         best = count if count is not None else min(steps, key=lambda each: (self.steps[each].harm, each))
-        kept, codes = order[:best], self.quantized.codes
-        if kept:
-            codes = self.quantized.solved(kept)
-            step, met = self._scored(kept, codes)
-            if self.met[best] and not met:  # what was measured is what is taken
-                codes = self.quantized.solved(kept, _SAMPLES)
-            else:
-                self.steps[best] = step
+        kept, codes = order[:best], self.codes[best]
         mixed = Mixed(
             what=_HARMS[gate].what,
             alone=_HARMS[_DEFAULT[self.classes is not None]].what,

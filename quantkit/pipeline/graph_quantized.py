@@ -79,14 +79,12 @@ class Quantized:
     def solved(
         self,
         kept: Collection[str] = (),
-        samples: int = SOLVING,
         report: Callable[[float, str], None] | None = None,
     ) -> dict[str, Codes]:
         """Codes of all products but those kept, each solved on what the ones before it make of the calibration set.
 
         Args:
             kept: stay in floats; what stands before the first of them has the codes that it has already.
-            samples: of the calibration set, at most.
             report: told the share that is done.
         """
         from quantkit.graph import solve
@@ -100,7 +98,7 @@ class Quantized:
             self.prepared.graph.model,
             lambda found: self.assembled(found, names),
             [self.sites[name] for name in self.sites if name in names],
-            self._feeds[: max(1, samples // (self.prepared.calib.batch or BATCH))],
+            self._feeds[: max(1, SOLVING // (self.prepared.calib.batch or BATCH))],
             self.weights,
             ranges,
             place,
