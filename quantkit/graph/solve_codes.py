@@ -33,6 +33,8 @@ def rounded(
     feeds: Iterable[Feed],
     scheme: WeightScheme,
     settings: Mapping[str, Any] | None,
+    *,
+    search: bool = True,
     report: Report | None = None,
 ) -> dict[str, QuantTensor]:
     """Site -> its weight [N, K] in codes.
@@ -43,6 +45,7 @@ def rounded(
         feeds: calibration batches; each runs once.
         scheme: of weights.
         settings: `damping` and `shrink` of `passes.solvers.gptq`; None rounds to nearest, without a look at the feeds.
+        search: whether rounding to nearest searches its ranges (`range: mse`), or spans all of a weight (`minmax`).
         report: told the share of sites that is done.
     """
     form = registry.load("formats", scheme.format)
@@ -51,8 +54,11 @@ def rounded(
     for done, site in enumerate(sites):
         matrix = torch.from_numpy(site.matrix().copy())
         if site.name not in hessians or (site.group > 1 and not scheme.rows_apart):
-            scale, zero = ranges.searched(matrix, scheme)
-            found[site.name] = form.nearest(matrix, scale, zero, scheme)
+            found[site.name] = (
+                form.nearest(matrix, *ranges.searched(matrix, scheme), scheme)
+                if search
+                else (form.quantize(matrix, scheme))
+            )
         else:
             parts = matrix.chunk(site.group)
             own = hessians[site.name].float()

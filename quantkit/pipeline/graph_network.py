@@ -190,6 +190,9 @@ class Network:
             feeds[: max(1, SOLVING // (self.prepared.calib.batch or BATCH))],
             self.weights,
             self._settings(),
+            search=all(
+                step.settings.range != "minmax" for step in self.prepared.request.recipe.passes if step.name == "rtn"
+            ),
             report=lambda done, words: self.progress.at("codes", done, words),
         )
         return self._products(tensors, {})
