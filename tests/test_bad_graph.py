@@ -13,7 +13,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+import quantkit
 from quantkit import cli
+from quantkit.errors import InputError
 
 RNG = np.random.default_rng(0)
 
@@ -268,3 +270,14 @@ def test_one_clear_line_and_nothing_left(
     assert error["value"] and (error["rule"] or error["remedy"])
     assert "Traceback" not in err
     assert sorted(given.folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "remedy"),
+    [("int8-dynamic", "rtx-4090", "int8-tensorrt"), ("int4-tensorrt", "cpu-x86", "--target rtx-4090")],
+)
+def test_a_target_that_cannot_read_a_graph_says_what_can(recipe: str, target: str, remedy: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="target-cannot-run") as caught:
+        quantkit.compile("fashion-mnist-cnn", recipe, target, out=tmp_path / "out")
+    assert remedy in str(caught.value.remedy)
+    assert list(tmp_path.iterdir()) == []

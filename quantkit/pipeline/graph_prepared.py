@@ -75,6 +75,8 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
             remedy="choose another recipe: int8",
         )
     engine = graph_engine.wanted(recipe)
+    if engine is None:
+        _demand_reader(request)
     weights, activations = (recipe.scheme.weights, recipe.scheme.activations) if engine else schemes(recipe)
     graph = open_graph(path, name)
     decisions: list[Decision] = []
@@ -163,6 +165,24 @@ def schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
         )
     assert weights is not None
     return weights, activations
+
+
+def _demand_reader(request: Request) -> None:
+    """Refuse a target that has no runtime for what a graph becomes. Raises InputError `target-cannot-run`."""
+    name = request.target.name
+    if graph_engine.EXPORT in request.left_out:
+        value, remedy = f"{name} has no TensorRT", "--target rtx-4090, or a recipe for ONNX Runtime: int8-network"
+    elif "onnxruntime" not in request.target.runtimes:
+        value, remedy = f"{name} has no ONNX Runtime", "--recipe int8-tensorrt, or --target cpu-x86"
+    else:
+        return
+    raise InputError(
+        "target-cannot-run",
+        where=f"recipe {request.recipe.name}",
+        value=value,
+        rule="a graph becomes what a runtime of the target reads",
+        remedy=remedy,
+    )
 
 
 def _check_globs(recipe: Recipe, names: Sequence[str]) -> None:
