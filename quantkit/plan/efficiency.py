@@ -1,0 +1,285 @@
+"""How much of the bound runtimes reach: learned from measurements, by device, runtime, format and rows.
+
+A row `tax.total` says the bound of a step or of one product, and what it took beyond it:
+
+    efficiency = bound / (bound + tax)
+
+Of the rows that speak of the same runtime, format and phase, those near in rows (within a factor of two) are taken:
+their median is the forecast's, their spread its interval. Rows of the same device come first; those of another device
+of the same kind serve with a remark. Where nothing is near there is no efficiency, and so no forecast.
+
+The bound of a row stands on the ceilings that its run measured, a plan's on the figures of its target, which may be a
+datasheet's. So a sample carries its ceilings, and its efficiency is turned to the target's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from quantkit import content
+from quantkit.bundle.disk import write_atomic
+from quantkit.errors import InputError
+
+Phase = Literal["decode", "prefill", "op"]
+
+SHIPPED = Path(__file__).with_name("efficiencies.jsonl")
+# rows within a factor of two are near
+_NEAR = 1.0
+_MANY = 20
+# what rows are set against where they do not say
+_BASELINE = {"cpu": "float32", "gpu": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement.
+
+    Args:
+        device: its id, and its name for people.
+        kind: `cpu` or `gpu`.
+        runtime: that ran it.
+        format: of the weights.
+        compute: what was multiplied in, as the runtime's settings say: `int8`; "" where they do not.
+        phase: a whole step, or one product.
+        rows: M: sequences times new tokens.
+        efficiency: bound / time, on the ceilings of the run.
+        read: bytes a second that the run measured; None where it is not known.
+        subject: what was measured, by its hash; measurements of one subject are one witness.
+    """
+
+    device: str
+    name: str
+    kind: str
+    runtime: str
+    format: str
+    compute: str
+    phase: Phase
+    rows: int
+    efficiency: float
+    read: float | None
+    subject: str
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What to expect of a step.
+
+    Args:
+        value: share of the bound.
+        low: the least that was seen (of many: all but one in twenty).
+        high: the most.
+        n: samples.
+        subjects: models or shapes among them.
+        device: that they are from.
+        here: whether that is the device in question.
+    """
+
+    value: float
+    low: float
+    high: float
+    n: int
+    subjects: int
+    device: str
+    here: bool
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an efficiency is asked for.
+
+    Args:
+        runtime: that will run it.
+        format: of the weights.
+        compute: what is multiplied in; samples that do not say serve as well.
+        phase: of the step.
+        rows: M.
+        kind: `cpu` or `gpu`.
+        device: id of the device, if it is this machine.
+        read: bytes a second that its bound rests on, of a step that is bound by memory.
+    """
+
+    runtime: str
+    format: str
+    compute: str
+    phase: Phase
+    rows: int
+    kind: str
+    device: str | None = None
+    read: float | None = None
+
+
+def look_up(samples: Sequence[Sample], asked: Asked) -> Efficiency | None:
+    """The efficiency of what is near; None where nothing is."""
+    fitting = [
+        each
+        for each in samples
+        if (each.runtime, each.format, each.phase, each.kind) == (asked.runtime, asked.format, asked.phase, asked.kind)
+        and each.compute in ("", asked.compute)
+        and abs(math.log2(each.rows / asked.rows)) <= _NEAR
+    ]
+    own = [each for each in fitting if each.device == asked.device]
+    found = own or _of_one_device(fitting)
+    if not found:
+        return None
+    values = sorted(_turned(each, asked) for each in found)
+    cut = len(values) // _MANY
+    return Efficiency(
+        median(values),
+        values[cut],
+        values[-1 - cut],
+        len(values),
+        len({each.subject for each in found}),
+        found[0].name,
+        bool(own),
+    )
+
+
+def samples(rows: Iterable[Mapping[str, Any]]) -> Iterator[Sample]:
+    """Those among measurement rows (`measurements.jsonl`, as JSON) that say an efficiency; the others are passed over.
+
+    The baseline of a row is one more sample, once for each baseline and shape.
+    """
+    rows = list(rows)
+    reads = {
+        ((row.get("device") or {}).get("id"), (row.get("settings") or {}).get("threads")): row.get("value")
+        for row in rows
+        if row.get("name") == "ceiling.read"
+    }
+    seen: set[tuple[Any, ...]] = set()
+    for row in rows:
+        op, device = row.get("op") or {}, row.get("device") or {}
+        if row.get("name") != "tax.total" or not device or not row.get("runtime"):
+            continue
+        settings, shape = row.get("settings") or {}, row.get("shape") or {}
+        single, tokens = op.get("K") is not None, int(shape.get("new_tokens") or 1)
+        phase: Phase = "op" if single else "decode" if tokens == 1 and shape.get("context") else "prefill"
+        count = int(op.get("M") or 0) if single else int(row.get("batch") or 1) * tokens
+        what = f"{op.get('K')}x{op.get('N')}" if single else str(row.get("subject"))
+        base = what if single else (row.get("baseline") or {}).get("subject") or what
+        compute = str(settings.get("compute_type") or "")
+        sides = [(str(op.get("format")), compute, op.get("bound_s"), _sum(op.get("bound_s"), row.get("value")), what)]
+        plain = str(settings.get("baseline_format") or _BASELINE.get(device["kind"], "float32"))
+        key = (device["id"], row["runtime"], phase, count, base, shape.get("context"), settings.get("threads"))
+        if key not in seen:
+            seen.add(key)
+            sides.append((plain, "", op.get("hp_bound_s"), op.get("hp_s"), str(base)))
+        for form, kind, bound, time, subject in sides:
+            if not bound or not time or time <= 0:
+                continue
+            yield Sample(
+                device["id"],
+                device["name"],
+                device["kind"],
+                row["runtime"],
+                form,
+                kind,
+                phase,
+                max(count, 1),
+                bound / time,
+                reads.get((device["id"], settings.get("threads")), reads.get((device["id"], None))),
+                subject,
+            )
+
+
+def shipped() -> list[Sample]:
+    """What was learned from the project's recorded measurements."""
+    return _read(SHIPPED) if SHIPPED.is_file() else []
+
+
+def own() -> list[Sample]:
+    """What this user's measurements taught; files that cannot be read are passed over, as a cache is."""
+    found: list[Sample] = []
+    for path in sorted(_store().glob("*.jsonl")):
+        try:
+            found += _read(path)
+        except InputError:
+            continue
+    return found
+
+
+def keep(rows: Iterable[Mapping[str, Any]], name: str) -> None:
+    """Remember what measurements taught, for plans to come.
+
+    Args:
+        rows: as JSON.
+        name: of their subject; a later measurement of the same one takes its place.
+    """
+    found = list(samples(rows))
+    if not found:
+        return
+    path = _store() / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, dumped(found))
+
+
+def dumped(found: Iterable[Sample]) -> bytes:
+    """Samples as JSON lines."""
+    return "".join(f"{json.dumps(asdict(each), allow_nan=False)}\n" for each in found).encode()
+
+
+def measured(paths: Iterable[Path]) -> list[Sample]:
+    """Samples of the measurement files or bundles that a user names.
+
+    Raises:
+        InputError: `file-unreadable`, `measurements-invalid`.
+    """
+    found: list[Sample] = []
+    for path in paths:
+        file = path / "measurements.jsonl" if path.is_dir() else path
+        found += samples(_lines(file))
+    return found
+
+
+def _read(path: Path) -> list[Sample]:
+    try:
+        return [Sample(**line) for line in _lines(path)]
+    except TypeError as error:
+        raise InputError("measurements-invalid", where=str(path), value=str(error), remedy="remove it") from None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("file-unreadable", where=str(path), value=str(error), remedy="check the file") from None
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            where = f"{path}:{number}"
+            raise InputError("measurements-invalid", where=where, value=str(error), rule="JSON lines") from None
+        if isinstance(data, dict):
+            found.append(data)
+    return found
+
+
+def _of_one_device(fitting: Sequence[Sample]) -> list[Sample]:
+    """Those of the device that has most of them: two machines' figures do not mix into one interval."""
+    by: dict[str, list[Sample]] = {}
+    for each in fitting:
+        by.setdefault(each.device, []).append(each)
+    return max(by.values(), key=len, default=[])
+
+
+def _turned(sample: Sample, asked: Asked) -> float:
+    """Its efficiency against another figure for the memory; never above what the run itself reached of its own."""
+    if sample.read is None or asked.read is None:
+        return sample.efficiency
+    return sample.efficiency * min(sample.read / asked.read, 1.0)
+
+
+def _store() -> Path:
+    return content.cache_dir() / "measured"
+
+
+def _sum(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else first + second

@@ -1,0 +1,152 @@
+"""What steps will take: the bound of the target, and the forecast that measured efficiencies make of it.
+
+    forecast = bound / efficiency          with the interval of the efficiencies that were seen
+
+A whole step's own efficiency comes first (`efficiency.py`): it holds attention, the head and the host. Without one the
+products' stand in, each for its share of the bound, and that is said, since they know of no host. Without either there
+is no forecast, and the bound stands alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from quantkit.plan import efficiency, roofline
+from quantkit.plan.architecture import Architecture
+from quantkit.plan.efficiency import Asked, Efficiency, Sample
+from quantkit.plan.roofline import Bound, Cache, Op, Product, Step
+from quantkit.target import ComputeType, Target
+
+# a share of the bound that has no efficiency, up to which the others speak for the whole
+_UNKNOWN = 0.1
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A step's time.
+
+    Args:
+        bound: its operations.
+        least: seconds below which no runtime gets; None where the target lacks figures.
+        forecast: seconds; None where nothing was learned.
+        interval: of the forecast.
+        because: what the forecast stands on, or why there is none.
+        here: whether it was learned on the device in question.
+    """
+
+    bound: Bound
+    least: float | None
+    forecast: float | None
+    interval: tuple[float, float] | None
+    because: str
+    here: bool = False
+
+    @property
+    def seconds(self) -> float | None:
+        """The forecast; the bound where there is none."""
+        return self.forecast if self.forecast is not None else self.least
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model, stored in one way, on one target.
+
+    Args:
+        architecture: its sizes.
+        products: its linears as the runtime reads them.
+        cache: of keys and values.
+        target: where it runs.
+        runtime: that runs it.
+        format: of most of its weights, as measurements name it.
+        compute: what they are multiplied in.
+        attention: what attention is.
+        devices: that share the work.
+        samples: of efficiencies.
+        device: id of this machine, if the target is this machine.
+    """
+
+    architecture: Architecture
+    products: Sequence[Product]
+    cache: Cache
+    target: Target
+    runtime: str
+    format: str
+    compute: ComputeType
+    attention: ComputeType
+    devices: int = 1
+    samples: Sequence[Sample] = ()
+    device: str | None = None
+    _known: dict[Step, Timed] = field(default_factory=dict, compare=False, repr=False)
+
+    def bound(self, step: Step) -> Bound:
+        """The operations of a step."""
+        return roofline.bound(
+            self.architecture,
+            self.products,
+            self.cache,
+            self.target,
+            step,
+            devices=self.devices,
+            attention=self.attention,
+        )
+
+    def timed(self, step: Step) -> Timed:
+        """The time of a step; asked twice, reckoned once."""
+        if step not in self._known:
+            self._known[step] = self._timed(step)
+        return self._known[step]
+
+    @cached_property
+    def missing(self) -> list[str]:
+        """The figures that the target lacks, without which there is no bound."""
+        read = self.target.memory.read_bandwidth.number
+        found = self.bound(Step(1)).missing
+        return [*(["memory.read_bandwidth"] if read is None else []), *(found if read is not None else [])]
+
+    def _timed(self, step: Step) -> Timed:
+        bound = self.bound(step)
+        least = bound.seconds
+        if least is None:
+            return Timed(bound, None, None, None, f"{self.target.name} has no figure for {', '.join(self.missing)}")
+        if self.devices > 1:
+            return Timed(bound, least, None, None, "no measurement knows what several devices tell each other")
+        together = bound.together(self.target)
+        found = self._efficiency(self.format, self.compute, step.phase, step.rows, bound.memory_bound)
+        if found is not None:
+            low, high = together / found.high, together / found.low
+            return Timed(bound, least, together / found.value, (low, high), _said(found, "steps"), found.here)
+        return self._by_products(step, bound, least)
+
+    def _by_products(self, step: Step, bound: Bound, least: float) -> Timed:
+        seconds = low = high = unknown = 0.0
+        first: Efficiency | None = None
+        for op in bound.ops:
+            part = (op.seconds or 0.0) * op.times
+            found = self._of(op, step)
+            if found is None:
+                unknown += part
+                continue
+            first = first or found
+            seconds, low, high = seconds + part / found.value, low + part / found.high, high + part / found.low
+        if first is None or unknown > _UNKNOWN * least:
+            return Timed(bound, least, None, None, f"nothing was measured of {self.format} in {self.runtime} near this")
+        known = least / (least - unknown)
+        because = f"{_said(first, 'single products')}; attention and the host are not in it"
+        return Timed(bound, least, seconds * known, (low * known, high * known), because, first.here)
+
+    def _of(self, op: Op, step: Step) -> Efficiency | None:
+        return self._efficiency(op.format, op.compute, "op", step.rows, op.limit == "memory")
+
+    def _efficiency(
+        self, form: str, compute: str, phase: efficiency.Phase, rows: int, memory: bool
+    ) -> Efficiency | None:
+        read = self.target.memory.read_bandwidth.number if memory else None
+        asked = Asked(self.runtime, form, compute, phase, rows, self.target.kind, self.device, read)
+        return efficiency.look_up(self.samples, asked)
+
+
+def _said(found: Efficiency, what: str) -> str:
+    where = "this machine" if found.here else f"{found.device}, another device"
+    return f"{found.n} {what} of {found.subjects} {'shapes' if what != 'steps' else 'models'} measured on {where}"
