@@ -66,6 +66,7 @@ class Built(Closed):
         library, version: that built it.
         sm, gpu: what it is for.
         bytes: of the engine.
+        sha256: of it, as it left the library.
         seconds: of the build, on the clock.
         layers: of the network before fusions.
         cache_hit: whether the timing cache knew anything; None without one.
@@ -78,6 +79,7 @@ class Built(Closed):
     sm: list[str]
     gpu: str
     bytes: int
+    sha256: str
     seconds: float
     layers: int
     cache_hit: bool | None = None
@@ -175,6 +177,7 @@ def _built(job: Job) -> Built:
         sm=job.sm,
         gpu=job.gpu,
         bytes=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
         seconds=time.perf_counter() - started,
         layers=int(network.num_layers),
         cache_hit=hit,

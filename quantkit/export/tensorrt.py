@@ -10,6 +10,7 @@ TensorRT-RTX compiles ahead of time for the GPUs that it lists; TensorRT builds 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -172,7 +173,7 @@ class Tensorrt:
         """Compute capabilities that the chosen library builds for ahead of time; [] where it builds on the GPU."""
         return load(TensorrtOptions(**options).library).capabilities()
 
-    def build(self, bundle: Path, options: Mapping[str, Any], progress: Report | None = None) -> None:
+    def build(self, bundle: Path, options: Mapping[str, Any], progress: Report | None = None) -> dict[str, str]:
         """Build the engine of a network that was checked.
 
         Args:
@@ -180,12 +181,18 @@ class Tensorrt:
             options: of the export.
             progress: told the share that is done, and what is being done.
 
+        Returns:
+            the hashes of what was built, by path in the bundle: what may be run before there is a manifest; empty if
+            it was told to build nothing.
+
         Raises:
             InputError: `network-unsupported`, `build-failed`, `timeout`, `sm-unsupported`.
         """
         chosen = TensorrtOptions(**options)
-        if chosen.engine:
-            build_engine(bundle / FOLDER, chosen, progress)
+        if not chosen.engine:
+            return {}
+        made = build_engine(bundle / FOLDER, chosen, progress)
+        return {f"{FOLDER}/{name}": sha256 for name, sha256 in made.items()}
 
     def check(
         self,
@@ -274,11 +281,11 @@ def write_network(folder: Path, values: Values, options: TensorrtOptions, profil
     write_atomic(folder / "config.json", [(json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()])
 
 
-def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None = None) -> Path:
+def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None = None) -> dict[str, str]:
     """Build the engine of `folder/network.onnx` beside it.
 
     Returns:
-        `NAME.engine`; `NAME.json` stands beside it.
+        hashes of `NAME.engine`, and of `NAME.json` that describes it.
 
     Raises:
         InputError: the build's own (`quantkit.export._engine.build`).
@@ -322,8 +329,9 @@ def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None
         progress=progress,
     )
     record = {**built.model_dump(mode="json"), "options": flags, "profiles": [each.model_dump() for each in made]}
-    write_atomic(folder / f"{stem}.json", [(json.dumps(record, indent=2) + "\n").encode()])
-    return folder / f"{stem}.engine"
+    data = (json.dumps(record, indent=2) + "\n").encode()
+    write_atomic(folder / f"{stem}.json", [data])
+    return {f"{stem}.engine": built.sha256, f"{stem}.json": hashlib.sha256(data).hexdigest()}
 
 
 def _demand(options: TensorrtOptions) -> None:

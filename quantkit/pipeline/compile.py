@@ -205,13 +205,15 @@ class _Compilation:
                 refuse(decisions)
             decisions += self._export()
             checks = self._check()
-            self._build_engines()
-            looked = of_exports(request.recipe.export, self.build.bundle, layers, strict=request.strict)
+            built = self._build_engines()
+            looked = of_exports(request.recipe.export, self.build.bundle, layers, built, strict=request.strict)
             decisions += [taken for each in looked for taken in each.decisions()]
             checks += [each.check for each in looked]
             files = inventory(self.build.bundle)
             subject = content_sha256(files)
-            rows = score_exports(prepared, self.build, self.progress, subject=subject, layers=layers, files=files)
+            rows = score_exports(
+                prepared, self.build, self.progress, subject=subject, layers=layers, files=files, built=built
+            )
             judged, unjudged = judge(prepared.request.recipe.gates, rows)
             timed, untimed = self._speed(subject, layers)
             rows += timed
@@ -276,14 +278,16 @@ class _Compilation:
             )
         return checks
 
-    def _build_engines(self) -> None:
-        """What is compiled from a checked export, where one is."""
+    def _build_engines(self) -> dict[str, str]:
+        """What is compiled from a checked export, where one is: its hashes by path in the bundle."""
+        made: dict[str, str] = {}
         for step in self.prepared.request.recipe.export:
             exporter = registry.load("export", step.name)
             if hasattr(exporter, "build"):
-                exporter.build(
+                made |= exporter.build(
                     self.build.bundle, step.options, lambda share, words: self.progress.at("build", share, words)
                 )
+        return made
 
     def _affordable_blocks(self) -> int:
         """How many blocks can be in memory at once without raising the peak that was reached already.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +56,21 @@ def data(found: Inspected) -> bytes:
 
 
 def of_exports(
-    exports: Sequence[ExportStep], bundle: Path, layers: Sequence[LayerEntry], *, strict: bool
+    exports: Sequence[ExportStep],
+    bundle: Path,
+    layers: Sequence[LayerEntry],
+    built: Mapping[str, str],
+    *,
+    strict: bool,
 ) -> list[Inspected]:
     """Look into every engine of a bundle that is being built, where this machine can open it; write what was found.
+
+    Args:
+        exports: of the recipe.
+        bundle: its folder.
+        layers: that were quantized.
+        built: hashes of its engines, by path in it.
+        strict: whether a layer in more bits than asked is an error.
 
     Raises:
         GateError: `strict`, a layer is multiplied in more bits than asked.
@@ -70,7 +82,7 @@ def of_exports(
         runtime: Any = registry.load("runtimes", _reader(step))
         if not hasattr(runtime, "why_not_here") or runtime.why_not_here(bundle) is not None:
             continue
-        each = look(runtime.open(bundle), layers)
+        each = look(runtime.open(bundle, built=built), layers)
         (bundle / place(each)).write_bytes(data(each))
         found.append(each)
     if strict:

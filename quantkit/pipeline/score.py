@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ def score_exports(
     subject: str,
     layers: list[LayerEntry],
     files: list[FileEntry],
+    built: Mapping[str, str],
 ) -> list[Row]:
     """Accuracy of every export, each in its own runtime, and sizes; `harm.json` is written with the first.
 
@@ -39,6 +40,7 @@ def score_exports(
         subject: the bundle's identity in the rows.
         layers: what was quantized.
         files: of the bundle so far.
+        built: hashes of what was compiled for it, by path in it.
     """
     from quantkit.measure import score
     from quantkit.measure.harm import through_depth
@@ -65,7 +67,7 @@ def score_exports(
         if not here:  # the values that it was built from, since nothing else was exported that runs here
             runtime, candidate = "torch", _dense(prepared, build)
         else:
-            candidate = registry.load("runtimes", runtime).open(build.bundle, torch_threads())
+            candidate = registry.load("runtimes", runtime).open(build.bundle, torch_threads(), built=built)
         progress.at("score", number / len(exports), f"{scoring.items} {scoring.unit}s of {scoring.name}, {runtime}")
         found, items = score.rows(
             original,

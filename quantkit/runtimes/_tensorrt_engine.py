@@ -8,7 +8,6 @@ compiled is kept in the user's cache, and checked by the library when it is read
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ class Engine:
         device: torch's; `cpu` for a library of the tests.
 
     Raises:
-        InputError: `engine-unreadable`, with what the library says.
+        InputError: `hash-mismatch`; `engine-unreadable`, with what the library says.
     """
 
     def __init__(self, file: EngineFile, library: Library, *, device: str = "cuda") -> None:
@@ -73,7 +72,7 @@ class Engine:
         api = library.api
         self._said = _Said(api)
         self._runtime = api.Runtime(self._said.logger)
-        data = file.path.read_bytes()
+        data = file.read()
         self._demand_valid(data)
         if file.described.options.get("version_compatible") and hasattr(self._runtime, "engine_host_code_allowed"):
             self._runtime.engine_host_code_allowed = True  # it carries a runtime of its own; it is verified
@@ -84,7 +83,7 @@ class Engine:
         self.bindings = self._bindings()
         self._contexts: dict[int, Any] = {}
         self._side: torch.cuda.Stream | None = None
-        self._kernels = _Kernels(library, found, hashlib.sha256(data).hexdigest())
+        self._kernels = _Kernels(library, found, file.sha256)
 
     def _demand_valid(self, data: bytes) -> None:
         """What TensorRT-RTX can say of an engine before it opens it."""

@@ -5,12 +5,16 @@ An engine is executable code. In this order:
     listed       the manifest lists every file of `engine/`, and each is as it says (`hash-mismatch`)
     described    `smNN.json` beside `smNN.engine` says what built it (`engine-unreadable`)
     matching     library, its version, compute capability, and for an engine that was built on a GPU, its name
+    hashed       the bytes that the library is given have the hash that was listed: a file may change after a look at it
+
+In a bundle that is being built the hashes are those that its build has given out.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,64 +54,93 @@ class EngineFile:
 
     Args:
         path: of the engine.
+        sha256: that its bytes have to have.
         described: what built it.
         sm: of the GPU that it is loaded on.
         gpu: name of that.
     """
 
     path: Path
+    sha256: str
     described: Description
     sm: str
     gpu: str
 
+    def read(self) -> bytes:
+        """The engine. Raises InputError `hash-mismatch`: these bytes are not what was verified."""
+        return _read(self.path, self.sha256)
 
-def matching(engines: Sequence[Path], library: Library, gpu: Mapping[str, Any]) -> EngineFile:
+
+def matching(bundle: Path, files: Mapping[Path, str], library: Library, gpu: Mapping[str, Any]) -> EngineFile:
     """The engine for this GPU.
 
     Args:
-        engines: of one bundle, as `verified` gives them.
+        bundle: its folder.
+        files: engines and what describes them, with their hashes, as `verified` gives them.
         library: that is to load it.
         gpu: of `plan.machine.gpus()`.
 
     Raises:
-        InputError: `engine-unreadable`, `engine-foreign`.
+        InputError: `bundle-without-engine`, `engine-unreadable`, `engine-foreign`, `hash-mismatch`.
     """
+    described = {}
+    for path in sorted(path for path in files if path.suffix == ".engine"):
+        record = path.with_suffix(".json")
+        described[path] = _described(path, _read(record, files[record]) if record in files else None)
+    path = choose(bundle, described, library, gpu)
+    return EngineFile(path, files[path], described[path], str(gpu["sm"]), str(gpu["name"]))
+
+
+def descriptions(bundle: Path) -> dict[Path, Description]:
+    """What the engines in a folder say of themselves, for a look alone: nothing here is verified.
+
+    Raises:
+        InputError: `engine-unreadable`.
+    """
+    found = {}
+    for path in sorted((bundle / FOLDER).glob("*.engine")):
+        record = path.with_suffix(".json")
+        found[path] = _described(path, record.read_bytes() if record.is_file() else None)
+    return found
+
+
+def choose(bundle: Path, engines: Mapping[Path, Description], library: Library, gpu: Mapping[str, Any]) -> Path:
+    """The first that is for this GPU.
+
+    Raises:
+        InputError: `bundle-without-engine`, `engine-foreign`.
+    """
+    if not engines:
+        raise _missing(bundle)
     here, name = str(gpu["sm"]), str(gpu["name"])
     reasons = []
-    for path in engines:
-        described = _described(path)
+    for path, described in engines.items():
         reason = _foreign(described, library, here, name)
         if reason is None:
-            return EngineFile(path, described, here, name)
+            return path
         reasons.append(f"{path.name} is for {reason}")
     raise InputError(
         "engine-foreign",
         where=f"{name}, SM {here}, {library.name} {library.version}",
-        value="; ".join(reasons) or "no engine",
+        value="; ".join(reasons),
         rule="an engine is loaded by what built it, on the GPU that it was built for",
-        remedy=f"build one for this GPU: {rebuild(engines[0].parent.parent, library) if engines else REBUILD}",
+        remedy=f"build one for this GPU: {rebuild(bundle, library)}",
     )
 
 
-def verified(bundle: Bundle) -> list[Path]:
-    """The engines of a bundle, by name; every file of `engine/` is what the manifest says.
+def verified(bundle: Bundle) -> dict[Path, str]:
+    """The files of `engine/` with their hashes; every one is what the manifest says.
 
     Raises:
         InputError: `bundle-without-engine`, `hash-mismatch`.
     """
     folder = bundle.path / FOLDER
     listed = [entry for entry in bundle.manifest.files if entry.path.startswith(f"{FOLDER}/")]
-    engines = [bundle.path / entry.path for entry in listed if entry.path.endswith(".engine")]
+    engines = [entry for entry in listed if entry.path.endswith(".engine")]
     names = {entry.path.removeprefix(f"{FOLDER}/") for entry in listed}
     strange = sorted({path.name for path in folder.glob("*.engine")} - names)
     if not engines and not strange:
-        raise InputError(
-            "bundle-without-engine",
-            where=str(bundle.path),
-            value=f"no {FOLDER}/*.engine",
-            rule="this runtime runs a TensorRT engine",
-            remedy=REBUILD.format(bundle=bundle.path),
-        )
+        raise _missing(bundle.path)
     if strange:
         raise InputError(
             "hash-mismatch",
@@ -117,7 +150,17 @@ def verified(bundle: Bundle) -> list[Path]:
             remedy=f"delete it, and build anew: {REBUILD.format(bundle=bundle.path)}",
         )
     bundle.demand_intact(listed)
-    return sorted(engines)
+    return {bundle.path / entry.path: entry.sha256 for entry in listed}
+
+
+def _missing(bundle: Path) -> InputError:
+    return InputError(
+        "bundle-without-engine",
+        where=str(bundle),
+        value=f"no {FOLDER}/*.engine",
+        rule="this runtime runs a TensorRT engine",
+        remedy=REBUILD.format(bundle=bundle),
+    )
 
 
 def unreadable(path: Path, why: str) -> InputError:
@@ -131,10 +174,24 @@ def unreadable(path: Path, why: str) -> InputError:
     )
 
 
-def _described(path: Path) -> Description:
+def _read(path: Path, sha256: str) -> bytes:
+    """A file's bytes, which have this hash: what is hashed is what is used."""
+    data = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(data).hexdigest() == sha256:
+        return data
+    raise InputError(
+        "hash-mismatch",
+        where=str(path),
+        value="changed since it was verified",
+        rule="only what the manifest lists is run: an engine is executable code",
+        remedy=f"build it anew: {REBUILD.format(bundle=path.parent.parent)}",
+    )
+
+
+def _described(path: Path, data: bytes | None) -> Description:
     try:
-        return Description.model_validate_json(path.with_suffix(".json").read_bytes())
-    except (OSError, ValidationError, json.JSONDecodeError):
+        return Description.model_validate_json(data or b"")
+    except (ValidationError, json.JSONDecodeError):
         raise unreadable(path, f"no {path.with_suffix('.json').name} that says what built it") from None
 
 

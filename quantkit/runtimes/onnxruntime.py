@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ class OnnxRuntime:
             )
         return folder
 
-    def open(self, path: Path, threads: int | None = None) -> Loaded:
-        """What scores a bundle, or the folder of one that is being built."""
+    def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> Loaded:
+        """What scores a bundle, or the folder of one that is being built; `built` is for what is executable."""
         return Loaded(path / FOLDER, threads=threads)
 
     def load(self, bundle: Bundle, **settings: Any) -> Loaded:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Bundle
-from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError, MissingDependency
 from quantkit.runtimes import _tensorrt_library
 from quantkit.runtimes._generate import generated
-from quantkit.runtimes._tensorrt_file import FOLDER, matching, verified
+from quantkit.runtimes._tensorrt_file import FOLDER, choose, descriptions, matching, verified
 from quantkit.runtimes._tensorrt_library import Library, Name
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Tensorrt:
             return blind
         if folder is not None:
             try:
-                matching(sorted((folder / FOLDER).glob("*.engine")), library, gpus[0])
+                choose(folder, descriptions(folder), library, gpus[0])
             except InputError as problem:
                 return problem.line()
         return None
@@ -82,15 +81,21 @@ class Tensorrt:
             verified(bundle)
         return folder
 
-    def open(self, path: Path, threads: int | None = None) -> Loaded:
-        """What scores a bundle, or the folder of one that is being built: what has just been written needs no manifest.
+    def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> Loaded:
+        """What scores a bundle, or the folder of one that is being built.
+
+        Args:
+            path: of it.
+            threads: has no meaning here.
+            built: of one that is being built, the hashes that its build has given out, by their paths in it; None:
+                the manifest says.
 
         Raises:
-            InputError: as `load`.
+            InputError: as `load`; `not-a-bundle`.
         """
-        if (path / MANIFEST).is_file():
+        if built is None:
             return self.load(Bundle.load(path))
-        return self._run(sorted((path / FOLDER).glob("*.engine")))
+        return self._run(path, {path / name: sha256 for name, sha256 in built.items()})
 
     def load(self, bundle: Bundle) -> Loaded:
         """A model in its engine; every file is checked against the manifest first.
@@ -99,9 +104,9 @@ class Tensorrt:
             InputError: `bundle-without-engine`, `hash-mismatch`, `gpu-absent`, `engine-foreign`, `engine-unreadable`.
             MissingDependency: the library.
         """
-        return self._run(verified(bundle))
+        return self._run(bundle.path, verified(bundle))
 
-    def _run(self, engines: Sequence[Path]) -> Loaded:
+    def _run(self, bundle: Path, files: Mapping[Path, str]) -> Loaded:
         from quantkit.runtimes._tensorrt_decode import Loaded
         from quantkit.runtimes._tensorrt_engine import Engine
 
@@ -109,7 +114,7 @@ class Tensorrt:
         if not gpus:
             raise self._absent(f"no NVIDIA GPU: {why}")
         library = self._loaded()
-        file = matching(engines, library, gpus[0])
+        file = matching(bundle, files, library, gpus[0])
         if blind := self._torch_blind():
             raise self._absent(blind)
         return Loaded(Engine(file, library, device=self._device))

@@ -19,6 +19,7 @@ from quantkit.model import layouts
 from quantkit.runtimes._classes import built, described
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     import torch
@@ -117,8 +118,11 @@ class TorchRuntime:
             )
         return bundle.model_folder
 
-    def open(self, path: Path, threads: int | None = None) -> StreamedModel:
-        """What scores a bundle, or the folder of one that is being built; torch has its own number of threads."""
+    def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> StreamedModel:
+        """What scores a bundle, or the folder of one that is being built.
+
+        torch has its own number of threads, and nothing that `built` would have to vouch for.
+        """
         return self.stream(path / "model")
 
     def stream(self, folder: Path, *, cache: bool = True) -> StreamedModel:

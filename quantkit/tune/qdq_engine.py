@@ -72,8 +72,7 @@ def autotune(
     journal = content.cache_dir() / "tune" / f"qdq-{hashlib.sha256(key.encode()).hexdigest()[:32]}.jsonl"
 
     def build(beside: Path) -> Loaded:
-        exporter.build(beside, options)
-        opened: Loaded = runtime.open(beside)
+        opened: Loaded = runtime.open(beside, built=exporter.build(beside, options))
         return opened
 
     groups = _pairs.groups(folder / NETWORK)

@@ -53,7 +53,7 @@ def test_engines_are_built_for_the_target_and_for_this_machine(folder: Path, mon
     assert done.engine == "engine/sm86.engine"
     after = Bundle.load(folder)
     assert after.manifest.content_sha256 == before.manifest.content_sha256
-    assert [path.name for path in verified(after)] == ["sm86.engine", "sm89.engine"]
+    assert [path.name for path in verified(after) if path.suffix == ".engine"] == ["sm86.engine", "sm89.engine"]
     assert all(check.ok for check in after.verify())
     assert json.loads((folder / "engine" / "sm86.json").read_text())["sm"] == ["8.6"]
     # again, over a damaged one: that is what it is for

@@ -148,4 +148,4 @@ def test_where_no_engine_runs_nothing_is_looked_into(folder: Path) -> None:
     from quantkit.recipe import ExportStep
 
     steps = [ExportStep(name="tensorrt", options={}), ExportStep(name="checkpoint", options={})]
-    assert inspect_engine.of_exports(steps, folder, [], strict=True) == []
+    assert inspect_engine.of_exports(steps, folder, [], {}, strict=True) == []

@@ -111,6 +111,52 @@ def test_hashes_come_before_everything_else(own: Path) -> None:
         runtime(gpus=[], why="no driver").load(Bundle.load(own))
 
 
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What the library was given to open."""
+    found: list[bytes] = []
+    opens = fake_tensorrt._Runtime.deserialize_cuda_engine
+
+    def deserialize(self: Any, data: bytes) -> Any:
+        found.append(data)
+        return opens(self, data)
+
+    monkeypatch.setattr(fake_tensorrt._Runtime, "deserialize_cuda_engine", deserialize)
+    return found
+
+
+@pytest.mark.parametrize("name", ["sm89.engine", "sm89.json"])
+def test_a_file_that_changes_after_it_was_verified_is_not_used(
+    own: Path, name: str, given: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intact = Bundle.demand_intact
+
+    def then_changed(self: Bundle, *entries: Any) -> None:
+        intact(self, *entries)
+        path = own / "engine" / name
+        path.write_bytes(path.read_bytes() + b" ")
+
+    monkeypatch.setattr(Bundle, "demand_intact", then_changed)
+    with pytest.raises(InputError, match="hash-mismatch") as caught:
+        runtime().load(Bundle.load(own))
+    assert name in str(caught.value.where)
+    assert given == []
+
+
+def test_without_a_manifest_only_what_the_build_gave_out_is_opened(own: Path, given: list[bytes]) -> None:
+    built = {path: entry.sha256 for entry in Bundle.load(own).manifest.files if (path := entry.path).startswith("eng")}
+    (own / "manifest.json").unlink()
+    with pytest.raises(InputError, match="not-a-bundle"):
+        runtime().open(own)
+    with pytest.raises(InputError, match="hash-mismatch"):
+        runtime().open(own, built={**built, "engine/sm89.engine": "0" * 64})
+    with pytest.raises(InputError, match="bundle-without-engine"):
+        runtime().open(own, built={})
+    assert given == []
+    assert runtime().open(own, built=built).decoder
+    assert given == [(own / "engine" / "sm89.engine").read_bytes()]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
