@@ -14,6 +14,7 @@ import small_onnx
 from fake_tensorrt import GPU
 
 from quantkit import registry
+from quantkit.bundle import inventory
 from quantkit.errors import InputError
 from quantkit.export import _pairs
 from quantkit.plan import machine
@@ -111,7 +112,7 @@ def test_placements_are_built_compared_and_timed(folder: Path, tmp_path: Path) -
 
     def build(beside: Path) -> Any:
         fake_tensorrt.engine(beside / "engine", [PROFILE])
-        return runtime.open(beside)
+        return runtime.open(beside, built={entry.path: entry.sha256 for entry in inventory(beside)})
 
     def timed(model: Any) -> Iterable[float]:
         # a fake timer: each conversion takes a millisecond
