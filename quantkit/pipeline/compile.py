@@ -46,7 +46,7 @@ from quantkit.pipeline.request import Request
 from quantkit.pipeline.score import score_exports, unscored
 from quantkit.pipeline.strict import refuse
 from quantkit.pipeline.worth import decide, try_to_time
-from quantkit.plan import machine
+from quantkit.plan import efficiency, machine
 
 if TYPE_CHECKING:
     from quantkit.pipeline.graph_prepared import Prepared as PreparedGraph
@@ -216,6 +216,7 @@ class _Compilation:
             )
             judged, unjudged = judge(prepared.request.recipe.gates, rows)
             timed, untimed = self._speed(subject, layers)
+            efficiency.keep([row.as_dict() for row in timed])
             rows += timed
             decisions += [*unscored(request.recipe.export, self.build.bundle), *unjudged, *untimed]
             checks += judged

@@ -28,7 +28,7 @@ from quantkit.pipeline import inspect_engine, worth
 from quantkit.pipeline.gates import judge
 from quantkit.pipeline.graph_again import holds_graph, is_network, measure_graph
 from quantkit.pipeline.progress import Progress
-from quantkit.plan import machine
+from quantkit.plan import efficiency, machine
 from quantkit.recipe import Gates, Recipe
 from quantkit.target import Target
 
@@ -335,6 +335,7 @@ def _keep(
             rule=f"what was measured is {measured}",
             remedy="measure again, with nothing else at work on the bundle",
         )
+    efficiency.keep([row.as_dict() for row in rows])
     if looked is not None:
         bundle = _with_engine(bundle, looked)
         manifest = bundle.manifest

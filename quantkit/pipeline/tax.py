@@ -17,6 +17,7 @@ from quantkit.measure.ops_run import Job
 from quantkit.measure.rows import Row
 from quantkit.measure.verdict import Measured
 from quantkit.pipeline.tax_question import Plan
+from quantkit.plan import efficiency
 from quantkit.report.tax import Taxed
 
 Report = Callable[[float, str], None]
@@ -130,8 +131,9 @@ def _timing(row: Row) -> Timing:
 
 
 def record(answer: Answer) -> None:
-    """Put what was chosen on a GPU into the bundle that was asked about; nothing where there is none."""
+    """Put what was chosen on a GPU into the bundle that was asked about, if there is one; remember it all."""
     plan = answer.plan
+    efficiency.keep([row.as_dict() for row in answer.rows])
     if plan.records and plan.bundle is not None and (choices := answer.choices(plan.subject)):
         plan.bundle.put(FILE, choices.as_bytes())
 

@@ -14,9 +14,11 @@ datasheet's. So a sample carries its ceilings, and its efficiency is turned to t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -203,19 +205,20 @@ def own() -> list[Sample]:
     return found
 
 
-def keep(rows: Iterable[Mapping[str, Any]], name: str) -> None:
-    """Remember what measurements taught, for plans to come.
+def keep(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Remember what measurements (rows as JSON) taught, for plans to come.
 
-    Args:
-        rows: as JSON.
-        name: of their subject; a later measurement of the same one takes its place.
+    A later measurement of the same things takes the place of an earlier one. A cache that cannot be written remembers
+    nothing.
     """
     found = list(samples(rows))
     if not found:
         return
-    path = _store() / f"{name}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, dumped(found))
+    what = sorted({(each.device, each.runtime, each.format, each.phase, each.subject, each.rows) for each in found})
+    path = _store() / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}.jsonl"
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, dumped(found))
 
 
 def dumped(found: Iterable[Sample]) -> bytes:

@@ -117,9 +117,9 @@ def test_a_datasheet_that_promises_more_than_the_run_measured_lowers_the_share()
 def test_what_is_kept_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
     assert efficiency.own() == []
-    efficiency.keep([row()], "a")
-    efficiency.keep([row(value=0.0)], "a")
-    efficiency.keep([{"name": "size.bytes"}], "nothing")
+    efficiency.keep([row()])
+    efficiency.keep([row(value=0.0)])
+    efficiency.keep([{"name": "size.bytes"}])
     assert [each.efficiency for each in efficiency.own() if each.format == "int4"] == [pytest.approx(1.0)]
     assert len(list((tmp_path / "measured").iterdir())) == 1
     (tmp_path / "measured" / "torn.jsonl").write_text('{"device": "cpu')
