@@ -1,0 +1,178 @@
+"""What a plan says: for each recipe whether it fits, how fast it can be, what it costs; and which one to take.
+
+Numbers with their units in the names; what is not known is None, and `because` or `notes` say why. A page, a table and
+`--json` all show these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantkit.errors import QuantkitError
+from quantkit.plan.architecture import Architecture
+from quantkit.plan.forecast import Timed
+from quantkit.target import State, Target
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be served.
+
+    Args:
+        batches: sequences at once, whose steps are timed.
+        prompt: tokens that come in with a request.
+        output: tokens that go out.
+        context: tokens that memory is reckoned for; prompt and output, unless said.
+        rate: requests a second; None where no load is simulated.
+        assumed: what was not said, and what was taken for it, in words.
+    """
+
+    batches: Sequence[int]
+    prompt: int
+    output: int
+    context: int
+    rate: float | None = None
+    assumed: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A batch.
+
+    Args:
+        batch: sequences.
+        prefill: of their prompts; None for a model that does not decode, whose pass is `step`.
+        step: one token of each, halfway through the output.
+        cache_bytes: of the keys and values of all of them at the full context.
+        fits: whether weights and cache fit into the devices; None where the target does not say how much they hold.
+    """
+
+    batch: int
+    prefill: Timed | None
+    step: Timed
+    cache_bytes: float
+    fits: bool | None
+
+    def tokens_per_s(self, output: int) -> float | None:
+        """Tokens that come out each second, of requests that all begin together."""
+        first = self.prefill.seconds if self.prefill is not None else 0.0
+        if first is None or self.step.seconds is None:
+            return None
+        steps = output if self.prefill is not None else 1
+        return self.batch * steps / (first + steps * self.step.seconds)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What it takes on the target, at the largest batch of the workload and its context.
+
+    Args:
+        parts: what -> bytes, of one device: `weights`, `embeddings`, `cache`, `activations`, `runtime`, ...
+        capacity: bytes of one device; None where the target does not say.
+        cache_per_token: bytes of keys and values that one more token takes, all layers together.
+        largest_batch: sequences at the context; None where nothing bounds it.
+        largest_context: tokens at the largest batch of the workload.
+        devices: that share the model.
+        needed: devices that one sequence at the context needs; None where no number of them does.
+        notes: what was assumed.
+    """
+
+    parts: Mapping[str, float]
+    capacity: float | None
+    cache_per_token: float
+    largest_batch: int | None
+    largest_context: int | None
+    devices: int
+    needed: int | None
+    notes: Sequence[str] = ()
+
+    @property
+    def total(self) -> float:
+        """Bytes of one device."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Cell:
+    """How the target's runtime takes what the recipe stores: a cell of the matrix."""
+
+    format: str
+    what: str
+    state: State
+    source: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe, planned.
+
+    Args:
+        label: as it was asked for: `int4-best`, `bf16`.
+        recipe: what it stands for.
+        runtime: that would run it.
+        cells: how it takes what is stored.
+        bits: of a quantized weight, on average; None where none is quantized.
+        bytes: of all weights as they are stored.
+        memory: on the target.
+        rows: by batch.
+        load: what the simulation of the workload's rate says; None without one.
+        cost: of a million tokens, and energy; None without prices.
+        compiling: what the compile takes; None where it is not known.
+        problem: why it cannot run there; nothing else is reckoned then.
+        notes: what a reader must know.
+    """
+
+    label: str
+    recipe: str
+    runtime: str = ""
+    cells: Sequence[Cell] = ()
+    bits: float | None = None
+    bytes: float = 0.0
+    memory: Memory | None = None
+    rows: Sequence[Row] = ()
+    load: Any = None
+    cost: Any = None
+    compiling: Any = None
+    problem: QuantkitError | None = None
+    notes: Sequence[str] = ()
+
+    @property
+    def forecast(self) -> bool:
+        """Whether every time is a forecast, and not a bound alone."""
+        return bool(self.rows) and all(row.step.forecast is not None for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Which candidate to take.
+
+    Args:
+        label: its; None where none fits or runs.
+        because: the reasons, the first one decided.
+    """
+
+    label: str | None
+    because: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The whole plan.
+
+    Args:
+        architecture: the model's sizes.
+        target: where.
+        workload: what for.
+        candidates: in the order in which they were asked for.
+        recommendation: among them.
+        notes: what holds for all of them.
+    """
+
+    architecture: Architecture
+    target: Target
+    workload: Workload
+    candidates: Sequence[Candidate]
+    recommendation: Recommendation
+    notes: Sequence[str] = field(default=())
