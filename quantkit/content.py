@@ -69,8 +69,8 @@ def names(kind: Kind) -> list[str]:
 
 
 def is_path(reference: str) -> bool:
-    """Whether a reference means a user's own file rather than a shipped name."""
-    return reference.startswith(("/", "./", "../", "~")) or Path(reference).suffix != ""
+    """Whether a reference means a user's own file rather than a shipped name. (`qwen2.5-7b` has no suffix.)"""
+    return reference.startswith(("/", "./", "../", "~")) or Path(reference).suffix[1:2].isalpha()
 
 
 def as_reference(reference: str | Path) -> str:

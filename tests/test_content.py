@@ -72,3 +72,14 @@ def test_every_folder_says_what_lives_there_and_all_it_holds_is_plain_yaml(kind:
         assert data["schema"] == 1
         assert data["summary"].strip()
         assert content.find(kind, name).read_bytes().isascii() or kind == "calibration"
+
+
+@pytest.mark.parametrize(
+    ("reference", "path"),
+    [
+        *((path, True) for path in ("./x", "/x", "~/x", "x.yaml", "dir/x.json")),
+        *((name, False) for name in ("x", "qwen2.5-7b", "llama-3.1-405b", "awq-int4+kv-fp8")),
+    ],
+)
+def test_a_version_number_is_no_suffix(reference: str, path: bool) -> None:
+    assert content.is_path(reference) is path

@@ -17,7 +17,7 @@ from quantkit.errors import InputError, did_you_mean, unknown_name
 from quantkit.model.alias import ALIASES
 from quantkit.pipeline.tax_cpu import Processor, demand_runtime
 from quantkit.pipeline.tax_cuda import Graphics
-from quantkit.plan import shapes
+from quantkit.plan import shapes, shipped
 from quantkit.plan.shapes import Shapes
 from quantkit.target import Target
 
@@ -230,7 +230,7 @@ def _shapes(asked: Question) -> Shapes:
     if asked.model is None:
         return shapes.typed(asked.shapes)
     if not content.is_path(asked.model):
-        if asked.model in shapes.names():
+        if asked.model in shipped.names():
             return shapes.shipped(asked.model)
         if asked.model.startswith("hf:"):
             remedy = "name its config.json, a folder with its weights, or --shape KxN"

@@ -22,6 +22,7 @@ class Matrix:
         count: how many of them there are: the experts of a layer; else 1.
         active: how many of them a token passes through.
         bias: whether each has a vector of N beside it.
+        router: it chooses experts; in transformers a parameter, no linear, so that no recipe ever quantizes it.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Matrix:
     count: int = 1
     active: int = 1
     bias: bool = False
+    router: bool = False
 
     @property
     def parameters(self) -> int:

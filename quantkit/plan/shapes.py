@@ -1,6 +1,6 @@
 """The linears of a model as shapes: `[N, K]` with how often each occurs. Torch-free, no weights are read.
 
-From a shipped list (`quantkit/plan/models/NAME.yaml`), from a `config.json`, from the names and shapes of stored
+From a shipped config (`quantkit/plan/models/NAME.yaml`), from a `config.json`, from the names and shapes of stored
 tensors, or typed in as KxN. A linear computes `y = x Wᵀ`, x [M, K], W [N, K].
 """
 
@@ -9,26 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from quantkit.content import Closed, known_keys, read_yaml
-from quantkit.errors import InputError, from_validation, unknown_name
+from quantkit.content import Closed
+from quantkit.errors import InputError, unknown_name
+from quantkit.plan import configs
+from quantkit.plan import shipped as shipped_models
+from quantkit.plan.architecture import Architecture
 
-_FOLDER = Path(__file__).parent / "models"
 _TYPED = re.compile(r"(\d+)[x×](\d+)", re.IGNORECASE)
-# how blocks are built, by `model_type`: q, k, v and gate, up as tensors of their own; the same with each group in one
-# tensor; and q, k, v with a multilayer perceptron of two
-_SEPARATE = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "olmo", "olmo2", "smollm3"),
-    *("cohere", "stablelm"),
-)
-_JOINED = ("phi3",)
-_PLAIN = ("bert", "roberta", "xlm-roberta", "electra", "vit", "deit")
-# heads of encoders differ too much to be read off a config
-_WITH_HEAD = (*_SEPARATE, *_JOINED)
 _EMBEDDINGS = re.compile(r"embed|\bwte\b|\bwpe\b|position|token_type|norm", re.IGNORECASE)
 
 
@@ -44,15 +35,6 @@ class Linear(Closed):
     def label(self) -> str:
         """`4096x14336`: K x N."""
         return f"{self.K}x{self.N}"
-
-
-class _List(Closed):
-    """A file of `models/`."""
-
-    schema_: int = Field(alias="schema", ge=1, le=1)
-    summary: str
-    source: str
-    linears: list[Linear] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
@@ -84,29 +66,19 @@ class Shapes:
 
 
 def names() -> list[str]:
-    """The shipped lists."""
-    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
-
-
-def summaries() -> dict[str, str]:
-    """Name -> what it is."""
-    return {name: _read(name).summary for name in names()}
+    """The shipped models whose linears each see all tokens of a batch: those without experts."""
+    return [name for name in shipped_models.names() if not _has_experts(_architecture(name))]
 
 
 def shipped(name: str) -> Shapes:
-    """A shipped list. Raises InputError `unknown-model`, with a did-you-mean."""
-    if name not in names():
+    """The linears of a shipped model. Raises InputError `unknown-model`, with a did-you-mean."""
+    if name not in shipped_models.names():
         raise unknown_name("model", name, names())
-    found = _read(name)
-    return Shapes(name, found.linears, found.source)
+    return _of(_architecture(name), shipped_models.read(name).source)
 
 
-def _read(name: str) -> _List:
-    path = _FOLDER / f"{name}.yaml"
-    try:
-        return _List.model_validate(read_yaml(path))
-    except ValidationError as error:
-        raise from_validation(error, where=str(path), code="shapes-invalid", known=known_keys(_List)) from None
+def _architecture(name: str) -> Architecture:
+    return configs.from_config(shipped_models.read(name).config, name)
 
 
 def typed(texts: Iterable[str]) -> Shapes:
@@ -126,45 +98,45 @@ def from_config(config: Mapping[str, Any], name: str) -> Shapes:
     """The linears that a transformers `config.json` stands for.
 
     Raises:
-        InputError: `config-unknown` for a `model_type` whose blocks are not known by their config.
+        InputError: `config-invalid`; `config-unknown` for a `model_type` whose blocks are not known by their config, or
+            that has experts.
     """
-    kind = str(config.get("model_type", ""))
-    if kind not in (*_SEPARATE, *_JOINED, *_PLAIN):
-        raise InputError(
-            "config-unknown",
-            where=name,
-            value=f"model_type {kind!r}",
-            rule="shapes are read off the configs of models whose blocks are known",
-            remedy="use a folder that holds the weights, or name the shapes: --shape KxN",
-        )
+    if not configs.is_known(config):
+        raise _unknown(name, f"model_type {config.get('model_type')!r:.60}", "models whose blocks are known")
+    return _of(configs.from_config(config, name), f"config.json, {config.get('model_type')}")
 
-    def number(key: str, default: int | None = None) -> int:
-        value = config.get(key) or default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError("config-unknown", where=f"{name}: {key}", value=config.get(key), rule="a number from 1 up")
-        return value
 
-    hidden, wide, layers = (number(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
-    heads = number("num_attention_heads")
-    head = number("head_dim", hidden // heads)
-    q, kv = heads * head, number("num_key_value_heads", heads) * head
+def _of(model: Architecture, source: str) -> Shapes:
+    """The linears by what they are called inside a block."""
+    if _has_experts(model):
+        raise _unknown(model.name, "experts, each of which sees some of a batch's tokens", "models without experts")
+    found: dict[tuple[str, int, int], int] = {}
+    for layer in model.layers:
+        for each in layer.matrices:
+            key = (_label(each.name.removeprefix(f"{layer.name}.")), each.K, each.N)
+            found[key] = found.get(key, 0) + 1
+    if model.head is not None and model.kind != "encoder":  # heads of encoders are no product with every token
+        found[model.head.name.rpartition(".")[2], model.head.K, model.head.N] = 1
+    return Shapes(model.name, [Linear(name=label, K=k, N=n, count=c) for (label, k, n), c in found.items()], source)
 
-    def linear(label: str, k: int, n: int, count: int = layers) -> Linear:
-        return Linear(name=label, K=k, N=n, count=count)
 
-    if kind in _PLAIN:
-        block = [linear(label, hidden, hidden) for label in ("query", "key", "value", "attention.output")]
-        block += [linear("intermediate", hidden, wide), linear("output", wide, hidden)]
-    else:
-        if kind in _JOINED:
-            block = [linear("qkv_proj", hidden, q + 2 * kv), linear("gate_up_proj", hidden, 2 * wide)]
-        else:
-            block = [linear("q_proj", hidden, q), linear("k_proj", hidden, kv), linear("v_proj", hidden, kv)]
-            block += [linear("gate_proj", hidden, wide), linear("up_proj", hidden, wide)]
-        block += [linear("o_proj", q, hidden), linear("down_proj", wide, hidden)]
-    if kind in _WITH_HEAD:
-        block.append(linear("lm_head", hidden, number("vocab_size"), 1))
-    return Shapes(name, block, f"config.json, {kind}")
+def _label(path: str) -> str:
+    """`self_attn.q_proj` -> `q_proj`, `attention.output.dense` -> `attention.output`."""
+    return path.removesuffix(".dense") if path.endswith(".dense") else path.rpartition(".")[2]
+
+
+def _has_experts(model: Architecture) -> bool:
+    return any(each.count > 1 for each in model.inside())
+
+
+def _unknown(name: str, value: str, rule: str) -> InputError:
+    return InputError(
+        "config-unknown",
+        where=name,
+        value=value,
+        rule=f"shapes are read off the configs of {rule}",
+        remedy="use a folder that holds the weights, or name the shapes: --shape KxN",
+    )
 
 
 def from_tensors(stored: Mapping[str, Sequence[int]], name: str, *, tied_head: bool = False) -> Shapes:

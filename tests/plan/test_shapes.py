@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.plan import shapes
+from quantkit.plan import shapes, shipped
 from quantkit.plan.shapes import Linear
 
 # of the models' own config.json
@@ -45,8 +45,10 @@ def test_shipped_lists_add_up_to_the_model(name: str) -> None:
     assert sum(each.count for each in found.distinct()) == sum(each.count for each in found.linears)
 
 
-def test_every_shipped_list_is_tested() -> None:
-    assert set(SIZES) == set(shapes.names()) == set(shapes.summaries())
+def test_models_with_experts_have_no_one_batch_for_all_linears() -> None:
+    assert set(SIZES) <= set(shapes.names()) < set(shipped.names())
+    with pytest.raises(InputError, match=r"config-unknown.*experts.*--shape"):
+        shapes.shipped("mixtral-8x7b")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -91,6 +93,10 @@ def test_distinct_adds_up_counts_and_puts_the_heaviest_first() -> None:
 def test_a_config_that_is_not_known_says_what_to_do() -> None:
     with pytest.raises(InputError, match=r"config-unknown.*--shape"):
         shapes.from_config({"model_type": "mamba"}, "x")
+    llama = {"model_type": "my-llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    llama |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "rms_norm_eps": 1e-5}
+    with pytest.raises(InputError, match="config-unknown"):  # nothing is timed on an assumption
+        shapes.from_config(llama, "x")
     with pytest.raises(InputError, match="hidden_size"):
         shapes.from_config({"model_type": "llama", "hidden_size": "a"}, "x")
 
