@@ -36,7 +36,7 @@ from quantkit.passes import NOTE, decision
 from quantkit.pipeline import tokens
 from quantkit.pipeline.estimate import demand_disk, estimate, head_size, times
 from quantkit.pipeline.exported_module import REF
-from quantkit.pipeline.gates import judge
+from quantkit.pipeline.gates import judge, warnings
 from quantkit.pipeline.inspect_engine import of_exports
 from quantkit.pipeline.manifest import entries_of, manifest_of, with_documents
 from quantkit.pipeline.prepared import Prepared, fingerprint, prepare
@@ -177,7 +177,8 @@ def _finished(bundle: Bundle, prepared: Prepared) -> Compiled:
         refuse(manifest.decisions)
     rows = [Row.model_validate(row) for row in bundle.measurements]
     seconds = {"quantize_cpu": None, "total": 0.0}
-    return Compiled(bundle, rows, seconds, machine.peak_bytes(), list(prepared.source.notes))
+    notes = [*prepared.source.notes, *warnings(manifest.decisions)]
+    return Compiled(bundle, rows, seconds, machine.peak_bytes(), notes)
 
 
 class _Compilation:
@@ -214,7 +215,10 @@ class _Compilation:
             rows = score_exports(
                 prepared, self.build, self.progress, subject=subject, layers=layers, files=files, built=built
             )
-            judged, unjudged = judge(prepared.request.recipe.gates, rows)
+            judged, unjudged = judge(request.recipe.gates, rows, request.gates_asked)
+            if request.strict:
+                refuse(unjudged)
+            notes = [*prepared.source.notes, *warnings(unjudged)]
             timed, untimed = self._speed(subject, layers)
             efficiency.keep([row.as_dict() for row in timed])
             rows += timed
@@ -231,11 +235,10 @@ class _Compilation:
                 subject=subject,
             )
             manifest = manifest.model_copy(update={"verdict": decide(rows, checks, layers, request.target)})
-            manifest = with_documents(manifest, rows, prepared.source.notes, self.build.bundle)
+            manifest = with_documents(manifest, rows, notes, self.build.bundle)
         bundle = self.build.finish(manifest)
-        warnings = list(prepared.source.notes)
         seconds = {"quantize_cpu": self.quantize_cpu, "total": time.perf_counter() - self.started}
-        return Compiled(bundle, rows, seconds, machine.peak_bytes(), warnings)
+        return Compiled(bundle, rows, seconds, machine.peak_bytes(), notes)
 
     def _export(self) -> list[Decision]:
         stored = results(self.prepared, self.build)

@@ -1,23 +1,31 @@
-"""Gates: what must hold for a result to be accepted, held against its measurements."""
+"""Gates: what must hold for a result to be accepted, held against its measurements.
+
+A shipped recipe names gates for every kind of model that it is for; those of other kinds are a note. A gate that
+somebody asked for and that nothing scored can judge is said: a decision, a warning, and an error under `--strict`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from quantkit.bundle import Check, Decision, Manifest
 from quantkit.errors import GateError
 from quantkit.measure.rows import Row
-from quantkit.passes import decision
+from quantkit.passes import NOTE, decision
 from quantkit.recipe import Gates
 from quantkit.report import figures
+
+UNJUDGED = "gate-not-judged"
+_WHERE = "gates."
 
 
 @dataclass(frozen=True)
 class _About:
-    """What a gate is about: rows of a name, what of them is held against the limit, and of which of them."""
+    """What a gate is about: rows of a name, what has them, what is held against the limit, and of which of them."""
 
     name: str
+    takes: str
     read: Callable[[Row], float | None]
     among: Callable[[Row], bool] = lambda row: True
 
@@ -41,21 +49,27 @@ def _of_classes(row: Row) -> bool:
     return "classes" in (row.shape or {})
 
 
+_WORDS, _CLASSES = "a language model, and its original", "a graph that tells classes apart"
 _ABOUT = {
-    "kl_max": _About("accuracy.kl", _itself),
-    "top1_agreement_min": _About("accuracy.top1_agreement", _itself, lambda row: not _of_classes(row)),
-    "perplexity_ratio_max": _About("accuracy.perplexity", _ratio),
-    "top1_drop_max": _About("accuracy.top1", _points_lost),
-    "agreement_min": _About("accuracy.top1_agreement", _itself, _of_classes),
-    "recall_drop_max": _About("accuracy.recall_at_1", _points_lost),
-    "cosine_min": _About("accuracy.cosine", _itself),
-    "bits_per_weight_max": _About("size.bits_per_weight", _itself),
+    "kl_max": _About("accuracy.kl", "next words or classes", _itself),
+    "top1_agreement_min": _About("accuracy.top1_agreement", _WORDS, _itself, lambda row: not _of_classes(row)),
+    "perplexity_ratio_max": _About("accuracy.perplexity", _WORDS, _ratio),
+    "top1_drop_max": _About("accuracy.top1", f"{_CLASSES}, and labels", _points_lost),
+    "agreement_min": _About("accuracy.top1_agreement", _CLASSES, _itself, _of_classes),
+    "recall_drop_max": _About("accuracy.recall_at_1", "an encoder, and pairs of texts", _points_lost),
+    "cosine_min": _About("accuracy.cosine", "a model that gives vectors", _itself),
+    "bits_per_weight_max": _About("size.bits_per_weight", "quantized layers", _itself),
 }
 
 
-def judge(gates: Gates, rows: Sequence[Row]) -> tuple[list[Check], list[Decision]]:
+def judge(gates: Gates, rows: Sequence[Row], asked: Container[str] | None = None) -> tuple[list[Check], list[Decision]]:
     """One check for each gate that was set and each runtime it was measured in, on the worst of its rows there, and a
-    decision for each gate whose measurement there is none of.
+    decision for each gate whose measurement there is none of: a note, if nobody asked for it.
+
+    Args:
+        gates: of the recipe.
+        rows: measured.
+        asked: gates that somebody asked for; None is all.
 
     The first runtime's checks are called `gate.kl_max`; others bear the runtime's name: `gate.onnxruntime.kl_max`.
     """
@@ -71,13 +85,25 @@ def judge(gates: Gates, rows: Sequence[Row]) -> tuple[list[Check], list[Decision
                 if value is not None:
                     found[row.runtime] = worse(value, found.get(row.runtime, value))
         if not found:
-            reason = f"{about.name} was not measured for this kind of model"
-            decisions.append(decision("gates", "gate-not-judged", f"gates.{gate}", reason, limit))
+            code = UNJUDGED if asked is None or gate in asked else NOTE
+            reason = f"not judged: {about.name} was not measured, which takes {about.takes}"
+            decisions.append(decision("gates", code, f"{_WHERE}{gate}", reason, limit))
         for number, (runtime, value) in enumerate(found.items()):
             ok = worse(value, limit) == limit
             label = f"gate.{gate}" if number == 0 else f"gate.{runtime}.{gate}"
             checks.append(Check(name=label, value=value, limit=limit, ok=ok))
     return checks, decisions
+
+
+def warnings(decisions: Sequence[Decision]) -> list[str]:
+    """What a reader has to know of gates that were asked for and not judged."""
+    return [f"{each.where} {each.from_:g} is {each.reason}" for each in decisions if each.code == UNJUDGED]
+
+
+def still_unjudged(decisions: Sequence[Decision], checks: Sequence[Check]) -> list[Decision]:
+    """Decisions without those on gates that have a check by now."""
+    judged = {f"{_WHERE}{check.name.rpartition('.')[2]}" for check in figures.gates(checks)}
+    return [each for each in decisions if each.code not in (UNJUDGED, NOTE) or each.where not in judged]
 
 
 def measured(gate: str, rows: Sequence[Row]) -> Row | None:

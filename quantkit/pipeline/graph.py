@@ -33,7 +33,7 @@ from quantkit.measure.harm import Harm
 from quantkit.measure.rows import Row, write_rows
 from quantkit.measure.size import size_rows
 from quantkit.passes import NOTE, decision
-from quantkit.pipeline.gates import judge
+from quantkit.pipeline.gates import judge, warnings
 from quantkit.pipeline.graph_engine import wanted
 from quantkit.pipeline.graph_measure import Timed, scored, speed
 from quantkit.pipeline.graph_mixed import NAME, mix
@@ -87,7 +87,8 @@ def compile_graph(
     build = Build.open(prepared.out, _fingerprint(prepared), resume=request.resume)
     if build.finished is not None:
         rows = [Row.model_validate(row) for row in build.finished.measurements]
-        return Outcome(build.finished, rows, {"quantize_cpu": None, "total": 0.0}, list(prepared.graph.notes))
+        notes = [*prepared.graph.notes, *warnings(build.finished.manifest.decisions)]
+        return Outcome(build.finished, rows, {"quantize_cpu": None, "total": 0.0}, notes)
     with build, stopping_when_full(build.folder):
         quantized: Network | Quantized
         if wanted(request.recipe) is not None:
@@ -125,9 +126,12 @@ def compile_graph(
             baseline_bytes=prepared.graph.bytes,
             folder=file.parent.name,
         )
+        judged, unjudged = judge(request.recipe.gates, rows, request.gates_asked)
+        if request.strict:
+            refuse(unjudged)
+        notes = [*prepared.graph.notes, *warnings(unjudged)]
         timed, untimed = _speed(prepared, file.parent, subject, progress)
         rows += timed
-        judged, unjudged = judge(request.recipe.gates, rows)
         decisions = [*prepared.decisions, *taken, *unjudged, *quantized.notes(), *untimed]
         write_rows(build.bundle / MEASUREMENTS, rows)
         manifest = manifest_of(
@@ -140,10 +144,10 @@ def compile_graph(
             subject=subject,
         )
         manifest = manifest.model_copy(update={"verdict": decide(rows, manifest.checks, layers, request.target)})
-        manifest = with_documents(manifest, rows, list(prepared.graph.notes), build.bundle)
+        manifest = with_documents(manifest, rows, notes, build.bundle)
         bundle = build.finish(manifest)
     seconds = {"quantize_cpu": cpu, "total": time.perf_counter() - started}
-    return Outcome(bundle, rows, seconds, list(prepared.graph.notes))
+    return Outcome(bundle, rows, seconds, notes)
 
 
 def _fingerprint(prepared: Prepared) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from quantkit.measure.latency import Plan
 from quantkit.measure.rows import Row, read_rows
 from quantkit.measure.size import folder_of, size_rows
 from quantkit.pipeline import inspect_engine, worth
-from quantkit.pipeline.gates import judge
+from quantkit.pipeline.gates import judge, still_unjudged
 from quantkit.pipeline.graph_again import holds_graph, is_network, measure_graph
 from quantkit.pipeline.progress import Progress
 from quantkit.plan import efficiency, machine
@@ -392,7 +392,8 @@ def _judged(manifest: Manifest, rows: Sequence[Row]) -> Manifest:
     named: dict[str, Check] = {check.name: check for check in [*manifest.checks, *checks]}
     failed = any(not check.ok for name, check in named.items() if name.startswith("gate."))
     state = "gate_failed" if failed else "complete"
-    return manifest.model_copy(update={"checks": list(named.values()), "state": state})
+    decisions = still_unjudged(manifest.decisions, checks)
+    return manifest.model_copy(update={"checks": list(named.values()), "state": state, "decisions": decisions})
 
 
 def _export_of(runtime: str) -> str:

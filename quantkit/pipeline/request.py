@@ -36,6 +36,8 @@ class Request:
         module: class of the torch module that the .onnx file was exported from.
         as_shipped: whether the exports are those of a shipped recipe, which says what it does, not to whom: an export
             for the target's own runtime may be added to them.
+        gates_asked: gates that a recipe of one's own or a change names; a shipped recipe's are for several kinds of
+            models, and not all of them for each.
     """
 
     model: str
@@ -49,6 +51,7 @@ class Request:
     left_out: tuple[str, ...] = ()
     module: str | None = None
     as_shipped: bool = False
+    gates_asked: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -113,6 +116,11 @@ class Request:
             speed,
             left_out,
             as_shipped=shipped and not _names(changes, "export"),
+            gates_asked=frozenset(
+                gate
+                for gate, limit in chosen.gates.model_dump().items()
+                if limit is not None and (not shipped or _names(changes, f"gates.{gate}"))
+            ),
         )
 
 

@@ -250,6 +250,13 @@ def gates(checks: Sequence[Check]) -> list[Check]:
     return [check for check in checks if check.name.startswith(_GATE)]
 
 
+def unjudged(manifest: Manifest) -> list[str]:
+    """The recipe's gates that nothing which was scored could judge."""
+    judged = {check.name.rpartition(".")[2] for check in gates(manifest.checks)}
+    asked: dict[str, Any] = manifest.recipe.get("gates") or {}
+    return [gate for gate, limit in asked.items() if limit is not None and gate not in judged]
+
+
 def other_checks(checks: Sequence[Check]) -> list[Check]:
     """The checks that every bundle has to pass."""
     return [check for check in checks if not check.name.startswith(_GATE)]

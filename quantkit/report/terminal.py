@@ -132,8 +132,9 @@ def _speed(curve: Series) -> RenderableType:
 def _facts(manifest: Manifest, seconds: Mapping[str, float | None] | None, memory: int | None) -> Table:
     """Gates, checks, decisions, cost: a heading and what is to be said under it."""
     table = _pairs()
-    judged = figures.gates(manifest.checks)
-    table.add_row("gates", _lines([_check(check) for check in judged]) if judged else Text("none set", _DIM))
+    said = [_check(check) for check in figures.gates(manifest.checks)]
+    said += [Text.assemble(("–", "yellow"), f" {gate} not judged") for gate in figures.unjudged(manifest)]
+    table.add_row("gates", _lines(said) if said else Text("none set", _DIM))
     others = figures.other_checks(manifest.checks)
     if others:
         table.add_row("checks", _lines([_check(check) for check in others]))

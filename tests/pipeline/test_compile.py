@@ -110,6 +110,19 @@ def test_a_bfloat16_source_gets_bfloat16_scales_and_says_so(
     assert not (tmp_path / "strict").exists()
 
 
+def test_a_gate_that_nothing_can_judge_is_said(llama: Path, tmp_path: Path) -> None:
+    asked = recipe("rtn", gates={"agreement_min": 0.9, "kl_max": 9.0})
+    with pytest.raises(GateError, match="gate-not-judged") as caught:
+        run(llama, asked, tmp_path / "out", strict=True)
+    assert caught.value.where == "gates.agreement_min"
+    request = Request.of(str(llama), recipe=asked, out=tmp_path / "out", resume=True)
+    for done in (compile_model(request), compile_model(request)):
+        assert [text for text in done.warnings if "gates.agreement_min 0.9 is not judged" in text]
+        assert done.bundle.manifest.state == "complete"
+        assert [each.code for each in done.decisions] == ["gate-not-judged"]
+        assert [check.name for check in done.bundle.manifest.checks if "gate" in check.name] == ["gate.kl_max"]
+
+
 def test_sharded_sources_stay_sharded(tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     folder = tmp_path / "shar.ded"
     zoo.tiny("llama", vocab_size=len(byte_tokenizer)).save_pretrained(folder, max_shard_size="120KB")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quantkit.measure.rows import Baseline, Row
-from quantkit.pipeline.gates import judge
+from quantkit.pipeline.gates import judge, still_unjudged, warnings
 from quantkit.recipe import Gates
 
 
@@ -82,6 +82,18 @@ def test_what_was_not_measured_is_not_judged_and_that_is_recorded(rows: list[Row
     checks, decisions = judge(Gates(perplexity_ratio_max=1.1), rows)
     assert checks == []
     assert [(each.code, each.where) for each in decisions] == [("gate-not-judged", "gates.perplexity_ratio_max")]
+
+
+def test_what_somebody_asked_for_is_said_and_the_rest_is_a_note() -> None:
+    _, decisions = judge(Gates(kl_max=0.1, agreement_min=0.9, cosine_min=0.9), ROWS[3:], {"kl_max"})
+    assert [(each.where, each.code) for each in decisions] == [
+        ("gates.kl_max", "gate-not-judged"),
+        ("gates.agreement_min", "note"),
+    ]
+    (said,) = warnings(decisions)
+    assert said.startswith("gates.kl_max 0.1 is not judged") and "next words or classes" in said
+    checks, _ = judge(Gates(kl_max=0.3), ROWS)
+    assert [each.where for each in still_unjudged(decisions, checks)] == ["gates.agreement_min"]
 
 
 def test_labels_that_are_not_there_leave_their_gates_unjudged() -> None:

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 
 import quantkit
-from quantkit.errors import InputError
+from quantkit.errors import GateError, InputError
 from quantkit.graph.run import Runner
 from quantkit.runtimes._onnx_open import write_optimized
 
@@ -58,6 +58,22 @@ def test_what_is_kept_stays_float(files: tuple[Path, Path], tmp_path: Path) -> N
     write_optimized(bundle.path / "onnx" / "model.onnx", tmp_path / "optimised.onnx")
     operators = [node.op_type for node in ir.load(tmp_path / "optimised.onnx").graph]
     assert operators.count("Conv") + operators.count("FusedConv") == 1, operators
+
+
+def test_a_gate_that_samples_cannot_judge_is_said(files: tuple[Path, Path], tmp_path: Path) -> None:
+    changes = [
+        "gates={recall_drop_max: 1.0, agreement_min: 0.5}",
+        "passes=[{rtn: {range: minmax}}, {bias_correct: {}}]",
+    ]
+    with pytest.raises(GateError, match="gate-not-judged") as caught:
+        compiled(files, tmp_path / "bundle", changes=changes, strict=True)
+    assert caught.value.where == "gates.recall_drop_max"
+    bundle = compiled(files, tmp_path / "bundle", changes=changes, resume=True)
+    assert {each.where for each in bundle.manifest.decisions if each.code == "gate-not-judged"} == {
+        "gates.recall_drop_max"
+    }
+    assert " 1 is not judged" in (bundle.path / "README.md").read_text()
+    assert [check.name for check in bundle.manifest.checks if "gate" in check.name] == ["gate.agreement_min"]
 
 
 def errors(bundle: Any) -> list[float]:

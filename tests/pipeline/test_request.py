@@ -51,6 +51,13 @@ def test_what_is_misspelt_is_named(options: dict[str, Any], code: str, says: str
     assert says in error.line()
 
 
+def test_gates_of_a_shipped_recipe_were_not_asked_for() -> None:
+    assert Request.of().gates_asked == set()
+    assert Request.of(changes=["gates.kl_max=0.3"]).gates_asked == {"kl_max"}
+    assert Request.of(changes=["gates={agreement_min: 0.9}"]).gates_asked == {"agreement_min"}
+    assert Request.of(recipe=recipe(gates={"kl_max": 0.1})).gates_asked == {"kl_max"}
+
+
 def test_changes_reach_a_recipe_however_it_is_given() -> None:
     for given in ("gptq-int4", Recipe.load("gptq-int4")):
         found = Request.of(recipe=given, changes=["scheme.weights.group=32"]).recipe
