@@ -46,7 +46,7 @@ def test_the_sum_comes_first_then_each_shape(data: Taxed) -> None:
     found = tax.groups(data)
     assert [group.whole for group in found] == [True, False, False]
     assert found[0].title == "vit-b-16, 2 threads"
-    assert found[1].title.startswith("768x768: query, key, value, attention.output, 48 times")
+    assert found[1].title.startswith("768x768: q_proj, k_proj, v_proj, o_proj, 48 times")
     for group in found:
         assert [series.title for series in group.series] == ["int4.g64.level4", "nf4.g64"]
         for series in group.series:
