@@ -20,13 +20,29 @@ def layer_bytes(hidden: int, intermediate: int, heads: int) -> int:
     return 4 * (4 * hidden * hidden + 3 * hidden * intermediate)
 
 
-def make(folder: Path, *, layers: int, hidden: int, intermediate: int, heads: int, seed: int = 0) -> None:
+def make(
+    folder: Path,
+    *,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int | None = None,
+    vocabulary: int | None = None,
+    tied: bool = False,
+    positions: int = 512,
+    seed: int = 0,
+) -> None:
     """Write config, tokenizer and one shard a layer.
 
     Args:
         folder: new.
         layers: how many.
         hidden, intermediate, heads: widths.
+        kv_heads: of keys and values; as many as of queries by default.
+        vocabulary: rows of embedding and head; those that the tokenizer knows by default.
+        tied: whether they are one tensor.
+        positions: tokens that a sequence can have.
         seed: of the weights.
     """
     import torch
@@ -37,13 +53,14 @@ def make(folder: Path, *, layers: int, hidden: int, intermediate: int, heads: in
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=vocabulary or len(tokenizer),
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=512,
+        num_key_value_heads=kv_heads or heads,
+        max_position_embeddings=positions,
+        tie_word_embeddings=tied,
         bos_token_id=256,
         eos_token_id=257,
         dtype="float32",
@@ -52,6 +69,8 @@ def make(folder: Path, *, layers: int, hidden: int, intermediate: int, heads: in
     config.save_pretrained(folder)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in transformers.LlamaForCausalLM(config).state_dict().items()}
+    if tied:
+        del shapes["lm_head.weight"]
     shards: dict[str, list[str]] = {}
     for name in shapes:
         part = name.split(".")[2] if name.startswith("model.layers.") else "rest"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.quantize import quantize, results
 from quantkit.pipeline.request import Request
 from quantkit.pipeline.score import score_exports, unscored
+from quantkit.pipeline.stages import Stage, Stages
 from quantkit.pipeline.strict import refuse
 from quantkit.pipeline.worth import decide, try_to_time
 from quantkit.plan import efficiency, machine
@@ -62,6 +63,7 @@ class Compiled:
         seconds: `quantize_cpu` (processor seconds from calibration to packed weights) and `total` (wall clock).
         memory_peak_bytes: the most that this process had resident.
         warnings: what a reader must know about the figures.
+        stages: what each took, in order; of a resume, what is done now. None of a float graph's.
     """
 
     bundle: Bundle
@@ -69,6 +71,7 @@ class Compiled:
     seconds: Mapping[str, float | None]
     memory_peak_bytes: int
     warnings: list[str]
+    stages: list[Stage] = field(default_factory=list)
 
     @property
     def decisions(self) -> list[Decision]:
@@ -86,6 +89,7 @@ class Compiled:
             "measurements": [row.as_dict() for row in self.rows],
             "checks": [check.model_dump(mode="json") for check in manifest.checks],
             "seconds": dict(self.seconds),
+            "stages": [stage.as_dict() for stage in self.stages],
             "memory_peak_bytes": self.memory_peak_bytes,
         }
 
@@ -101,7 +105,7 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
     progress = progress or Progress()
     if takes_graph(request.model):
         return _compile_graph(request, progress)
-    started = time.perf_counter()
+    stages = Stages("open")
     prepared = prepare(request)
     expected = estimate(prepared)
     progress.note(expected.line())
@@ -115,7 +119,7 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
         return _finished(build.finished, prepared)
     try:
         with build:
-            return _Compilation(prepared, build, progress, started).run()
+            return _Compilation(prepared, build, progress, stages).run()
     except KeyboardInterrupt:
         raise Stopped(
             "interrupted",
@@ -184,11 +188,11 @@ def _finished(bundle: Bundle, prepared: Prepared) -> Compiled:
 class _Compilation:
     """The stages of one compile, in order; the state between them is what is on disk."""
 
-    def __init__(self, prepared: Prepared, build: Build, progress: Progress, started: float) -> None:
+    def __init__(self, prepared: Prepared, build: Build, progress: Progress, stages: Stages) -> None:
         self.prepared = prepared
         self.build = build
         self.progress = progress
-        self.started = started
+        self.stages = stages
         self.quantize_cpu = 0.0
 
     def run(self) -> Compiled:
@@ -196,6 +200,7 @@ class _Compilation:
         prepared, request = self.prepared, self.prepared.request
         with stopping_when_full(self.build.folder):
             if prepared.steps or prepared.calibration is not None:
+                self.stages.begin("quantize")
                 quantize(prepared, self.build, self.progress)
             records = [record for key, record in self.build.done().items() if key.startswith(("block-", "head"))]
             taken = [Decision.model_validate(x) for record in records for x in record.get("decisions", [])]
@@ -204,7 +209,9 @@ class _Compilation:
             self.quantize_cpu = prepared.cpu_seconds + sum(record["cpu_seconds"] for record in records)
             if request.strict:
                 refuse(decisions)
+            self.stages.begin("export")
             decisions += self._export()
+            self.stages.begin("check")
             checks = self._check()
             built = self._build_engines()
             looked = of_exports(request.recipe.export, self.build.bundle, layers, built, strict=request.strict)
@@ -212,6 +219,7 @@ class _Compilation:
             checks += [each.check for each in looked]
             files = inventory(self.build.bundle)
             subject = content_sha256(files)
+            self.stages.begin("score")
             rows = score_exports(
                 prepared, self.build, self.progress, subject=subject, layers=layers, files=files, built=built
             )
@@ -222,6 +230,7 @@ class _Compilation:
             timed, untimed = self._speed(subject, layers)
             efficiency.keep([row.as_dict() for row in timed])
             rows += timed
+            self.stages.begin("finish")
             decisions += [*unscored(request.recipe.export, self.build.bundle), *unjudged, *untimed]
             checks += judged
             write_rows(self.build.bundle / MEASUREMENTS, rows)
@@ -237,8 +246,9 @@ class _Compilation:
             manifest = manifest.model_copy(update={"verdict": decide(rows, checks, layers, request.target)})
             manifest = with_documents(manifest, rows, notes, self.build.bundle)
         bundle = self.build.finish(manifest)
-        seconds = {"quantize_cpu": self.quantize_cpu, "total": time.perf_counter() - self.started}
-        return Compiled(bundle, rows, seconds, machine.peak_bytes(), notes)
+        stages = self.stages.end()
+        seconds = {"quantize_cpu": self.quantize_cpu, "total": sum(stage.seconds for stage in stages)}
+        return Compiled(bundle, rows, seconds, machine.peak_bytes(), notes, stages)
 
     def _export(self) -> list[Decision]:
         stored = results(self.prepared, self.build)
@@ -288,6 +298,7 @@ class _Compilation:
         for step in self.prepared.request.recipe.export:
             exporter = registry.load("export", step.name)
             if hasattr(exporter, "build"):
+                self.stages.begin("build")
                 made |= exporter.build(
                     self.build.bundle, step.options, lambda share, words: self.progress.at("build", share, words)
                 )
@@ -311,6 +322,7 @@ class _Compilation:
     def _speed(self, subject: str, layers: list[LayerEntry]) -> tuple[list[Row], list[Decision]]:
         if not times(self.prepared):
             return [], self._untimed()
+        self.stages.begin("speed")
         self.progress.at("speed", 0.0, "the float model as ONNX, for comparison")
         step = next(step for step in self.prepared.request.recipe.export if step.name == "onnx")
         return try_to_time(
