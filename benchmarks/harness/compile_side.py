@@ -32,9 +32,11 @@ class Watch(Progress):
         self._began = self._now()
 
     def plan(self, stages: Any) -> None:
+        """What the compile expects."""
         self.expected = dict(stages)
 
     def at(self, stage: str, done: float, detail: str = "") -> None:
+        """Ends a part where another begins."""
         # blocks and shares of a score are no parts
         part = (stage, detail if stage in ("export", "check") else detail.rpartition(", ")[2] if detail else "")
         if stage in ("quantize", "speed", "build"):
@@ -46,6 +48,7 @@ class Watch(Progress):
             self._part = (stage, part[1] if done < 1.0 else "end")
 
     def end(self) -> None:
+        """Notes what the present part took, and sets the mark back."""
         now = self._now()
         wall, cpu = (after - before for after, before in zip(now, self._began, strict=True))
         found = {"stage": self._part[0], "detail": self._part[1], "seconds": wall, "cpu_seconds": cpu}

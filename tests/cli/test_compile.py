@@ -77,7 +77,7 @@ def test_compile_json_has_result_and_error_of_a_failed_gate(
     assert ran.code == 1
     found = ran.envelope
     assert found["result"]["state"] == "gate_failed"
-    assert {"bundle", "content_sha256", "verdict", "measurements", "seconds", "memory_peak_bytes"} <= set(
+    assert {"bundle", "content_sha256", "verdict", "measurements", "seconds", "stages", "memory_peak_bytes"} <= set(
         found["result"]
     )
     assert found["error"]["code"] == "gate-failed"
