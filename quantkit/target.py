@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
@@ -23,6 +23,8 @@ from quantkit.content import Closed, known_keys, read_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
 
 State = Literal["native", "emulated", "absent"]
+# what is stored in a format: weights, the inputs of products whose weights are in it too, keys and values
+Part = Literal["weights", "inputs", "kv_cache"]
 # what arithmetic units multiply; not storage formats: float32 weights may be computed in tf32
 ComputeType = Literal["fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp4", "int8", "int4"]
 # a target speaks of formats and runtimes that quantkit cannot write or drive itself; a file in `formats/` or
@@ -45,12 +47,13 @@ class Figure(Closed):
 
     Args:
         value: in `unit`; `auto` until `quantkit doctor --write` has measured it.
-        unit: `B`, `B/s`, `flop/s` (floating point) or `op/s` (integers); a multiplication with its addition counts two.
+        unit: `B`, `B/s`, `W`, `flop/s` (floating point) or `op/s` (integers); a multiplication with its addition counts
+            two.
         source: the document, or how it is measured.
     """
 
     value: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["auto"]
-    unit: Literal["B", "B/s", "flop/s", "op/s"]
+    unit: Literal["B", "B/s", "flop/s", "op/s", "W"]
     source: str = Field(min_length=1)
     _measured: bool = PrivateAttr(default=False)
 
@@ -102,19 +105,47 @@ class Memory(Closed):
         return self
 
 
+class Use(Closed):
+    """What a runtime makes of a format that something else than weights is in; `state` and `source` as of `Cell`."""
+
+    state: State
+    source: str = Field(min_length=1)
+
+
 class Cell(Closed):
     """Whether one runtime on this target computes in one format.
 
     Args:
-        state: `native`: a kernel reads the stored form. `emulated`: it runs, but the weights are expanded to floats
-            first, so nothing is gained in speed. `absent`: it does not run.
-        symmetric_only: a zero point is refused.
+        state: of weights. `native`: a kernel reads the stored form. `emulated`: it runs, but the weights are expanded to
+            floats first, so nothing is gained in speed. `absent`: it does not run.
+        symmetric_only: a zero point is refused, in weights and in inputs.
         source: how this is known.
+        inputs: of products whose weights and inputs are both in it; None: nothing is known of that.
+        kv_cache: of keys and values; None: nothing is known of that.
     """
 
     state: State
     symmetric_only: bool = False
     source: str = Field(min_length=1)
+    inputs: Use | None = None
+    kv_cache: Use | None = None
+
+    def of(self, part: Part) -> Use | None:
+        """What is known of weights, inputs, or keys and values."""
+        return Use(state=self.state, source=self.source) if part == "weights" else getattr(self, part)
+
+
+class Stored(NamedTuple):
+    """Something that a recipe stores: its format, whether it does without a zero point, and what it is."""
+
+    format: str
+    symmetric: bool
+    part: Part = "weights"
+
+    @property
+    def words(self) -> str:
+        """`int4 weights`."""
+        return f"{self.format} {self.part.replace('kv_cache', 'KV cache')}"
 
 
 class Profile(Closed):
@@ -139,7 +170,7 @@ class Profile(Closed):
 
 
 class Target(Closed):
-    """Where a model will run. `name` is the file's stem."""
+    """Where a model will run. `name` is the file's stem; `power` is what the whole board may draw."""
 
     schema_: Annotated[Literal[1], Field(alias="schema")] = 1
     name: str = ""
@@ -147,6 +178,7 @@ class Target(Closed):
     kind: Literal["gpu", "cpu"]
     arch: Arch
     memory: Memory
+    power: Figure | None = None
     compute: dict[ComputeType, Figure] = Field(min_length=1)
     formats: dict[str, dict[str, Cell]] = Field(min_length=1)
     runtimes: list[str] = Field(min_length=1)
@@ -203,6 +235,8 @@ class Target(Closed):
             raise ValueError("arch: `sm` goes with `vendor: nvidia`, and only with it")
         if (self.kind == "cpu") != (self.arch.isa is not None):
             raise ValueError("arch: `isa` goes with `kind: cpu`, and only with it")
+        if self.power is not None and self.power.unit != "W":
+            raise ValueError(f"power is in W, not {self.power.unit}")
         if self.baseline not in self.compute:
             raise ValueError(f"baseline {self.baseline} has no figure in compute: {', '.join(sorted(self.compute))}")
         return self
@@ -242,7 +276,8 @@ class Target(Closed):
     def figures(self) -> dict[str, Figure]:
         """Every figure by its dotted place: `memory.read_bandwidth`, `compute.int8`, ..."""
         memory = {f"memory.{name}": getattr(self.memory, name) for name in Memory.model_fields}
-        return {**memory, **{f"compute.{name}": figure for name, figure in self.compute.items()}}
+        power = {} if self.power is None else {"power": self.power}
+        return {**memory, **power, **{f"compute.{name}": figure for name, figure in self.compute.items()}}
 
     def unmeasured(self) -> list[str]:
         """The places that still wait for `quantkit doctor --write`."""
@@ -274,12 +309,21 @@ class Target(Closed):
         cell = self.formats.get(format, {}).get(runtime)
         return cell or Cell(state="absent", source=f"the table of {self.name or 'the target'} has no such cell")
 
-    def check(self, formats: Iterable[tuple[str, bool]], runtime: str | None = None) -> None:
-        """Refuse what this target cannot run; emulated formats pass, slow as they are.
+    def use(self, stored: Stored, runtime: str | None = None) -> Use:
+        """What a runtime makes of something that is stored; what is not in the table is absent."""
+        found = self.supports(stored.format, runtime).of(stored.part)
+        missing = f"the table of {self.name or 'the target'} says nothing of {stored.words}"
+        return found or Use(state="absent", source=missing)
+
+    def check(self, formats: Iterable[Stored | tuple[str, bool]], runtime: str | None = None) -> list[Stored]:
+        """Refuse what this target cannot run.
 
         Args:
-            formats: (format, symmetric) of everything that a recipe stores.
+            formats: everything that a recipe stores; of (format, symmetric) alone, weights.
             runtime: default: the target's first.
+
+        Returns:
+            what the runtime only emulates: stored so, computed in floats.
 
         Raises:
             InputError: `target-cannot-run`, with the cell's source and the formats that do run.
@@ -294,31 +338,36 @@ class Target(Closed):
                 rule="a target runs the runtimes it lists",
                 remedy=did_you_mean(runtime, self.runtimes),
             )
-        for name, symmetric in formats:
-            cell = self.supports(name, runtime)
-            if cell.state == "absent":
+        emulated = []
+        for each in formats:
+            stored = Stored(*each)
+            use = self.use(stored, runtime)
+            if use.state == "absent":
                 raise InputError(
                     "target-cannot-run",
                     where=where,
-                    value=f"format {name} does not run in {runtime}",
-                    rule=f"source: {cell.source}",
-                    remedy=self._instead(name, runtime),
+                    value=f"{stored.words} do not run in {runtime}".replace("cache do", "cache does"),
+                    rule=f"source: {use.source}",
+                    remedy=self._instead(stored, runtime),
                 )
-            if cell.symmetric_only and not symmetric:
+            if self.supports(stored.format, runtime).symmetric_only and not stored.symmetric:
                 raise InputError(
                     "target-cannot-run",
                     where=where,
-                    value=f"asymmetric {name} does not run in {runtime}",
-                    rule=f"only symmetric {name} does; source: {cell.source}",
+                    value=f"asymmetric {stored.words} do not run in {runtime}",
+                    rule=f"only symmetric ones do; source: {use.source}",
                     remedy="--set scheme.weights.symmetric=true and, where inputs are quantized, "
                     "--set scheme.activations.symmetric=true; or another runtime",
                 )
+            if use.state == "emulated":
+                emulated.append(stored)
+        return emulated
 
-    def _instead(self, name: str, runtime: str) -> str:
-        native = [other for other in self.formats if self.supports(other, runtime).state == "native"]
-        others = [other for other in self.runtimes if self.supports(name, other).state != "absent"]
+    def _instead(self, stored: Stored, runtime: str) -> str:
+        native = [name for name in self.formats if self.use(stored._replace(format=name), runtime).state == "native"]
+        others = [other for other in self.runtimes if self.use(stored, other).state != "absent"]
         parts = [f"{runtime} computes natively in {', '.join(native)}" if native else ""]
-        parts.append(f"{name} runs in {', '.join(others)}" if others else "")
+        parts.append(f"{stored.format} runs in {', '.join(others)}" if others else "")
         return "; or: ".join(part for part in parts if part) or "choose another target"
 
 

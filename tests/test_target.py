@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 
 from quantkit import content
 from quantkit.errors import InputError
-from quantkit.target import Target, measured_path, read_measured, write_measured
+from quantkit.target import Stored, Target, measured_path, read_measured, write_measured
 
 SHIPPED = content.names("export")
 
@@ -23,13 +24,21 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@functools.cache
+def loaded(name: str) -> Target:
+    """One that no doctor has measured anything of."""
+    return Target.from_dict(shipped(name), name=name)
+
+
 def shipped(name: str) -> dict[str, Any]:
     return copy.deepcopy(yaml.safe_load(content.find("export", name).read_text(encoding="utf-8")))
 
 
 def test_what_ships() -> None:
-    gpus = ["a100", "h100", "h200", "jetson-orin", "l4", "rtx-4090"]
-    assert set(SHIPPED) == {*gpus, "apple-m3", "cpu-arm", "cpu-x86"}
+    volta_to_hopper = ["v100", "t4", "a100", "a10", "rtx-3090", "l4", "rtx-4090", "h100", "h200"]
+    blackwell, jetson = ["b200", "rtx-5090"], ["jetson-orin", "jetson-thor"]
+    processors = ["apple-m3", "cpu-arm", "cpu-x86", "cpu-x86-avx2", "cpu-x86-vnni", "cpu-x86-amx"]
+    assert set(SHIPPED) == {*volta_to_hopper, *blackwell, *jetson, *processors}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -43,7 +52,8 @@ def test_every_shipped_target_is_whole(name: str) -> None:
     stated = [figure for figure in target.figures().values() if figure.state == "stated"]
     assert all(figure.number for figure in stated)
     for compute, figure in target.compute.items():  # nothing with sparsity or in TFLOP slipped in
-        assert figure.number is None or 1e12 < figure.number < 3e15, compute
+        assert figure.number is None or 1e12 < figure.number < (1e16 if compute == "fp4" else 5e15), compute
+    assert (target.power is not None) == (target.kind == "gpu"), "every card's board power is in its datasheet"
     assert "4.0e9" not in json.dumps(target.as_dict()), "YAML read a number as text"
 
 
@@ -66,6 +76,40 @@ def test_l4_is_the_contract_of_the_design() -> None:
     assert target.supports("int4").symmetric_only
     assert target.supports("int4", "onnxruntime").state == "absent"
     assert target.supports("int3").state == "absent"
+    assert target.power is not None
+    assert (target.power.number, target.figures()["power"].unit) == (72, "W")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_cell_says_how_it_is_known(name: str) -> None:
+    vague = {"", "documentation", "source", "todo", "?"}
+    for format_, cells in loaded(name).formats.items():
+        for runtime, cell in cells.items():
+            for part in ("weights", "inputs", "kv_cache"):
+                use = cell.of(part)
+                assert use is None or use.source.strip().lower() not in vague, (format_, runtime, part)
+            if cell.state == "absent":  # what does not read the weights reads no inputs beside them
+                assert cell.inputs is None or cell.inputs.state == "absent", (format_, runtime)
+
+
+def test_cards_of_one_compute_capability_agree() -> None:
+    by_sm: dict[str, list[Target]] = {}
+    for name in SHIPPED:
+        if (sm := loaded(name).arch.sm) is not None:
+            by_sm.setdefault(sm, []).append(loaded(name))
+    assert [sm for sm, cards in sorted(by_sm.items()) if len(cards) > 1] == ["8.6", "8.9", "9.0"]
+    for first, *others in by_sm.values():
+        for other in others:
+            assert other.formats == first.formats, (first.name, other.name)
+
+
+def test_processors_differ_only_where_their_instructions_do() -> None:
+    plain, vnni = loaded("cpu-x86"), loaded("cpu-x86-vnni")
+    for format_, cells in plain.formats.items():
+        for runtime, cell in cells.items():
+            assert vnni.supports(format_, runtime).state == cell.state
+    assert loaded("cpu-x86-amx").supports("bfloat16", "torch").state == "native"
+    assert loaded("cpu-x86-avx2").supports("bfloat16", "torch").state == "emulated"
 
 
 @pytest.mark.parametrize(
@@ -78,6 +122,8 @@ def test_l4_is_the_contract_of_the_design() -> None:
         ({"memory": {"capacity": {"value": "automatic"}}}, "memory.capacity.value", "automatic"),
         ({"memory": {"capacity": {"value": -1.0}}}, "memory.capacity.value", "greater than 0"),
         ({"memory": {"capacity": {"value": float("nan")}}}, "memory.capacity.value", "nan"),
+        ({"power": {"unit": "B"}}, "", "power is in W, not B"),
+        ({"formats": {"int8": {"torch": {"inputs": {"state": "fast"}}}}}, "torch.inputs.state", "'native'"),
         ({"memory": {"capacity": {"source": ""}}}, "memory.capacity.source", "at least 1 character"),
         ({"compute": {"int8": {"unit": "flop/s"}}}, "compute", "int8 is in op/s, not flop/s"),
         ({"compute": {"fp16": {"sauce": "x"}}}, "compute.fp16.sauce", "did you mean 'source'"),
@@ -191,9 +237,20 @@ def test_a_cache_that_cannot_be_written_says_what_to_do(cache: Path) -> None:
 
 def test_check_passes_what_runs_and_what_is_emulated() -> None:
     target = Target.load("l4")
-    target.check([("int4", True), ("float16", True), ("nf4", True)])
-    target.check([("int4", False)], runtime="torch")
+    assert target.check([("int4", True), ("float16", True), ("nf4", True)]) == [Stored("nf4", True)]
+    assert target.check([("int4", False)], runtime="torch") == [Stored("int4", False)]
     Target.load("cpu-x86").check([("int4", False), ("int8", True)])
+
+
+def test_weights_inputs_and_cache_of_one_format_are_three_things() -> None:
+    older, newer = loaded("a100"), loaded("h100")
+    weights, inputs, cache = (Stored("fp8_e4m3", True, part) for part in ("weights", "inputs", "kv_cache"))
+    assert newer.check([weights, inputs, cache], "vllm") == []
+    assert older.check([weights, inputs], "vllm") == [inputs]
+    with pytest.raises(InputError, match="says nothing of fp8_e4m3 KV cache"):
+        older.check([cache], "vllm")
+    with pytest.raises(InputError, match="int8 inputs do not run in vllm; source: not from SM 10.0 on"):
+        loaded("b200").check([Stored("int8", True), Stored("int8", True, "inputs")], "vllm")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +259,7 @@ def test_check_passes_what_runs_and_what_is_emulated() -> None:
         ([("int2", True)], None, ["int2", "l4", "tensorrt_rtx", "not one of its types", "natively in float32"]),
         ([("int8", True), ("int4", False)], None, ["asymmetric int4", "zero point is refused", "symmetric=true"]),
         ([("int4", True)], "onnxruntime", ["runtime onnxruntime", "known:", "torch"]),
-        ([("mxfp4", True)], None, ["mxfp4", "no such cell", "mxfp4 runs in torch, llama_cpp"]),
+        ([("mxfp4", True)], None, ["mxfp4", "FP4 in blocks of 16 alone", "mxfp4 runs in torch, vllm, llama_cpp"]),
         ([("nf4", True)], "llama_cpp", ["nf4", "IQ4_NL", "nf4 runs in tensorrt_rtx, torch, vllm"]),
     ],
 )

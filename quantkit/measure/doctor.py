@@ -15,7 +15,7 @@ from quantkit.errors import InputError, MissingDependency
 from quantkit.measure import ceilings
 from quantkit.plan import machine
 from quantkit.runtimes._tensorrt_library import NAMES, load
-from quantkit.target import Target, write_measured
+from quantkit.target import Target, read_measured, write_measured
 
 # where the operating system does not say how large the cache is: larger than any a desktop has
 _UNKNOWN_CACHE = 64 * 2**20
@@ -163,5 +163,16 @@ def _same_architecture(target: Target, isa: list[str]) -> None:
             where=target.name,
             value=f"this machine has {isa[0]}",
             rule=f"figures of a target are measured on that target ({target.arch.vendor})",
+            remedy=f"use {'cpu-arm' if arm else 'cpu-x86'}, or run the doctor there",
+        )
+    # what the file names, and not what an earlier measurement found here
+    named = target.arch.isa if target.arch.isa != read_measured(target.name).get("isa") else []
+    missing = [name for name in named or [] if name not in isa]
+    if missing and named != "auto":
+        raise InputError(
+            "wrong-machine",
+            where=target.name,
+            value=f"this machine has no {', '.join(missing)}",
+            rule="figures of a target are measured on a processor that has what it names",
             remedy=f"use {'cpu-arm' if arm else 'cpu-x86'}, or run the doctor there",
         )

@@ -13,6 +13,7 @@ from quantkit.errors import InputError
 from quantkit.measure import ceilings
 from quantkit.measure.doctor import doctor, tensorrt
 from quantkit.measure.rows import Row
+from quantkit.pipeline.worth import runs_here
 from quantkit.plan import machine
 from quantkit.target import Target, measured_path
 
@@ -54,8 +55,15 @@ def test_figures_of_one_architecture_are_not_measured_on_another() -> None:
     with pytest.raises(InputError) as caught:
         doctor(Target.load(ELSEWHERE), write=True, runs=1, size=64)
     assert caught.value.code == "wrong-machine"
-    assert HERE in caught.value.remedy
-    assert not measured_path(ELSEWHERE).exists()
+
+
+def test_figures_of_a_processor_are_measured_on_one_that_has_its_instructions() -> None:
+    here = Target.load(HERE)
+    other = here.model_copy(update={"arch": here.arch.model_copy(update={"isa": ["amx_of_tomorrow"]})})
+    with pytest.raises(InputError, match="this machine has no amx_of_tomorrow"):
+        doctor(other, write=True, runs=1, size=64)
+    assert not runs_here(other)
+    assert runs_here(here)
 
 
 def test_a_gpu_target_is_described_and_not_measured() -> None:

@@ -109,7 +109,7 @@ def test_a_recipe_that_the_target_cannot_run_is_refused() -> None:
     absent = target(runtimes=["torch"], formats={"int4": cell("absent"), "int8": cell("native")})
     error = refused(recipe=recipe(), target=absent)
     assert error.code == "target-cannot-run"
-    assert "int4 does not run in torch" in error.value
+    assert "int4 weights do not run in torch" in error.value
     assert "int8" in error.remedy
     symmetric = target(runtimes=["torch"], formats={"int4": cell("native", symmetric_only=True)})
     assert "symmetric=true" in refused(recipe=recipe(), target=symmetric).remedy
@@ -134,7 +134,7 @@ def test_overrides_count_whatever_their_glob_looks_like() -> None:
     )
     assert stored_formats(found) == [("int4", False), ("int8", False), ("int4", True)]
     absent = target(runtimes=["torch"], formats={"int4": cell("native"), "int8": cell("absent")})
-    assert "format int8" in refused(recipe=found, target=absent).value
+    assert "int8 weights" in refused(recipe=found, target=absent).value
 
 
 def test_bundles_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
