@@ -116,8 +116,8 @@ class Cell(Closed):
     """Whether one runtime on this target computes in one format.
 
     Args:
-        state: of weights. `native`: a kernel reads the stored form. `emulated`: it runs, but the weights are expanded to
-            floats first, so nothing is gained in speed. `absent`: it does not run.
+        state: of weights. `native`: a kernel reads the stored form. `emulated`: it runs, but the weights are expanded
+            to floats first, so nothing is gained in speed. `absent`: it does not run.
         symmetric_only: a zero point is refused, in weights and in inputs.
         source: how this is known.
         inputs: of products whose weights and inputs are both in it; None: nothing is known of that.

@@ -249,7 +249,7 @@ def test_weights_inputs_and_cache_of_one_format_are_three_things() -> None:
     assert older.check([weights, inputs], "vllm") == [inputs]
     with pytest.raises(InputError, match="says nothing of fp8_e4m3 KV cache"):
         older.check([cache], "vllm")
-    with pytest.raises(InputError, match="int8 inputs do not run in vllm; source: not from SM 10.0 on"):
+    with pytest.raises(InputError, match=r"int8 inputs do not run in vllm; source: not from SM 10\.0 on"):
         loaded("b200").check([Stored("int8", True), Stored("int8", True, "inputs")], "vllm")
 
 
