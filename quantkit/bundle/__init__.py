@@ -14,6 +14,7 @@ from quantkit.bundle.manifest import (
     SourceEntry,
     Verdict,
     content_sha256,
+    decision,
     inventory,
     role_of,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "SourceEntry",
     "Verdict",
     "content_sha256",
+    "decision",
     "inventory",
     "role_of",
     "stopping_when_full",

@@ -137,6 +137,13 @@ class Decision(_Closed):
     reason: str
 
 
+def decision(name: str, code: str, where: str, reason: str, before: object = None, after: object = None) -> Decision:
+    """A recorded decision of a pass, or of whatever else decided."""
+    return Decision.model_validate(
+        {"pass": name, "code": code, "where": where, "from": before, "to": after, "reason": reason}
+    )
+
+
 class Check(_Closed):
     """One thing that was verified: a value held against its limit.
 

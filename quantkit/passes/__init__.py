@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from pydantic import BaseModel
 
 from quantkit.bundle import Decision
+from quantkit.bundle import decision as decision
 
 if TYPE_CHECKING:
     from quantkit.calibrate.statistics import Stats
@@ -86,10 +87,3 @@ class Pass(Protocol):
 def declined(name: str, block: str, reason: str, code: str = "nothing-to-do") -> Outcome:
     """A pass that found nothing to do, with its reason."""
     return Outcome(False, [decision(name, code, block, reason)])
-
-
-def decision(name: str, code: str, where: str, reason: str, before: object = None, after: object = None) -> Decision:
-    """A recorded decision."""
-    return Decision.model_validate(
-        {"pass": name, "code": code, "where": where, "from": before, "to": after, "reason": reason}
-    )

@@ -22,8 +22,8 @@ from quantkit.measure.rows import Row
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.gates import judge, measured
 from quantkit.pipeline.graph_measure import agreement, answers, classes_of
-from quantkit.pipeline.layers import MIXED
 from quantkit.pipeline.progress import Progress
+from quantkit.plan.assigned import MIXED
 from quantkit.report import words
 
 if TYPE_CHECKING:

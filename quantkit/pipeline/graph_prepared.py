@@ -14,8 +14,8 @@ from quantkit.errors import InputError, did_you_mean
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import graph_engine
 from quantkit.pipeline.graph_measure import Cost, cost
-from quantkit.pipeline.layers import ROLES
 from quantkit.pipeline.request import Request, default_out
+from quantkit.plan.assigned import ROLES
 from quantkit.recipe import ExportStep, Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 

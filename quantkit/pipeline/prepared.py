@@ -16,9 +16,10 @@ from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import tokens
-from quantkit.pipeline.layers import UNTIED, Layers, lay_out
+from quantkit.pipeline.layers import Layers, lay_out
 from quantkit.pipeline.request import Request, default_out, with_own_runtime
 from quantkit.plan import machine
+from quantkit.plan.assigned import UNTIED
 
 if TYPE_CHECKING:
     from quantkit.calibrate.sets import TokenSet

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from quantkit.bundle import Decision
 from quantkit.errors import GateError
 from quantkit.passes import NOTE
-from quantkit.pipeline.layers import ASKED
+from quantkit.plan.assigned import ASKED
 
 
 def refuse(decisions: Sequence[Decision]) -> None:

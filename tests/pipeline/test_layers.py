@@ -10,7 +10,8 @@ import zoo
 from torch import nn
 
 from quantkit.errors import InputError
-from quantkit.pipeline.layers import AS_ASKED, ASKED, ROUNDED, SHRUNK, Layers, lay_out
+from quantkit.pipeline.layers import Layers, lay_out
+from quantkit.plan.assigned import AS_ASKED, ASKED, ROUNDED, SHRUNK
 from quantkit.recipe import Recipe
 
 BLOCKS = [f"model.layers.{index}" for index in range(3)]
