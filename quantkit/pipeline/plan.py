@@ -1,0 +1,276 @@
+"""A plan: the model's sizes, a target's figures and what was measured before, for each recipe that is asked about.
+
+Nothing is opened but a config, and nothing heavy is imported: a second for the largest model there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from quantkit.errors import InputError
+from quantkit.pipeline.plan_candidates import Chosen, choose, labels
+from quantkit.pipeline.request import this_machine
+from quantkit.pipeline.worth import runs_here
+from quantkit.plan import configs, efficiency, machine
+from quantkit.plan.architecture import Architecture, Attention, Matrix
+from quantkit.plan.assigned import Assigned, assign, takes_head
+from quantkit.plan.efficiency import Sample
+from quantkit.plan.forecast import Served
+from quantkit.plan.outlook import Candidate, Cell, Memory, Outlook, Row, Workload
+from quantkit.plan.recommend import recommend
+from quantkit.plan.roofline import Cache, Step
+from quantkit.plan.serving import FLOATS, WIDTH, compute_type, products, stored_bytes
+from quantkit.scheme import WeightScheme
+from quantkit.target import ComputeType, Stored, Target
+
+# prompts are often three to ten times as long as what comes back
+_PROMPT, _OUTPUT = 1024, 256
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    Args:
+        model: shipped name, folder, `config.json` or bundle.
+        recipes: by name or path, or formats that stand for one; none: the usual ones.
+        target: name or path; None: this machine's processor.
+        runtime: that would run them; None: the target's first that computes natively in each.
+        batches: sequences at once; none: the target's.
+        prompt: tokens that come in; None: 1,024, or half of what the model takes.
+        output: tokens that go out; None: 256, or an eighth.
+        context: tokens to make room for; None: prompt and output.
+        rate: requests a second to simulate.
+        devices: that share the model; None: as few as hold it.
+        prices: a file; None: those that ship.
+        measured: files or bundles to learn efficiencies from, besides what is known.
+        changes: `PATH=YAML` changes to every recipe.
+    """
+
+    model: str
+    recipes: Sequence[str] = ()
+    target: str | Path | Target | None = None
+    runtime: str | None = None
+    batches: Sequence[int] = ()
+    prompt: int | None = None
+    output: int | None = None
+    context: int | None = None
+    rate: float | None = None
+    devices: int | None = None
+    prices: Path | None = None
+    measured: Sequence[Path] = ()
+    changes: Sequence[str] = ()
+
+
+def plan(question: Question) -> Outlook:
+    """Answer it.
+
+    Raises:
+        InputError: what is not what it has to be: model, target, sizes. A recipe that cannot be planned is a
+            candidate with its problem, unless it is the only one.
+    """
+    architecture = configs.read(question.model)
+    aimed = question.target
+    target = aimed if isinstance(aimed, Target) else Target.load(aimed or this_machine())
+    workload = _workload(question, architecture, target)
+    samples = [*efficiency.measured(question.measured), *efficiency.own(), *efficiency.shipped()]
+    asked = labels(question.recipes, architecture.kind, target)
+    candidates = [_candidate(label, question, architecture, target, workload, samples) for label in asked]
+    if len(candidates) == 1 and candidates[0].problem is not None:
+        raise candidates[0].problem
+    notes = [f"assumed: {each}" for each in (*architecture.assumed, *workload.assumed)]
+    if unmeasured := target.unmeasured():
+        notes.append(
+            f"{target.name} has no figure for {', '.join(unmeasured)}: quantkit doctor --write measures this machine"
+        )
+    return Outlook(architecture, target, workload, candidates, recommend(candidates, workload), notes)
+
+
+def _workload(question: Question, architecture: Architecture, target: Target) -> Workload:
+    limit = architecture.max_context
+    assumed = []
+    for name, value in (("--prompt", question.prompt), ("--output", question.output), ("--context", question.context)):
+        if value is not None and value < 1:
+            raise InputError("usage", where=name, value=value, rule="tokens, from 1 up")
+    if question.rate is not None and not 0 < question.rate < float("inf"):
+        raise InputError("usage", where="--rate", value=question.rate, rule="requests a second, above 0")
+    if question.devices is not None and question.devices < 1:
+        raise InputError("usage", where="--devices", value=question.devices, rule="from 1 up")
+    decodes = architecture.kind == "decoder"
+    prompt, output = question.prompt, question.output
+    if prompt is None:
+        prompt = _PROMPT if decodes else min(128, limit or 128)
+        prompt = prompt if limit is None else max(min(prompt, limit // 2 if decodes else limit), 1)
+        assumed.append(f"prompts of {prompt:,} tokens (--prompt)")
+    if output is None:
+        output = max(min(_OUTPUT, limit // 8 if limit else _OUTPUT), 1) if decodes else 0
+        if decodes:
+            assumed.append(f"{output:,} tokens of output (--output)")
+    context = question.context or prompt + output
+    for name, value in (("--context", context), ("--prompt and --output", prompt + output)):
+        if limit is not None and value > limit:
+            raise InputError(
+                "context-too-long",
+                where=name,
+                value=f"{value:,} tokens",
+                rule=f"{architecture.name} was made for {limit:,}",
+                remedy=f"--context {limit}, with prompt and output within it",
+            )
+    if prompt + output > context:
+        raise InputError(
+            "usage", where="--context", value=context, rule=f"it holds prompt and output, {prompt + output} tokens"
+        )
+    return Workload(question.batches or target.batches, prompt, output, context, question.rate, assumed)
+
+
+def _candidate(
+    label: str,
+    question: Question,
+    architecture: Architecture,
+    target: Target,
+    workload: Workload,
+    samples: Sequence[Sample],
+) -> Candidate:
+    try:
+        chosen = choose(label, architecture.kind, target, changes=question.changes, runtime=question.runtime)
+        assigned = _assigned(chosen, architecture)
+    except InputError as problem:
+        return Candidate(label, label, problem=problem)
+    served = _served(chosen, assigned, architecture, target, samples)
+    memory, devices = _memory(served, workload, question.devices)
+    served = Served(**{**vars(served), "devices": devices, "_known": {}})
+    return Candidate(
+        label,
+        chosen.recipe.name,
+        chosen.runtime,
+        _cells(chosen, target),
+        _bits(assigned.schemes, architecture),
+        _stored(assigned.schemes, architecture),
+        memory,
+        [_row(served, batch, workload, memory) for batch in workload.batches],
+        notes=[each.reason for each in assigned.decisions if each.code in ("kept", "padded", "group-shrunk")],
+    )
+
+
+def _assigned(chosen: Chosen, architecture: Architecture) -> Assigned:
+    matrices = {each.name: each for each in architecture.inside()}
+    head = architecture.head if takes_head(chosen.recipe) and architecture.kind == "decoder" else None
+    if head is not None:
+        matrices[head.name] = head
+    shapes = {name: (each.N, each.K) for name, each in matrices.items()}
+    routers = [name for name, each in matrices.items() if each.router]
+    return assign(
+        chosen.recipe,
+        shapes,
+        architecture.dtype,
+        head=head.name if head is not None else None,
+        routers=routers,
+        model=architecture.name,
+    )
+
+
+def _served(
+    chosen: Chosen, assigned: Assigned, architecture: Architecture, target: Target, samples: Sequence[Sample]
+) -> Served:
+    level = next((step.options.get("accuracy_level") for step in chosen.recipe.export if step.name == "onnx"), None)
+    weights, inputs = chosen.recipe.scheme.weights, chosen.recipe.scheme.activations
+    base = cast(ComputeType, target.baseline)
+    native = (
+        weights is not None and target.use(Stored(weights.format, weights.symmetric), chosen.runtime).state == "native"
+    )
+    return Served(
+        architecture,
+        products(architecture, assigned.schemes, assigned.activations, target, chosen.runtime, accuracy_level=level),
+        _cache(chosen, target),
+        target,
+        chosen.runtime,
+        weights.format if weights is not None and native else FLOATS[target.baseline],
+        compute_type(weights, inputs, target, chosen.runtime, level),
+        base,
+        samples=samples,
+        device=machine.device()["id"] if runs_here(target) else None,
+    )
+
+
+def _native(stored: Stored, chosen: Chosen, target: Target) -> bool:
+    return target.use(stored, chosen.runtime).state == "native"
+
+
+def _cache(chosen: Chosen, target: Target) -> Cache:
+    scheme = chosen.recipe.scheme.kv_cache
+    width = float(WIDTH[target.baseline])
+    form = FLOATS[target.baseline]
+    if (
+        scheme is not None
+        and target.use(Stored(scheme.format, scheme.symmetric, "kv_cache"), chosen.runtime).state == "native"
+    ):
+        form, width = scheme.format, 1.0
+
+    def kept(each: Attention) -> float:
+        if not each.causal:
+            return 0.0
+        if each.kind == "latent":
+            return width * ((each.latent or 0) + (each.rope_dim or 0))
+        return width * each.kv_heads * (each.head_dim + each.value_dim)
+
+    return Cache(form, kept)
+
+
+def _memory(served: Served, workload: Workload, devices: int | None) -> tuple[Memory, int]:
+    architecture, target = served.architecture, served.target
+    width = WIDTH[target.baseline]
+    weights = sum(each.bytes * each.matrix.count for each in served.products)
+    rest = width * (architecture.embeddings + architecture.others + sum(each.others for each in architecture.layers))
+    per_token = sum(served.cache.bytes(each.attention) for each in architecture.layers if each.attention is not None)
+    cache = per_token * workload.context * max(workload.batches)
+    shared = devices or 1
+    parts = {"weights": weights / shared, "embeddings and norms": rest / shared, "cache": cache / shared}
+    return Memory(parts, target.memory.capacity.number, per_token, None, None, shared, None), shared
+
+
+def _cells(chosen: Chosen, target: Target) -> list[Cell]:
+    scheme = chosen.recipe.scheme
+    stored: list[Stored] = []
+    if scheme.weights is not None:
+        stored.append(Stored(scheme.weights.format, scheme.weights.symmetric))
+    if scheme.activations is not None:
+        stored.append(Stored(scheme.activations.format, scheme.activations.symmetric, "inputs"))
+    if scheme.kv_cache is not None:
+        stored.append(Stored(scheme.kv_cache.format, scheme.kv_cache.symmetric, "kv_cache"))
+    if not stored:
+        stored.append(Stored(FLOATS[target.baseline], True))
+    found = [(each, target.use(each, chosen.runtime)) for each in stored]
+    return [Cell(each.format, each.words, use.state, use.source) for each, use in found]
+
+
+def _bits(schemes: Mapping[str, WeightScheme], architecture: Architecture) -> float | None:
+    """Of a quantized weight on average."""
+    quantized = [(each, schemes[each.name]) for each in _matrices(architecture) if each.name in schemes]
+    weights = sum(each.count * each.N * each.K for each, _ in quantized)
+    return sum(8 * each.count * stored_bytes(each, scheme) for each, scheme in quantized) / weights if weights else None
+
+
+def _stored(schemes: Mapping[str, WeightScheme], architecture: Architecture) -> float:
+    """Bytes of all weights on disk, in the source's dtype where they are not quantized."""
+    width = 4 if architecture.dtype == "float32" else 2
+    quantized = [each for each in _matrices(architecture) if each.name in schemes]
+    whole = architecture.parameters - sum(each.count * each.N * each.K for each in quantized)
+    return whole * width + sum(each.count * stored_bytes(each, schemes[each.name]) for each in quantized)
+
+
+def _matrices(architecture: Architecture) -> list[Matrix]:
+    head = [architecture.head] if architecture.head is not None and not architecture.tied else []
+    return [*architecture.inside(), *head]
+
+
+def _row(served: Served, batch: int, workload: Workload, memory: Memory) -> Row:
+    decodes = served.architecture.kind == "decoder"
+    first = served.timed(Step(batch, workload.prompt))
+    step = served.timed(Step(batch, 1, workload.prompt + workload.output // 2)) if decodes else first
+    cache = memory.cache_per_token * workload.context * batch
+    fixed = sum(value for name, value in memory.parts.items() if name != "cache")
+    fits = None if memory.capacity is None else fixed + cache / memory.devices <= memory.capacity
+    return Row(batch, first if decodes else None, step, cache, fits)

@@ -1,0 +1,127 @@
+"""What a plan compares: recipes by name, formats that stand for one, and the runtime that would run each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantkit import content, registry
+from quantkit.errors import InputError, unknown_name
+from quantkit.pipeline.request import check_target, for_target, stored_formats
+from quantkit.recipe import ModelKind, Recipe
+from quantkit.target import Target
+
+# how people spell the floats that weights are left in
+_FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_UNQUANTIZED = ("bfloat16", "float16", "float32")
+# what is compared where nothing is asked for: a recipe of each width, where the target runs it
+_DEFAULTS = {
+    "decoder": ("float", "fp8", "int8-dynamic", "awq-int4"),
+    "encoder": ("float", "fp8", "int8-dynamic", "awq-int4"),
+    "vision": ("float", "int8-tensorrt"),
+}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A candidate before anything is reckoned.
+
+    Args:
+        label: as it was asked for.
+        recipe: what it stands for, with the exports that the target reads.
+        runtime: of the target that would run it.
+    """
+
+    label: str
+    recipe: Recipe
+    runtime: str
+
+
+def labels(asked: Sequence[str], kind: ModelKind, target: Target) -> list[str]:
+    """What to plan: what was asked for, else the usual ones that the target runs."""
+    if asked:
+        return list(dict.fromkeys(asked))
+    return [label for label in _DEFAULTS[kind] if label == "float" or _runs(label, target, native=True)]
+
+
+def choose(
+    label: str, kind: ModelKind, target: Target, *, changes: Sequence[str] = (), runtime: str | None = None
+) -> Chosen:
+    """A recipe (`awq-int4`, `./mine.yaml`, `awq-int4+kv-fp8`) or a format (`int4`, `fp8_e4m3`, `bf16`) by its label.
+
+    A format stands for the first shipped recipe that stores weights so and that the target runs natively; a float for
+    the model as it is.
+
+    Raises:
+        InputError: `unknown-recipe`, `model-kind`, `target-cannot-run`, and what a recipe raises.
+    """
+    recipe = _recipe(label, kind, target, changes)
+    if kind not in recipe.models:
+        raise InputError(
+            "model-kind",
+            where=label,
+            value=f"a model of kind {kind}",
+            rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
+            remedy="choose another recipe",
+        )
+    fitted, _ = for_target(recipe, target)
+    if runtime is None and recipe.passes:
+        check_target(fitted, target)
+    return Chosen(label, fitted, _runtime(fitted, target, runtime))
+
+
+def _recipe(label: str, kind: ModelKind, target: Target, changes: Sequence[str]) -> Recipe:
+    name = _FLOATS.get(label, label)
+    first = name.partition("+")[0]
+    if content.is_path(first) or first in content.names("recipes"):
+        return Recipe.load(name, changes)
+    if name in _UNQUANTIZED:
+        return Recipe.load("float", changes)
+    storing = _storing(first, kind) if first in registry.names("formats") else []
+    if not storing:
+        known = sorted({*content.names("recipes"), *_FLOATS, *registry.names("formats")})
+        raise unknown_name("recipe", label, known)
+    chosen = next((each for each in storing if _runs(each.name, target, native=True)), None)
+    chosen = chosen or next((each for each in storing if _runs(each.name, target)), storing[0])
+    return Recipe.load(name.replace(first, chosen.name, 1), changes)
+
+
+def _storing(form: str, kind: ModelKind) -> list[Recipe]:
+    """The shipped recipes whose weights are of that format, the default one first."""
+    found = [Recipe.load(name) for name in content.names("recipes")]
+    fitting = [each for each in found if each.scheme.weights is not None and each.scheme.weights.format == form]
+    fitting = [each for each in fitting if kind in each.models]
+    return sorted(fitting, key=lambda each: (each.name != "awq-int4", each.name))
+
+
+def _runs(name: str, target: Target, *, native: bool = False) -> bool:
+    try:
+        recipe, _ = for_target(Recipe.load(name), target)
+        check_target(recipe, target)
+    except InputError:
+        return False
+    weights = recipe.scheme.weights
+    if not native or weights is None:
+        return True
+    return target.supports(weights.format, _runtime(recipe, target, None)).state == "native"
+
+
+def _runtime(recipe: Recipe, target: Target, asked: str | None) -> str:
+    """The target's first runtime that reads an export and computes natively in what it stores; else the first that
+    runs it at all.
+    """
+    if asked is not None:
+        if asked not in target.runtimes:
+            target.check([], asked)
+        target.check(stored_formats(recipe), asked)
+        return asked
+    readers = {name for step in recipe.export for name in registry.load("export", step.name).runtimes}
+    reading = [name for name in target.runtimes if name in readers] or list(target.runtimes)
+    stored = [name for name, _ in stored_formats(recipe)]
+
+    def states(runtime: str) -> list[str]:
+        return [target.supports(form, runtime).state for form in stored]
+
+    native = [name for name in reading if all(state == "native" for state in states(name))]
+    able = [name for name in reading if "absent" not in states(name)]
+    return (native or able or reading)[0]
