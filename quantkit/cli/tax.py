@@ -61,7 +61,8 @@ def tax(
     from quantkit.cli.options import batches
     from quantkit.measure.rows import write_rows
     from quantkit.pipeline.tax import measure_tax, record
-    from quantkit.pipeline.tax_question import Question, batch_range, prepare, traffic_of
+    from quantkit.pipeline.tax_question import Question, batch_range, prepare
+    from quantkit.plan.traffic import traffic_of
     from quantkit.report import tax as report
     from quantkit.report import tax_page
 

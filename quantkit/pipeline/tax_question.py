@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,38 +162,6 @@ def batch_range(text: str) -> list[int]:
             first *= 2
         found.append(last)
     return sorted(set(found))
-
-
-def traffic_of(text: str) -> dict[int, float]:
-    """What `--traffic` says: `1:0.7,8:0.2,64:0.1`, batch and share of the steps.
-
-    Raises:
-        InputError: `traffic-invalid`; shares that do not add up to 1 are not guessed at.
-    """
-    found: dict[int, float] = {}
-    for part in text.split(","):
-        batch, colon, share = part.strip().partition(":")
-        try:
-            value = float(share)
-        except ValueError:
-            value = math.nan
-        if not (batch.isdecimal() and int(batch) > 0 and colon and value >= 0) or int(batch) in found:
-            rule = "batch:share for each batch, once each: 1:0.7,8:0.2,64:0.1"
-            raise InputError("traffic-invalid", where="--traffic", value=text, rule=rule)
-        found[int(batch)] = value
-    total = sum(found.values())
-    if not abs(total - 1) < 0.005:
-        scaled = (
-            ",".join(f"{batch}:{share / total:.3g}" for batch, share in found.items()) if 0 < total < math.inf else ""
-        )
-        raise InputError(
-            "traffic-invalid",
-            where="--traffic",
-            value=f"shares add up to {total:g}",
-            rule="shares of the steps add up to 1",
-            remedy=f"if you mean their proportions: --traffic {scaled}" if scaled else "",
-        )
-    return found
 
 
 def _timed_on(asked: Question) -> Timed:

@@ -19,7 +19,7 @@ from quantkit.kernels.recorded import Recorded
 from quantkit.measure import ops_run
 from quantkit.pipeline.tax import Answer, judge, measure_tax, record
 from quantkit.pipeline.tax_cuda import Graphics
-from quantkit.pipeline.tax_question import Question, batch_range, prepare, traffic_of
+from quantkit.pipeline.tax_question import Question, batch_range, prepare
 from quantkit.plan import machine
 
 
@@ -40,15 +40,6 @@ def test_ranges_double_and_lists_are_taken_as_they_are() -> None:
     for text in ("0", "1:0", "0:8", "8:1", "", "1,,2", "a", "1:2:3", "-1", "1.5"):
         with pytest.raises(InputError, match="--batch"):
             batch_range(text)
-
-
-def test_shares_of_the_traffic_add_up_to_one_or_are_refused() -> None:
-    assert traffic_of("1:0.7,8:0.2,64:0.1") == {1: 0.7, 8: 0.2, 64: 0.1}
-    with pytest.raises(InputError, match=r"add up to 100;.*--traffic 1:0\.7,8:0\.3"):
-        traffic_of("1:70,8:30")
-    for text in ("1", "1:", "0:1", "1:-1,2:2", "1:0.5,1:0.5", "1:nan", "a:1", "", "1:0"):
-        with pytest.raises(InputError, match="traffic-invalid"):
-            traffic_of(text)
 
 
 def test_where_shapes_come_from(tmp_path: Path) -> None:

@@ -1,0 +1,355 @@
+"""Continuous batching, simulated event by event: requests arrive, wait, are prefilled, and decode together.
+
+    a step         decoding: a token for each of B sequences that look at c tokens on average, D(B, c) seconds
+                   prefill: T tokens of prompts that look at a tokens on average, P(T, a) seconds
+                   both at once: P(T + B, a) + D(B, c) − D(B, 1): the weights are read once, the caches on top of that
+    chunked        every running sequence has its token first; what is left of a step's tokens goes to prompts in order
+                   of arrival, and what does not fit of the last one waits for the next step. So vLLM schedules ("It
+                   batches all pending decode requests before scheduling any prefill operations", docs.vllm.ai,
+                   Optimization and Tuning, Chunked Prefill; always on in its V1 engine).
+    prefill-first  prompts that wait are computed whole and alone, while running sequences stand still. So vLLM did
+                   before ("prioritizes prefills and doesn't batch prefill and decode to the same batch", docs.vllm.ai,
+                   0.4.2, Performance and Tuning).
+    admission      in order of arrival, as soon as the batch has a place and the cache room for prompt and output to
+                   the end, so that nothing that runs is ever paused: TensorRT-LLM's default (GUARANTEED_NO_EVICT).
+                   vLLM admits more and recomputes what it had to evict, which is not simulated.
+
+Steps between two events (arrival, end of a prompt, end of an output) differ in nothing but the tokens that are looked
+at, which grow evenly, and seconds are linear in them between the points of a table. So such steps are added up in
+closed form, and a run costs a few operations an event and not one a token. Not simulated: the host, the network,
+sharing of prefixes, requests that are broken off.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+from quantkit.errors import InputError
+
+Policy = Literal["chunked", "prefill-first"]
+# vLLM's documentation recommends more than 8,192 tokens a step for throughput, and 2,048 for even steps
+CHUNK = 2048
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Seconds over two axes, linear between the points and beyond the outer ones.
+
+    Args:
+        rows: rising; sequences of a decode step, or tokens of a prefill.
+        contexts: rising; tokens that each of them looks at.
+        seconds: `[rows][contexts]`, each above zero.
+    """
+
+    rows: Sequence[float]
+    contexts: Sequence[float]
+    seconds: Sequence[Sequence[float]]
+    _known: dict[float, list[tuple[float, float]]] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for axis in (self.rows, self.contexts):
+            if not axis or any(later <= earlier for earlier, later in pairwise(axis)):
+                raise ValueError(f"an axis rises, got {list(axis)}")
+        if [len(row) for row in self.seconds] != [len(self.contexts)] * len(self.rows):
+            raise ValueError("seconds are [rows][contexts]")
+        if not all(0 < value < math.inf for row in self.seconds for value in row):
+            raise ValueError("a step takes more than no time, and ends")
+
+    @classmethod
+    def of(cls, function: Callable[[float, float], float], rows: Sequence[float], contexts: Sequence[float]) -> Grid:
+        """A function of (row, context), taken at each point."""
+        return cls(rows, contexts, [[function(row, context) for context in contexts] for row in rows])
+
+    def line(self, row: float, context: float) -> tuple[float, float, float]:
+        """Seconds there, seconds for each token of context more, and the context up to which that holds."""
+        known = self._known.get(row)
+        if known is None:
+            known = self._known[row] = self._pieces(row)
+        index = bisect_right(self.contexts, context, 1, len(known)) - 1 if len(known) > 1 else 0
+        value, slope = known[index]
+        end = self.contexts[index + 1] if index + 1 < len(known) else math.inf
+        return value + slope * (context - self.contexts[index]), slope, end
+
+    def at(self, row: float, context: float) -> float:
+        """Seconds."""
+        return self.line(row, context)[0]
+
+    def _pieces(self, row: float) -> list[tuple[float, float]]:
+        """(seconds, slope) at the start of each piece of a row's line; one piece where there is one context."""
+        if len(self.rows) == 1:
+            values = list(self.seconds[0])
+        else:
+            index = bisect_right(self.rows, row, 1, len(self.rows) - 1) - 1
+            part = (row - self.rows[index]) / (self.rows[index + 1] - self.rows[index])
+            near, far = self.seconds[index], self.seconds[index + 1]
+            values = [low + part * (high - low) for low, high in zip(near, far, strict=True)]
+        if len(values) == 1:
+            return [(values[0], 0.0)]
+        return [
+            (values[at], (values[at + 1] - values[at]) / (self.contexts[at + 1] - self.contexts[at]))
+            for at in range(len(values) - 1)
+        ]
+
+
+@dataclass(frozen=True)
+class Server:
+    """One copy of a model that serves requests, on however many devices.
+
+    Args:
+        prefill: P(tokens, context): seconds of a step of prompts; context is what its tokens look at on average, which
+            for a whole prompt of n is (n + 1) / 2.
+        decode: D(sequences, context): seconds of a step that gives each sequence a token.
+        cache_tokens: tokens that the cache holds, of all sequences together.
+        max_batch: sequences that run at once.
+        chunk: tokens of a step at most; with `prefill-first` a longer prompt is still computed whole.
+        policy: see the module.
+
+    Raises:
+        InputError: `server-invalid`.
+    """
+
+    prefill: Grid
+    decode: Grid
+    cache_tokens: int
+    max_batch: int
+    chunk: int = CHUNK
+    policy: Policy = "chunked"
+
+    def __post_init__(self) -> None:
+        least = self.max_batch if self.policy == "chunked" else 1
+        for name, value, low, rule in (
+            ("max_batch", self.max_batch, 1, "at least one sequence runs"),
+            ("cache_tokens", self.cache_tokens, 1, "the cache holds something"),
+            ("chunk", self.chunk, least, "a step has a token for each running sequence, so chunk >= max_batch"),
+        ):
+            if value < low:
+                raise InputError("server-invalid", where=name, value=value, rule=rule)
+
+    @classmethod
+    def of(
+        cls,
+        seconds: Callable[[int, int, int], float],
+        *,
+        longest: int,
+        cache_tokens: int,
+        max_batch: int,
+        chunk: int = CHUNK,
+        policy: Policy = "chunked",
+    ) -> Server:
+        """Tabulate one function for both kinds of step: about 80 calls.
+
+        Args:
+            seconds: of a step in which (batch) sequences each add (tokens) new ones to (past) tokens in the cache.
+            longest: prompt and output of the longest request.
+            cache_tokens, max_batch, chunk, policy: as in the class.
+        """
+        longest = max(longest, 4)
+        quarters = sorted({1, *(longest * part // 4 for part in (1, 2, 3, 4))})
+
+        def decode(batch: float, context: float) -> float:
+            return seconds(int(batch), 1, int(context) - 1)
+
+        def prefill(tokens: float, context: float) -> float:
+            # as many prompts of one length as look at so much on average; a single one that comes after others
+            each = max(1, min(round(tokens), round(2 * context - 1)))
+            several = max(1, round(tokens / each))
+            past = max(0, round(context - (each + 1) / 2))
+            return seconds(several, each, past) * tokens / (several * each)
+
+        most = max(chunk, longest if policy == "prefill-first" else 0)
+        return cls(
+            Grid.of(prefill, _doubling(most), sorted({1, longest // 2, longest})),
+            Grid.of(decode, _doubling(max_batch), quarters),
+            cache_tokens,
+            max_batch,
+            chunk,
+            policy,
+        )
+
+
+def _doubling(most: int) -> list[int]:
+    """1, 2, 4, … and the most itself."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What happened to each request, in seconds from the start; sequences of one length, in order of arrival.
+
+    Args:
+        arrival: when it came.
+        first: when its first token was there.
+        finish: when its last was.
+        prompt: its tokens.
+        output: tokens it was given.
+        busy: seconds in which anything ran.
+        steps: decode steps.
+        decoded: tokens that they gave; each request's first comes with its prefill.
+        prefilled: tokens of prompts.
+        peak_cache: the most tokens that were reserved at a time.
+    """
+
+    arrival: Sequence[float]
+    first: Sequence[float]
+    finish: Sequence[float]
+    prompt: Sequence[int]
+    output: Sequence[int]
+    busy: float
+    steps: int
+    decoded: int
+    prefilled: int
+    peak_cache: int
+
+    @property
+    def end(self) -> float:
+        """When the last one was done."""
+        return max(self.finish, default=0.0)
+
+
+def run(arrivals: Sequence[float], prompts: Sequence[int], outputs: Sequence[int], server: Server) -> Trace:
+    """Serve requests to the end.
+
+    Args:
+        arrivals: seconds, not falling.
+        prompts: tokens of each, from 1 up.
+        outputs: tokens that each gets, from 1 up.
+        server: what serves them.
+
+    Raises:
+        InputError: `request-too-long`, where one alone does not fit the cache.
+    """
+    count = len(arrivals)
+    need = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+    if max(need, default=0) > server.cache_tokens:
+        raise too_long(max(need), server.cache_tokens)
+    prefill, decode = server.prefill, server.decode
+    chunked = server.policy == "chunked"
+    first, finish = [0.0] * count, [0.0] * count
+    running: list[tuple[int, int]] = []  # a heap: (the decode step that ends it, which)
+    now = busy = 0.0
+    head = done = 0  # who is next to be admitted; how many are finished
+    part, left = -1, 0  # whose prompt is computed in pieces, and what is left of it
+    reserved = peak = 0
+    steps = decoded = prefilled = looked = 0  # looked: at by all that run, in their next step
+
+    while done < count:
+        batch = len(running)
+        if not batch and part < 0 and arrivals[head] > now:
+            now = arrivals[head]
+        budget = server.chunk - batch if chunked else server.chunk
+        tokens = pairs = given = 0
+        joining: list[int] = []
+        if part >= 0:
+            tokens = given = min(left, budget)
+            pairs = _pairs(prompts[part] - left, given)
+            if given == left:
+                joining.append(part)
+                part = -1
+        while (
+            part < 0
+            and head < count
+            and arrivals[head] <= now
+            and batch + len(joining) < server.max_batch
+            and reserved + need[head] <= server.cache_tokens
+            and (tokens < budget if chunked else not tokens or tokens + prompts[head] <= budget)
+        ):
+            given = min(prompts[head], budget - tokens) if chunked else prompts[head]
+            tokens += given
+            pairs += _pairs(0, given)
+            reserved += need[head]
+            if given == prompts[head]:
+                joining.append(head)
+            else:
+                part, left = head, prompts[head]
+            head += 1
+        peak = max(peak, reserved)
+
+        # seconds of this step, how much longer each like it takes than the one before, and how many are like it
+        advances = batch > 0 and (chunked or not tokens)
+        seconds = slope = 0.0
+        alike = running[0][0] - steps if advances else left
+        if tokens:
+            context = pairs / tokens
+            seconds, growth, end = prefill.line(tokens + batch if chunked else tokens, context)
+            slope = growth * tokens
+            alike = 1 if joining or part < 0 else min(alike, (left - 1) // given)
+            if end < math.inf:
+                alike = min(alike, int((end - context) / tokens) + 1)
+        if advances:
+            context = looked / batch
+            own, growth, end = decode.line(batch, context)
+            seconds += own - decode.at(batch, 1) if tokens else own
+            slope += growth
+            if end < math.inf:
+                alike = min(alike, int(end - context) + 1)
+            room = batch < server.max_batch and head < count and reserved + need[head] <= server.cache_tokens
+            if room and not tokens:  # whoever comes next is let in at the end of the step he comes in
+                alike = min(alike, _until(arrivals[head] - now, seconds, slope, alike))
+
+        took = _sum(alike, seconds, slope)
+        now += took
+        busy += took
+        prefilled += alike * tokens
+        if part >= 0:
+            left -= alike * given
+        if advances:
+            steps += alike
+            decoded += alike * batch
+            looked += alike * batch
+            while running and running[0][0] == steps:
+                which = heapq.heappop(running)[1]
+                finish[which] = now
+                looked -= need[which]
+                reserved -= need[which]
+                done += 1
+        for which in joining:
+            first[which] = now
+            if outputs[which] == 1:
+                finish[which] = now
+                reserved -= need[which]
+                done += 1
+            else:
+                heapq.heappush(running, (steps + outputs[which] - 1, which))
+                looked += prompts[which] + 1
+    return Trace(arrivals, first, finish, prompts, outputs, busy, steps, decoded, prefilled, peak)
+
+
+def too_long(tokens: int, cache_tokens: int) -> InputError:
+    """The error for a request that could not run even alone."""
+    return InputError(
+        "request-too-long",
+        where="cache",
+        value=f"a request of {tokens:,} tokens",
+        rule=f"the cache holds {cache_tokens:,} tokens, and a request stays in it whole",
+        remedy="a shorter context, a smaller format for weights or cache, or more devices",
+    )
+
+
+def _pairs(past: int, tokens: int) -> int:
+    """How often a token looks at a token, where (tokens) new ones come after (past): each sees itself too."""
+    return tokens * past + tokens * (tokens + 1) // 2
+
+
+def _sum(steps: int, first: float, slope: float) -> float:
+    """Of an arithmetic series."""
+    return steps * first + slope * (steps * (steps - 1) // 2)
+
+
+def _until(gap: float, first: float, slope: float, most: int) -> int:
+    """How many steps, at most (most), until a gap has passed."""
+    if _sum(most, first, slope) < gap:
+        return most
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _sum(middle, first, slope) < gap:
+            low = middle
+        else:
+            high = middle
+    return high
