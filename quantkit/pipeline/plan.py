@@ -6,7 +6,7 @@ Nothing is opened but a config, and nothing heavy is imported: a second for the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -65,8 +65,12 @@ class Question:
     changes: Sequence[str] = ()
 
 
-def plan(question: Question) -> Outlook:
+def plan(question: Question, samples: Sequence[Sample] | None = None) -> Outlook:
     """Answer it.
+
+    Args:
+        question: what is asked.
+        samples: of efficiencies, instead of those that are known and those that the question names.
 
     Raises:
         InputError: what is not what it has to be: model, target, sizes. A recipe that cannot be planned is a
@@ -76,16 +80,16 @@ def plan(question: Question) -> Outlook:
     aimed = question.target
     target = aimed if isinstance(aimed, Target) else Target.load(aimed or this_machine())
     workload = _workload(question, architecture, target)
-    samples = [*efficiency.measured(question.measured), *efficiency.own(), *efficiency.shipped()]
+    if samples is None:
+        samples = [*efficiency.measured(question.measured), *efficiency.own(), *efficiency.shipped()]
     asked = labels(question.recipes, architecture.kind, target)
     candidates = [_candidate(label, question, architecture, target, workload, samples) for label in asked]
     if len(candidates) == 1 and candidates[0].problem is not None:
         raise candidates[0].problem
     notes = [f"assumed: {each}" for each in (*architecture.assumed, *workload.assumed)]
     if unmeasured := target.unmeasured():
-        notes.append(
-            f"{target.name} has no figure for {', '.join(unmeasured)}: quantkit doctor --write measures this machine"
-        )
+        missing = f"{target.name} has no figure for {', '.join(unmeasured)}"
+        notes.append(f"{missing}: on that machine, quantkit doctor --write --target {target.name} measures them")
     return Outlook(architecture, target, workload, candidates, recommend(candidates, workload), notes)
 
 
@@ -141,7 +145,7 @@ def _candidate(
         return Candidate(label, label, problem=problem)
     served = _served(chosen, assigned, architecture, target, samples)
     memory, devices = _memory(served, workload, question.devices)
-    served = Served(**{**vars(served), "devices": devices, "_known": {}})
+    served = replace(served, devices=devices)
     return Candidate(
         label,
         chosen.recipe.name,
@@ -151,6 +155,7 @@ def _candidate(
         _stored(assigned.schemes, architecture),
         memory,
         [_row(served, batch, workload, memory) for batch in workload.batches],
+        served,
         notes=[each.reason for each in assigned.decisions if each.code in ("kept", "padded", "group-shrunk")],
     )
 

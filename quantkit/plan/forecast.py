@@ -78,7 +78,7 @@ class Served:
     devices: int = 1
     samples: Sequence[Sample] = ()
     device: str | None = None
-    _known: dict[Step, Timed] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[Step, Timed] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def bound(self, step: Step) -> Bound:
         """The operations of a step."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from quantkit.errors import QuantkitError
 from quantkit.plan.architecture import Architecture
-from quantkit.plan.forecast import Timed
+from quantkit.plan.forecast import Served, Timed
 from quantkit.target import State, Target
 
 
@@ -117,6 +117,7 @@ class Candidate:
         bytes: of all weights as they are stored.
         memory: on the target.
         rows: by batch.
+        served: what times any other step.
         load: what the simulation of the workload's rate says; None without one.
         cost: of a million tokens, and energy; None without prices.
         compiling: what the compile takes; None where it is not known.
@@ -132,6 +133,7 @@ class Candidate:
     bytes: float = 0.0
     memory: Memory | None = None
     rows: Sequence[Row] = ()
+    served: Served | None = None
     load: Any = None
     cost: Any = None
     compiling: Any = None

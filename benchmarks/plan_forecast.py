@@ -1,0 +1,165 @@
+"""How far off are the forecasts of `quantkit plan`? Efficiencies from other models, held against a model of its own.
+
+    python benchmarks/plan_forecast.py --fit     # times random models, writes quantkit/plan/efficiencies.jsonl
+    python benchmarks/plan_forecast.py           # forecasts smollm2-135m from those, then times it
+
+Random models of three sizes are rounded to each format, exported to ONNX and timed against float32 as
+`compile` does it; what they reach of their bounds is what ships. SmolLM2-135M is then forecast from nothing else, on
+this machine's figures as measured in the same run, and timed. Targets: half of the rows of each format within 25 % of
+what was measured, and at least eight of ten within the printed interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from harness.process import helper
+from harness.record import record, show, verdicts
+
+import quantkit
+from quantkit.errors import QuantkitError
+from quantkit.pipeline.plan import Question, plan
+from quantkit.plan import efficiency, machine
+from quantkit.plan.efficiency import Sample, samples
+from quantkit.plan.roofline import Step
+from quantkit.target import Target
+
+# 42, 114 and 189 million weights in their blocks; the heads are small, since a token is a byte
+SIZES = [
+    {"layers": 12, "hidden": 512, "intermediate": 1536, "heads": 8},
+    {"layers": 16, "hidden": 768, "intermediate": 2048, "heads": 12},
+    {"layers": 15, "hidden": 1024, "intermediate": 2816, "heads": 16},
+]
+# rounding is what differs least between models, and takes seconds
+RECIPES = {
+    "int4": ("rtn-int4", []),
+    "int8": ("int8-weights", []),
+}
+EXPORT = "export=[{onnx: {dialect: onnxruntime, accuracy_level: 4}}]"
+NEAR, WITHIN = 0.25, 0.8
+
+
+def timed(model: str, name: str, folder: Path) -> list[dict[str, Any]]:
+    """Rows of a compile of one model with one recipe."""
+    recipe, changes = RECIPES[name]
+    bundle = quantkit.compile(model, recipe, out=folder / name, changes=[EXPORT, *changes, "gates={}"])
+    return [dict(row) for row in bundle.measurements]
+
+
+def fit(folder: Path, sizes: Sequence[dict[str, int]]) -> list[Sample]:
+    """What random models teach."""
+    found: list[Sample] = []
+    for number, size in enumerate(sizes):
+        place = folder / f"model{number}"
+        helper("random_model.py", {"folder": str(place), **size})
+        for name in RECIPES:
+            found += samples(timed(str(place), name, folder / f"out{number}"))
+            print(f"{size}, {name}: done", file=sys.stderr)
+    return found
+
+
+def compared(rows: Sequence[dict[str, Any]], learned: Sequence[Sample], name: str) -> Iterator[dict[str, Any]]:
+    """Each step that was timed, with its forecast."""
+    target = here(rows)
+    recipe, changes = RECIPES[name]
+    question = Question("smollm2-135m", [recipe], target, "onnxruntime", changes=[EXPORT, *changes])
+    served = plan(question, learned).candidates[0].served
+    assert served is not None
+    for row in rows:
+        if row["name"] not in ("latency.decode_step", "latency.prefill"):
+            continue
+        shape = row["shape"]
+        step = Step(row["batch"], shape["new_tokens"], shape["context"])
+        found = served.timed(step)
+        low, high = found.interval or (None, None)
+        yield {
+            "format": name,
+            "phase": step.phase,
+            "batch": step.batch,
+            "tokens": step.tokens,
+            "context": step.context,
+            "bound_ms": 1e3 * (found.least or 0.0),
+            "forecast_ms": 1e3 * found.forecast if found.forecast is not None else None,
+            "low_ms": 1e3 * low if low is not None else None,
+            "high_ms": 1e3 * high if high is not None else None,
+            "measured_ms": 1e3 * row["value"],
+            "error": found.forecast / row["value"] - 1 if found.forecast is not None else None,
+            "within": low <= row["value"] <= high if low is not None and high is not None else None,
+            "because": found.because,
+        }
+
+
+def here(rows: Sequence[dict[str, Any]]) -> Target:
+    """This machine's target with the ceilings that the run measured."""
+    figures = {"memory.capacity": machine.memory_limit(), "memory.last_level_cache": machine.last_level_cache()}
+    for row in rows:
+        if row["name"] == "ceiling.read":
+            figures["memory.read_bandwidth"] = row["value"]
+        if row["name"] == "ceiling.compute":
+            figures[f"compute.{row['settings']['compute_type']}"] = row["value"]
+    return Target.load("cpu-x86").resolve({"figures": figures, "source": "this run", "isa": machine.isa_features()})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fit", action="store_true", help="time random models, and ship what they teach")
+    parser.add_argument("--sizes", type=int, default=len(SIZES), help="how many of the random models")
+    parser.add_argument("--note", default="", help="goes into the record: what else ran on the machine")
+    parser.add_argument("--no-record", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        # what was learned here before would be learned again
+        os.environ["QUANTKIT_CACHE"] = str(folder / "cache")
+        try:
+            if options.fit:
+                found = fit(folder, SIZES[: options.sizes])
+                efficiency.SHIPPED.write_bytes(efficiency.dumped(found))
+                print(f"{len(found)} efficiencies in {efficiency.SHIPPED.name}")
+                return 0
+            rows = []
+            for recipe in RECIPES:
+                rows += list(compared(timed("smollm2-135m", recipe, folder), efficiency.shipped(), recipe))
+        except QuantkitError as problem:
+            print(problem.line(), file=sys.stderr)
+            return problem.exit
+    columns = {
+        "format": "format",
+        "phase": "phase",
+        "batch": "batch:d",
+        "tokens": "tokens:d",
+        "context": "context:d",
+        "bound_ms": "at best ms:.2f",
+        "forecast_ms": "forecast ms:.2f",
+        "low_ms": "from:.2f",
+        "high_ms": "to:.2f",
+        "measured_ms": "measured ms:.2f",
+        "error": "off by:+.0%",
+    }
+    show("SmolLM2-135M, forecast from other models", rows, columns)
+    record(
+        "plan_forecast",
+        "forecasts from other models' efficiencies",
+        rows,
+        {"sizes": SIZES, "note": options.note},
+        write=not options.no_record,
+    )
+    known = [row for row in rows if row["error"] is not None]
+    claims = {"every step has a forecast": len(known) == len(rows)}
+    for recipe in RECIPES:
+        off = [abs(row["error"]) for row in known if row["format"] == recipe]
+        claims[f"{recipe}: half of the rows within {NEAR:.0%}"] = bool(off) and median(off) <= NEAR
+    inside = [row["within"] for row in known]
+    claims[f"at least {WITHIN:.0%} within their intervals"] = bool(inside) and sum(inside) >= WITHIN * len(inside)
+    return verdicts(claims)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

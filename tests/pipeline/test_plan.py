@@ -1,0 +1,112 @@
+"""A plan from a config alone: what fits, what is refused, what is said to be assumed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quantkit.errors import InputError
+from quantkit.pipeline.plan import Question, plan
+
+LABELS = ("bf16", "fp8", "awq-int4")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+
+
+def test_formats_and_recipes_side_by_side() -> None:
+    found = plan(Question("llama-3-8b", LABELS, "h100", batches=(1, 256), prompt=1000, output=200))
+    floats, eight, four = found.candidates
+    assert [each.recipe for each in found.candidates] == ["float", "fp8", "awq-int4"]
+    assert [each.bits and round(each.bits, 3) for each in found.candidates] == [None, 8.003, 4.312]
+    # codes of 4 bits, and a scale of 16 and a zero point of 4 for each 64 weights
+    small, large = ([each.rows[i].step.least for each in found.candidates] for i in (0, 1))
+    assert small[2] < small[1] < small[0]  # type: ignore[operator]
+    # at 256 rows weights are few of the bytes, and 4-bit weights are still multiplied in 16 bits
+    assert large[2] > large[1]  # type: ignore[operator]
+    assert found.recommendation.label == "fp8"
+    assert floats.memory is not None and floats.memory.cache_per_token == 128 * 1024
+    assert {cell.what: cell.state for cell in eight.cells} == {
+        "fp8_e4m3 weights": "native",
+        "fp8_e4m3 inputs": "native",
+    }
+    assert four.runtime == "vllm"
+
+
+def test_a_format_stands_for_a_recipe_that_the_target_runs() -> None:
+    of = {name: plan(Question("llama-3-8b", ("int4", "bf16"), name)).candidates[0] for name in ("h100", "jetson-orin")}
+    assert (of["h100"].recipe, of["h100"].runtime) == ("awq-int4", "vllm")
+    # TensorRT takes no zero points
+    assert (of["jetson-orin"].recipe, of["jetson-orin"].runtime) == ("int4-tensorrt", "tensorrt")
+
+
+def test_what_is_not_said_is_assumed_aloud() -> None:
+    found = plan(Question("llama-3-8b", LABELS, "h100"))
+    assert [note for note in found.notes if ("--prompt" in note and "--output" in note) or "1,024" in note]
+    assert found.workload.context == 1024 + 256
+    said = plan(Question("llama-3-8b", LABELS, "h100", prompt=100, output=10))
+    assert not [note for note in said.notes if "assumed" in note]
+
+
+def test_a_machine_that_was_not_measured_has_memory_but_no_time() -> None:
+    found = plan(Question("smollm2-135m", LABELS, "cpu-x86"))
+    assert all(row.step.seconds is None for each in found.candidates for row in each.rows)
+    assert any("quantkit doctor --write --target cpu-x86" in note for note in found.notes)
+    assert found.recommendation.label == "bf16"
+
+
+def test_emulated_weights_are_read_as_floats() -> None:
+    floats, emulated = plan(Question("llama-3-8b", ("bf16", "int4"), "h100", runtime="torch")).candidates
+    assert emulated.cells[0].state == "emulated"
+    assert emulated.rows[0].step.least == floats.rows[0].step.least
+
+
+def test_one_recipe_that_cannot_be_planned_is_an_error_and_among_others_a_remark() -> None:
+    with pytest.raises(InputError, match="group-indivisible"):
+        plan(Question("smollm2-135m", ("awq-int4",), "h100", changes=("scheme.weights.group=128",)))
+    with pytest.raises(InputError, match="unknown-recipe"):
+        plan(Question("smollm2-135m", ("awk-int4",), "h100"))
+    found = plan(Question("smollm2-135m", ("awk-int4", "bf16"), "h100"))
+    assert found.candidates[0].problem is not None
+    assert found.recommendation.label == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("question", "code"),
+    [
+        (Question("llama-3-8b", context=9000), "context-too-long"),
+        (Question("llama-3-8b", prompt=8000, output=8000), "context-too-long"),
+        (Question("llama-3-8b", prompt=0), "usage"),
+        (Question("llama-3-8b", output=-1), "usage"),
+        (Question("llama-3-8b", prompt=100, output=100, context=150), "usage"),
+        (Question("llama-3-8b", rate=0.0), "usage"),
+        (Question("llama-3-8b", rate=float("nan")), "usage"),
+        (Question("llama-3-8b", devices=0), "usage"),
+        (Question("lama-3-8b"), "unknown-model"),
+        (Question("llama-3-8b", target="h1000"), "unknown-target"),
+        (Question("llama-3-8b", ("int8-network",), "cpu-x86"), "model-kind"),
+        (Question("llama-3-8b", ("bf16",), "h100", runtime="onnxruntime"), "target-cannot-run"),
+    ],
+)
+def test_bad_questions(question: Question, code: str) -> None:
+    with pytest.raises(InputError) as caught:
+        plan(question)
+    assert caught.value.code == code
+
+
+def test_nothing_heavy_is_imported_for_the_largest_model() -> None:
+    script = (
+        "import json, sys; from quantkit.pipeline.plan import Question, plan; "
+        "found = plan(Question('deepseek-v3', target='h200', devices=8)); "
+        "print(json.dumps([found.architecture.parameters, sorted(sys.modules)]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    parameters, loaded = json.loads(done.stdout)
+    assert parameters > 6e11
+    assert not {"torch", "transformers", "scipy", "plotly", "onnx", "onnxruntime", "pandas"} & set(loaded)
