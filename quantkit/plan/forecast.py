@@ -9,7 +9,7 @@ is no forecast, and the bound stands alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -84,7 +84,7 @@ class Served:
         """The operations of a step."""
         return roofline.bound(
             self.architecture,
-            self.products,
+            self._alike,
             self.cache,
             self.target,
             step,
@@ -97,6 +97,10 @@ class Served:
         if step not in self._known:
             self._known[step] = self._timed(step)
         return self._known[step]
+
+    @cached_property
+    def _alike(self) -> Mapping[Product, int]:
+        return roofline.alike(self.products)
 
     @cached_property
     def missing(self) -> list[str]:

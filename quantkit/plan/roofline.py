@@ -13,8 +13,8 @@ the bound. What runtimes take beyond it is `efficiency.py`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from quantkit.plan.architecture import Architecture, Attention, Matrix
@@ -157,7 +157,7 @@ class Cache:
 
 def bound(
     architecture: Architecture,
-    products: Iterable[Product],
+    products: Mapping[Product, int],
     cache: Cache,
     target: Target,
     step: Step,
@@ -169,28 +169,39 @@ def bound(
 
     Args:
         architecture: for its attention; linears that are not among `products` are left out.
-        products: all linears that run, the head's too.
+        products: all linears that run, the head's too, as `alike` counts them.
         cache: of keys and values.
         target: its figures; `auto` ones count as missing.
         step: what is asked for.
         devices: that share the work evenly; nothing is counted for what they tell each other.
         attention: what attention multiplies in.
     """
-    # blocks are alike: a hundred of them have a handful of different operations
     found: Counter[tuple[str, str, float, float, ComputeType]] = Counter()
-    head = architecture.head.name if architecture.head is not None else None
-    for product in products:
+    head = architecture.head.name.rpartition(".")[2] if architecture.head is not None else None
+    for product, times in products.items():
         # logits are wanted of the last token of each sequence alone
         rows = step.batch if product.matrix.name == head else step.rows
-        found[_linear(product, rows, devices)] += 1
-    for layer in architecture.layers:
-        if layer.attention is not None:
-            found[_attention(layer.attention, cache, step, devices, attention)] += 1
+        found[_linear(product, rows, devices)] += times
+    kinds = Counter(layer.attention for layer in architecture.layers if layer.attention is not None)
+    for each, times in kinds.items():
+        found[_attention(each, cache, step, devices, attention)] += times
     ops = [
         Op(name, form, times, moved, work, kind, *_roof(moved, work, kind, target))
         for (name, form, moved, work, kind), times in found.items()
     ]
     return Bound(step, ops)
+
+
+def alike(products: Iterable[Product]) -> dict[Product, int]:
+    """Linears that differ in nothing but their block, each with how often it occurs: a hundred blocks have a handful.
+
+    They go by the last word of their name.
+    """
+    found: Counter[Product] = Counter()
+    for product in products:
+        matrix = replace(product.matrix, name=product.matrix.name.rpartition(".")[2])
+        found[replace(product, matrix=matrix)] += 1
+    return dict(found)
 
 
 def reached(matrix: Matrix, rows: int) -> float:
@@ -225,7 +236,7 @@ def _linear(product: Product, rows: int, devices: int) -> tuple[str, str, float,
     through = rows * matrix.active
     moved = reached(matrix, rows) * product.bytes + through * (matrix.K + matrix.N) * product.width
     work = 2.0 * through * matrix.N * matrix.K
-    return matrix.name.rpartition(".")[2], product.format, moved / devices, work / devices, product.compute
+    return matrix.name, product.format, moved / devices, work / devices, product.compute
 
 
 def _attention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quantkit.plan.architecture import Architecture, Attention, Layer, Matrix
-from quantkit.plan.roofline import Bound, Cache, Product, Step, bound, kept, looked_at, reached
+from quantkit.plan.roofline import Bound, Cache, Product, Step, alike, bound, kept, looked_at, reached
 from quantkit.target import Target
 
 FULL = Attention("full", heads=4, kv_heads=2, head_dim=8, value_dim=8)
@@ -49,7 +49,7 @@ def model(*matrices: Matrix, attention: Attention | None = None, layers: int = 1
 def of_one(step: Step, bits: float, *, compute: str = "bf16") -> Bound:
     matrix = Matrix("model.layers.0.mlp.up_proj", N=14336, K=4096)
     product = Product(matrix, matrix.parameters * bits / 8, "int4", compute)  # type: ignore[arg-type]
-    return bound(model(matrix), [product], NO_CACHE, target(), step, attention="bf16")
+    return bound(model(matrix), alike([product]), NO_CACHE, target(), step, attention="bf16")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_the_floor_of_one_linear_is_the_one_reckoned_by_hand(
 def test_a_sum_is_never_below_the_step_as_one_piece() -> None:
     wide, narrow = Matrix("a", N=4096, K=4096), Matrix("b", N=64, K=65536)
     products = [Product(wide, 2.0 * wide.parameters, "bfloat16", "bf16"), Product(narrow, 1.0, "int4", "bf16")]
-    found = bound(model(wide, narrow), products, NO_CACHE, target(), Step(300), attention="bf16")
+    found = bound(model(wide, narrow), alike(products), NO_CACHE, target(), Step(300), attention="bf16")
     assert {op.limit for op in found.ops} == {"memory", "compute"}
     together = found.together(target())
     assert together < (found.seconds or 0.0)
@@ -87,7 +87,9 @@ def test_a_sum_is_never_below_the_step_as_one_piece() -> None:
 def test_equal_blocks_are_counted_not_listed() -> None:
     matrix = Matrix("model.layers.0.q_proj", N=64, K=64)
     products = [Product(matrix, 100.0, "int4", "bf16")] * 5
-    found = bound(model(matrix, attention=FULL, layers=5), products, NO_CACHE, target(), Step(1), attention="bf16")
+    found = bound(
+        model(matrix, attention=FULL, layers=5), alike(products), NO_CACHE, target(), Step(1), attention="bf16"
+    )
     assert [(op.name, op.times) for op in found.ops] == [("q_proj", 5), ("attention, full", 5)]
 
 
@@ -118,7 +120,7 @@ def test_tokens_of_an_encoder_see_each_other() -> None:
 def test_attention_reads_the_cache_of_each_sequence() -> None:
     cache = Cache("float16", lambda each: 2.0 * 2 * each.kv_heads * each.head_dim)
     matrix = Matrix("q", N=1, K=1)
-    found = bound(model(matrix, attention=FULL), [], cache, target(), Step(3, 1, 99), attention="bf16")
+    found = bound(model(matrix, attention=FULL), {}, cache, target(), Step(3, 1, 99), attention="bf16")
     (op,) = found.ops
     # 100 tokens of 3 sequences at 64 bytes, queries and outputs of 4 heads of 8 in 2 bytes
     assert op.bytes == 3 * 100 * 64 + 3 * 4 * 16 * 2
@@ -129,7 +131,7 @@ def test_logits_are_of_last_tokens_alone() -> None:
     head = Matrix("lm_head", N=1000, K=64)
     whole = Architecture("t", "decoder", "llama", "bfloat16", 64, [], embeddings=0, others=0, head=head)
     product = Product(head, 2000.0, "bfloat16", "bf16")
-    (op,) = bound(whole, [product], NO_CACHE, target(), Step(2, 500), attention="bf16").ops
+    (op,) = bound(whole, alike([product]), NO_CACHE, target(), Step(2, 500), attention="bf16").ops
     assert op.operations == 2 * 2 * 1000 * 64
 
 
@@ -137,7 +139,7 @@ def test_devices_share_the_work() -> None:
     matrix = Matrix("up_proj", N=512, K=512)
     product = Product(matrix, 2.0 * matrix.parameters, "bfloat16", "bf16")
     one, four = (
-        bound(model(matrix), [product], NO_CACHE, target(), Step(4), devices=n, attention="bf16").seconds
+        bound(model(matrix), alike([product]), NO_CACHE, target(), Step(4), devices=n, attention="bf16").seconds
         for n in (1, 4)
     )
     assert one == pytest.approx(4 * (four or 0.0))
@@ -147,6 +149,6 @@ def test_devices_share_the_work() -> None:
 def test_what_is_not_known_is_no_bound(lacks: str, missing: list[str]) -> None:
     matrix = Matrix("up_proj", N=512, K=512)
     product = Product(matrix, 1.0, "bfloat16", "bf16")
-    found = bound(model(matrix), [product], NO_CACHE, target(**{lacks: None}), Step(4), attention="bf16")
+    found = bound(model(matrix), alike([product]), NO_CACHE, target(**{lacks: None}), Step(4), attention="bf16")
     assert found.seconds is None
     assert found.missing == missing
