@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +39,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fake_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`import tensorrt` is `fake_build/tensorrt.py`, here and in processes that build."""
+    folder = Path(__file__).parent / "fake_build"
+    spec = importlib.util.spec_from_file_location("tensorrt", folder / "tensorrt.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "tensorrt", module)
+    spec.loader.exec_module(module)
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
 
 
 @pytest.fixture(scope="session")

@@ -1,26 +1,22 @@
 """An engine from a network: built in a process of its own, with a limit on its time and timings that outlive it.
 
-What TensorRT measures of its kernels is kept in the user's cache, one file for each GPU, version and set of builder
-options, written under a lock, so that builds that share it add to it one after the other. TensorRT-RTX compiles ahead
-of time, measures nothing and has no such cache.
+What TensorRT measures of its kernels is kept in the user's cache (`_timings`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quantkit.content import Closed, cache_dir
+from quantkit.content import Closed
 from quantkit.errors import InputError
 from quantkit.export._profiles import Shapes
 from quantkit.export._tactics import Tactics, Timed
+from quantkit.export._timings import Timings
 from quantkit.runtimes import _child
 from quantkit.runtimes._tensorrt_library import Library, Name, load, unsupported
 
@@ -42,6 +38,7 @@ class Job(Closed):
         optimization_level: 0 to 5.
         version_compatible, hardware_compatible: whether later versions, and later GPUs, may load it.
         timing_cache: file; None: none is kept.
+        keep_every: seconds between two writes of it.
         seconds: after which it is given up.
     """
 
@@ -56,6 +53,7 @@ class Job(Closed):
     version_compatible: bool = False
     hardware_compatible: bool = False
     timing_cache: str | None = None
+    keep_every: float = 20.0
     seconds: float | None = None
 
 
@@ -70,6 +68,9 @@ class Built(Closed):
         seconds: of the build, on the clock.
         layers: of the network before fusions.
         cache_hit: whether the timing cache knew anything; None without one.
+        first_seconds: of the first build of this network with that cache, where this is a later one.
+        saved_seconds: that this one took less.
+        cache_problem: why what was timed could not be kept; empty where it was.
         tactics: kernels that were timed, of the layers that take the longest; what the timing cache knew is not timed
             again, and TensorRT-RTX times nothing.
     """
@@ -83,15 +84,10 @@ class Built(Closed):
     seconds: float
     layers: int
     cache_hit: bool | None = None
+    first_seconds: float | None = None
+    saved_seconds: float | None = None
+    cache_problem: str = ""
     tactics: tuple[Timed, ...] = ()
-
-
-def timing_cache(library: Library, gpu: str, options: dict[str, Any]) -> Path | None:
-    """The file that keeps the timings of builds alike; None ahead of time."""
-    if library.ahead_of_time:
-        return None
-    key = json.dumps([library.name, library.version, gpu, options], sort_keys=True)
-    return cache_dir() / "timing" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cache"
 
 
 def build(job: Job, *, progress: Report | None = None) -> Built:
@@ -152,10 +148,13 @@ def _built(job: Job) -> Built:
     for shapes in job.profiles:
         config.add_optimization_profile(_profile(builder, shapes))
     deadline = None if job.seconds is None else started + job.seconds
-    monitor = _monitor(api, deadline)
+    timings = Timings(config, job.timing_cache, job.keep_every)
+    monitor = _monitor(api, deadline, timings)
     config.progress_monitor = monitor
-    with _kept_timings(config, job.timing_cache) as hit:
+    try:
         plan = builder.build_serialized_network(network, config)
+    finally:
+        timings.keep()
     if plan is None and monitor.late:
         limit, where = job.seconds, f"{library.name} {library.version}"
         raise InputError(
@@ -171,6 +170,8 @@ def _built(job: Job) -> Built:
         )
     data = memoryview(plan)
     _write(Path(job.engine), data)
+    seconds = time.perf_counter() - started
+    first = timings.first(Path(job.network), job.profiles, seconds)
     return Built(
         library=job.library,
         version=library.version,
@@ -178,9 +179,12 @@ def _built(job: Job) -> Built:
         gpu=job.gpu,
         bytes=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
         layers=int(network.num_layers),
-        cache_hit=hit,
+        cache_hit=timings.hit,
+        first_seconds=first,
+        saved_seconds=None if first is None else first - seconds,
+        cache_problem=timings.problem,
         tactics=tuple(said.tactics.timed()),
     )
 
@@ -232,8 +236,8 @@ class _Said:
         self.logger = Log()
 
 
-def _monitor(api: Any, deadline: float | None) -> Any:
-    """Prints how far the build is, for the parent, and ends it when its time is over."""
+def _monitor(api: Any, deadline: float | None, timings: Timings) -> Any:
+    """Prints how far the build is, for the parent, keeps what was timed, and ends it when its time is over."""
 
     class Monitor(api.IProgressMonitor):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -248,6 +252,7 @@ def _monitor(api: Any, deadline: float | None) -> Any:
         def step_complete(self, name: str, step: int) -> bool:
             if name in self.steps:
                 print(f"at {min(1.0, (step + 1) / self.steps[name]):.3f} {name}", flush=True)
+            timings.step()
             self.late = deadline is not None and time.perf_counter() > deadline
             return not self.late
 
@@ -255,44 +260,6 @@ def _monitor(api: Any, deadline: float | None) -> Any:
             self.steps.pop(name, None)
 
     return Monitor()
-
-
-@contextlib.contextmanager
-def _kept_timings(config: Any, file: str | None) -> Iterator[bool | None]:
-    """Timings of earlier builds, and those of this one added to the file; whether there were any."""
-    if file is None:
-        yield None
-        return
-    path = Path(file)
-    before = path.read_bytes() if path.is_file() else b""
-    cache = config.create_timing_cache(before)
-    if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
-        before, cache = b"", config.create_timing_cache(b"")  # damaged: begun anew
-        config.set_timing_cache(cache, ignore_mismatch=False)
-    try:
-        yield bool(before)
-    finally:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(path.with_suffix(".lock")):
-            # another build may have added to it in the meantime
-            now = path.read_bytes() if path.is_file() else b""
-            if now and now != before:
-                other = config.create_timing_cache(now)
-                if other is not None:
-                    cache.combine(other, ignore_mismatch=False)
-            _write(path, memoryview(cache.serialize()))
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    import fcntl
-
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _write(path: Path, data: memoryview) -> None:

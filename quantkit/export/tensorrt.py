@@ -290,7 +290,7 @@ def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None
     Raises:
         InputError: the build's own (`quantkit.export._engine.build`).
     """
-    from quantkit.export import _engine
+    from quantkit.export import _engine, _timings
     from quantkit.model.weights import write_atomic
     from quantkit.plan import machine
 
@@ -313,7 +313,7 @@ def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None
         "hardware_compatible": options.hardware_compatible,
     }
     made = shapes(inputs, profiles)
-    cache = _engine.timing_cache(library, gpu, flags)
+    cache = _timings.place(library, gpu, flags)
     built = _engine.build(
         _engine.Job(
             network=str(folder / NETWORK),

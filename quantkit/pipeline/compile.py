@@ -33,7 +33,7 @@ from quantkit.measure.rows import Row, write_rows
 from quantkit.measure.size import folder_of
 from quantkit.model.alias import ALIASES, Alias, materialize
 from quantkit.passes import NOTE, decision
-from quantkit.pipeline import tokens
+from quantkit.pipeline import engine, tokens
 from quantkit.pipeline.estimate import demand_disk, estimate, head_size, times
 from quantkit.pipeline.exported_module import REF
 from quantkit.pipeline.gates import judge, warnings
@@ -214,6 +214,7 @@ class _Compilation:
             self.stages.begin("check")
             checks = self._check()
             built = self._build_engines()
+            decisions += engine.notes(self.build.bundle, built)
             looked = of_exports(request.recipe.export, self.build.bundle, layers, built, strict=request.strict)
             decisions += [taken for each in looked for taken in each.decisions()]
             checks += [each.check for each in looked]

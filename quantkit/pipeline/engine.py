@@ -6,16 +6,20 @@ no longer loads. The network is content and stays as it is; engines are not, and
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.bundle import Bundle
+from quantkit.bundle import Bundle, Decision
 from quantkit.errors import InputError
+from quantkit.export import _timings
+from quantkit.measure.engine_layers import SUFFIX
 from quantkit.measure.size import folder_of
+from quantkit.passes import NOTE, decision
 from quantkit.pipeline.progress import Progress
 from quantkit.plan import machine
 
@@ -41,7 +45,24 @@ def here(options: Mapping[str, Any], asked: Mapping[str, Any], known: list[str])
     return {**options, "sm": str(gpus[0]["sm"])}
 
 
-def add_engine(bundle: Bundle, exporter: Any, options: Mapping[str, Any], progress: Progress) -> tuple[Bundle, str]:
+def notes(bundle: Path, built: Iterable[str]) -> list[Decision]:
+    """What a reader has to know of builds: what the timing cache has saved.
+
+    Args:
+        bundle: its folder.
+        built: paths in it, of engines and what describes them.
+    """
+    found = []
+    for path in sorted(path for path in built if path.endswith(".json")):
+        said = _timings.said(json.loads((bundle / path).read_bytes()))
+        if said:
+            found.append(decision("tensorrt", NOTE, path.removesuffix(".json") + ".engine", said))
+    return found
+
+
+def add_engine(
+    bundle: Bundle, exporter: Any, options: Mapping[str, Any], progress: Progress
+) -> tuple[Bundle, str, list[Decision]]:
     """Build and put in.
 
     Args:
@@ -51,7 +72,7 @@ def add_engine(bundle: Bundle, exporter: Any, options: Mapping[str, Any], progre
         progress: told how far the build is.
 
     Returns:
-        (the bundle with it, the engine's path inside).
+        (the bundle with it, the engine's path inside, what is to be known of its build).
 
     Raises:
         InputError: the build's own; `engine-missing`, it was told to build none.
@@ -64,9 +85,9 @@ def add_engine(bundle: Bundle, exporter: Any, options: Mapping[str, Any], progre
         shutil.copytree(
             home / place, beside / place, copy_function=_linked, ignore=shutil.ignore_patterns("*.engine", "sm*.json")
         )
-        exporter.build(beside, options, lambda share, words: progress.at("build", share, words))
-        made = sorted((beside / place).glob("*.engine"))
-        if not made:
+        built = exporter.build(beside, options, lambda share, words: progress.at("build", share, words))
+        made = next((name for name in built if name.endswith(".engine")), None)
+        if made is None:
             raise InputError(
                 "engine-missing",
                 where="engine",
@@ -74,14 +95,14 @@ def add_engine(bundle: Bundle, exporter: Any, options: Mapping[str, Any], progre
                 rule="the bundle has the network; what can be added is an engine",
                 remedy="leave out engine=false",
             )
-        files: dict[str, bytes | None] = {}
-        for path in (made[0], made[0].with_suffix(".json")):
-            files[f"{place}/{path.name}"] = path.read_bytes()
+        files: dict[str, bytes | None] = {name: (beside / name).read_bytes() for name in built}
         # what was found out about an engine of that name was found out about another one
-        layers = f"{place}/{made[0].stem}.layers.json"
+        layers = made.removesuffix(".engine") + SUFFIX
         if any(entry.path == layers for entry in bundle.manifest.files):
             files[layers] = None
-        return bundle.put_all(files), f"{place}/{made[0].name}"
+        said = notes(beside, built)
+        kept = [each for each in bundle.manifest.decisions if each.where != made]
+        return bundle.put_all(files, decisions=[*kept, *said]), made, said
 
 
 def _linked(source: str, target: str) -> str:

@@ -49,7 +49,8 @@ class Exported:
         if self.dry_run:
             return f"dry run: {self.to} can be added; nothing was written"
         if self.engine:
-            return f"{self.engine} was built from the network that the bundle has; its content_sha256 is what it was"
+            said = f"{self.engine} was built from the network that the bundle has; its content_sha256 is what it was"
+            return ". ".join([said, *(each.reason for each in self.decisions)])
         return (
             f"{folder_of(self.to)}/ was added; the bundle's content_sha256 is now {self.bundle.manifest.content_sha256}"
         )
@@ -156,7 +157,8 @@ def export_bundle(
                 remedy="the export is not what the checkpoint is; nothing was added. Please report it",
             )
         if hasattr(exporter, "build"):
-            exporter.build(beside, options, lambda share, words: progress.at("build", share, words))
+            built = exporter.build(beside, options, lambda share, words: progress.at("build", share, words))
+            decisions = [*decisions, *engine.notes(beside, built)]
         recipe = {**manifest.recipe, "export": [*manifest.recipe.get("export", []), {to: options}]}
         added = bundle.add_content(
             place,
@@ -188,8 +190,8 @@ def _one_engine_more(
     bundle.demand_intact([each for each in bundle.manifest.files if each.deterministic and each.path.startswith(place)])
     if dry_run:
         return Exported(bundle, exporter.name, [], [], dry_run=True)
-    added, path = engine.add_engine(bundle, exporter, options, progress)
-    return Exported(added, exporter.name, [], [], engine=path)
+    added, path, notes = engine.add_engine(bundle, exporter, options, progress)
+    return Exported(added, exporter.name, [], notes, engine=path)
 
 
 def engine_options(bundle: Bundle, exporter: Any, changes: Sequence[str]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from quantkit.measure.harm import Harm
 from quantkit.measure.rows import Row, write_rows
 from quantkit.measure.size import size_rows
 from quantkit.passes import NOTE, decision
+from quantkit.pipeline import engine
 from quantkit.pipeline.gates import judge, warnings
 from quantkit.pipeline.graph_engine import wanted
 from quantkit.pipeline.graph_measure import Timed, scored, speed
@@ -105,7 +106,7 @@ def compile_graph(
         quantized.save(file)
         cpu = time.process_time() - begun
         checks = quantized.checks(file)
-        quantized.build(build.bundle)
+        taken = [*taken, *engine.notes(build.bundle, quantized.build(build.bundle))]
         files = inventory(build.bundle)
         subject = content_sha256(files)
         progress.at("score", 0.0, f"{len(prepared.scoring)} samples of {prepared.scoring.name}")

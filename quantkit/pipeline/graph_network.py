@@ -81,10 +81,12 @@ class Network:
             )
         return found
 
-    def build(self, bundle: Path) -> None:
-        """The engine of a checked network. Raises InputError."""
-        exporter = registry.load("export", EXPORT)
-        exporter.build(bundle, self.options, lambda share, words: self.progress.at("build", share, words))
+    def build(self, bundle: Path) -> dict[str, str]:
+        """The engine of a checked network: hashes by path in the bundle. Raises InputError."""
+        made: dict[str, str] = registry.load("export", EXPORT).build(
+            bundle, self.options, lambda share, words: self.progress.at("build", share, words)
+        )
+        return made
 
     def runner(self, path: Path) -> Runner:
         """What scores: the network as it is written, on the CPU."""

@@ -213,8 +213,9 @@ class Quantized:
             )
         return check
 
-    def build(self, bundle: Path) -> None:
+    def build(self, bundle: Path) -> dict[str, str]:
         """Nothing is compiled from it."""
+        return {}
 
     def runner(self, path: Path) -> Runner:
         """What scores: the file, as anyone runs it."""

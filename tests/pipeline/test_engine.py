@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,25 @@ def test_engines_are_built_for_the_target_and_for_this_machine(folder: Path, mon
     export_bundle(after, "tensorrt")
     verified(Bundle.load(folder))
     assert [path.name for path in folder.parent.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.usefixtures("fake_builder")
+def test_what_the_timing_cache_saved_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpus", lambda: (HERE, ""))
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    bundle = Bundle.load(shutil.copytree(folder, tmp_path / "b"))
+    said = []
+    for _ in range(2):
+        done = export_bundle(bundle, "tensorrt", ["library=tensorrt"])
+        bundle = done.bundle
+        (note,) = [each for each in bundle.manifest.decisions if each.where == "engine/sm86.engine"]
+        assert note.code == "note" and note.reason in done.says
+        said.append(note.reason)
+    assert "its timing cache was empty" in said[0]
+    record = json.loads((bundle.path / "engine" / "sm86.json").read_text())
+    assert record["cache_hit"] and record["saved_seconds"] > 0
+    assert f"the timing cache saved {record['saved_seconds']:.1f} s" in said[1]
+    verified(bundle)
 
 
 def test_a_damaged_network_builds_nothing(folder: Path) -> None:
