@@ -153,7 +153,8 @@ class Server:
         quarters = sorted({1, *(longest * part // 4 for part in (1, 2, 3, 4))})
 
         def decode(batch: float, context: float) -> float:
-            return seconds(int(batch), 1, int(context) - 1)
+            # with nothing before it a token would be a prompt
+            return seconds(int(batch), 1, max(1, int(context) - 1))
 
         def prefill(tokens: float, context: float) -> float:
             # as many prompts of one length as look at so much on average; a single one that comes after others
