@@ -37,6 +37,7 @@ class Diagnostics(enum.IntFlag):
 
     VERSION_MISMATCH = 1
     UNSUPPORTED_CC = 2
+    OLD_CUDA_DRIVER = 4
 
 
 class ILogger:
@@ -79,13 +80,17 @@ def engine(folder: Path, profiles: list[Profile], *, layers: Any = (), **describ
     return path
 
 
+# how the bytes of an engine begin that is not valid -> why
+_INVALID = {b"foreign": 2, b"old": 4}
+
+
 class _Runtime:
     def __init__(self, logger: Any) -> None:
         self.logger = logger
 
     def get_engine_validity(self, data: bytes) -> tuple[Any, int]:
-        bad = data.startswith(b"foreign")
-        return (EngineValidity.INVALID, 2) if bad else (EngineValidity.VALID, 0)
+        flags = next((flags for word, flags in _INVALID.items() if data.startswith(word)), 0)
+        return (EngineValidity.INVALID, flags) if flags else (EngineValidity.VALID, 0)
 
     def deserialize_cuda_engine(self, data: bytes) -> _Engine | None:
         try:

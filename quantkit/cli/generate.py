@@ -34,4 +34,5 @@ def generate(
         progress.begin(f"loading {bundle}", 15.0)
         made = runner.generate(opened, prompt, new_tokens=new_tokens, sample=sample, seed=seed, chat=chat)
     text = made["text"] if chat else f"{prompt}{made['text']}"
-    return Answer({"prompt": prompt, **made}, [Text(text)])
+    notes = made.pop("notes", [])
+    return Answer({"prompt": prompt, **made}, [Text(text), *(Text(f"! {note}") for note in notes)], warnings=notes)

@@ -36,7 +36,7 @@ class Job(Closed):
         profiles: shapes.
         workspace: bytes that kernels may use beside weights and activations.
         optimization_level: 0 to 5.
-        version_compatible, hardware_compatible: whether later versions, and later GPUs, may load it.
+        version_compatible, hardware_compatible: whether later versions, and later GPUs, may load it; TensorRT alone.
         timing_cache: file; None: none is kept.
         keep_every: seconds between two writes of it.
         seconds: after which it is given up.
@@ -143,7 +143,7 @@ def _built(job: Job) -> Built:
     config.profiling_verbosity = api.ProfilingVerbosity.DETAILED
     if job.version_compatible:
         config.set_flag(api.BuilderFlag.VERSION_COMPATIBLE)
-    if job.hardware_compatible and not library.ahead_of_time:
+    if job.hardware_compatible:
         config.hardware_compatibility_level = api.HardwareCompatibilityLevel.AMPERE_PLUS
     for shapes in job.profiles:
         config.add_optimization_profile(_profile(builder, shapes))

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 Report = Callable[[float, str], None]
 FOLDER, NETWORK, DATA = "engine", "network.onnx", "network.onnx.data"
+# what TensorRT-RTX has not: its engines are of one release, and it is told the GPUs
+TENSORRT_ALONE = ("version_compatible", "hardware_compatible")
 # tensors from this many bytes on go into the data file
 EXTERNAL = 1024
 
@@ -56,8 +58,8 @@ class TensorrtOptions(Closed):
         profiles: shapes that it is built for.
         workspace: bytes that kernels may use beside weights and activations.
         optimization_level: how long to look for faster kernels, 0 to 5.
-        version_compatible: whether later versions of the library may load it.
-        hardware_compatible: whether later GPUs may.
+        version_compatible: whether later versions of the library may load it; TensorRT alone.
+        hardware_compatible: whether later GPUs may; TensorRT alone.
         build_timeout: seconds after which a build is given up; what it has timed is kept.
     """
 
@@ -303,15 +305,12 @@ def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None
     else:  # of a graph
         profiles = batches(options.profiles)
     gpus, _ = machine.gpus()
-    gpu = "" if library.ahead_of_time or not gpus else str(gpus[0]["name"])
+    gpu, driver = ("", "") if library.ahead_of_time or not gpus else (str(gpus[0]["name"]), str(gpus[0]["driver"]))
     sm = [options.sm] if library.ahead_of_time and options.sm else [str(gpus[0]["sm"])] if gpus else []
     stem = f"sm{''.join(sm).replace('.', '')}"
-    flags: dict[str, Any] = {
-        "workspace": options.workspace,
-        "optimization_level": options.optimization_level,
-        "version_compatible": options.version_compatible,
-        "hardware_compatible": options.hardware_compatible,
-    }
+    flags: dict[str, Any] = {"workspace": options.workspace, "optimization_level": options.optimization_level}
+    if not library.ahead_of_time:
+        flags |= {name: getattr(options, name) for name in TENSORRT_ALONE}
     made = shapes(inputs, profiles)
     cache = _timings.place(library, gpu, flags)
     built = _engine.build(
@@ -328,7 +327,8 @@ def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None
         ),
         progress=progress,
     )
-    record = {**built.model_dump(mode="json"), "options": flags, "profiles": [each.model_dump() for each in made]}
+    record = {**built.model_dump(mode="json"), "driver": driver, "options": flags}
+    record["profiles"] = [each.model_dump() for each in made]
     data = (json.dumps(record, indent=2) + "\n").encode()
     write_atomic(folder / f"{stem}.json", [data])
     return {f"{stem}.engine": built.sha256, f"{stem}.json": hashlib.sha256(data).hexdigest()}
@@ -343,6 +343,15 @@ def _demand(options: TensorrtOptions) -> None:
     if not options.engine:
         return
     if options.library == "tensorrt_rtx":
+        asked = [name for name in TENSORRT_ALONE if getattr(options, name)]
+        if asked:
+            raise InputError(
+                "layout-unsupported",
+                where=f"tensorrt.{asked[0]}",
+                value="TensorRT-RTX",
+                rule="its engines are for one release, and for the GPUs that it is told",
+                remedy=f"--set tensorrt.{asked[0]}=false, or tensorrt.library=tensorrt on the GPU",
+            )
         library = load(options.library)
         if options.sm is None:
             raise InputError(

@@ -101,6 +101,8 @@ def measure_bundle(
     bundle.demand_intact()
     engine = runner.load(bundle) if hasattr(runner, "why_not_here") else None
     looked = None if engine is None else inspect_engine.look(engine, bundle.manifest.layers)
+    for note in () if engine is None else engine.notes:
+        progress.note(note)
     timed = speed and runtime == worth.RUNTIME and not network
     if timed:
         from quantkit.measure.speed import demand

@@ -75,7 +75,8 @@ def generated(
         load: the model, once the prompt is found to be one.
 
     Returns:
-        `text`, `tokens` (how many), `seconds`, `first_token_s` and `tokens_per_s` of the steps after it.
+        `text`, `tokens` (how many), `seconds`, `first_token_s` and `tokens_per_s` of the steps after it; `notes`, where
+        a user has to know something of the runtime.
 
     Raises:
         InputError: `not-a-decoder`, `no-tokenizer`, `prompt-empty`, `prompt-too-long`.
@@ -116,6 +117,7 @@ def generated(
         "seconds": ended - started,
         "first_token_s": first - started,
         "tokens_per_s": (len(made) - 1) / (ended - first) if len(made) > 1 else None,
+        **({"notes": notes} if (notes := list(getattr(model, "notes", ()))) else {}),
     }
 
 

@@ -64,6 +64,11 @@ class Loaded:
         return self.engine.outputs["logits"].shape[-1]
 
     @property
+    def notes(self) -> list[str]:
+        """What a user has to know of the engine on this machine."""
+        return self.engine.notes
+
+    @property
     def settings(self) -> dict[str, str | bool | int | float | None]:
         """For rows."""
         file, library = self.engine.file, self.engine.library
@@ -72,6 +77,8 @@ class Loaded:
             "dtype": kind,
             "library": f"{library.name} {library.version}",
             "sm": file.sm,
+            "driver": file.driver,
+            "built_driver": file.described.driver or None,
             "graphs": self.decoder and self.engine.device.type == "cuda",
         }
 

@@ -69,16 +69,18 @@ class Engine:
         import torch
 
         self.file, self.library, self.device = file, library, torch.device(device)
+        self.notes = list(file.notes)
         api = library.api
         self._said = _Said(api)
         self._runtime = api.Runtime(self._said.logger)
         data = file.read()
         self._demand_valid(data)
-        if file.described.options.get("version_compatible") and hasattr(self._runtime, "engine_host_code_allowed"):
+        if file.described.may("version_compatible") and hasattr(self._runtime, "engine_host_code_allowed"):
             self._runtime.engine_host_code_allowed = True  # it carries a runtime of its own; it is verified
         found = self._runtime.deserialize_cuda_engine(data)
         if found is None:
-            raise unreadable(file.path, self._said.first or f"{library.name} {library.version} gives no reason")
+            why = self._said.first or f"{library.name} {library.version} gives no reason"
+            raise unreadable(file.path, "; ".join([why, *file.notes]))
         self.engine: Any = found
         self.bindings = self._bindings()
         self._contexts: dict[int, Any] = {}
@@ -91,11 +93,13 @@ class Engine:
             return
         api = self.library.api
         validity, flags = self._runtime.get_engine_validity(data)
-        if validity != api.EngineValidity.INVALID:
-            return
         members = api.EngineInvalidityDiagnostics.__members__
         why = [name.lower().replace("_", " ") for name, each in members.items() if int(flags) & int(each)]
-        raise unreadable(self.file.path, ", ".join(why) or "the library calls it invalid")
+        said = ", ".join(why)
+        if validity == api.EngineValidity.SUBOPTIMAL:
+            self.notes.append(f"{self.file.path.name} may be slower than it could be: {said or 'the library says so'}")
+        if validity == api.EngineValidity.INVALID:
+            raise unreadable(self.file.path, said or "the library calls it invalid", update="old cuda" in said)
 
     def _bindings(self) -> dict[str, Binding]:
         api, engine = self.library.api, self.engine

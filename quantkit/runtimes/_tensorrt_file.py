@@ -8,12 +8,17 @@ An engine is executable code. In this order:
     hashed       the bytes that the library is given have the hash that was listed: a file may change after a look at it
 
 In a bundle that is being built the hashes are those that its build has given out.
+
+Drivers are no part of what has to match: a newer one runs what was made under an older ("CUDA Compatibility"), and of
+an older one the library says itself whether it is too old ("Engine Compatibility", TensorRT-RTX). But TensorRT has
+chosen its kernels by what they took under the driver of the build: another one is said (`EngineFile.notes`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +31,8 @@ from quantkit.errors import InputError
 from quantkit.runtimes._tensorrt_library import Library
 
 FOLDER = "engine"
+# the least that an engine runs on which was built for others too
+_AMPERE = (8, 0)
 REBUILD = "quantkit export {bundle} --to tensorrt"
 
 
@@ -35,8 +42,8 @@ class Description(BaseModel):
     Args:
         library, version: that built it.
         sm: compute capabilities that it is for.
-        gpu: that it was built on; empty ahead of time.
-        options: of the builder.
+        gpu, driver: that it was built on, and under; empty ahead of time.
+        options: of the builder, as far as they were applied.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -45,7 +52,12 @@ class Description(BaseModel):
     version: str
     sm: list[str]
     gpu: str = ""
+    driver: str = ""
     options: dict[str, Any] = {}
+
+    def may(self, option: str) -> bool:
+        """Whether it was built for others too: `version_compatible`, `hardware_compatible`; TensorRT alone has them."""
+        return self.library == "tensorrt" and bool(self.options.get(option))
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,7 @@ class EngineFile:
         sha256: that its bytes have to have.
         described: what built it.
         sm: of the GPU that it is loaded on.
-        gpu: name of that.
+        gpu, driver: name of that, and the version of its driver.
     """
 
     path: Path
@@ -65,6 +77,19 @@ class EngineFile:
     described: Description
     sm: str
     gpu: str
+    driver: str = ""
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user has to know before it runs."""
+        built = self.described.driver
+        if not built or not self.driver or built == self.driver:
+            return []
+        said = f"{self.path.name} was built under driver {built}, and this is {self.driver}"
+        again = REBUILD.format(bundle=self.path.parent.parent) + f" --set library={self.described.library}"
+        if _numbers(self.driver) < _numbers(built):
+            return [f"{said}, which is older: update it, or build anew: {again}"]
+        return [f"{said}: it runs, with the kernels that were fastest there; to choose them anew: {again}"]
 
     def read(self) -> bytes:
         """The engine. Raises InputError `hash-mismatch`: these bytes are not what was verified."""
@@ -88,7 +113,7 @@ def matching(bundle: Path, files: Mapping[Path, str], library: Library, gpu: Map
         record = path.with_suffix(".json")
         described[path] = _described(path, _read(record, files[record]) if record in files else None)
     path = choose(bundle, described, library, gpu)
-    return EngineFile(path, files[path], described[path], str(gpu["sm"]), str(gpu["name"]))
+    return EngineFile(path, files[path], described[path], str(gpu["sm"]), str(gpu["name"]), str(gpu.get("driver", "")))
 
 
 def descriptions(bundle: Path) -> dict[Path, Description]:
@@ -163,14 +188,14 @@ def _missing(bundle: Path) -> InputError:
     )
 
 
-def unreadable(path: Path, why: str) -> InputError:
-    """The refusal of an engine that is as it was built, and still cannot be used."""
+def unreadable(path: Path, why: str, *, update: bool = False) -> InputError:
+    """The refusal of an engine that is as it was built, and still cannot be used; `update`: with this driver."""
     return InputError(
         "engine-unreadable",
         where=str(path),
         value=why,
         rule="an engine is loaded by the version that built it, on the GPU that it was built for",
-        remedy=f"build it anew: {REBUILD.format(bundle=path.parent.parent)}",
+        remedy=f"{'update the driver, or ' * update}build it anew: {REBUILD.format(bundle=path.parent.parent)}",
     )
 
 
@@ -196,16 +221,22 @@ def _described(path: Path, data: bytes | None) -> Description:
 
 
 def _foreign(described: Description, library: Library, sm: str, gpu: str) -> str | None:
-    """What an engine is for, where that is not this machine."""
+    """What an engine is for, where that is not this machine. What is compatible is so with what came later."""
     if described.library != library.name:
         return f"{described.library}, another library"
-    if described.version != library.version and not described.options.get("version_compatible"):
+    later = described.may("version_compatible") and _numbers(described.version) < _numbers(library.version)
+    if described.version != library.version and not later:
         return f"{described.library} {described.version}, another version"
-    if sm not in described.sm and not described.options.get("hardware_compatible"):
+    others = described.may("hardware_compatible") and _numbers(sm) >= _AMPERE
+    if sm not in described.sm and not others:
         return f"SM {', '.join(described.sm) or 'unknown'}"
-    if described.gpu and described.gpu != gpu and not described.options.get("hardware_compatible"):
+    if described.gpu and described.gpu != gpu and not others:
         return f"{described.gpu}, another GPU"
     return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
 def rebuild(bundle: Path, library: Library) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,7 +118,10 @@ class Tensorrt:
         file = matching(bundle, files, library, gpus[0])
         if blind := self._torch_blind():
             raise self._absent(blind)
-        return Loaded(Engine(file, library, device=self._device))
+        loaded = Loaded(Engine(file, library, device=self._device))
+        for said in loaded.notes:
+            warnings.warn(said, stacklevel=3)
+        return loaded
 
     def generate(
         self,

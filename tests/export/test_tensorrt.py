@@ -249,6 +249,11 @@ def test_inputs_scaled_as_the_model_runs_are_refused() -> None:
     EXPORT.accepts({"sm": "8.9", "cache": "grown"}, {}, [], [], cache=CacheScheme(format="fp8_e4m3"))
 
 
+def test_what_tensorrt_rtx_has_not_is_refused() -> None:
+    with pytest.raises(InputError, match=r"tensorrt\.hardware_compatible=false"):
+        EXPORT.accepts({"sm": "8.9", "hardware_compatible": True}, {}, [], [])
+
+
 def test_experts_are_refused() -> None:
     with pytest.raises(InputError, match="mixture of experts"):
         EXPORT.accepts({"sm": "8.9"}, {}, [], [], merged={"layers.0.experts"})

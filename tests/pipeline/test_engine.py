@@ -56,7 +56,9 @@ def test_engines_are_built_for_the_target_and_for_this_machine(folder: Path, mon
     assert after.manifest.content_sha256 == before.manifest.content_sha256
     assert [path.name for path in verified(after) if path.suffix == ".engine"] == ["sm86.engine", "sm89.engine"]
     assert all(check.ok for check in after.verify())
-    assert json.loads((folder / "engine" / "sm86.json").read_text())["sm"] == ["8.6"]
+    record = json.loads((folder / "engine" / "sm86.json").read_text())
+    assert (record["sm"], record["driver"]) == (["8.6"], "")
+    assert record["options"] == {"workspace": 4e9, "optimization_level": 3}, "what was applied"
     # again, over a damaged one: that is what it is for
     (folder / "engine" / "sm86.engine").write_bytes(b"")
     with pytest.raises(InputError, match="hash-mismatch"):
@@ -73,7 +75,7 @@ def test_what_the_timing_cache_saved_is_said(folder: Path, tmp_path: Path, monke
     bundle = Bundle.load(shutil.copytree(folder, tmp_path / "b"))
     said = []
     for _ in range(2):
-        done = export_bundle(bundle, "tensorrt", ["library=tensorrt"])
+        done = export_bundle(bundle, "tensorrt", ["library=tensorrt", "hardware_compatible=true"])
         bundle = done.bundle
         (note,) = [each for each in bundle.manifest.decisions if each.where == "engine/sm86.engine"]
         assert note.code == "note" and note.reason in done.says
@@ -81,6 +83,7 @@ def test_what_the_timing_cache_saved_is_said(folder: Path, tmp_path: Path, monke
     assert "its timing cache was empty" in said[0]
     record = json.loads((bundle.path / "engine" / "sm86.json").read_text())
     assert record["cache_hit"] and record["saved_seconds"] > 0
+    assert record["driver"] == "x" and record["options"]["hardware_compatible"]
     assert f"the timing cache saved {record['saved_seconds']:.1f} s" in said[1]
     verified(bundle)
 

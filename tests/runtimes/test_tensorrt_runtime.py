@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,54 @@ def test_an_engine_of_another_card_of_the_same_kind(small: Small, tmp_path: Path
         folder / "engine", PROFILES, library="tensorrt", gpu="NVIDIA L4", options={"hardware_compatible": True}
     )
     assert runtime(fake_tensorrt.library("tensorrt")).load(small_onnx.bundle(folder)).decoder
+
+
+@pytest.mark.parametrize(
+    ("described", "here", "ok"),
+    [
+        ({"options": {"version_compatible": True}}, {"version": "10.14.0"}, True),
+        ({"options": {"version_compatible": True}}, {"version": "10.9.0"}, False),
+        ({"options": {"hardware_compatible": True}}, {"sm": "8.6"}, True),
+        ({"options": {"hardware_compatible": True}}, {"sm": "7.5"}, False),
+        ({"options": {"hardware_compatible": True}, "library": "tensorrt_rtx"}, {"sm": "8.6"}, False),
+    ],
+)
+def test_what_is_compatible_is_so_with_what_came_later(described: Any, here: dict[str, str], ok: bool) -> None:
+    from quantkit.runtimes._tensorrt_file import Description, choose
+
+    record = Description(**{"library": "tensorrt", "version": "10.13.0", "sm": ["8.9"], **described})
+    library = fake_tensorrt.library(record.library, version=here.get("version", "10.13.0"))  # type: ignore[arg-type]
+    engine, gpu = Path("b/engine/sm89.engine"), {**GPU, "sm": here.get("sm", "8.9")}
+    if ok:
+        assert choose(Path("b"), {engine: record}, library, gpu) == engine
+        return
+    with pytest.raises(InputError, match="engine-foreign"):
+        choose(Path("b"), {engine: record}, library, gpu)
+
+
+@pytest.mark.parametrize(("driver", "words"), [("570.86", "fastest there"), ("580.95", "which is older"), ("575", "")])
+def test_another_driver_is_said(own: Path, driver: str, words: str) -> None:
+    fake_tensorrt.engine(own / "engine", PROFILES, library="tensorrt", gpu=GPU["name"], driver=driver)
+    bundle, here = small_onnx.bundle(own), runtime(fake_tensorrt.library("tensorrt"))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        made = here.generate(bundle, "The state", new_tokens=1)
+    said = [str(each.message) for each in heard]
+    assert said == made.get("notes", [])
+    assert len(said) == bool(words)
+    if words:
+        assert words in said[0] and f"quantkit export {own} --to tensorrt --set library=tensorrt" in said[0]
+        # where the library refuses it, the driver may be why
+        (own / "engine" / "sm89.engine").write_bytes(b"{")
+        with pytest.raises(InputError, match=rf"magicTag.*under driver {driver}"):
+            here.load(small_onnx.bundle(own))
+
+
+def test_a_driver_that_is_too_old_can_be_updated(own: Path) -> None:
+    (own / "engine" / "sm89.engine").write_bytes(b"old")
+    with pytest.raises(InputError, match="old cuda driver") as caught:
+        runtime().load(small_onnx.bundle(own))
+    assert str(caught.value.remedy).startswith("update the driver, or build it anew")
 
 
 @pytest.mark.parametrize(("data", "words"), [(b"foreign", "unsupported cc"), (b"{", "magicTag")])
