@@ -17,17 +17,26 @@ from quantkit.pipeline.worth import runs_here
 from quantkit.plan import configs, efficiency, machine
 from quantkit.plan.architecture import Architecture, Attention, Matrix
 from quantkit.plan.assigned import Assigned, assign, takes_head
+from quantkit.plan.batching import Server
+from quantkit.plan.cost import Bill, Work, bill
 from quantkit.plan.efficiency import Sample
-from quantkit.plan.forecast import Served
+from quantkit.plan.forecast import Served, Timed
+from quantkit.plan.load import Load, simulate
 from quantkit.plan.outlook import Candidate, Cell, Memory, Outlook, Row, Workload
+from quantkit.plan.prices import Prices
 from quantkit.plan.recommend import recommend
 from quantkit.plan.roofline import Cache, Step
 from quantkit.plan.serving import FLOATS, WIDTH, compute_type, products, stored_bytes
+from quantkit.plan.traffic import OUTPUT, PROMPT, traffic
 from quantkit.scheme import WeightScheme
 from quantkit.target import ComputeType, Stored, Target
 
-# prompts are often three to ten times as long as what comes back
-_PROMPT, _OUTPUT = 1024, 256
+# decisions that change what is stored, in a way that nobody may expect
+_REMARKED = ("kept", "padded", "group-shrunk")
+# tokens of a text that an encoder is given, where nobody says
+_TEXT = 128
+# sequences that one server runs at once, at most: what vLLM takes unless it is told otherwise
+_SEQUENCES = 256
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,9 @@ class Question:
         batches: sequences at once; none: the target's.
         prompt: tokens that come in; None: 1,024, or half of what the model takes.
         output: tokens that go out; None: 256, or an eighth.
-        context: tokens to make room for; None: prompt and output.
+        mix: prompts and outputs of several lengths with their shares, instead: `2000x300:0.7,8000x500:0.3`.
+        variation: of the lengths, as a share of their average.
+        context: tokens to make room for; None: the longest request.
         rate: requests a second to simulate.
         devices: that share the model; None: as few as hold it.
         prices: a file; None: those that ship.
@@ -57,6 +68,8 @@ class Question:
     batches: Sequence[int] = ()
     prompt: int | None = None
     output: int | None = None
+    mix: str | None = None
+    variation: float = 0.0
     context: int | None = None
     rate: float | None = None
     devices: int | None = None
@@ -82,8 +95,9 @@ def plan(question: Question, samples: Sequence[Sample] | None = None) -> Outlook
     workload = _workload(question, architecture, target)
     if samples is None:
         samples = [*efficiency.measured(question.measured), *efficiency.own(), *efficiency.shipped()]
+    prices = Prices.load(question.prices)
     asked = labels(question.recipes, architecture.kind, target)
-    candidates = [_candidate(label, question, architecture, target, workload, samples) for label in asked]
+    candidates = [_candidate(label, question, architecture, target, workload, samples, prices) for label in asked]
     if len(candidates) == 1 and candidates[0].problem is not None:
         raise candidates[0].problem
     notes = [f"assumed: {each}" for each in (*architecture.assumed, *workload.assumed)]
@@ -94,27 +108,28 @@ def plan(question: Question, samples: Sequence[Sample] | None = None) -> Outlook
 
 
 def _workload(question: Question, architecture: Architecture, target: Target) -> Workload:
-    limit = architecture.max_context
-    assumed = []
-    for name, value in (("--prompt", question.prompt), ("--output", question.output), ("--context", question.context)):
-        if value is not None and value < 1:
-            raise InputError("usage", where=name, value=value, rule="tokens, from 1 up")
-    if question.rate is not None and not 0 < question.rate < float("inf"):
-        raise InputError("usage", where="--rate", value=question.rate, rule="requests a second, above 0")
     if question.devices is not None and question.devices < 1:
         raise InputError("usage", where="--devices", value=question.devices, rule="from 1 up")
-    decodes = architecture.kind == "decoder"
-    prompt, output = question.prompt, question.output
-    if prompt is None:
-        prompt = _PROMPT if decodes else min(128, limit or 128)
-        prompt = prompt if limit is None else max(min(prompt, limit // 2 if decodes else limit), 1)
-        assumed.append(f"prompts of {prompt:,} tokens (--prompt)")
-    if output is None:
-        output = max(min(_OUTPUT, limit // 8 if limit else _OUTPUT), 1) if decodes else 0
-        if decodes:
-            assumed.append(f"{output:,} tokens of output (--output)")
-    context = question.context or prompt + output
-    for name, value in (("--context", context), ("--prompt and --output", prompt + output)):
+    limit, decodes = architecture.max_context, architecture.kind == "decoder"
+    prompt, output, assumed = question.prompt, question.output, []
+    if question.mix is None and (limit is not None or not decodes):
+        # what is assumed has to fit into the model
+        usual = (PROMPT, OUTPUT) if decodes else (_TEXT, 1)
+        most = limit or _TEXT
+        if prompt is None:
+            prompt = max(min(usual[0], most // 2 if decodes else most), 1)
+            assumed.append(
+                f"prompts of {prompt:,} tokens (--prompt)" if decodes else f"texts of {prompt:,} tokens (--prompt)"
+            )
+        if output is None:
+            output = max(min(usual[1], most // 8), 1)
+            assumed += [f"outputs of {output:,} tokens (--output)"] if decodes else []
+    found = traffic(prompt=prompt, output=output, mix=question.mix, variation=question.variation, rate=question.rate)
+    mean = (round(found.prompt), round(found.output) if decodes else 0)
+    longest = min(found.longest, limit) if limit is not None and question.variation else found.longest
+    longest = longest if decodes else mean[0]
+    context = question.context if question.context is not None else longest
+    for name, value in (("--context", context), ("--prompt and --output", longest)):
         if limit is not None and value > limit:
             raise InputError(
                 "context-too-long",
@@ -123,11 +138,11 @@ def _workload(question: Question, architecture: Architecture, target: Target) ->
                 rule=f"{architecture.name} was made for {limit:,}",
                 remedy=f"--context {limit}, with prompt and output within it",
             )
-    if prompt + output > context:
+    if longest > context:
         raise InputError(
-            "usage", where="--context", value=context, rule=f"it holds prompt and output, {prompt + output} tokens"
+            "usage", where="--context", value=context, rule=f"it holds prompt and output, {longest:,} tokens"
         )
-    return Workload(question.batches or target.batches, prompt, output, context, question.rate, assumed)
+    return Workload(question.batches or target.batches, *mean, context, found, [*found.assumed, *assumed])
 
 
 def _candidate(
@@ -137,6 +152,7 @@ def _candidate(
     target: Target,
     workload: Workload,
     samples: Sequence[Sample],
+    prices: Prices,
 ) -> Candidate:
     try:
         chosen = choose(label, architecture.kind, target, changes=question.changes, runtime=question.runtime)
@@ -146,6 +162,8 @@ def _candidate(
     served = _served(chosen, assigned, architecture, target, samples)
     memory, devices = _memory(served, workload, question.devices)
     served = replace(served, devices=devices)
+    rows = [_row(served, batch, workload, memory, prices) for batch in workload.batches]
+    load, refused = _load(served, workload, memory)
     return Candidate(
         label,
         chosen.recipe.name,
@@ -154,9 +172,14 @@ def _candidate(
         _bits(assigned.schemes, architecture),
         _stored(assigned.schemes, architecture),
         memory,
-        [_row(served, batch, workload, memory) for batch in workload.batches],
+        rows,
         served,
-        notes=[each.reason for each in assigned.decisions if each.code in ("kept", "padded", "group-shrunk")],
+        load,
+        _cost(rows, served, workload, load, prices),
+        notes=[
+            *refused,
+            *(each.reason for each in assigned.decisions if each.code in ("kept", "padded", "group-shrunk")),
+        ],
     )
 
 
@@ -271,11 +294,70 @@ def _matrices(architecture: Architecture) -> list[Matrix]:
     return [*architecture.inside(), *head]
 
 
-def _row(served: Served, batch: int, workload: Workload, memory: Memory) -> Row:
+def _row(served: Served, batch: int, workload: Workload, memory: Memory, prices: Prices) -> Row:
     decodes = served.architecture.kind == "decoder"
     first = served.timed(Step(batch, workload.prompt))
     step = served.timed(Step(batch, 1, workload.prompt + workload.output // 2)) if decodes else first
     cache = memory.cache_per_token * workload.context * batch
     fixed = sum(value for name, value in memory.parts.items() if name != "cache")
     fits = None if memory.capacity is None else fixed + cache / memory.devices <= memory.capacity
-    return Row(batch, first if decodes else None, step, cache, fits)
+    work = _work(first, step, batch, workload, served)
+    return Row(batch, first if decodes else None, step, cache, fits, _bill(work, served, prices))
+
+
+def _load(served: Served, workload: Workload, memory: Memory) -> tuple[Load | None, list[str]]:
+    """What the simulation says, or why there is none."""
+    if workload.rate is None:
+        return None, []
+    if served.architecture.kind != "decoder":
+        return None, ["no load is simulated: it does not decode"]
+    if served.missing:
+        return None, ["no load is simulated: no time is known"]
+    sequences = _SEQUENCES if memory.largest_batch is None else min(memory.largest_batch, _SEQUENCES)
+    if not sequences:
+        return None, ["no load is simulated: it does not fit"]
+    tokens = workload.context * (sequences if memory.largest_batch is None else memory.largest_batch)
+    server = Server.of(
+        lambda batch, new, past: served.timed(Step(batch, new, past)).seconds or 0.0,
+        longest=workload.context,
+        cache_tokens=tokens,
+        max_batch=sequences,
+    )
+    return simulate(server, workload.traffic, limit=served.architecture.max_context), []
+
+
+def _cost(rows: Sequence[Row], served: Served, workload: Workload, load: Load | None, prices: Prices) -> Bill | None:
+    """At the batch where a request takes least; under a load, with the time in which the machine has nothing to do."""
+    fitting = [row for row in rows if row.fits is not False]
+    works = [_work(row.prefill or row.step, row.step, row.batch, workload, served) for row in fitting]
+    best = min((each for each in works if each is not None), key=lambda each: each.request, default=None)
+    used = min(max(load.busy, 1e-3), 1.0) if load is not None and load.stable else 1.0
+    return _bill(best, served, prices, used)
+
+
+def _work(first: Timed, step: Timed, batch: int, workload: Workload, served: Served) -> Work | None:
+    if first.seconds is None or step.seconds is None:
+        return None
+    decoding = step.seconds if served.architecture.kind == "decoder" else 0.0
+    return Work.of(
+        prefill=first.seconds,
+        step=decoding,
+        batch=batch,
+        prompt=workload.prompt,
+        output=workload.output,
+        devices=served.devices,
+    )
+
+
+def _bill(work: Work | None, served: Served, prices: Prices, utilisation: float = 1.0) -> Bill | None:
+    if work is None:
+        return None
+    target, power = served.target, served.target.power
+    return bill(
+        work,
+        prices,
+        target.name,
+        watts=power.number if power is not None else None,
+        model=served.architecture.name,
+        utilisation=utilisation,
+    )

@@ -12,7 +12,10 @@ from typing import Any
 
 from quantkit.errors import QuantkitError
 from quantkit.plan.architecture import Architecture
+from quantkit.plan.cost import Bill
 from quantkit.plan.forecast import Served, Timed
+from quantkit.plan.load import Load
+from quantkit.plan.traffic import Traffic
 from quantkit.target import State, Target
 
 
@@ -22,10 +25,10 @@ class Workload:
 
     Args:
         batches: sequences at once, whose steps are timed.
-        prompt: tokens that come in with a request.
-        output: tokens that go out.
-        context: tokens that memory is reckoned for; prompt and output, unless said.
-        rate: requests a second; None where no load is simulated.
+        prompt: tokens that come in with a request, on average.
+        output: tokens that go out, on average; 0 for a model that does not decode.
+        context: tokens that memory is reckoned for; the longest request, unless said.
+        traffic: lengths of all requests, and how many of them a second.
         assumed: what was not said, and what was taken for it, in words.
     """
 
@@ -33,8 +36,13 @@ class Workload:
     prompt: int
     output: int
     context: int
-    rate: float | None = None
+    traffic: Traffic
     assumed: Sequence[str] = ()
+
+    @property
+    def rate(self) -> float | None:
+        """Requests a second; None where no load is simulated."""
+        return self.traffic.rate
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,7 @@ class Row:
         step: one token of each, halfway through the output.
         cache_bytes: of the keys and values of all of them at the full context.
         fits: whether weights and cache fit into the devices; None where the target does not say how much they hold.
+        cost: what tokens cost at this batch; None where no time is known.
     """
 
     batch: int
@@ -54,6 +63,7 @@ class Row:
     step: Timed
     cache_bytes: float
     fits: bool | None
+    cost: Bill | None = None
 
     def tokens_per_s(self, output: int) -> float | None:
         """Tokens that come out each second, of requests that all begin together."""
@@ -119,7 +129,8 @@ class Candidate:
         rows: by batch.
         served: what times any other step.
         load: what the simulation of the workload's rate says; None without one.
-        cost: of a million tokens, and energy; None without prices.
+        cost: of a million tokens, and energy, at the batch where a request takes least, and under the load where there
+            is one; None where no time is known.
         compiling: what the compile takes; None where it is not known.
         problem: why it cannot run there; nothing else is reckoned then.
         notes: what a reader must know.
@@ -134,8 +145,8 @@ class Candidate:
     memory: Memory | None = None
     rows: Sequence[Row] = ()
     served: Served | None = None
-    load: Any = None
-    cost: Any = None
+    load: Load | None = None
+    cost: Bill | None = None
     compiling: Any = None
     problem: QuantkitError | None = None
     notes: Sequence[str] = ()

@@ -12,8 +12,9 @@ from quantkit.plan.forecast import Timed
 from quantkit.plan.outlook import Candidate, Memory, Row, Workload
 from quantkit.plan.recommend import recommend
 from quantkit.plan.roofline import Bound, Step
+from quantkit.plan.traffic import traffic
 
-WORK = Workload([1, 8], prompt=100, output=10, context=110, rate=2.0)
+WORK = Workload([1, 8], prompt=100, output=10, context=110, traffic=traffic(prompt=100, output=10, rate=2.0))
 
 
 def timed(least: float | None, forecast: float | None = None, spread: float = 0.0) -> Timed:
