@@ -102,6 +102,7 @@ class Architecture:
         layers: all blocks, one by one.
         embeddings: elements of the embeddings (tokens, positions, patches with their biases), each table once.
         others: stored elements outside of blocks, embeddings and head: last norm, pooler, classifier's bias.
+        ends: of `others`, what an encoder has behind its last hidden states: pooler, and what its task adds.
         head: the matrix that gives the logits; None where there is none.
         tied: whether the head is the table of embedded tokens, which is then stored once.
         vocabulary: tokens, or classes; None where there are neither.
@@ -122,6 +123,7 @@ class Architecture:
     vocabulary: int | None = None
     max_context: int | None = None
     assumed: Sequence[str] = ()
+    ends: int = 0
 
     @property
     def parameters(self) -> int:

@@ -61,6 +61,7 @@ def text_encoder(figures: Figures, class_name: str, name: str) -> Architecture:
         vocabulary=vocabulary,
         max_context=positions - padding,
         assumed=tuple(figures.assumed),
+        ends=ends.others,
     )
 
 
