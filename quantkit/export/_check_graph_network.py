@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from quantkit import registry
 from quantkit.bundle import Check
 from quantkit.errors import InputError
-from quantkit.export._check_network import LIMITS, computed, demand_finite, in_floats
+from quantkit.export._check_network import LIMITS, computed, constant, demand_finite, in_floats, read_back
 from quantkit.export._check_onnx import sound
 from quantkit.export._tensorrt_weights import TYPES
 from quantkit.graph.qdq import stem_of
@@ -70,27 +70,10 @@ def _weights(stored: ir.Model, products: Mapping[str, Product]) -> Check:
     """How many weights of the file are not those that were decided on."""
     wrong = []
     for name, product in products.items():
-        stem, site = stem_of(product.site), product.site
-        codes, scale = (_constant(stored, f"{stem}.{part}") for part in ("codes", "scale"))
-        expected = dense(product)
-        if codes is None or scale is None:
-            wrong.append(name)
-            continue
-        if site.is_conv:
-            values = codes * scale.reshape(-1, *[1] * (codes.ndim - 1))
-            values = values.reshape(expected.shape)
-        else:
-            if scale.ndim == 2:
-                scale = np.repeat(scale, codes.shape[0] // scale.shape[0], axis=0)
-            values = (codes * scale).T
-        if values.shape != expected.shape or not np.array_equal(values, expected):
+        found = read_back(stored, stem_of(product.site), product.weight.scheme.format)
+        if found is None or not np.array_equal(found, dense(product)):
             wrong.append(name)
     return Check(name="network.weights", value=len(wrong), limit=0, ok=not wrong, where="; ".join(wrong[:3]))
-
-
-def _constant(stored: ir.Model, name: str) -> Array | None:
-    value = stored.graph.initializers.get(name)
-    return None if value is None or value.const_value is None else value.const_value.numpy().astype(np.float32)
 
 
 def _pairs(stored: ir.Model, products: Mapping[str, Product], pairs: Mapping[str, float], kind: str) -> Check:
@@ -99,7 +82,7 @@ def _pairs(stored: ir.Model, products: Mapping[str, Product], pairs: Mapping[str
     wrong = []
     for name, scale in pairs.items():
         node = makers.get(f"{name}.values")
-        found = None if node is None else _constant(stored, str(node.inputs[1].name))  # type: ignore[union-attr]
+        found = None if node is None else constant(stored, str(node.inputs[1].name))  # type: ignore[union-attr]
         zero = None if node is None else node.inputs[2]
         right = found is not None and float(found) == scale and zero is not None and zero.const_value is not None
         if not right or zero.const_value.numpy().dtype != TYPES[kind] or zero.const_value.numpy().any():  # type: ignore[union-attr]

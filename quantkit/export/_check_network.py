@@ -68,8 +68,8 @@ def _weights(model: ir.Model, values: Values, limit: float) -> Check:
     for name in values.schemes:
         tensor = values.quantized(name)
         dense = registry.load("formats", tensor.scheme.format).dequantize(tensor).float().numpy()
-        found = _read_back(model, name, tensor.scheme.format)
-        if found.shape != dense.shape:
+        found = read_back(model, name, tensor.scheme.format)
+        if found is None or found.shape != dense.shape:
             return Check(name="network.weights", value=None, limit=limit, ok=False, where=name)
         apart = float((np.abs(found - dense) / (np.abs(dense).max(axis=1, keepdims=True) + 1e-30)).max(initial=0))
         if not apart <= worst:
@@ -77,24 +77,33 @@ def _weights(model: ir.Model, values: Values, limit: float) -> Check:
     return Check(name="network.weights", value=worst, limit=limit, ok=worst <= limit, where=where)
 
 
-def _read_back(model: ir.Model, name: str, form: str) -> Array:
-    """A weight as the file has it, [N, K] float32, by the words of ONNX's DequantizeLinear."""
-    stored = model.graph.initializers
+def read_back(model: ir.Model, name: str, form: str) -> Array | None:
+    """A weight as the file has it, [N, K] float32, by the words of ONNX's DequantizeLinear; None where it is not there.
 
-    def read(part: str) -> Array | None:
-        value = stored.get(f"{name}.{part}")
-        return None if value is None or value.const_value is None else value.const_value.numpy().astype(np.float32)
-
-    codes, scale, whole = read("codes"), read("scale"), read("whole")
-    assert codes is not None and scale is not None
-    book = stored.get("codebook") if form == "nf4" else None
-    if book is not None and book.const_value is not None:
-        codes = book.const_value.numpy().astype(np.float32)[codes.astype(np.int64) + 8]
+    Args:
+        model: the file.
+        name: of the weight; its parts are `NAME.codes`, `NAME.scale` and `NAME.whole`, of a scale that is quantized.
+        form: format; of NF4 the codes are places in the `codebook`.
+    """
+    codes, scale, whole = (constant(model, f"{name}.{part}") for part in ("codes", "scale", "whole"))
+    book = constant(model, "codebook") if form == "nf4" else None
+    if codes is None or scale is None:
+        return None
+    if book is not None:
+        codes = book[codes.astype(np.int64) + 8]
     if whole is not None:
         scale = scale * whole
+    if codes.ndim > 2:  # of a convolution: [O, I/g, ...]
+        return np.asarray(codes * scale.reshape(-1, *[1] * (codes.ndim - 1))).reshape(codes.shape[0], -1)
     if scale.ndim == 2:
         scale = np.repeat(scale, -(-codes.shape[0] // scale.shape[0]), axis=0)[: codes.shape[0]]
     return np.asarray(codes * scale).T
+
+
+def constant(model: ir.Model, name: str) -> Array | None:
+    """A stored value in float32; None where there is none of that name."""
+    value = model.graph.initializers.get(name)
+    return None if value is None or value.const_value is None else value.const_value.numpy().astype(np.float32)
 
 
 def _pairs(model: ir.Model, values: Values, limit: float) -> Check:

@@ -18,7 +18,7 @@ from quantkit.export._profiles import Shapes
 from quantkit.export._tactics import Tactics, Timed
 from quantkit.export._timings import Timings
 from quantkit.runtimes import _child
-from quantkit.runtimes._tensorrt_library import Library, Name, load, unsupported
+from quantkit.runtimes._tensorrt_library import Library, Name, Said, load, unsupported
 
 Report = Callable[[float, str], None]
 _MORE_TIME = "a longer build_timeout, fewer profiles, or a lower optimization_level; what was timed so far is kept"
@@ -128,7 +128,8 @@ def main(_: list[str]) -> None:
 def _built(job: Job) -> Built:
     library = load(job.library)
     api = library.api
-    said = _Said(api)
+    tactics = Tactics()
+    said = Said(api, tactics.hear)
     started = time.perf_counter()
     builder = api.Builder(said.logger)
     network = library.network(builder)
@@ -164,7 +165,7 @@ def _built(job: Job) -> Built:
         raise InputError(
             "build-failed",
             where=f"{library.name} {library.version}",
-            value=said.last or "no engine, and no word why",
+            value=said.first or "no engine, and no word why",
             rule="a network that our own checks let through builds",
             remedy="please report it, with the recipe; --set tensorrt.engine=false keeps the network alone",
         )
@@ -185,7 +186,7 @@ def _built(job: Job) -> Built:
         first_seconds=first,
         saved_seconds=None if first is None else first - seconds,
         cache_problem=timings.problem,
-        tactics=tuple(said.tactics.timed()),
+        tactics=tuple(tactics.timed()),
     )
 
 
@@ -212,28 +213,6 @@ def _unsupported(job: Job, library: Library, parser: Any) -> InputError:
         rule=f"{library.name} {library.version} has every operator of the network",
         remedy="keep that layer in floats (`keep`), or another export",
     )
-
-
-class _Said:
-    """The library's log: its errors, for a message of our own, and what it has timed."""
-
-    def __init__(self, api: Any) -> None:
-        said = self
-        self.last = ""
-        self.tactics = Tactics()
-
-        class Log(api.ILogger):  # type: ignore[misc, name-defined]
-            def __init__(self) -> None:
-                api.ILogger.__init__(self)
-
-            def log(self, severity: Any, text: str) -> None:
-                if severity in (api.ILogger.Severity.ERROR, api.ILogger.Severity.INTERNAL_ERROR):
-                    # the first says what failed, those behind it that it failed
-                    said.last = said.last or " ".join(text.split())[:240]
-                elif severity == api.ILogger.Severity.VERBOSE:
-                    said.tactics.hear(text)
-
-        self.logger = Log()
 
 
 def _monitor(api: Any, deadline: float | None, timings: Timings) -> Any:

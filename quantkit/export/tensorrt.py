@@ -25,6 +25,7 @@ from quantkit.export._profiles import batches, capacity, fitted, inputs_of, shap
 from quantkit.export._tensorrt_weights import refuse_cache, refuse_gpu, refuse_inputs, refuse_weights
 from quantkit.export.onnx import context_of, dialect_weights
 from quantkit.passes import NOTE, decision
+from quantkit.runtimes._tensorrt_file import DATA, FOLDER, NETWORK
 from quantkit.runtimes._tensorrt_library import Name, load, unsupported
 from quantkit.target import Profile
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 Report = Callable[[float, str], None]
-FOLDER, NETWORK, DATA = "engine", "network.onnx", "network.onnx.data"
 # what TensorRT-RTX has not: its engines are of one release, and it is told the GPUs
 TENSORRT_ALONE = ("version_compatible", "hardware_compatible")
 # tensors from this many bytes on go into the data file

@@ -27,6 +27,7 @@ from quantkit.bundle import Check, Decision, LayerEntry
 from quantkit.content import Closed
 from quantkit.errors import InputError
 from quantkit.passes import NOTE, decision
+from quantkit.runtimes._tensorrt_file import FOLDER
 
 NAME = "engine.precision"
 SUFFIX = ".layers.json"
@@ -220,7 +221,7 @@ def parse(information: Mapping[str, Any]) -> list[Layer]:
 def stored(folder: Path) -> list[Inspected]:
     """What a bundle holds of its engines, by name; what cannot be read is left out."""
     found = []
-    for path in sorted((folder / "engine").glob(f"*{SUFFIX}")):
+    for path in sorted((folder / FOLDER).glob(f"*{SUFFIX}")):
         with contextlib.suppress(OSError, ValidationError):
             found.append(Inspected.model_validate_json(path.read_bytes()))
     return found

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import quantkit
 from quantkit import content, registry
 from quantkit.bundle.disk import fsync_tree, is_disk_full
-from quantkit.errors import GateError, InputError, Stopped
+from quantkit.errors import InputError, Stopped
+from quantkit.pipeline.checks import demand
 from quantkit.plan import machine
 from quantkit.report import words
 
@@ -107,15 +108,7 @@ def _make(folder: Path, source: Source, options: dict[str, Any]) -> None:
         build.mkdir()
         stream, nothing = StreamedModel(source), Finished([], {})
         exporter.write(build, source, stream, nothing, options)
-        for check in exporter.check(build, source, stream, nothing, options):
-            if not check.ok:
-                raise GateError(
-                    "check-failed",
-                    where=f"float baseline: {check.where or check.name}",
-                    value=f"{check.name} is {check.value}",
-                    rule=check.rule,
-                    remedy="please report it",
-                )
+        demand(exporter.check(build, source, stream, nothing, options), "please report it", of="float baseline")
         fsync_tree(build)
         build.rename(folder)
 

@@ -27,13 +27,14 @@ from quantkit.bundle import (
     stopping_when_full,
 )
 from quantkit.bundle.manifest import MEASUREMENTS
-from quantkit.errors import GateError, InputError, Stopped
+from quantkit.errors import InputError, Stopped
 from quantkit.graph.open import is_graph
 from quantkit.measure.rows import Row, write_rows
 from quantkit.measure.size import folder_of
 from quantkit.model.alias import ALIASES, Alias, materialize
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import engine, tokens
+from quantkit.pipeline.checks import demand
 from quantkit.pipeline.estimate import demand_disk, estimate, head_size, times
 from quantkit.pipeline.exported_module import REF
 from quantkit.pipeline.gates import judge, warnings
@@ -282,15 +283,7 @@ class _Compilation:
                 blocks=self._affordable_blocks(),
             )
         self.progress.at("check", 1.0)
-        failed = [check for check in checks if not check.ok]
-        if failed:
-            raise GateError(
-                "check-failed",
-                where=failed[0].where or failed[0].name,
-                value=f"{failed[0].name} is {failed[0].value}",
-                rule=failed[0].rule,
-                remedy="the export is not what was decided on; nothing was delivered. Please report it",
-            )
+        demand(checks, "the export is not what was decided on; nothing was delivered. Please report it")
         return checks
 
     def _build_engines(self) -> dict[str, str]:

@@ -22,8 +22,7 @@ from quantkit.measure.size import folder_of
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.progress import Progress
 from quantkit.plan import machine
-
-NETWORK = "network.onnx"
+from quantkit.runtimes._tensorrt_file import NETWORK
 
 
 def has_network(bundle: Bundle, to: str) -> bool:

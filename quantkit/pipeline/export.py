@@ -13,10 +13,11 @@ from pydantic import ValidationError
 from quantkit import registry
 from quantkit.bundle import Bundle, Check, Decision
 from quantkit.content import parse_yaml
-from quantkit.errors import GateError, InputError, did_you_mean, from_validation
+from quantkit.errors import InputError, did_you_mean, from_validation
 from quantkit.measure.rows import Row
 from quantkit.measure.size import folder_of
 from quantkit.pipeline import engine, worth
+from quantkit.pipeline.checks import demand
 from quantkit.pipeline.graph_again import holds_graph
 from quantkit.pipeline.progress import Progress
 from quantkit.report import usage
@@ -147,15 +148,7 @@ def export_bundle(
             (beside / name).symlink_to((bundle.path / name).resolve())
         progress.at("check", 0.0, f"reloading the {to}")
         checks = exporter.check(beside)
-        failed = next((check for check in checks if not check.ok), None)
-        if failed is not None:
-            raise GateError(
-                "check-failed",
-                where=failed.where or failed.name,
-                value=f"{failed.name} is {failed.value}",
-                rule=failed.rule,
-                remedy="the export is not what the checkpoint is; nothing was added. Please report it",
-            )
+        demand(checks, "the export is not what the checkpoint is; nothing was added. Please report it")
         if hasattr(exporter, "build"):
             built = exporter.build(beside, options, lambda share, words: progress.at("build", share, words))
             decisions = [*decisions, *engine.notes(beside, built)]

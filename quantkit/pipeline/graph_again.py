@@ -22,6 +22,8 @@ from quantkit.pipeline.exported_module import REF, place
 from quantkit.pipeline.graph_measure import Timed, cost, scored, speed
 from quantkit.pipeline.progress import Progress
 from quantkit.recipe import Recipe
+from quantkit.runtimes._tensorrt_file import FOLDER as ENGINE
+from quantkit.runtimes._tensorrt_file import NETWORK
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from quantkit.calibrate.inputs import InputSet
     from quantkit.graph.open import FloatGraph
 
-MODEL, ENGINE = "model.onnx", "engine"
+MODEL = "model.onnx"
 _CODES = ".weight.codes"
 
 
@@ -40,7 +42,7 @@ def holds_graph(bundle: Bundle) -> bool:
 
 def file_of(bundle: Bundle) -> Path:
     """A bundle's graph: what ONNX Runtime runs, or the network of an engine."""
-    network = bundle.path / ENGINE / "network.onnx"
+    network = bundle.path / ENGINE / NETWORK
     return network if network.is_file() else bundle.path / "onnx" / MODEL
 
 

@@ -11,29 +11,29 @@ import numpy as np
 import quantkit
 from quantkit import registry
 from quantkit.bundle import Check, Decision, LayerEntry
-from quantkit.errors import GateError
 from quantkit.passes import NOTE, decision
+from quantkit.pipeline.checks import demand
 from quantkit.pipeline.graph_engine import EXPORT, wanted
 from quantkit.pipeline.graph_prepared import Prepared
 from quantkit.pipeline.graph_quantized import BATCH, SOLVING
 from quantkit.pipeline.progress import Progress
+from quantkit.runtimes._tensorrt_file import DATA, FOLDER, NETWORK
 
 if TYPE_CHECKING:
     from quantkit.export._graph_network import Product
     from quantkit.formats import QuantTensor
     from quantkit.graph.run import Runner
 
-FOLDER, MODEL = "engine", "network.onnx"
-# the least of float16's numbers; a scale of a channel that is zero
 # what `shrink: auto` is here: one pass of a few samples says too little of the noise in them
 _SHRINK = 0.5
+# the least of float16's numbers; a scale of a channel that is zero
 _LEAST = 2.0**-24
 
 
 class Network:
     """A graph on its way to an engine."""
 
-    file = Path(FOLDER) / MODEL
+    file = Path(FOLDER) / NETWORK
 
     def __init__(self, prepared: Prepared, progress: Progress) -> None:
         self.prepared, self.progress = prepared, progress
@@ -58,7 +58,7 @@ class Network:
         import onnx_ir as ir
 
         from quantkit.export._graph_network import network
-        from quantkit.export.tensorrt import DATA, EXTERNAL
+        from quantkit.export.tensorrt import EXTERNAL
 
         made = network(self.prepared.graph.model, self.products, self.pairs, self.format)
         made.producer_name, made.producer_version = "quantkit", quantkit.__version__
@@ -70,15 +70,7 @@ class Network:
 
         feed = self.prepared.calib.first(BATCH)
         found = check(path, self.prepared.graph.model, self.products, self.pairs, self.format, feed)
-        failed = next((each for each in found if not each.ok), None)
-        if failed is not None:
-            raise GateError(
-                "check-failed",
-                where=failed.where or failed.name,
-                value=f"{failed.name} is {failed.value}",
-                rule=failed.rule,
-                remedy="the network is not what was decided on; nothing was delivered. Please report it",
-            )
+        demand(found, "the network is not what was decided on; nothing was delivered. Please report it")
         return found
 
     def build(self, bundle: Path) -> dict[str, str]:

@@ -12,6 +12,7 @@ import numpy as np
 import quantkit
 from quantkit.bundle import Check, Decision, LayerEntry
 from quantkit.errors import GateError
+from quantkit.pipeline.checks import demand
 from quantkit.pipeline.graph_prepared import Prepared, schemes
 from quantkit.pipeline.progress import Progress
 
@@ -173,14 +174,7 @@ class Quantized:
             if expected.dtype.kind == "f"
         )
         check = Check(name="reload.onnxruntime", value=apart, limit=_RELOAD_LIMIT, ok=apart <= _RELOAD_LIMIT)
-        if not check.ok:
-            raise GateError(
-                "check-failed",
-                where="onnxruntime",
-                value=f"{check.name} is {apart:.3g}",
-                rule=f"at most {_RELOAD_LIMIT}",
-                remedy="the export is not what was decided on; nothing was delivered. Please report it",
-            )
+        demand([check], "the export is not what was decided on; nothing was delivered. Please report it")
         return [check, self._kernels(path)]
 
     def _kernels(self, path: Path) -> Check:

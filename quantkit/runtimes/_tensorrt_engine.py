@@ -17,7 +17,7 @@ from quantkit.bundle.disk import write_atomic
 from quantkit.content import cache_dir
 from quantkit.errors import InputError
 from quantkit.runtimes._tensorrt_file import EngineFile, unreadable
-from quantkit.runtimes._tensorrt_library import Library
+from quantkit.runtimes._tensorrt_library import Library, Said
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ class Engine:
         self.file, self.library, self.device = file, library, torch.device(device)
         self.notes = list(file.notes)
         api = library.api
-        self._said = _Said(api)
+        self._said = Said(api)
         self._runtime = api.Runtime(self._said.logger)
         data = file.read()
         self._demand_valid(data)
@@ -287,25 +287,6 @@ class Engine:
 
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-
-
-class _Said:
-    """The library's errors, for a message of our own."""
-
-    def __init__(self, api: Any) -> None:
-        said = self
-        self.first = self.last = ""
-
-        class Log(api.ILogger):  # type: ignore[misc, name-defined]
-            def __init__(self) -> None:
-                api.ILogger.__init__(self)
-
-            def log(self, severity: Any, text: str) -> None:
-                if severity in (api.ILogger.Severity.ERROR, api.ILogger.Severity.INTERNAL_ERROR):
-                    said.last = " ".join(text.split())[:240]
-                    said.first = said.first or said.last
-
-        self.logger = Log()
 
 
 class _Kernels:

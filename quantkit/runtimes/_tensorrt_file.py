@@ -30,7 +30,7 @@ from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.runtimes._tensorrt_library import Library
 
-FOLDER = "engine"
+FOLDER, NETWORK, DATA = "engine", "network.onnx", "network.onnx.data"
 # the least that an engine runs on which was built for others too
 _AMPERE = (8, 0)
 REBUILD = "quantkit export {bundle} --to tensorrt"

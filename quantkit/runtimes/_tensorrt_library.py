@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -64,6 +64,34 @@ class Library:
         config.num_compute_capabilities = len(capabilities)
         for place, each in enumerate(capabilities):
             config.set_compute_capability(getattr(self.api.ComputeCapability, "SM" + each.replace(".", "")), place)
+
+
+class Said:
+    """The library's log: its errors, one line each, for a message of our own.
+
+    Args:
+        api: the module.
+        verbose: hears what else it says.
+
+    `first` of what it does at once says what failed, `last` what failed latest; `logger` is the library's.
+    """
+
+    def __init__(self, api: Any, verbose: Callable[[str], None] | None = None) -> None:
+        said = self
+        self.first = self.last = ""
+
+        class Log(api.ILogger):  # type: ignore[misc, name-defined]
+            def __init__(self) -> None:
+                api.ILogger.__init__(self)
+
+            def log(self, severity: Any, text: str) -> None:
+                if severity in (api.ILogger.Severity.ERROR, api.ILogger.Severity.INTERNAL_ERROR):
+                    said.last = " ".join(text.split())[:240]
+                    said.first = said.first or said.last
+                elif verbose is not None and severity == api.ILogger.Severity.VERBOSE:
+                    verbose(text)
+
+        self.logger = Log()
 
 
 def unsupported(library: Library, capability: str) -> InputError:

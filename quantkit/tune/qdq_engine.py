@@ -16,8 +16,8 @@ from quantkit import content, registry
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.export import _pairs
-from quantkit.export.tensorrt import FOLDER, NETWORK
 from quantkit.plan import machine
+from quantkit.runtimes._tensorrt_file import FOLDER, NETWORK
 from quantkit.tune.qdq import Found, Measured, Report, search
 
 if TYPE_CHECKING:
