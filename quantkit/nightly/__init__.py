@@ -1,0 +1,1 @@
+"""Comparisons of every night: a matrix of cells, measured, kept, decided, shown."""

@@ -1,0 +1,316 @@
+"""The rows of the store: one frozen dataclass a table, and their Arrow schemas, which follow from the annotations.
+
+A cell is model x recipe x target x runtime x batch. Cells that differ in their batch alone share one compile and one
+measurement of accuracy: a build. Both are named by a key, their parts joined by `|`:
+
+    smollm2-135m|awq-int4|cpu-x86|onnxruntime           build
+    smollm2-135m|awq-int4|cpu-x86|onnxruntime|8         cell, at batch 8
+
+    str, int, float, bool   string, int64, float64, bool; `| None` may be null
+    datetime                timestamp in microseconds, UTC
+    tuple[str, ...]         list<string>
+    Mapping                 string that holds JSON
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import secrets
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, ClassVar, Literal, Self, TypeVar
+
+State = Literal["done", "failed", "missing"]
+Side = Literal["candidate", "baseline", "release"]
+BaselineKind = Literal["accepted", "bundle", "release"]
+What = Literal["latency", "accuracy", "kl", "size", "drift"]
+Answer = Literal["better", "same", "worse", "inconclusive", "missing", "failed"]
+
+SEPARATOR = "|"
+NIGHT_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{4,32}")
+
+RowKind = TypeVar("RowKind", bound="Row")
+
+
+def night_id(started: datetime) -> str:
+    """A new night's name: its start in UTC, so that names sort by time, and what tells two that start at once apart.
+
+    `20260102T030405Z-3f2a81`
+    """
+    return f"{started.astimezone(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One thing that is compared each night: a build at a batch."""
+
+    model: str
+    recipe: str
+    target: str
+    runtime: str
+    batch: int
+
+    @property
+    def build(self) -> str:
+        """The key of what it shares with the cells of other batches."""
+        return SEPARATOR.join((self.model, self.recipe, self.target, self.runtime))
+
+    @property
+    def key(self) -> str:
+        """What it is called in the store."""
+        return f"{self.build}{SEPARATOR}{self.batch}"
+
+    @classmethod
+    def of(cls, key: str) -> Cell:
+        """The cell of a key. Raises ValueError for what is none."""
+        try:
+            model, recipe, target, runtime, batch = key.split(SEPARATOR)
+            return cls(model, recipe, target, runtime, int(batch))
+        except ValueError:
+            raise ValueError(f"a cell is model|recipe|target|runtime|batch, got {key!r}") from None
+
+
+class Row:
+    """What every table's rows share."""
+
+    table: ClassVar[str]
+
+
+@dataclass(frozen=True)
+class Night(Row):
+    """One run of a matrix.
+
+    Args:
+        night: its name, see `night_id`.
+        started: in UTC.
+        commit: of the repository that the matrix belongs to; None outside of one.
+        config_sha256: of the configuration's file.
+        host: the machine's name.
+        matrix: keys of the cells that are to be measured.
+    """
+
+    table: ClassVar[str] = "nights"
+
+    night: str
+    started: datetime
+    commit: str | None
+    config_sha256: str
+    host: str
+    matrix: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Result(Row):
+    """What became of one cell in one night.
+
+    Args:
+        state: `missing`: it could not be tried (no machine of its target).
+        error: the five fields of the error, of a cell that failed.
+        content_sha256: of the candidate's bundle.
+        baseline_sha256: of the bundle it was set against; None where there was none yet.
+        baseline_kind: which that is.
+        release_sha256: of the last release's bundle, where drift was measured too.
+        bytes: of the candidate's weights.
+        baseline_bytes: of the baseline's.
+        seconds: that the cell took, compile included.
+        attempt: 1, and 2 for the repetition that an alarm asks for.
+        device: that it ran on.
+        versions: package -> version, the driver among them.
+        flags: what a reader must know before trusting it.
+    """
+
+    table: ClassVar[str] = "results"
+
+    night: str
+    cell: str
+    build: str
+    model: str
+    recipe: str
+    target: str
+    runtime: str
+    batch: int
+    state: State
+    attempt: int = 1
+    error: Mapping[str, str] | None = None
+    content_sha256: str | None = None
+    baseline_sha256: str | None = None
+    baseline_kind: BaselineKind | None = None
+    release_sha256: str | None = None
+    bytes: int | None = None
+    baseline_bytes: int | None = None
+    seconds: float | None = None
+    device: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, night: str, cell: Cell, state: State, **others: Any) -> Self:
+        """The row of a cell, whose own columns follow from it."""
+        return cls(night=night, cell=cell.key, build=cell.build, **dataclasses.asdict(cell), state=state, **others)
+
+
+@dataclass(frozen=True)
+class Time(Row):
+    """One timed iteration, as it was taken.
+
+    Args:
+        round: rounds have something else between them.
+        block: of the round, ABBA or BAAB.
+        position: of the iteration in the block, from 0.
+        seconds: that it took.
+        at: when it began, in seconds since 1970 (UTC).
+        clock_hz: of the device, where known.
+        temperature_c: of the device, where known.
+        throttled: whether the device had lowered its clock, where known.
+    """
+
+    table: ClassVar[str] = "times"
+
+    night: str
+    cell: str
+    attempt: int
+    side: Side
+    round: int
+    block: int
+    position: int
+    seconds: float
+    at: float
+    clock_hz: float | None = None
+    temperature_c: float | None = None
+    throttled: bool | None = None
+
+
+@dataclass(frozen=True)
+class Item(Row):
+    """One item that both sides answered: a next word, an image, a pair. Items belong to the build.
+
+    Args:
+        item: its number in the data.
+        correct: whether the answer was right.
+        kl: divergence from the float model, in nats.
+        logp: logarithm of the probability of what is right.
+        sequence: that a next word belongs to; items of one are not independent.
+        text: for people, of items whose answer flipped; None for the others.
+    """
+
+    table: ClassVar[str] = "items"
+
+    night: str
+    build: str
+    attempt: int
+    item: int
+    side: Side
+    correct: bool | None = None
+    kl: float | None = None
+    logp: float | None = None
+    sequence: int | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Decision(Row):
+    """What was decided of one cell in one respect. What holds for a build stands with each of its cells.
+
+    Args:
+        value: the effect, as a ratio for latency, drift and size, else as a difference; above 1, or 0, is worse.
+        low: end of its interval.
+        high: end of its interval.
+        p: of the test against the margin.
+        p_adjusted: the same by Holm, across the matrix.
+        margin: the least effect that counts.
+        smallest: the least effect that could have been seen.
+        n: observations.
+        confirmed: what the repetition found; None where there was none.
+        because: one sentence.
+    """
+
+    table: ClassVar[str] = "decisions"
+
+    night: str
+    cell: str
+    what: What
+    answer: Answer
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    p_adjusted: float | None = None
+    margin: float | None = None
+    smallest: float | None = None
+    n: int | None = None
+    confirmed: bool | None = None
+    because: str = ""
+
+
+TABLES: tuple[type[Row], ...] = (Night, Result, Time, Item, Decision)
+
+
+def schema(kind: type[Row]) -> Any:
+    """The `pyarrow.Schema` of a table."""
+    import pyarrow as pa
+
+    fields = []
+    for name, annotation in _columns(kind).items():
+        core, nullable = _core(annotation)
+        fields.append(pa.field(name, _arrow(core), nullable=nullable))
+    return pa.schema(fields)
+
+
+def to_table(kind: type[RowKind], rows: Iterable[RowKind]) -> Any:
+    """Rows as a `pyarrow.Table`. Raises `pyarrow.ArrowInvalid` for a value of another type."""
+    import pyarrow as pa
+
+    taken = list(rows)
+    columns: dict[str, list[Any]] = {name: [getattr(row, name) for row in taken] for name in _columns(kind)}
+    for name in _documents(kind):
+        columns[name] = [None if value is None else _json(value) for value in columns[name]]
+    return pa.table(columns, schema=schema(kind))
+
+
+def from_table(kind: type[RowKind], table: Any) -> list[RowKind]:
+    """The rows of a `pyarrow.Table`, in order."""
+    names = list(_columns(kind))
+    columns: dict[str, list[Any]] = {name: table.column(name).to_pylist() for name in names}
+    for name, annotation in _columns(kind).items():
+        if _core(annotation)[0] is tuple:
+            columns[name] = [tuple(value) for value in columns[name]]
+    for name in _documents(kind):
+        columns[name] = [None if value is None else json.loads(value) for value in columns[name]]
+    return [kind(**dict(zip(names, values, strict=True))) for values in zip(*columns.values(), strict=True)]
+
+
+def _columns(kind: type[Row]) -> dict[str, Any]:
+    """Column -> annotation, in order."""
+    hints = typing.get_type_hints(kind)
+    return {each.name: hints[each.name] for each in dataclasses.fields(typing.cast(Any, kind))}
+
+
+def _documents(kind: type[Row]) -> list[str]:
+    """The columns that hold JSON."""
+    return [name for name, annotation in _columns(kind).items() if _core(annotation)[0] is Mapping]
+
+
+def _core(annotation: Any) -> tuple[Any, bool]:
+    """(`str`, `tuple`, `Mapping`, ..., whether it may be None)."""
+    parts = typing.get_args(annotation)
+    if types.NoneType in parts:
+        return _core(next(part for part in parts if part is not types.NoneType))[0], True
+    origin = typing.get_origin(annotation)
+    return (str if origin is Literal else origin or annotation), False
+
+
+def _arrow(core: Any) -> Any:
+    import pyarrow as pa
+
+    plain = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_(), Mapping: pa.string()}
+    plain |= {tuple: pa.list_(pa.string()), datetime: pa.timestamp("us", tz="UTC")}
+    return plain[core]
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True, default=str)
