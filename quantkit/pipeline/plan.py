@@ -327,12 +327,13 @@ def _load(served: Served, workload: Workload, memory: Memory) -> tuple[Load | No
 
 
 def _cost(rows: Sequence[Row], served: Served, workload: Workload, load: Load | None, prices: Prices) -> Bill | None:
-    """At the batch where a request takes least; under a load, with the time in which the machine has nothing to do."""
+    """At the batch where a request takes least; under a load, with the hours in which the machine has nothing to do."""
     fitting = [row for row in rows if row.fits is not False]
     works = [_work(row.prefill or row.step, row.step, row.batch, workload, served) for row in fitting]
     best = min((each for each in works if each is not None), key=lambda each: each.request, default=None)
-    used = min(max(load.busy, 1e-3), 1.0) if load is not None and load.stable else 1.0
-    return _bill(best, served, prices, used)
+    if best is None or workload.rate is None or load is None or not load.stable:
+        return _bill(best, served, prices)
+    return _bill(best, served, prices, min(workload.rate * best.request, 1.0))
 
 
 def _work(first: Timed, step: Timed, batch: int, workload: Workload, served: Served) -> Work | None:
