@@ -5,30 +5,32 @@ Nothing is opened but a config, and nothing heavy is imported: a second for the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.pipeline.plan_candidates import Chosen, choose, labels
 from quantkit.pipeline.request import this_machine
 from quantkit.pipeline.worth import runs_here
 from quantkit.plan import configs, efficiency, machine
-from quantkit.plan.architecture import Architecture, Attention, Matrix
+from quantkit.plan.architecture import Architecture
 from quantkit.plan.assigned import Assigned, assign, takes_head
 from quantkit.plan.batching import Server
 from quantkit.plan.cost import Bill, Work, bill
 from quantkit.plan.efficiency import Sample
 from quantkit.plan.forecast import Served, Timed
 from quantkit.plan.load import Load, simulate
+from quantkit.plan.memory import Footprint, cache_of, taken_by
 from quantkit.plan.outlook import Candidate, Cell, Memory, Outlook, Row, Workload
 from quantkit.plan.prices import Prices
 from quantkit.plan.recommend import recommend
 from quantkit.plan.roofline import Cache, Step
-from quantkit.plan.serving import FLOATS, WIDTH, compute_type, products, stored_bytes
+from quantkit.plan.serving import FLOATS, WIDTH, compute_type, products
+from quantkit.plan.storage import storage
 from quantkit.plan.traffic import OUTPUT, PROMPT, traffic
-from quantkit.scheme import WeightScheme
 from quantkit.target import ComputeType, Stored, Target
 
 # decisions that change what is stored, in a way that nobody may expect
@@ -160,17 +162,23 @@ def _candidate(
     except InputError as problem:
         return Candidate(label, label, problem=problem)
     served = _served(chosen, assigned, architecture, target, samples)
-    memory, devices = _memory(served, workload, question.devices)
+    footprint = _footprint(served, chosen, assigned)
+    try:
+        devices, needed = _devices(footprint, workload, question.devices, label)
+        kept = storage(architecture, chosen.recipe, _export(chosen))
+    except InputError as problem:
+        return Candidate(label, label, problem=problem)
     served = replace(served, devices=devices)
-    rows = [_row(served, batch, workload, memory, prices) for batch in workload.batches]
+    memory = _memory(footprint, workload, devices, needed)
+    rows = [_row(served, batch, workload, footprint, prices) for batch in workload.batches]
     load, refused = _load(served, workload, memory)
     return Candidate(
         label,
         chosen.recipe.name,
         chosen.runtime,
         _cells(chosen, target),
-        _bits(assigned.schemes, architecture),
-        _stored(assigned.schemes, architecture),
+        kept.bits,
+        kept.total,
         memory,
         rows,
         served,
@@ -198,6 +206,12 @@ def _assigned(chosen: Chosen, architecture: Architecture) -> Assigned:
         routers=routers,
         model=architecture.name,
     )
+
+
+def _export(chosen: Chosen) -> str | None:
+    """The export that its runtime reads."""
+    names = [step.name for step in chosen.recipe.export]
+    return next((name for name in names if chosen.runtime in registry.load("export", name).runtimes), None)
 
 
 def _served(
@@ -229,34 +243,55 @@ def _native(stored: Stored, chosen: Chosen, target: Target) -> bool:
 
 def _cache(chosen: Chosen, target: Target) -> Cache:
     scheme = chosen.recipe.scheme.kv_cache
-    width = float(WIDTH[target.baseline])
-    form = FLOATS[target.baseline]
-    if (
-        scheme is not None
-        and target.use(Stored(scheme.format, scheme.symmetric, "kv_cache"), chosen.runtime).state == "native"
-    ):
-        form, width = scheme.format, 1.0
-
-    def kept(each: Attention) -> float:
-        if not each.causal:
-            return 0.0
-        if each.kind == "latent":
-            return width * ((each.latent or 0) + (each.rope_dim or 0))
-        return width * each.kv_heads * (each.head_dim + each.value_dim)
-
-    return Cache(form, kept)
+    native = scheme is not None and _native(Stored(scheme.format, scheme.symmetric, "kv_cache"), chosen, target)
+    return cache_of(scheme if native else None, FLOATS[target.baseline])
 
 
-def _memory(served: Served, workload: Workload, devices: int | None) -> tuple[Memory, int]:
-    architecture, target = served.architecture, served.target
-    width = WIDTH[target.baseline]
-    weights = sum(each.bytes * each.matrix.count for each in served.products)
-    rest = width * (architecture.embeddings + architecture.others + sum(each.others for each in architecture.layers))
-    per_token = sum(served.cache.bytes(each.attention) for each in architecture.layers if each.attention is not None)
-    cache = per_token * workload.context * max(workload.batches)
-    shared = devices or 1
-    parts = {"weights": weights / shared, "embeddings and norms": rest / shared, "cache": cache / shared}
-    return Memory(parts, target.memory.capacity.number, per_token, None, None, shared, None), shared
+def _footprint(served: Served, chosen: Chosen, assigned: Assigned) -> Footprint:
+    target, head = served.target, served.architecture.head
+    return Footprint(
+        served.architecture,
+        served.products,
+        served.cache,
+        WIDTH[target.baseline],
+        # a head that is quantized is no longer the table of tokens
+        served.architecture.tied and (head is None or head.name not in assigned.schemes),
+        taken_by(chosen.runtime, target.kind),
+        target.memory.capacity.number,
+        groups={name: each.group for name, each in assigned.schemes.items() if each.group is not None},
+    )
+
+
+def _devices(footprint: Footprint, workload: Workload, asked: int | None, label: str) -> tuple[int, int | None]:
+    """(devices to plan for, devices that one request needs): as few as hold one, unless it is said.
+
+    Raises:
+        InputError: `devices-uneven`.
+    """
+    needed = footprint.needed(1, workload.context, prompt=workload.prompt)
+    if asked is not None and (why := footprint.why_not(asked)):
+        raise InputError(
+            "devices-uneven", where=label, value=f"--devices {asked}", rule=why, remedy="a power of two up to the heads"
+        )
+    return asked or needed or 1, needed
+
+
+def _memory(footprint: Footprint, workload: Workload, devices: int, needed: int | None) -> Memory:
+    fits = [b for b in workload.batches if footprint.fits(b, workload.context, prompt=workload.prompt, devices=devices)]
+    batch = max(fits, default=min(workload.batches))
+    runtime = footprint.runtime
+    usable = None if footprint.capacity is None else footprint.capacity * runtime.share
+    return Memory(
+        footprint.parts(batch, workload.context, prompt=workload.prompt, devices=devices),
+        batch,
+        usable,
+        footprint.cache_per_token,
+        footprint.largest_batch(workload.context, prompt=workload.prompt, devices=devices),
+        footprint.largest_context(batch, devices=devices),
+        devices,
+        needed,
+        [f"the runtime takes {runtime.source}"],
+    )
 
 
 def _cells(chosen: Chosen, target: Target) -> list[Cell]:
@@ -274,35 +309,16 @@ def _cells(chosen: Chosen, target: Target) -> list[Cell]:
     return [Cell(each.format, each.words, use.state, use.source) for each, use in found]
 
 
-def _bits(schemes: Mapping[str, WeightScheme], architecture: Architecture) -> float | None:
-    """Of a quantized weight on average."""
-    quantized = [(each, schemes[each.name]) for each in _matrices(architecture) if each.name in schemes]
-    weights = sum(each.count * each.N * each.K for each, _ in quantized)
-    return sum(8 * each.count * stored_bytes(each, scheme) for each, scheme in quantized) / weights if weights else None
-
-
-def _stored(schemes: Mapping[str, WeightScheme], architecture: Architecture) -> float:
-    """Bytes of all weights on disk, in the source's dtype where they are not quantized."""
-    width = 4 if architecture.dtype == "float32" else 2
-    quantized = [each for each in _matrices(architecture) if each.name in schemes]
-    whole = architecture.parameters - sum(each.count * each.N * each.K for each in quantized)
-    return whole * width + sum(each.count * stored_bytes(each, schemes[each.name]) for each in quantized)
-
-
-def _matrices(architecture: Architecture) -> list[Matrix]:
-    head = [architecture.head] if architecture.head is not None and not architecture.tied else []
-    return [*architecture.inside(), *head]
-
-
-def _row(served: Served, batch: int, workload: Workload, memory: Memory, prices: Prices) -> Row:
+def _row(served: Served, batch: int, workload: Workload, footprint: Footprint, prices: Prices) -> Row:
     decodes = served.architecture.kind == "decoder"
     first = served.timed(Step(batch, workload.prompt))
     step = served.timed(Step(batch, 1, workload.prompt + workload.output // 2)) if decodes else first
-    cache = memory.cache_per_token * workload.context * batch
-    fixed = sum(value for name, value in memory.parts.items() if name != "cache")
-    fits = None if memory.capacity is None else fixed + cache / memory.devices <= memory.capacity
+    devices = served.devices
+    parts = footprint.parts(batch, workload.context, prompt=workload.prompt, devices=devices)
+    bounded = footprint.capacity is not None
+    fits = footprint.fits(batch, workload.context, prompt=workload.prompt, devices=devices) if bounded else None
     work = _work(first, step, batch, workload, served)
-    return Row(batch, first if decodes else None, step, cache, fits, _bill(work, served, prices))
+    return Row(batch, first if decodes else None, step, parts, fits, _bill(work, served, prices))
 
 
 def _load(served: Served, workload: Workload, memory: Memory) -> tuple[Load | None, list[str]]:

@@ -53,7 +53,7 @@ class Row:
         batch: sequences.
         prefill: of their prompts; None for a model that does not decode, whose pass is `step`.
         step: one token of each, halfway through the output.
-        cache_bytes: of the keys and values of all of them at the full context.
+        parts: what -> bytes, of one device, with all of them at the full context.
         fits: whether weights and cache fit into the devices; None where the target does not say how much they hold.
         cost: what tokens cost at this batch; None where no time is known.
     """
@@ -61,7 +61,7 @@ class Row:
     batch: int
     prefill: Timed | None
     step: Timed
-    cache_bytes: float
+    parts: Mapping[str, float]
     fits: bool | None
     cost: Bill | None = None
 
@@ -76,20 +76,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Memory:
-    """What it takes on the target, at the largest batch of the workload and its context.
+    """What it takes on the target, at the context of the workload.
 
     Args:
         parts: what -> bytes, of one device: `weights`, `embeddings`, `cache`, `activations`, `runtime`, ...
-        capacity: bytes of one device; None where the target does not say.
+        batch: that they are of: the largest of the workload that fits, else the smallest.
+        capacity: bytes of one device that the runtime uses; None where the target does not say.
         cache_per_token: bytes of keys and values that one more token takes, all layers together.
         largest_batch: sequences at the context; None where nothing bounds it.
-        largest_context: tokens at the largest batch of the workload.
+        largest_context: tokens at that batch, as far as the model goes.
         devices: that share the model.
-        needed: devices that one sequence at the context needs; None where no number of them does.
+        needed: devices that one sequence at the context needs; None where no number up to 64 does.
         notes: what was assumed.
     """
 
     parts: Mapping[str, float]
+    batch: int
     capacity: float | None
     cache_per_token: float
     largest_batch: int | None

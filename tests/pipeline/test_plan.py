@@ -24,8 +24,9 @@ def test_formats_and_recipes_side_by_side() -> None:
     found = plan(Question("llama-3-8b", LABELS, "h100", batches=(1, 256), prompt=1000, output=200))
     floats, eight, four = found.candidates
     assert [each.recipe for each in found.candidates] == ["float", "fp8", "awq-int4"]
-    assert [each.bits and round(each.bits, 3) for each in found.candidates] == [None, 8.003, 4.312]
     # codes of 4 bits, and a scale of 16 and a zero point of 4 for each 64 weights
+    assert floats.bits is None
+    assert [eight.bits, four.bits] == [pytest.approx(8.003, abs=1e-3), pytest.approx(4.3125, abs=1e-3)]
     small, large = ([each.rows[i].step.least for each in found.candidates] for i in (0, 1))
     assert small[2] < small[1] < small[0]  # type: ignore[operator]
     # at 256 rows weights are few of the bytes, and 4-bit weights are still multiplied in 16 bits
@@ -44,6 +45,33 @@ def test_a_format_stands_for_a_recipe_that_the_target_runs() -> None:
     assert (of["h100"].recipe, of["h100"].runtime) == ("awq-int4", "vllm")
     # TensorRT takes no zero points
     assert (of["jetson-orin"].recipe, of["jetson-orin"].runtime) == ("int4-tensorrt", "tensorrt")
+
+
+def test_a_model_that_fits_in_4_bits_alone() -> None:
+    """Llama 3, 70B: 141 GB in 16 bits and 40 in 4, on a card of 80."""
+    found = plan(Question("llama-3-70b", ("bf16", "int4"), "h100", batches=(1,), devices=1))
+    floats, four = found.candidates
+    assert floats.bytes == pytest.approx(141e9, rel=0.01)
+    assert (floats.rows[0].fits, four.rows[0].fits) == (False, True)
+    assert floats.memory is not None and four.memory is not None
+    assert (floats.memory.needed, four.memory.needed) == (2, 1)
+    assert found.recommendation.label == "int4"
+    # unless it is said, as many devices are planned for as hold it
+    assert plan(Question("llama-3-70b", ("bf16", "int4"), "h100")).candidates[0].memory.devices == 2  # type: ignore[union-attr]
+
+
+def test_a_load_is_simulated_and_priced() -> None:
+    calm, busy = (plan(Question("llama-3-8b", ("fp8", "bf16"), "h100", rate=rate)) for rate in (1.0, 1000.0))
+    load, late = calm.candidates[0].load, busy.candidates[0].load
+    assert load is not None and late is not None
+    assert load.stable and load.ttft["p50"].value <= load.ttft["p99"].value
+    assert not late.stable
+    assert any("none keeps up" in reason for reason in busy.recommendation.because)
+    whole = plan(Question("llama-3-8b", ("fp8", "bf16"), "h100")).candidates[0].cost
+    cost = calm.candidates[0].cost
+    assert cost is not None and whole is not None and cost.cheapest is not None and whole.cheapest is not None
+    # of a machine that is rented by the hour for one request a second
+    assert cost.cheapest.request == pytest.approx(whole.cheapest.per_hour / 3600)
 
 
 def test_what_is_not_said_is_assumed_aloud() -> None:
@@ -88,6 +116,7 @@ def test_one_recipe_that_cannot_be_planned_is_an_error_and_among_others_a_remark
         (Question("llama-3-8b", rate=0.0), "traffic-invalid"),
         (Question("llama-3-8b", rate=float("nan")), "traffic-invalid"),
         (Question("llama-3-8b", devices=0), "usage"),
+        (Question("llama-3-8b", ("bf16",), "h100", devices=3), "devices-uneven"),
         (Question("lama-3-8b"), "unknown-model"),
         (Question("llama-3-8b", target="h1000"), "unknown-target"),
         (Question("llama-3-8b", ("int8-network",), "cpu-x86"), "model-kind"),

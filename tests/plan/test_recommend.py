@@ -23,7 +23,7 @@ def timed(least: float | None, forecast: float | None = None, spread: float = 0.
 
 
 def candidate(label: str, bits: float | None, step: Timed, **more: Any) -> Candidate:
-    rows = [Row(batch, step, step, 0.0, more.pop(f"fits_{batch}", True)) for batch in (1, 8)]
+    rows = [Row(batch, step, step, {}, more.pop(f"fits_{batch}", True)) for batch in (1, 8)]
     return Candidate(label, label, bits=bits, rows=rows, **more)
 
 
@@ -54,7 +54,7 @@ def test_on_bounds_a_tenth_is_no_difference() -> None:
 
 
 def test_what_cannot_run_or_does_not_fit_is_not_taken() -> None:
-    memory = Memory({"weights": 9e10}, 8e10, 1.0, None, None, 1, 2)
+    memory = Memory({"weights": 9e10}, 1, 8e10, 1.0, None, None, 1, 2)
     problem = InputError("target-cannot-run", value="x")
     big = candidate("bf16", None, timed(0.1), memory=memory, fits_1=False, fits_8=False)
     absent = Candidate("nvfp4", "nvfp4", problem=problem)
