@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from bitsandbytes import functional
@@ -11,7 +13,15 @@ from quantkit.formats.nf4 import VALUES, doubled, dynamic_values, undoubled
 from quantkit.scheme import WeightScheme
 
 NF4 = registry.load("formats", "nf4")
+# compiling theirs, which falls on groups of 4096 alone, takes half a minute and changes no bit
+pytestmark = pytest.mark.usefixtures("uncompiled")
 RECORDED = "000001111111122222333344455566677788999aaabbbccccddddeeeeeeeffff"
+
+
+@pytest.fixture(scope="module")
+def uncompiled() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def weights(dtype: torch.dtype, size: float) -> torch.Tensor:
