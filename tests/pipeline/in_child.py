@@ -1,6 +1,6 @@
 """A compile in a process of its own: forked from one that has imported everything, or from nothing.
 
-python in_child.py MODEL OUT REPORT      REPORT gets {"peak": bytes}, what it had resident at most
+python in_child.py MODEL OUT REPORT …      REPORT gets {"peak": bytes}, what that compile had resident at most
 """
 
 from __future__ import annotations
@@ -9,11 +9,21 @@ import json
 import multiprocessing
 import os
 import sys
+from importlib import import_module
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-_IMPORTED = ["torch", "transformers", "quantkit.pipeline.compile", "quantkit.pipeline.work", "quantkit.measure.score"]
+_IMPORTED = [
+    "torch",
+    "transformers.models.llama.modeling_llama",
+    "compressed_tensors",
+    "scipy.optimize",
+    "quantkit.pipeline.compile",
+    "quantkit.pipeline.work",
+    "quantkit.measure.score",
+    "quantkit.report.page",
+]
 
 RECIPE = {
     "schema": 1,
@@ -63,6 +73,17 @@ def _high_water() -> int:
     raise AssertionError("no VmHWM")
 
 
+def _fork_and_weigh(model: str, out: str, report: str) -> None:
+    child = os.fork()
+    if child == 0:
+        _compile(model, out, False)
+        Path(report).write_text(json.dumps({"peak": _high_water()}))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 if __name__ == "__main__":
-    _compile(sys.argv[1], sys.argv[2], False)
-    Path(sys.argv[3]).write_text(json.dumps({"peak": _high_water()}))
+    for module in _IMPORTED:
+        import_module(module)
+    for start in range(1, len(sys.argv), 3):
+        _fork_and_weigh(*sys.argv[start : start + 3])
