@@ -27,7 +27,7 @@ from quantkit.errors import InputError
 from quantkit.export._nbits import PackedWeights, block_size
 from quantkit.export._rewrite import Rewriting
 from quantkit.export._rotary import RotaryTables
-from quantkit.export._trace import DOMAIN
+from quantkit.export._traced import DOMAIN
 from quantkit.export._w8a8 import Codes, Integers
 from quantkit.passes import decision
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from quantkit.export._nbits import Input, Linear, Weights
 from quantkit.export._rewrite import Rewriting
-from quantkit.export._trace import Traced
+from quantkit.export._traced import Traced
 from quantkit.export._w8a8 import MICROSOFT, Integers
 from quantkit.graph.qdq import Codes, WeightType, stem_of, unsigned
 from quantkit.graph.sites import Site

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
+from quantkit.export._traced import DOMAIN
 
-DOMAIN = "quantkit"
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype)
 
 # block index -> its past key and value; and how to say what its present ones are

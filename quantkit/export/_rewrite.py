@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from quantkit.bundle import Decision
 from quantkit.export._nbits import Weights
-from quantkit.export._trace import DOMAIN, Traced
+from quantkit.export._traced import DOMAIN, Traced
 
 Array = NDArray[Any]
 

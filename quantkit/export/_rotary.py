@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.export._trace import DOMAIN
+from quantkit.export._traced import DOMAIN
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import copy
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,32 +31,15 @@ from transformers.cache_utils import Cache
 
 from quantkit.errors import InputError
 from quantkit.export import _repeat
+from quantkit.export._traced import DOMAIN, Traced
 from quantkit.model.stream import find_blocks
 from quantkit.model.structure import is_linear, is_transposed
 
-DOMAIN = _repeat.DOMAIN
 OPSET = 23
 # example sizes: all different, none 0 or 1, which torch.export would take for constants
 _BATCH, _NEW, _PAST = 2, 5, 7
 _ATTENTION = "quantkit_traced"
 _MODEL = "model."
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A graph without weights.
-
-    Args:
-        model: its initializers outside placeholders stand among the graph's inputs' values in `parameters`.
-        parameters: value in the graph -> parameter or buffer of the skeleton that it stands for.
-        decoder: whether it has a cache.
-        layers: how many layers have a cache.
-    """
-
-    model: ir.Model
-    parameters: Mapping[str, str]
-    decoder: bool
-    layers: int
 
 
 @dataclass

@@ -21,7 +21,7 @@ from quantkit.errors import InputError
 from quantkit.export._dialect_ort import Dialect
 from quantkit.export._nbits import Linear, Weights, block_size
 from quantkit.export._pack import pack
-from quantkit.export._trace import DOMAIN, Traced
+from quantkit.export._traced import DOMAIN, Traced
 from quantkit.scheme import WeightScheme
 
 GROUP = {"granularity": "group"}

@@ -15,7 +15,7 @@ from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.export import _engine
 from quantkit.export._profiles import Shapes, capacity, fitted, inputs_of, shapes
-from quantkit.export._trace import DOMAIN, Traced
+from quantkit.export._traced import DOMAIN, Traced
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 from quantkit.target import Profile, Target
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from quantkit.errors import InputError
 from quantkit.export import _repeat, _trace
+from quantkit.export._traced import DOMAIN
 from quantkit.model.finished import Finished
 from quantkit.model.open import open_model
 from quantkit.model.stream import StreamedModel
@@ -201,13 +202,13 @@ def traced() -> tuple[nn.Module, Any]:
 
 def test_every_linear_norm_and_attention_is_one_placeholder(traced: tuple[nn.Module, Any]) -> None:
     skeleton, found = traced
-    nodes = [node for node in found.model.graph if node.domain == _trace.DOMAIN]
+    nodes = [node for node in found.model.graph if node.domain == DOMAIN]
     assert Counter(node.op_type for node in nodes) == {"Linear": 15, "RMSNorm": 5, "Attention": 2}
     named = [node.attributes["name"].as_string() for node in nodes if "name" in node.attributes]
     modules = {name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear) or "norm" in name}
     assert set(named) == modules
     assert len(named) == len(modules)
-    assert {node.domain for node in found.model.graph} == {"", _trace.DOMAIN}
+    assert {node.domain for node in found.model.graph} == {"", DOMAIN}
     assert (found.decoder, found.layers) == (True, 2)
 
 
