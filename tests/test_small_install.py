@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,19 @@ import pytest
 import small_onnx
 import torch
 from small_onnx import TEXT, Small, export, relative, scheme
+from without import CLI, Without
 
 ABSENT = (
     *("torch", "transformers", "scipy", "onnx", "onnx_ir", "onnxscript", "ml_dtypes", "datasets", "compressed_tensors"),
     *("accelerate", "gguf", "pyarrow", "pandas", "onnxruntime_genai", "psutil"),
 )
-_WITHOUT = f"""
-import sys
-class Missing:
-    names = {set(ABSENT)!r}
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in self.names:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Missing())
-"""
-_CLI = _WITHOUT + "from quantkit.cli import main\nmain()\n"
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Without]:
+    found = Without(ABSENT, tmp_path_factory.mktemp("without"))
+    yield found
+    found.close()
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +37,22 @@ def small(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Smal
     return found
 
 
-def ran(program: str, *arguments: object) -> str:
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+def ran(without: Without, program: str, *arguments: object) -> str:
+    done = without.run(program, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_what_is_blocked_is_really_missing() -> None:
+def test_what_is_blocked_is_really_missing(without: Without) -> None:
     for name in ("torch", "scipy.stats", "onnx"):
-        done = subprocess.run([sys.executable, "-c", f"{_WITHOUT}\nimport {name}"], capture_output=True, check=False)
-        assert b"No module named" in done.stderr
+        assert "No module named" in without.run(f"import {name}").stderr
 
 
-def test_generate_gives_what_transformers_gives(small: Small) -> None:
+def test_generate_gives_what_transformers_gives(small: Small, without: Without) -> None:
     said = json.loads(
         ran(
-            _CLI,
+            without,
+            CLI,
             "generate",
             small.folder,
             *("--prompt", "The state", "--runtime", "onnxruntime", "--new-tokens", 8, "--json"),
@@ -76,11 +72,11 @@ def test_generate_gives_what_transformers_gives(small: Small) -> None:
     assert said["error"] is None
 
 
-def test_a_bundle_s_onnx_is_loaded_checked_and_run(small: Small, tmp_path: Path) -> None:
+def test_a_bundle_s_onnx_is_loaded_checked_and_run(small: Small, without: Without, tmp_path: Path) -> None:
     ids = np.arange(3, 13).reshape(2, 5)
     ran(
-        _WITHOUT
-        + "import numpy as np, quantkit\n"
+        without,
+        "import sys, numpy as np, quantkit\n"
         + "from quantkit import registry\n"
         + "bundle = quantkit.load(sys.argv[1])\n"
         + "assert all(check.ok for check in bundle.verify())\n"
@@ -90,7 +86,7 @@ def test_a_bundle_s_onnx_is_loaded_checked_and_run(small: Small, tmp_path: Path)
         + "parts = [model.run(state, ids[:, :3]), model.run(state, ids[:, [3]]), model.run(state, ids[:, [4]])]\n"
         + "model.decode(1, 8)(), model.prefill(1, 8)()\n"
         + "np.save(sys.argv[2], np.concatenate(parts, axis=1))\n"
-        + "assert not Missing.names & set(sys.modules), Missing.names & set(sys.modules)\n",
+        + "assert not missing.names & set(sys.modules), missing.names & set(sys.modules)\n",
         small.folder,
         tmp_path / "logits.npy",
     )
@@ -101,21 +97,21 @@ def test_a_bundle_s_onnx_is_loaded_checked_and_run(small: Small, tmp_path: Path)
 @pytest.mark.parametrize(
     "arguments", [("show", "int4"), ("show", "onnxruntime"), ("list", "runtimes"), ("show", "onnx")], ids=" ".join
 )
-def test_what_there_is_can_be_shown(arguments: tuple[str, ...]) -> None:
-    assert ran(_CLI, *arguments)
+def test_what_there_is_can_be_shown(arguments: tuple[str, ...], without: Without) -> None:
+    assert ran(without, CLI, *arguments)
 
 
-def test_a_bundle_is_shown_and_verified(small: Small) -> None:
-    said = json.loads(ran(_CLI, "verify", small.folder, "--json"))
+def test_a_bundle_is_shown_and_verified(small: Small, without: Without) -> None:
+    said = json.loads(ran(without, CLI, "verify", small.folder, "--json"))
     assert {check["name"]: check["ok"] for check in said["result"]["checks"]}["files.sha256"]
 
 
-def test_what_needs_more_says_what_to_install(small: Small) -> None:
+def test_what_needs_more_says_what_to_install(small: Small, without: Without) -> None:
     for arguments in (
         ("generate", str(small.folder), "--prompt", "x", "--runtime", "torch"),
         ("export", str(small.folder), "--to", "onnx"),
     ):
-        done = subprocess.run([sys.executable, "-c", _CLI, *arguments], capture_output=True, text=True, check=False)
+        done = without.run(CLI, *arguments)
         assert done.returncode == 2, (arguments, done.stderr)
         assert "Traceback" not in done.stderr
         assert "error: [" in done.stderr

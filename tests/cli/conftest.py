@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import planted
 import pytest
+from without import CLI, Without
 
 from quantkit import cli
 from quantkit.bundle import content_sha256, inventory
 from quantkit.bundle.manifest import MANIFEST, MEASUREMENTS
 from quantkit.measure.rows import write_rows
 
-# a meta-path finder that makes these packages missing, then the command line
-_WITHOUT = """
-import sys
-class Missing:
-    names = {"torch", "transformers", "scipy", "datasets", "compressed_tensors", "pandas", "onnx", "accelerate", "gguf"}
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in self.names:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Missing())
-import quantkit
-from quantkit.cli import main
-main()
-"""
+_ABSENT = {"torch", "transformers", "scipy", "datasets", "compressed_tensors", "pandas", "onnx", "accelerate", "gguf"}
 
 
 class Ran:
@@ -77,12 +66,14 @@ def bundle(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def without(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Without]:
+    found = Without(_ABSENT, tmp_path_factory.mktemp("without"))
+    yield found
+    found.close()
+
+
 @pytest.fixture
-def without_packages() -> Callable[..., subprocess.CompletedProcess[str]]:
+def without_packages(without: Without) -> Callable[..., subprocess.CompletedProcess[str]]:
     """The command line where torch and the rest are not installed."""
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", _WITHOUT, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-
-    return run
+    return functools.partial(without.run, CLI)
