@@ -1,14 +1,13 @@
 """The README's examples, run as they stand.
 
-Compiles of the embedded model beyond the first are given `--dry-run`, the first sees 4 sequences and is scored on 2048
-positions, and what needs a network is left out. Nothing is timed (a test is no place for that), so `measure` runs once
-and the times of `tax` are planted. Everything else is executed to the letter, in a folder that holds a small model and
-a text under the names the README uses.
+Compiles of the embedded model beyond the first are given `--dry-run`, the first sees 2 sequences and is scored on 768
+positions, and what needs a network is left out. Nothing is timed (a test is no place for that), so `measure` runs once,
+the times of `tax` are planted, and `doctor` looks once where it would 15 times. Everything else is executed to the
+letter, in a folder that holds a small model and a text under the names the README uses.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from pathlib import Path
@@ -22,7 +21,7 @@ import zoo
 
 import quantkit
 from quantkit import cli, content
-from quantkit.measure import ops_run
+from quantkit.measure import doctor, ops_run
 from quantkit.pipeline import tokens
 from quantkit.pipeline.compile import takes_graph
 
@@ -39,9 +38,8 @@ COMMANDS = [
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path:
     folder = tmp_path_factory.mktemp("readme")
-    zoo.tiny(
-        "llama", vocab_size=len(byte_tokenizer), intermediate_size=128, max_position_embeddings=128
-    ).save_pretrained(folder / "my-model")
+    sizes = {"num_hidden_layers": 2, "intermediate_size": 128, "max_position_embeddings": 128}
+    zoo.tiny("llama", vocab_size=len(byte_tokenizer), **sizes).save_pretrained(folder / "my-model")
     byte_tokenizer.save_pretrained(folder / "my-model")
     prose = content.find("calibration", "prose-en").parent / "tune.txt"
     (folder / "my-text.txt").write_text(prose.read_text(encoding="utf-8")[:60_000], encoding="utf-8")
@@ -57,18 +55,18 @@ def test_it_shows_what_is_there() -> None:
 
 @pytest.mark.slow
 def test_the_examples_run(
-    request: pytest.FixtureRequest, place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], one_thread: None
 ) -> None:
     monkeypatch.chdir(place)
-    monkeypatch.setattr(tokens, "SCORED", 2048)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
-    request.addfinalizer(lambda: torch.set_num_threads(threads))
+    monkeypatch.setattr(tokens, "SCORED", 768)
+    measured = doctor.measure
+    monkeypatch.setattr(doctor, "measure", lambda **_: measured(runs=1, size=64))
+    monkeypatch.setattr(ops_run, "run", lambda job, progress=None: planted_ops.rows_of_a_run(job))
     # from Python: compile, look at the rows, load
     space: dict[str, Any] = {}
     assert 'recipe="awq-int4")' in PYTHON[0]
     exec(
-        PYTHON[0].replace('recipe="awq-int4")', 'recipe="awq-int4", speed=False, changes=["calibration.samples=4"])'),
+        PYTHON[0].replace('recipe="awq-int4")', 'recipe="awq-int4", speed=False, changes=["calibration.samples=2"])'),
         space,
     )
     shown = capfd.readouterr().out
@@ -93,7 +91,6 @@ def test_the_examples_run(
     given = PYTHON[3].replace("224, 224", f"{networks.SIDE}, {networks.SIDE}").replace('npz")', 'npz", speed=False)')
     exec(given, {"module": networks.tiny(), "torch": torch, "quantkit": quantkit})
     assert quantkit.load(place / "Tiny--int8-network").manifest.model.source.ref == "module:Tiny"
-    monkeypatch.setattr(ops_run, "run", lambda job, progress=None: planted_ops.rows_of_a_run(job))
     for stated in COMMANDS:
         command = stated
         if "hf:org/name" in command or (command[0] == "measure" and "--quick" not in command):
