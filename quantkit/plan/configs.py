@@ -18,8 +18,9 @@ from quantkit.content import is_path
 from quantkit.errors import InputError, MissingDependency, unknown_name
 from quantkit.plan import shipped
 from quantkit.plan.architecture import Architecture
-from quantkit.plan.decoders import FAMILIES, assumed_family, decoder
+from quantkit.plan.decoders import decoder
 from quantkit.plan.encoders import TEXT, VISION, text_encoder, vision_encoder
+from quantkit.plan.families import FAMILIES, assumed_family
 from quantkit.plan.figures import Figures
 
 CONFIG = "config.json"

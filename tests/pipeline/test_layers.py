@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ import zoo
 from torch import nn
 
 from quantkit.errors import InputError
+from quantkit.model.open import open_model
+from quantkit.model.stream import StreamedModel
 from quantkit.pipeline.layers import Layers, lay_out
+from quantkit.plan import configs
 from quantkit.plan.assigned import AS_ASKED, ASKED, ROUNDED, SHRUNK
 from quantkit.recipe import Recipe
 
@@ -35,6 +39,20 @@ def test_every_linear_inside_the_blocks_and_none_outside() -> None:
     assert found.widest == 96
     assert not found.decisions
     assert not found.padded()
+
+
+@pytest.mark.parametrize("name", zoo.MIXTURES)
+def test_a_plan_knows_the_linears_of_a_mixture_by_the_same_names(name: str, tmp_path: Path) -> None:
+    zoo.mixture(name).save_pretrained(tmp_path)  # type: ignore[operator]
+    streamed = StreamedModel(open_model(str(tmp_path)))
+    recipe = Recipe.load("int8-weights")
+    laid_out = lay_out(recipe, streamed.skeleton, streamed.block_names, "float32")
+    planned: dict[str, tuple[int, int]] = {}
+    for matrix in configs.read(str(tmp_path)).inside():
+        before, place, after = matrix.name.partition(".*.")
+        names = [f"{before}.{number}.{after}" for number in range(matrix.count)] if place else [matrix.name]
+        planned |= {} if matrix.router else dict.fromkeys(names, (matrix.N, matrix.K))
+    assert planned == {name: laid_out.shapes[name] for name in laid_out.schemes}
 
 
 def test_transposed_linears_are_outputs_by_inputs_and_not_plain() -> None:
