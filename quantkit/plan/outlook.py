@@ -6,7 +6,7 @@ Numbers with their units in the names; what is not known is None, and `because` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,21 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class Rate:
+    """Tokens that come out each second, of requests that all begin together.
+
+    Args:
+        most: by the bounds: no runtime gives more; None where one of them is not known.
+        forecast: None as soon as one of the times has none.
+        interval: of the forecast.
+    """
+
+    most: float | None
+    forecast: float | None
+    interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
 class Row:
     """A batch.
 
@@ -72,6 +87,26 @@ class Row:
             return None
         steps = output if self.prefill is not None else 1
         return self.batch * steps / (first + steps * self.step.seconds)
+
+    def rate(self, output: int) -> Rate:
+        """The same of bounds alone, and of forecasts alone: a mixture is neither.
+
+        Of a model that does not decode: passes each second, times the batch.
+        """
+        steps = output if self.prefill is not None else 1
+        parts = [(self.step, steps), *([(self.prefill, 1)] if self.prefill is not None else [])]
+
+        def of(seconds: Callable[[Timed], float | None]) -> float | None:
+            taken = [(seconds(timed), times) for timed, times in parts]
+            total = sum(each * times for each, times in taken if each is not None)
+            return self.batch * steps / total if total and all(each is not None for each, _ in taken) else None
+
+        low, high = (
+            of(lambda each: each.interval and each.interval[1]),
+            of(lambda each: each.interval and each.interval[0]),
+        )
+        sure = (low, high) if low is not None and high is not None else None
+        return Rate(of(lambda each: each.least), of(lambda each: each.forecast), sure)
 
 
 @dataclass(frozen=True)

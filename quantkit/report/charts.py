@@ -62,6 +62,9 @@ class Curve:
         hover: what to show at each point.
         band: an interval at each point; empty for none.
         bound: a limit, not a measurement: thin, dotted, without points.
+        hollow: a limit at points of its own, which are drawn as rings; with `bound`.
+        symbol: of its points; empty for a line without any.
+        texts: over its points; empty for none.
     """
 
     label: str
@@ -71,6 +74,9 @@ class Curve:
     hover: Sequence[str] = ()
     band: Sequence[Interval | None] = ()
     bound: bool = False
+    hollow: bool = False
+    symbol: str = "circle"
+    texts: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -158,11 +164,12 @@ def lines(
     even: float | None = None,
     wins: Sequence[Interval] = (),
     marks: Sequence[Mark] = (),
+    hover: str = "x unified",
 ) -> Figure:
     """Lines with their intervals, each labelled at its end.
 
     Args:
-        curves: bounds are drawn first, under the measurements.
+        curves: lines without points are drawn first, then bounds, under the measurements.
         x: the lower axis.
         y: the left axis.
         height: in CSS pixels.
@@ -171,9 +178,10 @@ def lines(
         even: y where neither side is better.
         wins: ranges of x to shade.
         marks: vertical lines.
+        hover: which points are told of at once, as plotly calls it.
     """
     data: list[dict[str, Any]] = []
-    ordered = sorted(curves, key=lambda curve: not curve.bound)
+    ordered = sorted(curves, key=lambda curve: (bool(curve.symbol), not curve.bound))
     for curve in ordered:
         data += _curve(curve)
     shapes = [_rectangle(x0, x1, 0, 1, "win", yref="paper") for x0, x1 in wins]
@@ -183,22 +191,15 @@ def lines(
         shapes.append(_line({"xref": "paper", "x0": 0, "x1": 1, "y0": even, "y1": even}, "ink", 1.2))
     top = max(_TOP, int(_LINE) * len(marks) + 6)
     notes = _end_labels(ordered, y, height - top - _BOTTOM)
-    for level, mark in enumerate(marks):
-        shapes.append(_line({"yref": "paper", "x0": mark.x, "x1": mark.x, "y0": 0, "y1": 1}, "muted", 1, mark.dotted))
-        # over the plot, where no line runs
-        side = "right" if _share(mark.x, x) > 0.5 else "left"
-        notes.append(
-            _note(_place(mark.x, x), 1, mark.label)
-            | {"xref": "x", "yref": "paper", "xanchor": side, "yanchor": "bottom"}
-            | {"yshift": _LINE * (len(marks) - 1 - level)}
-        )
+    across, over = _marks(marks, x)
+    shapes, notes = [*shapes, *across], [*notes, *over]
     longest = max((len(curve.label) for curve in curves), default=0)
     layout = _layout(height, right=max(right, 12 + 7 * longest) if right == _RIGHT else right) | {
         "xaxis": _axis(x),
         "yaxis": _axis(y),
         "shapes": shapes,
         "annotations": notes,
-        "hovermode": "x unified",
+        "hovermode": hover,
     }
     layout["margin"]["t"] = top
     return {"data": data, "layout": layout}
@@ -312,13 +313,20 @@ def heat(columns: Sequence[str], names: Sequence[str], values: Sequence[Sequence
 
 
 def stacked(
-    bars: Sequence[str], parts: Sequence[Part], totals: Sequence[str], title: str, *, form: Form | None = None
+    bars: Sequence[str],
+    parts: Sequence[Part],
+    totals: Sequence[str],
+    title: str,
+    *,
+    form: Form | None = None,
+    marks: Sequence[Mark] = (),
 ) -> Figure:
     """Horizontal bars of several parts; each bar's name and total stand over it, the page names the shades.
 
-    Values are bytes, unless `form` says how to show them.
+    Values are bytes, unless `form` says how to show them; `marks` are lines across all bars.
     """
     full = max((sum(part.values[i] for part in parts) for i in range(len(bars))), default=1.0) or 1.0
+    full = max([full, *(mark.x for mark in marks)])
     data, notes = [], []
     places = list(range(len(bars)))[::-1]
     starts = [0.0] * len(bars)
@@ -351,9 +359,14 @@ def stacked(
     axis = straight_axis(
         title if form else f"{title}, {unit}", [0.0, full], form=form or (lambda v: f"{v / factor:,g}")
     )
-    layout = _layout(62 + 58 * len(bars), left=10, right=14) | {"xaxis": _axis(axis), "barmode": "overlay"}
+    top = int(_LINE) * len(marks)
+    layout = _layout(62 + 58 * len(bars) + top, left=10, right=14) | {"xaxis": _axis(axis), "barmode": "overlay"}
     layout["yaxis"] = {"visible": False, "range": [-0.5, len(bars) - 0.3], "fixedrange": True}
-    return {"data": data, "layout": layout | {"annotations": notes}}
+    layout["margin"]["t"] += top
+    shapes, over = _marks(marks, axis)
+    # a bar that reaches beyond a mark does not hide it
+    shapes = [shape | {"layer": "above"} for shape in shapes]
+    return {"data": data, "layout": layout | {"shapes": shapes, "annotations": [*notes, *over]}}
 
 
 def _plain_number(value: float) -> str:
@@ -377,13 +390,15 @@ def _curve(curve: Curve) -> list[dict[str, Any]]:
                 "hoverinfo": "skip",
             }
         )
-    line = {"color": _colour(curve.colour), "width": 1.4 if curve.bound else 2.4}
+    line = {"color": _colour(curve.colour), "width": 1.4 if curve.bound or not curve.symbol else 2.4}
     if curve.bound:
         line["dash"] = "dot"
+    hollow = curve.hollow or (curve.bound and len(curve.x) == 1)
+    mode = "lines" if not curve.symbol or (curve.bound and not hollow) else "lines+markers"
     found.append(
         {
             "type": "scatter",
-            "mode": "lines" if curve.bound else "lines+markers",
+            "mode": f"{mode}+text" if any(curve.texts) else mode,
             "x": list(curve.x),
             "y": list(curve.y),
             "line": line,
@@ -393,7 +408,28 @@ def _curve(curve: Curve) -> list[dict[str, Any]]:
             "hovertext": [plain(text) for text in curve.hover],
         }
     )
+    if curve.symbol and (hollow or curve.symbol != "circle"):
+        found[-1]["marker"]["symbol"] = f"{curve.symbol}-open" if hollow else curve.symbol
+    if any(curve.texts):
+        # over a point; beside the corner of a line that has none
+        place = "top center" if curve.symbol else "top left"
+        font = {"size": 11.5, "color": _colour(curve.colour)}
+        found[-1] |= {"text": [plain(text) for text in curve.texts], "textposition": place, "textfont": font}
     return found
+
+
+def _marks(marks: Sequence[Mark], x: Axis) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Vertical lines, and their labels over the plot, where no line runs; one over the other."""
+    shapes, notes = [], []
+    for level, mark in enumerate(marks):
+        shapes.append(_line({"yref": "paper", "x0": mark.x, "x1": mark.x, "y0": 0, "y1": 1}, "muted", 1, mark.dotted))
+        side = "right" if _share(mark.x, x) > 0.5 else "left"
+        notes.append(
+            _note(_place(mark.x, x), 1, mark.label)
+            | {"xref": "x", "yref": "paper", "xanchor": side, "yanchor": "bottom"}
+            | {"yshift": _LINE * (len(marks) - 1 - level)}
+        )
+    return shapes, notes
 
 
 def _end_labels(curves: Sequence[Curve], y: Axis, inner: int) -> list[dict[str, Any]]:

@@ -79,3 +79,26 @@ def test_labels_never_overlap() -> None:
 def test_an_annotation_stands_at_the_logarithm() -> None:
     notes = charts.lines(curves(), ACROSS, UP, marks=[Mark(4.0, "end")])["layout"]["annotations"]
     assert next(note for note in notes if note["text"] == "end")["x"] == pytest.approx(math.log10(4))
+
+
+def test_rings_for_bounds_and_lines_without_points() -> None:
+    ring = Curve("", "series-1", [1, 2], [1.0, 2.0], bound=True, hollow=True, symbol="diamond", texts=["1", ""])
+    roof = Curve("", "ink", [1, 2], [2.0, 2.0], symbol="", texts=["", "<b>"])
+    figure = charts.lines([ring, roof], ACROSS, UP)
+    graph_objects.Figure(figure)
+    first, second = figure["data"]
+    assert (first["mode"], first["text"]) == ("lines+text", ["", "&lt;b&gt;"]), "what has no points is below"
+    assert second["mode"] == "lines+markers+text"
+    assert second["marker"]["symbol"] == "diamond-open"
+    # a bound at a single place would be invisible as a line
+    (alone,) = charts.lines([Curve("x", "muted", [1], [1.0], bound=True)], ACROSS, UP)["data"]
+    assert alone["mode"] == "lines+markers"
+
+
+def test_bars_against_a_mark() -> None:
+    figure = charts.stacked(["a"], [Part("x", [1e9], "rest")], ["1 GB"], "memory", marks=[Mark(3e9, "the card")])
+    graph_objects.Figure(figure)
+    (line,) = figure["layout"]["shapes"]
+    assert line["x0"] == 3e9 < figure["layout"]["xaxis"]["range"][1]
+    assert line["layer"] == "above", "a bar that is too long does not hide it"
+    assert any(note["text"] == "the card" for note in figure["layout"]["annotations"])

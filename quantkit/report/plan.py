@@ -1,0 +1,225 @@
+"""A plan on a screen: does it fit, how long it takes, what it gives, which recipe, and what would confirm it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from quantkit.plan.outlook import Candidate, Memory, Outlook, Row
+from quantkit.report import plan_words as say
+from quantkit.report import words
+from quantkit.report.plan_json import as_dict
+
+__all__ = ["as_dict", "terminal"]
+
+_DIM = "dim"
+_FITS = {True: ("✓", "green"), False: ("✗", "bold red"), None: (" ", "")}
+_STATES = {"native": "green", "emulated": "yellow", "absent": "bold red", "cannot run": "bold red"}
+
+
+def terminal(outlook: Outlook, html: Path | None = None) -> list[RenderableType]:
+    """All of it in 80 columns: candidates side by side; of a single one every batch, and what memory goes into."""
+    shown: list[RenderableType] = [Text(), *_head(outlook)]
+    runs = [each for each in outlook.candidates if each.problem is None]
+    if runs:
+        shown += _section(_fit_title(outlook), _fit(outlook))
+        if len(runs) == 1:
+            shown += _single(outlook, runs[0])
+        elif say.timed(outlook):
+            shown += _section(f"how long, {_lengths(outlook)}", _times(outlook, runs))
+            shown += _section(
+                f"what it gives, at the batch that gives the most{_that_fit(runs)}", _rates(outlook, runs)
+            )
+        shown += [Text()]
+        shown += [_indented(Text(say.legend(outlook), _DIM))] if say.timed(outlook) else []
+    shown += _said(outlook)
+    shown += _recommended(outlook)
+    shown += [Text(), Text(f"  {html}", no_wrap=True)] if html is not None else []
+    return shown
+
+
+def _head(outlook: Outlook) -> list[RenderableType]:
+    name, _, rest = say.model(outlook.architecture).partition(": ")
+    on, _, figures = say.target(outlook).partition(": ")
+    found: list[RenderableType] = [
+        Text.assemble((name, "bold"), f": {rest}"),
+        Text.assemble((on, "bold"), f": {figures}"),
+        Text(say.workload(outlook.workload, outlook.architecture)),
+    ]
+    assumed = [*outlook.architecture.assumed, *outlook.workload.assumed]
+    found += [_indented(Text(f"assumed: {'; '.join(assumed)}", _DIM))] if assumed else []
+    missing = say.unmeasured(outlook.target)
+    return found + ([_marked(missing)] if missing else [])
+
+
+def _fit_title(outlook: Outlook) -> str:
+    work = outlook.workload
+    tokens = f" with {work.context:,} tokens each" if outlook.architecture.kind == "decoder" else ""
+    return f"does it fit: batch {work.batches[-1]:,}{tokens}"
+
+
+def _fit(outlook: Outlook) -> Table:
+    head = ("recipe", "runtime", "as stored", "bits", "weights", "takes", "of", "largest\nbatch")
+    table = _table(head, left=3)
+    for each in outlook.candidates:
+        state = say.state(each)
+        cells: list[RenderableType] = [
+            Text(each.label, "cyan"),
+            each.runtime or say.NONE,
+            Text(state, _STATES.get(state, "")),
+        ]
+        memory = each.memory
+        if memory is None:
+            table.add_row(*cells)
+            continue
+        mark, style = _FITS[say.fits(memory)]
+        table.add_row(
+            *cells,
+            words.or_dash(each.bits, lambda bits: words.figure(bits, 3)),
+            words.size(each.bytes),
+            Text.assemble((f"{mark} ", style), say.takes(memory)),
+            words.or_dash(memory.capacity, words.size),
+            say.largest(memory.largest_batch, memory),
+        )
+    return table
+
+
+def _times(outlook: Outlook, runs: Sequence[Candidate]) -> Table:
+    step, batches = say.step(outlook.architecture), _ends(outlook.workload.batches)
+    first = [f"first token,\nbatch {batches[0]:,}"] if any(row.prefill for each in runs for row in each.rows) else []
+    table = _table(["recipe", *first, *(f"{step},\nbatch {batch:,}" for batch in batches)])
+    for each in runs:
+        rows = {row.batch: row for row in each.rows}
+        cells = [_time(rows.get(batches[0]), prefill=True)] if first else []
+        cells += [_time(rows.get(batch)) for batch in batches]
+        table.add_row(Text(each.label, "cyan"), *cells)
+    return table
+
+
+def _time(row: Row | None, *, prefill: bool = False) -> Text:
+    if row is None:
+        return Text(say.NONE)
+    if row.fits is False:
+        return Text("does not fit", "red")
+    return Text(say.time(row.prefill if prefill else row.step))
+
+
+def _rates(outlook: Outlook, runs: Sequence[Candidate]) -> Table:
+    table = _table(["recipe", f"{say.unit(outlook.architecture)}/s", "at batch"])
+    for each in runs:
+        found = say.best(each, outlook.workload)
+        cells = [say.given(found[1]), f"{found[0].batch:,}"] if found is not None else [say.NONE, ""]
+        table.add_row(Text(each.label, "cyan"), *cells)
+    return table
+
+
+def _single(outlook: Outlook, candidate: Candidate) -> list[RenderableType]:
+    found: list[RenderableType] = []
+    if candidate.memory is not None:
+        found.append(_indented(_parts(candidate.memory, decodes=outlook.architecture.kind == "decoder")))
+    if candidate.rows:
+        found += _section(f"how long, {_lengths(outlook)}", _batches(outlook, candidate))
+    return found
+
+
+def _parts(memory: Memory, *, decodes: bool) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(justify="right")
+    for name, size in memory.parts.items():
+        table.add_row(Text(name, _DIM), words.size(size))
+    if decodes:
+        table.add_row(Text("a token of cache", _DIM), words.size(memory.cache_per_token))
+        table.add_row(Text("largest context", _DIM), say.largest(memory.largest_context, memory))
+    return table
+
+
+def _batches(outlook: Outlook, candidate: Candidate) -> Table:
+    """A line a batch; columns that nothing is in are left out."""
+    step, unit = say.step(outlook.architecture), say.unit(outlook.architecture)
+    columns: dict[str, list[str]] = {"batch": [f"{row.batch:,}" for row in candidate.rows]}
+    for name, of in (("prefill", [row.prefill for row in candidate.rows]), (step, [r.step for r in candidate.rows])):
+        columns[f"{name},\nat best"] = [say.bound(each) for each in of]
+        columns[f"{name},\nforecast"] = [say.forecast(each) for each in of]
+    columns[f"{step}\nlimit"] = [say.limit(row.step) for row in candidate.rows]
+    rates = [row.rate(outlook.workload.output) for row in candidate.rows]
+    columns[f"{unit}/s"] = [
+        say.expected(each).partition(" ")[0] if each.forecast is not None else say.most(each) for each in rates
+    ]
+    columns["fits"] = [_FITS[row.fits][0].strip() for row in candidate.rows]
+    kept = {name: cells for name, cells in columns.items() if any(cell not in ("", say.NONE) for cell in cells)}
+    table = _table(kept, tight=len(kept) > 6)
+    for cells in zip(*kept.values(), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def _said(outlook: Outlook) -> list[RenderableType]:
+    """What times stand on, then what a reader must know of each candidate and of all."""
+    found: list[RenderableType] = [
+        _indented(Text(f"{what}: {reason}", _DIM)) for what, reason in say.because(outlook.candidates)
+    ]
+    for each in outlook.candidates:
+        name = f"{each.label}: " if len(outlook.candidates) > 1 else ""
+        more = [say.needs(each.memory), *each.memory.notes] if each.memory is not None else []
+        found += [_marked(f"{name}{text}") for text in (*say.cautions(each), *more) if text]
+    return found + [_marked(note) for note in outlook.notes]
+
+
+def _recommended(outlook: Outlook) -> list[RenderableType]:
+    good = outlook.recommendation.label is not None
+    found: list[RenderableType] = [
+        Text(),
+        Text.assemble("forecast: ", (say.answer(outlook), "bold green" if good else "bold red")),
+    ]
+    found += [_indented(Text(f"· {reason}")) for reason in outlook.recommendation.because]
+    commands = say.confirm(outlook)
+    if commands:
+        found.append(
+            _indented(Text(f"only a measurement decides; on {outlook.target.name} this would confirm it:", _DIM))
+        )
+        found += [Text(f"    {command}", no_wrap=True) for command in commands]
+    return found
+
+
+def _lengths(outlook: Outlook) -> str:
+    work = outlook.workload
+    if outlook.architecture.kind == "decoder":
+        return f"prompts of {work.prompt:,}, a token more halfway through {work.output:,}"
+    return f"sequences of {work.prompt:,}" if outlook.architecture.kind == "encoder" else "a whole image"
+
+
+def _that_fit(runs: Sequence[Candidate]) -> str:
+    return " of those that fit" if any(row.fits is False for each in runs for row in each.rows) else ""
+
+
+def _ends(batches: Sequence[int]) -> list[int]:
+    """The first and the last, once where they are one."""
+    return list(dict.fromkeys((batches[0], batches[-1])))
+
+
+def _section(title: str, table: Table) -> list[RenderableType]:
+    return [Text(), Text(title, "bold"), _indented(table)]
+
+
+def _table(head: Iterable[str], *, left: int = 1, tight: bool = False) -> Table:
+    table = Table(box=None, padding=(0, 1 if tight else 2, 0, 0), pad_edge=False, header_style=_DIM)
+    for i, name in enumerate(head):
+        # labels are wrapped, figures are not
+        table.add_column(name, justify="left" if i < left else "right", overflow="fold", no_wrap=i >= left)
+    return table
+
+
+def _marked(text: str) -> Table:
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_row(Text("!", "bold yellow"), Text(text))
+    return table
+
+
+def _indented(shown: RenderableType) -> Padding:
+    return Padding(shown, (0, 0, 0, 2))

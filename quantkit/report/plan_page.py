@@ -1,0 +1,249 @@
+"""The page of `quantkit plan`: one offline file with the roofline, memory against the card, time and cost by batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantkit import __version__
+from quantkit.bundle.disk import write_atomic
+from quantkit.errors import InputError, MissingDependency
+from quantkit.plan import machine
+from quantkit.plan.forecast import Timed
+from quantkit.plan.outlook import Candidate, Outlook
+from quantkit.report import page as pages
+from quantkit.report import plan_figures as figures
+from quantkit.report import plan_words as say
+from quantkit.report import words
+from quantkit.report.sections import Section, Sheet
+from quantkit.report.usage import Command
+
+_RINGS = "Rings on dotted lines are bounds, which no runtime beats; full points are forecasts with their intervals."
+
+
+def demand() -> None:
+    """Refuse to begin without what the page needs. Raises MissingDependency: plotly, extra `report`."""
+    if not machine.has("plotly"):
+        raise MissingDependency("plotly", extra="report", purpose="the page")
+
+
+def write(path: Path, outlook: Outlook) -> None:
+    """Write the page, whole or not at all.
+
+    Raises:
+        InputError: `file-unwritable`; MissingDependency: plotly.
+    """
+    text = page(outlook)
+    try:
+        write_atomic(path, text.encode())
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError("file-unwritable", where=str(path), value=reason, remedy="check the folder") from None
+
+
+def page(outlook: Outlook) -> str:
+    """The page as HTML. Raises MissingDependency: plotly, extra `report`."""
+    good = outlook.recommendation.label is not None
+    commands = [Command("What would confirm it", "\n".join(say.confirm(outlook)))] if good else []
+    sections = [
+        ("fit", "Does it fit", _memory(outlook)),
+        ("time", "How long it takes", _times(outlook)),
+        ("rate", "What it gives", _rates(outlook)),
+        ("roofline", "Under the roofs", _roofline(outlook)),
+    ]
+    return pages.rendered(
+        "plan.html.j2",
+        title=f"{outlook.architecture.name} on {outlook.target.name}",
+        about=[
+            say.model(outlook.architecture),
+            say.target(outlook),
+            say.workload(outlook.workload, outlook.architecture),
+        ],
+        assumed=[*outlook.architecture.assumed, *outlook.workload.assumed],
+        tone="good" if good else "bad",
+        answer=words.sentence(say.answer(outlook)),
+        because=outlook.recommendation.because,
+        commands=commands,
+        notes=[note for note in (say.unmeasured(outlook.target), *outlook.notes) if note],
+        side=_side(outlook),
+        cautions=[(each.label, text) for each in outlook.candidates for text in _cautions(each)],
+        sections=[(place, title, section) for place, title, section in sections if section is not None],
+        operations=[(each.label, _operations(each)) for each in outlook.candidates if each.rows],
+        figures=_figures(outlook),
+        cells=_cells(outlook),
+        stands=say.because(outlook.candidates),
+        legend=say.legend(outlook),
+        version=__version__,
+    )
+
+
+def _side(outlook: Outlook) -> Sheet:
+    """Every candidate in one line; what cannot run has its reason beside the table."""
+    step, unit = say.step(outlook.architecture), say.unit(outlook.architecture)
+    first, last = outlook.workload.batches[0], outlook.workload.batches[-1]
+    decodes = outlook.architecture.kind == "decoder"
+    head = ["recipe", "runtime", "as stored", "bits", "weights", "memory", "largest batch"]
+    head += [f"first token, batch {first:,}"] if decodes else []
+    head += [f"{step}, batch {batch:,}" for batch in dict.fromkeys((first, last))]
+    head += [f"most {unit}/s"]
+    body = []
+    for each in outlook.candidates:
+        memory, rows = each.memory, {row.batch: row for row in each.rows}
+        line = [each.label, each.runtime or say.NONE, say.state(each)]
+        line += [words.or_dash(each.bits, lambda bits: words.figure(bits, 3))]
+        if memory is None:
+            line += [say.NONE] * 3
+        else:
+            verdict = {True: ", fits", False: ", does not fit", None: ""}[say.fits(memory)]
+            line += [words.size(each.bytes), say.takes(memory) + verdict, say.largest(memory.largest_batch, memory)]
+        line += [say.time(rows[first].prefill) if first in rows else say.NONE] if decodes else []
+        line += [say.time(rows[batch].step) if batch in rows else say.NONE for batch in dict.fromkeys((first, last))]
+        best = say.best(each, outlook.workload)
+        line.append(f"{say.given(best[1])} at batch {best[0].batch:,}" if best is not None else say.NONE)
+        body.append(line)
+    return Sheet(head, body)
+
+
+def _cautions(candidate: Candidate) -> list[str]:
+    memory = candidate.memory
+    more = [say.needs(memory), *memory.notes] if memory is not None else []
+    return [text for text in (*say.cautions(candidate), *more) if text]
+
+
+def _memory(outlook: Outlook) -> Section | None:
+    panels = [panel for panel in (figures.memory_bars(outlook), figures.memory_lines(outlook)) if panel is not None]
+    if not panels:
+        return None
+    found = [(each, each.memory) for each in outlook.candidates if each.memory is not None]
+    shades = figures.parts(outlook.candidates)
+    decodes = outlook.architecture.kind == "decoder"
+    head = ["recipe", *shades, "in all", "capacity", "largest batch"]
+    head += ["a token of cache", "largest context"] if decodes else []
+    body = [
+        [
+            each.label,
+            *(words.or_dash(memory.parts.get(name), words.size) for name in shades),
+            say.takes(memory),
+            words.or_dash(memory.capacity, words.size),
+            say.largest(memory.largest_batch, memory),
+            *([words.size(memory.cache_per_token), say.largest(memory.largest_context, memory)] if decodes else []),
+        ]
+        for each, memory in found
+    ]
+    work = outlook.workload
+    tokens = f" with {work.context:,} tokens each" if decodes else ""
+    said = [f"What one device holds at batch {work.batches[-1]:,}{tokens}, against what it has."]
+    caption = ["Against the batch the cache grows; the rest is as at the largest batch."] if len(panels) > 1 else []
+    return Section(said, panels, caption, Sheet(head, body), keys=[(shade, name) for name, shade in shades.items()])
+
+
+def _times(outlook: Outlook) -> Section | None:
+    panels = figures.times(outlook)
+    if not panels:
+        return None
+    work, step = outlook.workload, say.step(outlook.architecture)
+    decodes = outlook.architecture.kind == "decoder"
+    head = ["recipe", "batch", *(["prompts, at best", "prompts, forecast"] if decodes else [])]
+    head += [f"{step}, at best", f"{step}, forecast", "limit", "fits"]
+    body = []
+    for each in outlook.candidates:
+        for row in each.rows:
+            line = [each.label, f"{row.batch:,}"]
+            line += [say.bound(row.prefill), say.forecast(row.prefill)] if decodes else []
+            line += [say.bound(row.step), say.forecast(row.step), say.limit(row.step)]
+            body.append([*line, {True: "fits", False: "does not fit", None: say.NONE}[row.fits]])
+    said = []
+    if decodes:
+        said = [
+            f"Prompts of {work.prompt:,} tokens; a step gives each sequence a token, halfway through {work.output:,}."
+        ]
+    return Section(said, panels, [_RINGS], Sheet(head, body, 1), keys=figures.keys(outlook))
+
+
+def _rates(outlook: Outlook) -> Section | None:
+    panel = figures.rates(outlook)
+    if panel is None:
+        return None
+    unit = say.unit(outlook.architecture)
+    body = []
+    for each in outlook.candidates:
+        for row in each.rows:
+            rate = row.rate(outlook.workload.output)
+            at_most = words.or_dash(rate.most, lambda value: words.figure(value, 3))
+            body.append([each.label, f"{row.batch:,}", at_most, say.expected(rate)])
+    head = ["recipe", "batch", f"{unit}/s, at most", f"{unit}/s, forecast"]
+    said = ["Requests that all begin together: their prompts first, then every token."] if unit == "tokens" else []
+    return Section(said, [panel], [_RINGS], Sheet(head, body), keys=figures.keys(outlook))
+
+
+def _roofline(outlook: Outlook) -> Section | None:
+    panel = figures.roofline(outlook)
+    if panel is None:
+        return None
+    read = outlook.target.memory.read_bandwidth
+    body = []
+    for each in outlook.candidates:
+        for row in each.rows:
+            for name, timed in (("prompts", row.prefill), (say.step(outlook.architecture), row.step)):
+                if timed is not None:
+                    body.append([each.label, name, f"{row.batch:,}", *_lies(timed)])
+    head = ["recipe", "what", "batch", "bytes", "operations", "operations/byte", "operations/s, at most", "forecast"]
+    symbols = "The first and the last batch stand beside their points."
+    if outlook.architecture.kind == "decoder":
+        symbols = "Circles are steps, with the first and the last batch beside them; diamonds are prompts."
+    said = [
+        f"Left of a roof's corner reading at {words.rate(read.number or 0, read.unit)} is what limits, right of it "
+        f"computing. {symbols}",
+        "Each is many operations, some under each roof, one after the other: so its own bound lies below the roofs.",
+    ]
+    return Section(said, [panel], [_RINGS], Sheet(head, body), keys=figures.keys(outlook))
+
+
+def _lies(timed: Timed) -> list[str]:
+    bound = timed.bound
+
+    def rate(seconds: float | None) -> str:
+        return words.rate(bound.operations / seconds, "op/s") if seconds else say.NONE
+
+    intensity = words.figure(bound.operations / bound.bytes, 3) if bound.bytes else say.NONE
+    return [words.size(bound.bytes), _giga(bound.operations), intensity, rate(timed.least), rate(timed.forecast)]
+
+
+def _operations(candidate: Candidate) -> Sheet:
+    """Operation by operation, of the smallest and the largest batch."""
+    head = ["of", "operation", "format", "times", "bytes", "operations", "at best", "all, at best", "in", "limit"]
+    body = []
+    for row in {row.batch: row for row in (candidate.rows[0], candidate.rows[-1])}.values():
+        for name, timed in (("prompts", row.prefill), ("step", row.step)):
+            for op in timed.bound.ops if timed is not None else ():
+                cells = [f"{name}, batch {row.batch:,}", op.name, op.format, f"{op.times:,}", words.size(op.bytes)]
+                whole = op.seconds * op.times if op.seconds is not None else None
+                cells += [
+                    _giga(op.operations),
+                    words.or_dash(op.seconds, words.moment),
+                    words.or_dash(whole, words.moment),
+                ]
+                body.append([*cells, op.compute, op.limit or say.NONE])
+    return Sheet(head, body, 2)
+
+
+def _giga(operations: float) -> str:
+    return words.rate(operations, "op")
+
+
+def _figures(outlook: Outlook) -> Sheet:
+    """All figures of the target, with where they are from."""
+    body = [
+        [place, words.or_dash(figure.number, lambda v, u=figure.unit: words.rate(v, u)), figure.state, figure.source]  # type: ignore[misc]
+        for place, figure in outlook.target.figures().items()
+    ]
+    return Sheet(["figure", "value", "state", "source"], body, 2)
+
+
+def _cells(outlook: Outlook) -> Sheet:
+    """How the runtimes take what is stored, with where that is from."""
+    body = [
+        [each.label, f"{cell.format} {cell.what}", each.runtime, cell.state, cell.source]
+        for each in outlook.candidates
+        for cell in each.cells
+    ]
+    return Sheet(["recipe", "what", "runtime", "state", "source"], body, 4)

@@ -1,0 +1,294 @@
+"""A plan's figures in words; terminal and page share them.
+
+A bound is never read as a forecast: `≥ 12.1 ms` is what no runtime beats, `19 ms (15–26)` is what to expect, with the
+interval of what was measured. A rate has `≤`. Forecasts have two digits, as they know no more.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from quantkit import content
+from quantkit.plan.architecture import Architecture
+from quantkit.plan.forecast import Timed
+from quantkit.plan.outlook import Candidate, Memory, Outlook, Rate, Row, Workload
+from quantkit.report import words
+from quantkit.target import State, Target
+
+NONE = "–"
+_BOUND = "≥ and ≤ mark bounds, which no runtime beats."
+_FORECAST = "What has an interval behind it, like 19 ms (15–26), is a forecast from measurements."
+# what a model puts out, and what one step of it is called
+_OUTPUT = {"decoder": "tokens", "encoder": "sequences", "vision": "images"}
+_WORST: Sequence[State] = ("native", "emulated", "absent")
+
+
+def unit(architecture: Architecture) -> str:
+    """What comes out of it: `tokens`, `sequences`, `images`."""
+    return _OUTPUT[architecture.kind]
+
+
+def step(architecture: Architecture) -> str:
+    """What is timed at each batch: a `step` of decoding, or a whole `pass`."""
+    return "step" if architecture.kind == "decoder" else "pass"
+
+
+def model(architecture: Architecture) -> str:
+    """`llama-3-8b: decoder, 8.03 B parameters in bfloat16, 32 layers, contexts up to 8,192`."""
+    found = f"{architecture.name}: {architecture.kind}, {count(architecture.parameters)} parameters"
+    if architecture.active_parameters != architecture.parameters:
+        found += f" ({count(architecture.active_parameters)} of them active)"
+    found += f" in {architecture.dtype}, {words.plural(len(architecture.layers), 'layer')}"
+    return found + (f", contexts up to {architecture.max_context:,}" if architecture.max_context else "")
+
+
+def count(parameters: int) -> str:
+    """`count(8_030_261_248)` is `8.03 B`."""
+    for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if parameters >= factor:
+            return f"{words.figure(parameters / factor, 3)} {suffix}"
+    return str(parameters)
+
+
+def target(outlook: Outlook) -> str:
+    """Its memory, and the rates of what the candidates compute in."""
+    figures = outlook.target.figures()
+    named = {"memory.capacity": "holds", "memory.read_bandwidth": "reads"}
+    named |= {f"compute.{kind}": kind for kind in computed(outlook)}
+    known = [(name, figures[place]) for place, name in named.items() if place in figures]
+    parts = [f"{name} {words.rate(each.number, each.unit)}" for name, each in known if each.number is not None]
+    return f"{outlook.target.name}: {'; '.join([outlook.target.summary, *[', '.join(parts)][: len(parts)]])}"
+
+
+def computed(outlook: Outlook) -> list[str]:
+    """The compute types that any candidate's operations are done in, in the order of the target."""
+    used = {op.compute for each in outlook.candidates for row in each.rows for op in row.step.bound.ops}
+    return [*(kind for kind in outlook.target.compute if kind in used), *sorted(used - set(outlook.target.compute))]
+
+
+def unmeasured(found: Target) -> str:
+    """What the doctor has yet to measure, with the command; empty where it has."""
+    places = found.unmeasured()
+    if not places:
+        return ""
+    return (
+        f"{found.name} has no figure yet for {', '.join(places)}: what follows from "
+        f"{'them' if len(places) > 1 else 'it'} is not known until `quantkit doctor --write` has run on that machine"
+    )
+
+
+def workload(work: Workload, architecture: Architecture) -> str:
+    """`prompts of 1,024 and outputs of 256 tokens, context 1,280, batches 1 to 64`."""
+    batches = f"batch {work.batches[0]:,}"
+    if len(work.batches) > 1:
+        batches = f"batches {work.batches[0]:,} to {work.batches[-1]:,}"
+    if architecture.kind != "decoder":
+        length = f"sequences of {work.prompt:,} tokens, " if architecture.kind == "encoder" else ""
+        return f"{length}{batches}"
+    rate = f", {work.rate:g} requests/s" if work.rate is not None else ""
+    return (
+        f"prompts of {work.prompt:,} and outputs of {work.output:,} tokens, context {work.context:,}, {batches}{rate}"
+    )
+
+
+# --- times -----------------------------------------------------------------------------------------------------------
+
+
+def bound(timed: Timed | None) -> str:
+    """`12.1 ms`; the column says that it is a bound."""
+    return words.moment(timed.least) if timed is not None and timed.least is not None else NONE
+
+
+def forecast(timed: Timed | None) -> str:
+    """`19 ms (15–26)`, all in one unit."""
+    if timed is None or timed.forecast is None:
+        return NONE
+    factor, unit_ = words.time_unit(timed.forecast)
+    return _with(timed.forecast * factor, f"\u00a0{unit_}", timed.interval, factor)
+
+
+def time(timed: Timed | None) -> str:
+    """The forecast where there is one; else the bound, marked as one."""
+    if timed is not None and timed.forecast is None and timed.least is not None:
+        return f"≥ {bound(timed)}"
+    return forecast(timed)
+
+
+def in_full(timed: Timed) -> str:
+    """Both, as a sentence has them: `at best 12.1 ms, forecast 19 ms (15–26)`."""
+    parts = [f"at best {bound(timed)}"] if timed.least is not None else []
+    parts += [f"forecast {forecast(timed)}"] if timed.forecast is not None else []
+    return ", ".join(parts) or f"not known: {timed.because}"
+
+
+def limit(timed: Timed) -> str:
+    """Which roof most of the time goes under."""
+    return NONE if timed.least is None else "memory" if timed.bound.memory_bound else "compute"
+
+
+def most(rate: Rate) -> str:
+    """`≤ 3,400`."""
+    return f"≤ {words.figure(rate.most, 3)}" if rate.most is not None else NONE
+
+
+def expected(rate: Rate) -> str:
+    """`1,900 (1,500–2,300)`, two digits each."""
+    return _with(rate.forecast, "", rate.interval, 1.0) if rate.forecast is not None else NONE
+
+
+def given(rate: Rate) -> str:
+    """The forecast where there is one; else the bound, marked as one."""
+    return expected(rate) if rate.forecast is not None else most(rate)
+
+
+def _with(value: float, suffix: str, interval: tuple[float, float] | None, factor: float) -> str:
+    text = f"{_two(value)}{suffix}"
+    return text if interval is None else f"{text} ({_two(interval[0] * factor)}–{_two(interval[1] * factor)})"
+
+
+def _two(value: float) -> str:
+    """Two digits: `393` is `390`."""
+    return words.figure(float(f"{value:.1e}"), 2)
+
+
+def best(candidate: Candidate, work: Workload) -> tuple[Row, Rate] | None:
+    """The batch that gives the most of those that fit: by forecasts where all have one, else by bounds."""
+    found = [(row, row.rate(work.output)) for row in candidate.rows if row.fits is not False]
+    by = [(row, rate, rate.forecast if candidate.forecast else rate.most) for row, rate in found]
+    known = [(value, row, rate) for row, rate, value in by if value is not None]
+    if not known:
+        return None
+    _, row, rate = max(known, key=lambda each: each[0])
+    return row, rate
+
+
+def legend(outlook: Outlook) -> str:
+    """How to read the figures, of what there is."""
+    timed = [each for row in _rows(outlook) for each in (row.step, row.prefill) if each is not None]
+    parts = [_BOUND] if any(each.least is not None for each in timed) else []
+    return " ".join([*parts, _FORECAST] if any(each.forecast is not None for each in timed) else parts)
+
+
+def timed(outlook: Outlook) -> bool:
+    """Whether any time is known."""
+    return any(row.step.seconds is not None for row in _rows(outlook))
+
+
+def _rows(outlook: Outlook) -> list[Row]:
+    return [row for each in outlook.candidates for row in each.rows]
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def state(candidate: Candidate) -> str:
+    """The worst of its cells: `native`, `emulated`, `absent`."""
+    if candidate.problem is not None and not candidate.cells:
+        return "cannot run"
+    worst = max((_WORST.index(cell.state) for cell in candidate.cells), default=None)
+    return NONE if worst is None else _WORST[worst]
+
+
+def takes(memory: Memory) -> str:
+    """`21.3 GB`, or `2 × 71.0 GB`."""
+    size = words.size(memory.total)
+    return f"{memory.devices} × {size}" if memory.devices > 1 else size
+
+
+def fits(memory: Memory) -> bool | None:
+    """Whether it all goes into each device; None where the target does not say how much they hold."""
+    return None if memory.capacity is None else memory.total <= memory.capacity
+
+
+def largest(number: int | None, memory: Memory) -> str:
+    """A batch or a context, as far as anything bounds it."""
+    if number is not None:
+        return f"{number:,}"
+    return NONE if memory.capacity is None else "any"
+
+
+def needs(memory: Memory) -> str:
+    """What would hold it, where these devices do not."""
+    if fits(memory) is not False or memory.needed is None or memory.needed <= memory.devices:
+        return ""
+    return f"a sequence needs {memory.needed} devices"
+
+
+def because(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
+    """(what, what its times stand on), each reason once: of all, of some recipes, or of some of their batches."""
+    by: dict[str, dict[str, dict[str, list[int]]]] = {}
+    runs = [each for each in candidates if each.rows]
+    for each in runs:
+        for row in each.rows:
+            for what, timed in (("prompts", row.prefill), ("steps", row.step)):
+                if timed is not None:
+                    about = by.setdefault(timed.because, {}).setdefault(each.label, {})
+                    about.setdefault(what, []).append(row.batch)
+    return [("; ".join(_about(runs, about)) if len(by) > 1 else "all times", reason) for reason, about in by.items()]
+
+
+def _about(runs: Sequence[Candidate], about: dict[str, dict[str, list[int]]]) -> list[str]:
+    """`int4, bf16`, or with what of them: `int4 (prompts of batch 1 and 8)`."""
+    found = []
+    for each in (each for each in runs if each.label in about):
+        kinds = [what for what, has in (("prompts", each.rows[0].prefill), ("steps", True)) if has]
+        whole = [about[each.label].get(what) == [row.batch for row in each.rows] for what in kinds]
+        parts = [
+            what if done else f"{what} of batch {words.listed(about[each.label][what])}"
+            for what, done in zip(kinds, whole, strict=True)
+            if what in about[each.label]
+        ]
+        found.append(each.label if all(whole) else f"{each.label} ({', '.join(parts)})")
+    return found
+
+
+def cautions(candidate: Candidate) -> list[str]:
+    """What is not computed as it is stored, what cannot run, and its own notes."""
+    found = [
+        f"{cell.format} {cell.what} {'are' if cell.what == 'weights' else 'is'} {cell.state} in {candidate.runtime}"
+        f" ({cell.source})"
+        for cell in candidate.cells
+        if cell.state != "native"
+    ]
+    if candidate.problem is not None:
+        found.append(f"cannot run: {candidate.problem}")
+    return [*found, *candidate.notes]
+
+
+# --- what to do ------------------------------------------------------------------------------------------------------
+
+
+def answer(outlook: Outlook) -> str:
+    """The recommendation as a sentence, called what it is."""
+    label = outlook.recommendation.label
+    if label is None:
+        return "none of them fits or runs" if len(outlook.candidates) > 1 else "it does not fit or run"
+    return f"take {label}" if len(outlook.candidates) > 1 else f"{label} fits and runs"
+
+
+def confirm(outlook: Outlook) -> list[str]:
+    """The commands that would confirm it, on the target; none where nothing is recommended."""
+    chosen = [each for each in outlook.candidates if each.label == outlook.recommendation.label]
+    if not chosen:
+        return []
+    recipe = shlex.quote(chosen[0].recipe)
+    batches = ",".join(str(batch) for batch in outlook.workload.batches)
+    # of a target in a file of the user's own, the plan knows the stem alone
+    target_ = outlook.target.name if outlook.target.name in content.names("export") else "TARGET"
+    return [
+        f"quantkit compile MODEL --recipe {recipe} --target {target_} --out BUNDLE",
+        f"quantkit measure BUNDLE --batch {batches}",
+    ]
+
+
+def short(label: str, longest: int = 16) -> str:
+    """A label for the end of a line, where there is little room: of a path the name, of a long one its end.
+
+    >>> short("./recipes/mine.yaml"), short("int4-best")
+    ('mine', 'int4-best')
+    """
+    if "/" in label or "\\" in label:
+        label = re.split(r"[/\\]", label.rstrip("/\\"))[-1].removesuffix(".yaml")
+    return label if len(label) <= longest else f"…{label[1 - longest :]}"

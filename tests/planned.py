@@ -1,0 +1,113 @@
+"""Plans whose figures are known: bounds of real sizes on a real target, forecasts as they are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from quantkit.errors import InputError
+from quantkit.plan import configs, roofline
+from quantkit.plan.architecture import Architecture, Attention
+from quantkit.plan.forecast import Timed
+from quantkit.plan.outlook import Candidate, Cell, Memory, Outlook, Recommendation, Row, Workload
+from quantkit.plan.roofline import Cache, Product, Step
+from quantkit.target import ComputeType, Target
+
+BITS = {"bf16": 16.0, "fp8": 8.0, "int4": 4.3125}
+COMPUTE: dict[str, ComputeType] = {"bf16": "bf16", "fp8": "fp8_e4m3", "int4": "bf16"}
+WORK = Workload([1, 4, 16, 64], 1024, 256, 1280, assumed=["prompts of 1,024 tokens", "outputs of 256 tokens"])
+
+
+def timed(bound: roofline.Bound, efficiency: float | None, because: str = "") -> Timed:
+    least = bound.seconds
+    if least is None:
+        return Timed(bound, None, None, None, "the target has no figure for memory.read_bandwidth")
+    if efficiency is None:
+        return Timed(bound, least, None, None, "nothing was measured of this near here")
+    interval = (least / min(1.0, 1.25 * efficiency), least / (0.75 * efficiency))
+    return Timed(bound, least, least / efficiency, interval, because or "14 steps of 3 models measured on a GPU", True)
+
+
+def candidate(
+    label: str,
+    architecture: Architecture,
+    target: Target,
+    work: Workload = WORK,
+    efficiency: float | None = 0.6,
+    **more: Any,
+) -> Candidate:
+    """A recipe on its bounds; `efficiency` makes forecasts of them."""
+    form = label if label in BITS else "int4"
+    head = [architecture.head] if architecture.head is not None else []
+    products = [
+        Product(each, each.N * each.K * BITS[form] / 8, form, COMPUTE[form]) for each in (*architecture.inside(), *head)
+    ]
+
+    def kept(each: Attention) -> float:
+        return 2.0 * each.kv_heads * (each.head_dim + each.value_dim)
+
+    cache = Cache("float16", kept)
+    decodes = architecture.kind == "decoder"
+    token = sum(kept(layer.attention) for layer in architecture.layers if layer.attention) if decodes else 0.0
+    weights = sum(each.bytes * each.matrix.count for each in products)
+    capacity = target.memory.capacity.number
+    rows = []
+    for batch in work.batches:
+
+        def bound(step: Step) -> roofline.Bound:
+            return roofline.bound(architecture, products, cache, target, step, attention="bf16")
+
+        prompts = bound(Step(batch, work.prompt))
+        step = bound(Step(batch, 1, work.prompt + work.output // 2)) if decodes else prompts
+        held = batch * work.context * token
+        prefill = timed(prompts, efficiency) if decodes else None
+        fits = None if capacity is None else weights + held + 2e9 <= capacity
+        rows.append(Row(batch, prefill, timed(step, efficiency), held, fits))
+    parts = {"weights": weights, "cache": rows[-1].cache_bytes, "activations": 1.5e9, "runtime": 5e8}
+    room = (capacity - weights - 2e9) if capacity is not None else None
+    memory = Memory(
+        parts,
+        capacity,
+        token,
+        None if room is None or not token else max(0, int(room / token / work.context)),
+        None if room is None or not token else max(0, int(room / token / work.batches[-1])),
+        1,
+        1 if room is None or room > 0 else 2,
+    )
+    known: dict[str, Any] = {
+        "runtime": "vllm",
+        "cells": [Cell(form, "weights", "native", "vLLM documentation")],
+        "bits": None if form == "bf16" else BITS[form],
+        "bytes": weights,
+        "memory": memory,
+        "rows": rows,
+    }
+    return Candidate(label, {"bf16": "float", "int4": "int4-best"}.get(label, label), **(known | more))
+
+
+def outlook(
+    *labels: str,
+    model: str = "llama-3-8b",
+    target: str = "h100",
+    work: Workload = WORK,
+    efficiency: float | None = 0.6,
+    **more: Any,
+) -> Outlook:
+    """A plan of these candidates, the last one recommended."""
+    architecture, where = configs.read(model), Target.load(target)
+    found = [candidate(each, architecture, where, work, efficiency) for each in labels or ("bf16", "fp8", "int4")]
+    reasons = ["a request (1024 tokens in, 256 out) takes 31 ms of the device at batch 64", "bf16: 58 ms, 1.9×"]
+    known: dict[str, Any] = {"recommendation": Recommendation(found[-1].label, reasons), "notes": []}
+    return Outlook(architecture, where, work, found, **(known | more))
+
+
+def refused(label: str = "nvfp4") -> Candidate:
+    """One that the target cannot run."""
+    problem = InputError("target-cannot-run", where="h100", value="nvfp4 weights do not run in vllm", rule="SM 10.0 on")
+    return Candidate(label, label, "vllm", [Cell("nvfp4", "weights", "absent", "TensorRT docs")], problem=problem)
+
+
+def with_first(found: Outlook, **changes: Any) -> Outlook:
+    """The same with the first candidate changed."""
+    first, *others = found.candidates
+    return replace(found, candidates=[replace(first, **changes), *others])
