@@ -5,17 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from quantkit import content
 from quantkit.errors import InputError
 from quantkit.plan import configs, roofline
 from quantkit.plan.architecture import Architecture, Attention
 from quantkit.plan.forecast import Timed
 from quantkit.plan.outlook import Candidate, Cell, Memory, Outlook, Recommendation, Row, Workload
 from quantkit.plan.roofline import Cache, Product, Step
+from quantkit.plan.traffic import Kind, Traffic
 from quantkit.target import ComputeType, Target
 
 BITS = {"bf16": 16.0, "fp8": 8.0, "int4": 4.3125}
 COMPUTE: dict[str, ComputeType] = {"bf16": "bf16", "fp8": "fp8_e4m3", "int4": "bf16"}
-WORK = Workload([1, 4, 16, 64], 1024, 256, 1280, assumed=["prompts of 1,024 tokens", "outputs of 256 tokens"])
+
+
+def work(*batches: int, prompt: int = 1024, output: int = 256, rate: float | None = None) -> Workload:
+    traffic = Traffic([Kind(prompt, output or 1)], rate)
+    return Workload(batches, prompt, output, prompt + output, traffic, ["prompts of 1,024 tokens"])
+
+
+WORK = work(1, 4, 16, 64)
 
 
 def timed(bound: roofline.Bound, efficiency: float | None, because: str = "") -> Timed:
@@ -32,7 +41,7 @@ def candidate(
     label: str,
     architecture: Architecture,
     target: Target,
-    work: Workload = WORK,
+    workload: Workload = WORK,
     efficiency: float | None = 0.6,
     **more: Any,
 ) -> Candidate:
@@ -52,14 +61,14 @@ def candidate(
     weights = sum(each.bytes * each.matrix.count for each in products)
     capacity = target.memory.capacity.number
     rows = []
-    for batch in work.batches:
+    for batch in workload.batches:
 
         def bound(step: Step) -> roofline.Bound:
-            return roofline.bound(architecture, products, cache, target, step, attention="bf16")
+            return roofline.bound(architecture, roofline.alike(products), cache, target, step, attention="bf16")
 
-        prompts = bound(Step(batch, work.prompt))
-        step = bound(Step(batch, 1, work.prompt + work.output // 2)) if decodes else prompts
-        held = batch * work.context * token
+        prompts = bound(Step(batch, workload.prompt))
+        step = bound(Step(batch, 1, workload.prompt + workload.output // 2)) if decodes else prompts
+        held = batch * workload.context * token
         prefill = timed(prompts, efficiency) if decodes else None
         fits = None if capacity is None else weights + held + 2e9 <= capacity
         rows.append(Row(batch, prefill, timed(step, efficiency), held, fits))
@@ -69,14 +78,14 @@ def candidate(
         parts,
         capacity,
         token,
-        None if room is None or not token else max(0, int(room / token / work.context)),
-        None if room is None or not token else max(0, int(room / token / work.batches[-1])),
+        None if room is None or not token else max(0, int(room / token / workload.context)),
+        None if room is None or not token else max(0, int(room / token / workload.batches[-1])),
         1,
         1 if room is None or room > 0 else 2,
     )
     known: dict[str, Any] = {
         "runtime": "vllm",
-        "cells": [Cell(form, "weights", "native", "vLLM documentation")],
+        "cells": [Cell(form, f"{form} weights", "native", "vLLM documentation")],
         "bits": None if form == "bf16" else BITS[form],
         "bytes": weights,
         "memory": memory,
@@ -88,26 +97,34 @@ def candidate(
 def outlook(
     *labels: str,
     model: str = "llama-3-8b",
-    target: str = "h100",
-    work: Workload = WORK,
+    target: str | Target = "h100",
+    workload: Workload = WORK,
     efficiency: float | None = 0.6,
     **more: Any,
 ) -> Outlook:
     """A plan of these candidates, the last one recommended."""
-    architecture, where = configs.read(model), Target.load(target)
-    found = [candidate(each, architecture, where, work, efficiency) for each in labels or ("bf16", "fp8", "int4")]
+    architecture, where = configs.read(model), target if isinstance(target, Target) else Target.load(target)
+    found = [candidate(each, architecture, where, workload, efficiency) for each in labels or ("bf16", "fp8", "int4")]
     reasons = ["a request (1024 tokens in, 256 out) takes 31 ms of the device at batch 64", "bf16: 58 ms, 1.9×"]
-    known: dict[str, Any] = {"recommendation": Recommendation(found[-1].label, reasons), "notes": []}
-    return Outlook(architecture, where, work, found, **(known | more))
+    known: dict[str, Any] = {
+        "recommendation": Recommendation(found[-1].label, reasons),
+        "notes": [f"assumed: {each}" for each in workload.assumed],
+    }
+    return Outlook(architecture, where, workload, found, **(known | more))
 
 
 def refused(label: str = "nvfp4") -> Candidate:
     """One that the target cannot run."""
     problem = InputError("target-cannot-run", where="h100", value="nvfp4 weights do not run in vllm", rule="SM 10.0 on")
-    return Candidate(label, label, "vllm", [Cell("nvfp4", "weights", "absent", "TensorRT docs")], problem=problem)
+    return Candidate(label, label, "vllm", [Cell("nvfp4", "nvfp4 weights", "absent", "TensorRT docs")], problem=problem)
 
 
 def with_first(found: Outlook, **changes: Any) -> Outlook:
     """The same with the first candidate changed."""
     first, *others = found.candidates
     return replace(found, candidates=[replace(first, **changes), *others])
+
+
+def unmeasured() -> Target:
+    """A target whose figures the doctor has yet to measure, whatever it has on this machine."""
+    return Target.from_dict(content.read_yaml(content.find("export", "cpu-x86")), name="cpu-x86")

@@ -51,10 +51,9 @@ def _head(outlook: Outlook) -> list[RenderableType]:
         Text.assemble((on, "bold"), f": {figures}"),
         Text(say.workload(outlook.workload, outlook.architecture)),
     ]
-    assumed = [*outlook.architecture.assumed, *outlook.workload.assumed]
+    assumed, others = say.notes(outlook)
     found += [_indented(Text(f"assumed: {'; '.join(assumed)}", _DIM))] if assumed else []
-    missing = say.unmeasured(outlook.target)
-    return found + ([_marked(missing)] if missing else [])
+    return found + [_marked(note) for note in others]
 
 
 def _fit_title(outlook: Outlook) -> str:
@@ -168,7 +167,7 @@ def _said(outlook: Outlook) -> list[RenderableType]:
         name = f"{each.label}: " if len(outlook.candidates) > 1 else ""
         more = [say.needs(each.memory), *each.memory.notes] if each.memory is not None else []
         found += [_marked(f"{name}{text}") for text in (*say.cautions(each), *more) if text]
-    return found + [_marked(note) for note in outlook.notes]
+    return found
 
 
 def _recommended(outlook: Outlook) -> list[RenderableType]:

@@ -42,6 +42,7 @@ def write(path: Path, outlook: Outlook) -> None:
 
 def page(outlook: Outlook) -> str:
     """The page as HTML. Raises MissingDependency: plotly, extra `report`."""
+    assumed, notes = say.notes(outlook)
     good = outlook.recommendation.label is not None
     commands = [Command("What would confirm it", "\n".join(say.confirm(outlook)))] if good else []
     sections = [
@@ -58,12 +59,12 @@ def page(outlook: Outlook) -> str:
             say.target(outlook),
             say.workload(outlook.workload, outlook.architecture),
         ],
-        assumed=[*outlook.architecture.assumed, *outlook.workload.assumed],
+        assumed=assumed,
         tone="good" if good else "bad",
         answer=words.sentence(say.answer(outlook)),
         because=outlook.recommendation.because,
         commands=commands,
-        notes=[note for note in (say.unmeasured(outlook.target), *outlook.notes) if note],
+        notes=notes,
         side=_side(outlook),
         cautions=[(each.label, text) for each in outlook.candidates for text in _cautions(each)],
         sections=[(place, title, section) for place, title, section in sections if section is not None],
@@ -242,7 +243,7 @@ def _figures(outlook: Outlook) -> Sheet:
 def _cells(outlook: Outlook) -> Sheet:
     """How the runtimes take what is stored, with where that is from."""
     body = [
-        [each.label, f"{cell.format} {cell.what}", each.runtime, cell.state, cell.source]
+        [each.label, cell.what, each.runtime, cell.state, cell.source]
         for each in outlook.candidates
         for cell in each.cells
     ]

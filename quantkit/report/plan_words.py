@@ -15,7 +15,7 @@ from quantkit.plan.architecture import Architecture
 from quantkit.plan.forecast import Timed
 from quantkit.plan.outlook import Candidate, Memory, Outlook, Rate, Row, Workload
 from quantkit.report import words
-from quantkit.target import State, Target
+from quantkit.target import State
 
 NONE = "–"
 _BOUND = "≥ and ≤ mark bounds, which no runtime beats."
@@ -68,15 +68,11 @@ def computed(outlook: Outlook) -> list[str]:
     return [*(kind for kind in outlook.target.compute if kind in used), *sorted(used - set(outlook.target.compute))]
 
 
-def unmeasured(found: Target) -> str:
-    """What the doctor has yet to measure, with the command; empty where it has."""
-    places = found.unmeasured()
-    if not places:
-        return ""
-    return (
-        f"{found.name} has no figure yet for {', '.join(places)}: what follows from "
-        f"{'them' if len(places) > 1 else 'it'} is not known until `quantkit doctor --write` has run on that machine"
-    )
+def notes(outlook: Outlook) -> tuple[list[str], list[str]]:
+    """(what was assumed, what else holds for all candidates)."""
+    begin = "assumed: "
+    assumed = [note.removeprefix(begin) for note in outlook.notes if note.startswith(begin)]
+    return assumed, [note for note in outlook.notes if not note.startswith(begin)]
 
 
 def workload(work: Workload, architecture: Architecture) -> str:
@@ -247,8 +243,7 @@ def _about(runs: Sequence[Candidate], about: dict[str, dict[str, list[int]]]) ->
 def cautions(candidate: Candidate) -> list[str]:
     """What is not computed as it is stored, what cannot run, and its own notes."""
     found = [
-        f"{cell.format} {cell.what} {'are' if cell.what == 'weights' else 'is'} {cell.state} in {candidate.runtime}"
-        f" ({cell.source})"
+        f"{cell.what}: {cell.state} in {candidate.runtime} ({cell.source})"
         for cell in candidate.cells
         if cell.state != "native"
     ]

@@ -13,7 +13,7 @@ from typing import Any
 import planned
 import pytest
 
-from quantkit.plan.outlook import Memory, Outlook, Recommendation, Workload
+from quantkit.plan.outlook import Memory, Outlook, Recommendation
 from quantkit.report import plan, plan_words, terminal, words
 
 
@@ -50,8 +50,8 @@ def test_the_screen_fits_and_answers(three: Outlook, monkeypatch: pytest.MonkeyP
         *("llama-3-8b: decoder, 8.03 B parameters in bfloat16, 32 layers, contexts up to 8,192",),
         *("holds 80.0 GB, reads 3.35 TB/s, bf16 989 Tflop/s, fp8_e4m3 1.98 Pflop/s",),
         *("prompts of 1,024 and outputs of 256 tokens, context 1,280, batches 1 to 64",),
-        *("assumed: prompts of 1,024 tokens; outputs of 256 tokens", "forecast: take int4", "1.9×"),
-        *("all times: 14 steps of 3 models measured on a GPU", "nvfp4 weights are absent in vllm (TensorRT docs)"),
+        *("assumed: prompts of 1,024 tokens", "forecast: take int4", "1.9×"),
+        *("all times: 14 steps of 3 models measured on a GPU", "nvfp4 weights: absent in vllm (TensorRT docs)"),
         *("quantkit compile MODEL --recipe int4-best --target h100", "quantkit measure BUNDLE --batch 1,4,16,64"),
     ):
         assert said in whole
@@ -135,13 +135,11 @@ def test_what_does_not_fit_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "that gives the most of those that fit" in shown
 
 
-def test_a_target_without_figures_says_what_measures_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = planned.outlook("bf16", "int4", target="cpu-x86")
-    if not found.target.unmeasured():
-        pytest.skip("this machine has been measured")
-    shown = text(found, monkeypatch)
-    assert "memory.read_bandwidth" in shown
-    assert "quantkit doctor --write" in shown
+def test_without_times_there_is_no_table_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = ["cpu-x86 has no figure for compute.fp32"]
+    shown = text(planned.outlook("bf16", "int4", target=planned.unmeasured(), notes=notes), monkeypatch)
+    assert "! cpu-x86 has no figure for compute.fp32" in shown
+    assert "all times: the target has no figure for memory.read_bandwidth" in shown
     assert "how long" not in shown
     assert "≥" not in shown
 
@@ -158,7 +156,10 @@ def test_several_devices_and_none_that_is_enough(one: Outlook, monkeypatch: pyte
 
 
 def test_an_encoder_has_passes_and_no_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = text(planned.outlook("int4", "bf16", model="bert-base", work=Workload([1, 8], 128, 1, 128)), monkeypatch)
+    shown = text(
+        planned.outlook("int4", "bf16", model="bert-base", workload=planned.work(1, 8, prompt=128, output=0)),
+        monkeypatch,
+    )
     assert "sequences/s" in shown
     assert "pass," in shown
     assert "first token" not in shown
