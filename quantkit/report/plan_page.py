@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantkit import __version__
 from quantkit.bundle.disk import write_atomic
 from quantkit.errors import InputError, MissingDependency
 from quantkit.plan import machine
@@ -26,13 +25,13 @@ def demand() -> None:
         raise MissingDependency("plotly", extra="report", purpose="the page")
 
 
-def write(path: Path, outlook: Outlook) -> None:
+def write(path: Path, outlook: Outlook, version: str = "") -> None:
     """Write the page, whole or not at all.
 
     Raises:
         InputError: `file-unwritable`; MissingDependency: plotly.
     """
-    text = page(outlook)
+    text = page(outlook, version)
     try:
         write_atomic(path, text.encode())
     except OSError as error:
@@ -40,7 +39,7 @@ def write(path: Path, outlook: Outlook) -> None:
         raise InputError("file-unwritable", where=str(path), value=reason, remedy="check the folder") from None
 
 
-def page(outlook: Outlook) -> str:
+def page(outlook: Outlook, version: str = "") -> str:
     """The page as HTML. Raises MissingDependency: plotly, extra `report`."""
     assumed, notes = say.notes(outlook)
     good = outlook.recommendation.label is not None
@@ -73,7 +72,7 @@ def page(outlook: Outlook) -> str:
         cells=_cells(outlook),
         stands=say.because(outlook.candidates),
         legend=say.legend(outlook),
-        version=__version__,
+        version=version,
     )
 
 
