@@ -71,11 +71,13 @@ def candidate(
         held = batch * workload.context * token
         prefill = timed(prompts, efficiency) if decodes else None
         fits = None if capacity is None else weights + held + 2e9 <= capacity
-        rows.append(Row(batch, prefill, timed(step, efficiency), held, fits))
-    parts = {"weights": weights, "cache": rows[-1].cache_bytes, "activations": 1.5e9, "runtime": 5e8}
+        parts = {"weights": weights, "cache": held, "activations": 1.5e9, "runtime": 5e8}
+        rows.append(Row(batch, prefill, timed(step, efficiency), parts, fits))
     room = (capacity - weights - 2e9) if capacity is not None else None
+    last = next((row for row in rows[::-1] if row.fits is not False), rows[0])
     memory = Memory(
-        parts,
+        last.parts,
+        last.batch,
         capacity,
         token,
         None if room is None or not token else max(0, int(room / token / workload.context)),

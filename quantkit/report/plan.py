@@ -58,12 +58,12 @@ def _head(outlook: Outlook) -> list[RenderableType]:
 
 def _fit_title(outlook: Outlook) -> str:
     work = outlook.workload
-    tokens = f" with {work.context:,} tokens each" if outlook.architecture.kind == "decoder" else ""
-    return f"does it fit: batch {work.batches[-1]:,}{tokens}"
+    tokens = f", with {work.context:,} tokens each" if outlook.architecture.kind == "decoder" else ""
+    return f"does it fit, at the largest batch asked for that does{tokens}"
 
 
 def _fit(outlook: Outlook) -> Table:
-    head = ("recipe", "runtime", "as stored", "bits", "weights", "takes", "of", "largest\nbatch")
+    head = ("recipe", "runtime", "as stored", "bits", "weights", "batch", "takes", "of", "most")
     table = _table(head, left=3)
     for each in outlook.candidates:
         state = say.state(each)
@@ -81,6 +81,7 @@ def _fit(outlook: Outlook) -> Table:
             *cells,
             words.or_dash(each.bits, lambda bits: words.figure(bits, 3)),
             words.size(each.bytes),
+            f"{memory.batch:,}",
             Text.assemble((f"{mark} ", style), say.takes(memory)),
             words.or_dash(memory.capacity, words.size),
             say.largest(memory.largest_batch, memory),

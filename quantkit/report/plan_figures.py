@@ -125,27 +125,26 @@ def _round_rate(value: float) -> str:
 
 
 def memory_bars(outlook: Outlook) -> Panel | None:
-    """What memory goes into at the largest batch, a bar a candidate, against the capacity."""
+    """What memory goes into at the largest batch that fits, a bar a candidate, against the capacity."""
     found = [(each.label, each.memory) for each in outlook.candidates if each.memory is not None]
     if not found:
         return None
     shades = parts(outlook.candidates)
     stack = [Part(name, [memory.parts.get(name, 0.0) for _, memory in found], shade) for name, shade in shades.items()]
     totals = [f"{say.takes(memory)}{', does not fit' if say.fits(memory) is False else ''}" for _, memory in found]
-    labels = [say.short(label, 24) for label, _ in found]
+    labels = [f"{say.short(label, 24)}, batch {memory.batch:,}" for label, memory in found]
     figure = stacked(labels, stack, totals, "memory of one device", marks=_capacity(outlook))
-    batch = outlook.workload.batches[-1]
-    alt = f"Parts of memory of each recipe at batch {batch:,}, against the capacity of {outlook.target.name}"
-    return Panel(f"At batch {batch:,}", alt, figure)
+    alt = f"Parts of memory of each recipe, against what a runtime uses of {outlook.target.name}"
+    return Panel("At the largest batch asked for that fits, else at the smallest", alt, figure)
 
 
 def memory_lines(outlook: Outlook) -> Panel | None:
-    """All of memory over the batch: the cache grows with it, the rest is as at the largest batch."""
+    """All that one device holds over the batch."""
     drawn = []
     for each in outlook.candidates:
         if each.memory is None or len(each.rows) < 2:
             continue
-        held = [held_bytes(each, row) for row in each.rows]
+        held = [sum(row.parts.values()) for row in each.rows]
         hover = [f"{each.label}: {words.size(size)}" for size in held]
         colour = colours(outlook).get(each.label, "muted")
         drawn.append(Curve(say.short(each.label), colour, [row.batch for row in each.rows], held, hover))
@@ -157,14 +156,6 @@ def memory_lines(outlook: Outlook) -> Panel | None:
     y = log_axis("", [size for curve in drawn for size in curve.y], form=_round_size)
     figure = lines(drawn, points_axis("batch", batches), y, height=360)
     return Panel("Against the batch", "Memory of each recipe by batch, against the capacity, both logarithmic", figure)
-
-
-def held_bytes(candidate: Candidate, row: Row) -> float:
-    """What one device holds at a batch; what is not the cache is taken as at the largest batch."""
-    assert candidate.memory is not None
-    return (
-        candidate.memory.total - candidate.memory.parts.get("cache", 0.0) + row.cache_bytes / candidate.memory.devices
-    )
 
 
 def _capacity(outlook: Outlook) -> list[Mark]:

@@ -77,6 +77,7 @@ def _candidate(each: Candidate, output: int) -> dict[str, Any]:
 
 def _memory(memory: Memory) -> dict[str, Any]:
     return {
+        "batch": memory.batch,
         "parts_bytes": memory.parts,
         "total_bytes": memory.total,
         "capacity_bytes": memory.capacity,
@@ -95,12 +96,14 @@ def _row(row: Row, output: int) -> dict[str, Any]:
     return {
         "batch": row.batch,
         "fits": row.fits,
-        "cache_bytes": row.cache_bytes,
+        "parts_bytes": row.parts,
+        "total_bytes": sum(row.parts.values()),
         "prefill": _timed(row.prefill) if row.prefill is not None else None,
         "step": _timed(row.step),
         "bound_per_s": rate.most,
         "forecast_per_s": rate.forecast,
         "forecast_interval_per_s": rate.interval,
+        "cost": row.cost,
     }
 
 

@@ -116,24 +116,26 @@ def _memory(outlook: Outlook) -> Section | None:
     found = [(each, each.memory) for each in outlook.candidates if each.memory is not None]
     shades = figures.parts(outlook.candidates)
     decodes = outlook.architecture.kind == "decoder"
-    head = ["recipe", *shades, "in all", "capacity", "largest batch"]
+    head = ["recipe", "batch", *shades, "in all", "capacity", "fits", "largest batch"]
     head += ["a token of cache", "largest context"] if decodes else []
     body = [
         [
             each.label,
-            *(words.or_dash(memory.parts.get(name), words.size) for name in shades),
-            say.takes(memory),
+            f"{row.batch:,}",
+            *(words.or_dash(row.parts.get(name), words.size) for name in shades),
+            words.size(sum(row.parts.values())),
             words.or_dash(memory.capacity, words.size),
+            {True: "fits", False: "does not fit", None: say.NONE}[row.fits],
             say.largest(memory.largest_batch, memory),
             *([words.size(memory.cache_per_token), say.largest(memory.largest_context, memory)] if decodes else []),
         ]
         for each, memory in found
+        for row in each.rows
     ]
     work = outlook.workload
     tokens = f" with {work.context:,} tokens each" if decodes else ""
-    said = [f"What one device holds at batch {work.batches[-1]:,}{tokens}, against what it has."]
-    caption = ["Against the batch the cache grows; the rest is as at the largest batch."] if len(panels) > 1 else []
-    return Section(said, panels, caption, Sheet(head, body), keys=[(shade, name) for name, shade in shades.items()])
+    said = [f"What one device holds{tokens}, against what a runtime uses of it."]
+    return Section(said, panels, [], Sheet(head, body), keys=[(shade, name) for name, shade in shades.items()])
 
 
 def _times(outlook: Outlook) -> Section | None:

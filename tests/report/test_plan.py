@@ -64,7 +64,7 @@ def test_a_line_has_the_figures_of_its_candidate(three: Outlook, monkeypatch: py
     cells = line(shown, "fp8", "does it fit").split("  ")
     found = [each.strip() for each in cells if each.strip()]
     total = f"✓ {words.size(fp8.memory.total)}"
-    assert found == ["fp8", "vllm", "native", "8.00", "7.50 GB", total, "80.0 GB", f"{fp8.memory.largest_batch}"]
+    assert found == ["fp8", "vllm", "native", "8.00", "7.50 GB", "64", total, "80.0 GB", f"{fp8.memory.largest_batch}"]
     timed = line(shown, "fp8", "how long")
     assert plan_words.forecast(fp8.rows[0].prefill).replace("\u00a0", " ") in timed.replace("\u00a0", " ")
     for row in (fp8.rows[0], fp8.rows[-1]):
@@ -145,7 +145,7 @@ def test_without_times_there_is_no_table_of_them(monkeypatch: pytest.MonkeyPatch
 
 
 def test_several_devices_and_none_that_is_enough(one: Outlook, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Memory({"weights": 71e9}, 80e9, 1e5, 12, 4096, 2, 2, ["shared evenly <b>"])
+    memory = Memory({"weights": 71e9}, 8, 80e9, 1e5, 12, 4096, 2, 2, ["shared evenly <b>"])
     shown = text(planned.with_first(one, memory=memory), monkeypatch)
     assert "✓ 2 × 71.0 GB" in shown
     assert "shared evenly <b>" in shown
