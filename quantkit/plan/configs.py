@@ -128,6 +128,8 @@ def _class_name(config: Mapping[str, Any], name: str) -> str:
 
 def _from_path(path: Path) -> Architecture:
     if path.is_file():
+        if path.suffix != ".json":
+            raise _missing(path, f"a {path.suffix or 'file without suffix'}, no config")
         return from_config(_parsed(path), path.resolve().parent.name if path.name == CONFIG else path.stem)
     if not path.exists():
         raise InputError("file-missing", where=str(path), value="no such file or folder", remedy="check the path")
@@ -142,13 +144,13 @@ def _present(folder: Path, *inside: str) -> Path:
     for place in inside:
         if (found := folder / place / CONFIG).is_file():
             return found
-    raise InputError(
-        "config-missing",
-        where=str(folder),
-        value=f"no {CONFIG} in it",
-        rule="plan reads the sizes off it",
-        remedy="name a Hugging Face folder, its config.json, a bundle or a shipped model",
-    )
+    raise _missing(folder, f"no {CONFIG} in it")
+
+
+def _missing(path: Path, value: str) -> InputError:
+    rule = f"plan reads sizes off a {CONFIG}"
+    remedy = "name a Hugging Face folder, its config.json, a bundle or a shipped model"
+    return InputError("config-missing", where=str(path), value=value, rule=rule, remedy=remedy)
 
 
 def _cached(reference: str) -> Path:

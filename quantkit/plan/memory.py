@@ -132,8 +132,10 @@ class Footprint:
         }
 
     def cache_bytes(self, batch: int, context: int, *, devices: int = 1) -> float:
-        """Of keys and values on each device."""
+        """Of keys and values on each device; an encoder keeps none."""
         found = 0.0
+        if self.architecture.kind != "decoder":
+            return found
         for attention, count in self._attentions.items():
             tokens = context if attention.window is None else min(context, attention.window)
             share = 1.0 if attention.kind == "latent" else -(-attention.kv_heads // devices) / attention.kv_heads

@@ -295,6 +295,9 @@ def test_folders_files_bundles_and_what_is_neither(tmp_path: Path) -> None:
         assert "\n" not in caught.value.line()
     with pytest.raises(InputError, match="file-missing"):
         configs.read("./no-such-folder")
+    (folder / "model.onnx").write_bytes(b"\x08\xff")
+    with pytest.raises(InputError, match=r"config-missing.*\.onnx"):
+        configs.read(str(folder / "model.onnx"))
     with pytest.raises(InputError, match="did you mean 'llama-3-8b'"):
         configs.read("lama-3-8b")
     with pytest.raises(InputError, match=r"unknown-model.*\./gpt"):

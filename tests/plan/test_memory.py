@@ -201,6 +201,13 @@ def test_encoders_have_no_cache_and_are_bounded_by_activations() -> None:
     assert batch > 1000
 
 
+def test_a_decoder_without_its_head_is_an_encoder_and_keeps_nothing() -> None:
+    from quantkit.plan import shipped
+
+    config = {**shipped.read("qwen3-0.6b").config, "architectures": ["Qwen3Model"]}
+    assert footprint(configs.from_config(config, "embedder")).cache_bytes(8, 512) == 0
+
+
 def test_a_runtime_is_said_by_its_source() -> None:
     assert "vllm-project" in taken_by("vllm", "gpu").source
     assert "CUDA context" in taken_by("torch", "gpu").source
