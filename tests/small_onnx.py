@@ -27,7 +27,7 @@ from quantkit.model.finished import Finished
 from quantkit.model.open import Source, open_model
 from quantkit.model.stream import StreamedModel
 from quantkit.model.structure import is_linear, is_transposed
-from quantkit.scheme import ActivationScheme, WeightScheme
+from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 Schemes = WeightScheme | Callable[[str], WeightScheme | None] | None
 # architecture and changes -> what was traced; copied before every use
@@ -134,6 +134,7 @@ def export(
     tokenizer: Any = None,
     changes: Mapping[str, Any] | None = None,
     activations: ActivationScheme | None = None,
+    kv_cache: CacheScheme | None = None,
     exporter: Any = EXPORT,
     **options: Any,
 ) -> Small:
@@ -142,6 +143,7 @@ def export(
     Args:
         exporter: `onnx` unless said otherwise.
         activations: of the linears inside blocks; a fixed scale is 0.05, with the zero point -3 if it has one.
+        kv_cache: of all blocks; the scale of keys is 0.05, that of values 0.03.
 
     Returns:
         with `model` holding the values that the codes stand for.
@@ -172,7 +174,12 @@ def export(
     inside = [linear for linear in tensors if linear.startswith(blocks)] if activations else []
     fixed = {linear: _fixed(dtype, activations) for linear in inside if activations and not activations.dynamic}
     finished.save(folder / "block.safetensors", tensors, {}, fixed)
-    results = Finished([folder / "block.safetensors"], chosen, dict.fromkeys(inside, activations))  # type: ignore[arg-type]
+    files = [folder / "block.safetensors"]
+    for index, block in enumerate(stream.block_names if kv_cache is not None else ()):
+        files.append(folder / f"cache-{index}.safetensors")
+        keys, own = (InputScale(torch.tensor([number], dtype=dtype)) for number in (0.05, 0.03))
+        finished.save(files[-1], {}, {}, cache=(block, keys, own))
+    results = Finished(files, chosen, dict.fromkeys(inside, activations), kv_cache)  # type: ignore[arg-type]
     out = folder / "bundle"
     out.mkdir()
     with traced_once(name, changes or {}):

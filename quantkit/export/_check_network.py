@@ -7,8 +7,8 @@ Compared are a prompt, steps with the cache after it, and a batch padded on the 
 hide below such a limit: so every weight is read back from the file as well and held against what was decided
 (`network.weights`, to the rounding of its scale).
 
-Where inputs are quantized, a value on the edge of a code goes either way, and one step of int8 is far more than 2^-6:
-logits are compared without the pairs, and the pairs by their scales (`network.pairs`).
+Where inputs are quantized, or the cache, a value on the edge of a code goes either way, and one step of int8 is far
+more than 2^-6: logits are compared without the pairs, and the pairs by their scales and types (`network.pairs`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from quantkit import registry
 from quantkit.bundle import Check
 from quantkit.errors import InputError
 from quantkit.export._check_onnx import _difference, _expected, _prompt, _worst, sound
+from quantkit.export._tensorrt_weights import TYPES
 from quantkit.export._values import Values
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def check(network: Path, values: Values) -> list[Check]:
     model = ir.load(network)
     kind = str(model.metadata_props.get("quantkit.type", "float16"))
     found.append(_weights(model, values, _SCALES[kind]))
-    if values.inputs:
+    if values.inputs or values.run_time.cache is not None:
         found.append(_pairs(model, values, _SCALES[kind]))
     limit = LIMITS[kind]
     error, where = _numbers(network, model, values)
@@ -107,19 +108,42 @@ def constant(model: ir.Model, name: str) -> Array | None:
 
 
 def _pairs(model: ir.Model, values: Values, limit: float) -> Check:
-    """How many products whose input is to be quantized have another pair before them, or none."""
+    """How many products, keys and values that are to be quantized have another pair, or none.
+
+    A pair has the scale that was decided on, to `limit` of it, no zero point, and the type of its format.
+    """
     producers = {str(node.outputs[0].name): node for node in model.graph}
     wrong = []
     for name, given in values.inputs.items():
         product = producers.get(f"{name}/output") or next(
             node for node in model.graph if node.op_type == "MatMul" and _reads(node, f"{name}.codes", producers)
         )
-        pair = product.inputs[0].producer() if product.inputs[0] is not None else None
-        scale = None if pair is None or pair.op_type != "DequantizeLinear" else pair.inputs[1]
-        held = None if scale is None or scale.const_value is None else float(scale.const_value.numpy())
-        if held is None or given.scale is None or abs(held - given.scale) > limit * given.scale:
+        read = product.inputs[0].producer() if product.inputs[0] is not None else None
+        made = read.inputs[0].producer() if read is not None and read.inputs[0] is not None else None
+        if given.scale is None or not _is_pair(made, read, given.scale, given.scheme.format, limit):
             wrong.append(name)
+    cache = values.run_time.cache
+    for layer, found in values.run_time.cache_scales.items() if cache is not None else ():
+        for word, own in zip(("key", "value"), found, strict=True):
+            name, scale = f"attention.{layer}/{word}", float(own.scale.float().reshape(-1)[0])
+            made, read = producers.get(f"{name}/quantized"), producers.get(f"{name}/read")
+            if cache is None or not _is_pair(made, read, scale, cache.format, limit):
+                wrong.append(name)
     return Check(name="network.pairs", value=len(wrong), limit=0, ok=not wrong, where="; ".join(wrong[:3]))
+
+
+def _is_pair(quantize: ir.Node | None, dequantize: ir.Node | None, scale: float, form: str, limit: float) -> bool:
+    for node, operator in ((quantize, "QuantizeLinear"), (dequantize, "DequantizeLinear")):
+        if node is None or node.op_type != operator:
+            return False
+        held, zero = (
+            None if each is None or each.const_value is None else each.const_value for each in node.inputs[1:]
+        )
+        if held is None or zero is None or not abs(float(held.numpy()) - scale) <= limit * scale:
+            return False
+        if zero.numpy().dtype != TYPES[form] or zero.numpy().any():
+            return False
+    return True
 
 
 def _reads(node: ir.Node, name: str, producers: Mapping[str, ir.Node]) -> bool:

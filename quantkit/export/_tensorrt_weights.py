@@ -146,7 +146,13 @@ def refuse_inputs(where: str, scheme: ActivationScheme) -> None:
     """The same of activations."""
     rule = "TensorRT quantizes activations by one fixed scale a tensor, without zero point, to int8 or fp8_e4m3"
     if scheme.format not in RUNNING:
-        raise InputError("layout-unsupported", where=where, value=f"inputs in {scheme.format}", rule=rule)
+        raise InputError(
+            "layout-unsupported",
+            where=where,
+            value=f"inputs in {scheme.format}",
+            rule=rule,
+            remedy="--set scheme.activations.format=int8, or fp8_e4m3",
+        )
     if scheme.dynamic or scheme.granularity != "tensor":
         raise InputError(
             "layout-unsupported",
@@ -167,12 +173,12 @@ def refuse_inputs(where: str, scheme: ActivationScheme) -> None:
 
 def refuse_cache(scheme: CacheScheme) -> None:
     """The same of the KV cache."""
-    if scheme.format not in RUNNING or scheme.granularity != "tensor" or scheme.dynamic:
+    if scheme.format not in RUNNING or scheme.granularity != "tensor" or scheme.dynamic or not scheme.symmetric:
         raise InputError(
             "layout-unsupported",
             where="scheme.kv_cache",
-            value=f"{scheme.format}, by {scheme.granularity}",
-            rule="TensorRT's cache has one fixed scale a layer, in int8 or fp8_e4m3",
+            value=f"{scheme.format}, by {scheme.granularity}{'' if scheme.symmetric else ', with zero points'}",
+            rule="TensorRT's cache has one fixed scale a layer and no zero points, in int8 or fp8_e4m3",
             remedy="kv_cache: {format: fp8_e4m3, granularity: tensor}",
         )
 

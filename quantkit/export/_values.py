@@ -19,6 +19,7 @@ from quantkit.errors import InputError
 from quantkit.export._nbits import Input
 from quantkit.formats import QuantTensor
 from quantkit.model import run_time
+from quantkit.model.cache import QuantizedCaches
 from quantkit.model.finished import Finished
 from quantkit.model.inputs import QuantizedInputs
 from quantkit.model.open import Source
@@ -145,9 +146,15 @@ class Values:
             prefix = stream.files[f"{linear}.weight"].removesuffix(".weight")
             return weights.layout.read_back(prefix, layers[linear], weights.stored.read)
 
-        inputs = [each for each in stream.transforms if isinstance(each, QuantizedInputs)]
-        stream.transforms = [each for each in stream.transforms if each not in inputs]
-        how = RunTime(inputs[0].schemes, inputs[0].scales) if inputs else RunTime()
+        how = RunTime()
+        for each in list(stream.transforms):
+            if isinstance(each, QuantizedInputs):
+                how = replace(how, activations=each.schemes, scales=each.scales)
+            elif isinstance(each, QuantizedCaches):
+                how = replace(how, cache=each.scheme, cache_scales=dict(each.scales))  # type: ignore[arg-type]
+            else:
+                continue
+            stream.transforms.remove(each)
         return cls(stream, layers, quantized, how)
 
 

@@ -141,6 +141,16 @@ def test_a_pair_with_another_scale_is_found(tmp_path: Path) -> None:
     assert checks["network.logits"].ok, "logits are compared without pairs"
 
 
+@pytest.mark.parametrize("form", STATIC)
+def test_a_stored_cache_has_the_calibrated_scales(tmp_path: Path, form: str) -> None:
+    made = network(tmp_path, kv_cache=CacheScheme(format=form), cache="grown")
+    checks = made.check()
+    assert all(check.ok for check in checks.values()), checks
+    assert checks["network.pairs"].ok
+    spoil(made, "attention.1/value.scale", lambda scale: scale * np.float16(1.01))
+    assert made.check()["network.pairs"].where == "attention.1/value"
+
+
 @pytest.mark.parametrize("form", ["int4", "nvfp4", "nf4"])
 def test_one_wrong_code_is_found(tmp_path: Path, form: str) -> None:
     made = network(tmp_path, how=SCHEMES[form])
@@ -246,6 +256,8 @@ def test_inputs_scaled_as_the_model_runs_are_refused() -> None:
         EXPORT.accepts({"sm": "8.9"}, {}, [], [], cache=CacheScheme(format="fp8_e4m3", granularity="head"))
     with pytest.raises(InputError, match=r"tensorrt\.cache=grown"):
         EXPORT.accepts({"sm": "8.9"}, {}, [], [], cache=CacheScheme(format="fp8_e4m3"))
+    with pytest.raises(InputError, match="with zero points"):
+        EXPORT.accepts({"sm": "8.9", "cache": "grown"}, {}, [], [], cache=CacheScheme(format="int8", symmetric=False))
     EXPORT.accepts({"sm": "8.9", "cache": "grown"}, {}, [], [], cache=CacheScheme(format="fp8_e4m3"))
 
 

@@ -14,6 +14,7 @@ from conftest import recipe  # type: ignore[import-not-found]
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
+from quantkit.export._values import Values
 from quantkit.export.checkpoint import EXPORT
 from quantkit.model.stream import Head
 from quantkit.pipeline import Request, compile_model
@@ -133,6 +134,10 @@ def test_a_cache_alone_leaves_the_weights_dense(model: Path, tmp_path: Path) -> 
     result = compiled(model, tmp_path / "out", "dense", scheme, passes=[])
     folder, ids = result.bundle.model_folder, zoo.ids(2, 16)
     assert not result.bundle.manifest.layers
+    # what is exported of the bundle later knows it
+    values = Values.of_bundle(result.bundle.path)
+    assert values.run_time.cache is not None and values.run_time.cache.format == "int8"
+    assert set(values.run_time.cache_scales) == {0, 1} and values.stream.transforms == []
     plain = of_transformers(model, ids)
     theirs = of_transformers(folder, ids)
     assert not torch.allclose(plain, theirs, atol=1e-5)
