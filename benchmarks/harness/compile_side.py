@@ -1,7 +1,8 @@
 """One compile in a process of its own, with what each of its parts took.
 
     python compile_side.py request.json answer.json
-    request: {"model", "recipe", "changes": [...], "out", "speed": false}
+    request: {"model", "recipe", "changes": [...], "out", "speed": false,
+              "scored": positions, fewer than a user's, so that many compiles take minutes}
     answer:  {"parts": [{"stage", "detail", "seconds", "cpu_seconds", "peak_bytes"}], "stages", "peak_bytes", ...}
 
 The kernel's high-water mark of resident memory is set back at each part, so that every part has a peak of its own. This
@@ -17,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quantkit.pipeline import Request, compile_model
+from quantkit.pipeline import Request, compile_model, tokens
 from quantkit.pipeline.progress import Progress
 from quantkit.plan import machine
 
@@ -67,6 +68,8 @@ def _resident() -> int:
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
+    if "scored" in request:
+        tokens.SCORED = request["scored"]
     watch = Watch()
     started = watch._now()
     asked = Request.of(

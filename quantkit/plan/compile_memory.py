@@ -1,0 +1,116 @@
+"""What is in memory at once in each part of a compile, counted in bytes of tensors; `compiling.py` knows how often.
+
+    quantize   a block with what its widest solve holds, hidden states in and out, the activations of one forward
+    check      of a checkpoint a few blocks twice; of a graph its session, and one block of what it is held against
+    score      both heads, both models' hidden states, a few positions of logits; of a graph its session
+
+Embeddings and head are loaded whole, in 32-bit floats, wherever the ends of a model are needed. A process does not give
+all that it frees back to the system (glibc's heap), so a share of what one part took stays with those after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quantkit import registry
+from quantkit.plan.architecture import Architecture
+from quantkit.plan.compile_work import Question, elements, shared
+
+# logits of one model that are in memory at one time
+_LOGITS = 1 << 23
+# bytes from which on hidden states lie in a file
+_ON_DISK = 1 << 30
+
+Terms = Mapping[str, float]
+
+
+def held(question: Question) -> dict[str, dict[str, float]]:
+    """Part -> what it holds -> bytes; `one` is the interpreter with its libraries."""
+    model = question.architecture
+    ends, graph = _ends(model), "onnx" in question.exports
+    parts: dict[str, dict[str, float]] = {"open": {"one": 1.0, "graph": float(graph), "largest": _largest(model)}}
+    quantized = _quantize(question) if question.recipe.passes or question.sequences else {}
+    if quantized:
+        parts["quantize"] = {"one": 1.0, "graph": float(graph), **quantized}
+    for name in question.exports:
+        session = _session(question) if name == "onnx" else {}
+        block = 4.0 * max((elements(layer.matrices) for layer in model.layers), default=0.0)
+        parts[f"check {name}"] = {"one": 1.0, "graph": float(graph), "ends": ends, "block": block, **session, **quantized}
+        if name in ("checkpoint", "onnx"):
+            parts[f"score {name}"] = {
+                "one": 1.0,
+                "graph": float(graph),
+                "ends": ends,
+                "states": 4.0 * question.scored * model.hidden,
+                "logits": _logits(question),
+                **session,
+                **quantized,
+            }
+    return parts
+
+
+def _ends(model: Architecture) -> float:
+    """Embeddings and head in 32-bit floats."""
+    head = model.head.parameters if model.head is not None and not model.tied else 0
+    return 4.0 * (model.embeddings + model.others + head)
+
+
+def _largest(model: Architecture) -> float:
+    """The largest tensor as it is stored."""
+    width = 4 if model.dtype == "float32" else 2
+    largest = max((matrix.N * matrix.K for matrix in model.inside()), default=0)
+    return float(width * max(largest, model.embeddings))
+
+
+def _quantize(question: Question) -> dict[str, float]:
+    model = question.architecture
+    layer = max(model.layers, key=lambda layer: elements(layer.matrices))
+    groups = shared(layer)
+    solving = any(step.name in ("awq", "gptq") for step in question.recipe.passes)
+    widest = max(groups, key=lambda group: group[0].K * (group[0].K + sum(matrix.N for matrix in group)))
+    at_once = min(question.chunk, question.sequences) * question.length
+    features = max((sum(matrix.N for matrix in group) + group[0].K for group in groups), default=0)
+    hidden = 4.0 * question.tokens * model.hidden
+    kept = sum(group[0].active * group[0].K for group in groups) if question.corrected else 0
+    return {
+        "begun": _ends(model),
+        "weights": 4.0 * elements(layer.matrices) * (2 if question.corrected else 1),
+        "solve": 4.0 * sum(matrix.N for matrix in widest) * widest[0].K if solving else 0.0,
+        "hessian": 4.0 * widest[0].K ** 2 if solving else 0.0,
+        "hidden": 0.0 if hidden > _ON_DISK else hidden * (2 if question.corrected else 1),
+        "activations": 4.0 * at_once * features,
+        "originals": 4.0 * at_once * kept,
+    }
+
+
+def _session(question: Question) -> dict[str, float]:
+    """Of ONNX Runtime: packed weights, and the rest in 32-bit floats."""
+    return {"packed": packed_bytes(question), "floats": 4.0 * _kept(question)}
+
+
+def packed_bytes(question: Question) -> float:
+    """Of all codes with their scales and zero points."""
+    model, found = question.architecture, 0.0
+    head = [model.head] if model.head is not None else []
+    for matrix in [*model.inside(), *head]:
+        scheme = question.schemes.get(matrix.name)
+        if scheme is not None:
+            shape = (matrix.N, matrix.K + scheme.padding(matrix.K))
+            bits = registry.load("formats", scheme.format).bits_per_weight(shape, scheme)
+            found += matrix.count * shape[0] * shape[1] * bits / 8
+    return found
+
+
+def _kept(question: Question) -> float:
+    """Elements that get no codes."""
+    model = question.architecture
+    coded = elements([matrix for matrix in model.inside() if matrix.name in question.schemes])
+    return max(model.parameters - coded, 0.0)
+
+
+def _logits(question: Question) -> float:
+    """Of one model, as many positions as are looked at together."""
+    head = question.architecture.head
+    if head is None:
+        return 0.0
+    return 4.0 * head.N * min(max(1, _LOGITS // head.N), question.scored_length)
