@@ -1,7 +1,7 @@
 """One compile in a process of its own, with what each of its parts took.
 
     python compile_side.py request.json answer.json
-    request: {"model", "recipe", "changes": [...], "out", "speed": false,
+    request: {"model", "recipe", "changes": [...], "out", "speed": false, "target": null,
               "scored": positions, fewer than a user's, so that many compiles take minutes}
     answer:  {"parts": [{"stage", "detail", "seconds", "cpu_seconds", "peak_bytes"}], "stages", "peak_bytes", ...}
 
@@ -75,6 +75,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     asked = Request.of(
         request["model"],
         recipe=request["recipe"],
+        target=request.get("target"),
         changes=request.get("changes", []),
         out=request["out"],
         speed=request.get("speed", False),

@@ -144,8 +144,13 @@ class Source:
         return model.eval().requires_grad_(False)
 
 
-def open_model(ref: str, *, trust_remote_code: bool = False) -> Source:
+def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True) -> Source:
     """Opens a model by path, hub id or alias.
+
+    Args:
+        ref: see the module.
+        trust_remote_code: whether its own code may run.
+        hashed: whether its files are hashed, which reads all of them once; else its `sha256` is empty.
 
     Raises:
         InputError: `unknown-model`, `alias-missing`, `model-graph`, `file-missing`, `not-a-folder`, `hub-unreachable`,
@@ -182,7 +187,7 @@ def open_model(ref: str, *, trust_remote_code: bool = False) -> Source:
             value=error.value,
             remedy=f"{error.remedy}; a folder is written ./{ref}, a hub model hf:org/name",
         )
-    return _open_folder(path, full, name, trust_remote_code, was=was, notes=notes)
+    return _open_folder(path, full, name, trust_remote_code, was=was, notes=notes, hashed=hashed)
 
 
 def untied(source: Source, files: Mapping[str, str]) -> Source:
@@ -223,7 +228,15 @@ def open_written(folder: Path) -> Source:
 
 
 def _open_folder(
-    path: Path, ref: str, name: str, trust: bool, *, was: str | None, notes: list[str], written: bool = False
+    path: Path,
+    ref: str,
+    name: str,
+    trust: bool,
+    *,
+    was: str | None,
+    notes: list[str],
+    written: bool = False,
+    hashed: bool = True,
 ) -> Source:
     if not (path / "config.json").exists():
         raise InputError(
@@ -266,7 +279,7 @@ def _open_folder(
         else _stored_dtype(weights, ref),
         was=was,
         notes=notes,
-        sha256=_identity(path, weights, trust),
+        sha256=_identity(path, weights, trust) if hashed else "",
         weights=weights,
         trust_remote_code=trust,
         architecture=model_class.__name__,

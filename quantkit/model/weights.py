@@ -19,7 +19,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,9 +144,19 @@ class Weights:
             InputError: `weights-nonfinite` where a float tensor holds NaN or infinity, `weights-truncated` where the
                 file has become shorter since it was opened.
         """
+        return self._read(self.entries[name])
+
+    def beginning(self, name: str, rows: int) -> torch.Tensor:
+        """The first rows of a tensor, as `read`; nothing else of it is in memory."""
+        entry = self.entries[name]
+        kept = min(rows, entry.shape[0])
+        row = entry.bytes // max(entry.shape[0], 1)
+        return self._read(replace(entry, shape=(kept, *entry.shape[1:]), end=entry.start + kept * row))
+
+    def _read(self, entry: Entry) -> torch.Tensor:
         import torch
 
-        entry = self.entries[name]
+        name = entry.name
         raw = torch.empty(entry.bytes, dtype=torch.uint8)
         with (self.folder / entry.shard).open("rb") as file:
             file.seek(entry.start)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantkit.pipeline.compile import Compiled, compile_model
-    from quantkit.pipeline.estimate import Estimate
     from quantkit.pipeline.measure import measure_bundle
     from quantkit.pipeline.module import Pipeline
     from quantkit.pipeline.prepared import Prepared, fingerprint, prepare
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_MODEL",
     "Compiled",
-    "Estimate",
     "Pipeline",
     "Prepared",
     "Progress",
@@ -34,7 +32,6 @@ __all__ = [
 _HOMES = {
     "DEFAULT_MODEL": "request",
     "Compiled": "compile",
-    "Estimate": "estimate",
     "Pipeline": "module",
     "Prepared": "prepared",
     "Progress": "progress",

@@ -10,7 +10,7 @@ a killed compile goes on where it was and ends with the same `content_sha256`.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ from quantkit.model.alias import ALIASES, Alias, materialize
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import engine, tokens
 from quantkit.pipeline.checks import demand
-from quantkit.pipeline.estimate import demand_disk, estimate, head_size, times
+from quantkit.pipeline.estimate import demand_disk, estimate, head_size, line, times
 from quantkit.pipeline.exported_module import REF
 from quantkit.pipeline.gates import judge, warnings
 from quantkit.pipeline.inspect_engine import of_exports
@@ -109,7 +109,7 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
     stages = Stages("open")
     prepared = prepare(request)
     expected = estimate(prepared)
-    progress.note(expected.line())
+    progress.note(line(expected))
     progress.plan(expected.seconds)
     if request.strict:
         refuse(prepared.decisions)
@@ -120,7 +120,7 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
         return _finished(build.finished, prepared)
     try:
         with build:
-            return _Compilation(prepared, build, progress, stages).run()
+            return Compilation(prepared, build, progress, stages).run()
     except KeyboardInterrupt:
         raise Stopped(
             "interrupted",
@@ -186,7 +186,24 @@ def _finished(bundle: Bundle, prepared: Prepared) -> Compiled:
     return Compiled(bundle, rows, seconds, machine.peak_bytes(), notes)
 
 
-class _Compilation:
+@dataclass(frozen=True)
+class Made:
+    """A bundle's content before it is scored.
+
+    Args:
+        decisions: so far.
+        layers: what was quantized.
+        checks: of the exports, all of which hold, and of engines.
+        built: hashes of engines by path in the bundle.
+    """
+
+    decisions: Sequence[Decision]
+    layers: Sequence[LayerEntry]
+    checks: Sequence[Check]
+    built: Mapping[str, str]
+
+
+class Compilation:
     """The stages of one compile, in order; the state between them is what is on disk."""
 
     def __init__(self, prepared: Prepared, build: Build, progress: Progress, stages: Stages) -> None:
@@ -200,30 +217,13 @@ class _Compilation:
         """All stages."""
         prepared, request = self.prepared, self.prepared.request
         with stopping_when_full(self.build.folder):
-            if prepared.steps or prepared.calibration is not None:
-                self.stages.begin("quantize")
-                quantize(prepared, self.build, self.progress)
-            records = [record for key, record in self.build.done().items() if key.startswith(("block-", "head"))]
-            taken = [Decision.model_validate(x) for record in records for x in record.get("decisions", [])]
-            decisions = [*prepared.decisions, *taken]
-            layers = [LayerEntry.model_validate(x) for record in records for x in record["layers"]]
-            self.quantize_cpu = prepared.cpu_seconds + sum(record["cpu_seconds"] for record in records)
-            if request.strict:
-                refuse(decisions)
-            self.stages.begin("export")
-            decisions += self._export()
-            self.stages.begin("check")
-            checks = self._check()
-            built = self._build_engines()
-            decisions += engine.notes(self.build.bundle, built)
-            looked = of_exports(request.recipe.export, self.build.bundle, layers, built, strict=request.strict)
-            decisions += [taken for each in looked for taken in each.decisions()]
-            checks += [each.check for each in looked]
+            made = self.made()
+            decisions, layers, checks = list(made.decisions), list(made.layers), list(made.checks)
             files = inventory(self.build.bundle)
             subject = content_sha256(files)
             self.stages.begin("score")
             rows = score_exports(
-                prepared, self.build, self.progress, subject=subject, layers=layers, files=files, built=built
+                prepared, self.build, self.progress, subject=subject, layers=layers, files=files, built=made.built
             )
             judged, unjudged = judge(request.recipe.gates, rows, request.gates_asked)
             if request.strict:
@@ -251,6 +251,34 @@ class _Compilation:
         stages = self.stages.end()
         seconds = {"quantize_cpu": self.quantize_cpu, "total": sum(stage.seconds for stage in stages)}
         return Compiled(bundle, rows, seconds, machine.peak_bytes(), notes, stages)
+
+    def made(self) -> Made:
+        """The first half: blocks through the passes, exports, their checks, and engines; nothing is scored yet.
+
+        Raises:
+            GateError: `check-failed`.
+        """
+        prepared, request = self.prepared, self.prepared.request
+        if prepared.steps or prepared.calibration is not None:
+            self.stages.begin("quantize")
+            quantize(prepared, self.build, self.progress)
+        records = [record for key, record in self.build.done().items() if key.startswith(("block-", "head"))]
+        taken = [Decision.model_validate(x) for record in records for x in record.get("decisions", [])]
+        decisions = [*prepared.decisions, *taken]
+        layers = [LayerEntry.model_validate(x) for record in records for x in record["layers"]]
+        self.quantize_cpu = prepared.cpu_seconds + sum(record["cpu_seconds"] for record in records)
+        if request.strict:
+            refuse(decisions)
+        self.stages.begin("export")
+        decisions += self._export()
+        self.stages.begin("check")
+        checks = self._check()
+        built = self._build_engines()
+        decisions += engine.notes(self.build.bundle, built)
+        looked = of_exports(request.recipe.export, self.build.bundle, layers, built, strict=request.strict)
+        decisions += [taken for each in looked for taken in each.decisions()]
+        checks += [each.check for each in looked]
+        return Made(decisions, layers, checks, built)
 
     def _export(self) -> list[Decision]:
         stored = results(self.prepared, self.build)

@@ -1,99 +1,149 @@
-"""What a compile will take, said before it begins: seconds a stage, memory, disk. Guesses, and called so.
+"""What a compile will take, said before it begins: `plan/compiling.py`, of a model that is open and a set that is read.
 
-The rates are those of one ordinary core; progress corrects the time as it goes. Space is reckoned from shapes.
+Nothing is assumed of the model here: its linears are those that will be quantized, its tokens those that were loaded.
 """
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.pipeline.baseline import place
 from quantkit.pipeline.worth import quick, runs_here
+from quantkit.plan import compiling, configs
+from quantkit.plan.architecture import Architecture, Layer, Matrix
+from quantkit.plan.compile_work import Question
+from quantkit.plan.compiling import Compiling, Machine
 from quantkit.report import words
+from quantkit.target import Target
 
 if TYPE_CHECKING:
     from quantkit.pipeline.prepared import Prepared
     from quantkit.recipe import ExportStep
-
-# multiply-adds a second of a core, and what Python with torch and transformers takes
-_RATE = 35e9
-_INTERPRETER = 0.5e9
-# times the largest block: its weights dense, a copy, a Hessian, codes; measured on models from 135 M to 1.5 GB
-_COPIES = 6
-# of the activations of one forward, see `work.ACTIVATION_BYTES`; most chunks stay well below it
-_ACTIVATIONS = 0.4e9
+    from quantkit.scheme import WeightScheme
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What is expected.
+def estimate(prepared: Prepared) -> Compiling:
+    """For a request whose inputs were opened, on this machine."""
+    return compiling.compiling(question(prepared), here())
 
-    Args:
-        seconds: by stage, in order.
-        memory: bytes at the peak.
-        bundle: bytes of the result.
-        work: bytes beside it while it is built.
-        cache: bytes of the float baseline in the user's cache, if it has to be made.
+
+def line(expected: Compiling) -> str:
+    """For people, before work starts."""
+    disk = expected.disk
+    space = f"{words.size(disk.bundle)} of disk ({words.size(disk.most)} while at it)"
+    kept = f", {words.size(disk.cache)} for the float baseline" if disk.cache else ""
+    return f"expected: {words.about(expected.total)}, {words.size(expected.peak)} of memory, {space}{kept}"
+
+
+def here() -> Machine:
+    """This machine, with the figures that `quantkit doctor --write` measured, if it did."""
+    import torch
+
+    from quantkit.pipeline.request import this_machine
+
+    return Machine.of(Target.load(this_machine()), torch.get_num_threads())
+
+
+def question(prepared: Prepared) -> Question:
+    """What is asked, in sizes."""
+    from quantkit.measure import states
+    from quantkit.model.stream import StreamedModel
+
+    model = architecture(prepared)
+    named = {matrix.name: _scheme(prepared, matrix.name) for matrix in _all(model)}
+    samples, length = prepared.calibration.ids.shape if prepared.calibration is not None else (0, 0)
+    scored, scored_length = prepared.scoring.ids.shape
+    if prepared.scoring.pairs is not None:  # both texts of each
+        scored = 2 * prepared.scoring.items
+    original = prepared.stream
+    if prepared.stream.transforms:
+        original = StreamedModel(prepared.original)
+    timed = times(prepared)
+    return Question(
+        model,
+        prepared.request.recipe,
+        {name: scheme for name, scheme in named.items() if scheme is not None},
+        samples,
+        length,
+        scored * scored_length,
+        scored_length,
+        cached=states.place(original, prepared.scoring.sha256).exists(),
+        timed=quick(prepared.source.kind).seconds if timed else 0.0,
+        baseline=timed and not place(prepared.original, graph(prepared).options).exists(),
+    )
+
+
+def architecture(prepared: Prepared) -> Architecture:
+    """The model in sizes: by its config, where that gives the linears that it has; else by its modules.
+
+    What the modules do not tell is how attention looks at tokens: it is then left out of what a forward computes.
     """
-
-    seconds: dict[str, float]
-    memory: float
-    bundle: float
-    work: float
-    cache: float
-
-    def line(self) -> str:
-        """For people, before work starts."""
-        space = f"{words.size(self.bundle)} of disk ({words.size(self.bundle + self.work)} while at it)"
-        kept = f", {words.size(self.cache)} for the float baseline" if self.cache else ""
-        about = words.about(sum(self.seconds.values()))
-        return f"expected: {about}, {words.size(self.memory)} of memory, {space}{kept}"
-
-
-def estimate(prepared: Prepared) -> Estimate:
-    """For a request whose inputs were opened."""
-    from quantkit.pipeline.work import looks_at_original
-
-    shapes, schemes = prepared.layers.shapes, prepared.layers.schemes
-    source = prepared.source
-    weights = sum(rows * columns for rows, columns in shapes.values())
-    blocks = max(len(prepared.stream.block_names), 1)
-    block = 4 * sum(rows * columns for rows, columns in prepared.layers.inside.values()) / blocks
-    whole = source.weights.total_bytes()
-    width = {"float32": 4, "float16": 2, "bfloat16": 2}.get(source.dtype, 4)
-    rest = max(whole - width * sum(rows * columns for rows, columns in prepared.layers.inside.values()), 0)
-    packed = 0.0
-    for name, scheme in schemes.items():
-        rows, columns = shapes[name]
-        padded = columns + scheme.padding(columns)
-        packed += rows * padded * registry.load("formats", scheme.format).bits_per_weight((rows, padded), scheme) / 8
-    dense = whole - width * sum(shapes[name][0] * shapes[name][1] for name in schemes if name != prepared.layers.head)
-    bundle = 0.0
-    for step in prepared.request.recipe.export:
-        stretch = 4 / width if step.name == "onnx" else 1.0
-        bundle += packed + dense * stretch
-    seen = prepared.calibration.ids.numel() if prepared.calibration else 0
-    streams = 1 + looks_at_original(prepared.steps)
-    hidden = 4.0 * streams * seen * int(source.config.get("hidden_size", source.config.get("n_embd", 0)))
-    work = (weights if schemes else 0) + 2 * hidden
-    memory = _INTERPRETER + 2 * rest * 4 / width + _COPIES * block + 2 * hidden + (_ACTIVATIONS if seen else 0.1e9)
-    cache = whole * 4 / width if times(prepared) and not place(source, graph(prepared).options).exists() else 0.0
-    return Estimate(_seconds(prepared), memory, bundle, work, cache)
+    source, shapes = prepared.source, prepared.layers.inside
+    if configs.is_known(source.config):
+        try:
+            found = configs.from_config(source.config, source.name)
+        except InputError:
+            pass
+        else:
+            mine = {
+                name: shape for name, shape in shapes.items() if any(_stands(m, name, shape) for m in found.inside())
+            }
+            if len(mine) == len(shapes) == sum(matrix.count for matrix in found.inside()):
+                return found
+    stream = prepared.stream
+    layers = []
+    for name in stream.block_names:
+        matrices = [Matrix(each, *shape) for each, shape in shapes.items() if each.startswith(f"{name}.") or not name]
+        layers.append(Layer(name, matrices, None))
+    inside = sum(matrix.parameters for layer in layers for matrix in layer.matrices)
+    head = stream.skeleton.get_parameter(f"{stream.head}.weight").shape if stream.head else None
+    config = source.config
+    sizes = (config.get("hidden_size"), config.get("n_embd"), config.get("d_model"))
+    hidden = next((size for size in sizes if isinstance(size, int)), prepared.layers.widest)
+    stored = sum(value.numel() for value in stream.skeleton.parameters())
+    return Architecture(
+        name=source.name,
+        kind=source.kind,
+        model_type=str(config.get("model_type", "")),
+        dtype=source.dtype,
+        hidden=hidden,
+        layers=layers,
+        embeddings=max(stored - inside, 0),
+        others=0,
+        head=Matrix(str(stream.head), *head) if head is not None else None,
+        tied=True,  # the embedding's elements hold those of a head of its own
+        assumed=("its linears alone: its config is not known",),
+    )
 
 
-def demand_disk(expected: Estimate, out: Path) -> None:
+def _stands(matrix: Matrix, name: str, shape: tuple[int, int]) -> bool:
+    """Whether an entry of an architecture is a linear of the model, or one of many experts'."""
+    return shape == (matrix.N, matrix.K) and (matrix.name == name or fnmatchcase(name, matrix.name))
+
+
+def _all(model: Architecture) -> list[Matrix]:
+    return [*model.inside(), *([model.head] if model.head is not None else [])]
+
+
+def _scheme(prepared: Prepared, name: str) -> WeightScheme | None:
+    schemes = prepared.layers.schemes
+    if "*" in name:
+        return next((scheme for each, scheme in schemes.items() if fnmatchcase(each, name)), None)
+    return schemes.get(name)
+
+
+def demand_disk(expected: Compiling, out: Path) -> None:
     """Refuse a build that cannot end.
 
     Raises:
         InputError: `disk-space`.
     """
     place = next((folder for folder in (out, *out.absolute().parents) if folder.is_dir()), Path())
-    free, need = shutil.disk_usage(place).free, expected.bundle + expected.work
+    free, need = shutil.disk_usage(place).free, expected.disk.most
     if need > free:
         raise InputError(
             "disk-space",
@@ -120,32 +170,3 @@ def head_size(prepared: Prepared) -> int:
     """Weights of the language-model head."""
     config = prepared.source.config
     return int(config.get("vocab_size", 0)) * int(config.get("hidden_size", config.get("n_embd", 0)))
-
-
-def _seconds(prepared: Prepared) -> dict[str, float]:
-    """From the matrix products of each stage."""
-    import torch
-
-    from quantkit.pipeline.work import looks_at_original
-
-    rate = _RATE * torch.get_num_threads()
-    weights = sum(rows * columns for rows, columns in prepared.layers.inside.values())
-    scored = prepared.scoring.ids.numel()
-    if prepared.scoring.pairs is not None:  # both texts of each
-        scored += prepared.scoring.items * prepared.scoring.ids.shape[1]
-    seen = prepared.calibration.ids.numel() if prepared.calibration else 0
-    stages = {}
-    if prepared.steps:
-        passes = sum(1 + 2 * bool(step.needs) for step in prepared.steps) + 2 * looks_at_original(prepared.steps)
-        stages["quantize"] = 1.0 + passes * 2 * weights * seen / rate + weights / 2e7
-    exports = [step.name for step in prepared.request.recipe.export]
-    graph = 12.0 + weights / 2e7 if "onnx" in exports else 0.0
-    stages["export"] = 1.0 + weights / 1e8 + graph
-    stages["check"] = 2.0 + weights / 2e7 * len(exports)
-    if "tensorrt" in exports:
-        # TensorRT-RTX on two cores: 110 s for SmolLM2-135M
-        stages["build"] = 15.0 + weights / 1.2e6
-    stages["score"] = 4.0 + (2 + 2 * len(exports)) * (weights + head_size(prepared)) * scored / rate
-    if times(prepared):
-        stages["speed"] = 30.0 + quick(prepared.source.kind).seconds + graph
-    return stages

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from quantkit.pipeline.work import Step
     from quantkit.recipe import Recipe
 
+# what calibrates (None where no pass looks at data), and what scores
+Sets = tuple["TokenSet | None", "TokenSet"]
 # packages that an ONNX graph's bytes depend on
 _GRAPH = ("onnx", "onnx-ir", "onnxscript")
 
@@ -55,8 +57,14 @@ class Prepared:
     cpu_seconds: float = 0.0
 
 
-def prepare(request: Request) -> Prepared:
+def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -> Prepared:
     """Open and check everything a compile needs.
+
+    Args:
+        request: what is asked for.
+        whole: whether every weight is read, and looked at for NaN and infinity; a rehearsal has no time for that, nor
+            for the hash of the files.
+        seen: what calibrates and what scores; None loads what the recipe names.
 
     Raises:
         InputError: anything that would make it fail later.
@@ -66,7 +74,7 @@ def prepare(request: Request) -> Prepared:
     from quantkit.pipeline.work import Step, check_order, looks_at_data
 
     recipe = request.recipe
-    source = open_model(request.model, trust_remote_code=request.trust_remote_code)
+    source = open_model(request.model, trust_remote_code=request.trust_remote_code, hashed=whole)
     if source.kind not in recipe.models:
         raise InputError(
             "model-kind",
@@ -86,7 +94,7 @@ def prepare(request: Request) -> Prepared:
     request = with_own_runtime(request, source.kind)
     added, recipe = len(request.recipe.export) > len(recipe.export), request.recipe
     stream = StreamedModel(source)
-    for tensor in dict.fromkeys(stream.files.values()):
+    for tensor in dict.fromkeys(stream.files.values()) if whole else ():
         source.weights.read(tensor)  # finite, every one of them: now, not hours later
     if recipe.passes:
         _demand_equal_experts(stream)
@@ -113,7 +121,7 @@ def prepare(request: Request) -> Prepared:
         )
     decisions = [*taken, *layers.decisions]
     looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
-    calibration, scoring = tokens.load(recipe, source, calibrate=looks, decisions=decisions)
+    calibration, scoring = seen or tokens.load(recipe, source, calibrate=looks, decisions=decisions)
     if added:
         reason = f"added: a checkpoint of 8-bit integers is computed in floats on {request.target.name}, a graph is not"
         decisions.append(decision("export", NOTE, "onnx", reason))

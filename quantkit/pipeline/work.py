@@ -31,14 +31,11 @@ from quantkit.passes import Pass, decision
 from quantkit.pipeline import route
 from quantkit.pipeline.route import Rare
 from quantkit.plan import machine
+from quantkit.plan.compile_work import chunk_size
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
-# what one forward may take for activations; a run over more sequences goes in chunks
-ACTIVATION_BYTES = 768 * 2**20
 # blocks after which freed memory is given back; every time would cost a second a gigabyte
 _TRIM = 4
-# tensors of the widest activation alive at one time, roughly
-_ALIVE = 6
 # what a fixed scale that is shorter than min-max asks for
 SATURATED = "saturated"
 
@@ -127,11 +124,6 @@ class _Reasons(Mapping[str, str]):
 
     def __len__(self) -> int:
         return len(self._folds.found[1])
-
-
-def chunk_size(widest: int, tokens: int) -> int:
-    """How many sequences of `tokens` go through one forward when the widest activation has `widest` features."""
-    return max(1, ACTIVATION_BYTES // (widest * tokens * 4 * _ALIVE))
 
 
 def looks_at_data(

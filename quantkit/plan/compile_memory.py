@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from quantkit import registry
 from quantkit.plan.architecture import Architecture
-from quantkit.plan.compile_work import Question, elements, shared
+from quantkit.plan.compile_work import LONG, LONG_SEQUENCES, SCORED_TOGETHER, Question, elements, shared
 
 # logits of one model that are in memory at one time
 _LOGITS = 1 << 23
@@ -25,26 +25,35 @@ Terms = Mapping[str, float]
 
 
 def held(question: Question) -> dict[str, dict[str, float]]:
-    """Part -> what it holds -> bytes; `one` is the interpreter with its libraries."""
+    """Part -> what it holds -> bytes; `one` is the interpreter with its libraries, `graph` and `engine` those of
+    ONNX and of TensorRT.
+    """
     model = question.architecture
-    ends, graph = _ends(model), "onnx" in question.exports
-    parts: dict[str, dict[str, float]] = {"open": {"one": 1.0, "graph": float(graph), "largest": _largest(model)}}
-    quantized = _quantize(question) if question.recipe.passes or question.sequences else {}
-    if quantized:
-        parts["quantize"] = {"one": 1.0, "graph": float(graph), **quantized}
+    ends = _ends(model)
+    libraries = {
+        "one": 1.0,
+        "graph": float("onnx" in question.exports),
+        "engine": float("tensorrt" in question.exports),
+    }
+    parts: dict[str, dict[str, float]] = {"open": {**libraries, "largest": _largest(model)}}
+    left: dict[str, float] = {}
+    if question.recipe.passes or question.sequences:
+        quantized = _quantize(question)
+        parts["quantize"] = {**libraries, **quantized}
+        left = {f"left {name}": amount for name, amount in quantized.items()}
     for name in question.exports:
         session = _session(question) if name == "onnx" else {}
         block = 4.0 * max((elements(layer.matrices) for layer in model.layers), default=0.0)
-        parts[f"check {name}"] = {"one": 1.0, "graph": float(graph), "ends": ends, "block": block, **session, **quantized}
+        parts[f"check {name}"] = {**libraries, "ends": ends, "block": block, **session, **left}
         if name in ("checkpoint", "onnx"):
             parts[f"score {name}"] = {
-                "one": 1.0,
-                "graph": float(graph),
+                **libraries,
                 "ends": ends,
-                "states": 4.0 * question.scored * model.hidden,
+                **_scored(question, cache=name == "checkpoint" and question.recipe.scheme.kv_cache is not None),
                 "logits": _logits(question),
+                "block": block,
                 **session,
-                **quantized,
+                **left,
             }
     return parts
 
@@ -81,6 +90,18 @@ def _quantize(question: Question) -> dict[str, float]:
         "activations": 4.0 * at_once * features,
         "originals": 4.0 * at_once * kept,
     }
+
+
+def _scored(question: Question, *, cache: bool) -> dict[str, float]:
+    """Hidden states of what is scored, and the activations of one forward; of a quantized cache, at a long context."""
+    model = question.architecture
+    tokens, length = question.scored, question.scored_length
+    if cache:
+        length = min(LONG, model.max_context or LONG)
+        tokens = max(tokens, LONG_SEQUENCES * length)
+    widest = max((sum(matrix.N for matrix in group) for layer in model.layers for group in shared(layer)), default=0)
+    together = min(SCORED_TOGETHER * length, tokens)
+    return {"states": 4.0 * tokens * model.hidden, "forward": 4.0 * together * widest}
 
 
 def _session(question: Question) -> dict[str, float]:

@@ -16,10 +16,9 @@ point (`calibrate/statistics.py`). A compile is scored on `scored` tokens by bot
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from quantkit import registry
 from quantkit.plan.architecture import Architecture, Layer, Matrix
@@ -35,11 +34,28 @@ _PANEL = 256
 _GRIDS = {"searched": 8, "wide": 11, "minmax": 1}
 # tokens that `measure.harm` runs both models on, and those of a quantized cache's long contexts, sequence by sequence
 _HARM = 128
-_LONG, _LONG_SEQUENCES = 2048, 4
+LONG, LONG_SEQUENCES = 2048, 4
+# sequences of a forward that scores
+SCORED_TOGETHER = 4
 # what adds to the residual stream, or begins a new shared input, by how such linears are called
 _OUTWARD = ("o_proj", "out_proj", "down_proj", "dense", "output", "fc2", "c_proj", "w2")
 
-Work = Counter[str]
+
+class Work(dict[str, float]):
+    """Kind of work -> how much of it; none of what is not there."""
+
+    def __missing__(self, kind: str) -> float:
+        return 0.0
+
+    def __add__(self, other: Mapping[str, float]) -> Work:
+        """The work of both."""
+        return Work({kind: self[kind] + other.get(kind, 0.0) for kind in (*self, *other)})
+
+    def __iadd__(self, other: Mapping[str, float]) -> Self:  # type: ignore[misc,override]
+        """And that of another."""
+        for kind, amount in other.items():
+            self[kind] += amount
+        return self
 
 
 @dataclass(frozen=True)
@@ -126,12 +142,16 @@ def counted(question: Question) -> dict[str, Work]:
     for name in question.exports:
         parts[f"export {name}"] = _export(question, name)
         parts[f"check {name}"] = _check(question, name)
+    if "tensorrt" in question.exports:
+        layers = question.architecture.layers
+        inside = elements(list(question.architecture.inside()))
+        parts["build"] = Work({"fixed:build": 1, "layers:build": len(layers), "built": inside})
     parts |= _score(question)
     if question.timed:
         parts["speed"] = Work({"fixed:speed": 1, "timed": question.timed})
         if question.baseline:
             parts["speed"] += _export(question, "onnx", dense=True) + _check(question, "onnx", dense=True)
-    parts["finish"] = Work({"fixed:finish": 1})
+    parts["finish"] = Work({"fixed:finish": 1, "fixed:page": 1 if question.schemes else 0})
     return parts
 
 
@@ -338,8 +358,8 @@ def _score(question: Question) -> dict[str, Work]:
             found["harmed"] += inside
         if name == "checkpoint" and question.recipe.scheme.kv_cache is not None:
             # two candidates, whose original is computed once
-            context = min(_LONG, model.max_context or _LONG)
-            longer = _LONG_SEQUENCES * context
+            context = min(LONG, model.max_context or LONG)
+            longer = LONG_SEQUENCES * context
             found += _run(model.layers, longer, context, 3.0)
             for _ in range(4):
                 found += Work({kind: amount * longer / tokens for kind, amount in one_head.items()})

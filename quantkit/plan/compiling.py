@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -28,12 +28,59 @@ from quantkit.recipe import Recipe
 from quantkit.target import Target
 
 RATES = Path(__file__).with_name("compile_rates.json")
+# bytes of a bundle's page with the code that draws it, of what is kept of a scored position, of a graph's nodes, and of
+# a token in a tokenizer's files: SmolLM2's 49,152 take 3.5 MB
+_PAGE, _ITEM, _LAYER, _TOKEN = 1.7e6, 46, 4e4, 71
 Of = Literal["fp32", "read", "clock"]
 
 # positions that a compile scores at least, and tokens of a sequence where the calibration set says nothing of them
 SCORED, LENGTH = 6000, 512
 # seconds that a compile's timing has for its cells: of decoders, and of what does not decode
 TIMED = {"decoder": 40.0, "encoder": 60.0, "vision": 60.0}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was learned of compiles.
+
+    Args:
+        kinds: kind of work -> `of` (the figure that it goes by), `value` (the share of it that is reached; of `clock`
+            seconds a unit), `parallel` (whether on all cores).
+        memory: part -> what it holds -> how often that is there at once; of what is counted as 1, bytes.
+        interval: real over predicted seconds, from the least to the most that was seen of models that were not fitted.
+        machine: `name`, `cores`, `fp32`, `read` of the one that it was learned on.
+    """
+
+    kinds: Mapping[str, Mapping[str, Any]]
+    memory: Mapping[str, Mapping[str, float]]
+    interval: tuple[float, float]
+    machine: Mapping[str, Any]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """From what `compile_rates.json` holds."""
+        low, high = data["interval"]
+        return cls(data["kinds"], data["memory"], (low, high), data["machine"])
+
+    def seconds(self, kind: str, machine: Machine) -> float:
+        """Processor seconds that one unit of a kind of work takes."""
+        rate = self.kinds.get(kind)
+        if rate is None or not rate["value"]:
+            return 0.0
+        if rate["of"] == "clock":
+            return float(rate["value"])
+        figure = machine.fp32 / machine.cores if rate["of"] == "fp32" else machine.read
+        return 1.0 / (figure * float(rate["value"]))
+
+    def parallel(self, kind: str) -> bool:
+        """Whether a kind of work runs on all cores."""
+        return kind in self.kinds and bool(self.kinds[kind]["parallel"])
+
+
+@cache
+def shipped() -> Rates:
+    """`compile_rates.json`."""
+    return Rates.from_dict(json.loads(RATES.read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)
@@ -56,13 +103,13 @@ class Machine:
 
     @classmethod
     def of(cls, target: Target | None, cores: int) -> Self:
-        """The machine that a CPU target describes; where it has no measured figures, that of the table, scaled by cores.
+        """The machine that a CPU target describes; without measured figures that of the table, scaled by cores.
 
         Args:
             target: with `doctor --write`'s figures, if it was run here.
             cores: that may be used.
         """
-        fitted = _table()["machine"]
+        fitted = shipped().machine
         figures = target.figures() if target is not None and target.kind == "cpu" else {}
         found = {place: figure.value for place, figure in figures.items() if isinstance(figure.value, float)}
         if target is not None and {"compute.fp32", "memory.read_bandwidth"} <= found.keys():
@@ -146,7 +193,13 @@ class Compiling:
 
 
 def asked(
-    architecture: Architecture, recipe: Recipe, *, speed: bool = False, cached: bool = False, baseline: bool = True
+    architecture: Architecture,
+    recipe: Recipe,
+    *,
+    speed: bool = False,
+    cached: bool = False,
+    baseline: bool = True,
+    positions: int = SCORED,
 ) -> Question:
     """The question that a compile of a model by a recipe is, where the model is not opened.
 
@@ -156,6 +209,7 @@ def asked(
         speed: whether a graph that it exports is timed.
         cached: whether the original was scored on the same text before.
         baseline: whether its graph has to be made to be timed against.
+        positions: that are scored, at least.
 
     Raises:
         InputError: those of `plan.assigned.assign`.
@@ -178,7 +232,7 @@ def asked(
         found.schemes,
         recipe.calibration.samples if looks else 0,
         length,
-        -(-SCORED // max(scored - 1, 1)) * scored,
+        -(-positions // max(scored - 1, 1)) * scored,
         scored,
         cached=cached,
         timed=TIMED[architecture.kind] if timed else 0.0,
@@ -186,8 +240,8 @@ def asked(
     )
 
 
-def compiling(question: Question, machine: Machine) -> Compiling:
-    """What it takes.
+def compiling(question: Question, machine: Machine, rates: Rates | None = None) -> Compiling:
+    """What it takes, by the shipped rates or by others.
 
     Raises:
         InputError: `compile-unknown`, a graph of images, whose compile is another.
@@ -200,17 +254,18 @@ def compiling(question: Question, machine: Machine) -> Compiling:
             rule="what a compile takes is known of decoders and encoders of text",
             remedy="quantkit compile --dry-run says it of a graph",
         )
+    rates = rates or shipped()
     cpu: dict[str, float] = {}
     wall: dict[str, float] = {}
     for part, work in counted(question).items():
         stage = part.partition(" ")[0]
         for kind, amount in work.items():
-            spent = amount * seconds_of(kind, machine)
+            spent = amount * rates.seconds(kind, machine)
             cpu[stage] = cpu.get(stage, 0.0) + spent
-            wall[stage] = wall.get(stage, 0.0) + (spent / machine.cores if _rate(kind)["parallel"] else spent)
-    low, high = _table()["interval"]
-    notes = [machine.assumed] if machine.assumed else []
-    return Compiling(_ordered(wall), _ordered(cpu), (low, high), peaks(question), disk(question), machine, tuple(notes))
+            wall[stage] = wall.get(stage, 0.0) + spent / (machine.cores if rates.parallel(kind) else 1)
+    notes = (machine.assumed,) if machine.assumed else ()
+    memory = peaks(question, rates)
+    return Compiling(_ordered(wall), _ordered(cpu), rates.interval, memory, disk(question), machine, notes)
 
 
 _STAGES = ("open", "quantize", "export", "check", "build", "score", "speed", "finish")
@@ -220,28 +275,19 @@ def _ordered(found: Mapping[str, float]) -> dict[str, float]:
     return {stage: found[stage] for stage in _STAGES if stage in found}
 
 
-def seconds_of(kind: str, machine: Machine) -> float:
-    """Processor seconds that one unit of a kind of work takes."""
-    rate = _rate(kind)
-    if rate["of"] == "clock":
-        return float(rate["value"])
-    figure = machine.fp32 / machine.cores if rate["of"] == "fp32" else machine.read
-    return 1.0 / (figure * rate["value"]) if rate["value"] else 0.0
-
-
 def of(kind: str) -> tuple[Of, bool]:
     """Which figure of the machine a kind of work goes by, and whether it runs on all cores."""
     name = kind.partition(":")[0]
-    if name in ("fixed", "layers", "calls", "timed"):
+    if name in ("fixed", "layers", "calls", "timed", "built"):
         return "clock", False
     if name in ("bytes", "rest", "packed", "checked", "elements", "activations"):
         return "read", False
     return "fp32", name in ("products", "session", "logits", "rounded")
 
 
-def peaks(question: Question) -> dict[str, float]:
+def peaks(question: Question, rates: Rates | None = None) -> dict[str, float]:
     """Part -> bytes resident at its peak."""
-    table = _table()["memory"]
+    table = (rates or shipped()).memory
     return {
         part: sum(amount * table[part].get(term, 0.0) for term, amount in terms.items())
         for part, terms in held(question).items()
@@ -259,24 +305,15 @@ def disk(question: Question) -> Disk:
     for name in question.exports:
         # a graph's network is in 32-bit floats, TensorRT's in 16
         bytes_each = 4 if name == "onnx" else 2 if name == "tensorrt" else width
-        bundle += packed + bytes_each * (model.parameters - coded)
+        weights = packed + bytes_each * (model.parameters - coded)
+        # an engine stands beside the network that it is built from
+        bundle += weights * (2 if name == "tensorrt" else 1) + _TOKEN * (model.vocabulary or 0)
+        if name != "checkpoint":
+            bundle += _LAYER * len(model.layers)
+    if question.schemes:
+        bundle += _PAGE
+    bundle += _ITEM * question.scored * sum(name in ("checkpoint", "onnx") for name in question.exports)
     streams = 1 + question.corrected
     hidden = 4.0 * streams * question.tokens * model.hidden if question.sequences else 0.0
     cache = 4.0 * model.parameters if question.timed and question.baseline else 0.0
     return Disk(bundle, (elements(list(model.inside())) if question.schemes else 0.0) + 2 * hidden, cache)
-
-
-def on(machine: Machine, question: Question, **changes: Any) -> Compiling:
-    """`compiling` of a question with changes: `sequences=4`."""
-    return compiling(replace(question, **changes), machine)
-
-
-def _rate(kind: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = _table()["kinds"].get(kind, {"of": "clock", "value": 0.0, "parallel": False})
-    return found
-
-
-@cache
-def _table() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(RATES.read_text(encoding="utf-8"))
-    return found

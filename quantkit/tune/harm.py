@@ -36,7 +36,8 @@ from quantkit.model.block import Block
 from quantkit.model.stream import Calls, Head, StreamedModel
 from quantkit.model.structure import set_weight, weight_of
 from quantkit.passes import Outcome
-from quantkit.pipeline.work import Step, Worked, chunk_size, looks_at_original, work
+from quantkit.pipeline.work import Step, Worked, looks_at_original, work
+from quantkit.plan.compile_work import chunk_size
 from quantkit.recipe import assigners
 from quantkit.scheme import WeightScheme
 

@@ -14,9 +14,9 @@ from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.model import fold
 from quantkit.model.loaded import LoadedModel
-from quantkit.pipeline import work as module
 from quantkit.pipeline.layers import lay_out
-from quantkit.pipeline.work import Step, Worked, check_order, chunk_size, looks_at_data, work
+from quantkit.pipeline.work import Step, Worked, check_order, looks_at_data, work
+from quantkit.plan.compile_work import chunk_size
 from quantkit.recipe import Recipe
 
 
@@ -63,7 +63,7 @@ def test_the_next_block_sees_what_the_quantized_ones_put_out() -> None:
 def test_small_chunks_choose_next_to_the_same(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     ids = zoo.ids(5, 16)
     whole = run(zoo.tiny("llama"), names, ids)
-    monkeypatch.setattr(module, "ACTIVATION_BYTES", 1)
+    monkeypatch.setattr("quantkit.plan.compile_work.ACTIVATION_BYTES", 1)
     parts = run(zoo.tiny("llama"), names, ids)
     # a sum in another order may tip a code over, which then tips others: what stays is the output
     first, again = whole[0].block.tensors, parts[0].block.tensors
@@ -90,7 +90,7 @@ def test_going_on_from_a_finished_block_is_the_same(gptq: str) -> None:
 @pytest.mark.parametrize("chunked", [False, True])
 def test_the_original_stream_is_what_the_float_model_puts_out(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if chunked:
-        monkeypatch.setattr(module, "ACTIVATION_BYTES", 1)
+        monkeypatch.setattr("quantkit.plan.compile_work.ACTIVATION_BYTES", 1)
     ids = zoo.ids(5, 16)
     plain = LoadedModel(zoo.tiny("llama"))
     calls = plain.begin(ids, 5)

@@ -1,0 +1,141 @@
+"""Efficiencies and copies of `quantkit/plan/compile_rates.json`, fitted to compiles that were taken part by part.
+
+Seconds: one efficiency for each kind of work, all parts of all compiles at once, none below zero, errors relative to
+what a part took. Memory: how often each thing that a part holds is there at once, part by part, within bounds that
+what the code does sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from scipy.optimize import lsq_linear, nnls
+
+from quantkit.plan import configs
+from quantkit.plan.compile_memory import held
+from quantkit.plan.compile_work import Question, counted
+from quantkit.plan.compiling import SCORED, Machine, asked, of
+from quantkit.recipe import Recipe
+
+Row = Mapping[str, Any]
+
+_RUNTIMES = {"torch": "checkpoint", "onnxruntime": "onnx"}
+# seconds below which a part's error does not matter, and its share
+_FLOOR, _SHARE = 0.1, 0.15
+# libraries, whose bytes are what is fitted
+_BASES = ("one", "graph", "engine")
+# what is not fitted: timing takes its time by the clock, and half a minute to begin and to weigh both models
+STATED = {
+    "timed": {"of": "clock", "value": 1.0, "parallel": False},
+    "fixed:speed": {"of": "clock", "value": 30.0, "parallel": False},
+}
+# of what a part holds: from a little less than once to what temporaries and two models side by side can make of it
+_BOUNDS = {
+    "one": (3e8, 9e8),
+    "graph": (0.0, 2e8),
+    "engine": (0.0, 3e8),
+    "largest": (0.3, 2.0),
+    "begun": (0.0, 1.5),
+    "ends": (0.5, 4.0),
+    "states": (1.0, 8.0),
+    "logits": (1.0, 6.0),
+    "floats": (0.5, 4.0),
+    "packed": (0.5, 4.0),
+    "block": (0.0, 8.0),
+    "weights": (0.0, 6.0),
+    "solve": (0.0, 8.0),
+    "hessian": (0.0, 12.0),
+    "hidden": (0.0, 4.0),
+    "activations": (0.0, 4.0),
+    "originals": (0.0, 2.0),
+    "forward": (0.0, 4.0),
+}
+# of what an earlier part held, a share stays with the process
+_LEFT = (0.0, 0.5)
+
+
+def question(row: Row) -> Question:
+    """What a recorded compile was."""
+    recipe = Recipe.load(row["recipe"], row["changes"])
+    model = configs.from_config(row["config"], row["model"])
+    return asked(model, recipe, speed=row["speed"], positions=row["scored"] or SCORED)
+
+
+def parts(row: Row) -> list[tuple[str, float, int]]:
+    """(part, processor seconds, peak bytes); what lies between the parts that are known is `finish`."""
+    found: list[tuple[str, float, int]] = []
+    for part in row["parts"]:
+        stage, detail = part["stage"], part["detail"]
+        name = stage
+        if detail == "end":
+            name = "finish"
+        elif stage == "export":
+            name = f"export {detail}"
+        elif stage == "check":
+            name = f"check {detail.split()[-1]}"
+        elif stage == "score":
+            name = f"score {_RUNTIMES.get(detail, 'checkpoint')}"
+        found.append((name, part["cpu_seconds"], part["peak_bytes"]))
+    return found
+
+
+def spent(row: Row) -> dict[str, float]:
+    """Part -> processor seconds."""
+    found: dict[str, float] = {}
+    for name, seconds, _ in parts(row):
+        found[name] = found.get(name, 0.0) + seconds
+    return found
+
+
+def peaks(row: Row) -> dict[str, int]:
+    """Part -> peak bytes."""
+    found: dict[str, int] = {}
+    for name, _, peak in parts(row):
+        found[name] = max(found.get(name, 0), peak)
+    return found
+
+
+def fitted(rows: Sequence[Row], machine: Machine) -> dict[str, Any]:
+    """`kinds` and `memory` of the table."""
+    return {"kinds": {**_kinds(rows, machine), **STATED}, "memory": _memory(rows)}
+
+
+def _kinds(rows: Iterable[Row], machine: Machine) -> dict[str, Any]:
+    taken = []
+    for row in rows:
+        work, seconds = counted(question(row)), spent(row)
+        # timing runs by the clock
+        taken += [(work[part], seconds[part]) for part in work.keys() & seconds.keys() - {"speed"}]
+    kinds = sorted({kind for work, _ in taken for kind, amount in work.items() if amount})
+    amounts = np.array([[work[kind] for kind in kinds] for work, _ in taken], float)
+    seconds = np.array([second for _, second in taken])
+    weight = 1 / (_SHARE * seconds + _FLOOR)
+    scale = amounts.max(0)
+    found, _ = nnls(amounts / scale * weight[:, None], seconds * weight)
+    table = {}
+    for kind, each in zip(kinds, found / scale, strict=True):
+        figure, parallel = of(kind)
+        rate = machine.fp32 / machine.cores if figure == "fp32" else machine.read
+        value = each if figure == "clock" else 1 / (rate * each) if each else 0.0
+        table[kind] = {"of": figure, "value": float(f"{value:.4g}"), "parallel": parallel}
+    return table
+
+
+def _memory(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
+    seen: dict[str, list[tuple[Mapping[str, float], int]]] = {}
+    for row in rows:
+        terms, found = held(question(row)), peaks(row)
+        for part in terms.keys() & found.keys():
+            seen.setdefault(part, []).append((terms[part], found[part]))
+    table = {}
+    for part, samples in sorted(seen.items()):
+        names = sorted({name for terms, _ in samples for name in terms})
+        amounts = np.array([[terms.get(name, 0.0) for name in names] for terms, _ in samples])
+        peak = np.array([value for _, value in samples], float)
+        low, high = np.array([_LEFT if name.startswith("left ") else _BOUNDS[name] for name in names]).T
+        size = np.array([1e9 if name in _BASES else 1.0 for name in names])
+        result = lsq_linear(amounts * size / peak[:, None], np.ones(len(peak)), bounds=(low / size, high / size))
+        table[part] = {name: float(f"{each:.4g}") for name, each in zip(names, result.x * size, strict=True)}
+    return table

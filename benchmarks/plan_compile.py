@@ -1,0 +1,284 @@
+"""What a compile takes, predicted and real: seconds, peak memory, disk.
+
+    python benchmarks/plan_compile.py                       # smollm2-135m by every recipe; about half an hour
+    python benchmarks/plan_compile.py --recipes awq-int4 nf4 --set calibration.samples=4 --scored 1000
+    python benchmarks/plan_compile.py --fit                 # random models -> quantkit/plan/compile_rates.json
+    python benchmarks/plan_compile.py --fit --again         # the same from the compiles that were recorded last
+    python benchmarks/plan_compile.py --fit --again --doctor   # and on figures of their machine that are measured now
+
+The efficiencies are fitted on random Llamas, 3 to 50 M parameters, 4 to 12 layers of widths 256 to 768; smollm2-135m is
+not among them. Each compile runs in a process of its own (`harness/compile_side.py`), with a cache in which nothing is
+known of its text; processor seconds are of all its threads and children, the peak is the kernel's high-water mark.
+Wall time is what a quiet machine shows: beside other work set processor seconds against each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.compile_fit import fitted, peaks, question, spent
+from harness.process import THREADS, envelope, environment, quantkit, run
+from harness.random_model import make
+from harness.record import RESULTS, record, show, verdicts
+
+from quantkit.plan import machine as host
+from quantkit.plan import shipped as shipped_models
+from quantkit.plan.compiling import RATES, SCORED, Machine, Rates, compiling
+
+COLUMNS = {
+    "recipe": "recipe",
+    "settings": "settings",
+    "scored": "positions:d",
+    "cpu_predicted": "CPU s predicted:.0f",
+    "cpu_real": "real:.0f",
+    "cpu_error": "error:+.0%",
+    "wall_predicted": "wall s predicted:.0f",
+    "wall_real": "real:.0f",
+    "wall_error": "error:+.0%",
+    "peak_predicted_mb": "peak MB predicted:.0f",
+    "peak_real_mb": "real:.0f",
+    "peak_error": "error:+.1%",
+    "peak_at": "at",
+    "disk_error": "disk error:+.1%",
+}
+HARNESS = Path(__file__).parent / "harness"
+MODEL = "smollm2-135m"
+POSITIONS = {"positions": 2048}
+MODELS: dict[str, dict[str, Any]] = {
+    "a": {"layers": 4, "hidden": 256, "intermediate": 704, "heads": 4, "kv_heads": 2, "vocabulary": 4096, "tied": True},
+    "b": {
+        "layers": 8,
+        "hidden": 512,
+        "intermediate": 1408,
+        "heads": 8,
+        "kv_heads": 2,
+        "vocabulary": 16384,
+        "tied": True,
+    },
+    "c": {
+        "layers": 5,
+        "hidden": 768,
+        "intermediate": 2048,
+        "heads": 12,
+        "kv_heads": 4,
+        "vocabulary": 32768,
+        "tied": True,
+    },
+    "d": {
+        "layers": 12,
+        "hidden": 384,
+        "intermediate": 1024,
+        "heads": 6,
+        "kv_heads": 3,
+        "vocabulary": 24576,
+        "tied": False,
+    },
+}
+# model, recipe, sequences (0: the recipe looks at no data), positions that are scored (0: as a user's)
+FIT = [
+    *[("a", "awq-int4", 4, 0), ("b", "int8-weights", 0, 0), ("b", "gptq-int4", 4, 0), ("d", "rtn-int4", 0, 0)],
+    *[("d", "int4-best", 4, 1000), ("a", "float", 0, 1000), ("b", "int4-fast", 0, 1000), ("b", "fp8-block", 0, 1000)],
+    *[
+        ("a", "fp8", 4, 1000),
+        ("d", "fp8", 2, 1000),
+        ("b", "nf4", 4, 1000),
+        ("b", "int8", 4, 1000),
+        ("b", "int8", 16, 0),
+    ],
+    *[("d", "int8-dynamic", 4, 1000), ("a", "int8", 8, 1000), ("b", "mxfp4", 2, 1000), ("a", "nvfp4", 4, 1000)],
+    *[("b", "int3", 2, 1000), ("d", "int4-symmetric", 2, 1000), ("a", "int4-cpu", 4, 1000), ("b", "awq-int4", 2, 1000)],
+    *[
+        ("a", "gptq-int4+kv-fp8", 4, 1000),
+        ("d", "awq-int4", 4, 1000),
+        ("b", "float", 0, 1000),
+        ("d", "gptq-int4", 8, 1000),
+    ],
+    *[("b", "nvfp4", 4, 1000), ("d", "int8-weights", 0, 1000), ("b", "int4-best", 8, 1000), ("c", "awq-int4", 16, 0)],
+    *[("c", "fp8", 4, 1000), ("c", "int8-weights", 0, 1000), ("c", "int4-cpu", 4, 1000), ("c", "int4-best", 8, 1000)],
+]
+RECIPES = [
+    *("float", "rtn-int4", "int4-fast", "gptq-int4", "awq-int4", "int4-best", "int4-symmetric", "int3", "int4-cpu"),
+    *("int8-weights", "int8", "int8-dynamic", "fp8", "fp8-block", "nf4", "nvfp4", "mxfp4", "gptq-int4+kv-fp8"),
+]
+
+
+# recipes that look at no calibration data
+FREE = ("float", "rtn-int4", "int4-fast", "int8-weights", "fp8-block")
+
+
+def compiled(place: Path, name: str, model: str, recipe: str, changes: Sequence[str], scored: int, speed: bool) -> Any:
+    """One compile; None, with the reason printed, where it was refused."""
+    cache = place / "cache"
+    for known in ("states", "float"):
+        shutil.rmtree(cache / known, ignore_errors=True)
+    asked, answered, out = (place / f"{name}.{kind}" for kind in ("request", "answer", "bundle"))
+    request = {"model": model, "recipe": recipe, "changes": list(changes), "out": str(out), "speed": speed}
+    asked.write_text(json.dumps({**request, **({"scored": scored} if scored else {})}))
+    done = run(["python", HARNESS / "compile_side.py", asked, answered], env=environment(QUANTKIT_CACHE=str(cache)))
+    shutil.rmtree(out, ignore_errors=True)
+    if done.status:
+        print(f"{name}: {done.err.strip().splitlines()[-1][:200]}")
+        return None
+    found = json.loads(answered.read_text())
+    return {**found, "name": name, "recipe": recipe, "changes": list(changes), "scored": scored, "speed": speed}
+
+
+def doctor() -> dict[str, Any]:
+    """This machine's figures, as `quantkit doctor` measures them."""
+    report = envelope(run(quantkit("doctor", "--json")))["result"]
+    for warning in report["warnings"]:
+        print(f"doctor: {warning}")
+    rows = {(row["name"], row["unit"]): row["value"] for row in report["measurements"]}
+    return {"fp32": rows["ceiling.compute", "flop/s"], "read": rows["ceiling.read", "B/s"]}
+
+
+def fit(rows: Sequence[Mapping[str, Any]], machine: Machine, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """The table, with the interval that leaving out one model after another gives."""
+    about = {"name": machine.name, "cores": machine.cores, "fp32": machine.fp32, "read": machine.read}
+    ratios = []
+    for left_out in sorted({row["model"] for row in rows}):
+        others = fitted([row for row in rows if row["model"] != left_out], machine)
+        rates = Rates.from_dict({**others, "interval": (1, 1), "machine": about})
+        for row in rows:
+            if row["model"] == left_out:
+                expected = compiling(question(row), machine, rates)
+                ratios.append(_seconds(row) / sum(expected.cpu_seconds.values()))
+    interval = [float(f"{edge:.3g}") for edge in (min(ratios), max(ratios))]
+    return {"about": dict(provenance), "machine": about, "interval": interval, **fitted(rows, machine)}
+
+
+def _seconds(row: Mapping[str, Any]) -> float:
+    """Processor seconds of all parts."""
+    return sum(spent(row).values())
+
+
+def compared(row: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
+    """Predicted and real of one compile."""
+    expected = compiling(question(row), machine)
+    cpu, wall = sum(expected.cpu_seconds.values()), expected.total
+    peak, place = max((value, part) for part, value in peaks(row).items())
+    bundle = row["bundle_bytes"]
+    return {
+        "recipe": row["recipe"],
+        "settings": ", ".join(row["changes"]),
+        "scored": row["scored"] or SCORED,
+        "cpu_predicted": cpu,
+        "cpu_real": _seconds(row),
+        "cpu_error": cpu / _seconds(row) - 1,
+        "wall_predicted": wall,
+        "wall_real": row["seconds"],
+        "wall_error": wall / row["seconds"] - 1,
+        "peak_predicted": expected.peak,
+        "peak_real": peak,
+        "peak_error": expected.peak / peak - 1,
+        "peak_at": place,
+        "disk_error": expected.disk.bundle / bundle - 1,
+        "stages": {
+            stage: [value, sum(each for part, each in spent(row).items() if part.partition(" ")[0] == stage)]
+            for stage, value in expected.cpu_seconds.items()
+        },
+    }
+
+
+def _config(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fit", action="store_true", help="learn the efficiencies, on random models")
+    parser.add_argument("--again", action="store_true", help="from the compiles of the last record, without compiling")
+    parser.add_argument("--doctor", action="store_true", help="with --again: on this machine's figures, measured now")
+    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=YAML", help="change every recipe")
+    parser.add_argument("--scored", type=int, default=0, help="positions; 0: as a user's compile")
+    parser.add_argument("--speed", action="store_true", help="time graphs as well")
+    parser.add_argument("--no-record", action="store_true")
+    options = parser.parse_args()
+    return learn(options) if options.fit else predict(options)
+
+
+def learn(options: argparse.Namespace) -> int:
+    """Compile the random models, fit, write the table."""
+    place = Path(tempfile.mkdtemp(prefix="plan-compile-"))
+    last = max(RESULTS.glob("plan_compile-fit-*.json"), default=None)
+    if options.again and last is not None:
+        recorded = json.loads(last.read_text())
+        rows, about = recorded["rows"], recorded["machine"]
+        figures = doctor() if options.doctor else recorded["settings"]["figures"]
+    else:
+        rows, figures, about = [], doctor(), host.describe()
+        for name, sizes in MODELS.items():
+            make(place / name, **sizes, **POSITIONS)
+        for model, recipe, samples, scored in FIT:
+            changes = [f"calibration.samples={samples}"] if samples else []
+            name = f"{model}-{recipe}-{samples}"
+            row = compiled(place, name, str(place / model), recipe, changes, scored, False)
+            if row is not None:
+                rows.append({**row, "model": model, "config": _config(place / model)})
+                print(f"{name}: {_seconds(row):.0f} s of processor time, {max(peaks(row).values()) / 1e6:.0f} MB")
+        claim = "compiles of random models, part by part: what plan/compile_rates.json is fitted to"
+        record("plan_compile-fit", claim, rows, {"figures": figures, "models": MODELS}, write=not options.no_record)
+    shutil.rmtree(place, ignore_errors=True)
+    machine = Machine(about["device"]["name"], THREADS, figures["fp32"], figures["read"])
+    source = {
+        "script": "benchmarks/plan_compile.py --fit",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": about["device"],
+        "figures": figures.get("note", "quantkit doctor"),
+        "versions": {name: version for name, version in about["packages"].items() if version},
+        "compiles": len(rows),
+        "stated": "timed, fixed:speed: by the clock",
+    }
+    table = fit(rows, machine, source)
+    RATES.write_text(json.dumps(table, indent=1) + "\n")
+    print(f"{len(rows)} compiles; real over predicted, of models left out: {table['interval']}")
+    return 0
+
+
+def predict(options: argparse.Namespace) -> int:
+    """Compile smollm2-135m and set what was predicted beside it."""
+    place, figures = Path(tempfile.mkdtemp(prefix="plan-compile-")), doctor()
+    machine = Machine("this machine", THREADS, figures["fp32"], figures["read"])
+    config, rows = shipped_models.read(MODEL).config, []
+    # opened once, so that its conversion is in no compile
+    run(quantkit("compile", MODEL, "--dry-run", "--json"), env=environment(QUANTKIT_CACHE=str(place / "cache")))
+    for recipe in options.recipes:
+        changes = [change for change in options.set if not (recipe in FREE and change.startswith("calibration."))]
+        row = compiled(place, recipe, MODEL, recipe, changes, options.scored, options.speed)
+        if row is not None:
+            rows.append(compared({**row, "model": MODEL, "config": config}, machine))
+            show("", rows[-1:], COLUMNS)
+    shutil.rmtree(place, ignore_errors=True)
+    return tell(rows, figures, options)
+
+
+def tell(rows: list[dict[str, Any]], figures: Mapping[str, float], options: argparse.Namespace) -> int:
+    """The table, the record, and whether the targets hold."""
+    shown = [{**row, **{f"{key}_mb": row[key] / 1e6 for key in ("peak_predicted", "peak_real")}} for row in rows]
+    show(f"{MODEL}, {THREADS} threads", shown, COLUMNS)
+    claim = f"{MODEL} by every recipe: peak memory within 10 %, processor time within 25 %, fitted on other models"
+    settings = {"figures": figures, "threads": THREADS, "load": os.getloadavg()}
+    record("plan_compile", claim, rows, settings, write=not options.no_record)
+    checks = {}
+    for key, limit, what in (
+        ("peak", 0.10, "peak memory"),
+        ("cpu", 0.25, "processor time"),
+        ("wall", 0.25, "wall time"),
+    ):
+        worst = max(rows, key=lambda row: abs(row[f"{key}_error"]))
+        text = f"{what}: at most {abs(worst[f'{key}_error']):.1%} off ({worst['recipe']}); at most {limit:.0%}"
+        checks[text] = abs(worst[f"{key}_error"]) <= limit
+    return verdicts(checks)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
