@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from quantkit.errors import InputError
 from quantkit.pipeline.baseline import place
-from quantkit.pipeline.worth import quick, runs_here
+from quantkit.pipeline.request import runs_here
+from quantkit.pipeline.worth import quick
 from quantkit.plan import compiling, configs
 from quantkit.plan.architecture import Architecture, Layer, Matrix
 from quantkit.plan.compile_work import Question

@@ -44,9 +44,9 @@ from quantkit.pipeline.graph_prepared import Prepared, prepare
 from quantkit.pipeline.graph_quantized import MODEL, Quantized
 from quantkit.pipeline.manifest import manifest_of, with_documents
 from quantkit.pipeline.progress import Progress
-from quantkit.pipeline.request import Request
+from quantkit.pipeline.request import Request, runs_here
 from quantkit.pipeline.strict import refuse
-from quantkit.pipeline.worth import HARM, decide, runs_here
+from quantkit.pipeline.worth import HARM, decide
 from quantkit.plan import machine
 
 if TYPE_CHECKING:

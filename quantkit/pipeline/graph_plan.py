@@ -12,7 +12,7 @@ from quantkit.calibrate.inputs import InputSet
 from quantkit.pipeline.graph_measure import RUNTIME, SECONDS
 from quantkit.pipeline.graph_prepared import Prepared
 from quantkit.pipeline.graph_quantized import BATCH, SOLVING
-from quantkit.pipeline.worth import runs_here
+from quantkit.pipeline.request import runs_here
 from quantkit.plan import machine
 from quantkit.report import figures
 

@@ -28,6 +28,7 @@ from quantkit.pipeline import inspect_engine, worth
 from quantkit.pipeline.gates import judge, still_unjudged
 from quantkit.pipeline.graph_again import holds_graph, is_network, measure_graph
 from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.request import runs_here
 from quantkit.plan import efficiency, machine
 from quantkit.recipe import Gates, Recipe
 from quantkit.target import Target
@@ -362,7 +363,7 @@ def _keep(
     manifest = _judged(manifest, shown)
     with contextlib.suppress(InputError):
         target, timed = _target(bundle), any(row.name.startswith("latency.") for row in rows)
-        here = worth.runs_here(target)
+        here = runs_here(target)
         if timed and not here:
             progress.note(f"{target.name} is another machine: no verdict follows from what was timed here")
         # what was timed before stands as it was judged then

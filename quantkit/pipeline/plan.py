@@ -13,8 +13,7 @@ from typing import cast
 from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.pipeline.plan_candidates import Chosen, choose, labels
-from quantkit.pipeline.request import this_machine
-from quantkit.pipeline.worth import runs_here
+from quantkit.pipeline.request import runs_here, this_machine
 from quantkit.plan import configs, efficiency, machine
 from quantkit.plan.architecture import Architecture
 from quantkit.plan.assigned import Assigned, assign, takes_head

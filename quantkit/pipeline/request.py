@@ -12,11 +12,14 @@ from typing import Any
 from quantkit import content, registry
 from quantkit.errors import InputError
 from quantkit.model.alias import ALIASES
+from quantkit.plan import machine
 from quantkit.recipe import CalibrationChoice, ExportStep, Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import Target
 
 DEFAULT_MODEL = "smollm2-135m"
+# what runs on the machine of a compile, and is timed there
+_TIMED = "onnxruntime"
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,14 @@ def _own_set(model: str, recipe: Recipe) -> str | None:
 def this_machine() -> str:
     """The shipped target of this machine's processor."""
     return "cpu-arm" if platform.machine().lower() in ("aarch64", "arm64") else "cpu-x86"
+
+
+def runs_here(target: Target) -> bool:
+    """Whether a target's runtime can be timed on this machine: a CPU of its kind, with the instructions it names."""
+    vendors = {"cpu-x86": {"x86", "intel", "amd"}, "cpu-arm": {"arm", "apple"}}[this_machine()]
+    named = target.arch.isa if isinstance(target.arch.isa, list) else []
+    able = target.arch.vendor in vendors and set(named) <= set(machine.isa_features())
+    return target.kind == "cpu" and _TIMED in target.runtimes and able
 
 
 def stored_formats(recipe: Recipe) -> list[tuple[str, bool]]:

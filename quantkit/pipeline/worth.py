@@ -35,16 +35,6 @@ _TEXTS, _LENGTHS = (1, 32), (32, 128)
 Report = Callable[[float, str], None]
 
 
-def runs_here(target: Target) -> bool:
-    """Whether a target's runtime can be timed on this machine: a CPU of its kind, with the instructions it names."""
-    from quantkit.pipeline.request import this_machine
-
-    vendors = {"cpu-x86": {"x86", "intel", "amd"}, "cpu-arm": {"arm", "apple"}}[this_machine()]
-    named = target.arch.isa if isinstance(target.arch.isa, list) else []
-    able = target.arch.vendor in vendors and set(named) <= set(machine.isa_features())
-    return target.kind == "cpu" and RUNTIME in target.runtimes and able
-
-
 def format_of(layers: Iterable[LayerEntry]) -> str:
     """The format of most quantized layers; float32 where there are none."""
     counts = Counter(str(layer.scheme.get("format")) for layer in layers)

@@ -113,6 +113,8 @@ class Footprint:
     capacity: float | None
     chunk: int | None = CHUNK
     groups: Mapping[str, int] = field(default_factory=dict)
+    # a search for the largest batch asks for the same weights again and again
+    _known: dict[int, dict[str, float]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def parts(self, batch: int, context: int, *, prompt: int | None = None, devices: int = 1) -> dict[str, float]:
         """Bytes on each device: `weights`, `embeddings`, `others` (norms), `cache`, `activations`, `logits`, `runtime`.
@@ -195,6 +197,11 @@ class Footprint:
     # --- parts --------------------------------------------------------------------------------------------------------
 
     def _weights(self, devices: int) -> dict[str, float]:
+        if devices not in self._known:
+            self._known[devices] = self._reckoned(devices)
+        return self._known[devices]
+
+    def _reckoned(self, devices: int) -> dict[str, float]:
         weights = 0.0
         for product in self.products:
             matrix = product.matrix

@@ -13,7 +13,7 @@ from quantkit.errors import InputError
 from quantkit.measure import ceilings
 from quantkit.measure.doctor import doctor, tensorrt
 from quantkit.measure.rows import Row
-from quantkit.pipeline.worth import runs_here
+from quantkit.pipeline.request import runs_here
 from quantkit.plan import machine
 from quantkit.target import Target, measured_path
 

@@ -16,7 +16,7 @@ from quantkit.measure.rows import Row
 from quantkit.measure.speed import Job, Part
 from quantkit.model.open import open_model
 from quantkit.pipeline import worth
-from quantkit.pipeline.request import this_machine
+from quantkit.pipeline.request import runs_here, this_machine
 from quantkit.target import Target
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ LAYERS = [layer("int4"), layer("int4"), layer("int8")]
 
 def test_only_a_processor_of_this_kind_can_be_timed_here() -> None:
     other = {"cpu-x86": "cpu-arm", "cpu-arm": "cpu-x86"}[this_machine()]
-    assert worth.runs_here(HERE)
-    assert not worth.runs_here(Target.load(other))
-    assert not worth.runs_here(Target.load("h100"))
+    assert runs_here(HERE)
+    assert not runs_here(Target.load(other))
+    assert not runs_here(Target.load("h100"))
     data = {key: value for key, value in HERE.as_dict().items() if key != "name"}
-    assert not worth.runs_here(Target.from_dict({**data, "runtimes": ["torch"], "build": {}}, name="own"))
+    assert not runs_here(Target.from_dict({**data, "runtimes": ["torch"], "build": {}}, name="own"))
 
 
 def test_the_format_of_a_bundle_is_that_of_most_layers() -> None:
