@@ -18,7 +18,7 @@ from quantkit.measure.rows import Row
 from quantkit.measure.size import folder_of
 from quantkit.pipeline import engine, worth
 from quantkit.pipeline.checks import demand
-from quantkit.pipeline.graph_again import holds_graph
+from quantkit.pipeline.graph_again import file_of, holds_graph, is_network
 from quantkit.pipeline.progress import Progress
 from quantkit.report import usage
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
@@ -95,7 +95,8 @@ def export_bundle(
             where=str(bundle.path),
             value="compiled from an ONNX graph",
             rule="exports are added from a bundle's checkpoint, and no checkpoint holds a graph",
-            remedy="give onnx/model.onnx to the runtime as it is",
+            remedy=f"its graph runs as it is: {file_of(bundle)}"
+            + ("; for ONNX Runtime's kernels, compile with int8-network" if is_network(bundle) else ""),
         )
     if not hasattr(exporter, "add"):
         raise InputError(

@@ -79,8 +79,10 @@ def commands(manifest: Manifest) -> list[Command]:
         lines = ["# pip install 'quantkit[onnx]'"]
         lines += [generate(".", "onnxruntime")] if manifest.model.kind == "decoder" else []
         found.append(Command("ONNX Runtime", "\n".join([*lines, *measure(manifest)])))
-    if has(manifest, "engine/") and manifest.model.kind == "decoder":
-        lines = ["# pip install 'quantkit[tensorrt]'; on the GPU that it was built for", generate(".", "tensorrt_rtx")]
+    if has(manifest, "engine/"):
+        lines = ["# pip install 'quantkit[tensorrt]'; on the GPU that it was built for"]
+        decodes = manifest.model.kind == "decoder"
+        lines += [generate(".", engine_runtime(manifest))] if decodes else _measure_engine(manifest, ".")
         found.append(Command("TensorRT", "\n".join(lines)))
     if has(manifest, "onnx/genai_config.json"):
         found.append(Command("onnxruntime-genai", _GENAI, "python"))
@@ -90,9 +92,32 @@ def commands(manifest: Manifest) -> list[Command]:
 
 
 def measure(manifest: Manifest, place: str = ".") -> list[str]:
-    """What measures its speed and judges it; `place` is the bundle, as a shell reads it."""
+    """What measures its speed and judges it; `place` is the bundle, as a shell reads it.
+
+    An engine is timed on its GPU: a decoder's by us, any other by its library's own tool.
+    """
+    if has(manifest, "engine/") and not has(manifest, "onnx/"):
+        return ["# on the GPU that the engine is for", *_measure_engine(manifest, place)]
     export = [] if has(manifest, "onnx/") else [f"quantkit export {place} --to onnx"]
     return [*export, f"quantkit measure {place} --runtime onnxruntime"]
+
+
+def _measure_engine(manifest: Manifest, place: str) -> list[str]:
+    runs = engine_runtime(manifest)
+    built = [entry.path for entry in manifest.files if entry.path.endswith(".engine")]
+    found = [] if built else [f"quantkit export {place} --to tensorrt"]
+    if manifest.model.kind == "decoder":
+        return [*found, f"quantkit measure {place} --runtime {runs}"]
+    tool = {"tensorrt": "trtexec"}.get(runs, runs)
+    path = built[0] if built else "engine/smNN.engine"
+    return [*found, f"{tool} --loadEngine={path if place == '.' else f'{place}/{path}'}"]
+
+
+def engine_runtime(manifest: Manifest) -> str:
+    """That builds and runs its engines."""
+    steps: list[dict[str, Any]] = manifest.recipe.get("export", [])
+    asked = next((step["tensorrt"] for step in steps if "tensorrt" in step), None) or {}
+    return str(asked.get("library", "tensorrt_rtx"))
 
 
 def generate(place: str, runtime: str | None = None) -> str:

@@ -1,0 +1,50 @@
+"""What can be done with a bundle, by what is in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import planted
+import pytest
+
+from quantkit.report import usage
+
+
+def bundle(kind: str, *paths: str, **options: Any) -> Any:
+    """The manifest of a bundle with these files; the options are those of its TensorRT export."""
+    made = planted.manifest()
+    file = made.files[0].model_dump(by_alias=True)
+    model = made.model.model_dump() | {"kind": kind}
+    recipe = {"name": "r", "export": [{"tensorrt": options}]}
+    return planted.manifest(model=model, files=[{**file, "path": path} for path in paths], recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("kind", "paths", "options", "last"),
+    [
+        ("decoder", ["model/m.safetensors"], {}, "quantkit measure . --runtime onnxruntime"),
+        ("decoder", ["engine/sm89.engine"], {}, "quantkit measure . --runtime tensorrt_rtx"),
+        ("decoder", ["engine/sm89.engine"], {"library": "tensorrt"}, "quantkit measure . --runtime tensorrt"),
+        ("decoder", ["engine/sm89.engine", "onnx/model.onnx"], {}, "quantkit measure . --runtime onnxruntime"),
+        ("vision", ["engine/sm89.engine"], {}, "tensorrt_rtx --loadEngine=engine/sm89.engine"),
+        ("vision", ["engine/sm89.engine"], {"library": "tensorrt"}, "trtexec --loadEngine=engine/sm89.engine"),
+    ],
+)
+def test_what_measures_speed_is_what_the_bundle_holds(kind: str, paths: Any, options: Any, last: str) -> None:
+    found = usage.measure(bundle(kind, *paths, **options))
+    assert found[-1] == last
+    assert any("--to onnx" in line for line in found) == (paths == ["model/m.safetensors"])
+
+
+def test_a_network_without_an_engine_is_built_first() -> None:
+    found = usage.measure(bundle("vision", "engine/network.onnx"), "'a place'")
+    assert found[1:] == [
+        "quantkit export 'a place' --to tensorrt",
+        "tensorrt_rtx --loadEngine='a place'/engine/smNN.engine",
+    ]
+
+
+def test_an_engine_of_a_graph_is_run_by_its_own_tool() -> None:
+    (command,) = [each for each in usage.commands(bundle("vision", "engine/sm89.engine")) if each.label == "TensorRT"]
+    assert "tensorrt_rtx --loadEngine=engine/sm89.engine" in command.text
+    assert "generate" not in command.text
