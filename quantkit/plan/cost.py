@@ -83,6 +83,7 @@ class Cost:
         request: one request.
         utilisation: share of the hours paid for in which it works.
         notes: what a reader must know.
+        source: of the price.
     """
 
     basis: str
@@ -94,6 +95,7 @@ class Cost:
     request: float
     utilisation: float
     notes: Sequence[str] = ()
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -229,9 +231,8 @@ def rented(work: Work, offer: Cloud, currency: str, utilisation: float = 1.0) ->
     notes = []
     if work.devices % offer.devices:
         notes.append(f"rented {offer.devices} devices at a time, of which {work.devices} are reckoned")
-    return _cost(
-        work, offer.line(currency), currency, work.devices * offer.per_device / utilisation, utilisation, notes
-    )
+    per_hour = work.devices * offer.per_device / utilisation
+    return _cost(work, offer, currency, per_hour, utilisation, notes)
 
 
 def owned(
@@ -244,7 +245,7 @@ def owned(
         return None
     notes = [each.line(prices.currency) for each in (prices.electricity, prices.pue) if each is not None]
     per_hour = work.devices * bought.per_hour / utilisation + power
-    return _cost(work, bought.line(prices.currency), prices.currency, per_hour, utilisation, notes)
+    return _cost(work, bought, prices.currency, per_hour, utilisation, notes)
 
 
 def running(work: Work, bought: Owned, prices: Prices, watts: float | None = None) -> float | None:
@@ -298,11 +299,11 @@ def _break_even(work: Work, cheaper: str, than: str, share: float) -> BreakEven:
     return BreakEven(cheaper, than, share if within else None, share / work.request if within else None)
 
 
-def _cost(work: Work, basis: str, currency: str, per_hour: float, utilisation: float, notes: Sequence[str]) -> Cost:
+def _cost(work: Work, paid: Dated, currency: str, per_hour: float, utilisation: float, notes: Sequence[str]) -> Cost:
     second = per_hour / 3600
     request = second * work.request
     return Cost(
-        basis,
+        paid.line(currency),
         currency,
         per_hour,
         input=_MILLION * second * work.input,
@@ -311,6 +312,7 @@ def _cost(work: Work, basis: str, currency: str, per_hour: float, utilisation: f
         request=request,
         utilisation=utilisation,
         notes=notes,
+        source=paid.source or "",
     )
 
 

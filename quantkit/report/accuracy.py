@@ -13,7 +13,7 @@ from quantkit.bundle import Manifest
 from quantkit.measure.rows import Row
 from quantkit.report import charts, figures, shares, words
 from quantkit.report.charts import Mark, Point
-from quantkit.report.sections import Panel, Section, Sheet
+from quantkit.report.parts import Panel, Section, Sheet
 from quantkit.report.words import Form, Interval
 
 _HEAD = ("measure", "export", "value", "95 % interval", "")

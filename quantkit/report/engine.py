@@ -14,7 +14,7 @@ from rich.text import Text
 
 from quantkit.measure.engine_layers import Costly, Inspected, Product
 from quantkit.report import figures, words
-from quantkit.report.sections import Section, Sheet
+from quantkit.report.parts import Section, Sheet
 
 _COST = ("layer of the engine", "share", "median", "fastest", "slowest", "kernel", "computes", "kernels tried")
 

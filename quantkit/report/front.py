@@ -18,7 +18,7 @@ from quantkit.bundle import Decision
 from quantkit.report import charts, words
 from quantkit.report import page as pages
 from quantkit.report.charts import ORIGINAL, QUANTIZED, Curve, Figure, Mark
-from quantkit.report.sections import Panel, Section, Sheet
+from quantkit.report.parts import Panel, Section, Sheet
 
 Data = Mapping[str, Any]
 

@@ -12,7 +12,8 @@ from statistics import median
 from quantkit.measure.harm import BlockHarm, Harm, InputHarm, LayerHarm, Position
 from quantkit.report import charts, figures, mixed, words
 from quantkit.report.charts import ORIGINAL, QUANTIZED, Curve
-from quantkit.report.sections import Panel, Section, Sheet, heat
+from quantkit.report.parts import Panel, Section, Sheet
+from quantkit.report.sections import heat
 
 # half of the harm in at most this part of the blocks is called concentrated
 _CONCENTRATED = 1 / 3

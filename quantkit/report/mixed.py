@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from quantkit.measure.mixed import Mixed, Step
 from quantkit.report import charts, words
 from quantkit.report.charts import QUANTIZED, Curve, Mark, Part
-from quantkit.report.sections import Panel, Section, Sheet
+from quantkit.report.parts import Panel, Section, Sheet
 
 # layers that are drawn; the table has all
 _SHOWN = 6

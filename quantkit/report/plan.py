@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from quantkit.plan.outlook import Candidate, Memory, Outlook, Row
+from quantkit.report import plan_costs, words
 from quantkit.report import plan_words as say
-from quantkit.report import words
+from quantkit.report.parts import Sheet
 from quantkit.report.plan_json import as_dict
 
 __all__ = ["as_dict", "terminal"]
@@ -35,7 +36,8 @@ def terminal(outlook: Outlook, html: Path | None = None) -> list[RenderableType]
             shown += _section(
                 f"what it gives, at the batch that gives the most{_that_fit(runs)}", _rates(outlook, runs)
             )
-        shown += [Text()]
+            shown += _costs(outlook, plan_costs.costs(outlook))
+        shown += [*_load(outlook), *_compiling(runs), Text()]
         shown += [_indented(Text(say.legend(outlook), _DIM))] if say.timed(outlook) else []
     shown += _said(outlook)
     shown += _recommended(outlook)
@@ -63,8 +65,8 @@ def _fit_title(outlook: Outlook) -> str:
 
 
 def _fit(outlook: Outlook) -> Table:
-    head = ("recipe", "runtime", "as stored", "bits", "weights", "batch", "takes", "of", "most")
-    table = _table(head, left=3)
+    head = ("recipe", "runtime", "as stored", "bits", "weights", "batch", "takes", "of", "largest\nbatch")
+    table = _table(head, left=3, tight=True)
     for each in outlook.candidates:
         state = say.state(each)
         cells: list[RenderableType] = [
@@ -118,12 +120,47 @@ def _rates(outlook: Outlook, runs: Sequence[Candidate]) -> Table:
     return table
 
 
+def _costs(outlook: Outlook, sheet: Sheet | None) -> list[RenderableType]:
+    """What tokens cost and take, by the cheapest way that the prices know."""
+    if sheet is None:
+        return []
+    unit = say.unit(outlook.architecture)
+    what = f"a million {unit} cost" if plan_costs.currency(outlook) else f"{unit} take at full power"
+    found = _section(f"what {what}", _sheet(sheet))
+    return found + [_indented(Text(f"by {basis}", _DIM)) for basis, _ in plan_costs.bases(outlook)]
+
+
+def _load(outlook: Outlook) -> list[RenderableType]:
+    """What requests wait for under the load, and what the servers do."""
+    sheet, rate = plan_costs.loads(outlook), outlook.workload.rate
+    if sheet is None or rate is None:
+        return []
+    found = _section(f"under {rate:g} requests/s, in a simulation of continuous batching", _sheet(sheet))
+    return found + [_indented(Text(line, _DIM)) for line in (plan_costs.WAITS, *plan_costs.carried(outlook))]
+
+
+def _compiling(runs: Sequence[Candidate]) -> list[RenderableType]:
+    """What compiling takes, where it is known."""
+    sheet = say.compiling(runs)
+    return _section("the compile itself", _sheet(sheet)) if sheet is not None else []
+
+
+def _sheet(sheet: Sheet) -> Table:
+    table = _table(sheet.head, tight=len(sheet.head) > 5)
+    for label, *cells in sheet.rows:
+        table.add_row(Text(label, "cyan"), *cells)
+    return table
+
+
 def _single(outlook: Outlook, candidate: Candidate) -> list[RenderableType]:
     found: list[RenderableType] = []
     if candidate.memory is not None:
         found.append(_indented(_parts(candidate.memory, decodes=outlook.architecture.kind == "decoder")))
     if candidate.rows:
         found += _section(f"how long, {_lengths(outlook)}", _batches(outlook, candidate))
+        names = plan_costs.head(outlook)
+        lines = [[f"{row.batch:,}", *plan_costs.amounts(outlook, row)] for row in candidate.rows]
+        found += _costs(outlook, Sheet(["batch", *names], lines) if names else None)
     return found
 
 
@@ -164,11 +201,11 @@ def _said(outlook: Outlook) -> list[RenderableType]:
     found: list[RenderableType] = [
         _indented(Text(f"{what}: {reason}", _DIM)) for what, reason in say.because(outlook.candidates)
     ]
-    for each in outlook.candidates:
-        name = f"{each.label}: " if len(outlook.candidates) > 1 else ""
-        more = [say.needs(each.memory), *each.memory.notes] if each.memory is not None else []
-        found += [_marked(f"{name}{text}") for text in (*say.cautions(each), *more) if text]
-    return found
+    found += [
+        _marked(f"{', '.join(labels)}: {text}" if len(outlook.candidates) > 1 else text)
+        for text, labels in say.every_caution(outlook).items()
+    ]
+    return found + [_marked(text) for text in plan_costs.warnings(outlook)]
 
 
 def _recommended(outlook: Outlook) -> list[RenderableType]:
@@ -178,6 +215,8 @@ def _recommended(outlook: Outlook) -> list[RenderableType]:
         Text.assemble("forecast: ", (say.answer(outlook), "bold green" if good else "bold red")),
     ]
     found += [_indented(Text(f"· {reason}")) for reason in outlook.recommendation.because]
+    chosen = [each for each in outlook.candidates if each.label == outlook.recommendation.label]
+    found += [_indented(Text(f"· {text}")) for each in chosen for text in plan_costs.even(each)]
     commands = say.confirm(outlook)
     if commands:
         found.append(

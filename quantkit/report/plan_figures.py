@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from quantkit.plan.forecast import Timed
 from quantkit.plan.outlook import Candidate, Outlook, Row
+from quantkit.report import plan_costs, words
 from quantkit.report import plan_words as say
-from quantkit.report import words
 from quantkit.report.charts import Curve, Form, Mark, Part, lines, log_axis, points_axis, stacked
-from quantkit.report.sections import Panel
+from quantkit.report.parts import Panel
 
 # the page has so many colours for series; more candidates than these are alike, and told apart by their labels
 _SERIES = 6
@@ -159,8 +159,17 @@ def memory_lines(outlook: Outlook) -> Panel | None:
 
 
 def _capacity(outlook: Outlook) -> list[Mark]:
-    known = [each.memory.capacity for each in outlook.candidates if each.memory is not None and each.memory.capacity]
-    return [Mark(known[0], f"{say.short(outlook.target.name)} {words.size(known[0])}")] if known else []
+    """What runtimes use of a device, each once; of several with their names."""
+    found: dict[float, list[str]] = {}
+    for each in outlook.candidates:
+        if each.memory is not None and each.memory.capacity:
+            runtimes = found.setdefault(each.memory.capacity, [])
+            runtimes += [each.runtime] if each.runtime not in runtimes else []
+    name = say.short(outlook.target.name)
+    return [
+        Mark(size, f"{', '.join(runtimes) if len(found) > 1 else name} {words.size(size)}")
+        for size, runtimes in sorted(found.items())
+    ]
 
 
 # --- against the batch -----------------------------------------------------------------------------------------------
@@ -189,7 +198,7 @@ def times(outlook: Outlook) -> list[Panel]:
                 _At(batch, timed.least, timed.forecast, timed.interval, (say.bound(timed), say.forecast(timed)))
                 for batch, timed in known
             ]
-            drawn += _both(outlook, each.label, points, "at best")
+            drawn += _both(outlook, each.label, points, "≥")
         panel = _over_batches(
             titles[name], f"Time of each recipe, {name}", drawn, form=_round_time, wide=len(phases) < 2
         )
@@ -213,15 +222,29 @@ def rates(outlook: Outlook) -> Panel | None:
             )
             for batch, rate in known
         ]
-        drawn += _both(outlook, each.label, points, "at most")
+        drawn += _both(outlook, each.label, points, "≤")
     title = f"{words.sentence(unit)} a second{', prompts included' if unit == 'tokens' else ''}"
-    return _over_batches(title, f"{title} of each recipe", drawn, f"{unit} per second", wide=True)
+    return _over_batches(title, f"{title} of each recipe", drawn, f"{unit} per second")
 
 
-def _both(outlook: Outlook, label: str, points: Sequence[_At], limit: str) -> list[Curve]:
-    """Bounds, and forecasts; the label stands at the forecasts, where there are any."""
+def costs(outlook: Outlook) -> Panel | None:
+    """What the traffic's tokens cost by the cheapest way, by batch; None where nothing has a price."""
+    drawn, money = [], plan_costs.currency(outlook)
+    for each in outlook.candidates:
+        points = [
+            _At(batch, cost.least, cost.forecast, cost.interval, (f"{cost.bound} {money}", f"{cost} {money}"))
+            for batch, cost in plan_costs.curve(outlook, each)
+        ]
+        drawn += _both(outlook, each.label, points, "≥")
+    unit = say.unit(outlook.architecture)
+    title = f"{money} a million {unit}{', in and out together' if unit == 'tokens' else ''}"
+    return _over_batches(title, f"{title}, of each recipe", drawn, money)
+
+
+def _both(outlook: Outlook, label: str, points: Sequence[_At], sign: str) -> list[Curve]:
+    """Bounds, and forecasts; the label stands at the forecasts, where there are any, else with the sign of a bound."""
     colour, name = colours(outlook).get(label, "muted"), say.short(label)
-    least = [(each.batch, each.bound, f"{label}, {limit}: {each.said[0]}") for each in points if each.bound is not None]
+    least = [(each.batch, each.bound, f"{label}, bound: {each.said[0]}") for each in points if each.bound is not None]
     expected = [
         (each.batch, each.forecast, f"{label}, forecast: {each.said[1]}")
         for each in points
@@ -230,7 +253,7 @@ def _both(outlook: Outlook, label: str, points: Sequence[_At], limit: str) -> li
     found = []
     if least:
         x, y, hover = zip(*least, strict=True)
-        found.append(Curve("" if expected else f"{name}, {limit}", colour, x, y, hover, bound=True, hollow=True))
+        found.append(Curve("" if expected else f"{sign} {name}", colour, x, y, hover, bound=True, hollow=True))
     if expected:
         x, y, hover = zip(*expected, strict=True)
         found.append(Curve(name, colour, x, y, hover, [each.interval for each in points if each.forecast is not None]))

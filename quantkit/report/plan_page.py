@@ -10,10 +10,10 @@ from quantkit.plan import machine
 from quantkit.plan.forecast import Timed
 from quantkit.plan.outlook import Candidate, Outlook
 from quantkit.report import page as pages
+from quantkit.report import plan_costs, words
 from quantkit.report import plan_figures as figures
 from quantkit.report import plan_words as say
-from quantkit.report import words
-from quantkit.report.sections import Section, Sheet
+from quantkit.report.parts import Section, Sheet
 from quantkit.report.usage import Command
 
 _RINGS = "Rings on dotted lines are bounds, which no runtime beats; full points are forecasts with their intervals."
@@ -42,12 +42,17 @@ def write(path: Path, outlook: Outlook, version: str = "") -> None:
 def page(outlook: Outlook, version: str = "") -> str:
     """The page as HTML. Raises MissingDependency: plotly, extra `report`."""
     assumed, notes = say.notes(outlook)
+    money = plan_costs.currency(outlook)
     good = outlook.recommendation.label is not None
+    ways = [line for each in outlook.candidates for line in plan_costs.ways(each)]
+    chosen = [each for each in outlook.candidates if each.label == outlook.recommendation.label]
     commands = [Command("What would confirm it", "\n".join(say.confirm(outlook)))] if good else []
     sections = [
         ("fit", "Does it fit", _memory(outlook)),
         ("time", "How long it takes", _times(outlook)),
-        ("rate", "What it gives", _rates(outlook)),
+        ("rate", "What it gives and costs" if money else "What it gives", _rates(outlook)),
+        ("load", "Under the load", _load(outlook)),
+        ("compile", "The compile itself", _compiling(outlook)),
         ("roofline", "Under the roofs", _roofline(outlook)),
     ]
     return pages.rendered(
@@ -61,15 +66,18 @@ def page(outlook: Outlook, version: str = "") -> str:
         assumed=assumed,
         tone="good" if good else "bad",
         answer=words.sentence(say.answer(outlook)),
-        because=outlook.recommendation.because,
+        because=[*outlook.recommendation.because, *(text for each in chosen for text in plan_costs.even(each))],
         commands=commands,
-        notes=notes,
+        notes=[*notes, *plan_costs.warnings(outlook)],
         side=_side(outlook),
-        cautions=[(each.label, text) for each in outlook.candidates for text in _cautions(each)],
+        cautions=[(", ".join(labels), text) for text, labels in say.every_caution(outlook).items()],
         sections=[(place, title, section) for place, title, section in sections if section is not None],
         operations=[(each.label, _operations(each)) for each in outlook.candidates if each.rows],
         figures=_figures(outlook),
         cells=_cells(outlook),
+        prices=Sheet(
+            ["recipe", "price", "an hour", f"{money} a million", f"{money} a request", "used", "source"], ways, 1
+        ),
         stands=say.because(outlook.candidates),
         legend=say.legend(outlook),
         version=version,
@@ -101,12 +109,6 @@ def _side(outlook: Outlook) -> Sheet:
         line.append(f"{say.given(best[1])} at batch {best[0].batch:,}" if best is not None else say.NONE)
         body.append(line)
     return Sheet(head, body)
-
-
-def _cautions(candidate: Candidate) -> list[str]:
-    memory = candidate.memory
-    more = [say.needs(memory), *memory.notes] if memory is not None else []
-    return [text for text in (*say.cautions(candidate), *more) if text]
 
 
 def _memory(outlook: Outlook) -> Section | None:
@@ -162,19 +164,40 @@ def _times(outlook: Outlook) -> Section | None:
 
 
 def _rates(outlook: Outlook) -> Section | None:
-    panel = figures.rates(outlook)
-    if panel is None:
+    panels = [panel for panel in (figures.rates(outlook), figures.costs(outlook)) if panel is not None]
+    if not panels:
         return None
-    unit = say.unit(outlook.architecture)
+    unit, names = say.unit(outlook.architecture), plan_costs.head(outlook)
     body = []
     for each in outlook.candidates:
         for row in each.rows:
             rate = row.rate(outlook.workload.output)
             at_most = words.or_dash(rate.most, lambda value: words.figure(value, 3))
-            body.append([each.label, f"{row.batch:,}", at_most, say.expected(rate)])
-    head = ["recipe", "batch", f"{unit}/s, at most", f"{unit}/s, forecast"]
+            amounts = plan_costs.amounts(outlook, row)
+            body.append([each.label, f"{row.batch:,}", at_most, say.expected(rate), *amounts])
+    head = ["recipe", "batch", f"{unit}/s, at most", f"{unit}/s, forecast", *names]
     said = ["Requests that all begin together: their prompts first, then every token."] if unit == "tokens" else []
-    return Section(said, [panel], [_RINGS], Sheet(head, body), keys=figures.keys(outlook))
+    captions = [_RINGS]
+    if plan_costs.currency(outlook):
+        captions.append(
+            f"Amounts are for a million {unit} on a machine that always works, paid for in the cheapest way."
+        )
+    if any(name.startswith("J ") for name in names):
+        captions.append("Energy is for boards that draw all they may, without the machine around them.")
+    return Section(said, panels, captions, Sheet(head, body), keys=figures.keys(outlook))
+
+
+def _load(outlook: Outlook) -> Section | None:
+    sheet, rate = plan_costs.loads(outlook, ("mean", "p50", "p90", "p99")), outlook.workload.rate
+    if sheet is None or rate is None:
+        return None
+    said = [f"{rate:g} requests/s, in a simulation of continuous batching. {plan_costs.WAITS}"]
+    return Section(said, [], [f"{line}." for line in plan_costs.carried(outlook)], sheet)
+
+
+def _compiling(outlook: Outlook) -> Section | None:
+    sheet = say.compiling(outlook.candidates)
+    return Section(["What it takes to make each of them."], [], [], sheet) if sheet is not None else None
 
 
 def _roofline(outlook: Outlook) -> Section | None:

@@ -15,6 +15,7 @@ from quantkit.plan.architecture import Architecture
 from quantkit.plan.forecast import Timed
 from quantkit.plan.outlook import Candidate, Memory, Outlook, Rate, Row, Workload
 from quantkit.report import words
+from quantkit.report.parts import Sheet
 from quantkit.target import State
 
 NONE = "–"
@@ -102,7 +103,7 @@ def forecast(timed: Timed | None) -> str:
     if timed is None or timed.forecast is None:
         return NONE
     factor, unit_ = words.time_unit(timed.forecast)
-    return _with(timed.forecast * factor, f"\u00a0{unit_}", timed.interval, factor)
+    return with_interval(timed.forecast, timed.interval, factor, f"\u00a0{unit_}")
 
 
 def time(timed: Timed | None) -> str:
@@ -110,6 +111,12 @@ def time(timed: Timed | None) -> str:
     if timed is not None and timed.forecast is None and timed.least is not None:
         return f"≥ {bound(timed)}"
     return forecast(timed)
+
+
+def waited(seconds: float, *, forecast: bool) -> str:
+    """`8.9 ms`, marked where it stands on bounds; two digits, as a simulation knows no more."""
+    factor, unit_ = words.time_unit(seconds)
+    return f"{'' if forecast else '≥ '}{_two(seconds * factor)}\u00a0{unit_}"
 
 
 def in_full(timed: Timed) -> str:
@@ -131,7 +138,7 @@ def most(rate: Rate) -> str:
 
 def expected(rate: Rate) -> str:
     """`1,900 (1,500–2,300)`, two digits each."""
-    return _with(rate.forecast, "", rate.interval, 1.0) if rate.forecast is not None else NONE
+    return with_interval(rate.forecast, rate.interval) if rate.forecast is not None else NONE
 
 
 def given(rate: Rate) -> str:
@@ -139,8 +146,9 @@ def given(rate: Rate) -> str:
     return expected(rate) if rate.forecast is not None else most(rate)
 
 
-def _with(value: float, suffix: str, interval: tuple[float, float] | None, factor: float) -> str:
-    text = f"{_two(value)}{suffix}"
+def with_interval(value: float, interval: tuple[float, float] | None, factor: float = 1.0, suffix: str = "") -> str:
+    """A forecast: `with_interval(0.019, (0.015, 0.026), 1000, " ms")` is `19 ms (15–26)`."""
+    text = f"{_two(value * factor)}{suffix}"
     return text if interval is None else f"{text} ({_two(interval[0] * factor)}–{_two(interval[1] * factor)})"
 
 
@@ -250,6 +258,30 @@ def cautions(candidate: Candidate) -> list[str]:
     if candidate.problem is not None:
         found.append(f"cannot run: {candidate.problem}")
     return [*found, *candidate.notes]
+
+
+def every_caution(outlook: Outlook) -> dict[str, list[str]]:
+    """What a reader must know -> of which candidates."""
+    found: dict[str, list[str]] = {}
+    for each in outlook.candidates:
+        memory = each.memory
+        more = [needs(memory), *memory.notes] if memory is not None else []
+        for text in (*cautions(each), *more):
+            if text:
+                found.setdefault(text, []).append(each.label)
+    return found
+
+
+def compiling(candidates: Sequence[Candidate]) -> Sheet | None:
+    """What each compile takes: time with its interval, memory at its peak, disk; None where none is known."""
+    body = []
+    for each in candidates:
+        if each.compiling is not None:
+            low, high = (end * each.compiling.total for end in each.compiling.interval)
+            time_ = f"{words.about(each.compiling.total)} ({words.duration(low)} to {words.duration(high)})"
+            memory = f"{words.size(each.compiling.peak)} at {each.compiling.at_peak}"
+            body.append([each.label, time_, memory, words.size(each.compiling.disk.most)])
+    return Sheet(["recipe", "time", "memory", "disk"], body) if body else None
 
 
 # --- what to do ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from statistics import median
 from typing import Any
@@ -17,50 +16,9 @@ from quantkit.bundle import Manifest
 from quantkit.measure.rows import Row
 from quantkit.report import charts, figures, words
 from quantkit.report.charts import Figure, Part
+from quantkit.report.parts import Panel, Section, Sheet
 
 _FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """The data behind figures: a head, rows of text, and how many of the last columns are words, not numbers."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    remarks: int = 0
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One figure with its title, and what it shows for those who cannot see it."""
-
-    title: str
-    alt: str
-    figure: Figure
-    wide: bool = False
-
-
-@dataclass(frozen=True)
-class Section:
-    """Figures that belong together.
-
-    Args:
-        said: what they show, a sentence each.
-        panels: the figures.
-        captions: how it was measured, a sentence each.
-        sheet: the data.
-        cautions: what to know before trusting them.
-        keys: (colour of the page, what it stands for).
-        title: over them; empty where the page has said it.
-    """
-
-    said: Sequence[str]
-    panels: Sequence[Panel]
-    captions: Sequence[str]
-    sheet: Sheet
-    cautions: Sequence[str] = ()
-    keys: Sequence[tuple[str, str]] = ()
-    title: str = ""
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from quantkit.measure.rows import Row
 from quantkit.report import charts, curves, figures, words
 from quantkit.report.charts import ORIGINAL, QUANTIZED, Curve, Mark
 from quantkit.report.curves import Cell, Series
-from quantkit.report.sections import Panel, Section, Sheet
+from quantkit.report.parts import Panel, Section, Sheet
 from quantkit.report.words import Form, Interval
 
 _PROMISED = "muted"

@@ -13,7 +13,7 @@ from quantkit.report import page as pages
 from quantkit.report.charts import ORIGINAL, QUANTIZED, Curve, Part, log_axis, points_axis, stacked
 from quantkit.report.charts import lines as drawn_lines
 from quantkit.report.curves import Cell, Series
-from quantkit.report.sections import Panel, Section, Sheet
+from quantkit.report.parts import Panel, Section, Sheet
 from quantkit.report.tax import Panelled, Taxed
 
 # of the lines of an overview, a colour each; more variants than these share the last

@@ -1,0 +1,220 @@
+"""Money, energy and waiting: what is shown is the bill at the bound and at the forecast, each marked as what it is."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import planned
+import pytest
+
+from quantkit.plan.cost import Work, bill
+from quantkit.plan.load import Load
+from quantkit.plan.outlook import Candidate, Outlook
+from quantkit.plan.prices import Prices
+from quantkit.report import plan, plan_costs, plan_figures, plan_page, terminal
+from quantkit.stats.clustered import Estimate
+
+PRICES = Prices.from_dict(
+    {
+        "schema": 1,
+        "currency": "EUR",
+        "cloud": [
+            {"device": "h100", "provider": "a <cloud>", "per_hour": 3.6, "date": "2026-11-09", "source": "its page"},
+            {"device": "h100", "provider": "another", "per_hour": 7.2, "date": "2025-01-01", "source": "its list"},
+        ],
+        "api": [
+            {"model": "llama-3-8b", "provider": "P", "input": 1.0, "output": 3.0, "date": "2026-11-05", "source": "x"}
+        ],
+    }
+)
+
+
+def billed(candidate: Candidate, output: int) -> Candidate:
+    """With bills by the times that a plan takes: the forecast where there is one, else the bound."""
+    rows = []
+    for row in candidate.rows:
+        first = row.prefill or row.step
+        assert first.seconds is not None and row.step.seconds is not None
+        step = row.step.seconds if row.prefill is not None else 0.0
+        work = Work.of(prefill=first.seconds, step=step, batch=row.batch, prompt=1024, output=output)
+        today = datetime.date(2026, 11, 20)
+        rows.append(replace(row, cost=bill(work, PRICES, "h100", watts=700.0, model="llama-3-8b", today=today)))
+    return replace(candidate, rows=rows, cost=rows[-1].cost)
+
+
+def priced(*labels: str, **more: Any) -> Outlook:
+    found = planned.outlook(*labels, **more)
+    output = found.workload.output
+    return replace(found, candidates=[billed(each, output) for each in found.candidates])
+
+
+def loaded(found: Outlook) -> Outlook:
+    """Under a load whose percentiles are known; the first keeps up, the others do not."""
+
+    def several(value: float) -> dict[str, Estimate]:
+        return {
+            name: Estimate(value * k, None, (value * k * 0.9, value * k * 1.1), 8, 8000)
+            for name, k in (("mean", 1), ("p50", 2), ("p90", 3), ("p99", 4))
+        }
+
+    def load(stable: bool) -> Load:
+        waits = [several(each) if stable else {} for each in (0.011, 0.0023, 0.7)]
+        return Load(
+            *(4.0, 10.0 if stable else 3.0, stable, 0.0 if stable else 1.0, *waits, 900.0, 3600.0, 17.0),
+            *(21.0 if stable else None, 0.4, 0.0, 0.0, "chunked", 8000, 0),
+            notes=[] if stable else ["unstable: the queue grows by 1 requests/s, so that no percentile exists"],
+        )
+
+    work = replace(found.workload, traffic=replace(found.workload.traffic, rate=4.0))
+    candidates = [replace(each, load=load(i == 0)) for i, each in enumerate(found.candidates)]
+    return replace(found, workload=work, candidates=candidates)
+
+
+def text(found: Outlook, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = io.StringIO()
+    terminal.write(plan.terminal(found), stream)
+    return stream.getvalue()
+
+
+def test_an_amount_follows_its_own_time() -> None:
+    (candidate,) = priced("int4", efficiency=0.5).candidates
+    row = candidate.rows[0]
+    assert row.cost is not None and row.prefill is not None
+    cost = row.cost.cheapest
+    assert cost is not None
+    second = 3.6 / 3600
+    whole = plan_costs.together(row, 256, cost.blended)
+    rate = row.rate(256)
+    assert rate.most is not None and rate.forecast is not None
+    # 1,280 tokens in all for each 256 that come out
+    assert whole.least == pytest.approx(1e6 * second * 256 / 1280 / rate.most)
+    assert whole.forecast == pytest.approx(1e6 * second * 256 / 1280 / rate.forecast) == pytest.approx(cost.blended)
+    assert whole.interval is not None and whole.interval[0] < cost.blended < whole.interval[1]
+    amounts = plan_costs.amounts(priced("int4", efficiency=0.5), row)
+    assert len(amounts) == len(plan_costs.head(priced("int4"))) == 4
+    step = row.step
+    assert step.forecast is not None
+    assert amounts[1].startswith(f"{float(f'{1e6 * second * step.forecast:.1e}'):.2g} (")
+    assert amounts[3].startswith(f"{float(f'{700 * step.forecast:.1e}'):.2g} (")
+
+
+def test_bounds_are_marked_in_money_too() -> None:
+    found = priced("bf16", "int4", efficiency=None)
+    sheet = plan_costs.costs(found)
+    assert sheet is not None
+    assert all(cell.startswith("≥") for row in sheet.rows for cell in row[2:])
+    (label, batch, *_), _ = sheet.rows
+    assert (label, batch) == ("bf16", "64")
+
+
+def test_a_bill_at_a_mixture_is_taken_apart() -> None:
+    """A forecast of the steps and a bound of the prompts: what both cost together is known at the bounds alone."""
+    found = planned.outlook("int4")
+    (candidate,) = found.candidates
+    rows = [
+        replace(row, prefill=replace(row.prefill, forecast=None, interval=None))
+        for row in candidate.rows
+        if row.prefill is not None
+    ]
+    (mixed,) = replace(found, candidates=[billed(replace(candidate, rows=rows), 256)]).candidates
+    into, out, both, _ = plan_costs.amounts(priced("int4"), mixed.rows[0])
+    assert into.startswith("≥") and both.startswith("≥")
+    assert "(" in out
+    (bounds,) = priced("int4", efficiency=None).candidates
+    assert both == plan_costs.amounts(priced("int4"), bounds.rows[0])[2]
+
+
+def test_on_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = text(loaded(priced("bf16", "int4")), monkeypatch)
+    assert max(len(line) for line in shown.splitlines()) <= 80
+    whole = " ".join(shown.split())
+    assert "what a million tokens cost" in whole
+    assert "by a <cloud>: 3.6 EUR an hour, 2026-11-09" in whole
+    assert "under 4 requests/s, in a simulation of continuous batching" in whole
+    waits = next(line for line in shown[shown.index("under 4") :].splitlines() if line.strip().startswith("bf16"))
+    assert " ".join(waits.split()) == "bf16 40 % 22 ms 44 ms 4.6 ms 9.2 ms 1.4 s 2.8 s"
+    assert "int4: 3.00 requests/s can be served" in whole
+    assert "no percentile exists" in whole
+    assert "is cheaper than P's API" in whole
+    single = text(priced("int4"), monkeypatch)
+    assert max(len(line) for line in single.splitlines()) <= 80
+    assert "EUR, both" in single
+
+
+def test_old_prices_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = priced("bf16", "int4")
+    (first, second) = found.candidates
+    assert first.cost is not None
+    old = replace(first.cost, warnings=["a price of 2024: look it up again"])
+    found = replace(found, candidates=[replace(first, cost=old), replace(second, cost=old)])
+    assert text(found, monkeypatch).count("look it up again") == 1
+    assert plan_page.page(found).count("look it up again") == 1
+
+
+def test_on_the_page() -> None:
+    page = plan_page.page(loaded(priced("bf16", "int4")))
+    for said in (
+        "What it gives and costs",
+        "Under the load",
+        "EUR a million tokens",
+        "its page",
+        "its list",
+        "7.20 EUR",
+    ):
+        assert said in page
+    assert "a &lt;cloud&gt;" in page and "<cloud>" not in page
+    assert "The compile itself" not in page
+    panel = plan_figures.costs(priced("bf16", "int4"))
+    assert panel is not None
+    names = [each.get("name") for each in panel.figure["data"] if each.get("name")]
+    assert names == ["bf16", "int4"]
+    assert plan_figures.costs(planned.outlook("bf16")) is None
+
+
+def test_an_encoder_pays_by_the_pass() -> None:
+    found = priced("int4", model="bert-base", workload=planned.work(1, 8, prompt=128, output=0))
+    assert plan_costs.head(found) == ["EUR a million sequences", "J a sequence"]
+    (candidate,) = found.candidates
+    row = candidate.rows[0]
+    assert row.step.forecast is not None
+    price, joules = plan_costs.amounts(found, row)
+    assert price.startswith(f"{float(f'{1e6 * 3.6 / 3600 * row.step.forecast:.1e}'):,.2g}"[:3])
+    assert float(joules.partition(" ")[0]) == pytest.approx(700 * row.step.forecast, rel=0.06)
+
+
+def test_without_prices_energy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = priced("int4")
+    (candidate,) = found.candidates
+    rows = [replace(row, cost=replace(row.cost, rented=[], owned=None)) for row in candidate.rows if row.cost]
+    found = replace(found, candidates=[replace(candidate, rows=rows, cost=rows[-1].cost)])
+    assert plan_costs.head(found) == ["J a token"]
+    assert "what tokens take at full power" in text(found, monkeypatch)
+    assert "<h2>What it gives</h2>" in plan_page.page(found)
+
+
+def test_what_the_compile_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling = SimpleNamespace(
+        total=3600.0, interval=(0.8, 1.5), peak=12e9, at_peak="quantize", disk=SimpleNamespace(most=9e9)
+    )
+    found = planned.outlook("bf16", "int4")
+    found = planned.with_first(found, compiling=compiling)
+    shown = text(found, monkeypatch)
+    (line,) = [each for each in shown[shown.index("the compile itself") :].splitlines() if "1 h 00 min" in each]
+    assert "48 min to 1 h 30 min" in line and "12.0 GB at quantize" in line and line.endswith("9.00 GB")
+    assert "The compile itself" in plan_page.page(found)
+
+
+def test_json_has_the_bills_and_the_load() -> None:
+    found = plan.as_dict(loaded(priced("bf16", "int4")))
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    first, second = found["candidates"]
+    assert first["rows"][0]["cost"]["rented"][0]["per_hour"] == 3.6
+    assert first["cost"]["rented"][0]["source"] == "its page"
+    assert first["load"]["ttft"]["p99"]["value"] == pytest.approx(0.044)
+    assert second["load"]["ttft"] is None and second["load"]["stable"] is False
