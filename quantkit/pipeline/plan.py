@@ -14,10 +14,11 @@ from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.pipeline.plan_candidates import Chosen, choose, labels
 from quantkit.pipeline.request import runs_here, this_machine
-from quantkit.plan import configs, efficiency, machine
+from quantkit.plan import compiling, configs, efficiency, machine
 from quantkit.plan.architecture import Architecture
 from quantkit.plan.assigned import Assigned, assign, takes_head
 from quantkit.plan.batching import Server
+from quantkit.plan.compiling import Compiling, Machine
 from quantkit.plan.cost import Bill, Work, bill
 from quantkit.plan.efficiency import Sample
 from quantkit.plan.forecast import Served, Timed
@@ -170,6 +171,7 @@ def _candidate(
     served = replace(served, devices=devices)
     memory = _memory(footprint, workload, devices, needed)
     rows = [_row(served, batch, workload, footprint, prices) for batch in workload.batches]
+    expected, unknown = _compiling(chosen, architecture, target)
     load, refused = _load(served, workload, memory)
     return Candidate(
         label,
@@ -183,8 +185,10 @@ def _candidate(
         served,
         load,
         _cost(rows, served, workload, load, prices),
+        expected,
         notes=[
             *refused,
+            *unknown,
             *(each.reason for each in assigned.decisions if each.code in ("kept", "padded", "group-shrunk")),
         ],
     )
@@ -291,6 +295,16 @@ def _memory(footprint: Footprint, workload: Workload, devices: int, needed: int 
         needed,
         [f"the runtime takes {runtime.source}"],
     )
+
+
+def _compiling(chosen: Chosen, architecture: Architecture, target: Target) -> tuple[Compiling | None, list[str]]:
+    """What the compile takes on this machine, which need not be the target."""
+    here = Target.load(this_machine())
+    try:
+        asked = compiling.asked(architecture, chosen.recipe, speed=runs_here(target))
+        return compiling.compiling(asked, Machine.of(here, machine.cores())), []
+    except InputError as problem:
+        return None, [f"what the compile takes is not known: {problem.remedy or problem.value}"]
 
 
 def _cells(chosen: Chosen, target: Target) -> list[Cell]:

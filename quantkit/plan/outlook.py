@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from quantkit.errors import QuantkitError
 from quantkit.plan.architecture import Architecture
+from quantkit.plan.compiling import Compiling
 from quantkit.plan.cost import Bill
 from quantkit.plan.forecast import Served, Timed
 from quantkit.plan.load import Load
@@ -184,7 +184,7 @@ class Candidate:
     served: Served | None = None
     load: Load | None = None
     cost: Bill | None = None
-    compiling: Any = None
+    compiling: Compiling | None = None
     problem: QuantkitError | None = None
     notes: Sequence[str] = ()
 
