@@ -60,12 +60,12 @@ def _head(outlook: Outlook) -> list[RenderableType]:
 
 def _fit_title(outlook: Outlook) -> str:
     work = outlook.workload
-    tokens = f", with {work.context:,} tokens each" if outlook.architecture.kind == "decoder" else ""
+    tokens = f", {work.context:,} tokens each" if outlook.architecture.kind == "decoder" else ""
     return f"does it fit, at the largest batch asked for that does{tokens}"
 
 
 def _fit(outlook: Outlook) -> Table:
-    head = ("recipe", "runtime", "as stored", "bits", "weights", "batch", "takes", "of", "largest\nbatch")
+    head = ("recipe", "runtime", "stored", "bits", "weights", "batch", "takes", "of", "largest\nbatch")
     table = _table(head, left=3, tight=True)
     for each in outlook.candidates:
         state = say.state(each)
@@ -106,9 +106,9 @@ def _times(outlook: Outlook, runs: Sequence[Candidate]) -> Table:
 def _time(row: Row | None, *, prefill: bool = False) -> Text:
     if row is None:
         return Text(say.NONE)
-    if row.fits is False:
-        return Text("does not fit", "red")
-    return Text(say.time(row.prefill if prefill else row.step))
+    return (
+        Text(say.time(row.prefill if prefill else row.step)) if row.fits is not False else Text("does not fit", "red")
+    )
 
 
 def _rates(outlook: Outlook, runs: Sequence[Candidate]) -> Table:
@@ -159,8 +159,8 @@ def _single(outlook: Outlook, candidate: Candidate) -> list[RenderableType]:
     if candidate.rows:
         found += _section(f"how long, {_lengths(outlook)}", _batches(outlook, candidate))
         names = plan_costs.head(outlook)
-        lines = [[f"{row.batch:,}", *plan_costs.amounts(outlook, row)] for row in candidate.rows]
-        found += _costs(outlook, Sheet(["batch", *names], lines) if names else None)
+        lines = [[f"{row.batch:,}", *plan_costs.amounts(outlook, row)] for row in say.fitting(candidate)]
+        found += _costs(outlook, Sheet(["batch", *names], lines) if names and lines else None)
     return found
 
 

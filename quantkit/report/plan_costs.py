@@ -205,7 +205,7 @@ def curve(outlook: Outlook, candidate: Candidate) -> list[tuple[int, Priced]]:
     """(batch, a million of the traffic's tokens, or of passes) by the cheapest way."""
     decodes = outlook.architecture.kind == "decoder"
     found = []
-    for row in candidate.rows:
+    for row in say.fitting(candidate):
         cost = paid(row.cost)
         if cost is not None:
             value = cost.blended if decodes else _MILLION * cost.request

@@ -5,6 +5,7 @@
                 a step                        at its operations / its bytes, operations / seconds
 
 A bound is dotted with rings, a forecast is a full line with its interval. Every candidate keeps its colour throughout.
+Batches that do not fit are in the figures of memory alone.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ def _phases(outlook: Outlook) -> list[tuple[str, str, Times]]:
 
 def _points(candidate: Candidate, colour: str, name: str, symbol: str, of: Times) -> list[Curve]:
     """The bounds of all batches, and the forecasts of those that have one."""
-    known = [(row.batch, timed) for row in candidate.rows if (timed := of(row)) is not None and timed.bound.bytes]
+    known = [
+        (row.batch, timed) for row in say.fitting(candidate) if (timed := of(row)) is not None and timed.bound.bytes
+    ]
     found = []
     for forecast in (False, True):
         points = [(batch, timed, timed.forecast if forecast else timed.least) for batch, timed in known]
@@ -193,7 +196,7 @@ def times(outlook: Outlook) -> list[Panel]:
     for name, _, of in phases:
         drawn = []
         for each in outlook.candidates:
-            known = [(row.batch, timed) for row in each.rows if (timed := of(row)) is not None]
+            known = [(row.batch, timed) for row in say.fitting(each) if (timed := of(row)) is not None]
             points = [
                 _At(batch, timed.least, timed.forecast, timed.interval, (say.bound(timed), say.forecast(timed)))
                 for batch, timed in known
@@ -206,12 +209,12 @@ def times(outlook: Outlook) -> list[Panel]:
     return found
 
 
-def rates(outlook: Outlook) -> Panel | None:
+def rates(outlook: Outlook, *, wide: bool = False) -> Panel | None:
     """What comes out each second, by batch."""
     drawn = []
     unit = say.unit(outlook.architecture)
     for each in outlook.candidates:
-        known = [(row.batch, row.rate(outlook.workload.output)) for row in each.rows]
+        known = [(row.batch, row.rate(outlook.workload.output)) for row in say.fitting(each)]
         points = [
             _At(
                 batch,
@@ -224,7 +227,7 @@ def rates(outlook: Outlook) -> Panel | None:
         ]
         drawn += _both(outlook, each.label, points, "≤")
     title = f"{words.sentence(unit)} a second{', prompts included' if unit == 'tokens' else ''}"
-    return _over_batches(title, f"{title} of each recipe", drawn, f"{unit} per second")
+    return _over_batches(title, f"{title} of each recipe", drawn, f"{unit} per second", wide=wide)
 
 
 def costs(outlook: Outlook) -> Panel | None:

@@ -103,8 +103,8 @@ def _side(outlook: Outlook) -> Sheet:
         else:
             verdict = {True: ", fits", False: ", does not fit", None: ""}[say.fits(memory)]
             line += [words.size(each.bytes), say.takes(memory) + verdict, say.largest(memory.largest_batch, memory)]
-        line += [say.time(rows[first].prefill) if first in rows else say.NONE] if decodes else []
-        line += [say.time(rows[batch].step) if batch in rows else say.NONE for batch in dict.fromkeys((first, last))]
+        line += [say.at(rows.get(first), prefill=True)] if decodes else []
+        line += [say.at(rows.get(batch)) for batch in dict.fromkeys((first, last))]
         best = say.best(each, outlook.workload)
         line.append(f"{say.given(best[1])} at batch {best[0].batch:,}" if best is not None else say.NONE)
         body.append(line)
@@ -142,7 +142,7 @@ def _memory(outlook: Outlook) -> Section | None:
 
 def _times(outlook: Outlook) -> Section | None:
     panels = figures.times(outlook)
-    if not panels:
+    if not say.timed(outlook):
         return None
     work, step = outlook.workload, say.step(outlook.architecture)
     decodes = outlook.architecture.kind == "decoder"
@@ -160,17 +160,21 @@ def _times(outlook: Outlook) -> Section | None:
         said = [
             f"Prompts of {work.prompt:,} tokens; a step gives each sequence a token, halfway through {work.output:,}."
         ]
-    return Section(said, panels, [_RINGS], Sheet(head, body, 1), keys=figures.keys(outlook))
+    captions = [_RINGS] if panels else ["No batch fits."]
+    if any(row.fits is False for each in outlook.candidates for row in each.rows) and panels:
+        captions.append("Batches that do not fit are in the table alone.")
+    return Section(said, panels, captions, Sheet(head, body, 1), keys=figures.keys(outlook))
 
 
 def _rates(outlook: Outlook) -> Section | None:
-    panels = [panel for panel in (figures.rates(outlook), figures.costs(outlook)) if panel is not None]
+    costs = figures.costs(outlook)
+    panels = [panel for panel in (figures.rates(outlook, wide=costs is None), costs) if panel is not None]
     if not panels:
         return None
     unit, names = say.unit(outlook.architecture), plan_costs.head(outlook)
     body = []
     for each in outlook.candidates:
-        for row in each.rows:
+        for row in say.fitting(each):
             rate = row.rate(outlook.workload.output)
             at_most = words.or_dash(rate.most, lambda value: words.figure(value, 3))
             amounts = plan_costs.amounts(outlook, row)
@@ -207,7 +211,7 @@ def _roofline(outlook: Outlook) -> Section | None:
     read = outlook.target.memory.read_bandwidth
     body = []
     for each in outlook.candidates:
-        for row in each.rows:
+        for row in say.fitting(each):
             for name, timed in (("prompts", row.prefill), (say.step(outlook.architecture), row.step)):
                 if timed is not None:
                     body.append([each.label, name, f"{row.batch:,}", *_lies(timed)])

@@ -113,6 +113,13 @@ def time(timed: Timed | None) -> str:
     return forecast(timed)
 
 
+def at(row: Row | None, *, prefill: bool = False) -> str:
+    """The time of a batch's step, or of its prompts; that it does not fit, where it does not."""
+    if row is None:
+        return NONE
+    return "does not fit" if row.fits is False else time(row.prefill if prefill else row.step)
+
+
 def waited(seconds: float, *, forecast: bool) -> str:
     """`8.9 ms`, marked where it stands on bounds; two digits, as a simulation knows no more."""
     factor, unit_ = words.time_unit(seconds)
@@ -157,9 +164,14 @@ def _two(value: float) -> str:
     return words.figure(float(f"{value:.1e}"), 2)
 
 
+def fitting(candidate: Candidate) -> list[Row]:
+    """Its batches, without those that are known not to fit."""
+    return [row for row in candidate.rows if row.fits is not False]
+
+
 def best(candidate: Candidate, work: Workload) -> tuple[Row, Rate] | None:
     """The batch that gives the most of those that fit: by forecasts where all have one, else by bounds."""
-    found = [(row, row.rate(work.output)) for row in candidate.rows if row.fits is not False]
+    found = [(row, row.rate(work.output)) for row in fitting(candidate)]
     by = [(row, rate, rate.forecast if candidate.forecast else rate.most) for row, rate in found]
     known = [(value, row, rate) for row, rate, value in by if value is not None]
     if not known:
@@ -230,10 +242,10 @@ def because(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
                 if timed is not None:
                     about = by.setdefault(timed.because, {}).setdefault(each.label, {})
                     about.setdefault(what, []).append(row.batch)
-    return [("; ".join(_about(runs, about)) if len(by) > 1 else "all times", reason) for reason, about in by.items()]
+    return [(_about(runs, about) if len(by) > 1 else "all times", reason) for reason, about in by.items()]
 
 
-def _about(runs: Sequence[Candidate], about: dict[str, dict[str, list[int]]]) -> list[str]:
+def _about(runs: Sequence[Candidate], about: dict[str, dict[str, list[int]]]) -> str:
     """`int4, bf16`, or with what of them: `int4 (prompts of batch 1 and 8)`."""
     found = []
     for each in (each for each in runs if each.label in about):
@@ -245,7 +257,7 @@ def _about(runs: Sequence[Candidate], about: dict[str, dict[str, list[int]]]) ->
             if what in about[each.label]
         ]
         found.append(each.label if all(whole) else f"{each.label} ({', '.join(parts)})")
-    return found
+    return ", ".join(found)
 
 
 def cautions(candidate: Candidate) -> list[str]:
@@ -267,8 +279,8 @@ def every_caution(outlook: Outlook) -> dict[str, list[str]]:
         memory = each.memory
         more = [needs(memory), *memory.notes] if memory is not None else []
         for text in (*cautions(each), *more):
-            if text:
-                found.setdefault(text, []).append(each.label)
+            labels = found.setdefault(text, []) if text else []
+            labels += [each.label] if each.label not in labels else []
     return found
 
 

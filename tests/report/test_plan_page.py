@@ -188,3 +188,17 @@ def test_what_the_page_needs(monkeypatch: pytest.MonkeyPatch, three: Outlook, tm
     monkeypatch.setattr(machine, "has", lambda name: False)
     with pytest.raises(MissingDependency, match=r"quantkit\[report\]"):
         plan_page.demand()
+
+
+def test_what_does_not_fit_is_drawn_against_the_card_alone() -> None:
+    found = planned.outlook("bf16", "int4", model="llama-3-70b")
+    times = plan_figures.times(found)
+    assert all(each.get("name") != "bf16" for panel in times for each in panel.figure["data"])
+    memory = plan_figures.memory_lines(found)
+    assert memory is not None
+    assert any(each.get("name") == "bf16" for each in memory.figure["data"])
+    page = plan_page.page(found)
+    assert "does not fit" in page
+    assert "Batches that do not fit are in the table alone." in page
+    nothing = plan_page.page(planned.outlook("bf16", model="llama-3-70b"))
+    assert "No batch fits." in nothing
