@@ -106,7 +106,7 @@ FIT = [
 ]
 RECIPES = [
     *("float", "rtn-int4", "int4-fast", "gptq-int4", "awq-int4", "int4-best", "int4-symmetric", "int3", "int4-cpu"),
-    *("int8-weights", "int8", "int8-dynamic", "fp8", "fp8-block", "nf4", "nvfp4", "mxfp4", "gptq-int4+kv-fp8"),
+    *("int8-weights", "int8", "int8-dynamic", "fp8", "nf4", "nvfp4", "mxfp4", "gptq-int4+kv-fp8"),
 ]
 
 

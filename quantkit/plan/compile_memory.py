@@ -18,6 +18,8 @@ from quantkit.plan.compile_work import LONG, LONG_SEQUENCES, SCORED_TOGETHER, Qu
 
 # logits of one model that are in memory at one time
 _LOGITS = 1 << 23
+# bytes of a token in a tokenizer: a byte-level BPE of 24,000 takes 28 MB, benchmarks/harness/tokenizer_side.py
+_TOKEN = 1164
 # bytes from which on hidden states lie in a file
 _ON_DISK = 1 << 30
 
@@ -32,6 +34,7 @@ def held(question: Question) -> dict[str, dict[str, float]]:
     ends = _ends(model)
     libraries = {
         "one": 1.0,
+        "tokenizer": float(_TOKEN * (model.vocabulary or 0)),
         "graph": float("onnx" in question.exports),
         "engine": float("tensorrt" in question.exports),
     }

@@ -347,8 +347,7 @@ def _score(question: Question) -> dict[str, Work]:
         if number == 0 and not question.cached:
             found += run
         if runtime == "onnxruntime":
-            found[f"session{_integer(question)}"] += run["products"]
-            found["session"] += one_head["products"]
+            found["session"] += run["products"] + one_head["products"]
             found["activations"] += run["activations"]
         else:
             found += run + one_head
@@ -373,8 +372,3 @@ def _rounded(question: Question, tokens: int) -> Work:
     if question.recipe.scheme.activations is None:
         return Work()
     return Work({"rounded": tokens * sum(matrix.active * matrix.K for matrix in question.architecture.inside())})
-
-
-def _integer(question: Question) -> str:
-    """What the products of a graph are computed in."""
-    return ":packed" if question.schemes else ""
