@@ -38,7 +38,7 @@ def terminal(outlook: Outlook, html: Path | None = None) -> list[RenderableType]
             )
             shown += _costs(outlook, plan_costs.costs(outlook))
         shown += [*_load(outlook), *_compiling(runs), Text()]
-        shown += [_indented(Text(say.legend(outlook), _DIM))] if say.timed(outlook) else []
+        shown += [_indented(Text(say.legend(outlook), _DIM))] if say.legend(outlook) else []
     shown += _said(outlook)
     shown += _recommended(outlook)
     shown += [Text(), Text(f"  {html}", no_wrap=True)] if html is not None else []
@@ -141,12 +141,14 @@ def _load(outlook: Outlook) -> list[RenderableType]:
 
 def _compiling(runs: Sequence[Candidate]) -> list[RenderableType]:
     """What compiling takes, where it is known."""
-    sheet = say.compiling(runs)
-    return _section("the compile itself", _sheet(sheet)) if sheet is not None else []
+    found = say.compiling(runs)
+    if found is None:
+        return []
+    return _section("the compile itself", _sheet(found[0])) + [_indented(Text(line, _DIM)) for line in found[1]]
 
 
 def _sheet(sheet: Sheet) -> Table:
-    table = _table(sheet.head, tight=len(sheet.head) > 5)
+    table = _table(sheet.head, tight=len(sheet.head) > 6)
     for label, *cells in sheet.rows:
         table.add_row(Text(label, "cyan"), *cells)
     return table

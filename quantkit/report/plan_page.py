@@ -200,8 +200,12 @@ def _load(outlook: Outlook) -> Section | None:
 
 
 def _compiling(outlook: Outlook) -> Section | None:
-    sheet = say.compiling(outlook.candidates)
-    return Section(["What it takes to make each of them."], [], [], sheet) if sheet is not None else None
+    found = say.compiling(outlook.candidates)
+    if found is None:
+        return None
+    return Section(
+        ["What it takes to make each of them."], [], [f"{words.sentence(line)}." for line in found[1]], found[0]
+    )
 
 
 def _roofline(outlook: Outlook) -> Section | None:

@@ -23,6 +23,8 @@ _BOUND = "≥ and ≤ mark bounds, which no runtime beats."
 _FORECAST = "What has an interval behind it, like 19 ms (15–26), is a forecast from measurements."
 # what a model puts out, and what one step of it is called
 _OUTPUT = {"decoder": "tokens", "encoder": "sequences", "vision": "images"}
+# factor, unit, and the seconds from which on a long time is said in it
+_LONG = ((1 / 3600, "h", 5400.0), (1 / 60, "min", 90.0), (1.0, "s", 0.0))
 _WORST: Sequence[State] = ("native", "emulated", "absent")
 
 
@@ -184,7 +186,8 @@ def legend(outlook: Outlook) -> str:
     """How to read the figures, of what there is."""
     timed = [each for row in _rows(outlook) for each in (row.step, row.prefill) if each is not None]
     parts = [_BOUND] if any(each.least is not None for each in timed) else []
-    return " ".join([*parts, _FORECAST] if any(each.forecast is not None for each in timed) else parts)
+    known = any(each.forecast is not None for each in timed) or any(each.compiling for each in outlook.candidates)
+    return " ".join([*parts, _FORECAST] if known else parts)
 
 
 def timed(outlook: Outlook) -> bool:
@@ -284,16 +287,18 @@ def every_caution(outlook: Outlook) -> dict[str, list[str]]:
     return found
 
 
-def compiling(candidates: Sequence[Candidate]) -> Sheet | None:
-    """What each compile takes: time with its interval, memory at its peak, disk; None where none is known."""
-    body = []
+def compiling(candidates: Sequence[Candidate]) -> tuple[Sheet, list[str]] | None:
+    """What each compile takes: time with its interval, memory at its peak, disk; and on what machine."""
+    body, notes = [], []
     for each in candidates:
-        if each.compiling is not None:
-            low, high = (end * each.compiling.total for end in each.compiling.interval)
-            time_ = f"{words.about(each.compiling.total)} ({words.duration(low)} to {words.duration(high)})"
-            memory = f"{words.size(each.compiling.peak)} at {each.compiling.at_peak}"
-            body.append([each.label, time_, memory, words.size(each.compiling.disk.most)])
-    return Sheet(["recipe", "time", "memory", "disk"], body) if body else None
+        found = each.compiling
+        if found is not None:
+            factor, unit_ = next((f, u) for f, u, least in _LONG if found.total >= least)
+            low, high = (end * found.total for end in found.interval)
+            time_ = with_interval(found.total, (low, high), factor, f"\u00a0{unit_}")
+            body.append([each.label, time_, words.size(found.peak), found.at_peak, words.size(found.disk.most)])
+            notes += [f"on {found.machine.name}, {words.plural(found.machine.cores, 'core')}", *found.notes]
+    return (Sheet(["recipe", "time", "memory", "at", "disk"], body), list(dict.fromkeys(notes))) if body else None
 
 
 # --- what to do ------------------------------------------------------------------------------------------------------

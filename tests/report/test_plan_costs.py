@@ -6,12 +6,12 @@ import datetime
 import io
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import planned
 import pytest
 
+from quantkit.plan.compiling import Compiling, Disk, Machine
 from quantkit.plan.cost import Work, bill
 from quantkit.plan.load import Load
 from quantkit.plan.outlook import Candidate, Outlook
@@ -199,15 +199,24 @@ def test_without_prices_energy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_compile_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiling = SimpleNamespace(
-        total=3600.0, interval=(0.8, 1.5), peak=12e9, at_peak="quantize", disk=SimpleNamespace(most=9e9)
+    seconds, machine = (
+        {"open": 600.0, "quantize": 6600.0},
+        Machine("a processor", 2, 1e11, 2e10, "its figures are taken"),
     )
+    memory, disk = {"quantize": 12e9, "score": 3e9}, Disk(8e9, 1e9, 5e9)
     found = planned.outlook("bf16", "int4")
-    found = planned.with_first(found, compiling=compiling)
-    shown = text(found, monkeypatch)
-    (line,) = [each for each in shown[shown.index("the compile itself") :].splitlines() if "1 h 00 min" in each]
-    assert "48 min to 1 h 30 min" in line and "12.0 GB at quantize" in line and line.endswith("9.00 GB")
-    assert "The compile itself" in plan_page.page(found)
+    found = planned.with_first(
+        found, compiling=Compiling(seconds, seconds, (0.8, 1.5), memory, disk, machine, ("a note",))
+    )
+    shown = text(found, monkeypatch).replace("\u00a0", " ")
+    (line,) = [each for each in shown[shown.index("the compile itself") :].splitlines() if "2.0 h" in each]
+    assert " ".join(line.split()) == "bf16 2.0 h (1.6–3.0) 12.0 GB quantize 9.00 GB"
+    assert "on a processor, 2 cores" in shown
+    assert "a note" in shown
+    page = plan_page.page(found)
+    assert "The compile itself" in page
+    assert "On a processor, 2 cores." in page
+    assert plan.as_dict(found)["candidates"][0]["compiling"]["total_seconds"] == 7200.0
 
 
 def test_json_has_the_bills_and_the_load() -> None:
