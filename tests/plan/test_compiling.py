@@ -83,7 +83,7 @@ def test_what_needs_no_text_takes_no_more_for_more_of_it(recipe: str) -> None:
 
 def test_more_text_costs_time_where_it_is_looked_at_and_nowhere_else() -> None:
     few, many = (compiling(replace(question(), sequences=count), HERE) for count in (4, 400))
-    assert many.seconds["quantize"] > 2 * few.seconds["quantize"]
+    assert many.seconds["quantize"] > few.seconds["quantize"]
     assert {**few.seconds, "quantize": 0} == {**many.seconds, "quantize": 0}
 
 
@@ -133,7 +133,7 @@ def test_everything_that_is_counted_has_a_rate(recipe: str, name: str) -> None:
     assert set(held(found)) <= rates.memory.keys()
     expected = compiling(found, HERE)
     assert 0 < expected.peak < 1e12
-    assert all(value > 0 for value in expected.seconds.values())
+    assert all(value >= 0 for value in expected.seconds.values())
 
 
 def test_kinds_go_by_figures_of_the_machine() -> None:

@@ -1,0 +1,75 @@
+"""What is expected of a compile before it begins, of models that are open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zoo
+from pipeline.conftest import recipe
+
+from quantkit.errors import InputError
+from quantkit.pipeline import Request
+from quantkit.pipeline.estimate import architecture, demand_disk, estimate, line, question
+from quantkit.pipeline.prepared import Prepared, prepare
+from quantkit.plan import compiling
+
+
+def prepared(name: str, byte_tokenizer: Any, tmp_path: Path, **changes: Any) -> Prepared:
+    folder = tmp_path / name
+    model = zoo.mixture(name, vocab_size=258) if name in zoo.MIXTURES else zoo.tiny(name, vocab_size=258)
+    model.save_pretrained(folder)  # type: ignore[operator]
+    byte_tokenizer.save_pretrained(folder)
+    chosen = recipe("checkpoint", **{"on_indivisible": "keep", **changes})
+    chosen = chosen.model_copy(
+        update={"export": [chosen.export[0].model_copy(update={"options": {"layout": "dense"}})]}
+    )
+    return prepare(Request.of(str(folder), recipe=chosen, out=tmp_path / "out", speed=False), whole=False)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "bert", "deepseek", "gemma2"])
+def test_every_linear_counts_once(name: str, byte_tokenizer: Any, tmp_path: Path) -> None:
+    """Whether its config is known or not, whether its weights lie [N, K] or [K, N], experts or none."""
+    found = prepared(name, byte_tokenizer, tmp_path)
+    model = architecture(found)
+    shapes = found.layers.inside
+    assert sum(matrix.count for matrix in model.inside()) == len(shapes)
+    assert sum(matrix.count * matrix.N * matrix.K for matrix in model.inside()) == sum(
+        n * k for n, k in shapes.values()
+    )
+    # whatever the files hold is in it
+    assert model.parameters == pytest.approx(found.source.weights.total_bytes() / 4, rel=0.02)
+    asked = question(found)
+    stored = {matrix.name: matrix.count for matrix in model.inside() if matrix.name in asked.schemes}
+    assert sum(stored.values()) == len(found.layers.schemes)
+    assert estimate(found).peak > 1e8
+
+
+def test_it_is_what_a_plan_says_of_the_config(byte_tokenizer: Any, tmp_path: Path) -> None:
+    found = prepared("llama-tied", byte_tokenizer, tmp_path, passes=("gptq",))
+    mine, plans = question(found), compiling.asked(architecture(found), found.request.recipe)
+    assert (mine.sequences, mine.length, mine.schemes) == (plans.sequences, plans.length, plans.schemes)
+    assert (mine.scored, mine.scored_length) == (plans.scored, plans.scored_length)
+
+
+def test_the_line_says_time_memory_and_disk(byte_tokenizer: Any, tmp_path: Path) -> None:
+    found = prepared("llama-tied", byte_tokenizer, tmp_path)
+    said = line(estimate(found))
+    assert said.startswith("expected: ") and "of memory" in said and "while at it" in said
+
+
+def test_a_disk_that_does_not_hold_it_is_refused(
+    byte_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = prepared("llama-tied", byte_tokenizer, tmp_path)
+    expected = estimate(found)
+    free = [expected.disk.most - 1]
+    monkeypatch.setattr(
+        "quantkit.pipeline.estimate.shutil.disk_usage", lambda _: type("Usage", (), {"free": free[0]})()
+    )
+    with pytest.raises(InputError) as refused:
+        demand_disk(expected, tmp_path / "out")
+    assert refused.value.code == "disk-space"
+    free[0] += 2
+    demand_disk(expected, tmp_path / "out")
