@@ -57,14 +57,12 @@ def roofline(outlook: Outlook) -> Panel | None:
     beta = outlook.target.memory.read_bandwidth.number
     if not drawn or beta is None:
         return None
-    figures = {kind: figure for kind, figure in outlook.target.compute.items() if kind in say.computed(outlook)}
-    rates = {kind: figure.number for kind, figure in figures.items() if figure.number is not None}
+    rates = _rates(outlook)
     seen = [x for curve in drawn for x in curve.x]
-    left, right = min(seen) / _ROOM, max([*seen, *(rate / beta for rate in rates.values())]) * _ROOM
+    left, right = min(seen) / _ROOM, max([*seen, *(rate / beta for rate in rates)]) * _ROOM
     roofs = [
         Curve("", "ink", [left, rate / beta, right], [left * beta, rate, rate], symbol="", texts=["", label, ""])
-        for kind, rate in rates.items()
-        for label in [f"{kind} {words.rate(rate, figures[kind].unit)}"]
+        for rate, label in rates.items()
     ]
     x = log_axis("operations per byte read or written", [left * 1.12, right / 1.12])
     values = _values([*drawn, *roofs])
@@ -75,6 +73,18 @@ def roofline(outlook: Outlook) -> Panel | None:
     return Panel(
         f"The roofs of {outlook.target.name}, and where each recipe and batch lies under them", alt, figure, True
     )
+
+
+def _rates(outlook: Outlook) -> dict[float, str]:
+    """Operations a second -> what is computed so, of all that the candidates compute in."""
+    found: dict[float, list[str]] = {}
+    units: dict[float, str] = {}
+    for kind, figure in outlook.target.compute.items():
+        if kind in say.computed(outlook) and figure.number is not None:
+            found.setdefault(figure.number, []).append(kind)
+            # floats and integers at one rate: operations
+            units[figure.number] = figure.unit if units.get(figure.number, figure.unit) == figure.unit else "op/s"
+    return {rate: f"{', '.join(kinds)} {words.rate(rate, units[rate])}" for rate, kinds in found.items()}
 
 
 def _phases(outlook: Outlook) -> list[tuple[str, str, Times]]:

@@ -89,10 +89,10 @@ def _side(outlook: Outlook) -> Sheet:
     step, unit = say.step(outlook.architecture), say.unit(outlook.architecture)
     first, last = outlook.workload.batches[0], outlook.workload.batches[-1]
     decodes = outlook.architecture.kind == "decoder"
-    head = ["recipe", "runtime", "as stored", "bits", "weights", "memory", "largest batch"]
+    head = ["recipe", "runtime", "stored", "bits", "weights", "memory", "largest batch"]
     head += [f"first token, batch {first:,}"] if decodes else []
     head += [f"{step}, batch {batch:,}" for batch in dict.fromkeys((first, last))]
-    head += [f"most {unit}/s"]
+    head += [f"most {unit}/s", "at batch"]
     body = []
     for each in outlook.candidates:
         memory, rows = each.memory, {row.batch: row for row in each.rows}
@@ -106,8 +106,7 @@ def _side(outlook: Outlook) -> Sheet:
         line += [say.at(rows.get(first), prefill=True)] if decodes else []
         line += [say.at(rows.get(batch)) for batch in dict.fromkeys((first, last))]
         best = say.best(each, outlook.workload)
-        line.append(f"{say.given(best[1])} at batch {best[0].batch:,}" if best is not None else say.NONE)
-        body.append(line)
+        body.append([*line, *([say.given(best[1]), f"{best[0].batch:,}"] if best is not None else [say.NONE] * 2)])
     return Sheet(head, body)
 
 

@@ -202,3 +202,11 @@ def test_what_does_not_fit_is_drawn_against_the_card_alone() -> None:
     assert "Batches that do not fit are in the table alone." in page
     nothing = plan_page.page(planned.outlook("bf16", model="llama-3-70b"))
     assert "No batch fits." in nothing
+
+
+def test_types_that_compute_at_one_rate_share_a_roof(three: Outlook) -> None:
+    compute = {**three.target.compute, "fp8_e4m3": three.target.compute["bf16"]}
+    panel = plan_figures.roofline(replace(three, target=three.target.model_copy(update={"compute": compute})))
+    assert panel is not None
+    roofs = [each for each in panel.figure["data"] if each["line"].get("color") == "var(--ink)"]
+    assert [roof["text"][1] for roof in roofs] == ["bf16, fp8_e4m3 989 Tflop/s"]
