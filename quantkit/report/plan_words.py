@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Sequence
 
 from quantkit import content
+from quantkit.model.alias import ALIASES
 from quantkit.plan.architecture import Architecture
 from quantkit.plan.forecast import Timed
 from quantkit.plan.outlook import Candidate, Memory, Outlook, Rate, Row, Workload
@@ -319,10 +320,12 @@ def confirm(outlook: Outlook) -> list[str]:
         return []
     recipe = shlex.quote(chosen[0].recipe)
     batches = ",".join(str(batch) for batch in outlook.workload.batches)
+    # of a config alone there are no weights: the user knows where they are
+    model_ = outlook.architecture.name if outlook.architecture.name in ALIASES else "MODEL"
     # of a target in a file of the user's own, the plan knows the stem alone
     target_ = outlook.target.name if outlook.target.name in content.names("export") else "TARGET"
     return [
-        f"quantkit compile MODEL --recipe {recipe} --target {target_} --out BUNDLE",
+        f"quantkit compile {model_} --recipe {recipe} --target {target_} --out BUNDLE",
         f"quantkit measure BUNDLE --batch {batches}",
     ]
 

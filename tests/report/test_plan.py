@@ -171,7 +171,8 @@ def test_nobodys_text_is_markup_and_long_names_wrap(monkeypatch: pytest.MonkeyPa
     assert "[link]" in shown
     assert "[bold]" in shown
     assert max(len(each) for each in shown.splitlines()) <= 80
-    recipe = planned.outlook("int4")
+    recipe = planned.outlook("int4", model="smollm2-135m")
+    assert "quantkit compile smollm2-135m --recipe int4-best" in text(recipe, monkeypatch)
     odd = planned.with_first(recipe, recipe="./a b; rm -rf")
     assert "--recipe './a b; rm -rf'" in text(odd, monkeypatch)
 
