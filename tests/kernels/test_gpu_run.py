@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -116,7 +117,10 @@ def test_the_choice_can_be_read_back_and_keeps_no_copy(found: dict[str, Any]) ->
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    done = ran()
-    assert done.returncode == 2
-    assert "no GPU is at hand" in done.stderr
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert stopped.value.code == 2
+    assert "no GPU is at hand" in capsys.readouterr().err

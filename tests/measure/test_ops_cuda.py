@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ pytest.importorskip("triton")  # Linux alone has it
 
 from quantkit.errors import InputError
 from quantkit.kernels.dispatch import EXPANDED, OURS
-from quantkit.measure import ops_cuda, ops_rows
+from quantkit.measure import ops_cuda, ops_rows, ops_run
 from quantkit.measure.cuda import ceilings, sides
 from quantkit.measure.cuda.device import Device
 from quantkit.measure.cuda.timing import Side
@@ -22,7 +19,6 @@ from quantkit.measure.cuda.weights import known
 from quantkit.measure.ops import Plan, measure
 from quantkit.measure.ops_cuda import BASELINE, CudaBench, check_shape, torch_names, variant_of
 from quantkit.measure.ops_rows import Setting
-from quantkit.measure.rows import Row
 from quantkit.measure.tax import Limits
 from quantkit.plan.shapes import Linear
 
@@ -141,17 +137,8 @@ def test_slower_products_at_the_end_are_throttling() -> None:
 
 
 def test_a_whole_run_in_a_process_of_its_own() -> None:
-    program = """
-from quantkit.measure import ops_run
-job = ops_run.Job([{"name": "up", "K": 128, "N": 32}], "", "bfloat16", ["int8.dynamic"], [3], 0, 0.2, rounds=1)
-for row in ops_run.run(job):
-    print(row.line())
-"""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = [Row.model_validate_json(line) for line in done.stdout.splitlines()]
+    linear = {"name": "up", "K": 128, "N": 32}
+    rows = ops_run.run(ops_run.Job([linear], "", "bfloat16", ["int8.dynamic"], [3], 0, 0.2, rounds=1))
     names = {row.name for row in rows}
     assert {"ceiling.read", "ceiling.compute", "latency.op", "tax.total", "tax.activation"} <= names
     assert all(row.settings.get("threads") is None for row in rows)
