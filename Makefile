@@ -13,6 +13,8 @@ STAMP  := $(VENV)/.installed
 # without these, idle OpenMP threads spin and slow the busy ones on a small machine
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT  ?= 0
+# byte code is kept: without it every worker rewrites and compiles every test file each time, which takes 10 seconds
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv demo test test-fast lint types floors pytest bench clean
 

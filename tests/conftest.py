@@ -18,6 +18,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Without looking for garbage: every worker imports all files, and nothing of that is ever garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The README's examples first: they take minutes in one process, while another runs all the rest."""
     items.sort(key=lambda item: item.path.name != "test_readme.py")
