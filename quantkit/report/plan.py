@@ -112,7 +112,7 @@ def _time(row: Row | None, *, prefill: bool = False) -> Text:
 
 
 def _rates(outlook: Outlook, runs: Sequence[Candidate]) -> Table:
-    table = _table(["recipe", f"{say.unit(outlook.architecture)}/s", "at batch"])
+    table = _table(["recipe", say.per_second(outlook), "at batch"])
     for each in runs:
         found = say.best(each, outlook.workload)
         cells = [say.given(found[1]), f"{found[0].batch:,}"] if found is not None else [say.NONE, ""]
@@ -170,7 +170,7 @@ def _parts(memory: Memory, *, decodes: bool) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(justify="right")
-    for name, size in memory.parts.items():
+    for name, size in ((name, size) for name, size in memory.parts.items() if size):
         table.add_row(Text(name, _DIM), words.size(size))
     if decodes:
         table.add_row(Text("a token of cache", _DIM), words.size(memory.cache_per_token))
@@ -180,14 +180,14 @@ def _parts(memory: Memory, *, decodes: bool) -> Table:
 
 def _batches(outlook: Outlook, candidate: Candidate) -> Table:
     """A line a batch; columns that nothing is in are left out."""
-    step, unit = say.step(outlook.architecture), say.unit(outlook.architecture)
+    step = say.step(outlook.architecture)
     columns: dict[str, list[str]] = {"batch": [f"{row.batch:,}" for row in candidate.rows]}
     for name, of in (("prefill", [row.prefill for row in candidate.rows]), (step, [r.step for r in candidate.rows])):
         columns[f"{name},\nat best"] = [say.bound(each) for each in of]
         columns[f"{name},\nforecast"] = [say.forecast(each) for each in of]
     columns[f"{step}\nlimit"] = [say.limit(row.step) for row in candidate.rows]
-    rates = [row.rate(outlook.workload.output) for row in candidate.rows]
-    columns[f"{unit}/s"] = [
+    rates = [say.rate(candidate, row, outlook.workload) for row in candidate.rows]
+    columns[say.per_second(outlook).replace(" ", "\n", 1)] = [
         say.expected(each).partition(" ")[0] if each.forecast is not None else say.most(each) for each in rates
     ]
     columns["fits"] = [_FITS[row.fits][0].strip() for row in candidate.rows]

@@ -41,7 +41,7 @@ def keys(outlook: Outlook) -> list[tuple[str, str]]:
 
 def parts(candidates: Iterable[Candidate]) -> dict[str, str]:
     """Part of memory -> colour, of all candidates, in their order."""
-    named = dict.fromkeys(name for each in candidates if each.memory is not None for name in each.memory.parts)
+    named = dict.fromkeys(name for each in candidates for row in each.rows for name, size in row.parts.items() if size)
     return {name: _PARTS[min(i, len(_PARTS) - 1)] for i, name in enumerate(named)}
 
 
@@ -222,22 +222,22 @@ def times(outlook: Outlook) -> list[Panel]:
 def rates(outlook: Outlook, *, wide: bool = False) -> Panel | None:
     """What comes out each second, by batch."""
     drawn = []
-    unit = say.unit(outlook.architecture)
+    unit = say.per_second(outlook)
     for each in outlook.candidates:
-        known = [(row.batch, row.rate(outlook.workload.output)) for row in say.fitting(each)]
+        known = [(row.batch, say.rate(each, row, outlook.workload)) for row in say.fitting(each)]
         points = [
             _At(
                 batch,
                 rate.most,
                 rate.forecast,
                 rate.interval,
-                (f"{say.most(rate)} {unit}/s", f"{say.expected(rate)} {unit}/s"),
+                (f"{say.most(rate)} {unit}", f"{say.expected(rate)} {unit}"),
             )
             for batch, rate in known
         ]
         drawn += _both(outlook, each.label, points, "≤")
-    title = f"{words.sentence(unit)} a second{', prompts included' if unit == 'tokens' else ''}"
-    return _over_batches(title, f"{title} of each recipe", drawn, f"{unit} per second", wide=wide)
+    title = f"{words.sentence(unit)}{', prompts included' if outlook.architecture.kind == 'decoder' else ''}"
+    return _over_batches(title, f"{title} of each recipe", drawn, unit, wide=wide)
 
 
 def costs(outlook: Outlook) -> Panel | None:

@@ -86,13 +86,13 @@ def page(outlook: Outlook, version: str = "") -> str:
 
 def _side(outlook: Outlook) -> Sheet:
     """Every candidate in one line; what cannot run has its reason beside the table."""
-    step, unit = say.step(outlook.architecture), say.unit(outlook.architecture)
+    step = say.step(outlook.architecture)
     first, last = outlook.workload.batches[0], outlook.workload.batches[-1]
     decodes = outlook.architecture.kind == "decoder"
     head = ["recipe", "runtime", "stored", "bits", "weights", "memory", "largest batch"]
     head += [f"first token, batch {first:,}"] if decodes else []
     head += [f"{step}, batch {batch:,}" for batch in dict.fromkeys((first, last))]
-    head += [f"most {unit}/s", "at batch"]
+    head += [f"most {say.per_second(outlook)}", "at batch"]
     body = []
     for each in outlook.candidates:
         memory, rows = each.memory, {row.batch: row for row in each.rows}
@@ -174,11 +174,11 @@ def _rates(outlook: Outlook) -> Section | None:
     body = []
     for each in outlook.candidates:
         for row in say.fitting(each):
-            rate = row.rate(outlook.workload.output)
+            rate = say.rate(each, row, outlook.workload)
             at_most = words.or_dash(rate.most, lambda value: words.figure(value, 3))
             amounts = plan_costs.amounts(outlook, row)
             body.append([each.label, f"{row.batch:,}", at_most, say.expected(rate), *amounts])
-    head = ["recipe", "batch", f"{unit}/s, at most", f"{unit}/s, forecast", *names]
+    head = ["recipe", "batch", f"{say.per_second(outlook)}, at most", "forecast", *names]
     said = ["Requests that all begin together: their prompts first, then every token."] if unit == "tokens" else []
     captions = [_RINGS]
     if plan_costs.currency(outlook):

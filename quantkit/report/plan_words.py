@@ -34,6 +34,23 @@ def unit(architecture: Architecture) -> str:
     return _OUTPUT[architecture.kind]
 
 
+def per_second(outlook: Outlook) -> str:
+    """What rates are in: `tokens/s`; of one device where several share a model, so that recipes can be compared."""
+    shared = any(each.memory is not None and each.memory.devices > 1 for each in outlook.candidates)
+    return f"{unit(outlook.architecture)}/s{' a device' if shared else ''}"
+
+
+def rate(candidate: Candidate, row: Row, work: Workload) -> Rate:
+    """What comes out each second, of one device."""
+    found, devices = row.rate(work.output), candidate.memory.devices if candidate.memory is not None else 1
+
+    def share(value: float | None) -> float | None:
+        return value / devices if value is not None else None
+
+    interval = (found.interval[0] / devices, found.interval[1] / devices) if found.interval is not None else None
+    return Rate(share(found.most), share(found.forecast), interval)
+
+
 def step(architecture: Architecture) -> str:
     """What is timed at each batch: a `step` of decoding, or a whole `pass`."""
     return "step" if architecture.kind == "decoder" else "pass"
@@ -174,13 +191,10 @@ def fitting(candidate: Candidate) -> list[Row]:
 
 def best(candidate: Candidate, work: Workload) -> tuple[Row, Rate] | None:
     """The batch that gives the most of those that fit: by forecasts where all have one, else by bounds."""
-    found = [(row, row.rate(work.output)) for row in fitting(candidate)]
-    by = [(row, rate, rate.forecast if candidate.forecast else rate.most) for row, rate in found]
-    known = [(value, row, rate) for row, rate, value in by if value is not None]
-    if not known:
-        return None
-    _, row, rate = max(known, key=lambda each: each[0])
-    return row, rate
+    found = [(row, rate(candidate, row, work)) for row in fitting(candidate)]
+    by = [(each.forecast if candidate.forecast else each.most, row, each) for row, each in found]
+    known = [(value, row, each) for value, row, each in by if value is not None]
+    return max(known, key=lambda each: each[0])[1:] if known else None
 
 
 def legend(outlook: Outlook) -> str:

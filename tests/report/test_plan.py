@@ -153,6 +153,22 @@ def test_several_devices_and_none_that_is_enough(one: Outlook, monkeypatch: pyte
     assert "quantkit compile" not in shown
 
 
+def test_rates_are_of_one_device_where_several_share_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned.outlook("bf16", "int4")
+    memory = found.candidates[0].memory
+    assert memory is not None
+    alone = plan_words.best(found.candidates[0], found.workload)
+    found = planned.with_first(found, memory=replace(memory, devices=4))
+    shared = plan_words.best(found.candidates[0], found.workload)
+    assert alone is not None and shared is not None
+    assert alone[1].forecast is not None and alone[1].interval is not None
+    assert shared[1].forecast == alone[1].forecast / 4
+    assert shared[1].interval == (alone[1].interval[0] / 4, alone[1].interval[1] / 4)
+    shown = text(found, monkeypatch)
+    assert "tokens/s a device" in shown
+    assert plan_words.expected(shared[1]) in line(shown, "bf16", "what it gives")
+
+
 def test_an_encoder_has_passes_and_no_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = text(
         planned.outlook("int4", "bf16", model="bert-base", workload=planned.work(1, 8, prompt=128, output=0)),

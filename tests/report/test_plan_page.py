@@ -143,7 +143,7 @@ def test_bounds_alone_are_drawn_as_bounds() -> None:
 def test_a_single_batch_an_encoder_and_a_target_without_figures() -> None:
     encoder = planned.outlook("int4", model="bert-base", workload=planned.work(8, prompt=128, output=0))
     shown = plan_page.page(encoder)
-    assert "sequences per second" in shown
+    assert "sequences/s" in shown
     assert "diamonds" not in shown
     assert "a token of cache" not in shown
     for figure in figures(shown):
