@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,15 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # kernels run in Triton's interpreter, which has to be chosen before anything imports Triton
 os.environ.setdefault("TRITON_INTERPRET", "1")
+_CACHE = "QUANTKIT_CACHE"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A cache of the run's own, which all workers share: what tests measure and make is nothing to a user's."""
+    if _CACHE not in os.environ:
+        folder = tempfile.mkdtemp(prefix="quantkit-tests-")
+        os.environ[_CACHE] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -23,6 +23,7 @@ from quantkit.cli.export import export
 from quantkit.cli.generate import generate
 from quantkit.cli.list import list_
 from quantkit.cli.measure import measure
+from quantkit.cli.plan import plan
 from quantkit.cli.show import show
 from quantkit.cli.tax import tax
 from quantkit.cli.tune import tune
@@ -60,7 +61,7 @@ app = typer.Typer(
     "75 stopped safely, go on with --resume. Start with: quantkit compile --recipe awq-int4",
 )
 # in the order in which help names them
-_COMMANDS = (compile, measure, tax, tune, export, verify, list_, show, doctor, generate)
+_COMMANDS = (compile, plan, measure, tax, tune, export, verify, list_, show, doctor, generate)
 
 
 def _parsed(work: Callable[..., Answer]) -> Callable[..., Callable[[], Answer]]:

@@ -120,7 +120,7 @@ class Served:
         found = self._efficiency(self.format, self.compute, step.phase, step.rows, bound.memory_bound)
         if found is not None:
             low, high = together / found.high, together / found.low
-            return Timed(bound, least, together / found.value, (low, high), _said(found, "steps"), found.here)
+            return Timed(bound, least, together / found.value, (low, high), _said(found, "step"), found.here)
         return self._by_products(step, bound, least)
 
     def _by_products(self, step: Step, bound: Bound, least: float) -> Timed:
@@ -137,7 +137,7 @@ class Served:
         if first is None or unknown > _UNKNOWN * least:
             return Timed(bound, least, None, None, f"nothing was measured of {self.format} in {self.runtime} near this")
         known = least / (least - unknown)
-        because = f"{_said(first, 'single products')}; attention and the host are not in it"
+        because = f"{_said(first, 'single product')}; attention and the host are not in it"
         return Timed(bound, least, seconds * known, (low * known, high * known), because, first.here)
 
     def _of(self, op: Op, step: Step) -> Efficiency | None:
@@ -153,4 +153,9 @@ class Served:
 
 def _said(found: Efficiency, what: str) -> str:
     where = "this machine" if found.here else f"{found.device}, another device"
-    return f"{found.n} {what} of {found.subjects} {'shapes' if what != 'steps' else 'models'} measured on {where}"
+    of = "model" if what == "step" else "shape"
+    return f"{_plural(found.n, what)} of {_plural(found.subjects, of)} measured on {where}"
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count:,} {word}" + ("" if count == 1 else "s")

@@ -45,6 +45,18 @@ def terminal(outlook: Outlook, html: Path | None = None) -> list[RenderableType]
     return shown
 
 
+def rehearsed(block: str, seconds: float, findings: Sequence[tuple[str, bool]]) -> list[RenderableType]:
+    """What a rehearsal found: (line, whether the compile would end with it)."""
+    what = f"rehearsed on {block} in {words.duration(seconds)}" if block else "rehearsed; no block was run"
+    if not findings:
+        return [Text(f"{what}: nothing that would fail was found")]
+    shown: list[RenderableType] = [Text(f"{what}:")]
+    for line, fails in findings:
+        mark = Text("✗ " if fails else "! ", "bold red" if fails else "yellow")
+        shown.append(Padding(mark + Text(line), (0, 0, 0, 2)))
+    return shown
+
+
 def _head(outlook: Outlook) -> list[RenderableType]:
     name, _, rest = say.model(outlook.architecture).partition(": ")
     on, _, figures = say.target(outlook).partition(": ")

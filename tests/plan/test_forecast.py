@@ -76,7 +76,7 @@ def test_a_step_that_was_measured_gives_forecast_and_interval() -> None:
 def test_without_steps_products_stand_in_and_it_is_said() -> None:
     found = served(sample(0.25, phase="op", device="away", name="another")).timed(DECODE)
     assert found.forecast == pytest.approx(4 * (found.least or 0.0))
-    assert "single products" in found.because and "another, another device" in found.because
+    assert "1 single product of 1 shape" in found.because and "another, another device" in found.because
     assert "host are not in it" in found.because
     assert not found.here
 
