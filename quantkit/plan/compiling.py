@@ -49,18 +49,20 @@ class Rates:
         memory: part -> what it holds -> how often that is there at once; of what is counted as 1, bytes.
         interval: real over predicted seconds, from the least to the most that was seen of models that were not fitted.
         machine: `name`, `cores`, `fp32`, `read` of the one that it was learned on.
+        sharing: of the cores, how much work that runs on all of them keeps busy.
     """
 
     kinds: Mapping[str, Mapping[str, Any]]
     memory: Mapping[str, Mapping[str, float]]
     interval: tuple[float, float]
     machine: Mapping[str, Any]
+    sharing: float = 1.0
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """From what `compile_rates.json` holds."""
         low, high = data["interval"]
-        return cls(data["kinds"], data["memory"], (low, high), data["machine"])
+        return cls(data["kinds"], data["memory"], (low, high), data["machine"], data.get("sharing", 1.0))
 
     def seconds(self, kind: str, machine: Machine) -> float:
         """Processor seconds that one unit of a kind of work takes."""
@@ -72,9 +74,11 @@ class Rates:
         figure = machine.fp32 / machine.cores if rate["of"] == "fp32" else machine.read
         return 1.0 / (figure * float(rate["value"]))
 
-    def parallel(self, kind: str) -> bool:
-        """Whether a kind of work runs on all cores."""
-        return kind in self.kinds and bool(self.kinds[kind]["parallel"])
+    def at_once(self, kind: str, machine: Machine) -> float:
+        """Processor seconds of a kind of work that pass in one by the clock."""
+        if kind not in self.kinds or not self.kinds[kind]["parallel"]:
+            return 1.0
+        return max(1.0, machine.cores * self.sharing)
 
 
 @cache
@@ -262,7 +266,7 @@ def compiling(question: Question, machine: Machine, rates: Rates | None = None) 
         for kind, amount in work.items():
             spent = amount * rates.seconds(kind, machine)
             cpu[stage] = cpu.get(stage, 0.0) + spent
-            wall[stage] = wall.get(stage, 0.0) + spent / (machine.cores if rates.parallel(kind) else 1)
+            wall[stage] = wall.get(stage, 0.0) + spent / rates.at_once(kind, machine)
     notes = (machine.assumed,) if machine.assumed else ()
     memory = peaks(question, rates)
     return Compiling(_ordered(wall), _ordered(cpu), rates.interval, memory, disk(question), machine, notes)
