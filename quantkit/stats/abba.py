@@ -151,7 +151,7 @@ def compare(
     if subject.shape[0] < 2 or not (np.all(subject > 0) and np.all(baseline > 0)):
         raise ValueError("a comparison needs two blocks and times above zero")
     generator = np.random.default_rng(seed)
-    groups = _groups(subject.shape[0], rounds)
+    groups = resampled_groups(subject.shape[0], rounds)
     tail = _tail(len(groups))
     point, draws, (p50, p99) = _resampled(subject, baseline, groups, resamples, generator)
     spread = max(aa_spread(side, generator) for side in (subject, baseline))
@@ -257,8 +257,11 @@ def _resampled(
     return point, found.bootstrap_distribution[0], (intervals[0], intervals[1])
 
 
-def _groups(blocks: int, rounds: Sequence[int]) -> Array:
-    """[groups, blocks in each]: which are drawn together; odd ones at a start, the least settled, belong to none."""
+def resampled_groups(blocks: int, rounds: Sequence[int] = ()) -> Array:
+    """Which blocks a bootstrap draws together, [groups, blocks in each]: rounds from six on, else neighbours.
+
+    Odd ones at a start, the least settled, belong to none.
+    """
     if len(rounds) >= _CLUSTERS and sum(rounds) == blocks and 2 * min(rounds) >= float(np.median(rounds)):
         size = min(rounds)
         found: Array = np.cumsum(rounds)[:, None] + np.arange(-size, 0)

@@ -1,0 +1,105 @@
+"""How much slower a candidate is than its baseline, from interleaved times, as evidence for a decision.
+
+Block by block, so that what a machine does to both at that moment cancels, and by medians twice, so that spikes are
+left out wherever they fall:
+
+    d_b      log( median of the candidate's steps in block b / median of the baseline's in it )
+    effect   median of d_b ;  told as exp(effect) − 1: +0.05 is 5 % slower
+
+What is drawn again is whole groups of blocks (`stats.abba`): the rounds, where there are six or more, each of them best
+with both models loaded anew, since where a load lies in memory makes a difference that lasts as long as the load does;
+else stretches of neighbouring blocks, since steps that follow each other are alike. The margin is the smallest slowdown
+that anybody cares for, on the logarithm too, so that the two sides can change places: candidates more than 2 % slower
+than their baseline, or baselines more than 2 % slower than their candidate.
+
+`ROUNDS` of `BLOCKS` blocks are the default budget: `benchmarks/nightly_power.py` says what they find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log1p
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError
+from quantkit.stats.abba import resampled_groups
+from quantkit.stats.evidence import Resampled
+
+Array = NDArray[Any]
+
+# the default budget of a comparison: rounds, ABBA blocks in each, timed steps a visit after one that is not counted
+ROUNDS, BLOCKS, BURST, SETTLE = 10, 4, 2, 1
+MARGIN = 0.02
+
+
+def slowdown(
+    candidate: Array,
+    baseline: Array,
+    *,
+    rounds: Sequence[int] = (),
+    margin: float = MARGIN,
+    where: str = "",
+    resamples: int = 1999,
+    seed: int = 0,
+) -> Resampled:
+    """How much slower the candidate is, from times that `abba.interleave` took.
+
+    Args:
+        candidate: `[blocks, 2, burst]` seconds, in the order in which they were taken.
+        baseline: the same blocks of the other side.
+        rounds: blocks of each round, where they were taken in rounds with something else between them.
+        margin: a slowdown of less is nobody's concern: 0.02 is 2 %.
+        where: the cell, for errors.
+        resamples: of the bootstrap.
+        seed: of the bootstrap.
+
+    Raises:
+        InputError: `times-invalid`, a time that is NaN, infinite or zero, too few blocks, sides that do not pair;
+            `clock-backwards`, a time below zero.
+        MissingDependency: scipy is not installed.
+    """
+    sides = {"candidate": np.asarray(candidate, np.float64), "baseline": np.asarray(baseline, np.float64)}
+    for side, times in sides.items():
+        _check(times, f"{where}, {side}" if where else side)
+    if sides["candidate"].shape != sides["baseline"].shape:
+        shapes = " and ".join(str(list(times.shape)) for times in sides.values())
+        raise InputError("times-invalid", where=where, value=f"sides of {shapes}", rule="both have the same blocks")
+    if rounds and sum(rounds) != len(sides["baseline"]):
+        value = f"rounds of {sum(rounds)} blocks in all, of {len(sides['baseline'])}"
+        raise InputError("times-invalid", where=where, value=value, rule="every block belongs to a round")
+    above, below = (np.log(np.median(times.reshape(len(times), -1), axis=1)) for times in sides.values())
+    groups = resampled_groups(len(above), rounds)
+    ratios = (above - below)[groups]
+    drawn = np.random.default_rng(seed).integers(0, len(groups), (resamples, len(groups)))
+    return Resampled(
+        effect=float(np.median(ratios)),
+        draws=np.median(ratios[drawn].reshape(resamples, -1), axis=1),
+        groups=len(groups),
+        alarm=log1p(margin),
+        margin=log1p(margin),
+        logarithm=True,
+    )
+
+
+def _check(times: Array, where: str) -> None:
+    """Refuse what is no times [blocks, 2, burst]."""
+    if times.ndim != 3 or times.shape[0] < 2 or times.shape[1] != 2 or times.shape[2] < 1:
+        raise InputError(
+            "times-invalid", where=where, value=f"times of {list(times.shape)}", rule="two blocks [blocks, 2, burst]"
+        )
+    wrong = np.argwhere(~(np.isfinite(times) & (times > 0)))
+    if not len(wrong):
+        return
+    block, visit, step = (int(i) for i in wrong[0])
+    found = float(times[block, visit, step])
+    value = f"{found:g} s for step {step} of visit {visit} in block {block} ({len(wrong)} such of {times.size})"
+    if found < 0:
+        raise InputError(
+            "clock-backwards", where=where, value=value, rule="a clock only rises", remedy="use a monotonic one"
+        )
+    raise InputError(
+        "times-invalid", where=where, value=value, rule="times are above zero and finite", remedy="measure again"
+    )
