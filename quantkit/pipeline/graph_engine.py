@@ -48,6 +48,14 @@ def takes(
     weights, activations = recipe.scheme.weights, recipe.scheme.activations
     exporter = registry.load("export", EXPORT)
     _demand_known(graph)
+    if step.options.get("type", "float16") != "float16":
+        raise InputError(
+            "layout-unsupported",
+            where="tensorrt.type",
+            value=step.options["type"],
+            rule="a graph becomes a network in float16: nothing here computes convolutions in bfloat16 to check it by",
+            remedy="--set tensorrt.type=float16",
+        )
     if any(each.name == "mixed" for each in recipe.passes):
         raise InputError(
             "scheme-unsupported",

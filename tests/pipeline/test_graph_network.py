@@ -14,7 +14,8 @@ from small_graph import Small
 
 import quantkit
 from quantkit.errors import GateError, InputError
-from quantkit.export import _check_graph_network
+from quantkit.export import _check_graph_network, _graph_network
+from quantkit.graph.open import open_graph
 from quantkit.graph.run import Runner
 from quantkit.pipeline import graph_network
 from quantkit.pipeline.measure import measure_bundle
@@ -134,6 +135,7 @@ def test_a_fixed_batch_is_kept(files: dict[str, tuple[Path, Path]], tmp_path: Pa
         ("int8", ["scheme.activations.format=fp8_e4m3"], "scheme-unsupported"),
         ("int8", ["scheme.weights={format: nf4}", "scheme.activations=null"], "scheme-unsupported"),
         ("int8", ["keep=['*']"], "no-linears"),
+        ("int8", ["export=[{tensorrt: {engine: false, type: bfloat16}}]"], "layout-unsupported"),
         ("int4", ["scheme.weights.symmetric=false"], "target-cannot-run"),
     ],
 )
@@ -203,7 +205,27 @@ def test_the_network_agrees_with_what_codes_stand_for(files: dict[str, tuple[Pat
     (own,) = Runner(bundle.path / NETWORK, literal=True)({"images": x}).values()
     (wanted,) = Runner(files["vit"][0])({"images": x}).values()
     assert np.linalg.norm(own - wanted) / np.linalg.norm(wanted) < 0.05
-    assert _check_graph_network.LIMITS["float16"] == 2.0**-6
+
+
+@pytest.mark.parametrize(("times", "ok"), [(1 + 2.0**-7, True), (1 + 2.0**-5, False)])
+def test_a_network_may_be_off_by_what_sixteen_bits_are(
+    files: dict[str, tuple[Path, Path]], tmp_path: Path, times: float, ok: bool
+) -> None:
+    """Outputs of a float network made larger by a known share of themselves: 2^-6 is what separates the two."""
+    model = open_graph(files["vit"][0]).model
+    model.graph.outputs[0].shape = ir.Shape(["n", 10])
+    more = model.clone()
+    last = next(node for node in more.graph if node.op_type == "Gemm")
+    for value in last.inputs[1:]:
+        assert value is not None and value.const_value is not None
+        value.const_value = ir.tensor(value.const_value.numpy() * np.float32(times), name=value.name)
+    ir.save(_graph_network.network(more, {}, {}, "int8"), tmp_path / "network.onnx")
+    with np.load(files["vit"][1]) as arrays:
+        feed = {"images": arrays["images"][:4]}
+    checks = _check_graph_network.check(tmp_path / "network.onnx", model, {}, {}, "int8", feed)
+    (outputs,) = [check for check in checks if check.name == "network.outputs"]
+    assert outputs.ok == ok, outputs
+    assert outputs.value == pytest.approx(times - 1, rel=0.2)
 
 
 def test_a_bundle_is_reloaded_and_scored_again(files: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
