@@ -7,9 +7,10 @@ one after the other, until accuracy holds. Here the harm of a layer is set again
     rank = harm / (its share of all weights' bytes + its share of all multiply-accumulates),
 
 because a layer that is kept costs both; and harms do not add up, so each point is compiled and scored as the graph
-would be. Which point is taken follows from the recipe's gates alone: the fewest products that meet all of them on the
-`tune` split. Without gates nothing is kept. It is `pipeline/graph_mixed.py` that does this; the blocks of a transformer
-are mixed by `quantkit tune`.
+would be. Which point is taken follows from the recipe's gates alone, on the `tune` split: as many are kept as meet all
+of them, and with one fewer in that order they are not met. Points are doubled and then halved between, not all tried:
+where keeping more once does worse, a smaller number may have met them too. Without gates nothing is kept. It is
+`pipeline/graph_mixed.py` that does this; the blocks of a transformer are mixed by `quantkit tune`.
 """
 
 from __future__ import annotations

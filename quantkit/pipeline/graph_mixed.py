@@ -1,6 +1,8 @@
-"""Mixed precision of a graph: the fewest products kept in floats that the gates need (`passes/mixed.py`).
+"""Mixed precision of a graph: as many products kept in floats as the gates need (`passes/mixed.py`).
 
-    each product alone -> rank -> 0, 1, 2, 4, ... kept, until the gates are met -> the fewest between the last two
+    each product alone -> rank -> 0, 1, 2, 4, ... kept, until the gates are met -> halved between the last two
+
+What is taken meets the gates, and one fewer does not; fewer still are not all tried.
 
 Alone, a product has its codes of the whole graph, and the bias that it would have had without the others. Points are
 solved again: each weight and each bias makes up for what the products before it have lost, and nothing is lost in one
