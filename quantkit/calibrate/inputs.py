@@ -88,11 +88,18 @@ class InputSet:
         for first in range(0, len(self), step):
             yield {name: np.ascontiguousarray(array[first : first + step]) for name, array in self.arrays.items()}
 
+    @property
+    def channels(self) -> int | None:
+        """Which axis of the samples has the channels, one or three, where they are images; else None."""
+        first, *others = self.arrays.values()
+        found = next((axis for axis in (1, 3) if first.ndim == 4 and first.shape[axis] in (1, 3)), None)
+        return None if others else found
+
     def views(self, count: int, seed: int) -> InputSet:
-        """The samples and views of them (`calibrate.views`), where they are images of one or three channels."""
-        (name, images), *others = self.arrays.items()
-        channels = next((axis for axis in (1, 3) if images.ndim == 4 and images.shape[axis] in (1, 3)), None)
-        if count == 1 or others or channels is None or self.batch is not None:
+        """The samples and views of them (`calibrate.views`), where they are images."""
+        (name, images), *_ = self.arrays.items()
+        channels = self.channels
+        if count == 1 or channels is None or self.batch is not None:
             return self
         found, numbers = views(np.moveaxis(images, channels, 1), count, seed)
         labels = None if self.labels is None else self.labels[numbers]

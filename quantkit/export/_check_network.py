@@ -13,6 +13,7 @@ more than 2^-6: logits are compared without the pairs, and the pairs by their sc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from quantkit.errors import InputError
 from quantkit.export._check_onnx import _difference, _expected, _prompt, _worst, sound
 from quantkit.export._tensorrt_weights import TYPES
 from quantkit.export._values import Values
+from quantkit.graph.problem import told
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -41,7 +43,11 @@ _CACHE = "past_key_values."
 
 
 def check(network: Path, values: Values) -> list[Check]:
-    """All checks of a network, in `engine/` of a bundle."""
+    """All checks of a network, in `engine/` of a bundle.
+
+    Raises:
+        InputError: `network-unrunnable`, `float16-overflow`.
+    """
     import onnx_ir as ir
 
     found = sound(network.parent, network.name)
@@ -160,13 +166,8 @@ def _reads(node: ir.Node, name: str, producers: Mapping[str, ir.Node]) -> bool:
 
 def _numbers(network: Path, model: ir.Model, values: Values) -> tuple[float | None, str]:
     ids = _prompt(values)
-    try:
-        running = _Running(in_floats(model), network.parent)
-        return _worst(_decoded(running, values, ids) if running.layers else _encoded(running, values, ids))
-    except InputError as problem:
-        if problem.code == "float16-overflow":
-            raise
-        return None, problem.line()
+    running = _Running(in_floats(model), network.parent)
+    return _worst(_decoded(running, values, ids) if running.layers else _encoded(running, values, ids))
 
 
 def computed(model: ir.Model) -> list[str]:
@@ -248,8 +249,12 @@ class _Running:
         return found
 
     def __call__(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        """Output -> values. Raises InputError `float16-overflow`."""
-        found = dict(zip([*self.outputs, *self.inner], self._run(dict(feed)), strict=True))
+        """Output -> values. Raises InputError `float16-overflow`, `network-unrunnable`."""
+        try:
+            given = self._run(dict(feed))
+        except Exception as problem:
+            raise _unrunnable(problem) from None
+        found = dict(zip([*self.outputs, *self.inner], given, strict=True))
         demand_finite(found, self.inner)
         return {name: found[name] for name in self.outputs}
 
@@ -268,8 +273,7 @@ def _session(model: ir.Model, folder: Path) -> Any:
         session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception as problem:  # ONNX Runtime raises types of its own for each status
         if "NOT_IMPLEMENTED" not in str(problem):
-            said = str(problem).splitlines()[0][:200]
-            raise InputError("network-unrunnable", where="ONNX Runtime", value=said, rule="the network runs") from None
+            raise _unrunnable(problem) from None
         from onnx.external_data_helper import load_external_data_for_model
         from onnx.reference import ReferenceEvaluator
 
@@ -277,6 +281,18 @@ def _session(model: ir.Model, folder: Path) -> Any:
         evaluator = ReferenceEvaluator(proto)
         return lambda feed: evaluator.run(None, feed)
     return lambda feed: session.run(None, feed)
+
+
+def _unrunnable(problem: Exception) -> InputError:
+    node, reason = told(problem)
+    product = re.search(r" (.+?)(?:/output|\.values|/input\.\w+)$", node)
+    return InputError(
+        "network-unrunnable",
+        where=node or "the network",
+        value=reason,
+        rule="a network runs on the CPU before TensorRT gets it",
+        remedy=f"--set 'keep=[{product[1]}]' leaves it in floats" if product else "please report it, with the recipe",
+    )
 
 
 def _step(running: _Running, caches: dict[str, Array], tokens: Array, mask: Array, start: int) -> Array:

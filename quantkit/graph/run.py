@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError, MissingDependency
+from quantkit.graph.problem import told
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -65,11 +66,12 @@ class Runner:
             self._session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
             self.names = [value.name for value in self._session.get_outputs()]
         except Exception as error:  # ONNX Runtime raises types of its own for each status
+            node, reason = told(error)
             raise InputError(
                 "onnx-unrunnable",
-                where="ONNX Runtime",
-                value=str(error).splitlines()[0][:300],
-                rule="the graph runs there",
+                where=node or "ONNX Runtime",
+                value=reason,
+                rule="the graph runs in ONNX Runtime",
                 remedy="check it with onnx.checker, or export it again",
             ) from None
 
@@ -78,10 +80,11 @@ class Runner:
         try:
             found = self._session.run(self.names, dict(feed))
         except Exception as error:
+            node, reason = told(error)
             raise InputError(
                 "onnx-unrunnable",
-                where="calibration",
-                value=str(error).splitlines()[0][:300],
+                where=node or "calibration",
+                value=reason,
                 rule="the graph runs on the inputs that it is given",
                 remedy="check the shape of the calibration set",
             ) from None

@@ -79,7 +79,7 @@ _MEASURES = {
     ),
     "classes": _Measure(
         "Same class as the original",
-        "of images (higher is better)",
+        "of samples (higher is better)",
         1.0,
         "agreement_min",
         words.percent,
@@ -182,7 +182,7 @@ def _right(rows: Sequence[Row]) -> Panel:
         points.append(Point(_named(row), row.value or 0.0, row.ci95, text, beside=base.value if base else None))
     ends = [end for point in points for end in (*(point.interval or ()), point.value, point.beside or point.value)]
     title = "Right partner found" if rows[0].name in shares.RECALL else "Right answers"
-    unit = "pairs" if rows[0].name in shares.RECALL else "images"
+    unit = "pairs" if rows[0].name in shares.RECALL else "samples"
     across = charts.straight_axis(f"of {unit} (higher is better)", ends, form=_percent)
     return Panel(title, f"{title}, by export, with 95 % intervals", charts.forest(points, across))
 

@@ -226,7 +226,7 @@ def scored(rows: Sequence[Row]) -> str:
 def _unit(row: Row) -> str:
     """What is counted as one."""
     if shares.of_classes(row):
-        return "image"
+        return "sample" if "ci95-by-sample" in row.flags else "image"
     if row.name in shares.RECALL or "ci95-by-pair" in row.flags:
         return "pair"
     if "output" in row.settings:

@@ -86,6 +86,21 @@ def test_what_leaves_float16_is_refused(tmp_path: Path) -> None:
     assert "v_proj" in str(caught.value.where)
 
 
+def test_a_network_that_does_not_run_is_one_line_with_its_node(tmp_path: Path) -> None:
+    made = network(tmp_path, how=SCHEMES["int8 by tensor"])
+    path = made.folder / "engine" / "network.onnx"
+    model = ir.load(path)
+    ir.external_data.load_to_model(model)
+    node = next(node for node in model.graph if str(node.name).endswith("v_proj/output"))
+    node.replace_input_with(0, node.inputs[1])
+    ir.save(model, path)
+    with pytest.raises(InputError, match="network-unrunnable") as caught:
+        made.check()
+    assert str(caught.value.where).startswith("MatMul model.layers.0.self_attn.v_proj")
+    assert "keep=[model.layers.0.self_attn.v_proj]" in str(caught.value.remedy)
+    assert "ONNXRuntimeError" not in caught.value.line()
+
+
 def test_a_window_in_an_encoder_is_refused() -> None:
     from quantkit.export._dialect_tensorrt import Dialect
 

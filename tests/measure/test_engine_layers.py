@@ -50,13 +50,29 @@ def look(layers: list[Any], linears: list[LayerEntry], **more: Any) -> Inspected
 
 
 @pytest.mark.parametrize("version", [10, 11])
-def test_a_product_that_holds_its_weight_s_node_reads_codes(version: int) -> None:
-    layers = [layer("q", "gemm", ["a.q.values", "a.q/output"], ["Half", "Half"], version=version)]
-    found = look(layers, [entry("a.q", INT4)])
-    assert found.products[0].got == "int4"
-    assert not found.products[0].fell_back
-    assert found.check.ok and found.decisions() == []
-    assert found.fused == 1 and found.nodes == 2
+@pytest.mark.parametrize(
+    ("scheme", "nodes", "types", "got"),
+    [
+        # the DequantizeLinear of its own weight is in the product's layer: codes are read, whatever else the types say
+        (INT4, ["a.q.values", "a.q/output"], ["Half", "Half"], "int4"),
+        (INT8, ["a.q.values", "a.q/output"], ["Half", "Half"], "int8"),
+        # or what goes in has the type of the codes
+        (INT4, ["a.q/output"], ["Half", "Int4"], "int4"),
+        # another weight's node, or another type, says nothing of it
+        (INT4, ["a.k.values", "a.q/output"], ["Half", "Half"], "float16"),
+        (INT4, ["a.q/output"], ["Half", "Int8"], "float16"),
+    ],
+)
+def test_codes_are_read_where_the_weight_s_node_or_its_type_is(
+    scheme: dict[str, Any], nodes: list[str], types: list[str], got: str, version: int
+) -> None:
+    if version == 10 and "Int4" in types:
+        types = ["Half", "Row major linear INT4 format"]
+    found = look([layer("q", "gemm", nodes, types, version=version)], [entry("a.q", scheme)])
+    assert found.products[0].got == got
+    assert found.products[0].fell_back == (got == "float16") == (not found.check.ok)
+    assert (found.decisions() == []) == (got != "float16")
+    assert (found.fused, found.nodes) == (int(len(nodes) > 1), len(nodes))
 
 
 @pytest.mark.parametrize("version", [10, 11])
@@ -78,11 +94,6 @@ def test_a_weight_that_was_folded_is_16_bit() -> None:
     found = look([layer("q", "gemm", ["a.q/output"], ["Half", "Half"])], [entry("a.q", INT4)])
     assert found.products[0].fell_back
     assert "folded into floats" in found.products[0].why
-
-
-def test_a_type_among_the_inputs_is_enough() -> None:
-    found = look([layer("q", "gemm", ["a.q/output"], ["Half", "Int4"])], [entry("a.q", INT4)])
-    assert not found.products[0].fell_back
 
 
 def test_one_profile_that_falls_back_counts() -> None:

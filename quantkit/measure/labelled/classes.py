@@ -30,7 +30,6 @@ from quantkit.stats.clustered import clustered_mean
 Array = NDArray[Any]
 
 SURE = 0.3
-_UNIT = "image"
 _TOP = 5
 _LEAST_CHANCE = 1e-8
 # logits worked on at a time, in float64
@@ -53,6 +52,7 @@ def classification(
     labels: Array | None,
     *,
     about: About,
+    unit: str = "image",
     clusters: Array | None = None,
     seed: int = 0,
 ) -> list[Row]:
@@ -64,6 +64,7 @@ def classification(
         logits: `[n, C]`, of the candidate.
         labels: `[n]`, 0 to C − 1; None where there are none.
         about: what the rows share.
+        unit: what an item is.
         clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
         seed: of the resampling.
 
@@ -102,7 +103,7 @@ def classification(
                         right,
                         before,
                         about=about,
-                        unit=_UNIT,
+                        unit=unit,
                         clusters=clusters,
                         shape=shape,
                         flags=[*lonely],
@@ -111,7 +112,7 @@ def classification(
                 )
     found = _answers(original, candidate, chances)
     agree, sure = found.best == found.best_original, found.chance > SURE
-    common: dict[str, Any] = {"about": about, "unit": _UNIT, "shape": shape}
+    common: dict[str, Any] = {"about": about, "unit": unit, "shape": shape}
     rows.append(share_row("accuracy.top1_agreement", agree, None, clusters=clusters, **common))
     if sure.any():
         among = None if clusters is None else np.asarray(clusters)[sure]
@@ -123,14 +124,16 @@ def classification(
     else:
         nothing = about.common(flags=[*flags, "nothing-is-surer"], surer_than=SURE)
         rows.append(Row(name="accuracy.top1_agreement", value=None, unit="1", better="higher", shape=shape, **nothing))
-    rows.append(_divergence(found.kl, clusters, about, shape, flags))
+    rows.append(_divergence(found.kl, clusters, about, unit, shape, flags))
     return rows
 
 
-def _divergence(kl: Array, clusters: Array | None, about: About, shape: dict[str, int], flags: list[str]) -> Row:
+def _divergence(
+    kl: Array, clusters: Array | None, about: About, unit: str, shape: dict[str, int], flags: list[str]
+) -> Row:
     mean = clustered_mean(kl, np.arange(kl.size) if clusters is None else clusters)
     p50, p90, p99 = (float(x) for x in np.quantile(kl, (0.5, 0.9, 0.99)))
-    by = _UNIT if clusters is None else "cluster"
+    by = unit if clusters is None else "cluster"
     return Row(
         name="accuracy.kl",
         value=mean.value,
@@ -157,7 +160,7 @@ def _checked(labels: Array, count: int, classes: int, where: str) -> Array:
             where=where,
             value=f"label {int(labels[first])} of item {first}",
             rule=f"the model tells {classes} classes apart, 0 to {classes - 1}",
-            remedy="score it on images with labels of its own classes",
+            remedy="score it on samples with labels of its own classes",
         )
     return labels.astype(np.int64)
 

@@ -7,6 +7,7 @@ from reference import plain_labelled as plain
 from measure.labelled.made_up import about
 from quantkit.errors import GateError, InputError
 from quantkit.measure.labelled import classes, classification
+from quantkit.report import figures
 
 
 def logits(n: int = 60, width: int = 10, noise: float = 0.6, seed: int = 0):
@@ -62,6 +63,9 @@ def test_every_row_has_its_interval_and_its_origin():
         assert (row.subject, row.baseline.subject, row.data.items, row.shape) == ("aa", "bb", 60, {"classes": 10})
         assert row.flags == ["ci95-by-image"]
         assert (row.baseline.difference is None) == (row.name not in ("accuracy.top1", "accuracy.top5"))
+    vectors = classification(*logits(), about=about(60), unit="sample")
+    assert {row.flags[0] for row in vectors} == {"ci95-by-sample"}
+    assert figures.scored(vectors).startswith("60 samples of ")
 
 
 def test_nothing_moved():
