@@ -137,7 +137,7 @@ class _Rehearsing:
 
         self.progress.plan({"open": 8.0, "quantize": self.limit / 2, "export": 10.0, "check": 2.0})
         prepared: Prepared | None = None
-        with self._noting():
+        with self._noting("rehearsal-failed"):
             prepared = prepare(self.request, whole=False)
         if prepared is None:
             return Rehearsal(None, self.findings, seconds=time.perf_counter() - self.began)
@@ -155,16 +155,7 @@ class _Rehearsing:
             yield
         except QuantkitError as problem:
             self.findings.append(Finding(problem.code, problem.line()))
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            KeyError,
-            IndexError,
-            AssertionError,
-            OSError,
-            MemoryError,
-        ) as problem:
+        except Exception as problem:  # whatever another library makes of what it is given
             if not instead:
                 raise
             said = " ".join(str(problem).split())[:300] or type(problem).__name__
