@@ -72,6 +72,7 @@ def plan(
     as_json: Json = False,
 ) -> Answer:
     """Say what will fit, how fast it can be, what it costs, and what the compile will take: before anything is done."""
+    import quantkit
     from quantkit.bundle.disk import check_place
     from quantkit.cli.options import batches
     from quantkit.pipeline.plan import Question
@@ -106,7 +107,7 @@ def plan(
     if rehearsal is not None and rehearsal.compiling is not None:
         outlook = replace(outlook, candidates=[replace(outlook.candidates[0], compiling=rehearsal.compiling)])
     if html is not None:
-        plan_page.write(html, outlook)
+        plan_page.write(html, outlook, quantkit.__version__)
     result, shown = report.as_dict(outlook), report.terminal(outlook, html)
     if rehearsal is None:
         return Answer(result, shown, warnings=list(outlook.notes))
@@ -114,7 +115,10 @@ def plan(
     lines = [(each.line, each.fails) for each in rehearsal.findings]
     shown += report.rehearsed(rehearsal.block, rehearsal.seconds, lines)
     failing = next((each for each in rehearsal.findings if each.fails), None)
-    error = None if failing is None else InputError(failing.code, where="the rehearsal", value=failing.line)
+    error = None
+    if failing is not None:
+        line = failing.line.removeprefix(f"[{failing.code}] ")
+        error = InputError(failing.code, where="the rehearsal", value=line)
     return Answer(result, shown, warnings=list(outlook.notes), error=error)
 
 

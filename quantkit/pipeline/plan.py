@@ -118,6 +118,8 @@ def _workload(question: Question, architecture: Architecture, target: Target) ->
         # what is assumed has to fit into the model
         usual = (PROMPT, OUTPUT) if decodes else (_TEXT, 1)
         most = limit or _TEXT
+        if prompt is None and architecture.kind == "vision":
+            prompt = most  # an image has as many patches as it has
         if prompt is None:
             prompt = max(min(usual[0], most // 2 if decodes else most), 1)
             assumed.append(
@@ -293,7 +295,7 @@ def _memory(footprint: Footprint, workload: Workload, devices: int, needed: int 
         footprint.largest_context(batch, devices=devices),
         devices,
         needed,
-        [f"the runtime takes {runtime.source}"],
+        [f"reckoned for the runtime: {runtime.source}"],
     )
 
 

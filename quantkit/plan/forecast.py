@@ -119,8 +119,9 @@ class Served:
         together = bound.together(self.target)
         found = self._efficiency(self.format, self.compute, step.phase, step.rows, bound.memory_bound)
         if found is not None:
-            low, high = together / found.high, together / found.low
-            return Timed(bound, least, together / found.value, (low, high), _said(found, "step"), found.here)
+            # measurements are set against the step as one piece, whose bound may lie below the sum's
+            middle, low, high = (max(together / each, least) for each in (found.value, found.high, found.low))
+            return Timed(bound, least, middle, (low, high), _said(found, "step"), found.here)
         return self._by_products(step, bound, least)
 
     def _by_products(self, step: Step, bound: Bound, least: float) -> Timed:

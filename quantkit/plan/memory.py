@@ -62,7 +62,7 @@ RUNTIMES: Mapping[str, Runtime] = {
 def taken_by(runtime: str, kind: str) -> Runtime:
     """What a runtime takes on a `gpu` or `cpu`; on a CPU nothing is reckoned, and that is said."""
     if kind == "cpu":
-        return Runtime(0.0, 0.0, 1.0, "nothing for the program itself: a few hundred MB")
+        return Runtime(0.0, 0.0, 1.0, "nothing, though the program itself takes a few hundred MB")
     return RUNTIMES.get(runtime, _CONTEXT)
 
 

@@ -191,7 +191,8 @@ class Candidate:
     @property
     def forecast(self) -> bool:
         """Whether every time is a forecast, and not a bound alone."""
-        return bool(self.rows) and all(row.step.forecast is not None for row in self.rows)
+        times = [each for row in self.rows for each in (row.step, row.prefill) if each is not None]
+        return bool(times) and all(each.forecast is not None for each in times)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Which of several recipes to take, for a workload, and why. A forecast: only a measurement decides.
 
-    seconds a request    (prefill + output · step) / batch, at the batch of the workload where it is least
+    seconds a request    devices · (prefill + output · step) / batch, at the batch of the workload where it is least
     tied                 recipes whose interval reaches the best one's; on bounds, within a tenth of it
     the choice           of those that are tied, the one that stores the most bits, which changes the model least
 
@@ -26,7 +26,7 @@ class PerRequest:
     Args:
         candidate: whose.
         batch: at which it takes least.
-        seconds: a request, the device to itself.
+        seconds: of one device for a request; of all that share the model, added up.
         low: of the interval; `seconds` for a bound.
         high: of it.
     """
@@ -72,14 +72,16 @@ def recommend(candidates: Sequence[Candidate], workload: Workload) -> Recommenda
 
 def serve(candidate: Candidate, workload: Workload, *, forecasts: bool) -> PerRequest | None:
     """The least time of a request over the batches that fit; None where no time is known."""
-    found = [each for row in candidate.rows if row.fits is not False and (each := _at(row, workload, forecasts))]
+    devices = candidate.memory.devices if candidate.memory is not None else 1
+    fitting = [row for row in candidate.rows if row.fits is not False]
+    found = [each for row in fitting if (each := _at(row, workload, devices, forecasts))]
     if not found:
         return None
     batch, (seconds, low, high) = min(found, key=lambda each: each[1][0])
     return PerRequest(candidate, batch, seconds, low, high)
 
 
-def _at(row: Row, workload: Workload, forecasts: bool) -> tuple[int, tuple[float, float, float]] | None:
+def _at(row: Row, workload: Workload, devices: int, forecasts: bool) -> tuple[int, tuple[float, float, float]] | None:
     parts = [(row.step, workload.output if row.prefill is not None else 1)]
     parts += [(row.prefill, 1)] if row.prefill is not None else []
     sums = [0.0, 0.0, 0.0]
@@ -89,7 +91,7 @@ def _at(row: Row, workload: Workload, forecasts: bool) -> tuple[int, tuple[float
             return None
         low, high = timed.interval if forecasts and timed.interval else (seconds, seconds)
         for i, value in enumerate((seconds, low, high)):
-            sums[i] += value * times / row.batch
+            sums[i] += devices * value * times / row.batch
     return row.batch, (sums[0], sums[1], sums[2])
 
 
@@ -104,8 +106,10 @@ def _bits(candidate: Candidate) -> float:
 def _reasons(
     choice: PerRequest, best: PerRequest, tied: Sequence[PerRequest], served: Sequence[PerRequest], workload: Workload
 ) -> list[str]:
-    what = f"{workload.prompt} tokens in, {workload.output} out"
-    said = [f"a request ({what}) takes {_seconds(choice)} of the device at batch {choice.batch}"]
+    what = (
+        f"{workload.prompt:,} tokens in, {workload.output:,} out" if workload.output else f"{workload.prompt:,} tokens"
+    )
+    said = [f"a request ({what}) takes {_seconds(choice)} of {_of(choice)} at batch {choice.batch}"]
     if choice is not best:
         said.append(
             f"{best.candidate.label} may take less ({_seconds(best)}), but not surely, and stores fewer bits "
@@ -117,6 +121,11 @@ def _reasons(
         if each not in tied
     ]
     return said
+
+
+def _of(served: PerRequest) -> str:
+    devices = served.candidate.memory.devices if served.candidate.memory is not None else 1
+    return "the device" if devices == 1 else f"one device, of {devices}"
 
 
 def _seconds(served: PerRequest) -> str:
