@@ -95,16 +95,16 @@ def test_the_examples_run(
         command = stated
         if "hf:org/name" in command or (command[0] == "measure" and "--quick" not in command):
             continue  # untimed, both of `measure` do the same
-        if command[0] == "doctor":
-            monkeypatch.setenv("QUANTKIT_CACHE", str(place / "cache"))
         network = command[0] == "compile" and takes_graph(command[1])
         embedded = command[0] == "compile" and "./my-model" not in command and not network
         if command[0] == "measure" or network:
             command = [*command, "--no-speed"]
-        code = cli.run([*command, "--dry-run"] if embedded and "--dry-run" not in command else command)
+        with monkeypatch.context() as patch:
+            if command[0] == "doctor":
+                patch.setenv("QUANTKIT_CACHE", str(place / "cache"))
+            code = cli.run([*command, "--dry-run"] if embedded and "--dry-run" not in command else command)
         captured = capfd.readouterr()
         assert code == 0, (command, captured.err)
         assert command[0] != "tax" or (place / "tax.html").is_file()
         if command[0] == "generate":
             assert "Paris" in captured.out
-        monkeypatch.delenv("QUANTKIT_CACHE", raising=False)
