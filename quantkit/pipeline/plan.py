@@ -106,7 +106,7 @@ def plan(question: Question, samples: Sequence[Sample] | None = None) -> Outlook
     if unmeasured := target.unmeasured():
         missing = f"{target.name} has no figure for {', '.join(unmeasured)}"
         notes.append(f"{missing}: on that machine, quantkit doctor --write --target {target.name} measures them")
-    return Outlook(architecture, target, workload, candidates, recommend(candidates, workload), notes)
+    return Outlook(architecture, target, workload, candidates, recommend(candidates, workload), notes, question.model)
 
 
 def _workload(question: Question, architecture: Architecture, target: Target) -> Workload:

@@ -7,7 +7,7 @@ Numbers with their units in the names; what is not known is None, and `because` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from quantkit.errors import QuantkitError
 from quantkit.plan.architecture import Architecture
@@ -219,6 +219,7 @@ class Outlook:
         candidates: in the order in which they were asked for.
         recommendation: among them.
         notes: what holds for all of them.
+        reference: how the model was named: `./my-model`; "" where that is not known.
     """
 
     architecture: Architecture
@@ -226,4 +227,5 @@ class Outlook:
     workload: Workload
     candidates: Sequence[Candidate]
     recommendation: Recommendation
-    notes: Sequence[str] = field(default=())
+    notes: Sequence[str] = ()
+    reference: str = ""

@@ -335,7 +335,9 @@ def confirm(outlook: Outlook) -> list[str]:
     recipe = shlex.quote(chosen[0].recipe)
     batches = ",".join(str(batch) for batch in outlook.workload.batches)
     # of a config alone there are no weights: the user knows where they are
-    model_ = outlook.architecture.name if outlook.architecture.name in ALIASES else "MODEL"
+    named = outlook.reference or outlook.architecture.name
+    weights = named in ALIASES or named.startswith("hf:") or content.is_path(named)
+    model_ = shlex.quote(named) if weights and not named.endswith(".json") else "MODEL"
     # of a target in a file of the user's own, the plan knows the stem alone
     target_ = outlook.target.name if outlook.target.name in content.names("export") else "TARGET"
     return [
