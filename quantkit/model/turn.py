@@ -16,6 +16,7 @@ RMSNorm commutes with every Q, LayerNorm with those that keep the mean (`Q 1 = 1
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -95,6 +96,12 @@ class Residual:
     def centres(self) -> bool:
         """Whether the rotation has to keep the mean."""
         return any(norm.centres for norm in self.norms)
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """What reads and writes the stream."""
+        norms = {name for norm in self.norms for name in (norm.name, *norm.readers)}
+        return frozenset({*norms, *self.writers})
 
 
 def turn(part: nn.Module, found: Residual, rotation: Orthogonal, heads: Rotations | None = None) -> None:
@@ -189,7 +196,12 @@ class Part:
 
 @torch.no_grad()
 def prove(part: Part, found: Residual, rotation: Orthogonal, heads: Rotations | None = None) -> float:
-    """How far a part's outputs move, relative to their largest, when it is turned; it stays turned."""
+    """How far a part's outputs move, relative to their largest, when it is turned; it stays turned.
+
+    Infinity, where it lacks what was found: another block's residual, a dense one's of one with experts.
+    """
+    if not found.modules <= {name for name, _ in part.module.named_modules()}:
+        return math.inf
     with InDouble():  # type: ignore[no-untyped-call]
         before = part.run(part.hidden)
         turn(part.module, found, rotation, heads)

@@ -14,6 +14,7 @@ from quantkit import Pipeline, registry
 from quantkit.errors import InputError
 from quantkit.model.fold import InDouble
 from quantkit.model.loaded import LoadedModel
+from quantkit.model.turn import Part, Residual, prove
 from quantkit.passes import ModelOutcome
 from quantkit.passes.solvers import rotate as solver
 
@@ -170,6 +171,13 @@ def test_one_block_that_does_not_turn_is_enough() -> None:
     outcome = planned(model)
     assert outcome.transform is None
     assert outcome.decisions[0].reason.startswith("outputs of model.layers.2 differ")
+
+
+def test_what_was_found_of_another_kind_of_block_holds_for_none_of_these() -> None:
+    """Of a dense block there is a `gate_proj` that one with experts lacks."""
+    block, rotation = nn.Sequential(nn.Linear(8, 8)).double(), solver.random_rotation(8, 0)
+    part = Part(block, block, torch.ones(1, 2, 8, dtype=torch.float64))
+    assert prove(part, Residual(writers=("gate_proj",)), rotation) == float("inf")
 
 
 def test_a_width_without_a_hadamard_matrix_takes_a_product() -> None:
