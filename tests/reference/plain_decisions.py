@@ -45,13 +45,13 @@ def tango_score(lost, gained, n, loss):
     return (lost - gained - n * loss) / np.sqrt(n * (2 * q + loss - loss**2))
 
 
-def slowdown(candidate, baseline, rounds, resamples, seed):
-    """(effect, draws): medians of the logarithms of the ratios of medians, whole rounds drawn again."""
+def slowdown(candidate, baseline, rounds, resamples, seed, *, stands=min):
+    """(effect, draws): medians of the logarithms of the ratios of what stands for a block, whole rounds drawn again."""
     groups, start = [], 0
     for length in rounds:
         groups.append([])
         for block in range(start, start + length):
-            above, below = (median(times[block].ravel().tolist()) for times in (candidate, baseline))
+            above, below = (stands(times[block].ravel().tolist()) for times in (candidate, baseline))
             groups[-1].append(np.log(above) - np.log(below))
         start += length
     drawn = np.random.default_rng(seed).integers(0, len(groups), (resamples, len(groups)))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from math import expm1, log1p
+from statistics import median
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ DEFAULT = [BLOCKS] * ROUNDS
 
 
 @pytest.mark.parametrize(("rounds", "burst"), [([4] * 10, 2), ([1] * 7, 1), ([3] * 6, 3)])
-def test_is_what_plain_loops_give(rounds, burst):
+@pytest.mark.parametrize(("quantile", "stands"), [(0.0, min), (0.5, median)])
+def test_is_what_plain_loops_give(rounds, burst, quantile, stands):
     a, b = Noise().night(np.random.default_rng(0), sum(rounds), burst)
-    found = slowdown(a, b, rounds=rounds, resamples=40, seed=3)
-    effect, draws = plain.slowdown(a, b, rounds, 40, 3)
+    found = slowdown(a, b, rounds=rounds, quantile=quantile, resamples=40, seed=3)
+    effect, draws = plain.slowdown(a, b, rounds, 40, 3, stands=stands)
     assert found.effect == pytest.approx(effect, abs=1e-14)
     assert found.draws == pytest.approx(draws, abs=1e-14)
     assert found.groups == len(rounds)
@@ -27,6 +29,8 @@ def test_a_planted_slowdown_is_what_is_told():
     a, b = Noise().night(np.random.default_rng(1), 40, 2)
     found = slowdown(1.05 * a, b, rounds=DEFAULT)
     assert found.told(found.effect) == pytest.approx(0.05, abs=0.006)
+    typical = slowdown(1.05 * a, b, rounds=DEFAULT, quantile=0.5)
+    assert typical.told(typical.effect) == pytest.approx(0.05, abs=0.006)
     assert found.told(found.margin) == pytest.approx(0.02)
 
 
@@ -36,6 +40,13 @@ def test_spikes_and_drift_leave_it_alone():
     a[generator.random(40) < 0.3] *= 3
     drift = np.linspace(1, 4, 40)[:, None, None]
     assert slowdown(1.1 * a * drift, b * drift, rounds=DEFAULT).effect == pytest.approx(log1p(0.1))
+
+
+def test_what_slows_half_of_the_steps_is_in_their_median_alone():
+    times = np.ones((40, 2, 2))
+    slower = times * np.array([1.0, 1.2])
+    assert slowdown(slower, times, rounds=DEFAULT).effect == 0
+    assert slowdown(slower, times, rounds=DEFAULT, quantile=0.5).effect == pytest.approx(log1p(0.1))
 
 
 def test_exchanged_sides_have_the_opposite_effect():
