@@ -13,6 +13,7 @@ and all other tensors are compared as well (`reload.own_reader`).
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -196,6 +197,9 @@ def reload(
         if not forgets:
             _quantize_at_run_time(reference, wanted.run_time)
         expected = _run(reference, inputs)
+    del reference
+    if wanted.run_time.activations or wanted.run_time.cache is not None:
+        gc.collect()  # hooks and their modules hold each other: a model's worth of memory, until somebody looks
     limit = KERNEL_LIMIT if wanted.layout is not None and wanted.layout.kernels else LIMIT
     return _judge("reload.transformers", _difference(found, expected), "logits", limit)
 
