@@ -123,6 +123,7 @@ def _files() -> list[Path]:
     names = (
         "onnx",
         "_trace",
+        "_traced",
         "_repeat",
         "_rewrite",
         "_dialect_ort",
