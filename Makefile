@@ -16,7 +16,7 @@ export GOMP_SPINCOUNT  ?= 0
 # byte code is kept: without it every worker rewrites and compiles every test file each time, which takes 10 seconds
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test test-fast lint types floors pytest bench clean
+.PHONY: help venv demo test test-fast lint types floors pytest bench matrix clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ types: venv  ## mypy --strict on quantkit/
 
 floors: venv  ## imports run downward only
 	$(BIN)/lint-imports
+
+matrix: venv  ## docs/matrix.md, from the targets in export/
+	$(BIN)/python -c "from quantkit.plan import matrix; print(matrix.markdown(), end='')" > docs/matrix.md
 
 bench: venv  ## every benchmark script: the figures that the README quotes
 	@set -e; for script in benchmarks/*.py; do \

@@ -34,11 +34,13 @@ _INTEGERS = ("int8", "int4", "int3", "int2")
 _RUNTIMES = ("torch", "onnxruntime", "tensorrt", "tensorrt_rtx", "vllm", "llama_cpp")
 
 
-def _formats() -> list[str]:
+def known_formats() -> list[str]:
+    """Formats that a target may speak of."""
     return sorted({*_FLOATS, *_INTEGERS, *registry.names("formats")})
 
 
-def _runtimes() -> list[str]:
+def known_runtimes() -> list[str]:
+    """Runtimes that a target may speak of."""
     return sorted({*_RUNTIMES, *registry.names("runtimes")})
 
 
@@ -191,8 +193,8 @@ class Target(Closed):
     @classmethod
     def _known_formats(cls, value: dict[str, dict[str, Cell]]) -> dict[str, dict[str, Cell]]:
         for name, cells in value.items():
-            if name not in _formats():
-                raise ValueError(f"no format is called {name!r}; {did_you_mean(name, _formats())}")
+            if name not in known_formats():
+                raise ValueError(f"no format is called {name!r}; {did_you_mean(name, known_formats())}")
             for runtime in cells:
                 _known_runtime(runtime)
         return value
@@ -357,7 +359,7 @@ class Target(Closed):
                     value=f"asymmetric {stored.words} do not run in {runtime}",
                     rule=f"only symmetric ones do; source: {use.source}",
                     remedy="--set scheme.weights.symmetric=true and, where inputs are quantized, "
-                    "--set scheme.activations.symmetric=true; or another runtime",
+                    "--set scheme.activations.symmetric=true",
                 )
             if use.state == "emulated":
                 emulated.append(stored)
@@ -372,8 +374,8 @@ class Target(Closed):
 
 
 def _known_runtime(name: str) -> None:
-    if name not in _runtimes():
-        raise ValueError(f"no runtime is called {name!r}; {did_you_mean(name, _runtimes())}")
+    if name not in known_runtimes():
+        raise ValueError(f"no runtime is called {name!r}; {did_you_mean(name, known_runtimes())}")
 
 
 def _mapping(value: Any) -> dict[str, Any]:

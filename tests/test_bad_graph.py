@@ -274,7 +274,7 @@ def test_one_clear_line_and_nothing_left(
 
 @pytest.mark.parametrize(
     ("recipe", "target", "remedy"),
-    [("int8-dynamic", "rtx-4090", "int8-tensorrt"), ("int4-tensorrt", "cpu-x86", "--target rtx-4090")],
+    [("int8-dynamic", "rtx-4090", "int8-tensorrt"), ("int4-tensorrt", "cpu-x86", "--target a100")],
 )
 def test_a_target_that_cannot_read_a_graph_says_what_can(recipe: str, target: str, remedy: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="target-cannot-run") as caught:

@@ -16,7 +16,7 @@ Operators: https://onnx.ai/onnx/operators and ONNX Runtime's docs/ContribOperato
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -24,9 +24,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from quantkit.errors import InputError
 from quantkit.export._nbits import Input, Weights
-from quantkit.scheme import ActivationScheme, WeightScheme
 
 Array = NDArray[Any]
 Codes = Literal["uint8", "int8"]
@@ -52,36 +50,6 @@ class Node(Protocol):
         domain: str = "",
         **attributes: Any,
     ) -> list[ir.Value]: ...
-
-
-def refuse(activations: Mapping[str, ActivationScheme], weights: Mapping[str, WeightScheme]) -> None:
-    """Refuse what ONNX Runtime has no integer kernel for.
-
-    Args:
-        activations: linear -> how its input is quantized.
-        weights: linear -> how its weight is.
-
-    Raises:
-        InputError: `layout-unsupported`, naming the first layer.
-    """
-    for linear, each in activations.items():
-        weight = weights[linear]
-        value, rule = f"activations in {each.format}", ""
-        if each.format != "int8":
-            rule = "ONNX Runtime fuses QuantizeLinear and DequantizeLinear of 8-bit integers alone, not of floats"
-        elif each.granularity == "group":
-            value, rule = "activations in groups", "an integer kernel sums over all of K with one scale"
-        elif weight.format not in ("int8", _SMALL) or weight.granularity not in ("channel", "tensor"):
-            value = f"activations in int8, weights in {weight.format} by {weight.granularity}"
-            rule = "an integer kernel multiplies int8 by int8 with one scale a channel"
-        if rule:
-            raise InputError(
-                "layout-unsupported",
-                where=linear,
-                value=value,
-                rule=rule,
-                remedy="use int8 by channel with int8 activations by tensor or token, or leave `onnx` out of `export`",
-            )
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from quantkit.model.open import Source
     from quantkit.model.stream import StreamedModel
     from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
+    from quantkit.target import State
 
 # weights in any other form, code, and what describes the source rather than the result
 _LEFT_BEHIND = {
@@ -383,6 +384,42 @@ class Checkpoint:
                     remedy="export: checkpoint: {layout: dense}",
                 )
         layout.accepts(schemes, shapes or {})
+
+    def holds(
+        self,
+        options: Mapping[str, Any],
+        runtime: str,
+        weights: Mapping[str, WeightScheme],
+        activations: Mapping[str, ActivationScheme],
+        cache: CacheScheme | None,
+    ) -> State:
+        """What the export leaves of what a runtime can do with the formats of a recipe; no model is needed to say so.
+
+        Args:
+            options: of the recipe's export step.
+            runtime: that will read it: one of `runtimes`.
+            weights, activations: as for `accepts`; keys are where a recipe says so: `scheme`, `overrides: *.o_proj`.
+            cache: how keys and values are quantized.
+
+        Returns:
+            `native` where it leaves all of it, `emulated` where floats are stored.
+
+        Raises:
+            InputError: `layout-unsupported`; it cannot be stored so, or that runtime has no kernel for it so.
+        """
+        chosen = CheckpointOptions(**options)
+        if chosen.found is None:
+            return "emulated" if weights else "native"
+        for place, scheme in weights.items() if runtime == "vllm" else ():
+            if not chosen.found.served(scheme):
+                raise InputError(
+                    "layout-unsupported",
+                    where=place,
+                    value=f"{scheme.format} by {scheme.granularity}{f' of {scheme.group}' if scheme.group else ''}",
+                    rule=f"vLLM has no kernel for it in the layout {chosen.layout}",
+                    remedy="transformers loads it",
+                )
+        return "native"
 
     def writer(self, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]) -> Writer:
         """Prepare an export."""

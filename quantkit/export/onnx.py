@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, MissingDependency
+from quantkit.export._onnx_refusals import refuse
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from quantkit.model.open import Source
     from quantkit.model.stream import StreamedModel
     from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
+    from quantkit.target import State
 
 FOLDER, MODEL, DATA = "onnx", "model.onnx", "model.onnx.data"
 # their second input is the weight
@@ -81,8 +83,6 @@ class Onnx:
             InputError: `layout-unsupported`, naming the first layer.
             MissingDependency: onnx, onnx-ir, onnxscript or onnxruntime.
         """
-        from quantkit import registry
-
         OnnxOptions(**options)
         _demand()
         for linear in sorted(merged)[:1]:
@@ -93,32 +93,19 @@ class Onnx:
                 rule="the graph is traced once, and which expert runs depends on the data",
                 remedy="leave `onnx` out of `export`",
             )
-        from quantkit.export import _w8a8
-        from quantkit.export._nbits import BITS, block_size
+        refuse(schemes, activations or {}, cache)
 
-        if cache is not None:
-            raise InputError(
-                "layout-unsupported",
-                where="scheme.kv_cache",
-                value=f"a KV cache in {cache.format}",
-                rule="this exporter's cache is in float32",
-                remedy="leave `onnx` out of `export`",
-            )
-        activations = activations or {}
-        _w8a8.refuse(activations, schemes)
-        for linear, scheme in schemes.items():
-            if linear in activations:
-                continue
-            bits = registry.load("formats", scheme.format).bits
-            if bits not in BITS or not scheme.format.startswith("int"):
-                raise InputError(
-                    "layout-unsupported",
-                    where=linear,
-                    value=f"weights in {scheme.format}",
-                    rule=f"MatMulNBits holds integers of {', '.join(map(str, BITS))} bits",
-                    remedy="use int4 or int8, or leave `onnx` out of `export`",
-                )
-            block_size(scheme.group or 128, scheme, linear)
+    def holds(
+        self,
+        options: Mapping[str, Any],
+        runtime: str,
+        weights: Mapping[str, WeightScheme],
+        activations: Mapping[str, ActivationScheme],
+        cache: CacheScheme | None,
+    ) -> State:
+        """See `export.checkpoint`."""
+        refuse(weights, activations, cache)
+        return "native"
 
     def write(
         self, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]

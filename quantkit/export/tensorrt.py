@@ -22,12 +22,12 @@ from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, MissingDependency
 from quantkit.export._profiles import batches, capacity, fitted, inputs_of, shapes
-from quantkit.export._tensorrt_weights import refuse_cache, refuse_gpu, refuse_inputs, refuse_weights
+from quantkit.export._tensorrt_refusals import refuse_cache, refuse_gpu, refuse_inputs, refuse_weights
 from quantkit.export.onnx import context_of, dialect_weights
 from quantkit.passes import NOTE, decision
 from quantkit.runtimes._tensorrt_file import DATA, FOLDER, NETWORK
 from quantkit.runtimes._tensorrt_library import Name, load, unsupported
-from quantkit.target import Profile
+from quantkit.target import Profile, State
 
 if TYPE_CHECKING:
     from quantkit.export._dialect_tensorrt import CacheScales
@@ -114,20 +114,7 @@ class Tensorrt:
                 rule="the graph is traced once, and which expert runs depends on the data",
                 remedy="leave `tensorrt` out of `export`",
             )
-        for linear, scheme in schemes.items():
-            refuse_weights(linear, scheme, None if shapes is None else shapes[linear][1])
-        for linear, inputs in (activations or {}).items():
-            refuse_inputs(linear, inputs)
-        if cache is not None:
-            refuse_cache(cache)
-            if chosen.cache == "in_place":
-                raise InputError(
-                    "layout-unsupported",
-                    where="scheme.kv_cache",
-                    value=f"a cache in {cache.format}, written in place",
-                    rule="TensorScatter takes caches of 16 or 32 bits (TensorRT-RTX 1.7.1)",
-                    remedy="--set tensorrt.cache=grown",
-                )
+        _refuse(chosen, schemes, activations or {}, cache, shapes)
         if chosen.sm is not None:
             forms = {scheme.format: linear for linear, scheme in schemes.items()}
             forms |= {inputs.format: linear for linear, inputs in (activations or {}).items()}
@@ -136,6 +123,18 @@ class Tensorrt:
             for form, linear in forms.items():
                 refuse_gpu(linear, form, chosen.library, chosen.sm)
         _demand(chosen)
+
+    def holds(
+        self,
+        options: Mapping[str, Any],
+        runtime: str,
+        weights: Mapping[str, WeightScheme],
+        activations: Mapping[str, ActivationScheme],
+        cache: CacheScheme | None,
+    ) -> State:
+        """See `export.checkpoint`."""
+        _refuse(TensorrtOptions(**options), weights, activations, cache)
+        return "native"
 
     def write(
         self, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]
@@ -222,6 +221,31 @@ class Tensorrt:
         else:
             return []
         return _check_network.check(bundle / FOLDER / NETWORK, values)
+
+
+def _refuse(
+    options: TensorrtOptions,
+    weights: Mapping[str, WeightScheme],
+    activations: Mapping[str, ActivationScheme],
+    cache: CacheScheme | None,
+    shapes: Mapping[str, tuple[int, int]] | None = None,
+) -> None:
+    """Refuse what no network for TensorRT can hold, on any GPU. Raises InputError `layout-unsupported`."""
+    for linear, scheme in weights.items():
+        refuse_weights(linear, scheme, None if shapes is None else shapes[linear][1])
+    for linear, inputs in activations.items():
+        refuse_inputs(linear, inputs)
+    if cache is None:
+        return
+    refuse_cache(cache)
+    if options.cache == "in_place":
+        raise InputError(
+            "layout-unsupported",
+            where="scheme.kv_cache",
+            value=f"a cache in {cache.format}, written in place",
+            rule="TensorScatter takes caches of 16 or 32 bits (TensorRT-RTX 1.7.1)",
+            remedy="--set tensorrt.cache=grown",
+        )
 
 
 def write_network(folder: Path, values: Values, options: TensorrtOptions, profiles: Sequence[Profile]) -> None:

@@ -109,7 +109,8 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
     stages = Stages("open")
     prepared = prepare(request)
     expected = estimate(prepared)
-    progress.note(line(expected))
+    for said in (line(expected), *warnings(prepared.decisions)):
+        progress.note(said)
     progress.plan(expected.seconds)
     if request.strict:
         refuse(prepared.decisions)
@@ -228,7 +229,7 @@ class Compilation:
             judged, unjudged = judge(request.recipe.gates, rows, request.gates_asked)
             if request.strict:
                 refuse(unjudged)
-            notes = [*prepared.source.notes, *warnings(unjudged)]
+            notes = [*prepared.source.notes, *warnings([*prepared.decisions, *unjudged])]
             timed, untimed = self._speed(subject, layers)
             efficiency.keep([row.as_dict() for row in timed])
             rows += timed

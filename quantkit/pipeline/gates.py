@@ -13,6 +13,7 @@ from quantkit.bundle import Check, Decision, Manifest
 from quantkit.errors import GateError
 from quantkit.measure.rows import Row
 from quantkit.passes import NOTE, decision
+from quantkit.plan.support import EMULATED
 from quantkit.recipe import Gates
 from quantkit.report import figures
 
@@ -96,8 +97,9 @@ def judge(gates: Gates, rows: Sequence[Row], asked: Container[str] | None = None
 
 
 def warnings(decisions: Sequence[Decision]) -> list[str]:
-    """What a reader has to know of gates that were asked for and not judged."""
-    return [f"{each.where} {each.from_:g} is {each.reason}" for each in decisions if each.code == UNJUDGED]
+    """What a reader has to know: of gates that were asked for and not judged, of formats that are not computed in."""
+    said = {UNJUDGED: "{0.where} {0.from_:g} is {0.reason}", EMULATED: "{0.where}: {0.reason}"}
+    return [said[each.code].format(each) for each in decisions if each.code in said]
 
 
 def still_unjudged(decisions: Sequence[Decision], checks: Sequence[Check]) -> list[Decision]:

@@ -130,7 +130,7 @@ def compile_graph(
         judged, unjudged = judge(request.recipe.gates, rows, request.gates_asked)
         if request.strict:
             refuse(unjudged)
-        notes = [*prepared.graph.notes, *warnings(unjudged)]
+        notes = [*prepared.graph.notes, *warnings([*prepared.decisions, *unjudged])]
         timed, untimed = _speed(prepared, file.parent, subject, progress)
         rows += timed
         decisions = [*prepared.decisions, *taken, *unjudged, *quantized.notes(), *untimed]

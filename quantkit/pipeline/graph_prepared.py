@@ -14,10 +14,11 @@ from quantkit.errors import InputError, did_you_mean
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import graph_engine
 from quantkit.pipeline.graph_measure import Cost, cost
-from quantkit.pipeline.request import Request, default_out
+from quantkit.pipeline.request import Request, check_target, computed_in_floats, default_out
 from quantkit.plan.assigned import ROLES
+from quantkit.plan.support import graph_schemes
 from quantkit.recipe import ExportStep, Recipe
-from quantkit.scheme import ActivationScheme, WeightScheme
+from quantkit.scheme import ActivationScheme
 
 if TYPE_CHECKING:
     from quantkit.calibrate.card import Split
@@ -75,11 +76,13 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
             remedy="choose another recipe: int8",
         )
     engine = graph_engine.wanted(recipe)
-    if engine is None:
-        _demand_reader(request)
-    weights, activations = (recipe.scheme.weights, recipe.scheme.activations) if engine else schemes(recipe)
+    as_asked = recipe
+    if graph_engine.EXPORT in request.left_out:
+        as_asked = recipe.model_copy(update={"export": [ExportStep(name=graph_engine.EXPORT)]})
+    check_target(as_asked, request.target, "vision")
+    weights, activations = (recipe.scheme.weights, recipe.scheme.activations) if engine else graph_schemes(recipe)
     graph = open_graph(path, name)
-    decisions: list[Decision] = []
+    decisions = computed_in_floats(request, "vision")
     calib = _inputs(request, graph, "calib", alias, recipe.calibration.images)
     scoring = _inputs(request, graph, "eval", alias, None)
     feed = calib.first(2)
@@ -147,42 +150,6 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
             remedy="score it on samples with labels of its own classes",
         )
     return Prepared(request, graph, ref, chosen, calib, scoring, held, costs, out, decisions)
-
-
-def schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
-    """What a graph can be quantized to. Raises InputError `scheme-unsupported`."""
-    weights, activations = recipe.scheme.weights, recipe.scheme.activations
-    able = weights is not None and weights.format in ("int8", "int7") and weights.symmetric
-    able = able and weights is not None and weights.granularity in ("channel", "tensor")
-    if not able or activations is None or activations.format != "int8" or activations.granularity == "group":
-        names = [weights.format if weights else "float", activations.format if activations else "float"]
-        raise InputError(
-            "scheme-unsupported",
-            where=f"recipe {recipe.name}",
-            value=f"weights {names[0]}, activations {names[1]}",
-            rule="a graph is quantized to symmetric int8 or int7 weights, and int8 activations by tensor or token",
-            remedy="--recipe int8",
-        )
-    assert weights is not None
-    return weights, activations
-
-
-def _demand_reader(request: Request) -> None:
-    """Refuse a target that has no runtime for what a graph becomes. Raises InputError `target-cannot-run`."""
-    name = request.target.name
-    if graph_engine.EXPORT in request.left_out:
-        value, remedy = f"{name} has no TensorRT", "--target rtx-4090, or a recipe for ONNX Runtime: int8-network"
-    elif "onnxruntime" not in request.target.runtimes:
-        value, remedy = f"{name} has no ONNX Runtime", "--recipe int8-tensorrt, or --target cpu-x86"
-    else:
-        return
-    raise InputError(
-        "target-cannot-run",
-        where=f"recipe {request.recipe.name}",
-        value=value,
-        rule="a graph becomes what a runtime of the target reads",
-        remedy=remedy,
-    )
 
 
 def _check_globs(recipe: Recipe, names: Sequence[str]) -> None:

@@ -13,8 +13,9 @@ import quantkit
 from quantkit.bundle import Check, Decision, LayerEntry
 from quantkit.errors import GateError
 from quantkit.pipeline.checks import demand
-from quantkit.pipeline.graph_prepared import Prepared, schemes
+from quantkit.pipeline.graph_prepared import Prepared
 from quantkit.pipeline.progress import Progress
+from quantkit.plan.support import graph_schemes
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -45,7 +46,7 @@ class Quantized:
         from quantkit.passes.gptq import bounded
 
         self.prepared, self.progress = prepared, progress
-        self.weights, self.activations = schemes(prepared.request.recipe)
+        self.weights, self.activations = graph_schemes(prepared.request.recipe)
         model, sites = prepared.graph.model, prepared.sites
         feeds = list(prepared.calib.feeds(BATCH))
         self.sites = {site.name: site for site in sites}

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from quantkit import content, registry
 from quantkit.errors import InputError, unknown_name
-from quantkit.pipeline.request import check_target, for_target, stored_formats
+from quantkit.pipeline.request import check_target, for_target
+from quantkit.plan.support import stored_formats
 from quantkit.recipe import ModelKind, Recipe
 from quantkit.target import Target
 
@@ -100,10 +101,8 @@ def _runs(name: str, target: Target, *, native: bool = False) -> bool:
         check_target(recipe, target)
     except InputError:
         return False
-    weights = recipe.scheme.weights
-    if not native or weights is None:
-        return True
-    return target.supports(weights.format, _runtime(recipe, target, None)).state == "native"
+    runtime = _runtime(recipe, target, None)
+    return not native or all(target.use(each, runtime).state == "native" for each in stored_formats(recipe))
 
 
 def _runtime(recipe: Recipe, target: Target, asked: str | None) -> str:
@@ -117,10 +116,10 @@ def _runtime(recipe: Recipe, target: Target, asked: str | None) -> str:
         return asked
     readers = {name for step in recipe.export for name in registry.load("export", step.name).runtimes}
     reading = [name for name in target.runtimes if name in readers] or list(target.runtimes)
-    stored = [name for name, _ in stored_formats(recipe)]
+    stored = stored_formats(recipe)
 
     def states(runtime: str) -> list[str]:
-        return [target.supports(form, runtime).state for form in stored]
+        return [target.use(each, runtime).state for each in stored]
 
     native = [name for name in reading if all(state == "native" for state in states(name))]
     able = [name for name in reading if "absent" not in states(name)]

@@ -17,7 +17,7 @@ from quantkit.errors import InputError
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import tokens
 from quantkit.pipeline.layers import Layers, lay_out
-from quantkit.pipeline.request import Request, default_out, with_own_runtime
+from quantkit.pipeline.request import Request, computed_in_floats, default_out, with_own_runtime
 from quantkit.plan import machine
 from quantkit.plan.assigned import UNTIED
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from quantkit.model.open import Source
     from quantkit.model.stream import StreamedModel
     from quantkit.pipeline.work import Step
-    from quantkit.recipe import Recipe
 
 # what calibrates (None where no pass looks at data), and what scores
 Sets = tuple["TokenSet | None", "TokenSet"]
@@ -105,7 +104,6 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     cpu_seconds = time.process_time() - begun
     original, source = source, stream.source
     layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head)
-    _demand_place_for_moved(steps, recipe)
     for step in recipe.export:
         registry.load("export", step.name).accepts(
             step.options,
@@ -119,7 +117,7 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
             activations=layers.activations,
             cache=recipe.scheme.kv_cache,
         )
-    decisions = [*taken, *layers.decisions]
+    decisions = [*computed_in_floats(request, source.kind), *taken, *layers.decisions]
     looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
     calibration, scoring = seen or tokens.load(recipe, source, calibrate=looks, decisions=decisions)
     if added:
@@ -133,20 +131,6 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     decisions += [decision("calibrate", NOTE, where, note) for note in notes]
     out = request.out or default_out(source.name, recipe.name, resume=request.resume)
     return Prepared(request, original, source, stream, layers, steps, calibration, scoring, out, decisions, cpu_seconds)
-
-
-def _demand_place_for_moved(steps: list[Step], recipe: Recipe) -> None:
-    """Raises InputError `layout-unsupported`."""
-    moving = [step.run.name for step in steps if "moved" in step.run.ensures]
-    for step in recipe.export if moving else []:
-        if not getattr(registry.load("export", step.name), "moves", False):
-            raise InputError(
-                "layout-unsupported",
-                where=f"export: {step.name}",
-                value=f"channels that {moving[0]} moves",
-                rule="it has no place for what becomes of an input before it is quantized",
-                remedy=f"export: onnx alone, or leave {moving[0]} out of `passes`",
-            )
 
 
 def _transformed(stream: StreamedModel, steps: list[Step], seed: int) -> tuple[StreamedModel, list[Decision]]:

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import content, registry
+from quantkit.bundle import Decision
 from quantkit.errors import InputError
+from quantkit.graph.open import is_graph
 from quantkit.model.alias import ALIASES
-from quantkit.plan import machine
-from quantkit.recipe import CalibrationChoice, ExportStep, Recipe
-from quantkit.scheme import ActivationScheme, WeightScheme
+from quantkit.passes import decision
+from quantkit.plan import machine, support
+from quantkit.recipe import CalibrationChoice, ExportStep, ModelKind, Recipe
 from quantkit.target import Target
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -97,8 +99,8 @@ class Request:
             chosen = chosen.model_copy(update={"calibration": kept})
         content.find("calibration", chosen.calibration.set)
         aimed = target if isinstance(target, Target) else Target.load(target or this_machine())
+        check_target(chosen, aimed, kind_of(model))
         chosen, left_out = for_target(chosen, aimed)
-        check_target(chosen, aimed)
         where = None if out is None else Path(out)
         if where is not None and where.exists() and not resume:
             raise InputError(
@@ -154,19 +156,10 @@ def runs_here(target: Target) -> bool:
     return target.kind == "cpu" and _TIMED in target.runtimes and able
 
 
-def stored_formats(recipe: Recipe) -> list[tuple[str, bool]]:
-    """(format, symmetric) of everything that a recipe stores."""
-    schemes = [recipe.scheme.weights] if recipe.scheme.weights is not None else []
-    for override in recipe.overrides:
-        scheme = override.over(recipe.scheme.weights, WeightScheme)
-        if scheme is not None:
-            schemes.append(scheme)
-    found: dict[tuple[str, bool], None] = {(scheme.format, scheme.symmetric): None for scheme in schemes}
-    others = [each.over(recipe.scheme.activations, ActivationScheme) for each in recipe.overrides]
-    for part in (recipe.scheme.activations, *others, recipe.scheme.kv_cache):
-        if part is not None:
-            found[part.format, part.symmetric] = None
-    return list(found)
+def kind_of(model: str) -> ModelKind | None:
+    """What its name alone says of a model; None where it has to be opened."""
+    alias = ALIASES.get(model)
+    return "vision" if is_graph(model) else None if alias is None else alias.kind
 
 
 def for_target(recipe: Recipe, target: Target) -> tuple[Recipe, tuple[str, ...]]:
@@ -183,7 +176,11 @@ def for_target(recipe: Recipe, target: Target) -> tuple[Recipe, tuple[str, ...]]
         if not readers:
             left_out.append(step.name)
             continue
-        settings: dict[str, Any] = {**target.build.get(readers[0], {}), "library": readers[0], "sm": target.arch.sm}
+        try:  # the one that can, where not all of them can
+            chosen = support.reader(recipe, step, target).runtime
+        except InputError:
+            chosen = readers[0]
+        settings: dict[str, Any] = {**target.build.get(chosen, {}), "library": chosen, "sm": target.arch.sm}
         settings["profiles"] = [profile.model_dump(mode="json") for profile in target.profiles]
         options = {name: settings[name] for name in exporter.Options.model_fields if name in settings}
         kept.append(step.model_copy(update={"options": {**options, **step.options}}))
@@ -213,27 +210,26 @@ def with_own_runtime(request: Request, kind: str) -> Request:
     return replace(request, recipe=completed)
 
 
-def check_target(recipe: Recipe, target: Target) -> None:
+def check_target(recipe: Recipe, target: Target, kind: ModelKind | None = None) -> None:
     """Refuse a recipe that none of the runtimes which read its exports can run on the target.
 
     Raises:
-        InputError: `target-cannot-run`.
+        InputError: `target-cannot-run`, `layout-unsupported`, with the nearest recipe, or target, that can.
     """
-    formats = stored_formats(recipe)
-    for step in recipe.export:
-        read_by = [name for name in registry.load("export", step.name).runtimes if name in target.runtimes]
-        problems: list[InputError] = []
-        for runtime in read_by:
-            try:
-                target.check(formats, runtime)
-            except InputError as problem:
-                problems.append(problem)
-            else:
-                break
-        else:
-            if problems:
-                raise problems[0]
-            target.check([], str(next(iter(registry.load("export", step.name).runtimes))))
+    try:
+        support.readers(recipe, target, kind)
+    except InputError as problem:
+        raise support.refusal(problem, recipe, target, kind) from None
+
+
+def computed_in_floats(request: Request, kind: ModelKind) -> list[Decision]:
+    """What the target's runtimes only emulate, where none of them computes in all that the recipe stores."""
+    recipe, target = request.recipe, request.target
+    words = support.slower(recipe, target, support.readers(recipe, target, kind), kind)
+    stored = recipe.scheme.weights or recipe.scheme.kv_cache
+    return (
+        [decision("target", support.EMULATED, target.name, words, stored.format, "float")] if words and stored else []
+    )
 
 
 def default_out(model: str, recipe: str, *, resume: bool) -> Path:

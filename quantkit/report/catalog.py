@@ -46,7 +46,7 @@ def listing(kind: str | None = None) -> dict[str, dict[str, str]]:
         InputError: `unknown-kind`.
     """
     if kind is not None and kind not in _LISTS:
-        raise unknown_name("kind", kind, _LISTS, where="quantkit list")
+        raise unknown_name("kind", kind, [*_LISTS, "matrix"], where="quantkit list")
     return {name: _LISTS[name]() for name in ([kind] if kind else _LISTS)}
 
 
@@ -283,12 +283,12 @@ def _format(name: str) -> Entry:
         ("zero points", {(True,): "never", (False,): "always"}.get(rules.symmetric, "without, or with")),
         ("scale", ", ".join(rules.scales)),
     ]
-    for target in content.names("export"):
-        from quantkit.target import Target
+    from quantkit.plan import matrix
 
-        cells = Target.load(target).formats.get(name, {})
-        if cells:
-            facts.append((target, "; ".join(f"{runtime} {cell.state}" for runtime, cell in cells.items())))
+    cells = [each for each in matrix.entries(form=name) if each.part == "weights"]
+    for target in dict.fromkeys(each.target for each in cells):
+        states = [f"{each.runtime} {each.state}" for each in cells if each.target == target]
+        facts.append((target, "; ".join(states)))
     stated = {
         "bits": found.bits,
         "granularities": dict(rules.granularities),

@@ -16,3 +16,19 @@ def test_list_shows_every_kind_with_its_summaries(quantkit: Any) -> None:
     assert found["passes"] == registry.summaries("passes")
     assert all(summary for names in found.values() for summary in names.values())
     assert list(quantkit("list", "formats", "--json").envelope["result"]) == ["formats"]
+
+
+def test_the_matrix_is_a_kind_of_its_own(quantkit: Any) -> None:
+    found = quantkit("list", "matrix", "--target", "l4", "--format", "fp8_e4m3", "--json").envelope["result"]["matrix"]
+    assert {(each["runtime"], each["part"], each["state"]) for each in found} >= {
+        ("vllm", "inputs", "native"),
+        ("torch", "weights", "emulated"),
+        ("llama_cpp", "weights", "absent"),
+    }
+    assert all(each["source"] for each in found)
+    shown = quantkit("list", "matrix", "--target", "l4", "--format", "fp8_e4m3").out
+    assert "no such block format" in shown
+    assert "rtx-5090" in quantkit("list", "matrix").out
+    for asked, code in ((["matrx"], "unknown-kind"), (["targets", "--target", "l4"], "option-unused")):
+        ran = quantkit("list", *asked, "--json")
+        assert (ran.code, ran.envelope["error"]["code"]) == (2, code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from quantkit.bundle import Bundle
 from quantkit.errors import GateError, InputError, QuantkitError
 from quantkit.pipeline import Request, compile_model, prepare
 from quantkit.recipe import Recipe
+from quantkit.target import Target
 
 
 def recipe(*passes: object, name: str = "tiny", layout: str = "pack-quantized", **changes: object) -> Recipe:
@@ -47,7 +49,13 @@ def few_scored_positions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
 
 
+# a card whose runtimes compute in what these recipes store: on a CPU torch expands a checkpoint, which is a decision
+CARD = "l4"
+
+
 def run(model: Path, chosen: Recipe, out: Path, **options: object) -> Bundle:
+    if [step.name for step in chosen.export] == ["checkpoint"]:
+        options = {"target": CARD, **options}
     return compile_model(Request.of(str(model), recipe=chosen, out=out, **options)).bundle  # type: ignore[arg-type]
 
 
@@ -115,12 +123,27 @@ def test_a_gate_that_nothing_can_judge_is_said(llama: Path, tmp_path: Path) -> N
     with pytest.raises(GateError, match="gate-not-judged") as caught:
         run(llama, asked, tmp_path / "out", strict=True)
     assert caught.value.where == "gates.agreement_min"
-    request = Request.of(str(llama), recipe=asked, out=tmp_path / "out", resume=True)
+    request = Request.of(str(llama), recipe=asked, target=CARD, out=tmp_path / "out", resume=True)
     for done in (compile_model(request), compile_model(request)):
         assert [text for text in done.warnings if "gates.agreement_min 0.9 is not judged" in text]
         assert done.bundle.manifest.state == "complete"
         assert [each.code for each in done.decisions] == ["gate-not-judged"]
         assert [check.name for check in done.bundle.manifest.checks if "gate" in check.name] == ["gate.kl_max"]
+
+
+def test_what_no_runtime_of_the_target_computes_in_is_said_before_any_work(llama: Path, tmp_path: Path) -> None:
+    asked = Request.of(str(llama), recipe=recipe("rtn"), target="cpu-x86", out=tmp_path / "out")
+    (found,) = [each for each in prepare(asked).decisions if each.code == "emulated"]
+    assert (found.where, found.from_, found.to) == ("cpu-x86", "int4", "float")
+    assert "torch computes in floats on cpu-x86" in found.reason
+    assert "--recipe int4-cpu (native in onnxruntime)" in found.reason
+    with pytest.raises(GateError, match="emulated") as caught:
+        compile_model(replace(asked, strict=True))
+    assert caught.value.code == "strict"
+    assert not list(tmp_path.glob("out*"))
+    done = compile_model(asked)
+    assert found.reason in done.warnings[0]
+    assert "emulated" not in {each.code for each in prepare(replace(asked, target=Target.load(CARD))).decisions}
 
 
 def test_sharded_sources_stay_sharded(tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase) -> None:
@@ -142,7 +165,8 @@ def test_what_does_not_divide_is_kept_or_padded_as_asked(
     bundle = run(folder, recipe("gptq", on_indivisible=how, layout=layout), tmp_path / "out")
     assert len(bundle.manifest.layers) == layers
     codes = {decision.code for decision in bundle.manifest.decisions}
-    assert codes == ({"kept"} if how == "keep" else {"padded"})
+    # a dense checkpoint holds floats
+    assert codes == ({"kept"} if how == "keep" else {"padded", "emulated"})
     with pytest.raises(InputError, match=r"group 32, K 80.*use 16") as caught:
         run(folder, recipe("gptq"), tmp_path / "error")
     assert caught.value.code == "group-indivisible"

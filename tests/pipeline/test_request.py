@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from quantkit.errors import InputError
-from quantkit.pipeline.request import Request, default_out, stored_formats, this_machine
+from quantkit.pipeline.request import Request, default_out, this_machine
+from quantkit.plan.support import stored_formats
 from quantkit.recipe import Recipe
-from quantkit.target import Target
+from quantkit.target import Stored, Target
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -132,7 +133,7 @@ def test_overrides_count_whatever_their_glob_looks_like() -> None:
             {"match": "*.v_proj", "weights": {"symmetric": True}},
         ]
     )
-    assert stored_formats(found) == [("int4", False), ("int8", False), ("int4", True)]
+    assert stored_formats(found) == [Stored("int4", False), Stored("int8", False), Stored("int4", True)]
     absent = target(runtimes=["torch"], formats={"int4": cell("native"), "int8": cell("absent")})
     assert "int8 weights" in refused(recipe=found, target=absent).value
 

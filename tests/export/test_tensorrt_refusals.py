@@ -6,7 +6,8 @@ import pytest
 
 from quantkit import content
 from quantkit.errors import InputError
-from quantkit.export._tensorrt_weights import FIRST_SM, TYPES, refuse_gpu
+from quantkit.export._tensorrt_refusals import FIRST_SM, FORMATS, refuse_gpu
+from quantkit.export._tensorrt_weights import TYPES
 from quantkit.target import Target
 
 # compute capabilities that each library builds for; TensorRT-RTX has its list, TensorRT begins with Turing
@@ -19,9 +20,9 @@ def test_the_first_gpus_are_those_of_the_cells(name: str, library: str) -> None:
     target = Target.load(name)
     sm, built = target.arch.sm or "", BUILT[library]
     if (built is not None and sm not in built) or float(sm) < 7.5:
-        assert all(target.supports(form, library).state == "absent" for form in TYPES)
+        assert all(target.supports(form, library).state == "absent" for form in FORMATS)
         return
-    for form in TYPES:
+    for form in FORMATS:
         state = target.supports(form, library).state
         try:
             refuse_gpu("layer", form, library, sm)
@@ -29,3 +30,7 @@ def test_the_first_gpus_are_those_of_the_cells(name: str, library: str) -> None:
             assert state == "absent", (form, sm)
         else:
             assert state != "absent", (form, sm)
+
+
+def test_what_is_let_through_can_be_stored() -> None:
+    assert set(FORMATS) == set(TYPES)
