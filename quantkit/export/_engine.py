@@ -14,11 +14,12 @@ from typing import Any
 
 from quantkit.content import Closed
 from quantkit.errors import InputError
+from quantkit.export._parser_errors import of_parser, refusal
 from quantkit.export._profiles import Shapes
 from quantkit.export._tactics import Tactics, Timed
 from quantkit.export._timings import Timings
 from quantkit.runtimes import _child
-from quantkit.runtimes._tensorrt_library import Library, Name, Said, load, unsupported
+from quantkit.runtimes._tensorrt_library import Name, Said, load, unsupported
 
 Report = Callable[[float, str], None]
 _MORE_TIME = "a longer build_timeout, fewer profiles, or a lower optimization_level; what was timed so far is kept"
@@ -135,7 +136,7 @@ def _built(job: Job) -> Built:
     network = library.network(builder)
     parser = api.OnnxParser(network, said.logger)
     if not parser.parse_from_file(job.network):
-        raise _unsupported(job, library, parser)
+        raise refusal(Path(job.network).name, f"{library.name} {library.version}", of_parser(parser))
     config = builder.create_builder_config()
     library.aim(config, job.sm)
     config.set_memory_pool_limit(api.MemoryPoolType.WORKSPACE, int(job.workspace))
@@ -198,21 +199,6 @@ def _profile(builder: Any, shapes: Shapes) -> Any:
     for name, (least, likely, most) in shapes.values.items():
         profile.set_shape_input(name, least, likely, most)
     return profile
-
-
-def _unsupported(job: Job, library: Library, parser: Any) -> InputError:
-    errors = [parser.get_error(place) for place in range(parser.num_errors)]
-    first = errors[0] if errors else None
-    node = first.node_name() if first is not None and hasattr(first, "node_name") else ""
-    operator = first.node_operator() if first is not None and hasattr(first, "node_operator") else ""
-    said = " ".join(first.desc().split())[:240] if first is not None else "no word why"
-    return InputError(
-        "network-unsupported",
-        where=f"{Path(job.network).name}: {operator or 'a node'} {node}".rstrip(),
-        value=said,
-        rule=f"{library.name} {library.version} has every operator of the network",
-        remedy="keep that layer in floats (`keep`), or another export",
-    )
 
 
 def _monitor(api: Any, deadline: float | None, timings: Timings) -> Any:

@@ -170,6 +170,22 @@ class Tensorrt:
             decisions.append(decision("tensorrt", NOTE, FOLDER, reason))
         return decisions
 
+    def unknown(self, options: Mapping[str, Any], operators: Collection[str]) -> set[str]:
+        """Those of ONNX's operators that no engine can be made of, as far as the library says so without a GPU.
+
+        Raises:
+            MissingDependency: the library, where it is to build one.
+        """
+        from quantkit.export._parser_errors import unknown
+
+        chosen = TensorrtOptions(**options)
+        try:
+            return unknown(load(chosen.library), operators)
+        except MissingDependency:
+            if chosen.engine:
+                raise
+            return set()  # the engine will be built elsewhere
+
     def capabilities(self, options: Mapping[str, Any]) -> list[str]:
         """Compute capabilities that the chosen library builds for ahead of time; [] where it builds on the GPU."""
         return load(TensorrtOptions(**options).library).capabilities()

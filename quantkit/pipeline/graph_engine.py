@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quantkit.graph.sites import Site
 
 EXPORT = "tensorrt"
+_ONNX = ("", "ai.onnx")
 WEIGHTS = ("int8", "int7", "int4", "fp8_e4m3")
 
 
@@ -47,7 +48,7 @@ def takes(
     """
     weights, activations = recipe.scheme.weights, recipe.scheme.activations
     exporter = registry.load("export", EXPORT)
-    _demand_known(graph)
+    _demand_known(graph, step)
     if step.options.get("type", "float16") != "float16":
         raise InputError(
             "layout-unsupported",
@@ -106,17 +107,20 @@ def _why_kept(site: Site, recipe: Recipe) -> str:
     return ""
 
 
-def _demand_known(graph: FloatGraph) -> None:
-    """Refuse operators that are not ONNX's own, and free sizes that no profile speaks of."""
-    for node in graph.model.graph.all_nodes():
-        if node.domain not in ("", "ai.onnx"):
-            raise InputError(
-                "network-unsupported",
-                where=f"{graph.path.name}: {node.op_type} {node.name or ''}".rstrip(),
-                value=f"an operator of {node.domain}",
-                rule="TensorRT has operators of ONNX itself",
-                remedy="export the graph without the optimizations of a runtime",
-            )
+def _demand_known(graph: FloatGraph, step: ExportStep) -> None:
+    """Refuse operators that no engine can be made of, and free sizes that no profile speaks of."""
+    from quantkit.export._parser_errors import Refused, refusal
+
+    nodes = list(graph.model.graph.all_nodes())
+    own = {node.op_type for node in nodes if node.domain in _ONNX}
+    unknown = registry.load("export", EXPORT).unknown(step.options, own)
+    refused = [
+        Refused(node.op_type, node.name or "", domain="" if node.domain in _ONNX else node.domain)
+        for node in nodes
+        if node.domain not in _ONNX or node.op_type in unknown
+    ]
+    if refused:
+        raise refusal(graph.path.name, "TensorRT", refused)
     for each in graph.inputs:
         if None in each.shape[1:]:
             raise InputError(

@@ -320,7 +320,7 @@ def _others(recipe: Recipe, target: Target, kind: ModelKind) -> Iterator[tuple[t
             known = readers(other, target, kind)
         except InputError:
             continue
-        found = best([each for each in known if each.export in asked] or known)
+        found = min(known, key=lambda each: (*each.rank, each.export not in asked))
         yield (_ORDER.index(found.state), *_differ(recipe, other), other.name), other, found
 
 

@@ -136,7 +136,7 @@ def test_what_no_runtime_of_the_target_computes_in_is_said_before_any_work(llama
     (found,) = [each for each in prepare(asked).decisions if each.code == "emulated"]
     assert (found.where, found.from_, found.to) == ("cpu-x86", "int4", "float")
     assert "torch computes in floats on cpu-x86" in found.reason
-    assert "--recipe int4-cpu (native in onnxruntime)" in found.reason
+    assert "--recipe awq-int4 (native in onnxruntime)" in found.reason
     with pytest.raises(GateError, match="emulated") as caught:
         compile_model(replace(asked, strict=True))
     assert caught.value.code == "strict"

@@ -156,8 +156,12 @@ def test_operators_and_sizes_that_no_engine_has(files: dict[str, tuple[Path, Pat
     list(model.graph)[-1].domain = "com.microsoft"
     model.opset_imports["com.microsoft"] = 1
     ir.save(model, tmp_path / "contrib.onnx")
-    with pytest.raises(InputError, match=r"network-unsupported.*Gelu"):
+    with pytest.raises(InputError, match=r"network-unsupported.*Gelu.*optimizations of a runtime"):
         compiled((tmp_path / "contrib.onnx", files["vit"][1]), tmp_path / "b", "float16")
+    small = Small()
+    ir.save(small.model(small.op("Det", small.input("images", "n", 3, 8, 8))), tmp_path / "rare.onnx")
+    with pytest.raises(InputError, match=r"rare\.onnx: Det.*no pass replaces it"):
+        compiled((tmp_path / "rare.onnx", files["vit"][1]), tmp_path / "b", "float16")
     model = ir.load(files["cnn"][0])
     model.graph.inputs[0].shape = ir.Shape(["n", 3, "height", 12])
     ir.save(model, tmp_path / "free.onnx")
