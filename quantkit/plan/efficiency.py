@@ -4,9 +4,10 @@ A row `tax.total` says the bound of a step or of one product, and what it took b
 
     efficiency = bound / (bound + tax)
 
-Of the rows that speak of the same runtime, format and phase, those near in rows (within a factor of two) are taken:
-their median is the forecast's, their spread its interval. Rows of the same device come first; those of another device
-of the same kind serve with a remark. Where nothing is near there is no efficiency, and so no forecast.
+Of the rows that speak of the same runtime, format and phase, those near are taken, in rows (within a factor of two) and
+in size (bounds within a factor of eight, since what a small product or model takes is mostly not its bound): their
+median is the forecast's, their spread its interval. Rows of the same device come first; those of another device of the
+same kind serve with a remark. Where nothing is near there is no efficiency, and so no forecast.
 
 The bound of a row stands on the ceilings that its run measured, a plan's on the figures of its target, which may be a
 datasheet's. So a sample carries its ceilings, and its efficiency is turned to the target's.
@@ -31,8 +32,8 @@ from quantkit.errors import InputError
 Phase = Literal["decode", "prefill", "op"]
 
 SHIPPED = Path(__file__).with_name("efficiencies.jsonl")
-# rows within a factor of two are near
-_NEAR = 1.0
+# in powers of two: rows, and seconds of the bound
+_NEAR, _SIZED = 1.0, 3.0
 _MANY = 20
 # what rows are set against where they do not say
 _BASELINE = {"cpu": "float32", "gpu": "bfloat16"}
@@ -50,7 +51,8 @@ class Sample:
         compute: what was multiplied in, as the runtime's settings say: `int8`; "" where they do not.
         phase: a whole step, or one product.
         rows: M: sequences times new tokens.
-        efficiency: bound / time, on the ceilings of the run.
+        bound: seconds, on the ceilings of the run.
+        efficiency: bound / time.
         read: bytes a second that the run measured; None where it is not known.
         subject: what was measured, by its hash; measurements of one subject are one witness.
     """
@@ -63,6 +65,7 @@ class Sample:
     compute: str
     phase: Phase
     rows: int
+    bound: float
     efficiency: float
     read: float | None
     subject: str
@@ -101,6 +104,7 @@ class Asked:
         compute: what is multiplied in; samples that do not say serve as well.
         phase: of the step.
         rows: M.
+        bound: seconds.
         kind: `cpu` or `gpu`.
         device: id of the device, if it is this machine.
         read: bytes a second that its bound rests on, of a step that is bound by memory.
@@ -111,6 +115,7 @@ class Asked:
     compute: str
     phase: Phase
     rows: int
+    bound: float
     kind: str
     device: str | None = None
     read: float | None = None
@@ -118,12 +123,15 @@ class Asked:
 
 def look_up(samples: Sequence[Sample], asked: Asked) -> Efficiency | None:
     """The efficiency of what is near; None where nothing is."""
+    if asked.bound <= 0:
+        return None
     fitting = [
         each
         for each in samples
         if (each.runtime, each.format, each.phase, each.kind) == (asked.runtime, asked.format, asked.phase, asked.kind)
         and each.compute in ("", asked.compute)
         and abs(math.log2(each.rows / asked.rows)) <= _NEAR
+        and abs(math.log2(each.bound / asked.bound)) <= _SIZED
     ]
     own = [each for each in fitting if each.device == asked.device]
     found = own or _of_one_device(fitting)
@@ -183,6 +191,7 @@ def samples(rows: Iterable[Mapping[str, Any]]) -> Iterator[Sample]:
                 kind,
                 phase,
                 max(count, 1),
+                bound,
                 bound / time,
                 reads.get((device["id"], settings.get("threads")), reads.get((device["id"], None))),
                 subject,

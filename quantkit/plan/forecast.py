@@ -117,7 +117,7 @@ class Served:
         if self.devices > 1:
             return Timed(bound, least, None, None, "no measurement knows what several devices tell each other")
         together = bound.together(self.target)
-        found = self._efficiency(self.format, self.compute, step.phase, step.rows, bound.memory_bound)
+        found = self._efficiency(self.format, self.compute, step.phase, step.rows, together, bound.memory_bound)
         if found is not None:
             # measurements are set against the step as one piece, whose bound may lie below the sum's
             middle, low, high = (max(together / each, least) for each in (found.value, found.high, found.low))
@@ -142,13 +142,13 @@ class Served:
         return Timed(bound, least, seconds * known, (low * known, high * known), because, first.here)
 
     def _of(self, op: Op, step: Step) -> Efficiency | None:
-        return self._efficiency(op.format, op.compute, "op", step.rows, op.limit == "memory")
+        return self._efficiency(op.format, op.compute, "op", step.rows, op.seconds or 0.0, op.limit == "memory")
 
     def _efficiency(
-        self, form: str, compute: str, phase: efficiency.Phase, rows: int, memory: bool
+        self, form: str, compute: str, phase: efficiency.Phase, rows: int, bound: float, memory: bool
     ) -> Efficiency | None:
         read = self.target.memory.read_bandwidth.number if memory else None
-        asked = Asked(self.runtime, form, compute, phase, rows, self.target.kind, self.device, read)
+        asked = Asked(self.runtime, form, compute, phase, rows, bound, self.target.kind, self.device, read)
         return efficiency.look_up(self.samples, asked)
 
 

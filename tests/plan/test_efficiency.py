@@ -35,7 +35,7 @@ def row(batch: int = 4, *, subject: str = "a", **more: Any) -> dict[str, Any]:
 
 def asked(rows: int = 4, **more: Any) -> Asked:
     known: dict[str, Any] = {"runtime": "onnxruntime", "format": "int4", "compute": "int8", "phase": "decode"}
-    return Asked(**(known | {"rows": rows, "kind": "cpu", "device": "cpu-1"} | more))
+    return Asked(**(known | {"rows": rows, "bound": 0.01, "kind": "cpu", "device": "cpu-1"} | more))
 
 
 def test_a_row_says_two_efficiencies() -> None:
@@ -83,6 +83,8 @@ def test_the_interval_is_what_was_seen_near() -> None:
     "other",
     [
         {"rows": 32},
+        {"bound": 0.1},
+        {"bound": 0.001},
         {"runtime": "torch"},
         {"format": "nf4"},
         {"phase": "prefill"},

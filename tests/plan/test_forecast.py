@@ -46,7 +46,15 @@ def target(read: float | str = 1e9) -> Target:
 
 def sample(efficiency: float, **more: Any) -> Sample:
     known: dict[str, Any] = {"device": "here", "name": "a machine", "kind": "cpu", "runtime": "onnxruntime"}
-    known |= {"format": "int4", "compute": "int8", "phase": "decode", "rows": 4, "read": None, "subject": "one"}
+    known |= {
+        "format": "int4",
+        "compute": "int8",
+        "phase": "decode",
+        "rows": 4,
+        "bound": 1e-3,
+        "read": None,
+        "subject": "one",
+    }
     return Sample(**(known | {"efficiency": efficiency} | more))
 
 
