@@ -6,15 +6,17 @@ Block by block, so that what a machine does to both at that moment cancels:
     effect   median of d_b ;  told as exp(effect) − 1: +0.05 is 5 % slower
 
 What other programs do to a step can only make it longer, so the fastest of a few neighbours is the one that they have
-spared most (Chen and Revels, Robust Benchmarking in Noisy Environments, HPEC 2016); on a busy machine it finds several
-times as many slowdowns as their median does. It does not see what slows only some of the steps: ask for `quantile` 0.5
-for what slows half of them, and look at the 99th percentiles of `stats.abba` for less.
+spared most (Chen and Revels, Robust Benchmarking in Noisy Environments, HPEC 2016); on a busy machine it found as many
+slowdowns as their median, or several times as many (`benchmarks/nightly_power.py`). It does not see what slows only
+some of the steps: ask for `quantile` 0.5 for what slows half of them, and look at the 99th percentiles of `stats.abba`
+for less.
 
-What is drawn again is whole groups of blocks (`stats.abba`): the rounds, where there are six or more, each of them best
-with both models loaded anew, since where a load lies in memory makes a difference that lasts as long as the load does;
-else stretches of neighbouring blocks, since steps that follow each other are alike. The margin is the smallest slowdown
-that anybody cares for, on the logarithm too, so that the two sides can change places: candidates more than 2 % slower
-than their baseline, or baselines more than 2 % slower than their candidate.
+What is drawn again is whole groups of blocks (`stats.abba`): the rounds, where there are six or more, else stretches of
+neighbouring blocks, since steps that follow each other are alike. In each round both models are best loaded anew, in an
+order that is drawn: which was loaded first, and where a load lies in memory, makes a difference that lasts as long as
+the load does, and no repetition within it shows that. The margin is the smallest slowdown that anybody cares for, on
+the logarithm too, so that the two sides can change places: a candidate more than 2 % slower than its baseline, or a
+baseline more than 2 % slower than its candidate.
 
 `ROUNDS` of `BLOCKS` blocks are the default budget: `benchmarks/nightly_power.py` says what they find.
 """
