@@ -1,27 +1,35 @@
 """An engine from a network: built in a process of its own, with a limit on its time and timings that outlive it.
 
-What TensorRT measures of its kernels is kept in the user's cache (`_timings`).
+What TensorRT measures of its kernels is kept in the user's cache (`_timings`). Beside an engine stands what built it,
+for which GPU, under which driver, and with which options, as far as they were applied.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.content import Closed
 from quantkit.errors import InputError
 from quantkit.export._parser_errors import of_parser, refusal
-from quantkit.export._profiles import Shapes
+from quantkit.export._profiles import Shapes, batches, fitted, inputs_of, shapes
 from quantkit.export._tactics import Tactics, Timed
-from quantkit.export._timings import Timings
+from quantkit.export._timings import Timings, place
 from quantkit.runtimes import _child
+from quantkit.runtimes._tensorrt_file import NETWORK
 from quantkit.runtimes._tensorrt_library import Name, Said, load, unsupported
 
+if TYPE_CHECKING:
+    from quantkit.export.tensorrt import TensorrtOptions
+
 Report = Callable[[float, str], None]
+# what TensorRT-RTX has not: its engines are of one release, and it is told the GPUs
+TENSORRT_ALONE = ("version_compatible", "hardware_compatible")
 _MORE_TIME = "a longer build_timeout, fewer profiles, or a lower optimization_level; what was timed so far is kept"
 
 
@@ -91,6 +99,56 @@ class Built(Closed):
     tactics: tuple[Timed, ...] = ()
 
 
+def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None = None) -> dict[str, str]:
+    """Build the engine of `folder/network.onnx` beside it.
+
+    Returns:
+        hashes of `NAME.engine`, and of `NAME.json` that describes it.
+
+    Raises:
+        InputError: the build's own (`build`).
+    """
+    from quantkit.export.onnx import context_of
+    from quantkit.plan import machine
+
+    library = load(options.library)
+    inputs = inputs_of(folder / NETWORK)
+    if (folder / "config.json").is_file():
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kind = "decoder" if any(name.startswith("past_key_values.") for name in inputs) else "encoder"
+        profiles, _ = fitted(options.profiles, kind=kind, context=context_of(config))
+    else:  # of a graph
+        profiles = batches(options.profiles)
+    gpus, _ = machine.gpus()
+    gpu, driver = ("", "") if library.ahead_of_time or not gpus else (str(gpus[0]["name"]), str(gpus[0]["driver"]))
+    sm = [options.sm] if library.ahead_of_time and options.sm else [str(gpus[0]["sm"])] if gpus else []
+    stem = f"sm{''.join(sm).replace('.', '')}"
+    flags: dict[str, Any] = {"workspace": options.workspace, "optimization_level": options.optimization_level}
+    if not library.ahead_of_time:
+        flags |= {name: getattr(options, name) for name in TENSORRT_ALONE}
+    made = shapes(inputs, profiles)
+    cache = place(library, gpu, flags)
+    built = build(
+        Job(
+            network=str(folder / NETWORK),
+            engine=str(folder / f"{stem}.engine"),
+            library=options.library,
+            sm=sm,
+            gpu=gpu,
+            profiles=made,
+            timing_cache=None if cache is None else str(cache),
+            seconds=options.build_timeout,
+            **flags,
+        ),
+        progress=progress,
+    )
+    record = {**built.model_dump(mode="json"), "driver": driver, "options": flags}
+    record["profiles"] = [each.model_dump() for each in made]
+    data = (json.dumps(record, indent=2) + "\n").encode()
+    _write(folder / f"{stem}.json", memoryview(data))
+    return {f"{stem}.engine": built.sha256, f"{stem}.json": hashlib.sha256(data).hexdigest()}
+
+
 def build(job: Job, *, progress: Report | None = None) -> Built:
     """Build in a child process. It gives up by itself when its time is over, and keeps what it has timed.
 
@@ -147,8 +205,8 @@ def _built(job: Job) -> Built:
         config.set_flag(api.BuilderFlag.VERSION_COMPATIBLE)
     if job.hardware_compatible:
         config.hardware_compatibility_level = api.HardwareCompatibilityLevel.AMPERE_PLUS
-    for shapes in job.profiles:
-        config.add_optimization_profile(_profile(builder, shapes))
+    for each in job.profiles:
+        config.add_optimization_profile(_profile(builder, each))
     deadline = None if job.seconds is None else started + job.seconds
     timings = Timings(config, job.timing_cache, job.keep_every)
     monitor = _monitor(api, deadline, timings)

@@ -10,7 +10,6 @@ TensorRT-RTX compiles ahead of time for the GPUs that it lists; TensorRT builds 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,8 @@ from pydantic import Field
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, MissingDependency
-from quantkit.export._profiles import batches, capacity, fitted, inputs_of, shapes
+from quantkit.export._engine import TENSORRT_ALONE, build_engine
+from quantkit.export._profiles import capacity, fitted
 from quantkit.export._tensorrt_refusals import refuse_cache, refuse_gpu, refuse_inputs, refuse_weights
 from quantkit.export.onnx import context_of, dialect_weights
 from quantkit.passes import NOTE, decision
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 Report = Callable[[float, str], None]
-# what TensorRT-RTX has not: its engines are of one release, and it is told the GPUs
-TENSORRT_ALONE = ("version_compatible", "hardware_compatible")
 # tensors from this many bytes on go into the data file
 EXTERNAL = 1024
 
@@ -321,57 +319,6 @@ def write_network(folder: Path, values: Values, options: TensorrtOptions, profil
         write_atomic(folder / name, [path.read_bytes()])
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     write_atomic(folder / "config.json", [(json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()])
-
-
-def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None = None) -> dict[str, str]:
-    """Build the engine of `folder/network.onnx` beside it.
-
-    Returns:
-        hashes of `NAME.engine`, and of `NAME.json` that describes it.
-
-    Raises:
-        InputError: the build's own (`quantkit.export._engine.build`).
-    """
-    from quantkit.export import _engine, _timings
-    from quantkit.model.weights import write_atomic
-    from quantkit.plan import machine
-
-    library = load(options.library)
-    inputs = inputs_of(folder / NETWORK)
-    if (folder / "config.json").is_file():
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        kind = "decoder" if any(name.startswith("past_key_values.") for name in inputs) else "encoder"
-        profiles, _ = fitted(options.profiles, kind=kind, context=context_of(config))
-    else:  # of a graph
-        profiles = batches(options.profiles)
-    gpus, _ = machine.gpus()
-    gpu, driver = ("", "") if library.ahead_of_time or not gpus else (str(gpus[0]["name"]), str(gpus[0]["driver"]))
-    sm = [options.sm] if library.ahead_of_time and options.sm else [str(gpus[0]["sm"])] if gpus else []
-    stem = f"sm{''.join(sm).replace('.', '')}"
-    flags: dict[str, Any] = {"workspace": options.workspace, "optimization_level": options.optimization_level}
-    if not library.ahead_of_time:
-        flags |= {name: getattr(options, name) for name in TENSORRT_ALONE}
-    made = shapes(inputs, profiles)
-    cache = _timings.place(library, gpu, flags)
-    built = _engine.build(
-        _engine.Job(
-            network=str(folder / NETWORK),
-            engine=str(folder / f"{stem}.engine"),
-            library=options.library,
-            sm=sm,
-            gpu=gpu,
-            profiles=made,
-            timing_cache=None if cache is None else str(cache),
-            seconds=options.build_timeout,
-            **flags,
-        ),
-        progress=progress,
-    )
-    record = {**built.model_dump(mode="json"), "driver": driver, "options": flags}
-    record["profiles"] = [each.model_dump() for each in made]
-    data = (json.dumps(record, indent=2) + "\n").encode()
-    write_atomic(folder / f"{stem}.json", [data])
-    return {f"{stem}.engine": built.sha256, f"{stem}.json": hashlib.sha256(data).hexdigest()}
 
 
 def _demand(options: TensorrtOptions) -> None:
