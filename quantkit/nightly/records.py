@@ -163,7 +163,7 @@ class Time(Row):
         block: of the round, ABBA or BAAB.
         position: of the iteration in the block, from 0.
         seconds: that it took.
-        at: when it began, in seconds since 1970 (UTC).
+        began: when it did, in seconds since 1970 (UTC).
         clock_hz: of the device, where known.
         temperature_c: of the device, where known.
         throttled: whether the device had lowered its clock, where known.
@@ -179,7 +179,7 @@ class Time(Row):
     block: int
     position: int
     seconds: float
-    at: float
+    began: float
     clock_hz: float | None = None
     temperature_c: float | None = None
     throttled: bool | None = None
