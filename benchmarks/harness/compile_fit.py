@@ -31,6 +31,8 @@ STATED = {
     "timed": {"of": "clock", "value": 1.0, "parallel": False},
     "fixed:speed": {"of": "clock", "value": 30.0, "parallel": False},
 }
+# what is held in bytes that `compile_memory.py` states
+STATED_BYTES = {"tokenizer", "library"}
 # of what a part holds: from a little less than once to what temporaries and two models side by side can make of it
 _BOUNDS = {
     "one": (3e8, 9e8),
@@ -137,12 +139,12 @@ def _memory(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
     table = {}
     for part, samples in sorted(seen.items()):
         # the random models' tokenizer has a token a byte: nothing to speak of
-        names = sorted({name for terms, _ in samples for name in terms} - {"tokenizer"})
+        names = sorted({name for terms, _ in samples for name in terms} - STATED_BYTES)
         amounts = np.array([[terms.get(name, 0.0) for name in names] for terms, _ in samples])
         peak = np.array([value for _, value in samples], float)
         low, high = np.array([_LEFT if name.startswith("left ") else _BOUNDS[name] for name in names]).T
         size = np.array([1e9 if name in _BASES else 1.0 for name in names])
         result = lsq_linear(amounts * size / peak[:, None], np.ones(len(peak)), bounds=(low / size, high / size))
         table[part] = {name: float(f"{each:.4g}") for name, each in zip(names, result.x * size, strict=True)}
-        table[part]["tokenizer"] = 1.0
+        table[part] |= dict.fromkeys(sorted(STATED_BYTES), 1.0)
     return table

@@ -198,8 +198,7 @@ def reload(
             _quantize_at_run_time(reference, wanted.run_time)
         expected = _run(reference, inputs)
     del reference
-    if wanted.run_time.activations or wanted.run_time.cache is not None:
-        gc.collect()  # hooks and their modules hold each other: a model's worth of memory, until somebody looks
+    gc.collect()  # what a library hooks into a model holds it and is held by it: its memory, until somebody looks
     limit = KERNEL_LIMIT if wanted.layout is not None and wanted.layout.kernels else LIMIT
     return _judge("reload.transformers", _difference(found, expected), "logits", limit)
 

@@ -20,6 +20,8 @@ from quantkit.plan.compile_work import LONG, LONG_SEQUENCES, SCORED_TOGETHER, Qu
 _LOGITS = 1 << 23
 # bytes of a token in a tokenizer: a byte-level BPE of 24,000 takes 28 MB, benchmarks/harness/tokenizer_side.py
 _TOKEN = 1164
+# bytes that what a layout is loaded with takes beyond transformers: importing bitsandbytes 0.50
+_LIBRARY = {"bitsandbytes": 4.8e7}
 # bytes from which on hidden states lie in a file
 _ON_DISK = 1 << 30
 
@@ -44,6 +46,8 @@ def held(question: Question) -> dict[str, dict[str, float]]:
         quantized = _quantize(question)
         parts["quantize"] = {**libraries, **quantized}
         left = {f"left {name}": amount for name, amount in quantized.items()}
+    for step in question.recipe.export:
+        libraries["library"] = libraries.get("library", 0.0) + _LIBRARY.get(str(step.options.get("layout")), 0.0)
     for name in question.exports:
         session = _session(question) if name == "onnx" else {}
         block = 4.0 * max((elements(layer.matrices) for layer in model.layers), default=0.0)
