@@ -12,7 +12,7 @@ from typing import cast
 
 from quantkit import registry
 from quantkit.errors import InputError
-from quantkit.pipeline.plan_candidates import Chosen, choose, labels
+from quantkit.pipeline.plan_candidates import Chosen, choose, float_of, labels
 from quantkit.pipeline.request import runs_here, this_machine
 from quantkit.plan import compiling, configs, efficiency, machine
 from quantkit.plan.architecture import Architecture
@@ -98,6 +98,8 @@ def plan(question: Question, samples: Sequence[Sample] | None = None) -> Outlook
     if samples is None:
         samples = [*efficiency.measured(question.measured), *efficiency.own(), *efficiency.shipped()]
     prices = Prices.load(question.prices)
+    if question.runtime is not None and question.runtime not in target.runtimes:
+        target.check([], question.runtime)  # a slip of the pen is none of the recipes' problem
     asked = labels(question.recipes, architecture.kind, target)
     candidates = [_candidate(label, question, architecture, target, workload, samples, prices) for label in asked]
     if len(candidates) == 1 and candidates[0].problem is not None:
@@ -191,6 +193,7 @@ def _candidate(
         notes=[
             *refused,
             *unknown,
+            *_other_floats(label, target),
             *(each.reason for each in assigned.decisions if each.code in ("kept", "padded", "group-shrunk")),
         ],
     )
@@ -211,6 +214,12 @@ def _assigned(chosen: Chosen, architecture: Architecture) -> Assigned:
         routers=routers,
         model=architecture.name,
     )
+
+
+def _other_floats(label: str, target: Target) -> list[str]:
+    """That a float was asked for which the target does not compute in."""
+    asked, floats = float_of(label), FLOATS[target.baseline]
+    return [f"reckoned in {floats}, in which {target.name} computes"] if asked not in (None, floats) else []
 
 
 def _export(chosen: Chosen) -> str | None:

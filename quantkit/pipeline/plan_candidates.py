@@ -71,6 +71,12 @@ def choose(
     return Chosen(label, fitted, _runtime(fitted, target, runtime))
 
 
+def float_of(label: str) -> str | None:
+    """The float that a label asks for: `float16` for `fp16`; None where it asks for none."""
+    name = _FLOATS.get(label, label)
+    return name if name in _UNQUANTIZED else None
+
+
 def _recipe(label: str, kind: ModelKind, target: Target, changes: Sequence[str]) -> Recipe:
     name = _FLOATS.get(label, label)
     first = name.partition("+")[0]

@@ -133,13 +133,13 @@ class BreakEven:
     utilisation: float | None
     rate: float | None
 
-    def line(self) -> str:
-        """In words."""
+    def line(self, *, bound: bool = False) -> str:
+        """In words; `bound`: the seconds are the least that there can be, and so is the share of the time."""
         if self.utilisation is None or self.rate is None:
             return f"{self.cheaper} is at no load cheaper than {self.than}"
         if self.utilisation <= 0:
             return f"{self.cheaper} is at any load cheaper than {self.than}"
-        share = f"{self.utilisation:.0%} of the time at work, {self.rate:.3g} requests/s"
+        share = f"{'≥ ' if bound else ''}{self.utilisation:.0%} of the time at work, {self.rate:.3g} requests/s"
         return f"{self.cheaper} is cheaper than {self.than} from {share} on"
 
 

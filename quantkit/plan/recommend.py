@@ -59,7 +59,7 @@ def recommend(candidates: Sequence[Candidate], workload: Workload) -> Recommenda
     best = min(served, key=lambda each: each.seconds)
     tied = [each for each in served if _reaches(each, best, forecasts)]
     choice = max(tied, key=lambda each: (_bits(each.candidate), -each.seconds))
-    because += _reasons(choice, best, tied, served, workload)
+    because += _reasons(choice, best, tied, served, workload, forecasts=forecasts)
     left = [each.label for each in runs if each not in fitting]
     because += [f"{', '.join(left)} {'does' if len(left) == 1 else 'do'} not fit"] if left else []
     late = [each.label for each in fitting if each not in keeps]
@@ -104,19 +104,26 @@ def _bits(candidate: Candidate) -> float:
 
 
 def _reasons(
-    choice: PerRequest, best: PerRequest, tied: Sequence[PerRequest], served: Sequence[PerRequest], workload: Workload
+    choice: PerRequest,
+    best: PerRequest,
+    tied: Sequence[PerRequest],
+    served: Sequence[PerRequest],
+    workload: Workload,
+    *,
+    forecasts: bool,
 ) -> list[str]:
+    mark = "" if forecasts else "≥ "
     what = (
         f"{workload.prompt:,} tokens in, {workload.output:,} out" if workload.output else f"{workload.prompt:,} tokens"
     )
-    said = [f"a request ({what}) takes {_seconds(choice)} of {_of(choice)} at batch {choice.batch}"]
+    said = [f"a request ({what}) takes {mark}{_seconds(choice)} of {_of(choice)} at batch {choice.batch}"]
     if choice is not best:
         said.append(
-            f"{best.candidate.label} may take less ({_seconds(best)}), but not surely, and stores fewer bits "
+            f"{best.candidate.label} may take less ({mark}{_seconds(best)}), but not surely, and stores fewer bits "
             f"({_bits(best.candidate):.3g} for {_bits(choice.candidate):.3g})"
         )
     said += [
-        f"{each.candidate.label}: {_seconds(each)} at batch {each.batch}, {each.seconds / choice.seconds:.3g}×"
+        f"{each.candidate.label}: {mark}{_seconds(each)} at batch {each.batch}, {each.seconds / choice.seconds:.3g}×"
         for each in served
         if each not in tied
     ]
@@ -137,5 +144,9 @@ def _does_not_fit(candidate: Candidate) -> str:
     memory = candidate.memory
     if memory is None or memory.capacity is None:
         return f"{candidate.label} does not fit"
-    more = f"; {memory.needed} devices would hold it" if memory.needed else ""
+    more = ""
+    if memory.needed is not None and memory.needed > memory.devices:
+        more = f"; {memory.needed} devices would hold it"
+    elif memory.largest_batch:
+        more = f" at batch {memory.batch:,}; batch {memory.largest_batch:,} would fit"
     return f"{candidate.label} takes {memory.total / 1e9:.3g} GB of {memory.capacity / 1e9:.3g}{more}"

@@ -87,7 +87,8 @@ def head(outlook: Outlook) -> list[str]:
     if money:
         found = [f"{money}, in", f"{money}, out", f"{money}, both"] if decodes else [f"{money} a million {unit}"]
     if any(bill.energy is not None for bill in bills):
-        found.append(f"J a {unit.removesuffix('s')}")
+        # with the power that the boards draw at most: in truth it may be less, however long it takes
+        found.append(f"J a {unit.removesuffix('s')}, full power")
     return found
 
 
@@ -153,8 +154,8 @@ def ways(candidate: Candidate) -> list[list[str]]:
 
 
 def even(candidate: Candidate) -> list[str]:
-    """From when on one way is cheaper than another."""
-    return [each.line() for each in candidate.cost.break_even] if candidate.cost is not None else []
+    """From when on one way is cheaper than another; by bounds, where not all times are forecasts."""
+    return [each.line(bound=not candidate.forecast) for each in candidate.cost.break_even] if candidate.cost is not None else []
 
 
 def warnings(outlook: Outlook) -> list[str]:

@@ -139,3 +139,16 @@ def test_nothing_heavy_is_imported_for_the_largest_model() -> None:
     parameters, loaded = json.loads(done.stdout)
     assert parameters > 6e11
     assert not {"torch", "transformers", "scipy", "plotly", "onnx", "onnxruntime", "pandas"} & set(loaded)
+
+
+def test_another_float_than_the_target_computes_in_is_said() -> None:
+    found = plan(Question("llama-3-8b", ("fp32", "bf16"), "h100", batches=(1,)), samples=[])
+    other, same = found.candidates
+    assert [note for note in other.notes if "reckoned" in note] == ["reckoned in bfloat16, in which h100 computes"]
+    assert not [note for note in same.notes if "reckoned" in note]
+
+
+def test_an_unknown_runtime_is_refused_once() -> None:
+    with pytest.raises(InputError, match="llama_cpp") as raised:
+        plan(Question("llama-3-8b", LABELS, "h100", "llama.cpp"), samples=[])
+    assert raised.value.code == "target-cannot-run"

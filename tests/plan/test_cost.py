@@ -84,6 +84,7 @@ def test_at_break_even_owning_and_renting_cost_the_same() -> None:
     assert same is not None
     assert same.request == pytest.approx(rented(WORK, offer, "EUR").request)
     assert "owned is cheaper than A (one) from 32% of the time at work" in point.line()
+    assert "from ≥ 32% of the time" in point.line(bound=True)
     dear = against_cloud(WORK, bought, 3.5, offer)
     assert (dear.utilisation, dear.rate) == (None, None)
     assert dear.line() == "owned is at no load cheaper than A (one)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,7 @@ def test_the_faster_one_is_taken_and_swapping_times_swaps_the_answer() -> None:
         found = recommend([candidate("int4", 4.3, steps[0]), candidate("bf16", None, steps[1])], WORK)
         assert found.label == label
         assert "at batch 8" in found.because[0]
+        assert "≥" not in "".join(found.because)
 
 
 def test_where_intervals_meet_the_one_with_more_bits_is_taken() -> None:
@@ -46,6 +48,7 @@ def test_bounds_are_set_against_bounds() -> None:
     found = recommend([candidate("int4", 4.3, timed(1.0, 5.0)), candidate("bf16", None, timed(3.0))], WORK)
     assert found.label == "int4"
     assert any("bounds alone" in line for line in found.because)
+    assert all("≥" in line for line in found.because[:2])
 
 
 def test_on_bounds_a_tenth_is_no_difference() -> None:
@@ -64,6 +67,10 @@ def test_what_cannot_run_or_does_not_fit_is_not_taken() -> None:
     nothing = recommend([big, absent], WORK)
     assert nothing.label is None
     assert nothing.because == ["bf16 takes 90 GB of 80; 2 devices would hold it"]
+    crowded = candidate("fp8", 8.0, timed(0.1), fits_1=False, fits_8=False, memory=replace(memory, batch=512, needed=1))
+    assert recommend([crowded], WORK).because == ["fp8 takes 90 GB of 80"]
+    crowded = replace(crowded, memory=replace(memory, batch=512, needed=1, largest_batch=55))
+    assert recommend([crowded], WORK).because == ["fp8 takes 90 GB of 80 at batch 512; batch 55 would fit"]
     assert recommend([absent], WORK).because == [f"nvfp4: {problem}"]
 
 

@@ -179,7 +179,7 @@ def test_on_the_page() -> None:
 
 def test_an_encoder_pays_by_the_pass() -> None:
     found = priced("int4", model="bert-base", workload=planned.work(1, 8, prompt=128, output=0))
-    assert plan_costs.head(found) == ["EUR a million sequences", "J a sequence"]
+    assert plan_costs.head(found) == ["EUR a million sequences", "J a sequence, full power"]
     (candidate,) = found.candidates
     row = candidate.rows[0]
     assert row.step.forecast is not None
@@ -193,7 +193,7 @@ def test_without_prices_energy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     (candidate,) = found.candidates
     rows = [replace(row, cost=replace(row.cost, rented=[], owned=None)) for row in candidate.rows if row.cost]
     found = replace(found, candidates=[replace(candidate, rows=rows, cost=rows[-1].cost)])
-    assert plan_costs.head(found) == ["J a token"]
+    assert plan_costs.head(found) == ["J a token, full power"]
     assert "what tokens take at full power" in text(found, monkeypatch)
     assert "<h2>What it gives</h2>" in plan_page.page(found)
 
