@@ -155,7 +155,8 @@ def ways(candidate: Candidate) -> list[list[str]]:
 
 def even(candidate: Candidate) -> list[str]:
     """From when on one way is cheaper than another; by bounds, where not all times are forecasts."""
-    return [each.line(bound=not candidate.forecast) for each in candidate.cost.break_even] if candidate.cost is not None else []
+    found = candidate.cost.break_even if candidate.cost is not None else []
+    return [each.line(bound=not candidate.forecast) for each in found]
 
 
 def warnings(outlook: Outlook) -> list[str]:
