@@ -214,13 +214,16 @@ def has(package: str) -> bool:
 
 def packages() -> dict[str, str | None]:
     """Package -> installed version, None for what is absent."""
-    found: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {name: _installed(name) for name in PACKAGES}
+
+
+@cache
+def _installed(package: str) -> str | None:
+    # parses the package's metadata, and a compile asks five times for each
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def versions() -> dict[str, str]:

@@ -7,17 +7,21 @@ others wrote: in the text they are escaped, in the front matter YAML quotes them
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Manifest
 from quantkit.measure.rows import Row
 from quantkit.model.alias import ALIASES
 from quantkit.report import curves, figures, usage
 from quantkit.report.curves import Series
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _TEMPLATE = Path(__file__).with_name("card.md.j2")
 _TASKS = {"decoder": "text-generation", "encoder": "feature-extraction", "vision": "image-classification"}
@@ -51,16 +55,9 @@ def card(manifest: Manifest, rows: Sequence[Row], notes: Sequence[str]) -> str:
         rows: its measurements.
         notes: what a reader must know about the figures; stands beside them.
     """
-    from jinja2 import Environment, StrictUndefined
-
-    # no HTML escaping: this is Markdown, whose own escaping is the filter `md`
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701
-    environment.filters |= {"md": escape, "fenced": fenced}
-    environment.filters |= {"change": figures.change, "relation": figures.relation, "short": figures.short}
-    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     timed = curves.series(manifest, rows)
     answer, because = figures.verdict(manifest, rows)
-    text = template.render(
+    text = _template().render(
         front=usage.as_yaml(front_matter(manifest)),
         manifest=manifest,
         origin=figures.origin(manifest),
@@ -87,6 +84,17 @@ def card(manifest: Manifest, rows: Sequence[Row], notes: Sequence[str]) -> str:
         again=usage.again(manifest),
     )
     return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"
+
+
+@functools.cache
+def _template() -> Template:
+    from jinja2 import Environment, StrictUndefined
+
+    # no HTML escaping: this is Markdown, whose own escaping is the filter `md`
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701
+    environment.filters |= {"md": escape, "fenced": fenced}
+    environment.filters |= {"change": figures.change, "relation": figures.relation, "short": figures.short}
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
 
 
 def front_matter(manifest: Manifest) -> dict[str, Any]:

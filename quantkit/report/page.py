@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Manifest
 from quantkit.errors import MissingDependency
@@ -26,6 +26,9 @@ from quantkit.report import accuracy as accuracy_sections
 from quantkit.report import curves, figures, sections, shares, speed, usage, words
 from quantkit.report import engine as engine_sections
 from quantkit.report import harm as harm_sections
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _FOLDER = Path(__file__).parent
 
@@ -97,29 +100,39 @@ def rendered(template: str, **values: Any) -> str:
     Raises:
         MissingDependency: plotly, extra `report`.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     library = _library()
     script = _read("page.js")
-    environment = Environment(
+    text = (
+        _environment()
+        .get_template(template)
+        .render(
+            **values,
+            policy=_policy(script, library),
+            # these three are this package's own and plotly's; everything else is escaped
+            style=Markup(_read("page.css")),  # noqa: S704
+            script=Markup(script),  # noqa: S704
+            library=Markup(_packed(library)),  # noqa: S704
+        )
+    )
+    return text.strip("\n") + "\n"
+
+
+@functools.cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    made = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"change": figures.change, "relation": figures.relation, "short": figures.short}
-    environment.filters |= {"size": words.size, "plural": words.plural}
-    text = environment.get_template(template).render(
-        **values,
-        policy=_policy(script, library),
-        # these three are this package's own and plotly's; everything else is escaped
-        style=Markup(_read("page.css")),  # noqa: S704
-        script=Markup(script),  # noqa: S704
-        library=Markup(_packed(library)),  # noqa: S704
-    )
-    return text.strip("\n") + "\n"
+    made.filters |= {"change": figures.change, "relation": figures.relation, "short": figures.short}
+    made.filters |= {"size": words.size, "plural": words.plural}
+    return made
 
 
 def _library() -> str:
