@@ -51,6 +51,13 @@ def _settled_heap() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _shared_by_workers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A folder for what one worker makes and all need (`small_onnx`)."""
+    own = tmp_path_factory.getbasetemp()
+    os.environ["QUANTKIT_TESTS_SHARED"] = str(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Whatever the environment says: threads would only wait for one another."""

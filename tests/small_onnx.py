@@ -1,11 +1,14 @@
 """Tiny models of `zoo` as ONNX, for the exporter's and the runtime's tests.
 
-Tracing a model costs seconds and depends on no weight: every architecture is traced once a session and copied.
+Tracing a model costs seconds and depends on no weight: every architecture is traced once, for all workers.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,11 +30,10 @@ from quantkit.model.finished import Finished
 from quantkit.model.open import Source, open_model
 from quantkit.model.stream import StreamedModel
 from quantkit.model.structure import is_linear, is_transposed
+from quantkit.model.weights import write_atomic
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 Schemes = WeightScheme | Callable[[str], WeightScheme | None] | None
-# architecture and changes -> what was traced; copied before every use
-_TRACED: dict[tuple[Any, ...], Any] = {}
 # a llama for text in the tests' byte tokenizer; one set, so that it is traced once
 TEXT = {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 128, "eos_token_id": 257}
 EXPORT = registry.load("export", "onnx")
@@ -84,33 +86,48 @@ class Small:
 
 def copied(traced: Any) -> Any:
     """A `Traced` of its own: the dialect rewrites it in place."""
+    return _read(_written(traced))
+
+
+def _written(traced: Any) -> bytes:
     import onnx_ir as ir
 
     graph = traced.model.graph
     count = len(graph.inputs)
     given = {*graph.inputs, *graph.initializers.values(), None}
     used = dict.fromkeys(value for node in graph for value in node.inputs)
+    # parameters are values that nothing makes, which a file cannot hold: it has them as inputs
     graph.inputs.extend(value for value in used if value not in given and value.producer() is None)
-    clone = graph.clone()
+    model = ir.to_proto(traced.model).SerializeToString()
     del graph.inputs[count:]
-    del clone.inputs[count:]
-    model = ir.Model(clone, ir_version=traced.model.ir_version)
-    return replace(traced, model=model, parameters=dict(traced.parameters))
+    return pickle.dumps((model, count, replace(traced, model=None, parameters=dict(traced.parameters))))
+
+
+def _read(written: bytes) -> Any:
+    import onnx
+    import onnx_ir as ir
+
+    stored, count, rest = pickle.loads(written)
+    model = ir.from_proto(onnx.ModelProto.FromString(stored))
+    del model.graph.inputs[count:]
+    return replace(rest, model=model)
 
 
 @contextmanager
 def traced_once(name: str, changes: Mapping[str, Any]) -> Iterator[None]:
-    """The exporter gets a copy of what was traced before."""
+    """The exporter gets a copy of what was traced before, by whichever worker."""
     from quantkit.export._trace import trace
 
     key = (name, *sorted(changes.items()))
+    folder = Path(os.environ["QUANTKIT_TESTS_SHARED"])
     with pytest.MonkeyPatch.context() as patch:
 
         def once(skeleton: nn.Module, kind: str, **how: Any) -> Any:
-            whole = (*key, *sorted(how.items()))
-            if whole not in _TRACED:
-                _TRACED[whole] = trace(skeleton, kind, **how)
-            return copied(_TRACED[whole])
+            whole = repr((*key, *sorted(how.items())))
+            path = folder / f"{name}-{hashlib.sha256(whole.encode()).hexdigest()[:16]}.traced"
+            if not path.exists():
+                write_atomic(path, [_written(trace(skeleton, kind, **how))])
+            return _read(path.read_bytes())
 
         patch.setattr("quantkit.export._trace.trace", once)
         yield
