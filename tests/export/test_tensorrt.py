@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 EXPORT = registry.load("export", "tensorrt")
 DECODE = Profile(name="decode", batch=(1, 2, 4), length=(1, 1, 1), context=(1, 16, 60))
 PREFILL = Profile(name="prefill", batch=(1, 1, 2), length=(1, 16, 48), context=(0, 0, 0))
+LAYERS = 2
 PROFILES = [DECODE.model_dump(), PREFILL.model_dump()]
 SCHEMES: dict[str, WeightScheme | None] = {
     "float": None,
@@ -41,7 +42,9 @@ STATIC = {name: ActivationScheme(format=name, granularity="tensor", dynamic=Fals
 
 
 def network(folder: Path, name: str = "llama", how: WeightScheme | None = SCHEMES["int4"], **more: Any) -> Small:
-    options = {"engine": False, "profiles": PROFILES, **more}
+    """A model of two layers: with and without a window where they alternate; a third would only be built and run."""
+    layers = {"n_layer" if name == "gpt2" else "num_hidden_layers": LAYERS}
+    options = {"engine": False, "profiles": PROFILES, "changes": layers, **more}
     return export(folder, name, how, exporter=EXPORT, **options)
 
 
@@ -142,7 +145,7 @@ def test_quantized_inputs_are_pairs_with_the_calibrated_scale(tmp_path: Path, fo
     graph = model_of(made).graph
     pairs = [node for node in graph if node.op_type == "QuantizeLinear"]
     # q, k and v share one, gate and up another
-    assert len(pairs) == 4 * 3
+    assert len(pairs) == 4 * LAYERS
     zero = pairs[0].inputs[2]
     assert zero is not None and zero.const_value is not None
     assert zero.const_value.dtype == (ir.DataType.INT8 if form == "int8" else ir.DataType.FLOAT8E4M3FN)
@@ -212,7 +215,7 @@ def test_a_cache_in_place_has_room_for_every_profile(tmp_path: Path) -> None:
     graph = model_of(network(tmp_path)).graph
     past = next(value for value in graph.inputs if value.name == "past_key_values.0.key")
     assert past.shape is not None and past.shape[2] == 61
-    assert [node.op_type for node in graph].count("TensorScatter") == 2 * 3
+    assert [node.op_type for node in graph].count("TensorScatter") == 2 * LAYERS
     assert {"write_indices", "position_ids", "logits_to_keep"} <= {value.name for value in graph.inputs}
 
 
@@ -320,8 +323,11 @@ def test_sizes_without_a_name_are_refused() -> None:
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "bert"])
-@pytest.mark.parametrize("form", ["float", "int4", "int8", "fp8"])
+# qwen3 differs by its norms of q and k, which weights alone do not meet: with pairs around it is enough
+BUILT = [(name, form) for name in ("llama", "bert") for form in ("float", "int4", "int8", "fp8")] + [("qwen3", "int8")]
+
+
+@pytest.mark.parametrize(("name", "form"), BUILT)
 def test_it_builds_without_a_gpu(tmp_path: Path, name: str, form: str) -> None:
     pytest.importorskip("tensorrt_rtx")
     activations = STATIC["int8"] if form == "int8" else None
