@@ -36,6 +36,8 @@ from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 Schemes = WeightScheme | Callable[[str], WeightScheme | None] | None
 # a llama for text in the tests' byte tokenizer; one set, so that it is traced once
 TEXT = {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 128, "eos_token_id": 257}
+# of networks for TensorRT: two alternate where blocks do
+LAYERS = {"num_hidden_layers": 2}
 EXPORT = registry.load("export", "onnx")
 
 

@@ -1,6 +1,6 @@
 """The README's examples, run as they stand.
 
-Compiles of the embedded model beyond the first are given `--dry-run`, the first sees 2 sequences and is scored on 768
+Compiles of the embedded model beyond the first are given `--dry-run`, the first sees 2 sequences and is scored on 512
 positions, and what needs a network is left out. Nothing is timed (a test is no place for that), so `measure` runs once,
 the times of `tax` are planted, and `doctor` looks once where it would 15 times. Everything else is executed to the
 letter, in a folder that holds a small model and a text under the names the README uses.
@@ -58,7 +58,7 @@ def test_the_examples_run(
     place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], one_thread: None
 ) -> None:
     monkeypatch.chdir(place)
-    monkeypatch.setattr(tokens, "SCORED", 768)
+    monkeypatch.setattr(tokens, "SCORED", 512)
     measured = doctor.measure
     monkeypatch.setattr(doctor, "measure", lambda **_: measured(runs=1, size=64))
     monkeypatch.setattr(ops_run, "run", lambda job, progress=None: planted_ops.rows_of_a_run(job))

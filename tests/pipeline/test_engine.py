@@ -34,6 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         None,
         exporter=registry.load("export", "tensorrt"),
         engine=False,
+        changes=small_onnx.LAYERS,
         profiles=[PROFILE.model_dump()],
     )
     bundle = small_onnx.bundle(made.folder)

@@ -52,6 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         SCHEME,
         exporter=registry.load("export", "tensorrt"),
         engine=False,
+        changes=small_onnx.LAYERS,
         profiles=[PROFILE.model_dump()],
     )
     return made.folder

@@ -498,7 +498,7 @@ def test_no_token_is_no_prompt(own: Path) -> None:
 
 
 def test_an_encoder_generates_nothing_and_has_no_cache(tmp_path: Path) -> None:
-    found = export(tmp_path, "bert", changes={"num_hidden_layers": 1})
+    found = export(tmp_path, "bert")
     bundle = small_onnx.bundle(found.folder, kind="encoder")
     with pytest.raises(InputError, match="not-a-decoder"):
         RUNTIME.generate(bundle, "The")

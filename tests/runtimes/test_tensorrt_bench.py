@@ -46,6 +46,7 @@ def test_engines_are_checked_and_timed_beside_torch(bench: Any, tmp_path: Path) 
         None,
         exporter=registry.load("export", "tensorrt"),
         engine=False,
+        changes=small_onnx.LAYERS,
         profiles=[each.model_dump() for each in PROFILES],
     )
     fake_tensorrt.engine(made.folder / "engine", PROFILES)

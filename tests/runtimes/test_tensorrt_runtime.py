@@ -15,7 +15,7 @@ import pytest
 import small_onnx
 import torch
 from fake_tensorrt import GPU
-from small_onnx import TEXT, Small, expected, export, relative
+from small_onnx import LAYERS, TEXT, Small, expected, export, relative
 
 from quantkit import registry
 from quantkit.bundle import Bundle
@@ -377,7 +377,8 @@ def test_settings_are_plain(loaded: Loaded) -> None:
 
 
 def test_an_encoder_encodes(tmp_path: Path) -> None:
-    made = export(tmp_path, "bert", None, exporter=registry.load("export", "tensorrt"), engine=False, profiles=[])
+    exporter = registry.load("export", "tensorrt")
+    made = export(tmp_path, "bert", changes=LAYERS, exporter=exporter, engine=False, profiles=[])
     profile = Profile(name="any", batch=(1, 2, 4), length=(1, 8, 32), context=(0, 0, 0))
     fake_tensorrt.engine(made.folder / "engine", [profile])
     model = runtime().load(small_onnx.bundle(made.folder, "encoder"))
