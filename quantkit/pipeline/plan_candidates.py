@@ -15,12 +15,14 @@ from quantkit.target import Target
 # how people spell the floats that weights are left in
 _FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _UNQUANTIZED = ("bfloat16", "float16", "float32")
-# what is compared where nothing is asked for: a recipe of each width, where the target runs it
-_DEFAULTS = {
-    "decoder": ("float", "fp8", "int8-dynamic", "awq-int4"),
-    "encoder": ("float", "fp8", "int8-dynamic", "awq-int4"),
-    "vision": ("float", "int8-tensorrt"),
+# what is compared where nothing is asked for: a recipe of each width, the first of them that the target runs natively
+_DEFAULTS: dict[ModelKind, Sequence[Sequence[str]]] = {
+    "decoder": (("fp8",), ("int8-dynamic",), ("awq-int4", "int4-tensorrt")),
+    "encoder": (("fp8",), ("int8-dynamic", "int8-tensorrt"), ("awq-int4",)),
+    "vision": (("int8-tensorrt",),),
 }
+# they run language models and, some of them, encoders of text
+_TEXT_ALONE = ("vllm", "llama_cpp")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ def labels(asked: Sequence[str], kind: ModelKind, target: Target) -> list[str]:
     """What to plan: what was asked for, else the usual ones that the target runs."""
     if asked:
         return list(dict.fromkeys(asked))
-    return [label for label in _DEFAULTS[kind] if label == "float" or _runs(label, target, native=True)]
+    usual = (next((each for each in like if _runs(each, kind, target, native=True)), None) for like in _DEFAULTS[kind])
+    return ["float", *(label for label in usual if label is not None)]
 
 
 def choose(
@@ -68,7 +71,7 @@ def choose(
     fitted, _ = for_target(recipe, target)
     if runtime is None and recipe.passes:
         check_target(fitted, target)
-    return Chosen(label, fitted, _runtime(fitted, target, runtime))
+    return Chosen(label, fitted, _runtime(fitted, kind, target, runtime))
 
 
 def float_of(label: str) -> str | None:
@@ -88,8 +91,8 @@ def _recipe(label: str, kind: ModelKind, target: Target, changes: Sequence[str])
     if not storing:
         known = sorted({*content.names("recipes"), *_FLOATS, *registry.names("formats")})
         raise unknown_name("recipe", label, known)
-    chosen = next((each for each in storing if _runs(each.name, target, native=True)), None)
-    chosen = chosen or next((each for each in storing if _runs(each.name, target)), storing[0])
+    chosen = next((each for each in storing if _runs(each.name, kind, target, native=True)), None)
+    chosen = chosen or next((each for each in storing if _runs(each.name, kind, target)), storing[0])
     return Recipe.load(name.replace(first, chosen.name, 1), changes)
 
 
@@ -101,17 +104,17 @@ def _storing(form: str, kind: ModelKind) -> list[Recipe]:
     return sorted(fitting, key=lambda each: (each.name != "awq-int4", each.name))
 
 
-def _runs(name: str, target: Target, *, native: bool = False) -> bool:
+def _runs(name: str, kind: ModelKind, target: Target, *, native: bool = False) -> bool:
     try:
         recipe, _ = for_target(Recipe.load(name), target)
         check_target(recipe, target)
     except InputError:
         return False
-    runtime = _runtime(recipe, target, None)
+    runtime = _runtime(recipe, kind, target, None)
     return not native or all(target.use(each, runtime).state == "native" for each in stored_formats(recipe))
 
 
-def _runtime(recipe: Recipe, target: Target, asked: str | None) -> str:
+def _runtime(recipe: Recipe, kind: ModelKind, target: Target, asked: str | None) -> str:
     """The target's first runtime that reads an export and computes natively in what it stores; else the first that
     runs it at all.
     """
@@ -122,6 +125,8 @@ def _runtime(recipe: Recipe, target: Target, asked: str | None) -> str:
         return asked
     readers = {name for step in recipe.export for name in registry.load("export", step.name).runtimes}
     reading = [name for name in target.runtimes if name in readers] or list(target.runtimes)
+    if kind == "vision":
+        reading = [name for name in reading if name not in _TEXT_ALONE] or reading
     stored = stored_formats(recipe)
 
     def states(runtime: str) -> list[str]:

@@ -2,7 +2,8 @@
 
     seconds a request    devices · (prefill + output · step) / batch, at the batch of the workload where it is least
     tied                 recipes whose interval reaches the best one's; on bounds, within a tenth of it
-    the choice           of those that are tied, the one that stores the most bits, which changes the model least
+    the choice           of those that are tied, on the fewest devices, since nothing is counted for what they tell each
+                         other; of these the one that stores the most bits, which changes the model least
 
 Like is set against like: as soon as one of them has no forecast, the bounds of all are compared, and that is said.
 """
@@ -58,7 +59,7 @@ def recommend(candidates: Sequence[Candidate], workload: Workload) -> Recommenda
         return Recommendation(max(keeps, key=_bits).label, [*because, reason])
     best = min(served, key=lambda each: each.seconds)
     tied = [each for each in served if _reaches(each, best, forecasts)]
-    choice = max(tied, key=lambda each: (_bits(each.candidate), -each.seconds))
+    choice = max(tied, key=lambda each: (-_devices(each.candidate), _bits(each.candidate), -each.seconds))
     because += _reasons(choice, best, tied, served, workload, forecasts=forecasts)
     left = [each.label for each in runs if each not in fitting]
     because += [f"{', '.join(left)} {'does' if len(left) == 1 else 'do'} not fit"] if left else []
@@ -72,7 +73,7 @@ def recommend(candidates: Sequence[Candidate], workload: Workload) -> Recommenda
 
 def serve(candidate: Candidate, workload: Workload, *, forecasts: bool) -> PerRequest | None:
     """The least time of a request over the batches that fit; None where no time is known."""
-    devices = candidate.memory.devices if candidate.memory is not None else 1
+    devices = _devices(candidate)
     fitting = [row for row in candidate.rows if row.fits is not False]
     found = [each for row in fitting if (each := _at(row, workload, devices, forecasts))]
     if not found:
@@ -99,6 +100,10 @@ def _reaches(each: PerRequest, best: PerRequest, forecasts: bool) -> bool:
     return each.low <= best.high if forecasts else each.seconds <= best.seconds * _TIED
 
 
+def _devices(candidate: Candidate) -> int:
+    return candidate.memory.devices if candidate.memory is not None else 1
+
+
 def _bits(candidate: Candidate) -> float:
     return candidate.bits if candidate.bits is not None else _WHOLE
 
@@ -117,7 +122,11 @@ def _reasons(
         f"{workload.prompt:,} tokens in, {workload.output:,} out" if workload.output else f"{workload.prompt:,} tokens"
     )
     said = [f"a request ({what}) takes {mark}{_seconds(choice)} of {_of(choice)} at batch {choice.batch}"]
-    if choice is not best:
+    shared = [each for each in tied if _devices(each.candidate) > _devices(choice.candidate)]
+    if shared:
+        named = ", ".join(f"{each.candidate.label}: {_devices(each.candidate)}" for each in shared)
+        said.append(f"others take about as long, on more devices ({named}), whose talk is not counted")
+    if choice is not best and best not in shared:
         said.append(
             f"{best.candidate.label} may take less ({mark}{_seconds(best)}), but not surely, and stores fewer bits "
             f"({_bits(best.candidate):.3g} for {_bits(choice.candidate):.3g})"
@@ -131,7 +140,7 @@ def _reasons(
 
 
 def _of(served: PerRequest) -> str:
-    devices = served.candidate.memory.devices if served.candidate.memory is not None else 1
+    devices = _devices(served.candidate)
     return "the device" if devices == 1 else f"one device, of {devices}"
 
 

@@ -152,3 +152,11 @@ def test_an_unknown_runtime_is_refused_once() -> None:
     with pytest.raises(InputError, match="llama_cpp") as raised:
         plan(Question("llama-3-8b", LABELS, "h100", "llama.cpp"), samples=[])
     assert raised.value.code == "target-cannot-run"
+
+
+def test_the_usual_recipes_are_those_that_the_target_has_kernels_for() -> None:
+    usual = plan(Question("llama-3-8b", target="jetson-orin", batches=(1,)), samples=[]).candidates
+    assert [(each.label, each.runtime) for each in usual] == [("float", "torch"), ("int4-tensorrt", "tensorrt")]
+    # vLLM reads the checkpoint too, but runs no image
+    images = plan(Question("vit-b-16", target="a10", batches=(1,)), samples=[]).candidates
+    assert [(each.label, each.runtime) for each in images] == [("float", "torch"), ("int8-tensorrt", "tensorrt")]

@@ -56,6 +56,17 @@ def test_on_bounds_a_tenth_is_no_difference() -> None:
     assert found.label == "fp8"
 
 
+def test_on_bounds_fewer_devices_are_taken_where_times_are_tied() -> None:
+    """What several devices tell each other is in no bound."""
+    memory = Memory({}, 1, 8e10, 1.0, None, None, 1, 1)
+    floats = candidate("bf16", None, timed(0.25), memory=replace(memory, devices=4))
+    found = recommend([floats, candidate("int4", 4.3, timed(1.0), memory=memory)], WORK)
+    assert found.label == "int4"
+    assert "on more devices (bf16: 4)" in found.because[1]
+    swift = replace(floats, rows=candidate("bf16", None, timed(0.2)).rows)
+    assert recommend([swift, candidate("int4", 4.3, timed(1.0), memory=memory)], WORK).label == "bf16"
+
+
 def test_what_cannot_run_or_does_not_fit_is_not_taken() -> None:
     memory = Memory({"weights": 9e10}, 1, 8e10, 1.0, None, None, 1, 2)
     problem = InputError("target-cannot-run", value="x")
