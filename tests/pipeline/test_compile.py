@@ -53,6 +53,16 @@ def few_scored_positions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 CARD = "l4"
 
 
+@pytest.fixture(scope="module")
+def by_gptq(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """What `gptq` alone makes of the llama; nobody may change it."""
+    home = tmp_path_factory.mktemp("gptq")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quantkit.pipeline.tokens.SCORED", 300)
+        patch.setenv("QUANTKIT_CACHE", str(home / "cache"))
+        return run(llama, recipe("gptq"), home / "bundle")
+
+
 def run(model: Path, chosen: Recipe, out: Path, **options: object) -> Bundle:
     if [step.name for step in chosen.export] == ["checkpoint"]:
         options = {"target": CARD, **options}
@@ -79,19 +89,18 @@ def test_every_architecture_from_folder_to_checked_bundle(
         assert torch.isfinite(model(input_ids=zoo.ids())[0]).all()
 
 
-def test_packed_and_dense_layout_hold_the_same_numbers(llama: Path, tmp_path: Path) -> None:
-    packed = run(llama, recipe("gptq"), tmp_path / "packed").model(dtype=torch.float32)
+def test_packed_and_dense_layout_hold_the_same_numbers(llama: Path, by_gptq: Bundle, tmp_path: Path) -> None:
+    packed = by_gptq.model(dtype=torch.float32)
     dense = run(llama, recipe("gptq", layout="dense"), tmp_path / "dense").model(dtype=torch.float32)
     with torch.no_grad():
         assert torch.equal(packed(input_ids=zoo.ids())[0], dense(input_ids=zoo.ids())[0])
 
 
-def test_two_runs_give_the_same_content(llama: Path, tmp_path: Path) -> None:
+def test_two_runs_give_the_same_content(llama: Path, by_gptq: Bundle, tmp_path: Path) -> None:
     first = run(llama, recipe("fold_norms", "gptq"), tmp_path / "a")
     second = run(llama, recipe("fold_norms", "gptq"), tmp_path / "b")
     assert first.manifest.content_sha256 == second.manifest.content_sha256
-    other = run(llama, recipe("rtn"), tmp_path / "c")
-    assert other.manifest.content_sha256 != first.manifest.content_sha256
+    assert by_gptq.manifest.content_sha256 != first.manifest.content_sha256
 
 
 def test_the_float_recipe_carries_the_source_over_exactly(llama: Path, tmp_path: Path) -> None:
@@ -193,9 +202,8 @@ def test_a_failed_gate_keeps_the_bundle_and_says_so(llama: Path, tmp_path: Path)
 
 
 def test_resume_after_an_error_in_the_middle_gives_the_same_content(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, by_gptq: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run(llama, recipe("gptq"), tmp_path / "whole").manifest.content_sha256
     from quantkit.passes.gptq import Gptq
 
     plain = Gptq.run
@@ -217,7 +225,7 @@ def test_resume_after_an_error_in_the_middle_gives_the_same_content(
     with pytest.raises(InputError, match="resume-mismatch"):
         run(llama, recipe("rtn"), tmp_path / "out", resume=True)
     bundle = run(llama, recipe("gptq"), tmp_path / "out", resume=True)
-    assert bundle.manifest.content_sha256 == whole
+    assert bundle.manifest.content_sha256 == by_gptq.manifest.content_sha256
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -306,8 +314,8 @@ def test_a_model_that_does_not_turn_is_quantized_as_it_is(
         run(folder, recipe("rotate", "rtn"), tmp_path / "out", strict=True)
 
 
-def test_the_manifest_tells_where_everything_came_from(llama: Path, tmp_path: Path) -> None:
-    bundle = run(llama, recipe("gptq"), tmp_path / "out")
+def test_the_manifest_tells_where_everything_came_from(llama: Path, by_gptq: Bundle) -> None:
+    bundle = by_gptq
     manifest = json.loads((bundle.path / "manifest.json").read_text())
     assert manifest["model"]["source"]["dtype"] == "float32"
     assert manifest["calibration"]["samples"] == 6
