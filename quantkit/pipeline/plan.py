@@ -89,7 +89,7 @@ def plan(question: Question, samples: Sequence[Sample] | None = None) -> Outlook
 
     Raises:
         InputError: what is not what it has to be: model, target, sizes. A recipe that cannot be planned is a
-            candidate with its problem, unless it is the only one.
+            candidate with its problem, unless all stumble over the same.
     """
     architecture = configs.read(question.model)
     aimed = question.target
@@ -102,8 +102,9 @@ def plan(question: Question, samples: Sequence[Sample] | None = None) -> Outlook
         target.check([], question.runtime)  # a slip of the pen is none of the recipes' problem
     asked = labels(question.recipes, architecture.kind, target)
     candidates = [_candidate(label, question, architecture, target, workload, samples, prices) for label in asked]
-    if len(candidates) == 1 and candidates[0].problem is not None:
-        raise candidates[0].problem
+    problems = [each.problem for each in candidates if each.problem is not None]
+    if len(problems) == len(candidates) and (len(candidates) == 1 or len({each.code for each in problems}) == 1):
+        raise problems[0]  # all stumble over one thing
     notes = [f"assumed: {each}" for each in (*architecture.assumed, *workload.assumed)]
     if unmeasured := target.unmeasured():
         missing = f"{target.name} has no figure for {', '.join(unmeasured)}"
@@ -115,6 +116,7 @@ def _workload(question: Question, architecture: Architecture, target: Target) ->
     if question.devices is not None and question.devices < 1:
         raise InputError("usage", where="--devices", value=question.devices, rule="from 1 up")
     limit, decodes = architecture.max_context, architecture.kind == "decoder"
+    _refuse_unused(question, architecture)
     prompt, output, assumed = question.prompt, question.output, []
     if question.mix is None and (limit is not None or not decodes):
         # what is assumed has to fit into the model
@@ -151,6 +153,21 @@ def _workload(question: Question, architecture: Architecture, target: Target) ->
     return Workload(question.batches or target.batches, *mean, context, found, [*found.assumed, *assumed])
 
 
+def _refuse_unused(question: Question, architecture: Architecture) -> None:
+    """Refuse lengths that a model does not have: they would be passed over in silence."""
+    if architecture.kind == "decoder":
+        return
+    asked: dict[str, object] = {"--output": question.output, "--requests": question.mix}
+    asked |= {"--variation": question.variation or None, "--rate": question.rate}
+    rule = f"{architecture.name} does not decode"
+    if architecture.kind == "vision":
+        asked |= {"--prompt": question.prompt, "--context": question.context}
+        rule = f"{architecture.name} takes whole images"
+    for name, value in asked.items():
+        if value is not None:
+            raise InputError("usage", where=name, value=value, rule=rule, remedy="leave it out")
+
+
 def _candidate(
     label: str,
     question: Question,
@@ -174,7 +191,7 @@ def _candidate(
         return Candidate(label, label, problem=problem)
     served = replace(served, devices=devices)
     memory = _memory(footprint, workload, devices, needed)
-    rows = [_row(served, batch, workload, footprint, prices) for batch in workload.batches]
+    rows = [_row(served, batch, workload, footprint, prices) for batch in _batches(workload, memory)]
     expected, unknown = _compiling(chosen, architecture, target)
     load, refused = _load(served, workload, memory)
     return Candidate(
@@ -288,6 +305,13 @@ def _devices(footprint: Footprint, workload: Workload, asked: int | None, label:
             "devices-uneven", where=label, value=f"--devices {asked}", rule=why, remedy="a power of two up to the heads"
         )
     return asked or needed or 1, needed
+
+
+def _batches(workload: Workload, memory: Memory) -> list[int]:
+    """Those that were asked for; and the largest that fits, where some do not: it is what one would run."""
+    most = memory.largest_batch
+    more = [most] if most and most < max(workload.batches) else []
+    return sorted({*workload.batches, *more})
 
 
 def _memory(footprint: Footprint, workload: Workload, devices: int, needed: int | None) -> Memory:

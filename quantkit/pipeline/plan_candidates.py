@@ -118,12 +118,20 @@ def _runtime(recipe: Recipe, kind: ModelKind, target: Target, asked: str | None)
     """The target's first runtime that reads an export and computes natively in what it stores; else the first that
     runs it at all.
     """
+    readers = {name for step in recipe.export for name in registry.load("export", step.name).runtimes}
     if asked is not None:
         if asked not in target.runtimes:
             target.check([], asked)
+        if recipe.passes and asked not in readers:
+            raise InputError(
+                "usage",
+                where=f"--runtime {asked}",
+                value=f"recipe {recipe.name} exports {', '.join(step.name for step in recipe.export)}",
+                rule=f"which {', '.join(sorted(readers & set(target.runtimes)))} of {target.name} read",
+                remedy="one of those, or another recipe",
+            )
         target.check(stored_formats(recipe), asked)
         return asked
-    readers = {name for step in recipe.export for name in registry.load("export", step.name).runtimes}
     reading = [name for name in target.runtimes if name in readers] or list(target.runtimes)
     if kind == "vision":
         reading = [name for name in reading if name not in _TEXT_ALONE] or reading

@@ -111,7 +111,7 @@ def _times(outlook: Outlook, runs: Sequence[Candidate]) -> Table:
         rows = {row.batch: row for row in each.rows}
         cells = [_time(rows.get(batches[0]), prefill=True)] if first else []
         cells += [_time(rows.get(batch)) for batch in batches]
-        table.add_row(Text(each.label, "cyan"), *cells)
+        table.add_row(Text(each.label, "cyan") + Text(say.several(each), _DIM), *cells)
     return table
 
 
@@ -226,7 +226,7 @@ def _recommended(outlook: Outlook) -> list[RenderableType]:
     good = outlook.recommendation.label is not None
     found: list[RenderableType] = [
         Text(),
-        Text.assemble("forecast: ", (say.answer(outlook), "bold green" if good else "bold red")),
+        Text.assemble(f"{say.standing(outlook)}: ", (say.answer(outlook), "bold green" if good else "bold red")),
     ]
     found += [_indented(Text(f"· {reason}")) for reason in outlook.recommendation.because]
     chosen = [each for each in outlook.candidates if each.label == outlook.recommendation.label]

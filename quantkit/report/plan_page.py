@@ -66,6 +66,7 @@ def page(outlook: Outlook, version: str = "") -> str:
         assumed=assumed,
         tone="good" if good else "bad",
         answer=words.sentence(say.answer(outlook)),
+        standing="A forecast" if say.standing(outlook) == "forecast" else "By bounds",
         because=[*outlook.recommendation.because, *(text for each in chosen for text in plan_costs.even(each))],
         commands=commands,
         notes=[*notes, *plan_costs.warnings(outlook)],

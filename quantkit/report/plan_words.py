@@ -327,6 +327,18 @@ def answer(outlook: Outlook) -> str:
     return f"take {label}" if len(outlook.candidates) > 1 else f"{label} fits and runs"
 
 
+def standing(outlook: Outlook) -> str:
+    """What a recommendation stands on."""
+    runs = [each for each in outlook.candidates if each.problem is None]
+    return "forecast" if runs and all(each.forecast for each in runs) else "by bounds"
+
+
+def several(candidate: Candidate) -> str:
+    """` (4×)` where four devices share a candidate."""
+    devices = candidate.memory.devices if candidate.memory is not None else 1
+    return f" ({devices}×)" if devices > 1 else ""
+
+
 def confirm(outlook: Outlook) -> list[str]:
     """The commands that would confirm it, on the target; none where nothing is recommended."""
     chosen = [each for each in outlook.candidates if each.label == outlook.recommendation.label]

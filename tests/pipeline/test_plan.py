@@ -60,6 +60,12 @@ def test_a_model_that_fits_in_4_bits_alone() -> None:
     assert plan(Question("llama-3-70b", ("bf16", "int4"), "h100")).candidates[0].memory.devices == 2  # type: ignore[union-attr]
 
 
+def test_the_largest_batch_that_fits_is_planned_where_those_asked_for_do_not() -> None:
+    (floats,) = plan(Question("llama-3-70b", ("bf16",), "h100", batches=(1, 64), devices=2)).candidates
+    most = floats.memory.largest_batch if floats.memory is not None else None
+    assert [(row.batch, row.fits) for row in floats.rows] == [(1, True), (most, True), (64, False)]
+
+
 def test_a_load_is_simulated_and_priced() -> None:
     calm, busy = (plan(Question("llama-3-8b", ("fp8", "bf16"), "h100", rate=rate)) for rate in (1.0, 1000.0))
     load, late = calm.candidates[0].load, busy.candidates[0].load
@@ -117,6 +123,13 @@ def test_one_recipe_that_cannot_be_planned_is_an_error_and_among_others_a_remark
         (Question("llama-3-8b", rate=float("nan")), "traffic-invalid"),
         (Question("llama-3-8b", devices=0), "usage"),
         (Question("llama-3-8b", ("bf16",), "h100", devices=3), "devices-uneven"),
+        (Question("llama-3-8b", ("awq-int4",), "h100", runtime="llama_cpp"), "usage"),
+        (Question("llama-3-8b", ("bf16", "int4"), "h100", devices=3), "devices-uneven"),
+        (Question("vit-b-16", target="l4", prompt=5), "usage"),
+        (Question("vit-b-16", target="l4", context=300), "usage"),
+        (Question("bert-base", target="l4", output=5), "usage"),
+        (Question("bert-base", target="l4", variation=1.0), "usage"),
+        (Question("bert-base", target="l4", rate=1.0), "usage"),
         (Question("lama-3-8b"), "unknown-model"),
         (Question("llama-3-8b", target="h1000"), "unknown-target"),
         (Question("llama-3-8b", ("int8-network",), "cpu-x86"), "model-kind"),
