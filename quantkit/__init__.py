@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
     from quantkit.bundle import Bundle
     from quantkit.errors import QuantkitError
+    from quantkit.measure.compared import Compared
     from quantkit.pipeline import Pipeline
     from quantkit.recipe import Recipe
     from quantkit.target import Target
 
-__all__ = ["Bundle", "Pipeline", "QuantkitError", "Recipe", "Target", "compile", "load", "measure"]
+__all__ = ["Bundle", "Pipeline", "QuantkitError", "Recipe", "Target", "compare", "compile", "load", "measure"]
 
 _HOMES = {
     "Bundle": "quantkit.bundle",
@@ -127,6 +128,47 @@ def measure(
     return [
         row.as_dict() for row in measure_bundle(opened, baseline, runtime=runtime, calibration=calibration, speed=speed)
     ]
+
+
+def compare(
+    a: Bundle | str | Path,
+    b: Bundle | str | Path,
+    *,
+    measure: bool = False,
+    speed: bool = True,
+    runtime: str | None = None,
+    calibration: str | None = None,
+    accuracy_margin: float = 0.01,
+    latency_margin: float = 0.05,
+    size_margin: float = 0.01,
+) -> Compared:
+    """Set bundle `b` against `a`: by token, by batch, by size, by layer; `verdict` and `exit` of the result say which.
+
+    Args:
+        a: a bundle or its path, or the model that `b` was made from.
+        b: the same: what is judged.
+        measure: time both in one run, in ONNX Runtime; else by what each recorded against one baseline.
+        speed: compare times at all.
+        runtime: whose scores are compared; None is one that both were scored in.
+        calibration: where the scored text is, if it was a file: flipped words are shown in it.
+        accuracy_margin: 0.01 is one item in a hundred, 0.01 nats, a perplexity 1 % higher.
+        latency_margin: 0.05 is 5 % slower.
+        size_margin: 0.01 is 1 % larger.
+
+    Raises:
+        QuantkitError: `models-differ`, `items-differ`, `items-missing`, `hash-mismatch`, ...
+    """
+    from quantkit.pipeline.compare import Margins, compare_bundles
+
+    return compare_bundles(
+        a,
+        b,
+        margins=Margins(accuracy_margin, latency_margin, size_margin),
+        runtime=runtime,
+        calibration=calibration,
+        measure=measure,
+        speed=speed,
+    )
 
 
 # under a name that importing the package quantkit.measure leaves alone

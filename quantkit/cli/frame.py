@@ -17,6 +17,7 @@ import typer
 
 import quantkit
 from quantkit.cli.answer import Answer
+from quantkit.cli.compare import compare
 from quantkit.cli.compile import compile  # noqa: A004 (the word of the command line)
 from quantkit.cli.doctor import doctor
 from quantkit.cli.export import export
@@ -57,11 +58,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Quantize and compile a model, and measure on the target whether it was worth it.",
-    epilog="Exit codes: 0 fine; 1 a gate, check or --strict failed; 2 wrong use or input; 3 too noisy to decide; "
-    "75 stopped safely, go on with --resume. Start with: quantkit compile --recipe awq-int4",
+    epilog="Exit codes: 0 fine; 1 a gate, check, comparison or --strict failed; 2 wrong use or input; 3 too noisy to "
+    "decide; 75 stopped safely, go on with --resume. Start with: quantkit compile --recipe awq-int4",
 )
 # in the order in which help names them
-_COMMANDS = (compile, plan, measure, tax, tune, export, verify, list_, show, doctor, generate)
+_COMMANDS = (compile, plan, measure, compare, tax, tune, export, verify, list_, show, doctor, generate)
 
 
 def _parsed(work: Callable[..., Answer]) -> Callable[..., Callable[[], Answer]]:

@@ -35,8 +35,8 @@ PREFILLS = (64, 256, 1024)
 _FEWEST = {"decode": 30, "prefill": 10}
 # blocks of four visits a cell: never fewer, however slow; no more, however fast
 _BLOCKS = (5, 240)
-# a step shorter than this is timed twice a visit, after one that is not counted
-_SHORT = 0.05
+# a step shorter than this many seconds is timed twice a visit, after one that is not counted
+SHORT = 0.05
 # errors of a side that speak of one shape; the others go on
 _TOO_LARGE = {"out-of-memory", "prompt-too-long", "shape-unsupported"}
 
@@ -253,7 +253,7 @@ def _visit(
     rounds = left if prepared > share else 1
     cell.finished = rounds == left
     if not cell.burst:
-        cell.burst = 2 if max(once, again) < _SHORT else 1
+        cell.burst = 2 if max(once, again) < SHORT else 1
     settle = cell.burst - 1
     block = max(2 * (cell.burst + settle) * (once + again), 1e-9)
     part = rounds / plan.rounds

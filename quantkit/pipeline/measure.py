@@ -160,7 +160,7 @@ def _against(bundle: Bundle, baseline: str | None, *, timed: bool) -> _Against:
     if baseline is not None and (Path(baseline).expanduser() / MANIFEST).is_file():
         other = Bundle.load(baseline)
         other.demand_intact()
-        _demand_alike(bundle, other.manifest.model.kind, _config(other), baseline)
+        _demand_alike(bundle, other.manifest.model.kind, config_of(other), baseline)
         torch = registry.load("runtimes", "torch")
         checkpoint = (other.model_folder / "config.json").is_file()
         if not timed and has_torch:
@@ -196,7 +196,7 @@ def _against(bundle: Bundle, baseline: str | None, *, timed: bool) -> _Against:
 
 def _demand_alike(bundle: Bundle, kind: str, config: dict[str, Any], where: str) -> None:
     """Refuse a baseline that does not do what the bundle does."""
-    mine, ours = bundle.manifest.model.kind, _config(bundle)
+    mine, ours = bundle.manifest.model.kind, config_of(bundle)
     if kind != mine:
         remedy = "the model that the bundle was made from"
         raise InputError("baseline-kind", where=where, value=kind, rule=f"the bundle is {mine}", remedy=remedy)
@@ -211,7 +211,7 @@ def _demand_alike(bundle: Bundle, kind: str, config: dict[str, Any], where: str)
         )
 
 
-def _config(bundle: Bundle) -> dict[str, Any]:
+def config_of(bundle: Bundle) -> dict[str, Any]:
     """`config.json` of a bundle's model, from whichever export has it; empty where none does."""
     for place in ("model", "onnx"):
         with contextlib.suppress(OSError, ValueError):
@@ -255,7 +255,7 @@ def _accuracy(
         subject=manifest.content_sha256,
         baseline=against.subject,
         baseline_bytes=original.source.weights.total_bytes(),
-        folder=folder_of(_export_of(runtime)),
+        folder=folder_of(export_of(runtime)),
     )
     return [_renamed(row, original.source.sha256, against.subject) for row in rows], items
 
@@ -355,7 +355,7 @@ def _keep(
         bundle.put_all(files)
         return
     if items is not None:
-        name = "items.safetensors" if _runtimes(manifest)[:1] == [runtime] else f"items-{runtime}.safetensors"
+        name = "items.safetensors" if runtimes_of(manifest)[:1] == [runtime] else f"items-{runtime}.safetensors"
         with tempfile.TemporaryDirectory() as temporary:
             items.save(Path(temporary) / "items")
             files[name] = (Path(temporary) / "items").read_bytes()
@@ -388,7 +388,7 @@ def _with_engine(bundle: Bundle, found: Inspected) -> Bundle:
 
 def _judged(manifest: Manifest, rows: Sequence[Row]) -> Manifest:
     """With the gates held against what is measured now; a gate that has no row stands as it was judged."""
-    order = _runtimes(manifest)
+    order = runtimes_of(manifest)
     known = [row for row in rows if row.runtime in order]
     ordered = sorted(known, key=lambda row: order.index(str(row.runtime))) + [row for row in rows if row not in known]
     checks, _ = judge(Gates.model_validate(manifest.recipe.get("gates") or {}), ordered)
@@ -399,12 +399,12 @@ def _judged(manifest: Manifest, rows: Sequence[Row]) -> Manifest:
     return manifest.model_copy(update={"checks": list(named.values()), "state": state, "decisions": decisions})
 
 
-def _export_of(runtime: str) -> str:
+def export_of(runtime: str) -> str:
     """What a runtime runs."""
     return next(name for name in registry.names("export") if runtime in registry.load("export", name).runtimes)
 
 
-def _runtimes(manifest: Manifest) -> list[str]:
+def runtimes_of(manifest: Manifest) -> list[str]:
     """That run the exports of a bundle, in the order of its recipe."""
     steps = [next(iter(step)) for step in manifest.recipe.get("export", [])]
     return [str(registry.load("export", name).runtimes[0]) for name in steps]

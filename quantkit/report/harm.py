@@ -117,19 +117,11 @@ def worst(harm: Harm | None) -> Worst | None:
 def _line(position: Position) -> Line:
     return Line(
         words.figure(position.kl, 3),
-        "… " + _visible(position.before),
-        _visible(position.follows),
-        f"{_visible(position.original)} ({words.percent(position.original_chance, 0)})",
-        f"{_visible(position.candidate)} ({words.percent(position.candidate_chance, 0)})",
+        "… " + words.visible(position.before),
+        words.visible(position.follows),
+        f"{words.visible(position.original)} ({words.percent(position.original_chance, 0)})",
+        f"{words.visible(position.candidate)} ({words.percent(position.candidate_chance, 0)})",
     )
-
-
-def _visible(text: str) -> str:
-    """Text with its line ends, and the spaces at its ends, to be seen."""
-    text = text.replace("\n", "⏎").replace("\t", " ")
-    inner = text.strip(" ")
-    left = len(text) - len(text.lstrip(" "))
-    return "·" * left + inner + "·" * (len(text) - left - len(inner)) if inner else "·" * len(text)
 
 
 def _layers(layers: Sequence[LayerHarm]) -> Section:

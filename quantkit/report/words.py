@@ -121,6 +121,19 @@ def chance(p: float) -> str:
     return "below 0.001" if p < 0.001 else f"{p:.2f}" if p >= 0.1 else f"{p:.2g}"
 
 
+def visible(text: str) -> str:
+    """Text out of a model, to be seen and to do nothing: what does not print is escaped, spaces at the ends are dots.
+
+    >>> visible(" the\\n"), visible("\\x1b[2J")
+    ('·the⏎', '\\\\x1b[2J')
+    """
+    text = text.replace("\n", "⏎").replace("\t", " ")
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    inner = text.strip(" ")
+    left = len(text) - len(text.lstrip(" "))
+    return "·" * left + inner + "·" * (len(text) - left - len(inner)) if inner else "·" * len(text)
+
+
 def plural(count: int, word: str) -> str:
     """`plural(1, "layer")` is `1 layer`, `plural(210, "layer")` is `210 layers`."""
     return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"

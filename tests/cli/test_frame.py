@@ -16,7 +16,7 @@ import pytest
 
 from quantkit.report import catalog
 
-COMMANDS = ("compile", "measure", "tax", "tune", "verify", "list", "show", "doctor", "generate")
+COMMANDS = ("compile", "measure", "compare", "tax", "tune", "verify", "list", "show", "doctor", "generate")
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,8 @@ def test_version(quantkit: Any) -> None:
         (["compile", "./nowhere", "--recipe", "rtn-int4"], "file-missing", "nowhere"),
         (["verify", "/nowhere"], "not-a-bundle", "/nowhere"),
         (["measure", "/nowhere"], "not-a-bundle", "/nowhere"),
+        (["compare", "/nowhere", "/nor/here"], "not-a-bundle", "/nowhere"),
+        (["compare", "x", "y", "--latency-margin", "nan"], "margin-invalid", "--latency-margin"),
         (["generate", "/nowhere", "--prompt", "x"], "not-a-bundle", "/nowhere"),
         (["list", "recipe"], "unknown-kind", "did you mean 'recipes'"),
         (["show", "gtpq"], "unknown-name", "did you mean 'gptq'"),

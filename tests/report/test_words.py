@@ -43,3 +43,19 @@ def test_figures(value: float, text: str) -> None:
 )
 def test_moment(seconds: float, text: str) -> None:
     assert words.moment(seconds).replace("\u00a0", " ") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        (" the\n", "·the⏎"),
+        ("  ", "··"),
+        ("a\tb", "a b"),
+        ("\x1b[2J\x07", "\\x1b[2J\\x07"),
+        ("\u202eabc", "\\u202eabc"),
+        ("\ud800", "\\ud800"),
+        ("[bold]é🙂", "[bold]é🙂"),
+    ],
+)
+def test_text_of_a_model_is_seen_and_does_nothing(text: str, seen: str) -> None:
+    assert words.visible(text) == seen
