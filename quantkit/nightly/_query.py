@@ -38,10 +38,29 @@ class Rows:
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
 
-def batches(files: Mapping[str, Sequence[tuple[str, Path]]], sql: str, values: Mapping[str, Any]) -> Iterator[Any]:
+def connect() -> Any:
+    """A database in memory whose own access to files is shut. MissingDependency without DuckDB or pyarrow."""
+    try:
+        import duckdb
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise MissingDependency(error.name or "duckdb", extra="nightly", purpose="the store of nights") from None
+
+    database = duckdb.connect()
+    # nothing is spilled either: a query that needs more memory than there is says so
+    for setting in ("timezone = 'UTC'", "temp_directory = ''", "enable_external_access = false"):
+        database.execute(f"SET GLOBAL {setting}")
+    database.execute("SET lock_configuration = true")
+    return database
+
+
+def batches(
+    database: Any, files: Mapping[str, Sequence[tuple[str, Path]]], sql: str, values: Mapping[str, Any]
+) -> Iterator[Any]:
     """The answer of a query as `pyarrow.RecordBatch`es, times in UTC; the first is empty and tells the columns.
 
     Args:
+        database: of `connect`.
         files: table -> (night, file).
         sql: one statement that reads; it sees a view a table.
         values: of the parameters, `$name`.
@@ -50,24 +69,18 @@ def batches(files: Mapping[str, Sequence[tuple[str, Path]]], sql: str, values: M
         InputError: `query-invalid`, wrong SQL or another statement.
         Unreadable: it failed, and not for what it says.
     """
-    try:
-        import duckdb
-        import pyarrow as pa
-    except ImportError as error:
-        raise MissingDependency(error.name or "duckdb", extra="nightly", purpose="the store of nights") from None
+    import duckdb
+    import pyarrow as pa
 
     wrong: tuple[type[Exception], ...] = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
     wrong += (duckdb.PermissionException, duckdb.ConversionException, duckdb.OutOfRangeException)
-    with duckdb.connect() as connection:
+    # views are a cursor's own
+    with database.cursor() as cursor:
         for kind in TABLES:
-            connection.register(kind.table, _dataset(kind, files[kind.table]))
-        # nothing is spilled either: a query that needs more memory than there is says so
-        for setting in ("timezone = 'UTC'", "temp_directory = ''", "enable_external_access = false"):
-            connection.execute(f"SET {setting}")
-        connection.execute("SET lock_configuration = true")
+            cursor.register(kind.table, _dataset(kind, files[kind.table]))
         try:
-            _check(duckdb, connection.extract_statements(sql), sql)
-            reader = connection.sql(sql, params=values or None).to_arrow_reader()
+            _check(duckdb, cursor.extract_statements(sql), sql)
+            reader = cursor.sql(sql, params=values or None).to_arrow_reader()
             yield pa.RecordBatch.from_pylist([], schema=reader.schema)
             yield from reader
         except wrong as error:

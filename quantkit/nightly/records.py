@@ -248,6 +248,10 @@ class Decision(Row):
 
 
 TABLES: tuple[type[Row], ...] = (Night, Result, Time, Item, Decision)
+# table -> column -> annotation, in order
+_COLUMNS: dict[str, dict[str, Any]] = {
+    kind.table: {name: hint for name, hint in typing.get_type_hints(kind).items() if name != "table"} for kind in TABLES
+}
 
 
 def schema(kind: type[Row]) -> Any:
@@ -255,7 +259,7 @@ def schema(kind: type[Row]) -> Any:
     import pyarrow as pa
 
     fields = []
-    for name, annotation in _columns(kind).items():
+    for name, annotation in _COLUMNS[kind.table].items():
         core, nullable = _core(annotation)
         fields.append(pa.field(name, _arrow(core), nullable=nullable))
     return pa.schema(fields)
@@ -266,7 +270,7 @@ def to_table(kind: type[RowKind], rows: Iterable[RowKind]) -> Any:
     import pyarrow as pa
 
     taken = list(rows)
-    columns: dict[str, list[Any]] = {name: [getattr(row, name) for row in taken] for name in _columns(kind)}
+    columns: dict[str, list[Any]] = {name: [getattr(row, name) for row in taken] for name in _COLUMNS[kind.table]}
     for name in _documents(kind):
         columns[name] = [None if value is None else _json(value) for value in columns[name]]
     return pa.table(columns, schema=schema(kind))
@@ -274,9 +278,9 @@ def to_table(kind: type[RowKind], rows: Iterable[RowKind]) -> Any:
 
 def from_table(kind: type[RowKind], table: Any) -> list[RowKind]:
     """The rows of a `pyarrow.Table`, in order."""
-    names = list(_columns(kind))
+    names = list(_COLUMNS[kind.table])
     columns: dict[str, list[Any]] = {name: table.column(name).to_pylist() for name in names}
-    for name, annotation in _columns(kind).items():
+    for name, annotation in _COLUMNS[kind.table].items():
         if _core(annotation)[0] is tuple:
             columns[name] = [tuple(value) for value in columns[name]]
     for name in _documents(kind):
@@ -284,15 +288,9 @@ def from_table(kind: type[RowKind], table: Any) -> list[RowKind]:
     return [kind(**dict(zip(names, values, strict=True))) for values in zip(*columns.values(), strict=True)]
 
 
-def _columns(kind: type[Row]) -> dict[str, Any]:
-    """Column -> annotation, in order."""
-    hints = typing.get_type_hints(kind)
-    return {each.name: hints[each.name] for each in dataclasses.fields(typing.cast(Any, kind))}
-
-
 def _documents(kind: type[Row]) -> list[str]:
     """The columns that hold JSON."""
-    return [name for name, annotation in _columns(kind).items() if _core(annotation)[0] is Mapping]
+    return [name for name, annotation in _COLUMNS[kind.table].items() if _core(annotation)[0] is Mapping]
 
 
 def _core(annotation: Any) -> tuple[Any, bool]:

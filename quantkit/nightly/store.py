@@ -51,6 +51,7 @@ class Store:
         self.warnings: list[str] = []
         self._damaged: set[Path] = set()
         self._sound: set[Path] = set()
+        self._database: Any = None
 
     @classmethod
     def open(cls, path: str | Path, *, create: bool = False) -> Store:
@@ -247,12 +248,13 @@ class Store:
 
     def _trying(self, sql: str, values: dict[str, Any], use: Callable[[Iterator[Any]], Found]) -> Found:
         """What `use` makes of the answer's batches; again without the files that turn out to be damaged."""
+        self._database = self._database or _query.connect()
         problem = ""
         for _ in range(_TRIES):
             listing = _files.listing(self.path, self._damaged, self._sound)
             self._tell(listing)
             try:
-                return use(_query.batches(listing.files, sql, values))
+                return use(_query.batches(self._database, listing.files, sql, values))
             except _query.Unreadable as error:
                 problem = str(error)
                 paths = [path for files in listing.files.values() for _, path in files]
