@@ -18,12 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-
-try:  # libyaml's parser takes an eighth of the time
-    from yaml import CSafeLoader as SafeLoader
-except ImportError:
-    from yaml import SafeLoader  # type: ignore[assignment]
 from pydantic import BaseModel, ConfigDict
+from yaml.composer import Composer
 
 from quantkit.errors import InputError, unknown_name
 
@@ -117,7 +113,21 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(part)
 
 
-class _UniqueKeyLoader(SafeLoader):
+try:
+    from yaml import CSafeLoader
+
+    class _SafeLoader(Composer, CSafeLoader):
+        """libyaml parses in a sixth of the time; what it composes of deep nests would overflow the stack."""
+
+        def __init__(self, text: str) -> None:
+            CSafeLoader.__init__(self, text)
+            Composer.__init__(self)
+
+except ImportError:  # built without libyaml
+    _SafeLoader = yaml.SafeLoader  # type: ignore[assignment, misc]
+
+
+class _UniqueKeyLoader(_SafeLoader):
     """Safe YAML that refuses a key given twice, which plain YAML silently resolves to the last."""
 
 

@@ -149,6 +149,8 @@ def test_files_and_names_are_never_confused(tmp_path: Path, monkeypatch: pytest.
         "a: !!timestamp foo\n",
         "a: &x [*x]\n",
         "[" * 1000,
+        "[" * 100_000,
+        "- " * 100_000,
         "a: !!python/name:os.system\n",
     ],
 )
