@@ -134,6 +134,13 @@ def dense(source: Path, tensors: dict[str, QuantTensor]) -> nn.Module:
     return model.eval()
 
 
+def in_half_precision() -> bool:
+    """Whether bitsandbytes multiplies in bfloat16 on this processor."""
+    from bitsandbytes.functional import has_avx512bf16
+
+    return bool(has_avx512bf16())
+
+
 @pytest.mark.parametrize(("name", "fields"), CASES.values(), ids=CASES)
 def test_others_load_what_was_meant(tmp_path: Path, source: Path, name: str, fields: dict[str, Any]) -> None:
     how, layout = WeightScheme(**fields), layouts.load(name)
@@ -149,12 +156,13 @@ def test_others_load_what_was_meant(tmp_path: Path, source: Path, name: str, fie
             assert "pip install" in taken[0].reason
         else:
             assert not taken
+            half = name == "bitsandbytes" and in_half_precision()
             assert checks["reload.transformers"].value is not None
-            assert checks["reload.transformers"].value <= 1e-4
+            assert checks["reload.transformers"].value <= (2**-6 if half else 1e-4)
             # and once more without any of our own code on the way
             found = AutoModelForCausalLM.from_pretrained(arguments[0] / "model").eval()(ids).logits
             # compressed-tensors multiplies 4-bit floats in bfloat16, others in the dtype of the scales
-            limit = 2e-2 if "fp4" in how.format else 1e-3
+            limit = 2e-2 if "fp4" in how.format or half else 1e-3
             assert float((found - meant).abs().max() / meant.abs().max()) <= limit
         stream = reloaded(arguments[0] / "model")
         scored = Head(stream.rest(), stream.path, as_tuple=stream.as_tuple)(stream.run(ids, chunk=2), ids)
