@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,17 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.calibrate.sets import load_tokens
-from quantkit.errors import InputError
+from quantkit.errors import InputError, QuantkitError
 from quantkit.measure.accuracy import Items
 from quantkit.measure.against import flipped
 from quantkit.measure.compared import Flip, Flips
 from quantkit.measure.rows import Data
 from quantkit.pipeline.compare_sides import Side
 from quantkit.pipeline.measure import config_of
+from quantkit.plan import machine
+from quantkit.runtimes._text import Tokenizer
 from quantkit.stats.mcnemar import mcnemar
 
 Array = NDArray[Any]
-Decode = Callable[[list[int]], str]
+Decode = Callable[[Sequence[int]], str]
 
 # tokens before each that are shown
 _BEFORE = 16
@@ -71,60 +74,89 @@ def scored_text(side: Side, items: Items, data: Data, calibration: str | None) -
         items: how many sequences there are, and how long.
         data: its name and hash.
         calibration: where it is; None is the name that the rows have for it.
+
+    Raises:
+        InputError: where `calibration` says where it is: `items-differ` and those of `load_tokens`.
     """
-    tokenizer, why = _tokenizer(side.bundle.path)
-    if tokenizer is None:
-        return Text(None, lambda ids: " ".join(f"#{each}" for each in ids)), [
-            f"flipped words are shown by number: {why}"
-        ]
+    folders = (side.bundle.path / place for place in ("model", "onnx"))
+    folder = next((each for each in folders if (each / "tokenizer_config.json").is_file()), None)
+    if folder is None:
+        return Text(None, _numbers), ["flipped words are shown as numbers: the bundle has no tokenizer"]
+    missing = next((package for package in ("torch", "transformers") if not machine.has(package)), None)
+    if missing is not None:
+        return Text(None, _decode_alone(folder)), [_without(data, f"{missing} is not installed")]
+    decode: Decode = _numbers
+    try:
+        tokenizer = _loaded(folder)
+        decode = functools.partial(_decoded, tokenizer)
+        return Text(_ids(side, tokenizer, items, data, calibration or data.set), decode), []
+    except InputError as problem:
+        if calibration is not None:
+            raise
+        return Text(None, decode), [_without(data, problem.line())]
 
-    def decode(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids))
 
+def _ids(side: Side, tokenizer: Any, items: Items, data: Data, reference: str) -> Array:
+    """The scored token ids, [samples, tokens], read again.
+
+    Raises:
+        InputError: `items-differ`, other ids; those of `load_tokens`.
+    """
     samples = int(np.unique(items.sequence).size)
     size = config_of(side.bundle).get("vocab_size")
+    found = load_tokens(
+        reference,
+        data.split,
+        tokenizer=tokenizer,
+        samples=samples,
+        tokens=items.n // samples + 1,
+        seed=side.manifest.seed,
+        vocab_size=size if isinstance(size, int) else 1 << 31,
+    )
+    _demand_scored(found.sha256, data, reference)
+    ids: Array = found.ids.numpy()
+    return ids
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids)))
+
+
+def _numbers(ids: Sequence[int]) -> str:
+    return " ".join(f"#{each}" for each in ids)
+
+
+def _decode_alone(folder: Path) -> Decode:
+    """Ids as text by the tokenizer's file alone; as numbers, where that cannot be had."""
     try:
-        found = load_tokens(
-            calibration or data.set,
-            data.split,
-            tokenizer=tokenizer,
-            samples=samples,
-            tokens=items.n // samples + 1,
-            seed=side.manifest.seed,
-            vocab_size=size if isinstance(size, int) else 1 << 31,
-        )
-    except InputError as problem:
-        return Text(None, decode), [_without(data, problem.line())]
-    if found.sha256 != data.sha256:
-        where = calibration or data.set
-        return Text(None, decode), [
-            _without(data, f"the tokens of {where} have another hash than those that were scored")
-        ]
-    return Text(found.ids.numpy(), decode), []
+        return Tokenizer(folder).decode
+    except QuantkitError:
+        return _numbers
+
+
+def _demand_scored(found: str, data: Data, where: str) -> None:
+    if found != data.sha256:
+        rule = f"those that were scored have {data.sha256[:12]}"
+        raise InputError("items-differ", where=where, value=f"its tokens have the hash {found[:12]}", rule=rule)
 
 
 def _without(data: Data, why: str) -> str:
-    return (
-        f"flipped words are shown without their text ({why}); --calibration names the file that was scored, {data.set}"
-    )
+    return f"flipped words are shown without their text ({why}); it is {data.set}, and --calibration says where"
 
 
-def _tokenizer(bundle: Path) -> tuple[Any, str]:
-    """A bundle's tokenizer, or why there is none."""
-    folder = next(
-        (each for each in (bundle / "model", bundle / "onnx") if (each / "tokenizer_config.json").is_file()), None
-    )
-    if folder is None:
-        return None, "the bundle has no tokenizer"
+def _loaded(folder: Path) -> Any:
+    """The tokenizer as transformers has it, with which the text was tokenized.
+
+    Raises:
+        InputError: `tokenizer-damaged`.
+    """
+    from transformers import AutoTokenizer
+
     try:
-        import torch  # noqa: F401 (what token sets are made of)
-        from transformers import AutoTokenizer
-    except ImportError as problem:
-        return None, f"{problem.name} is not installed"
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True), ""
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as problem:  # whatever a damaged file makes the library raise
-        return None, str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+        said = (str(problem).splitlines() or [type(problem).__name__])[0]
+        raise InputError("tokenizer-damaged", where=str(folder), value=said) from problem
 
 
 def _flip(a: Items, b: Items, text: Text, item: int, rise: float, starts: dict[int, int]) -> Flip:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import expm1
 
 from rich.console import RenderableType
@@ -50,14 +50,14 @@ _NAMED, _LAYERS = 3, 5
 def because(cells: Sequence[Cell]) -> list[str]:
     """The reasons of the verdict: what is worse, what is better, what is not known; a sentence each."""
     found = []
+    title = titles(cells)
     for answer in ("worse", "better"):
         those = [cell for cell in cells if cell.answer == answer]
         found += [f"B is {answer} in {title(cell)}: {_difference(cell)}" for cell in those[:_NAMED]]
         found += [f"and in {len(those) - _NAMED} more"] if len(those) > _NAMED else []
     open_ = [cell for cell in cells if cell.answer == "inconclusive"]
     for cell in open_[:_NAMED]:
-        seen = f"a loss of {_effect(cell, cell.detectable)} would have been seen"
-        found.append(f"not decided, {title(cell)}: {_difference(cell)}; {seen}")
+        found.append(f"not decided, {title(cell)}: {_difference(cell)}; {_seen(cell)}")
     found += [f"nor {len(open_) - _NAMED} more"] if len(open_) > _NAMED else []
     if same := [cell for cell in cells if cell.answer == "same"]:
         listed = "; ".join(title(cell) for cell in same[:_NAMED])
@@ -66,8 +66,26 @@ def because(cells: Sequence[Cell]) -> list[str]:
     return found
 
 
-def title(cell: Cell) -> str:
-    """`decode step, batch 1, context 128`."""
+def _seen(cell: Cell) -> str:
+    """The smallest loss that would have been called."""
+    if cell.what == "latency":
+        return f"it would have been seen from {words.figure(1 + cell.detectable, 3)} times as long on"
+    return f"a loss of {_effect(cell, cell.detectable)} would have been seen"
+
+
+def titles(cells: Sequence[Cell]) -> Callable[[Cell], str]:
+    """`decode step, batch 1, context 128`, with the device and runtime of times where they have several."""
+    timed = [cell for cell in cells if cell.what == "latency"]
+    places = {(cell.device, cell.runtime) for cell in timed}
+
+    def title(cell: Cell) -> str:
+        where = (cell.device, cell.runtime) if cell.what == "latency" and len(places) > 1 else ()
+        return ", ".join([_title(cell), *(part for part in where if part)])
+
+    return title
+
+
+def _title(cell: Cell) -> str:
     shape = cell.shape or {}
     parts = [_NAMES.get(cell.name, cell.name)]
     parts += [f"output {words.visible(cell.output)}"] if cell.output else []
@@ -111,6 +129,7 @@ def _table(cells: Sequence[Cell]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("B against A")
     table.add_column("")
+    title = titles(cells)
     for cell in cells:
         answer = {None: "", True: ", twice", False: ", once"}[cell.confirmed]
         table.add_row(

@@ -29,6 +29,7 @@ from quantkit.stats.evidence import EACH_WAY, Interval
 
 # degrees of freedom beyond which Student's t is the normal distribution
 MANY = 1000
+_LARGEST = 700.0
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ class Apart:
 
     def told(self, effect: float) -> float:
         """See `Evidence`."""
-        return expm1(effect) if self.logarithm else effect
+        # few groups, far out in the tail, ask for effects beyond what a float holds
+        return expm1(min(effect, _LARGEST)) if self.logarithm else effect
 
     def _error(self, end: int) -> float:
         """The standard error that one reach of the interval stands for: 0 below, 1 above."""

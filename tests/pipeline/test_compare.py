@@ -14,12 +14,14 @@ import planted_items as plants
 import pytest
 from planted_items import Plant, scores, times, write
 
+from quantkit.bundle import Bundle, content_sha256, inventory
 from quantkit.bundle.manifest import MEASUREMENTS
 from quantkit.calibrate.sets import load_tokens
 from quantkit.errors import InputError
 from quantkit.measure.compared import Cell, Compared
-from quantkit.measure.rows import Row, read_rows
+from quantkit.measure.rows import Row, read_rows, write_rows
 from quantkit.pipeline.compare import Margins, compare_bundles
+from quantkit.pipeline.compare_sides import open_sides
 from quantkit.report.compare import terminal
 
 if TYPE_CHECKING:
@@ -153,8 +155,6 @@ def with_rows(home: Path, plant: Plant, change: Callable[[str], list[Row]]) -> P
     """The bundle with rows that are made of its subject."""
     path = write(home, plant)
     subject = read_rows(path / MEASUREMENTS)[0].subject
-    from quantkit.bundle import Bundle
-
     lines = "".join(f"{row.line()}\n" for row in [*scores(subject), *change(subject)])
     Bundle.load(path).put(MEASUREMENTS, lines.encode())
     return path
@@ -261,8 +261,6 @@ def test_a_text_that_was_cut_otherwise_is_refused_with_what_to_set(home: Path, t
 
 
 def test_items_that_are_missing_or_of_another_text_are_refused(home: Path, tmp_path: Path) -> None:
-    from quantkit.bundle import Bundle
-
     other = write(tmp_path / "1", EQUAL)
     Bundle.load(other).put_all({"items.safetensors": None})
     assert f"quantkit measure {other}" in refused("items-missing", home / "good", other)
@@ -338,18 +336,16 @@ def shown(found: Compared) -> str:
     return out.getvalue()
 
 
-def test_flipped_words_are_shown_in_their_text(home: Path, tmp_path: Path, byte_tokenizer: Any) -> None:
+def test_flipped_words_are_shown_in_their_text(
+    home: Path, tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = load_tokens("prose-en", "eval", tokenizer=byte_tokenizer, samples=20, tokens=251, seed=0, vocab_size=258)
     paths = []
     for plant in (GOOD, WORSE):
         first = write(tmp_path / "first", plant)
         byte_tokenizer.save_pretrained(first / "model")
         (first / "model" / "config.json").write_text('{"vocab_size": 258}')
-        from quantkit.bundle import content_sha256, inventory
-
         rows = scores(content_sha256(inventory(first)), sha256=tokens.sha256)
-        from quantkit.measure.rows import write_rows
-
         write_rows(first / MEASUREMENTS, rows)
         paths.append(plants.seal(first, plant))
     found = compare_bundles(*paths, speed=False, examples=3)
@@ -362,6 +358,17 @@ def test_flipped_words_are_shown_in_their_text(home: Path, tmp_path: Path, byte_
         assert flip.before == byte_tokenizer.decode(ids[max(0, flip.position - 15) : flip.position + 1])
     assert "A alone is right" in shown(found)
     assert not found.notes
+    # another text is refused where it was asked for
+    (tmp_path / "other.txt").write_text("A word and another. " * 4000)
+    assert "--calibration" not in refused("items-differ", *paths, calibration=str(tmp_path / "other.txt"))
+    refused("file-missing", *paths, calibration=str(tmp_path / "nowhere.txt"))
+    # the small install has the words, and not the text
+    monkeypatch.setattr("quantkit.plan.machine.has", lambda package: package != "torch")
+    found = compare_bundles(*paths, speed=False, examples=1)
+    assert any("torch is not installed" in note and "--calibration" in note for note in found.notes)
+    assert found.flips is not None
+    assert found.flips.examples[0].before is None
+    assert not found.flips.examples[0].a.startswith("#")
 
 
 def test_without_the_text_flipped_words_are_shown_by_number(home: Path) -> None:
@@ -406,5 +413,40 @@ def test_a_real_bundle_against_the_folder_that_it_was_made_from(made: Made) -> N
     assert found.flips.n >= 300
     assert all(flip.before is not None for flip in found.flips.examples)
     assert cell(found, "size.bytes").answer == "better"
-    only = compare_bundles(made.packed, made.both, runtime="torch", speed=False)
+    only = compare_bundles(made.packed, made.both, speed=False)
+    assert (only.a.runtime, only.b.runtime) == ("torch", "torch")
     assert cell(only, "accuracy.kl").effect == 0.0
+    graphs = compare_bundles(made.floating, made.both, speed=False)
+    assert (graphs.a.runtime, graphs.b.runtime) == ("onnxruntime", "onnxruntime")
+    assert cell(graphs, "accuracy.kl").effect > 0
+    apart = compare_bundles(made.packed, made.floating, speed=False)
+    assert any("A was scored in torch and B in onnxruntime" in note for note in apart.notes)
+
+
+@pytest.mark.parametrize(
+    ("files", "scored", "items"),
+    [
+        (("items.safetensors",), ("tensorrt_rtx",), {"tensorrt_rtx": "items.safetensors"}),
+        (("items.safetensors",), ("torch",), {"torch": "items.safetensors"}),
+        (
+            ("items.safetensors", "items-torch.safetensors"),
+            ("torch", "tensorrt_rtx"),
+            {"tensorrt_rtx": "items.safetensors", "torch": "items-torch.safetensors"},
+        ),
+    ],
+    ids=["where it runs", "where it does not", "both"],
+)
+def test_whose_items_a_file_holds(
+    files: tuple[str, ...], scored: tuple[str, ...], items: dict[str, str], tmp_path: Path
+) -> None:
+    """What is exported first may be an engine, which does not run everywhere."""
+    recipe = {"name": "x", "export": [{"tensorrt": {}}]}
+    plant = EQUAL.but("x", changes={"recipe": recipe})
+    path = write(tmp_path, plant)
+    for name in files:
+        plants.items(1).save(path / name)
+    subject = read_rows(path / MEASUREMENTS)[0].subject
+    rows = [scores(subject)[0].model_copy(update={"runtime": runtime}) for runtime in scored]
+    write_rows(path / MEASUREMENTS, rows)
+    side, _ = open_sides(plants.seal(path, plant), path)
+    assert side.items() == items

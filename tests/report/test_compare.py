@@ -54,6 +54,13 @@ def test_many_reasons_of_one_kind_are_counted() -> None:
     assert because([CELLS[5]] * 5)[0].endswith("; and 2 more")
 
 
+def test_times_of_several_devices_are_told_apart() -> None:
+    here, there = (replace(CELLS[4], device=name, runtime="onnxruntime") for name in ("A Processor", "Another"))
+    assert "A Processor" not in because([here])[0]
+    (said,) = because([here, there])
+    assert "prefill, batch 1, 256 tokens, A Processor, onnxruntime; prefill, batch 1, 256 tokens, Another" in said
+
+
 def test_the_screen_says_how_it_is_known_and_fits() -> None:
     said = shown(DATA)
     for part in ("verdict: mixed", "item by item", "a ratio of ratios", "4.31 bits a weight", "40.0 %", "inconclusive"):

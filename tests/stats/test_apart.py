@@ -53,6 +53,9 @@ def test_the_spread_of_a_run_widens_it_and_few_groups_make_it_careful():
     assert few.interval(0.999)[1] > many.interval(0.999)[1]
     assert few.p_above(0.8) > many.p_above(0.8)
     assert few.detectable(0.01, 0.9) > many.detectable(0.01, 0.9) > 0.1
+    wild = Measured.ratio(1.0, (0.01, 100.0), degrees=1)
+    found = difference(wild, KNOWN, margin=0.05, lower_is_better=False, logarithm=True)
+    assert np.isfinite(found.told(found.detectable(0.001, 0.9)))
 
 
 def test_what_is_known_exactly_is_certain():
