@@ -1,0 +1,227 @@
+"""`nightly.yaml`: which cells it makes, and every way of getting it wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from quantkit.errors import InputError
+from quantkit.nightly import expect
+from quantkit.nightly.config import Baseline, Nightly
+from quantkit.nightly.records import Cell
+
+ONNX = "export=[{onnx: {dialect: onnxruntime}}]"
+SHIPPED = Path(__file__).parents[2] / "docs" / "nightly" / "nightly.yaml"
+SMALL: dict[str, Any] = {
+    "models": ["smollm2-135m"],
+    "recipes": ["rtn-int4"],
+    "targets": ["cpu-x86"],
+    "batches": [1, 8],
+    "set": [ONNX],
+}
+
+
+def made(**changes: Any) -> Nightly:
+    return Nightly.from_dict({**SMALL, **changes})
+
+
+def named(config: Nightly) -> list[str]:
+    return [f"{cell.recipe}:{cell.runtime}:{cell.batch}" for cell in config.cells()]
+
+
+def test_the_shipped_example_is_whole() -> None:
+    config = Nightly.load(SHIPPED)
+    assert [cell.model for cell in config.cells()] == ["smollm2-135m"] * 2
+    assert config.sha256 == hashlib.sha256(SHIPPED.read_bytes()).hexdigest()
+    assert config.at(config.store) == SHIPPED.absolute().parent / "nightly" / "store"
+
+
+def test_cells_are_the_product_in_the_file_s_order() -> None:
+    config = made(recipes=["rtn-int4", "int8-weights"], batches=[8, 1])
+    assert named(config) == [
+        "rtn-int4:onnxruntime:8",
+        "rtn-int4:onnxruntime:1",
+        "int8-weights:onnxruntime:8",
+        "int8-weights:onnxruntime:1",
+    ]
+    assert config.cells()[0] == Cell("smollm2-135m", "rtn-int4", "cpu-x86", "onnxruntime", 8)
+
+
+def test_without_runtimes_a_build_runs_in_the_one_that_computes_in_it() -> None:
+    assert named(made(recipes=["rtn-int4"], set=[], batches=[1])) == ["rtn-int4:torch:1"]
+    config = made(recipes=["awq-int4"], set=[], runtimes=["torch", "onnxruntime"], batches=[1])
+    assert named(config) == ["awq-int4:torch:1", "awq-int4:onnxruntime:1"]
+    vision = made(models=["fashion-mnist-cnn"], recipes=["int8-network"], set=[], batches=[1])
+    assert named(vision) == ["int8-network:onnxruntime:1"]
+
+
+def test_cells_are_left_out_and_added() -> None:
+    config = made(
+        recipes=["rtn-int4", "int8-weights", "int4-tensorrt"],
+        exclude=[{"recipe": "int4-tensorrt"}, {"recipe": "int8-*", "batch": 8}, {"runtime": "onnx*", "batch": [2, 1]}],
+        include=[{"model": "smollm2-135m", "recipe": "int4-fast", "target": "cpu-x86", "batches": [16]}],
+    )
+    assert named(config) == ["rtn-int4:onnxruntime:8", "int4-fast:onnxruntime:16"]
+
+
+def test_margins_go_by_cell() -> None:
+    config = made(gates={"latency": 0.03, "overrides": [{"batch": 8, "latency": 0.1}, {"recipe": "rtn-*", "kl": 0.5}]})
+    first, second = (config.gates.of(cell) for cell in config.cells())
+    assert (first.latency, second.latency) == (0.03, 0.1)
+    assert (first.kl, second.kl) == (0.5, 0.5)
+    assert first.accuracy == second.accuracy == 0.01
+
+
+def test_baselines_go_by_model(tmp_path: Path) -> None:
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle" / "manifest.json").write_text("{}")
+    (tmp_path / "mine").mkdir()
+    data = {
+        **SMALL,
+        "models": ["smollm2-135m", "./mine"],
+        "release": ".",
+        "baseline": "release",
+        "baselines": {"./mine": {"bundle": "bundle"}},
+    }
+    config = Nightly.from_dict(data, folder=tmp_path)
+    found = {cell.model: config.baseline_of(cell) for cell in config.cells()}
+    assert found == {"smollm2-135m": Baseline("release"), "./mine": Baseline("bundle", "bundle")}
+    assert config.at("bundle") == tmp_path / "bundle"
+    assert config.reference("./mine") == str(tmp_path / "mine")
+    assert config.reference("smollm2-135m") == "smollm2-135m"
+    assert made().baseline_of(made().cells()[0]).kind == "accepted"
+
+
+def test_paths_begin_at_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.yaml").write_text("schema: 1\nsummary: mine\npasses: []\n")
+    (tmp_path / "nightly.yaml").write_text(yaml.safe_dump({**SMALL, "recipes": ["./own.yaml"]}))
+    monkeypatch.chdir("/")
+    config = Nightly.load(tmp_path / "nightly.yaml")
+    assert {cell.recipe for cell in config.cells()} == {"./own.yaml"}
+
+
+def test_a_budget_is_blocks_or_seconds() -> None:
+    assert made().budget.most == 40
+    assert made(budget={"rounds": 6}).budget.most == 24
+    assert made(budget={"blocks": 50}).budget.most == 50
+    assert made(budget={"seconds": 20}).budget.most is None
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "part"),
+    [
+        ({"recipies": ["x"]}, "nightly-invalid", "did you mean 'recipes'"),
+        ({"gates": {"latencey": 0.1}}, "nightly-invalid", "did you mean 'latency'"),
+        ({"gates": {"overrides": [{"batch": 1, "sise": 1}]}}, "nightly-invalid", "did you mean 'size'"),
+        ({"gates": {"latency": 0}}, "nightly-invalid", "greater than 0"),
+        ({"gates": {"latency": float("nan")}}, "nightly-invalid", "gates.latency"),
+        ({"gates": {"alpha": 0.7}}, "nightly-invalid", "less than 0.5"),
+        ({"gates": {"overrides": [{"latency": 0.1}]}}, "nightly-invalid", "names at least one"),
+        ({"gates": {"overrides": [{"batch": 3, "latency": 0.1}]}}, "nightly-invalid", "fits no cell"),
+        ({"models": []}, "nightly-invalid", "models"),
+        ({"models": ["smollm"]}, "unknown-model", "did you mean 'smollm2-135m'"),
+        ({"models": ["./nowhere"]}, "file-missing", "nowhere"),
+        ({"models": ["a|b"]}, "nightly-invalid", "pattern"),
+        ({"recipes": ["rtn-int5"]}, "unknown-recipe", "did you mean 'rtn-int4'"),
+        ({"recipes": ["rtn-int4", "rtn-int4"]}, "nightly-invalid", "rtn-int4 is there twice"),
+        ({"recipes": ["int8-network"]}, "model-kind", "is for vision"),
+        ({"targets": ["cpu-x85"]}, "unknown-target", "did you mean 'cpu-x86'"),
+        ({"runtimes": ["onnxrunntime"]}, "target-cannot-run", "did you mean 'onnxruntime'"),
+        (
+            {"runtimes": ["torch"]},
+            "target-cannot-run",
+            "exclude: [{recipe: rtn-int4, target: cpu-x86, runtime: torch}]",
+        ),
+        ({"set": ["export=[{tensorrt: {}}]"]}, "target-cannot-run", "exclude: [{recipe: rtn-int4, target: cpu-x86}]"),
+        ({"batches": [0]}, "nightly-invalid", "batches"),
+        ({"batches": [1, 1]}, "nightly-invalid", "1 is there twice"),
+        ({"batches": "1,8"}, "nightly-invalid", "batches"),
+        ({"exclude": [{}]}, "nightly-invalid", "names at least one"),
+        ({"exclude": [{"recipe": "int8"}]}, "nightly-invalid", "exclude.0: fits no cell"),
+        ({"exclude": [{"batch": [1, 8]}]}, "nightly-invalid", "no cell is left"),
+        ({"include": [{"model": "smollm2-135m"}]}, "nightly-invalid", "include"),
+        (
+            {"include": [{"model": "smollm2-135m", "recipe": "rtn-int4", "target": "cpu-x86"}]},
+            "nightly-invalid",
+            "include.0: adds no cell",
+        ),
+        ({"set": ["gtpq.x=1"]}, "set-invalid", "gtpq"),
+        ({"calibration": "prose"}, "unknown-calibration", "prose-en"),
+        ({"baseline": "last-acepted"}, "nightly-invalid", "did you mean 'last-accepted'"),
+        ({"baseline": {"bundel": "x"}}, "nightly-invalid", "{bundle: PATH}"),
+        ({"baseline": {"bundle": "nowhere"}}, "not-a-bundle", "nowhere holds no manifest.json"),
+        ({"baseline": "release"}, "nightly-invalid", "release: PATH"),
+        ({"release": "nowhere"}, "not-a-bundle", "release"),
+        ({"baselines": {"smollm": "last-accepted"}}, "nightly-invalid", "did you mean 'smollm2-135m'"),
+        ({"budget": {"blocks": 10, "seconds": 5}}, "nightly-invalid", "either `blocks` or `seconds`"),
+        ({"budget": {"blocks": 4}}, "nightly-invalid", "10 rounds"),
+        ({"budget": {"seconds": 0}}, "nightly-invalid", "greater than 0"),
+        ({"schema": 2}, "nightly-invalid", "schema"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_one_line(change: dict[str, Any], code: str, part: str) -> None:
+    with pytest.raises(InputError) as caught:
+        made(**change)
+    assert caught.value.code == code
+    assert part in caught.value.line()
+    assert "nightly.yaml" in caught.value.line()
+    assert "\n" not in caught.value.line()
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("", "nightly-invalid"),
+        ("[1]", "nightly-invalid"),
+        ("models: [a", "yaml-invalid"),
+        ("a: 1\na: 2", "yaml-invalid"),
+    ],
+)
+def test_what_is_no_mapping_is_one_line(tmp_path: Path, text: str, code: str) -> None:
+    place = tmp_path / "nightly.yaml"
+    with pytest.raises(InputError, match=r"\[file-unreadable\]"):
+        Nightly.load(place)
+    place.write_text(text)
+    with pytest.raises(InputError, match=rf"\[{code}\]"):
+        Nightly.load(place)
+
+
+def test_a_dry_run_says_how_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    found = expect.dry_run(made(budget={"seconds": 20, "rounds": 6}))
+    assert [each["cell"] for each in found["cells"]] == [cell.key for cell in made().cells()]
+    assert len(found["builds"]) == 1
+    assert found["seconds"]["measure"] == 2 * (20 + 6 * 2 * expect.LOAD)
+    assert 10 < found["seconds"]["compile"] < 3600
+    assert found["total_seconds"] == sum(found["seconds"].values())
+    # twice the blocks, twice the steps
+    steps = [
+        expect.dry_run(made(budget={"blocks": blocks, "rounds": 6}))["seconds"]["measure"] - 2 * 6 * 2 * expect.LOAD
+        for blocks in (12, 24)
+    ]
+    assert steps[1] == pytest.approx(2 * steps[0]) and steps[0] > 0
+
+
+def test_what_no_plan_knows_is_assumed_and_said() -> None:
+    config = made(models=["fashion-mnist-cnn"], recipes=["int8-network"], set=[], batches=[1])
+    found = expect.dry_run(config)
+    assert found["seconds"]["compile"] == expect.COMPILE
+    assert any("assumed" in note and "fashion-mnist-cnn" in note for note in found["notes"])
+    assert expect.terminal(found)
+
+
+def test_it_is_read_without_what_is_heavy() -> None:
+    program = (
+        "import sys\nfrom quantkit.nightly.config import Nightly\nfrom quantkit.nightly import store\n"
+        f"Nightly.load({str(SHIPPED)!r})\n"
+        "print([each for each in ('torch', 'pyarrow', 'duckdb', 'scipy', 'onnx') if each in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
