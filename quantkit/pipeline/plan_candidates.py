@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from quantkit import content, registry
 from quantkit.errors import InputError, unknown_name
@@ -84,21 +85,28 @@ def _recipe(label: str, kind: ModelKind, target: Target, changes: Sequence[str])
     name = _FLOATS.get(label, label)
     first = name.partition("+")[0]
     if content.is_path(first) or first in content.names("recipes"):
-        return Recipe.load(name, changes)
+        return Recipe.load(name, changes) if changes or content.is_path(first) else _shipped(name)
     if name in _UNQUANTIZED:
-        return Recipe.load("float", changes)
+        return Recipe.load("float", changes) if changes else _shipped("float")
     storing = _storing(first, kind) if first in registry.names("formats") else []
     if not storing:
         known = sorted({*content.names("recipes"), *_FLOATS, *registry.names("formats")})
         raise unknown_name("recipe", label, known)
     chosen = next((each for each in storing if _runs(each.name, kind, target, native=True)), None)
     chosen = chosen or next((each for each in storing if _runs(each.name, kind, target)), storing[0])
-    return Recipe.load(name.replace(first, chosen.name, 1), changes)
+    name = name.replace(first, chosen.name, 1)
+    return Recipe.load(name, changes) if changes else _shipped(name)
+
+
+@cache
+def _shipped(name: str) -> Recipe:
+    """A recipe that ships, read once: several candidates and their stand-ins look at the same."""
+    return Recipe.load(name)
 
 
 def _storing(form: str, kind: ModelKind) -> list[Recipe]:
     """The shipped recipes whose weights are of that format, the default one first."""
-    found = [Recipe.load(name) for name in content.names("recipes")]
+    found = [_shipped(name) for name in content.names("recipes")]
     fitting = [each for each in found if each.scheme.weights is not None and each.scheme.weights.format == form]
     fitting = [each for each in fitting if kind in each.models]
     return sorted(fitting, key=lambda each: (each.name != "awq-int4", each.name))
@@ -106,7 +114,7 @@ def _storing(form: str, kind: ModelKind) -> list[Recipe]:
 
 def _runs(name: str, kind: ModelKind, target: Target, *, native: bool = False) -> bool:
     try:
-        recipe, _ = for_target(Recipe.load(name), target)
+        recipe, _ = for_target(_shipped(name), target)
         check_target(recipe, target)
     except InputError:
         return False
