@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, did_you_mean
 from quantkit.export import _experts, _reload
+from quantkit.export._asked import Asked
 from quantkit.model import layouts, run_time
 from quantkit.model.layouts import Header, Layout
 from quantkit.model.run_time import RunTime
@@ -318,39 +319,19 @@ class Checkpoint:
     fuses = False
     Options = CheckpointOptions
 
-    def accepts(
-        self,
-        options: Mapping[str, Any],
-        schemes: Mapping[str, WeightScheme],
-        plain: Collection[str],
-        padded: Collection[str],
-        *,
-        tied: Collection[str] = (),
-        shapes: Mapping[str, tuple[int, int]] | None = None,
-        merged: Collection[str] = (),
-        partly: bool = False,
-        activations: Mapping[str, ActivationScheme] | None = None,
-        cache: CacheScheme | None = None,
-    ) -> None:
+    def accepts(self, options: Mapping[str, Any], asked: Asked) -> None:
         """Refuse, before any work, what the layout cannot hold.
 
         Args:
             options: of the recipe's export step.
-            schemes: linear -> scheme.
-            plain: the linears that are `torch.nn.Linear`.
-            padded: the linears whose last group is filled up.
-            tied: a head that shares its weight with the embedding.
-            shapes: linear -> [N, K].
-            merged: the linears of experts, which transformers merges while it loads them.
-            partly: whether calibration may leave some experts in high precision.
-            activations: linear -> how its input is quantized.
-            cache: how keys and values are quantized.
+            asked: the layers.
 
         Raises:
             InputError: `layout-unsupported`, naming the first layer.
             MissingDependency: what the layout is written with.
         """
-        for linear in tied:
+        schemes = asked.schemes
+        for linear in asked.tied:
             raise InputError(
                 "layout-unsupported",
                 where=linear,
@@ -360,8 +341,8 @@ class Checkpoint:
             )
         layout = CheckpointOptions(**options).found
         chosen = CheckpointOptions(**options).layout if schemes else DENSE
-        run_time.refuse(activations or {}, cache, chosen, all(scheme.symmetric for scheme in schemes.values()))
-        for linear in sorted(set(merged) & set(activations or {}))[:1]:
+        run_time.refuse(asked.activations, asked.cache, chosen, all(scheme.symmetric for scheme in schemes.values()))
+        for linear in sorted(set(asked.merged) & set(asked.activations))[:1]:
             raise InputError(
                 "layout-unsupported",
                 where=linear,
@@ -371,10 +352,10 @@ class Checkpoint:
             )
         if layout is None or not schemes:
             return
-        _experts.demand_loadable(CheckpointOptions(**options).layout, schemes, merged, partly)
+        _experts.demand_loadable(CheckpointOptions(**options).layout, schemes, asked.merged, asked.partly)
         for linear, scheme in schemes.items():
-            reason = "its weight is stored [K, N]" if linear not in plain else ""
-            reason = f"its last group of {scheme.group} is padded" if linear in padded else reason
+            reason = "its weight is stored [K, N]" if linear not in asked.plain else ""
+            reason = f"its last group of {scheme.group} is padded" if linear in asked.padded else reason
             if reason:
                 raise InputError(
                     "layout-unsupported",
@@ -383,7 +364,7 @@ class Checkpoint:
                     rule="it packs torch.nn.Linear whose groups divide K",
                     remedy="export: checkpoint: {layout: dense}",
                 )
-        layout.accepts(schemes, shapes or {})
+        layout.accepts(schemes, asked.shapes)
 
     def holds(
         self,
@@ -398,7 +379,8 @@ class Checkpoint:
         Args:
             options: of the recipe's export step.
             runtime: that will read it: one of `runtimes`.
-            weights, activations: as for `accepts`; keys are where a recipe says so: `scheme`, `overrides: *.o_proj`.
+            weights, activations: how they are quantized; keys are where a recipe says so: `scheme`,
+                `overrides: *.o_proj`.
             cache: how keys and values are quantized.
 
         Returns:

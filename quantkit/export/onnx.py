@@ -8,13 +8,14 @@ tensor in memory at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
-from quantkit.errors import InputError, MissingDependency
+from quantkit.errors import MissingDependency
+from quantkit.export._asked import Asked
 from quantkit.export._onnx_refusals import refuse
 
 if TYPE_CHECKING:
@@ -63,21 +64,8 @@ class Onnx:
     moves = True
     Options = OnnxOptions
 
-    def accepts(
-        self,
-        options: Mapping[str, Any],
-        schemes: Mapping[str, WeightScheme],
-        plain: Collection[str],
-        padded: Collection[str],
-        *,
-        tied: Collection[str] = (),
-        shapes: Mapping[str, tuple[int, int]] | None = None,
-        merged: Collection[str] = (),
-        partly: bool = False,
-        activations: Mapping[str, ActivationScheme] | None = None,
-        cache: CacheScheme | None = None,
-    ) -> None:
-        """Refuse, before any work, what the dialect cannot hold; see `export.checkpoint` for the arguments.
+    def accepts(self, options: Mapping[str, Any], asked: Asked) -> None:
+        """Refuse, before any work, what the dialect cannot hold.
 
         Raises:
             InputError: `layout-unsupported`, naming the first layer.
@@ -85,15 +73,8 @@ class Onnx:
         """
         OnnxOptions(**options)
         _demand()
-        for linear in sorted(merged)[:1]:
-            raise InputError(
-                "layout-unsupported",
-                where=linear,
-                value="belongs to a mixture of experts",
-                rule="the graph is traced once, and which expert runs depends on the data",
-                remedy="leave `onnx` out of `export`",
-            )
-        refuse(schemes, activations or {}, cache)
+        asked.demand_no_experts(self.name)
+        refuse(asked.schemes, asked.activations, asked.cache)
 
     def holds(
         self,

@@ -20,6 +20,7 @@ from pydantic import Field
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, MissingDependency
+from quantkit.export._asked import Asked
 from quantkit.export._engine import TENSORRT_ALONE, build_engine
 from quantkit.export._profiles import capacity, fitted
 from quantkit.export._tensorrt_refusals import refuse_cache, refuse_gpu, refuse_inputs, refuse_weights
@@ -83,41 +84,21 @@ class Tensorrt:
     fuses = False
     Options = TensorrtOptions
 
-    def accepts(
-        self,
-        options: Mapping[str, Any],
-        schemes: Mapping[str, WeightScheme],
-        plain: Collection[str],
-        padded: Collection[str],
-        *,
-        tied: Collection[str] = (),
-        shapes: Mapping[str, tuple[int, int]] | None = None,
-        merged: Collection[str] = (),
-        partly: bool = False,
-        activations: Mapping[str, ActivationScheme] | None = None,
-        cache: CacheScheme | None = None,
-    ) -> None:
-        """Refuse, before any work, what TensorRT cannot hold; see `export.checkpoint` for the arguments.
+    def accepts(self, options: Mapping[str, Any], asked: Asked) -> None:
+        """Refuse, before any work, what TensorRT cannot hold.
 
         Raises:
             InputError: `layout-unsupported`, naming the first layer; `sm-unsupported`, `gpu-absent`.
             MissingDependency: onnx, onnx-ir, onnxscript, onnxruntime or the library.
         """
         chosen = TensorrtOptions(**options)
-        for linear in sorted(merged)[:1]:
-            raise InputError(
-                "layout-unsupported",
-                where=linear,
-                value="belongs to a mixture of experts",
-                rule="the graph is traced once, and which expert runs depends on the data",
-                remedy="leave `tensorrt` out of `export`",
-            )
-        _refuse(chosen, schemes, activations or {}, cache, shapes)
+        asked.demand_no_experts(self.name)
+        _refuse(chosen, asked.schemes, asked.activations, asked.cache, asked.shapes)
         if chosen.sm is not None:
-            forms = {scheme.format: linear for linear, scheme in schemes.items()}
-            forms |= {inputs.format: linear for linear, inputs in (activations or {}).items()}
-            if cache is not None:
-                forms.setdefault(cache.format, "scheme.kv_cache")
+            forms = {scheme.format: linear for linear, scheme in asked.schemes.items()}
+            forms |= {inputs.format: linear for linear, inputs in asked.activations.items()}
+            if asked.cache is not None:
+                forms.setdefault(asked.cache.format, "scheme.kv_cache")
             for form, linear in forms.items():
                 refuse_gpu(linear, form, chosen.library, chosen.sm)
         _demand(chosen)
@@ -131,7 +112,7 @@ class Tensorrt:
         cache: CacheScheme | None,
     ) -> State:
         """See `export.checkpoint`."""
-        _refuse(TensorrtOptions(**options), weights, activations, cache)
+        _refuse(TensorrtOptions(**options), weights, activations, cache, {})
         return "native"
 
     def write(
@@ -242,11 +223,11 @@ def _refuse(
     weights: Mapping[str, WeightScheme],
     activations: Mapping[str, ActivationScheme],
     cache: CacheScheme | None,
-    shapes: Mapping[str, tuple[int, int]] | None = None,
+    shapes: Mapping[str, tuple[int, int]],
 ) -> None:
     """Refuse what no network for TensorRT can hold, on any GPU. Raises InputError `layout-unsupported`."""
     for linear, scheme in weights.items():
-        refuse_weights(linear, scheme, None if shapes is None else shapes[linear][1])
+        refuse_weights(linear, scheme, shapes[linear][1] if linear in shapes else None)
     for linear, inputs in activations.items():
         refuse_inputs(linear, inputs)
     if cache is None:

@@ -14,6 +14,7 @@ from quantkit import registry
 from quantkit.bundle import Bundle, Check, Decision
 from quantkit.content import parse_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
+from quantkit.export._asked import Asked
 from quantkit.measure.rows import Row
 from quantkit.measure.size import folder_of
 from quantkit.pipeline import engine, worth
@@ -115,14 +116,8 @@ def export_bundle(
         if layer.activations is not None
     }
     cache = (manifest.recipe.get("scheme") or {}).get("kv_cache")
-    exporter.accepts(
-        options,
-        schemes,
-        list(schemes),
-        [],
-        activations=activations,
-        cache=None if cache is None else CacheScheme.model_validate(cache),
-    )
+    stored = None if cache is None else CacheScheme.model_validate(cache)
+    exporter.accepts(options, Asked(schemes, list(schemes), activations=activations, cache=stored))
     place = folder_of(to)
     if any(entry.path.startswith(f"{place}/") for entry in manifest.files):
         raise InputError(
@@ -178,7 +173,7 @@ def _one_engine_more(
 ) -> Exported:
     """The network is there already: an engine of it for this GPU, or for the one that was asked for."""
     options = engine_options(bundle, exporter, changes)
-    exporter.accepts(options, {}, [], [])
+    exporter.accepts(options, Asked())
     bundle.demand_writable()
     place = f"{folder_of(exporter.name)}/"
     bundle.demand_intact([each for each in bundle.manifest.files if each.deterministic and each.path.startswith(place)])

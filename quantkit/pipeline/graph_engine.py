@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from quantkit import registry
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
+from quantkit.export._asked import Asked
 from quantkit.passes import decision
 from quantkit.recipe import ExportStep, Recipe
 
@@ -66,7 +67,7 @@ def takes(
             remedy="--recipe int8-tensorrt; `keep` names what stays in 16 bits",
         )
     if weights is None:
-        exporter.accepts(step.options, {}, [], [])
+        exporter.accepts(step.options, Asked())
         return [], []
     sides = {weights.format.replace("int7", "int8"), activations.format if activations else ""}
     if weights.format not in WEIGHTS or (activations is not None and len(sides) > 1):
@@ -85,14 +86,12 @@ def takes(
         else:
             found.append(site)
     names = [site.name for site in found]
-    exporter.accepts(
-        step.options,
+    asked = Asked(
         dict.fromkeys(names, weights),
-        [],
-        [],
         shapes={site.name: site.matrix().shape for site in found},
-        activations=dict.fromkeys(names, activations) if activations is not None else None,
+        activations=dict.fromkeys(names, activations) if activations is not None else {},
     )
+    exporter.accepts(step.options, asked)
     return found, decisions
 
 

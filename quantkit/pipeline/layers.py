@@ -9,13 +9,14 @@ from torch import nn
 
 from quantkit import registry
 from quantkit.bundle import Decision, LayerEntry, decision
+from quantkit.export._asked import Asked
 from quantkit.formats import QuantTensor
 from quantkit.formats._activation import InputScale
 from quantkit.model import experts
 from quantkit.model.structure import is_linear, weight_of
 from quantkit.plan.assigned import assign, takes_head
 from quantkit.recipe import Recipe
-from quantkit.scheme import ActivationScheme, WeightScheme
+from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,20 @@ class Layers:
     def padded(self) -> list[str]:
         """The layers whose last group is filled up with zeros."""
         return [name for name, scheme in self.schemes.items() if scheme.padding(self.shapes[name][1])]
+
+    def asked(self, *, partly: bool = False, cache: CacheScheme | None = None) -> Asked:
+        """What an export has to hold of a compile of these."""
+        return Asked(
+            self.schemes,
+            self.plain,
+            self.padded(),
+            self.tied,
+            self.shapes,
+            self.merged,
+            partly,
+            self.activations,
+            cache,
+        )
 
     def entry(
         self, name: str, tensor: QuantTensor, error: float | None, static: InputScale | None = None

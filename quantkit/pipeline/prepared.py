@@ -104,19 +104,10 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     cpu_seconds = time.process_time() - begun
     original, source = source, stream.source
     layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head)
+    partly = looks_at_data(steps) and recipe.calibration.experts == "keep"
+    asked = layers.asked(partly=partly, cache=recipe.scheme.kv_cache)
     for step in recipe.export:
-        registry.load("export", step.name).accepts(
-            step.options,
-            layers.schemes,
-            layers.plain,
-            layers.padded(),
-            tied=layers.tied,
-            shapes=layers.shapes,
-            merged=layers.merged,
-            partly=looks_at_data(steps) and recipe.calibration.experts == "keep",
-            activations=layers.activations,
-            cache=recipe.scheme.kv_cache,
-        )
+        registry.load("export", step.name).accepts(step.options, asked)
     decisions = [*computed_in_floats(request, source.kind), *taken, *layers.decisions]
     looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
     calibration, scoring = seen or tokens.load(recipe, source, calibrate=looks, decisions=decisions)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit import registry
 from quantkit.bundle import Decision
 from quantkit.errors import InputError, did_you_mean
+from quantkit.export._asked import Asked
 from quantkit.passes import decision
 from quantkit.pipeline.request import check_target
 from quantkit.recipe import Recipe
@@ -197,7 +198,7 @@ def with_weights(recipe: Recipe, scheme: WeightScheme) -> Recipe:
 def _accept(prepared: Prepared, layers: Layers, schemes: Mapping[str, WeightScheme]) -> None:
     for step in prepared.request.recipe.export:
         registry.load("export", step.name).accepts(
-            step.options, schemes, layers.plain, layers.padded(), tied=layers.tied
+            step.options, Asked(schemes, layers.plain, layers.padded(), layers.tied)
         )
 
 

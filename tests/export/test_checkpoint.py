@@ -16,6 +16,7 @@ from quantkit import registry
 from quantkit.bundle import Bundle, Check, LayerEntry, Manifest, ModelEntry, SourceEntry, content_sha256, inventory
 from quantkit.errors import GateError, InputError
 from quantkit.export import _reload
+from quantkit.export._asked import Asked
 from quantkit.export.checkpoint import EXPORT
 from quantkit.formats import QuantTensor
 from quantkit.model import finished
@@ -285,9 +286,9 @@ def test_what_the_layout_cannot_hold_is_refused_before_any_work() -> None:
     ]
     for schemes, plain, padded, reason in refused:
         with pytest.raises(InputError, match=f"layout-unsupported.*{reason}"):
-            EXPORT.accepts({}, schemes, plain, padded)
-        EXPORT.accepts({"layout": "dense"}, schemes, plain, padded)
-    EXPORT.accepts({}, {"a": scheme()}, {"a"}, [])
+            EXPORT.accepts({}, Asked(schemes, plain, padded))
+        EXPORT.accepts({"layout": "dense"}, Asked(schemes, plain, padded))
+    EXPORT.accepts({}, Asked({"a": scheme()}, {"a"}, []))
     with pytest.raises(ValueError, match="layout"):
         EXPORT.Options(layout="packed")
     with pytest.raises(ValueError, match="Extra inputs"):

@@ -18,6 +18,7 @@ from small_onnx import EXPORT, TEXT, Small, expected, export, relative, scheme
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
+from quantkit.export._asked import Asked
 from quantkit.model.finished import Finished
 from quantkit.scheme import WeightScheme
 
@@ -408,14 +409,14 @@ def test_what_the_dialect_cannot_hold_is_refused_before_any_work() -> None:
         (scheme(granularity="group", group=8), "groups of 8"),
     ):
         with pytest.raises(InputError, match=reason) as caught:
-            EXPORT.accepts({}, {"good": scheme(), "a.linear": how}, set(), [])
+            EXPORT.accepts({}, Asked({"good": scheme(), "a.linear": how}, set(), []))
         assert (caught.value.code, caught.value.where) == ("layout-unsupported", "a.linear")
         assert caught.value.remedy
     for how in (scheme(), scheme("int8", granularity="tensor"), scheme(granularity="group", group=48)):
-        EXPORT.accepts({"accuracy_level": 0, "merge": False}, {"a": how}, set(), ["a"])
+        EXPORT.accepts({"accuracy_level": 0, "merge": False}, Asked({"a": how}, set(), ["a"]))
     for options in ({"dialect": "tensorrt"}, {"accuracy_level": 2}, {"accuracylevel": 4}):
         with pytest.raises(ValueError, match=next(iter(options))):
-            EXPORT.accepts(options, {}, set(), [])
+            EXPORT.accepts(options, Asked())
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,7 +426,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(MissingDependency, match=r"onnxscript.*pip install 'quantkit\["):
-        EXPORT.accepts({}, {}, set(), [])
+        EXPORT.accepts({}, Asked())
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from small_onnx import LAYERS, Small, export
 from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.export import _engine
+from quantkit.export._asked import Asked
 from quantkit.export._profiles import Shapes, capacity, fitted, inputs_of, shapes
 from quantkit.export._traced import DOMAIN, Traced
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
@@ -237,7 +238,7 @@ def test_a_growing_cache_gives_the_same(tmp_path: Path) -> None:
 )
 def test_weights_that_tensorrt_cannot_hold_are_refused(fields: dict[str, Any], word: str, remedy: str) -> None:
     with pytest.raises(InputError) as caught:
-        EXPORT.accepts({"sm": "8.9"}, {"a.down": WeightScheme(**fields)}, [], [], shapes={"a.down": (64, 96)})
+        EXPORT.accepts({"sm": "8.9"}, Asked({"a.down": WeightScheme(**fields)}, shapes={"a.down": (64, 96)}))
     assert caught.value.code == "layout-unsupported"
     assert word in str(caught.value.value)
     assert remedy in str(caught.value.remedy)
@@ -257,33 +258,33 @@ def test_a_format_that_a_gpu_does_not_hold_is_refused_before_any_work(form: str,
     pytest.importorskip("tensorrt_rtx")
     schemes = {"a": SCHEMES[form]}
     if ok:
-        EXPORT.accepts({"sm": sm}, schemes, [], [], shapes={"a": (64, 64)})
+        EXPORT.accepts({"sm": sm}, Asked(schemes, shapes={"a": (64, 64)}))
         return
     with pytest.raises(InputError, match=f"for SM {sm}") as caught:
-        EXPORT.accepts({"sm": sm}, schemes, [], [], shapes={"a": (64, 64)})
+        EXPORT.accepts({"sm": sm}, Asked(schemes, shapes={"a": (64, 64)}))
     assert "scheme.weights.format=int" in str(caught.value.remedy)
 
 
 def test_inputs_scaled_as_the_model_runs_are_refused() -> None:
     with pytest.raises(InputError, match="granularity=tensor"):
-        EXPORT.accepts({"sm": "8.9"}, {}, [], [], activations={"a": ActivationScheme(format="int8")})
+        EXPORT.accepts({"sm": "8.9"}, Asked(activations={"a": ActivationScheme(format="int8")}))
     with pytest.raises(InputError, match="one fixed scale a layer"):
-        EXPORT.accepts({"sm": "8.9"}, {}, [], [], cache=CacheScheme(format="fp8_e4m3", granularity="head"))
+        EXPORT.accepts({"sm": "8.9"}, Asked(cache=CacheScheme(format="fp8_e4m3", granularity="head")))
     with pytest.raises(InputError, match=r"tensorrt\.cache=grown"):
-        EXPORT.accepts({"sm": "8.9"}, {}, [], [], cache=CacheScheme(format="fp8_e4m3"))
+        EXPORT.accepts({"sm": "8.9"}, Asked(cache=CacheScheme(format="fp8_e4m3")))
     with pytest.raises(InputError, match="with zero points"):
-        EXPORT.accepts({"sm": "8.9", "cache": "grown"}, {}, [], [], cache=CacheScheme(format="int8", symmetric=False))
-    EXPORT.accepts({"sm": "8.9", "cache": "grown"}, {}, [], [], cache=CacheScheme(format="fp8_e4m3"))
+        EXPORT.accepts({"sm": "8.9", "cache": "grown"}, Asked(cache=CacheScheme(format="int8", symmetric=False)))
+    EXPORT.accepts({"sm": "8.9", "cache": "grown"}, Asked(cache=CacheScheme(format="fp8_e4m3")))
 
 
 def test_what_tensorrt_rtx_has_not_is_refused() -> None:
     with pytest.raises(InputError, match=r"tensorrt\.hardware_compatible=false"):
-        EXPORT.accepts({"sm": "8.9", "hardware_compatible": True}, {}, [], [])
+        EXPORT.accepts({"sm": "8.9", "hardware_compatible": True}, Asked())
 
 
 def test_experts_are_refused() -> None:
     with pytest.raises(InputError, match="mixture of experts"):
-        EXPORT.accepts({"sm": "8.9"}, {}, [], [], merged={"layers.0.experts"})
+        EXPORT.accepts({"sm": "8.9"}, Asked(merged={"layers.0.experts"}))
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------
@@ -374,7 +375,7 @@ def test_a_gpu_that_the_library_does_not_list_is_refused(ready: Path, tmp_path: 
         _engine.build(job(ready, tmp_path / "x.engine", sm=["9.0"]))
     assert "8.9" in str(caught.value.value)
     with pytest.raises(InputError, match="sm-unsupported"):
-        EXPORT.accepts({"sm": "9.0"}, {}, [], [])
+        EXPORT.accepts({"sm": "9.0"}, Asked())
 
 
 def test_a_build_that_takes_too_long_is_given_up(ready: Path, tmp_path: Path) -> None:

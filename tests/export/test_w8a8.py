@@ -21,6 +21,7 @@ from test_dialect_ort import Graph, dense, run, weights  # type: ignore[import-n
 from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.export import _check_w8a8
+from quantkit.export._asked import Asked
 from quantkit.export._dialect_ort import Dialect
 from quantkit.export._nbits import Input, Linear, Weights
 from quantkit.export._single_op import EXACT_SUMS
@@ -230,7 +231,7 @@ REFUSED = [
 def test_what_has_no_integer_kernel_is_refused(how: dict[str, Any], weights: WeightScheme, message: str) -> None:
     activations = {"a.linear": ActivationScheme.model_validate(how)}
     with pytest.raises(InputError, match=rf"a\.linear.*{message}") as caught:
-        EXPORT.accepts({}, {"a.linear": weights}, [], [], activations=activations)
+        EXPORT.accepts({}, Asked({"a.linear": weights}, activations=activations))
     assert caught.value.code == "layout-unsupported"
 
 

@@ -143,9 +143,9 @@ def test_a_tied_head_and_a_checkpoint_are_refused_before_any_work(tmp_path: Path
     _, layers = laid(tmp_path / "model", overrides=[])
     for options in ({}, {"layout": "dense"}):
         with pytest.raises(InputError) as caught:
-            EXPORT.accepts(options, layers.schemes, layers.plain, layers.padded(), tied=layers.tied)
+            EXPORT.accepts(options, layers.asked())
         assert (caught.value.code, caught.value.where) == ("layout-unsupported", "lm_head")
         assert "lm_head" in caught.value.remedy
     zoo.tiny("llama").save_pretrained(tmp_path / "untied")  # type: ignore[operator]
     _, layers = laid(tmp_path / "untied", overrides=[])
-    EXPORT.accepts({}, layers.schemes, layers.plain, layers.padded(), tied=layers.tied)
+    EXPORT.accepts({}, layers.asked())
