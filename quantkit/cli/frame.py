@@ -16,6 +16,7 @@ from typing import IO, Annotated, Any
 import typer
 
 import quantkit
+from quantkit.cli import nightly
 from quantkit.cli.answer import Answer
 from quantkit.cli.compare import compare
 from quantkit.cli.compile import compile  # noqa: A004 (the word of the command line)
@@ -32,10 +33,13 @@ from quantkit.cli.verify import verify
 from quantkit.errors import InputError, MissingDependency, QuantkitError, Stopped
 
 SCHEMA = "quantkit/1"
-# what the `compile` extra brings; a command that misses one says so instead of failing to import
+# what the extras bring; a command that misses one says so instead of failing to import
 _OPTIONAL = {
-    *("torch", "transformers", "tokenizers", "scipy", "datasets", "compressed_tensors", "accelerate", "gguf"),
-    *("psutil", "pyarrow", "pandas", "onnx", "onnx_ir", "onnxscript", "onnxruntime"),
+    "compile": {
+        *("torch", "transformers", "tokenizers", "scipy", "datasets", "compressed_tensors", "accelerate", "gguf"),
+        *("psutil", "pyarrow", "pandas", "onnx", "onnx_ir", "onnxscript", "onnxruntime"),
+    },
+    "nightly": {"duckdb", "pyarrow"},
 }
 # read when torch is loaded: idle OpenMP threads that spin make a busy machine ten times slower, and sleeping costs an
 # idle one next to nothing
@@ -63,6 +67,8 @@ app = typer.Typer(
 )
 # in the order in which help names them
 _COMMANDS = (compile, plan, measure, compare, tax, tune, export, verify, list_, show, doctor, generate)
+# a group has commands of its own: `quantkit nightly query`
+_GROUPS = {"nightly": (nightly.HELP, nightly.COMMANDS)}
 
 
 def _parsed(work: Callable[..., Answer]) -> Callable[..., Callable[[], Answer]]:
@@ -75,8 +81,19 @@ def _parsed(work: Callable[..., Answer]) -> Callable[..., Callable[[], Answer]]:
     return parsed
 
 
+def _help(context: typer.Context) -> None:
+    """What a group says that is given no command."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
 for _work in _COMMANDS:
     app.command(name=_work.__name__.rstrip("_"))(_parsed(_work))
+for _name, (_about, _members) in _GROUPS.items():
+    _group = typer.Typer(rich_markup_mode=None, callback=_help, invoke_without_command=True, help=_about)
+    for _work in _members:
+        _group.command(name=_work.__name__.rstrip("_"))(_parsed(_work))
+    app.add_typer(_group, name=_name)
 
 
 def _version(asked: bool) -> None:
@@ -92,8 +109,7 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+    _help(context)
 
 
 def main() -> None:
@@ -136,7 +152,7 @@ def _interrupt(*_: object) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Parse, execute, print; the exit code."""
-    name = next((argument for argument in arguments if not argument.startswith("-")), "")
+    name = _named(arguments)
     as_json = "--json" in arguments
     out = sys.stdout
     answer = Answer(None)
@@ -156,6 +172,12 @@ def run(arguments: Sequence[str]) -> int:
     with suppress(BrokenPipeError):
         _print(answer, name, code, out, as_json=as_json)
     return code
+
+
+def _named(arguments: Sequence[str]) -> str:
+    """The command that is meant: its first word, and the second of a group's; what is no command's name counts too."""
+    words = [argument for argument in arguments if not argument.startswith("-")]
+    return " ".join(words[: 2 if words[:1] and words[0] in _GROUPS else 1])
 
 
 def _print(answer: Answer, name: str, code: int, out: IO[str], *, as_json: bool) -> None:
@@ -188,16 +210,19 @@ def _as_error(problem: BaseException, name: str) -> QuantkitError:
     """Any exception as one that says what to do."""
     if isinstance(problem, QuantkitError):
         return problem
-    known = {str(command.name) for command in app.registered_commands}
-    where = f"quantkit {name}" if name in known else "quantkit"
+    where = f"quantkit {_known(name)}".rstrip()
     if hasattr(problem, "format_message"):  # wrong use, as typer finds it; which class it is depends on its version
         message = str(problem.format_message()).rstrip(".")
         return InputError("usage", where=where, value=message, remedy=f"see `{where} --help`")
     interrupted = isinstance(problem, SystemExit) and problem.code == _INTERRUPTED
     if interrupted or isinstance(problem, KeyboardInterrupt | typer.Abort):
         return Stopped("interrupted", where=where, value="nothing is left half-written")
-    if isinstance(problem, ImportError) and (package := (problem.name or "").split(".")[0]) in _OPTIONAL:
-        return MissingDependency(package, extra="compile", purpose=f"`{where}`")
+    if isinstance(problem, ImportError):
+        package, group = (problem.name or "").split(".")[0], name.partition(" ")[0]
+        # several extras bring some packages: a group's own comes first
+        extras = sorted((extra for extra, brought in _OPTIONAL.items() if package in brought), key=group.__ne__)
+        if extras:
+            return MissingDependency(package, extra=extras[0], purpose=f"`{where}`")
     if isinstance(problem, OSError) and problem.strerror:
         place = str(problem.filename or where)
         return InputError("os-error", where=place, value=problem.strerror, remedy="check the path and its permissions")
@@ -208,3 +233,13 @@ def _as_error(problem: BaseException, name: str) -> QuantkitError:
         rule="this is a mistake in quantkit",
         remedy="QUANTKIT_TRACEBACK=1 shows where; please report it",
     )
+
+
+def _known(name: str) -> str:
+    """As much of a command's name as there is: all of it, its group, or nothing."""
+    group, _, member = name.partition(" ")
+    works = _GROUPS[group][1] if group in _GROUPS else _COMMANDS
+    names = [work.__name__.rstrip("_") for work in works]
+    if group in _GROUPS:
+        return name if member in names else group
+    return name if name in names else ""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError, MissingDependency
+from quantkit.nightly._write import plain
 from quantkit.nightly.records import TABLES, Row, schema
 
 _SHOWN = 300
@@ -36,6 +37,10 @@ class Rows:
     def as_dicts(self) -> list[dict[str, Any]]:
         """Each row by column."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+    def as_json(self) -> dict[str, Any]:
+        """`columns` and `rows`, with what JSON has: NaN is null, a time its ISO 8601."""
+        return {"columns": list(self.columns), "rows": plain(self.as_dicts())}
 
 
 def connect() -> Any:

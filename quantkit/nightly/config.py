@@ -238,21 +238,26 @@ class Nightly(Closed):
         return list(dict.fromkeys([*self.models, *(each.model for each in self.include)]))
 
     @classmethod
-    def load(cls, path: str | Path) -> Nightly:
+    def load(cls, path: str | Path, *, look: bool = True) -> Nightly:
         """Read a `nightly.yaml` and check all of it.
+
+        Args:
+            path: of the file.
+            look: for what it names. False for what reads the store alone, which is there when a model or a baseline
+                has gone; it has no cells then.
 
         Raises:
             InputError: `nightly-invalid`: an unknown key, a wrong value, an entry that fits no cell; what a recipe or a
                 target raises; `target-cannot-run`. One line, with a did-you-mean.
         """
         place = Path(path).expanduser()
-        found = cls.from_dict(read_yaml(place), folder=place.parent, where=str(path))
+        found = cls.from_dict(read_yaml(place), folder=place.parent, where=str(path), look=look)
         found._sha256 = hashlib.sha256(place.read_bytes()).hexdigest()
         return found
 
     @classmethod
-    def from_dict(cls, data: Any, *, folder: Path = Path(), where: str = NAME) -> Nightly:
-        """Check a mapping. `folder` is where its relative paths begin."""
+    def from_dict(cls, data: Any, *, folder: Path = Path(), where: str = NAME, look: bool = True) -> Nightly:
+        """Check a mapping. `folder` is where its relative paths begin; `look`: see `load`."""
         from quantkit.nightly import _matrix
 
         if not isinstance(data, dict):
@@ -263,7 +268,8 @@ class Nightly(Closed):
         except ValidationError as error:
             raise from_validation(error, where=where, code="nightly-invalid", known=known) from None
         found._folder = folder.absolute()
-        found._cells = _matrix.checked(found, where)
+        if look:
+            found._cells = _matrix.checked(found, where)
         return found
 
     def cells(self) -> tuple[Cell, ...]:

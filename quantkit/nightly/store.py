@@ -208,13 +208,13 @@ class Store:
         """What a query finds. It reads the tables and nothing else, and writes nothing.
 
         Args:
-            sql: one statement, in DuckDB's dialect; `$name` is a parameter.
+            sql: one statement, in DuckDB's dialect, or a table's name; `$name` is a parameter.
             values: of the parameters.
 
         Raises:
             InputError: `query-invalid`, `query-failed`.
         """
-        table = self._answer(sql, values)
+        table = self._answer(_statement(sql), values)
         # by position: two columns may have one name
         columns = [column.to_pylist() for column in table.columns]
         return Rows(_numbered(table.column_names), list(zip(*columns, strict=True)) if columns else [])
@@ -233,9 +233,7 @@ class Store:
         if place.suffix not in _write.FORMATS:
             remedy = did_you_mean(place.suffix, _write.FORMATS)
             raise InputError("usage", where=str(out), value=f"suffix {place.suffix!r}", remedy=remedy)
-        names = [kind.table for kind in TABLES]
-        sql = f"FROM {what}" if what in names else what
-        return self._trying(sql, {}, lambda batches: _write.export(place, batches))
+        return self._trying(_statement(what), {}, lambda batches: _write.export(place, batches))
 
     def _rows(self, kind: type[RowKind], sql: str, **values: Any) -> list[RowKind]:
         return from_table(kind, self._answer(sql, values))
@@ -290,6 +288,11 @@ WITH judged AS (
 SELECT results.* FROM results JOIN last ON results.cell = last.cell AND (results.night, results.attempt) = last.which
 ORDER BY results.cell
 """
+
+
+def _statement(what: str) -> str:
+    """A table's name as a query; a query stays one."""
+    return f"FROM {what}" if what in {kind.table for kind in TABLES} else what
 
 
 def _schema(place: Path) -> int:

@@ -16,7 +16,7 @@ import pytest
 
 from quantkit.report import catalog
 
-COMMANDS = ("compile", "measure", "compare", "tax", "tune", "verify", "list", "show", "doctor", "generate")
+COMMANDS = ("compile", "measure", "compare", "tax", "tune", "verify", "list", "show", "doctor", "generate", "nightly")
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,8 @@ COMMANDS = ("compile", "measure", "compare", "tax", "tune", "verify", "list", "s
         ("--help",),
         ("--version",),
         *((command, "--help") for command in COMMANDS),
+        ("nightly",),
+        ("nightly", "query", "--help"),
         ("list",),
         ("list", "--json"),
         ("show", "gptq"),
@@ -100,6 +102,7 @@ def test_version(quantkit: Any) -> None:
         (["show", "gtpq"], "unknown-name", "did you mean 'gptq'"),
         (["show", "./nothing"], "file-missing", "nothing"),
         (["doctor", "--target", "l5"], "unknown-target", "l4"),
+        (["nightly", "--stroe", "x"], "usage", "quantkit nightly"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -1,0 +1,80 @@
+"""`quantkit nightly`: comparisons of every night, a command a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantkit.cli.answer import Answer
+from quantkit.cli.options import Json
+from quantkit.errors import InputError
+
+if TYPE_CHECKING:
+    from quantkit.nightly.store import Store
+
+Config = Annotated[Path, typer.Argument(metavar="nightly.yaml", help="What is compared, and where results are.")]
+StorePath = Annotated[
+    Path | None,
+    typer.Option("--store", metavar="PATH", help="The folder of the store; default: the one nightly.yaml names."),
+]
+_CONFIG = Path("nightly.yaml")
+_YAML = (".yaml", ".yml")
+_SQL = "One statement that reads, in DuckDB's dialect, or a table: nights, results, times, items, decisions."
+
+
+def query(
+    sql: Annotated[str, typer.Argument(metavar="SQL", help=_SQL, show_default=False)],
+    config: Config = _CONFIG,
+    store: StorePath = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all that is found there, .csv or .json.")
+    ] = None,
+    as_json: Json = False,
+) -> Answer:
+    """Ask the store in SQL.
+
+    quantkit nightly query "FROM decisions WHERE answer = 'worse'"
+    """
+    from rich.text import Text
+
+    from quantkit.nightly import shown
+    from quantkit.report import words
+
+    if sql.endswith(_YAML):  # in the other order, as the other commands have it
+        sql, config = str(config), Path(sql)
+    opened = _store(config, store)
+    found = Answer(None)
+    try:
+        if out is not None:
+            count = opened.export(sql, out)
+            found = Answer(
+                {"out": str(out), "rows": count}, [Text(f"{words.plural(count, 'row')} in {out}", no_wrap=True)]
+            )
+        else:
+            rows = opened.query(sql)
+            found = Answer(rows.as_json(), shown.rows(rows))
+    except InputError as error:
+        # what was passed over may be why
+        found.error = error
+    found.shown = [*found.shown, *shown.warnings(opened.warnings)]
+    found.warnings = opened.warnings
+    return found
+
+
+def _store(config: Path, store: Path | None) -> Store:
+    """The store that is meant."""
+    from quantkit.nightly.config import Nightly
+    from quantkit.nightly.store import Store
+
+    if store is None:
+        named = Nightly.load(config, look=False)
+        store = named.at(named.store)
+    return Store.open(store)
+
+
+HELP = "Compare what you compile, every night."
+# in the order in which help names them
+COMMANDS: tuple[Callable[..., Answer], ...] = (query,)

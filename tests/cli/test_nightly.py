@@ -1,0 +1,164 @@
+"""`quantkit nightly`: a group of commands, and what each of them says."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.nightly import shown
+from quantkit.nightly.records import Cell, Decision, Result
+from quantkit.nightly.store import Rows, Store
+
+NIGHT = "20260101T030000Z-000001"
+CELL = Cell("tiny", "a", "cpu-x86", "onnxruntime", 1)
+CONFIG = "models: [smollm2-135m]\nrecipes: [rtn-int4]\ntargets: [cpu-x86]\nstore: kept\n"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """One cell, which was called worse."""
+    store = Store.open(tmp_path / "kept", create=True)
+    store.commit(Result.of(NIGHT, CELL, "done", seconds=float("nan")))
+    store.decide(NIGHT, [Decision(NIGHT, CELL.key, "latency", "worse", 0.05)])
+    return store
+
+
+def test_a_group_lists_its_commands(quantkit: Any) -> None:
+    ran = quantkit("nightly")
+    assert ran.code == 0
+    assert "  query  " in ran.out
+    assert quantkit("nightly", "--help").out == ran.out
+
+
+def test_errors_name_the_command_of_the_group(quantkit: Any) -> None:
+    ran = quantkit("nightly", "qeury", "FROM nights", "--json")
+    assert (ran.code, ran.envelope["command"]) == (2, "nightly qeury")
+    assert ran.envelope["error"]["where"] == "quantkit nightly"
+    assert "query" in ran.envelope["error"]["value"]
+    ran = quantkit("nightly", "query", "--json")
+    assert ran.envelope["command"] == "nightly query"
+    assert ran.envelope["error"]["where"] == "quantkit nightly query"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package", "extra"),
+    [
+        (["nightly", "query", "FROM nights", "--store", "x"], "pyarrow", "nightly"),
+        (["nightly", "query", "FROM nights", "--store", "x"], "duckdb", "nightly"),
+        (["nightly", "query", "FROM nights", "--store", "x"], "torch", "compile"),
+        (["list"], "pyarrow", "compile"),
+    ],
+)
+def test_a_missing_package_names_the_extra_of_its_command(
+    arguments: list[str], package: str, extra: str, quantkit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantkit.report import catalog
+
+    def fail(*_: object, **__: object) -> object:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+    monkeypatch.setattr(catalog, "listing", fail)
+    monkeypatch.setattr(Store, "open", fail)
+    ran = quantkit(*arguments)
+    assert ran.code == 2
+    assert f"pip install 'quantkit[{extra}]'" in ran.err
+
+
+def test_a_question_and_its_answer(store: Store, quantkit: Any) -> None:
+    ran = quantkit("nightly", "query", "SELECT cell, answer, value FROM decisions", "--store", store.path)
+    assert ran.code == 0
+    assert all(word in ran.out for word in ("answer", "worse", CELL.key, "0.05", "1 row"))
+    found = quantkit("nightly", "query", "results", "--store", store.path, "--json").envelope
+    assert found["command"] == "nightly query"
+    (row,) = found["result"]["rows"]
+    assert list(row) == found["result"]["columns"]
+    assert (row["cell"], row["seconds"]) == (CELL.key, None)
+    assert quantkit("nightly", "query", "SELECT 1 WHERE false", "--store", store.path).out.startswith("0 rows")
+
+
+def test_the_store_is_the_one_that_the_file_names(store: Store, quantkit: Any) -> None:
+    config = store.path.parent / "nightly.yaml"
+    config.write_text(f"{CONFIG}baseline: {{bundle: ./deleted}}\n")  # what is kept can be asked without it
+    asked = "SELECT answer FROM decisions"
+    ran = quantkit("nightly", "query", asked, config)
+    assert (ran.code, "worse" in ran.out) == (0, True)
+    assert quantkit("nightly", "query", config, asked).out == ran.out
+    ran = quantkit("nightly", "query", asked, config.with_name("other.yaml"))
+    assert ran.code == 2
+    assert "other.yaml" in ran.err
+
+
+def test_it_is_written_as_csv_or_json(store: Store, quantkit: Any, tmp_path: Path) -> None:
+    for name in ("x.csv", "x.json"):
+        out = tmp_path / name
+        ran = quantkit("nightly", "query", "decisions", "--store", store.path, "--out", out, "--json")
+        assert ran.envelope["result"] == {"out": str(out), "rows": 1}
+        text = out.read_text()
+        rows = json.loads(text) if out.suffix == ".json" else list(csv.DictReader(text.splitlines()))
+        assert [row["answer"] for row in rows] == ["worse"]
+    ran = quantkit("nightly", "query", "decisions", "--store", store.path, "--out", tmp_path / "x.xlsx")
+    assert ran.code == 2
+    assert ".csv" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("written", "code"),
+    [
+        ('{"schema": 2, "quantkit": "9.0.0"}', "store-newer"),
+        ('{"schema": ', "store-invalid"),
+        (None, "store-missing"),
+    ],
+)
+def test_a_store_that_cannot_be_read_is_left_as_it_is(
+    written: str | None, code: str, store: Store, quantkit: Any
+) -> None:
+    place = store.path / "store.json"
+    place.unlink()
+    if written is not None:
+        place.write_text(written)
+    before = sorted(store.path.rglob("*"))
+    ran = quantkit("nightly", "query", "decisions", "--store", store.path)
+    assert ran.code == 2
+    assert ran.err.startswith(f"error: [{code}] {store.path}")
+    assert sorted(store.path.rglob("*")) == before
+
+
+def test_what_was_passed_over_is_said(store: Store, quantkit: Any) -> None:
+    (damaged,) = (store.path / "results").rglob("*.parquet")
+    damaged.write_bytes(damaged.read_bytes()[:50])
+    ran = quantkit("nightly", "query", "SELECT count(*) AS n FROM results", "--store", store.path, "--json")
+    assert ran.envelope["result"]["rows"] == [{"n": 0}]
+    (warning,) = ran.envelope["warnings"]
+    assert str(damaged) in warning
+    # and where the question is wrong, beside that
+    ran = quantkit("nightly", "query", "SELECT nothing FROM results", "--store", store.path)
+    assert ran.code == 2
+    assert "[query-invalid]" in ran.err
+    wrapped = ran.out.replace("\n", "")
+    assert damaged.name in wrapped
+    assert "damaged" in wrapped
+
+
+def test_rows_that_are_too_wide_stand_under_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    from io import StringIO
+
+    from quantkit.report import terminal
+
+    def text(found: Rows) -> str:
+        out = StringIO()
+        terminal.write(shown.rows(found), out)
+        return out.getvalue()
+
+    monkeypatch.setenv("COLUMNS", "40")
+    assert text(Rows(("a", "b"), [("x", None)])).splitlines() == ["a  b", "x  –", "1 row"]
+    wide = text(Rows(("first", "second"), [("x" * 30, ["y\x1b[2J"]), ("z", 1)])).splitlines()
+    assert wide[0] == f"first   {'x' * 30}"
+    assert "second" in wide[1]
+    assert "\x1b" not in wide[1]
+    many = text(Rows(("a",), [(i,) for i in range(200)])).splitlines()
+    assert many[: shown.MOST + 1][-1] == str(shown.MOST - 1)
+    assert many[shown.MOST + 1].startswith(f"the first {shown.MOST} of 200 rows")
