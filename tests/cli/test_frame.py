@@ -102,7 +102,6 @@ def test_version(quantkit: Any) -> None:
         (["show", "gtpq"], "unknown-name", "did you mean 'gptq'"),
         (["show", "./nothing"], "file-missing", "nothing"),
         (["doctor", "--target", "l5"], "unknown-target", "l4"),
-        (["nightly", "--stroe", "x"], "usage", "quantkit nightly"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
