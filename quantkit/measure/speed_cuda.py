@@ -28,7 +28,7 @@ from quantkit.measure.rows import Row
 from quantkit.measure.tax import Cost
 from quantkit.model.structure import is_linear
 from quantkit.plan import machine
-from quantkit.runtimes import _packed
+from quantkit.runtimes import _events, _packed
 from quantkit.runtimes._classes import built
 from quantkit.runtimes._decode_graph import DecodeGraph
 
@@ -66,7 +66,7 @@ class Decoder:
         def step() -> float | None:
             if graph.taken >= length:
                 graph.rewind(context)
-            return self._timed(lambda: graph.step(ids))
+            return _events.seconds(lambda: graph.step(ids), self._at)
 
         return step
 
@@ -81,18 +81,7 @@ class Decoder:
 
         with fitting(f"batch {batch}, {tokens} tokens"):
             run()
-        return lambda: self._timed(run)
-
-    def _timed(self, run: Callable[[], object]) -> float | None:
-        if self._at.type != "cuda":
-            run()
-            return None
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+        return lambda: _events.seconds(run, self._at)
 
     def _ids(self, batch: int, tokens: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(batch * tokens)

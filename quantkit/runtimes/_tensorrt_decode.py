@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
+from quantkit.runtimes import _events
 from quantkit.runtimes._tensorrt_engine import Engine
 from quantkit.runtimes._tensorrt_step import CACHE, State, Step, inputs
 
@@ -235,7 +236,7 @@ class Loaded:
             InputError: `prompt-too-long`, `shape-unsupported`, `out-of-memory`.
         """
         step = self._ready(batch, context)
-        return lambda: self._timed(step.replay)
+        return lambda: _events.seconds(step.replay, self.engine.device)
 
     def launches(self, batch: int, context: int) -> Callable[[], None]:
         """What such a step enqueues, for a graph that somebody else captures."""
@@ -280,7 +281,7 @@ class Loaded:
         held: dict[str, torch.Tensor] = {}
         run()
         self.engine.keep_kernels()
-        return lambda: self._timed(run)
+        return lambda: _events.seconds(run, self.engine.device)
 
     def layer_times(self, batch: int, context: int, runs: int = 20) -> dict[str, list[float]]:
         """Layer -> seconds in each of some decode steps (of an encoder: passes over `context` tokens)."""
@@ -309,16 +310,3 @@ class Loaded:
         state.real.fill_(tokens)
         state.length = tokens
         return state
-
-    def _timed(self, run: Callable[[], object]) -> float | None:
-        import torch
-
-        if self.engine.device.type != "cuda":
-            run()
-            return None
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
