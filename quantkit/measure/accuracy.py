@@ -28,7 +28,7 @@ from quantkit.bundle.disk import stopping_when_full, write_atomic
 from quantkit.calibrate.sets import TokenSet
 from quantkit.errors import GateError, InputError
 from quantkit.measure.rows import Baseline, Data, Device, Row
-from quantkit.stats.clustered import Estimate, clustered_mean, student
+from quantkit.stats.clustered import FEWEST, Estimate, clustered_mean, clusters_of, student
 from quantkit.stats.mcnemar import McNemar, mcnemar
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-_FEWEST_CLUSTERS = 8
 # logits worked on at a time: two float32 buffers of this many stay in the cache, twice as fast as in memory
 _ELEMENTS = 1 << 18
 _DTYPES: dict[str, type] = {
@@ -91,15 +90,7 @@ class Items:
 
     def clusters(self) -> tuple[Array, str]:
         """A cluster label for every item, and what the clusters are: `sequence`, or `block` where those are few."""
-        labels, counts = np.unique(self.sequence, return_counts=True)
-        if labels.size >= _FEWEST_CLUSTERS:
-            return self.sequence, "sequence"
-        parts = -(-_FEWEST_CLUSTERS // labels.size)
-        blocks = [np.arange(count) * parts // count + parts * i for i, count in enumerate(counts)]
-        found = np.empty(self.n, dtype=np.int64)
-        for label, block in zip(labels, blocks, strict=True):
-            found[self.sequence == label] = block
-        return found, "block"
+        return clusters_of(self.sequence)
 
     def mean(self, values: Array) -> Estimate:
         """The mean of some values [n], with its standard error and interval over the clusters."""
@@ -245,8 +236,8 @@ def standard_error(row: Row) -> float | None:
     if row.ci95 is None or row.name != "accuracy.kl" or not sequences:
         return None
     clusters = sequences
-    if sequences < _FEWEST_CLUSTERS:
-        clusters = sequences * -(-_FEWEST_CLUSTERS // sequences)
+    if sequences < FEWEST:
+        clusters = sequences * -(-FEWEST // sequences)
     return (row.ci95[1] - row.ci95[0]) / 2 / student(0.95, clusters - 1)
 
 

@@ -121,7 +121,8 @@ class Result(Row):
         attempt: 1, and 2 for the repetition that an alarm asks for.
         device: that it ran on.
         versions: package -> version, the driver among them.
-        flags: what a reader must know before trusting it.
+        flags: what a reader must know before trusting it; a word, or `word: reason`. `reused`: the bundle was;
+            `baseline-unloadable`, `release-unloadable`; `accuracy-unscored`.
     """
 
     table: ClassVar[str] = "results"
@@ -217,16 +218,19 @@ class Decision(Row):
     """What was decided of one cell in one respect. What holds for a build stands with each of its cells.
 
     Args:
+        what: latency, accuracy, size: against the baseline. kl: the KL from the float model, or the log-perplexity,
+            whichever changed more for the worse. drift: latency or accuracy against the last release, likewise.
         value: the effect; above zero is worse. A share of latency, drift and size (0.05 is 5 % more) and of items
             lost (0.01 is one in a hundred), nats of KL.
-        low: end of its interval.
-        high: end of its interval.
-        p: of the test against the margin.
+        low: end of its 95 % interval.
+        high: end of its 95 % interval.
+        p: one-sided, that it is worse (where it is better: that it is better) than the alarm, see `stats.decision`;
+            None of what was counted.
         p_adjusted: the same by Holm, across the matrix.
         margin: the least effect that counts.
         smallest: the least effect that could have been seen.
-        n: observations.
-        confirmed: what the repetition found; None where there was none.
+        n: items, or timed steps of the candidate.
+        confirmed: whether a second run called it worse as well; None where there was none.
         because: one sentence.
     """
 

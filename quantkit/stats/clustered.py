@@ -23,6 +23,9 @@ from quantkit.errors import MissingDependency
 
 Array = NDArray[Any]
 
+# fewer sequences than this say too little of how they differ: then blocks of each of them are the clusters
+FEWEST = 8
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -75,3 +78,20 @@ def clustered_mean(values: Array, clusters: Array) -> Estimate:
     error = float(np.sqrt(count / (count - 1) * np.sum(residuals**2)) / values.size)
     reach = student(0.95, count - 1) * error
     return Estimate(value=mean, standard_error=error, ci95=(mean - reach, mean + reach), clusters=count, n=values.size)
+
+
+def clusters_of(sequence: Array) -> tuple[Array, str]:
+    """A label [n] for every item, and what the clusters are: `sequence`, or `block` where those are few.
+
+    Args:
+        sequence: `[n]`, that each item belongs to; those of one are in order.
+    """
+    labels, counts = np.unique(sequence, return_counts=True)
+    if labels.size >= FEWEST:
+        return sequence, "sequence"
+    parts = -(-FEWEST // labels.size)
+    blocks = [np.arange(count) * parts // count + parts * i for i, count in enumerate(counts)]
+    found = np.empty(len(sequence), dtype=np.int64)
+    for label, block in zip(labels, blocks, strict=True):
+        found[sequence == label] = block
+    return found, "block"
