@@ -1,0 +1,1 @@
+"""Where the builds of a night run."""

@@ -1,0 +1,19 @@
+"""Here, one build after another: what is timed has the machine for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from quantkit.nightly.jobs import Job, Outcome, Work, contained
+from quantkit.pipeline.progress import Progress
+
+
+@dataclass(frozen=True)
+class Local:
+    """See the module."""
+
+    def run(self, jobs: Sequence[Job], work: Work, progress: Progress) -> Iterator[Outcome]:
+        """See `jobs.Executor`."""
+        for job in jobs:
+            yield contained(job, work, progress)

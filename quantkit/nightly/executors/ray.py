@@ -1,0 +1,137 @@
+"""On a Ray cluster: each build on a node that offers its target as a resource.
+
+    ray start --head --resources='{"cpu-x86": 1}'
+    ray start --address=HEAD:6379 --resources='{"l4": 1}'
+
+A build takes one of the resource, so a node that offers 1 runs one build at a time. Where a node dies, its build begins
+anew on another; what it had committed is not done again. The store, the bundles and `nightly.yaml` lie on a path that
+all nodes share, and quantkit is installed on all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.errors import InputError, MissingDependency, Stopped
+from quantkit.nightly.jobs import Job, Outcome, Work, contained
+from quantkit.pipeline.progress import Progress
+
+# seconds between two looks at which nodes are left
+_LOOK = 5.0
+
+
+@dataclass(frozen=True)
+class Ray:
+    """See the module.
+
+    Args:
+        address: of the cluster's head; `auto` is the one that this machine belongs to.
+        retries: how often a build begins anew because its node died.
+        patience: seconds that a build waits for a node of its target to come, or to come back.
+    """
+
+    address: str = "auto"
+    retries: int = 3
+    patience: float = 60.0
+
+    def run(self, jobs: Sequence[Job], work: Work, progress: Progress) -> Iterator[Outcome]:
+        """See `jobs.Executor`.
+
+        Raises:
+            MissingDependency: ray.
+            InputError: `ray-unreachable`.
+        """
+        ray = _connected(self.address)
+        try:
+            yield from self._run(ray, jobs, work, progress)
+        finally:
+            ray.shutdown()
+
+    def _run(self, ray: Any, jobs: Sequence[Job], work: Work, progress: Progress) -> Iterator[Outcome]:
+        task = ray.remote(num_cpus=0, max_retries=self.retries)(_on_a_node)
+        waiting = {task.options(resources={job.target: 1}, name=job.build).remote(job, work): job for job in jobs}
+        seen = dict.fromkeys((job.target for job in jobs), time.monotonic())
+        try:
+            while waiting:
+                ready, _ = ray.wait([*waiting], timeout=_LOOK)
+                for reference in ready:
+                    job = waiting.pop(reference)
+                    outcome = _outcome(ray, reference, job)
+                    progress.at(job.build, 1.0, outcome.state)
+                    yield outcome
+                now, there = time.monotonic(), ray.cluster_resources()
+                seen |= dict.fromkeys((target for target in seen if there.get(target, 0) >= 1), now)
+                for reference, job in [*waiting.items()]:
+                    if now - seen[job.target] > self.patience:
+                        del waiting[reference]
+                        ray.cancel(reference, force=True)
+                        yield Outcome.of(job, _nowhere(job), "missing")
+        finally:
+            for reference in waiting:
+                ray.cancel(reference, force=True)
+
+
+def _on_a_node(job: Job, work: Work) -> Outcome:
+    return contained(job, work, Progress())
+
+
+def _outcome(ray: Any, reference: Any, job: Job) -> Outcome:
+    """What a task gave back, or why it did not."""
+    try:
+        found: Outcome = ray.get(reference)
+    except ray.exceptions.RayTaskError as problem:
+        if isinstance(problem.cause, Stopped):
+            raise problem.cause from None
+        return Outcome.of(job, InputError("internal-error", where=job.build, value=_first_line(problem.cause)))
+    except ray.exceptions.RayError as problem:
+        lost = InputError(
+            "node-died",
+            where=job.build,
+            value=_first_line(problem),
+            rule="a build whose node dies begins anew, but not for ever",
+            remedy="see `ray status`",
+        )
+        return Outcome.of(job, lost)
+    return found
+
+
+def _first_line(problem: BaseException) -> str:
+    return f"{type(problem).__name__}: {problem}".splitlines()[0]
+
+
+def _nowhere(job: Job) -> InputError:
+    return InputError(
+        "no-machine",
+        where=job.build,
+        value=f"no node of the cluster offers {job.target!r}",
+        rule="a build runs on a node whose resources name its target",
+        remedy=f"ray start --resources='{{\"{job.target}\": 1}}'",
+    )
+
+
+def _connected(address: str) -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise MissingDependency("ray", extra="ray", purpose="--executor ray") from None
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        host, _, port = address.rpartition(":")
+        if host and port.isdecimal():
+            # ray itself would go on trying for minutes
+            socket.create_connection((host, int(port)), timeout=_LOOK).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError) as problem:
+        where, remedy = f"--executor ray, {address}", "start one: ray start --head"
+        raise InputError("ray-unreachable", where=where, value=_first_line(problem), remedy=remedy) from None
+    if threading.current_thread() is threading.main_thread():
+        # ray makes of a SIGTERM an exit that nothing can be put away in
+        signal.signal(signal.SIGTERM, before)
+    return ray

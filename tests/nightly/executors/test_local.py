@@ -1,0 +1,92 @@
+"""A build's process: what it commits, what it says, and every way in which it can end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from quantkit.errors import Stopped
+from quantkit.nightly.executors.local import Local
+from quantkit.nightly.jobs import Job, Outcome
+from quantkit.nightly.records import Cell
+from quantkit.nightly.store import Store
+from quantkit.pipeline.progress import Progress
+
+from .. import fake_work
+from ..conftest import FIRST, night
+
+
+class Heard(Progress):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def at(self, stage: str, done: float, detail: str = "") -> None:
+        self.lines.append(f"{stage} {detail}")
+
+
+def job(home: Path, recipe: str, limit: float = 30.0) -> Job:
+    cells = tuple(Cell("tiny", recipe, "cpu-x86", "onnxruntime", batch).key for batch in (1, 8))
+    return Job(FIRST, str(home / "nightly.yaml"), "", cells, 1, limit)
+
+
+def store_of(home: Path) -> Store:
+    store = Store.open(home / "store", create=True)
+    store.begin(night())
+    return store
+
+
+def test_jobs_end_one_by_one_whatever_becomes_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_work, "SECONDS", 0.0)
+    store, heard = store_of(tmp_path), Heard()
+    jobs = [job(tmp_path, name) for name in ("raises", "breaks", "killed")]
+    jobs += [job(tmp_path, "hangs", 1.0), job(tmp_path, "fine")]
+    found: list[Outcome] = list(Local().run(jobs, fake_work.work, heard))
+    assert [each.job for each in found] == jobs
+    assert [each.state for each in found] == ["failed"] * 4 + ["done"]
+    raised, broken, killed, hung, fine = (each.error for each in found)
+    assert raised == {"code": "planted", "where": "here", "value": "1", "rule": "2", "remedy": "3"}
+    assert broken is not None and broken["code"] == "internal-error" and "by zero" in broken["value"]
+    assert "fake_work.py" in broken["rule"]
+    assert killed is not None and killed["code"] == "process-died" and "SIGKILL" in killed["value"]
+    assert hung is not None and hung["code"] == "timeout"
+    assert fine is None and store.committed(FIRST) == {*jobs[-1].cells}
+    assert any("fine" in line and "measure" in line for line in heard.lines)
+
+
+def _night(home: Path, recipe: str) -> None:
+    list(Local().run([job(home, recipe)], fake_work.work, Progress()))
+
+
+def test_nothing_goes_on_when_the_night_is_killed(tmp_path: Path) -> None:
+    store_of(tmp_path)
+    process = multiprocessing.get_context("spawn").Process(target=_night, args=(tmp_path, "hangs"))
+    process.start()
+    log = tmp_path / "log"
+    while not (log.exists() and log.read_text().endswith("\n")):
+        time.sleep(0.01)
+    pid = int(log.read_text().split()[1])
+    process.kill()
+    process.join()
+    for _ in range(500):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError("the build outlived its night")
+
+
+def test_a_build_that_is_stopped_stops_the_night(tmp_path: Path) -> None:
+    store_of(tmp_path)
+    with pytest.raises(Stopped):
+        list(Local().run([job(tmp_path, "fine")], stopped, Progress()))
+
+
+def stopped(job: Job, progress: Progress) -> None:
+    raise Stopped("disk-full", where="here")

@@ -1,0 +1,77 @@
+"""Two real raylets on this machine, one of which is killed in mid-run."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.errors import InputError
+from quantkit.nightly.executors.ray import Ray
+from quantkit.nightly.jobs import Job
+from quantkit.nightly.records import Cell
+from quantkit.nightly.store import Store
+from quantkit.pipeline.progress import Progress
+
+from .. import fake_work
+from ..conftest import FIRST, files, night
+
+pytestmark = pytest.mark.slow
+_OF_A_NODE = {"object_store_memory": 80 * 2**20, "num_cpus": 1, "resources": {"cpu-x86": 1}}
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    # the nodes import what they run
+    roots = [str(Path(__file__).parents[depth]) for depth in (2, 3)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    from ray.cluster_utils import Cluster
+
+    found = Cluster(initialize_head=True, head_node_args={**_OF_A_NODE, "include_dashboard": False})
+    yield found
+    found.shutdown()
+
+
+def test_every_cell_is_committed_once_though_a_node_dies(cluster: Any, tmp_path: Path) -> None:
+    # as a machine of its own: on one machine builds wait for each other
+    dying = cluster.add_node(**_OF_A_NODE, env_vars={"QUANTKIT_CACHE": str(tmp_path / "elsewhere")})
+    store = Store.open(tmp_path / "store", create=True)
+    cells = [Cell("tiny", recipe, "cpu-x86", "torch", batch) for recipe in "abcd" for batch in (1, 8)]
+    elsewhere = Cell("tiny", "a", "h100", "torch", 1)
+    store.begin(night(FIRST, (*cells, elsewhere)))
+    jobs = [
+        Job(FIRST, str(tmp_path / "nightly.yaml"), "", tuple(each.key for each in pair), 1, 60.0)
+        for pair in ((elsewhere,), *zip(cells[::2], cells[1::2], strict=True))
+    ]
+    log = tmp_path / "log"
+
+    def kill() -> None:
+        while not log.exists() or log.read_text().count("\n") < 2:
+            time.sleep(0.01)
+        cluster.remove_node(dying, allow_graceful=False)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    outcomes = list(Ray(cluster.address, patience=1.0).run(jobs, fake_work.work, Progress()))
+    killer.join()
+    states = {each.job.build: each.state for each in outcomes}
+    assert states == {each.build: "missing" if each is elsewhere else "done" for each in (*cells, elsewhere)}
+    (missing,) = [each.error for each in outcomes if each.state == "missing"]
+    assert missing is not None and missing["code"] == "no-machine" and "h100" in missing["value"]
+    assert store.committed(FIRST) == {each.key for each in cells}
+    assert len(files(store, "results")) == len(cells)
+    began = Counter(line.split()[0] for line in log.read_text().splitlines())
+    assert set(began) == {each.build for each in cells} and max(began.values()) == 2, "no build was begun anew"
+
+
+def test_without_a_cluster_it_says_how_to_start_one() -> None:
+    with pytest.raises(InputError) as caught:
+        list(Ray("127.0.0.1:1").run([], fake_work.work, Progress()))
+    assert caught.value.code == "ray-unreachable"
