@@ -64,6 +64,41 @@ def query(
     return found
 
 
+def gate(
+    config: Config = _CONFIG,
+    store: StorePath = None,
+    night: Annotated[str | None, typer.Option(metavar="ID", help="Which; default: the last.")] = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all decisions as JUnit XML.")] = None,
+    github_summary: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", envvar="GITHUB_STEP_SUMMARY", help="Append a summary in GitHub's Markdown."),
+    ] = None,
+    gitlab: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what is not fine as GitLab's code-quality JSON.")
+    ] = None,
+    allow_inconclusive: Annotated[
+        bool, typer.Option("--allow-inconclusive", help="What is not known passes: exit 0 in place of 3.")
+    ] = False,
+    as_json: Json = False,
+) -> Answer:
+    """Whether a night passes: 0 fine, 1 worse or failed, 3 not known."""
+    from quantkit.nightly import gate as gates
+    from quantkit.nightly import gate_files, shown
+
+    opened = _store(config, store)
+    found = gates.gate(opened, night)
+    if junit is not None:
+        gate_files.write(junit, gate_files.junit(found))
+    if gitlab is not None:
+        gate_files.write(gitlab, gate_files.gitlab(found, config))
+    if github_summary is not None:
+        gate_files.append(github_summary, gate_files.github(found))
+    said = [*opened.warnings, *gates.warnings(found)]
+    answer = Answer(found.as_dict(), [*shown.gated(found), *shown.warnings(said)], warnings=said)
+    answer.error = gates.error(found, allow_inconclusive=allow_inconclusive)
+    return answer
+
+
 def _store(config: Path, store: Path | None) -> Store:
     """The store that is meant."""
     from quantkit.nightly.config import Nightly
@@ -77,4 +112,4 @@ def _store(config: Path, store: Path | None) -> Store:
 
 HELP = "Compare what you compile, every night."
 # in the order in which help names them
-COMMANDS: tuple[Callable[..., Answer], ...] = (query,)
+COMMANDS: tuple[Callable[..., Answer], ...] = (gate, query)

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantkit.nightly._write import plain
+from quantkit.nightly.gate import Gated, count, title
 from quantkit.nightly.store import Rows
+from quantkit.report import words
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,8 +24,6 @@ def rows(found: Rows) -> list[RenderableType]:
     """A table; where it is wider than the terminal, each row as lines `column  value`."""
     from rich.table import Table
     from rich.text import Text
-
-    from quantkit.report import words
 
     cells = [[words.visible(_said(value)) for value in row] for row in found.rows[:MOST]]
     widths = [max(map(len, column)) for column in zip(found.columns, *cells, strict=True)]
@@ -52,6 +52,19 @@ def warnings(said: Sequence[str]) -> list[RenderableType]:
     from rich.text import Text
 
     return [Text.assemble(("! ", "bold yellow"), warning) for warning in said]
+
+
+def gated(found: Gated) -> list[RenderableType]:
+    """A night at the gate: how many of what, and what is not fine."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    mark, style = {0: ("✓", "green"), 1: ("✗", "bold red"), 3: ("?", "bold yellow")}[found.exit]
+    lines: list[RenderableType] = [Text.assemble((f"{mark} ", style), (found.night.night, "bold"), f": {count(found)}")]
+    for each in [*found.alarms, *found.open]:
+        said = Text.assemble((each.answer, "bold"), f" {title(each)}: {words.visible(each.because)}")
+        lines.append(Padding(said, (0, 0, 0, 2)))
+    return lines
 
 
 def _said(value: Any) -> str:
