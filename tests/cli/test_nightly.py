@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quantkit.nightly import shown
-from quantkit.nightly.records import Cell, Decision, Result
+from quantkit.nightly.records import Cell, Decision, Night, Result
 from quantkit.nightly.store import Rows, Store
 
 NIGHT = "20260101T030000Z-000001"
@@ -90,6 +93,18 @@ def test_the_store_is_the_one_that_the_file_names(store: Store, quantkit: Any) -
     ran = quantkit("nightly", "query", asked, config.with_name("other.yaml"))
     assert ran.code == 2
     assert "other.yaml" in ran.err
+
+
+def test_what_reads_the_store_alone_needs_no_model_s_packages(
+    store: Store, without_packages: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """The job that holds back has the small install."""
+    store.begin(Night(NIGHT, datetime(2026, 1, 1, 3, tzinfo=UTC), None, "", "here", (CELL.key,)))
+    done = without_packages("nightly", "gate", "--store", str(store.path), "--junit", str(store.path.parent / "j.xml"))
+    assert done.returncode == 1, done.stderr
+    assert "[worse]" in done.stderr
+    done = without_packages("nightly", "query", "decisions", "--store", str(store.path))
+    assert done.returncode == 0, done.stderr
 
 
 def test_it_is_written_as_csv_or_json(store: Store, quantkit: Any, tmp_path: Path) -> None:
