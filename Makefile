@@ -58,7 +58,7 @@ floors: venv  ## imports run downward only
 matrix: venv  ## docs/matrix.md, from the targets in export/
 	$(BIN)/python -c "from quantkit.plan import matrix; print(matrix.markdown(), end='')" > docs/matrix.md
 
-bench: venv  ## every benchmark script: the figures that the README quotes
+bench: venv  ## every benchmark script: the figures that the docs quote
 	@set -e; for script in benchmarks/*.py; do \
 		[ -e "$$script" ] || { echo "benchmarks/ holds no script" >&2; exit 1; }; \
 		echo "== $$script"; $(BIN)/python "$$script"; done

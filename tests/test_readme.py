@@ -1,4 +1,4 @@
-"""The README's examples, run as they stand.
+"""The examples of the README and of the guides in docs/, run as they stand.
 
 Compiles of the embedded model beyond the first are given `--dry-run`, the first sees 2 sequences and is scored on 512
 positions, and what needs a network is left out. Nothing is timed (a test is no place for that), so `measure` runs once,
@@ -25,11 +25,13 @@ from quantkit.measure import doctor, ops_run
 from quantkit.pipeline import tokens
 from quantkit.pipeline.compile import takes_graph
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDES = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+PYTHON = re.findall(r"```python\n(.*?)```", README + GUIDES, re.DOTALL)
 COMMANDS = [
     shlex.split(line, comments=True)[1:]
-    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for block in re.findall(r"```bash\n(.*?)```", README + GUIDES, re.DOTALL)
     for line in block.splitlines()
     if line.startswith("quantkit ")
 ]
@@ -48,7 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path
 
 def test_it_shows_what_is_there() -> None:
     assert len(PYTHON) == 4
-    assert len(COMMANDS) >= 12
+    assert len(COMMANDS) >= 20
     for name in content.names("recipes"):
         assert f"| `{name}` |" in README, "every shipped recipe is in the table"
 
