@@ -33,7 +33,8 @@ from quantkit.stats.slowdown import slowdown
 Array = NDArray[Any]
 Thing = Literal["latency", "accuracy", "kl", "perplexity", "size"]
 
-# flags of a result, each followed by `: ` and the reason; the cell is inconclusive where one side is not there
+# flags of a result, each followed by `: ` and the reason: where one side is not there, the cell is inconclusive.
+# What was not scored is the candidate, or the side that the reason begins with: `accuracy-unscored: baseline: ...`
 UNLOADABLE: dict[Side, str] = {"baseline": "baseline-unloadable", "release": "release-unloadable"}
 UNSCORED = "accuracy-unscored"
 FIRST = "no baseline yet: this night becomes it"
@@ -153,8 +154,8 @@ def _scored(results: Sequence[Result], items: Sequence[Item], other: Side, margi
     before, after = (sorted(side, key=lambda each: each.item) for side in sides)
     if not before or not after:
         answer, why = _nothing(result, other, there=bool(after))
-        if reason := _flag(result, UNSCORED):
-            answer, why = "inconclusive", f"it was not scored: {reason}"
+        if reason := _unscored(results, other):
+            answer, why = "inconclusive", f"not scored: {reason}"
         has_kl = any(each.kl is not None for each in after)
         things: tuple[Literal["accuracy", "kl"], ...] = ("accuracy", "kl") if has_kl else ("accuracy",)
         return [Asked(cells, _what(each, other), each, n=len(after), answer=answer, because=why) for each in things]
@@ -231,9 +232,18 @@ def _sha256(result: Result, other: Side) -> str | None:
     return result.release_sha256 if other == "release" else result.baseline_sha256
 
 
+def _unscored(results: Sequence[Result], other: Side) -> str:
+    """Why the candidate or the other side has no items; empty where no flag says so."""
+    reasons = [reason for result in results for reason in _flags(result, UNSCORED)]
+    others = [f"{side}:" for side in UNLOADABLE if side != other]
+    return next((reason for reason in reasons if not reason.startswith(tuple(others))), "")
+
+
 def _flag(result: Result, name: str) -> str:
     """What a flag says; empty where it is not there."""
-    for flag in result.flags:
-        if flag == name or flag.startswith(f"{name}:"):
-            return flag.removeprefix(name).lstrip(": ") or "no reason is known"
-    return ""
+    return next(iter(_flags(result, name)), "")
+
+
+def _flags(result: Result, name: str) -> list[str]:
+    found = (flag for flag in result.flags if flag == name or flag.startswith(f"{name}:"))
+    return [flag.removeprefix(name).lstrip(": ") or "no reason is known" for flag in found]

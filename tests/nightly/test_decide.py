@@ -284,7 +284,16 @@ def test_a_cell_without_data_is_missing() -> None:
     found = judged([done(ONE, bytes=None)])
     assert {each.answer for each in found.decisions} == {"missing"}
     unscored = judged([done(ONE, flags=("accuracy-unscored: no labels",))])
-    assert row(unscored, "accuracy").because == "it was not scored: no labels"
+    assert row(unscored, "accuracy").because == "not scored: no labels"
+
+
+def test_which_side_was_not_scored_is_told_apart() -> None:
+    ours = [each for each in answered(ONE) if each.side == "candidate"]
+    flags = ("accuracy-unscored: release: another text", "accuracy-unscored: baseline: no items")
+    accuracy = row(judged([done(ONE, flags=flags)], items=ours), "accuracy")
+    assert (accuracy.answer, accuracy.because) == ("inconclusive", "not scored: baseline: no items")
+    first = done(ONE, baseline_sha256=None, flags=flags[:1])
+    assert row(judged([first], items=ours), "accuracy").because == NEW
 
 
 @pytest.mark.parametrize(
