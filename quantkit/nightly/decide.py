@@ -26,6 +26,7 @@ Taken = TypeVar("Taken", Time, Item)
 
 # of several things that share a row, the first of these is told
 _GRAVEST: tuple[Answer, ...] = ("worse", "failed", "inconclusive", "missing", "better", "same")
+_FIELDS = ("code", "where", "value", "rule", "remedy")
 _NOTHING = "it holds no times against the same side"
 
 
@@ -127,9 +128,11 @@ def _undone(cell: Cell, result: Result | None) -> Asked:
     if result is None:
         why = "the night ended before it: `quantkit nightly run --resume` goes on"
         return Asked((cell.key,), "latency", "latency", answer="missing", because=why)
-    error = InputError(**{"code": "unknown", **(result.error or {})})
     answer: Answer = "failed" if result.state == "failed" else "missing"
-    return Asked((cell.key,), "latency", "latency", answer=answer, because=error.line())
+    why = "no reason is known"
+    if result.error:
+        why = InputError(**{name: result.error.get(name, "") for name in _FIELDS}).line()
+    return Asked((cell.key,), "latency", "latency", answer=answer, because=why)
 
 
 def _by_margins(config: Nightly, cells: Sequence[Cell]) -> dict[Margins, list[Cell]]:

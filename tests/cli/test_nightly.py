@@ -103,8 +103,6 @@ def test_what_reads_the_store_alone_needs_no_model_s_packages(
     done = without_packages("nightly", "gate", "--store", str(store.path), "--junit", str(store.path.parent / "j.xml"))
     assert done.returncode == 1, done.stderr
     assert "[worse]" in done.stderr
-    done = without_packages("nightly", "query", "decisions", "--store", str(store.path))
-    assert done.returncode == 0, done.stderr
 
 
 def test_it_is_written_as_csv_or_json(store: Store, quantkit: Any, tmp_path: Path) -> None:

@@ -273,6 +273,8 @@ def test_failed_and_missing_cells_have_answers_of_their_own() -> None:
     assert row(found, "latency", ONE).because == "[out-of-memory] x: none left"
     assert row(found, "latency", CELLS[1]).answer == "missing"
     assert row(found, "latency", CELLS[2]).answer == "same"
+    bare = Result.of(FIRST, ONE, "failed")
+    assert row(judged([bare]), "latency").because == "no reason is known"
     killed = row(found, "latency", CELLS[3])
     assert killed.answer == "missing"
     assert "--resume" in killed.because
