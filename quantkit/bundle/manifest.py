@@ -75,8 +75,11 @@ class CalibrationEntry(_Closed):
 
 
 class LayerEntry(_Closed):
-    """One quantized layer: shape [N, K], its scheme, stored bits per weight, relative weight error; how its input is
-    quantized, if it is, and the scale of that, if calibration fixed it.
+    """One quantized layer: shape [N, K], its scheme, stored bits per weight; how its input is quantized, if it is, and
+    the scale of that, if calibration fixed it.
+
+    `error`: of its weights, squared and relative: ‖W − Ŵ‖² / ‖W‖², Frobenius norms. 0.01 is an error of a tenth of the
+    weights' root mean square.
 
     `routed`: of an expert's layer, the calibration tokens that were routed to it.
     """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+import quantkit
 from quantkit.cli.answer import Answer
 from quantkit.cli.options import Json, batches
 from quantkit.cli.progress import showing
@@ -38,14 +40,23 @@ def compare(
     ] = 0.01,
     latency_margin: Annotated[float, typer.Option(metavar="X", help="0.05: 5 % slower.")] = 0.05,
     size_margin: Annotated[float, typer.Option(metavar="X", help="0.01: 1 % larger.")] = 0.01,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the figures.")] = None,
     as_json: Json = False,
 ) -> Answer:
     """Set one bundle against another: by token, batch, size and layer."""
+    from quantkit.bundle.disk import check_place
     from quantkit.pipeline.compare import Margins, compare_bundles
-    from quantkit.report.compare import because, terminal
+    from quantkit.report.compare import terminal
+    from quantkit.report.compare_words import because
 
+    check_place(html)
+    if html is not None:
+        from quantkit.report import compare_page
+        from quantkit.report import page as pages
+
+        pages.demand()
     with showing() as progress:
-        progress.begin(f"comparing {a} and {b}", 5.0)
+        progress.begin(f"comparing {a} and {b}", 5.0 + (60.0 + (seconds or 60.0) if measure and speed else 0.0))
         found = compare_bundles(
             a,
             b,
@@ -59,15 +70,18 @@ def compare(
             speed=speed,
             examples=examples,
         )
+    if html is not None:
+        compare_page.write(html, found, quantkit.__version__)
     error: QuantkitError | None = None
     answer = {GateError.exit: "worse", Inconclusive.exit: "inconclusive"}.get(found.exit)
-    said = "; ".join(because([cell for cell in found.cells if cell.answer == answer]))
+    said = "; ".join(because([cell for cell in found.cells if cell.answer == answer], found.kind))
     if answer == "worse":
         rule = "it is no worse than A by more than the margins"
         remedy = "keep A, or allow more: --accuracy-margin, --latency-margin, --size-margin"
         error = GateError("worse", where=b, value=said, rule=rule, remedy=remedy)
     elif answer is not None:
         rule = "a 95 % interval lies within the margin"
-        remedy = "time both in one run (--measure), for longer, or score more text; or compare with --no-speed"
+        longer = "time both for longer (--seconds)" if measure else "time both in one run (--measure)"
+        remedy = f"{longer}, or score more text; or compare with --no-speed"
         error = Inconclusive("inconclusive", where=b, value=said, rule=rule, remedy=remedy)
-    return Answer(found.as_dict(), terminal(found), warnings=list(found.notes), error=error)
+    return Answer(found.as_dict(), terminal(found, html), warnings=list(found.notes), error=error)

@@ -99,9 +99,10 @@ def plan(
     )
     check_place(html)
     if html is not None:
+        from quantkit.report import page as pages
         from quantkit.report import plan_page
 
-        plan_page.demand()
+        pages.demand()
     outlook = answer(question)
     rehearsal = _rehearsed(question, outlook) if rehearse else None
     if rehearsal is not None and rehearsal.compiling is not None:

@@ -63,6 +63,7 @@ def tax(
     from quantkit.pipeline.tax import measure_tax, record
     from quantkit.pipeline.tax_question import Question, batch_range, prepare
     from quantkit.plan.traffic import traffic_of
+    from quantkit.report import page as pages
     from quantkit.report import tax as report
     from quantkit.report import tax_page
 
@@ -86,7 +87,7 @@ def tax(
     if plan.records and plan.bundle is not None:
         plan.bundle.demand_writable()
     if html is not None:
-        tax_page.demand()
+        pages.demand()
     with showing() as progress:
         progress.begin(f"timing the linears of {model or ', '.join(shape or ())}", 1.6 * seconds)
         progress.plan({"timing": 1.6 * seconds})

@@ -112,7 +112,7 @@ def open_graph(path: Path, name: str = "") -> FloatGraph:
     for value in list(model.graph.inputs):
         if value.name in model.graph.initializers:  # a weight that could be given from outside, as old exporters wrote
             model.graph.inputs.remove(value)
-    inputs = tuple(_inputs(model, where))
+    inputs = tuple(inputs_of(model, where))
     if not list(model.graph.outputs):
         raise _refused(where, "unreadable", "no outputs")
     return FloatGraph(model, path, name or path.stem, inputs, digest.hexdigest(), size)
@@ -204,7 +204,8 @@ def _check_weights(model: ir.Model, where: str) -> None:
             raise _refused(where, "weights", f"NaN or infinity in {value.name}", "weights are finite")
 
 
-def _inputs(model: ir.Model, where: str) -> Iterator[Input]:
+def inputs_of(model: ir.Model, where: str) -> Iterator[Input]:
+    """What a graph is given: its inputs that are no weights. Raises InputError: `onnx-dtype`, `onnx-shape`."""
     import onnx_ir as ir
 
     names: Mapping[str, Any] = model.graph.initializers

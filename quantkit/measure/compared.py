@@ -219,7 +219,7 @@ class LayerPair:
 
     @property
     def errors(self) -> tuple[float, float] | None:
-        """The relative weight errors of A and B, ‖W − Ŵ‖² / ‖W‖²; of floats zero. None where one is not known."""
+        """The relative squared weight errors of A and B, ‖W − Ŵ‖² / ‖W‖²; of floats 0. None where one is not known."""
         found = [0.0 if layer is None else layer.error for layer in (self.a, self.b)]
         return None if found[0] is None or found[1] is None else (found[0], found[1])
 
@@ -290,6 +290,7 @@ class Compared:
 
     Args:
         model: its name.
+        kind: `decoder`, `encoder` or `vision`.
         a: what B is set against.
         b: what is judged.
         verdict: see the module.
@@ -303,6 +304,7 @@ class Compared:
     """
 
     model: str
+    kind: str
     a: Named
     b: Named
     verdict: Verdict
@@ -316,7 +318,7 @@ class Compared:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        found = {name: getattr(self, name) for name in ("model", "data")}
+        found = {name: getattr(self, name) for name in ("model", "kind", "data")}
         found |= {"a": asdict(self.a), "b": asdict(self.b)}
         found["verdict"] = {"answer": self.verdict, "exit": self.exit, "because": list(self.because)}
         found["cells"] = [asdict(cell) for cell in self.cells]

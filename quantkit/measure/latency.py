@@ -38,7 +38,7 @@ _BLOCKS = (5, 240)
 # a step shorter than this many seconds is timed twice a visit, after one that is not counted
 SHORT = 0.05
 # errors of a side that speak of one shape; the others go on
-_TOO_LARGE = {"out-of-memory", "prompt-too-long", "shape-unsupported"}
+TOO_LARGE = {"out-of-memory", "prompt-too-long", "shape-unsupported"}
 
 
 class Side(Protocol):
@@ -288,7 +288,7 @@ def _warm(cell: _Cell, entry: Entry, suffix: str, clock: Callable[[], float]) ->
             seconds.append(clock() - began)
         return step, min(seconds)
     except InputError as error:
-        if error.code not in _TOO_LARGE:
+        if error.code not in TOO_LARGE:
             raise
         raise _TooLarge(f"{error.code}{suffix}") from None
 

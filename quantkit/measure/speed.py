@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,23 @@ def demand() -> None:
             raise MissingDependency(package, extra="onnx", purpose="measuring speed")
 
 
+def demand_room(models: Sequence[Path]) -> None:
+    """Refuse to load what does not fit: folders with `model.onnx`, or graphs' files.
+
+    Raises:
+        InputError: `out-of-memory`.
+    """
+    need, free = sum(2.2 * _bytes(model) for model in models), machine.memory_available()
+    if need > free:
+        raise InputError(
+            "out-of-memory",
+            where=str(models[-1]),
+            value=f"both models take about {need / 1e9:.1f} GB",
+            rule=f"{free / 1e9:.1f} GB are free",
+            remedy="measure on a machine with more memory",
+        )
+
+
 def run(job: Job, progress: Callable[[float, str], None] | None = None) -> list[Row]:
     """Time both and weigh both; see `measure.latency` for the rows; `memory.peak` besides.
 
@@ -78,16 +95,7 @@ def run(job: Job, progress: Callable[[float, str], None] | None = None) -> list[
         MissingDependency: onnxruntime or scipy.
     """
     demand()
-    need = sum(2.2 * _bytes(part.folder) for part in (job.ours, job.theirs))
-    free = machine.memory_available()
-    if need > free:
-        raise InputError(
-            "out-of-memory",
-            where=job.theirs.folder,
-            value=f"both models take about {need / 1e9:.1f} GB",
-            rule=f"{free / 1e9:.1f} GB are free",
-            remedy="measure on a machine with more memory",
-        )
+    demand_room([Path(part.folder) for part in (job.ours, job.theirs)])
     weighed = {part.subject: footprint(part, job.threads) for part in (job.theirs, job.ours)}
     lines = _child(["time"], json.dumps(asdict(job)), progress)
     rows = [Row.model_validate(json.loads(line)) for line in lines]
@@ -103,8 +111,9 @@ def footprint(part: Part, threads: int) -> dict[str, int]:
     return found
 
 
-def _bytes(folder: str) -> int:
-    return sum(path.stat().st_size for path in Path(folder).glob(f"{MODEL}*"))
+def _bytes(model: Path) -> int:
+    files = model.glob(f"{MODEL}*") if model.is_dir() else model.parent.glob(f"{model.name}*")
+    return sum(path.stat().st_size for path in files)
 
 
 def _memory(job: Job, weighed: Mapping[str, Mapping[str, int]]) -> Row:

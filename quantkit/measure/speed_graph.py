@@ -83,7 +83,7 @@ def run(job: Job, progress: Callable[[float, str], None] | None = None) -> list[
     return [Row.model_validate(json.loads(line)) for line in lines]
 
 
-class _Passes:
+class Passes:
     """A loaded graph as `latency.Side`."""
 
     def __init__(self, file: str, samples: Mapping[str, Array], threads: int) -> None:
@@ -114,7 +114,7 @@ def _time(data: Mapping[str, Any]) -> list[Row]:
         samples = {name: loaded[name] for name in loaded.files}
     read = float(sum(array.nbytes / len(array) for array in samples.values()))
     entries = [
-        Entry(_Passes(side.file, samples, job.threads), _cost(side, job, read), side.subject)
+        Entry(Passes(side.file, samples, job.threads), _cost(side, job, read), side.subject)
         for side in (job.ours, job.theirs)
     ]
     settings: dict[str, str | bool | int | float | None] = {

@@ -108,7 +108,7 @@ class Block:
         kernel sees them.
 
         Returns:
-            the relative weight error, `||W - dequantize(codes)||² / ||W||²`.
+            the relative squared weight error, `||W - dequantize(codes)||² / ||W||²`.
         """
         module = self.module.get_submodule(linear)
         weight = weight_of(module).float()

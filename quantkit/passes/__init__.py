@@ -29,7 +29,7 @@ class Outcome:
     Args:
         changed: whether anything is different now.
         decisions: what was done otherwise than asked, or not at all, each with its reason.
-        errors: linear -> relative weight error, from the pass that assigned the codes.
+        errors: linear -> relative squared weight error, from the pass that assigned the codes.
     """
 
     changed: bool

@@ -7,7 +7,7 @@ runs anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite, log
 from pathlib import Path
 
@@ -25,12 +25,12 @@ from quantkit.measure.compared import (
     layer_pairs,
     verdict,
 )
-from quantkit.measure.latency import Plan
 from quantkit.pipeline import compare_times, worth
 from quantkit.pipeline.compare_scores import by_item, by_row, common_runtime, demand_one_text
 from quantkit.pipeline.compare_sides import Side, open_sides
+from quantkit.pipeline.compare_times import Timing
 from quantkit.pipeline.compare_words import flips, scored_text
-from quantkit.pipeline.measure import default_runtime, with_changes
+from quantkit.pipeline.measure import default_runtime
 from quantkit.pipeline.progress import Progress
 from quantkit.stats.apart import KNOWN, Measured, difference
 from quantkit.stats.decision import Decision, confirm
@@ -96,7 +96,8 @@ def compare_bundles(
         progress: told how far it is.
         margins: see `Margins`.
         runtime: whose scores are compared; None is one that both were scored in.
-        calibration: where the text is that was scored, if it was a file: flipped words are shown in it.
+        calibration: where the text is that was scored, if it was a file: flipped words are shown in it. Of a graph,
+            where its samples are.
         measure: time both in one run; else what is recorded is compared.
         batches: of that run; None is those of `measure --quick`.
         seconds: for all of that run.
@@ -105,41 +106,44 @@ def compare_bundles(
 
     Raises:
         InputError: `models-differ`, `items-differ`, `items-missing`, `hash-mismatch`, `values-invalid`, and those of
-            `open_sides` and `compare_times.interleaved`.
+            `open_sides` and `compare_times.prepare`.
         MissingDependency: scipy; onnxruntime, to time.
     """
     progress, margins = progress or Progress(), margins or Margins()
     progress.plan({"verify": 2.0, **({"speed": 60.0 + (seconds or worth.QUICK.seconds)} if measure and speed else {})})
     progress.at("verify", 0.0, "hashes")
     sides = open_sides(a, b)
-    plan = None
+    timing: Timing | None = None
+    notes: list[str] = []
     if measure and speed:
-        compare_times.demand(*sides)
-        plan = with_changes(worth.quick(sides[0].manifest.model.kind), batches, seconds)
+        timing, notes = compare_times.prepare(*sides, batches=batches, seconds=seconds, calibration=calibration)
     scored = _scored(*sides, margins.accuracy, runtime, calibration, examples)
-    timed, notes = _timed(*sides, margins.latency, plan, progress) if speed else ([], [])
+    timed, said = _timed(*sides, margins.latency, timing, progress) if speed else ([], [])
     sized = _sized(*sides, scored.runtimes, margins.size)
     asked = [*scored.asked, *timed, *sized]
     decisions = decided(asked)
-    again = _again(*sides, asked, decisions, margins.latency, plan, progress) if plan else {}
+    again = _again(asked, decisions, margins.latency, timing, progress) if timing else {}
     cells = [
         Cell.of(*again[i]) if i in again else Cell.of(each, decision)
         for i, (each, decision) in enumerate(zip(asked, decisions, strict=True))
     ]
-    from quantkit.report.compare import because
+    from quantkit.report.compare_words import because
+
+    kind = sides[0].manifest.model.kind
 
     return Compared(
         model=sides[0].manifest.model.name,
+        kind=kind,
         a=_named(sides[0], scored.runtimes[0]),
         b=_named(sides[1], scored.runtimes[1]),
         verdict=verdict(cells),
         exit=exit_code(cells),
-        because=because(cells),
+        because=because(cells, kind),
         cells=cells,
         data=scored.data,
         flips=scored.flips,
         layers=_layers(*sides),
-        notes=[*_identical(*sides), *scored.notes, *notes],
+        notes=[*_identical(*sides), *scored.notes, *notes, *said],
     )
 
 
@@ -162,9 +166,9 @@ def _about(name: str, split: str, items: int, unit: str) -> str:
     return f"{items:,} {unit}s of {name} ({split})"
 
 
-def _timed(a: Side, b: Side, margin: float, plan: Plan | None, progress: Progress) -> tuple[list[Asked], list[str]]:
-    if plan is not None:
-        return compare_times.of_run(compare_times.interleaved(a, b, plan, progress), margin), []
+def _timed(a: Side, b: Side, margin: float, timing: Timing | None, progress: Progress) -> tuple[list[Asked], list[str]]:
+    if timing is not None:
+        return compare_times.of_run(timing.run(progress), margin)
     found, notes = compare_times.recorded(a, b, margin)
     if not found:
         both = " and ".join(dict.fromkeys(side.measure() for side in (a, b)))
@@ -173,15 +177,9 @@ def _timed(a: Side, b: Side, margin: float, plan: Plan | None, progress: Progres
 
 
 def _again(
-    a: Side,
-    b: Side,
-    asked: Sequence[Asked],
-    decisions: Sequence[Decision],
-    margin: float,
-    plan: Plan,
-    progress: Progress,
+    asked: Sequence[Asked], decisions: Sequence[Decision], margin: float, timing: Timing, progress: Progress
 ) -> dict[int, tuple[Asked, Decision, bool]]:
-    """Times that were called worse or better, taken once more, both models loaded anew: no call rests on one load."""
+    """Times that were called worse or better, taken once more: no call rests on one run."""
     called = {
         compare_times.key(each): i
         for i, (each, decision) in enumerate(zip(asked, decisions, strict=True))
@@ -189,11 +187,10 @@ def _again(
     }
     if not called:
         return {}
-    progress.note("what was called faster or slower is timed once more, both models loaded anew")
-    share = len(called) / sum(each.what == "latency" for each in asked)
-    shorter = replace(compare_times.narrowed(plan, [asked[i] for i in called.values()]), seconds=plan.seconds * share)
-    rows = compare_times.interleaved(a, b, shorter, progress)
-    second = [each for each in compare_times.of_run(rows, margin) if compare_times.key(each) in called]
+    progress.note("what was called faster or slower is timed once more")
+    places = [(asked[i].name, asked[i].batch, asked[i].shape) for i in called.values()]
+    shapes = [shape for shape in timing.job.shapes if (shape.name, shape.batch, shape.shape) in places]
+    second, _ = compare_times.of_run(timing.run(progress, shapes), margin)
     found = {}
     for each, decision in zip(second, decided(second), strict=True):
         i = called[compare_times.key(each)]

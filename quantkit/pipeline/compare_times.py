@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from quantkit import registry
 from quantkit.errors import InputError
+from quantkit.measure import rounds
 from quantkit.measure.compared import Asked, How
-from quantkit.measure.latency import SHORT, Plan
+from quantkit.measure.latency import SHORT
+from quantkit.measure.rounds import Job, Shape, Taken, shapes_of
 from quantkit.measure.rows import Row
 from quantkit.pipeline import worth
 from quantkit.pipeline.compare_sides import Side
-from quantkit.pipeline.graph_again import holds_graph
+from quantkit.pipeline.graph_again import file_of, holds_graph, samples_of
+from quantkit.pipeline.measure import with_changes
 from quantkit.pipeline.progress import Progress
+from quantkit.plan import machine
 from quantkit.stats.apart import KNOWN, Apart, Measured, difference
+from quantkit.stats.slowdown import slowdown
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.inputs import Feed
 
 _TIMED = ("latency.decode_step", "latency.prefill")
 # a bootstrap draws at most so many groups of blocks
@@ -24,16 +36,61 @@ _GROUPS = 20
 _BUSY = 1.2
 
 
-def demand(a: Side, b: Side) -> None:
-    """Refuse to begin what cannot be timed in one run.
+@dataclass(frozen=True)
+class Timing:
+    """Two bundles that can be timed in turns, in ONNX Runtime.
+
+    Args:
+        job: what is timed; its samples have no file yet.
+        samples: of graphs, an array [n, ...] for each input; None else.
+    """
+
+    job: Job
+    samples: Feed | None = None
+
+    def run(self, progress: Progress, shapes: Sequence[Shape] | None = None) -> list[Taken]:
+        """Times of all shapes; of some, in another order and in their share of the seconds.
+
+        Raises:
+            InputError: those of `measure.rounds.run`.
+            MissingDependency: onnxruntime or scipy.
+        """
+        job = self.job
+        if shapes is not None:
+            share = len(shapes) / len(job.shapes)
+            job = replace(job, shapes=shapes, seconds=job.seconds * share, seed=job.seed + 1)
+
+        def report(share: float, words: str) -> None:
+            progress.at("speed", share, words)
+
+        if self.samples is None:
+            return rounds.run(job, report)
+        with tempfile.TemporaryDirectory(prefix="quantkit-speed-") as folder:
+            file = Path(folder) / "samples.npz"
+            np.savez(file, allow_pickle=False, **self.samples)
+            return rounds.run(replace(job, samples=str(file)), report)
+
+
+def prepare(
+    a: Side, b: Side, *, batches: Sequence[int] | None, seconds: float | None, calibration: str | None
+) -> tuple[Timing, list[str]]:
+    """What is timed of two bundles, and what a reader must know of it; whatever can be refused is refused here.
+
+    Args:
+        a: what B is set against.
+        b: what is judged.
+        batches: None is those of `measure --quick`.
+        seconds: for all; None is those of `measure --quick`.
+        calibration: where the samples of a graph are, if they were a file.
 
     Raises:
-        InputError: `compare-float`, `compare-graph`, `bundle-without-onnx`, `hash-mismatch`.
+        InputError: `compare-float`, `bundle-without-onnx`, `hash-mismatch`, `runtime-unsupported`;
+            of graphs, `calibration-needed` and those of `load_inputs`.
         MissingDependency: onnxruntime or scipy.
     """
-    from quantkit.measure.speed import demand as packages
+    from quantkit.measure.speed import demand
 
-    packages()
+    demand()
     for side in (a, b):
         if side.floating:
             raise InputError(
@@ -43,56 +100,47 @@ def demand(a: Side, b: Side) -> None:
                 rule="a bundle is timed against its float model by `measure`",
                 remedy=side.measure(),
             )
-        if holds_graph(side.bundle):
-            raise InputError(
-                "compare-graph",
-                where=f"{side.name} --measure",
-                value="a graph of one's own",
-                rule="graphs are timed by `measure`, against their float graph",
-                remedy=f"{a.measure()} and {b.measure()}, then compare without --measure",
+    ours, theirs = (registry.load("runtimes", worth.RUNTIME).checked(side.bundle) for side in (b, a))
+    kind, threads = b.manifest.model.kind, machine.cores()
+    plan = with_changes(worth.quick(kind), batches, seconds)
+    if not holds_graph(b.bundle):
+        plan = worth.fitting(plan, min(worth.context_of(ours), worth.context_of(theirs)), kind)
+        return Timing(Job(str(ours), str(theirs), shapes_of(plan), threads, plan.seconds)), []
+    data = samples_of(b.bundle, calibration)
+    sizes = [data.batch] if data.batch else list(plan.batches)
+    notes = [f"the graph takes {data.batch} samples at a time, so it is timed at that"] if data.batch else []
+    shapes = [Shape("latency.prefill", size, 1) for size in sizes]
+    ours, theirs = (file_of(side.bundle) for side in (b, a))
+    return Timing(Job(str(ours), str(theirs), shapes, threads, plan.seconds), data.first(max(sizes))), notes
+
+
+def of_run(taken: Sequence[Taken], margin: float) -> tuple[list[Asked], list[str]]:
+    """What raw times say, by the same test as every night's; and which shapes have none."""
+    device = machine.device().get("name")
+    found, notes = [], []
+    for each in taken:
+        if each.skipped:
+            notes.append(f"{each.shape.words}: not timed ({each.skipped})")
+            continue
+        evidence = slowdown(each.candidate, each.baseline, rounds=each.rounds, margin=margin, where=each.shape.words)
+        found.append(
+            Asked(
+                what="latency",
+                name=each.shape.name,
+                # of each block the fastest step, as the ratio has it
+                a=float(np.median(each.baseline.min(axis=(1, 2)))),
+                b=float(np.median(each.candidate.min(axis=(1, 2)))),
+                unit="s",
+                how="interleaved",
+                evidence=evidence,
+                n=each.candidate.size,
+                runtime=worth.RUNTIME,
+                batch=each.shape.batch,
+                shape=each.shape.shape,
+                device=device,
             )
-        registry.load("runtimes", worth.RUNTIME).checked(side.bundle)
-
-
-def interleaved(a: Side, b: Side, plan: Plan, progress: Progress) -> list[Row]:
-    """Both, timed in turns in ONNX Runtime: B's rows, with A for their baseline.
-
-    Raises:
-        InputError: those of `measure.speed.run`.
-        MissingDependency: onnxruntime or scipy.
-    """
-    ours, theirs = (registry.load("runtimes", worth.RUNTIME).folder(side.bundle) for side in (b, a))
-    context = min(worth.context_of(ours), worth.context_of(theirs))
-    return worth.time_it(
-        ours,
-        b.subject,
-        b.manifest.layers,
-        theirs,
-        a.subject,
-        worth.fitting(plan, context, b.manifest.model.kind),
-        lambda share, words: progress.at("speed", share, words),
-        baseline_format=worth.format_of(a.manifest.layers),
-    )
-
-
-def of_run(rows: Sequence[Row], margin: float) -> list[Asked]:
-    """What rows of B say that have A for their baseline."""
-    return [_direct(row, margin, swapped=False) for row in rows if _is_timed(row)]
-
-
-def narrowed(plan: Plan, cells: Sequence[Asked]) -> Plan:
-    """The same plan with no other batches, contexts and prompts than those of some cells."""
-    steps = [cell for cell in cells if cell.name == "latency.decode_step"]
-    passes = [cell for cell in cells if cell.name == "latency.prefill"]
-    return replace(
-        plan,
-        # of a model that does not decode, a plan's batches are those of its passes
-        batches=_sizes(cell.batch for cell in steps or passes),
-        contexts=_sizes((cell.shape or {}).get("context") for cell in steps),
-        prefill_batches=_sizes(cell.batch for cell in passes),
-        prefills=_sizes((cell.shape or {}).get("new_tokens") for cell in passes),
-        seed=plan.seed + 1,
-    )
+        )
+    return found, notes
 
 
 def key(cell: Asked) -> tuple[Any, ...]:
@@ -131,10 +179,6 @@ def recorded(a: Side, b: Side, margin: float) -> tuple[list[Asked], list[str]]:
 
 def _times(one: float, other: float) -> tuple[float, float]:
     return one / other, other / one
-
-
-def _sizes(values: Iterator[int | None]) -> tuple[int, ...]:
-    return tuple(sorted({value for value in values if value}))
 
 
 def _is_timed(row: Row) -> bool:

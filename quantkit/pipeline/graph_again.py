@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from quantkit.runtimes._tensorrt_file import NETWORK
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from quantkit.calibrate.inputs import InputSet
+    from quantkit.calibrate.inputs import Input, InputSet
     from quantkit.graph.open import FloatGraph
 
 MODEL = "model.onnx"
@@ -126,7 +126,7 @@ def measure_graph(
     file, alias = _float_file(bundle, baseline)
     graph = open_graph(file)
     _demand_inputs(bundle, graph)
-    data = _scoring(bundle, graph, calibration, alias)
+    data = _scoring(bundle, graph.inputs, calibration, alias)
     progress.plan({"score": 10.0, **({"speed": (plan or worth.quick("vision")).seconds} if timed else {})})
     path, subject = file_of(bundle), manifest.content_sha256
     folder = path.parent.name
@@ -209,7 +209,25 @@ def _demand_inputs(bundle: Bundle, graph: FloatGraph) -> None:
         )
 
 
-def _scoring(bundle: Bundle, graph: FloatGraph, calibration: str | None, alias: Alias | None) -> InputSet:
+def samples_of(bundle: Bundle, calibration: str | None) -> InputSet:
+    """What a bundle's graph is scored and timed on: the `eval` split of the set that it was calibrated on.
+
+    Args:
+        bundle: of a graph.
+        calibration: another set, or where its own is, if that was a file.
+
+    Raises:
+        InputError: `calibration-needed`, those of `load_inputs`; MissingDependency: onnx-ir.
+    """
+    import onnx_ir as ir
+
+    from quantkit.graph.open import inputs_of
+
+    file, alias = file_of(bundle), ALIASES.get(bundle.manifest.model.source.ref.removeprefix("alias:"))
+    return _scoring(bundle, tuple(inputs_of(ir.load(file), file.name)), calibration, alias)
+
+
+def _scoring(bundle: Bundle, inputs: Sequence[Input], calibration: str | None, alias: Alias | None) -> InputSet:
     from quantkit.calibrate.inputs import load_inputs
 
     recipe = Recipe.from_dict(bundle.manifest.recipe, name=str(bundle.manifest.recipe["name"]))
@@ -224,4 +242,4 @@ def _scoring(bundle: Bundle, graph: FloatGraph, calibration: str | None, alias: 
             remedy=f"--calibration ./{name}",
         )
     how = alias.preprocess if alias is not None else None
-    return load_inputs(name, "eval", graph.inputs, samples=None, seed=recipe.seed, preprocess=how)
+    return load_inputs(name, "eval", inputs, samples=None, seed=recipe.seed, preprocess=how)

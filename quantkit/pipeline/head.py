@@ -44,7 +44,7 @@ def rounded(weight: Tensor, scheme: WeightScheme) -> tuple[QuantTensor, float]:
     """A weight [N, K] of any float dtype rounded to nearest, a piece of its rows at a time.
 
     Returns:
-        codes [N, K + padding of the last group], and the relative error `||W - dequantize(codes)||² / ||W||²`.
+        codes [N, K + padding of the last group], and the relative squared error `||W - dequantize(codes)||² / ||W||²`.
     """
     form = registry.load("formats", scheme.format)
     rows, columns = weight.shape

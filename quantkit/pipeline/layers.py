@@ -74,8 +74,8 @@ class Layers:
     def entry(
         self, name: str, tensor: QuantTensor, error: float | None, static: InputScale | None = None
     ) -> LayerEntry:
-        """A quantized layer as the manifest lists it; `error` is its relative weight error, `static` the fixed scale of
-        its input.
+        """A quantized layer as the manifest lists it; `error` is its relative squared weight error, `static` the fixed
+        scale of its input.
         """
         form = registry.load("formats", tensor.scheme.format)
         rows, columns = self.shapes[name]

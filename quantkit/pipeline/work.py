@@ -63,7 +63,7 @@ class Worked:
         hidden: its output on the calibration set; None when no pass looks at data.
         original: its output in the original stream; None when no pass looks at that.
         decisions: of its passes.
-        errors: linear's full name -> relative weight error.
+        errors: linear's full name -> relative squared weight error.
         routed: of an expert's linear, its full name -> the calibration tokens that were routed to it.
     """
 

@@ -295,7 +295,7 @@ def heat(columns: Sequence[str], names: Sequence[str], values: Sequence[Sequence
         "colorbar": {
             "title": {"text": plain(of), "side": "right", "font": {"color": _colour("muted"), "size": 12}},
             "tickfont": {"color": _colour("muted"), "size": 12},
-            "tickformat": ".1%",
+            "tickformat": ".2~p",
             "thickness": 10,
             "outlinewidth": 0,
             "nticks": 5,

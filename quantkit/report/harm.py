@@ -129,7 +129,7 @@ def _layers(layers: Sequence[LayerHarm]) -> Section:
     panel = Panel(
         "Relative error of the outputs",
         "Relative output error of every quantized layer as colours: kinds of layers by blocks",
-        heat([(layer.name, layer.error) for layer in layers]),
+        heat([(layer.name, layer.error) for layer in layers], of="relative error"),
         wide=True,
     )
     middle = words.percent(median(layer.error for layer in layers))

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Manifest
-from quantkit.errors import MissingDependency
+from quantkit.bundle.disk import write_atomic
+from quantkit.errors import InputError, MissingDependency
 from quantkit.measure.engine_layers import Inspected
 from quantkit.measure.harm import Harm
 from quantkit.measure.rows import Row
+from quantkit.plan import machine
 from quantkit.report import accuracy as accuracy_sections
 from quantkit.report import curves, figures, sections, shares, speed, usage, words
 from quantkit.report import engine as engine_sections
@@ -92,6 +94,21 @@ def page(
         facts=_facts(manifest, rows),
         recipe=usage.recipe(manifest),
     )
+
+
+def demand() -> None:
+    """Refuse to begin without what a page needs. Raises MissingDependency: plotly, extra `report`."""
+    if not machine.has("plotly"):
+        raise MissingDependency("plotly", extra="report", purpose="the page")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a page, whole or not at all. Raises InputError: `file-unwritable`."""
+    try:
+        write_atomic(path, text.encode())
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError("file-unwritable", where=str(path), value=reason, remedy="check the folder") from None
 
 
 def rendered(template: str, **values: Any) -> str:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantkit.bundle.disk import write_atomic
-from quantkit.errors import InputError, MissingDependency
-from quantkit.plan import machine
 from quantkit.plan.forecast import Timed
 from quantkit.plan.outlook import Candidate, Outlook
 from quantkit.report import page as pages
@@ -19,24 +16,13 @@ from quantkit.report.usage import Command
 _RINGS = "Rings on dotted lines are bounds, which no runtime beats; full points are forecasts with their intervals."
 
 
-def demand() -> None:
-    """Refuse to begin without what the page needs. Raises MissingDependency: plotly, extra `report`."""
-    if not machine.has("plotly"):
-        raise MissingDependency("plotly", extra="report", purpose="the page")
-
-
 def write(path: Path, outlook: Outlook, version: str = "") -> None:
     """Write the page, whole or not at all.
 
     Raises:
         InputError: `file-unwritable`; MissingDependency: plotly.
     """
-    text = page(outlook, version)
-    try:
-        write_atomic(path, text.encode())
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError("file-unwritable", where=str(path), value=reason, remedy="check the folder") from None
+    pages.write(path, page(outlook, version))
 
 
 def page(outlook: Outlook, version: str = "") -> str:

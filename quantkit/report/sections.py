@@ -25,35 +25,35 @@ _FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def weights(manifest: Manifest) -> list[Section]:
-    """The error of each layer's weights."""
+    """The squared error of each layer's weights, as a share of their squares."""
     known = [(layer, layer.error) for layer in manifest.layers if layer.error is not None]
     if not known:
         return []
     worst, error = max(known, key=lambda pair: pair[1])
-    middle = words.percent(median(error for _, error in known))
+    middle = words.share(median(error for _, error in known))
     body = [
         [
             layer.name,
             " × ".join(map(str, layer.shape)),
             figures.scheme_of(layer.scheme),
             words.figure(layer.bits_per_weight, 4),
-            words.percent(error, 2),
+            words.share(error),
         ]
         for layer, error in known
     ]
     panel = Panel(
-        "Relative error of the weights",
-        "Relative error of every quantized layer as colours: kinds of layers by blocks",
-        heat([(layer.name, error) for layer, error in known]),
+        "Relative squared error of the weights",
+        "Relative squared error of the weights of every quantized layer as colours: kinds of layers by blocks",
+        heat([(layer.name, error) for layer, error in known], of="relative squared error"),
         wide=True,
     )
-    said = f"Median {middle}; largest in {worst.name}, {words.percent(error)}."
+    said = f"Median {middle}; largest in {worst.name}, {words.share(error)}."
     how = "‖W − Ŵ‖² / ‖W‖² of each layer: of its weights alone, whatever they do to the output."
-    head = ["layer", "shape [N, K]", "scheme", "bits per weight", "relative error"]
+    head = ["layer", "shape [N, K]", "scheme", "bits per weight", "relative squared error"]
     return [Section([said], [panel], [how], Sheet(head, body), title="Weights")]
 
 
-def heat(errors: Sequence[tuple[str, float]]) -> Figure:
+def heat(errors: Sequence[tuple[str, float]], *, of: str) -> Figure:
     """Kinds of layers by blocks, the largest of those alike; where names have no number, all in one column."""
     cells: dict[str, dict[str, float]] = {}
     for name, error in errors:
@@ -63,7 +63,7 @@ def heat(errors: Sequence[tuple[str, float]]) -> Figure:
     blocks = list(dict.fromkeys(block for row in cells.values() for block in row))
     blocks.sort(key=lambda block: int(block) if block.isdecimal() else -1)
     values = [[row.get(block) for block in blocks] for row in cells.values()]
-    return charts.heat(blocks, list(cells), values, of="relative error")
+    return charts.heat(blocks, list(cells), values, of=of)
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from quantkit.bundle.disk import write_atomic
-from quantkit.errors import InputError, MissingDependency
-from quantkit.plan import machine
 from quantkit.report import curves, speed, tax, words
 from quantkit.report import page as pages
 from quantkit.report.charts import ORIGINAL, QUANTIZED, Curve, Part, log_axis, points_axis, stacked
@@ -30,24 +27,13 @@ _SPLIT = {
 _HEAD = ("faster", "95 % interval", "ideal", "gain", "tax", "share", "slack", "A/A")
 
 
-def demand() -> None:
-    """Refuse to begin without what the page needs. Raises MissingDependency: plotly, extra `report`."""
-    if not machine.has("plotly"):
-        raise MissingDependency("plotly", extra="report", purpose="the page")
-
-
 def write(path: Path, data: Taxed) -> None:
     """Write the page, whole or not at all.
 
     Raises:
         InputError: `file-unwritable`; MissingDependency: plotly.
     """
-    text = page(data)
-    try:
-        write_atomic(path, text.encode())
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError("file-unwritable", where=str(path), value=reason, remedy="check the folder") from None
+    pages.write(path, page(data))
 
 
 def page(data: Taxed) -> str:

@@ -102,6 +102,11 @@ def percent(share: float, places: int = 1) -> str:
     return f"{100 * share:.{places}f} %"
 
 
+def share(value: float) -> str:
+    """A share with two digits that mean something, however small: `share(0.0000654)` is `0.0065 %`."""
+    return f"{figure(100 * value, 2)} %"
+
+
 def points(difference: float, places: int = 1) -> str:
     """A difference of shares in points of percent, with its sign.
 

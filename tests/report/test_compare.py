@@ -6,7 +6,8 @@ import io
 from dataclasses import replace
 
 from quantkit.measure.compared import Asked, Cell, Compared, Flip, Flips, Named, decided
-from quantkit.report.compare import because, terminal
+from quantkit.report.compare import terminal
+from quantkit.report.compare_words import because
 from quantkit.report.terminal import write
 from quantkit.stats.apart import KNOWN, Measured, difference
 
@@ -30,7 +31,17 @@ CELLS = [
     cell("latency.prefill", 0.0, 0.001, what="latency", margin=0.05, batch=1, context=0, new_tokens=256),
     cell("size.bytes", 0.0, 0.0, what="size"),
 ]
-DATA = Compared("a-model", SIDE, SIDE, "mixed", 1, because(CELLS), CELLS, data="6,132 positions of prose-en (eval)")
+DATA = Compared(
+    "a-model",
+    "decoder",
+    SIDE,
+    SIDE,
+    "mixed",
+    1,
+    because(CELLS, "decoder"),
+    CELLS,
+    data="6,132 positions of prose-en (eval)",
+)
 
 
 def shown(data: Compared) -> str:
@@ -40,7 +51,7 @@ def shown(data: Compared) -> str:
 
 
 def test_every_answer_has_its_reason() -> None:
-    worse, better, open_, same = because(CELLS)
+    worse, better, open_, same = because(CELLS, "decoder")
     assert worse == "B is worse in next word right: −3.00 points (−3.20 to −2.80), margin 1.00"
     assert better == "B is better in KL divergence: −0.2000 nats (−0.2100 to −0.1900), margin 0.0100"
     assert open_.startswith("not decided, decode step, batch 8, context 1,024: 1.000 times as long (0.819 to 1.221)")
@@ -49,15 +60,15 @@ def test_every_answer_has_its_reason() -> None:
 
 
 def test_many_reasons_of_one_kind_are_counted() -> None:
-    assert because([CELLS[0]] * 5)[3:] == ["and in 2 more"]
-    assert because([CELLS[3]] * 5)[3:] == ["nor 2 more"]
-    assert because([CELLS[5]] * 5)[0].endswith("; and 2 more")
+    assert because([CELLS[0]] * 5, "decoder")[3:] == ["and in 2 more"]
+    assert because([CELLS[3]] * 5, "decoder")[3:] == ["nor 2 more"]
+    assert because([CELLS[5]] * 5, "decoder")[0].endswith("; and 2 more")
 
 
 def test_times_of_several_devices_are_told_apart() -> None:
     here, there = (replace(CELLS[4], device=name, runtime="onnxruntime") for name in ("A Processor", "Another"))
-    assert "A Processor" not in because([here])[0]
-    (said,) = because([here, there])
+    assert "A Processor" not in because([here], "decoder")[0]
+    (said,) = because([here, there], "decoder")
     assert "prefill, batch 1, 256 tokens, A Processor, onnxruntime; prefill, batch 1, 256 tokens, Another" in said
 
 

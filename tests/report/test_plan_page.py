@@ -16,6 +16,7 @@ from plotly import graph_objects
 from quantkit.errors import InputError, MissingDependency
 from quantkit.plan import machine
 from quantkit.plan.outlook import Outlook, Recommendation
+from quantkit.report import page as pages
 from quantkit.report import plan_figures, plan_page, plan_words, words
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -187,7 +188,7 @@ def test_what_the_page_needs(monkeypatch: pytest.MonkeyPatch, three: Outlook, tm
         plan_page.write(tmp_path / "nowhere" / "x.html", three)
     monkeypatch.setattr(machine, "has", lambda name: False)
     with pytest.raises(MissingDependency, match=r"quantkit\[report\]"):
-        plan_page.demand()
+        pages.demand()
 
 
 def test_what_does_not_fit_is_drawn_against_the_card_alone() -> None:
