@@ -15,6 +15,7 @@ import pytest
 import quantkit
 from quantkit import cli
 from quantkit.errors import InputError
+from quantkit.pipeline.compare import compare_bundles
 from quantkit.pipeline.reload import reload
 
 
@@ -84,6 +85,19 @@ def test_what_is_missing_is_said(made: Path, bundle: Path, asked: dict[str, str]
     with pytest.raises(InputError) as caught:
         quantkit.measure(bundle, speed=False, **given)  # type: ignore[arg-type]
     assert caught.value.code == code, caught.value.line()
+
+
+def test_two_are_timed_in_turns_on_the_samples_that_scored_them(made: Path, bundle: Path) -> None:
+    options: dict[str, Any] = {"measure": True, "batches": [1, 4], "seconds": 0.5}
+    with pytest.raises(InputError, match="calibration-needed"):
+        compare_bundles(made / "bundle", bundle, **options)
+    found = compare_bundles(made / "bundle", bundle, calibration=str(made / "set.npz"), **options)
+    times = [cell for cell in found.cells if cell.what == "latency"]
+    assert [(cell.batch, cell.how, cell.shape) for cell in times] == [
+        (batch, "interleaved", {"new_tokens": 1, "context": 0}) for batch in (1, 4)
+    ]
+    # six rounds of one block, two visits and two steps at least
+    assert all((cell.n or 0) >= 24 and 0 < (cell.a or 0) < 1 for cell in times)
 
 
 def test_another_graph_is_no_baseline(made: Path, bundle: Path, tmp_path: Path) -> None:

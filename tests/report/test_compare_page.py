@@ -94,7 +94,7 @@ def test_what_is_not_known_has_no_section() -> None:
         assert f"<h2>{title}</h2>" not in bare
     assert not figures(bare), "a layer without a known error is in the table alone"
     encoder = compare_page.page(replace(WHOLE, kind="encoder", flips=None))
-    assert "pass, 256 tokens" in encoder
+    assert "pass, batch 1, 256 tokens" in encoder
     assert "prefill" not in encoder
 
 
