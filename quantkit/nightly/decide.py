@@ -16,7 +16,7 @@ from typing import TypeVar
 from quantkit.errors import InputError
 from quantkit.nightly import asked as ask
 from quantkit.nightly import sentences
-from quantkit.nightly.asked import Asked
+from quantkit.nightly.asked import Asked, Thing
 from quantkit.nightly.config import Margins, Nightly, builds
 from quantkit.nightly.records import Answer, Cell, Decision, Item, Night, Result, Time, What
 from quantkit.nightly.store import Store
@@ -26,6 +26,8 @@ Taken = TypeVar("Taken", Time, Item)
 
 # of several things that share a row, the first of these is told
 _GRAVEST: tuple[Answer, ...] = ("worse", "failed", "inconclusive", "missing", "better", "same")
+# of two that share a row
+_BESIDES: tuple[Thing, ...] = ("perplexity", "accuracy")
 _FIELDS = ("code", "where", "value", "rule", "remedy")
 _NOTHING = "it holds no times against the same side"
 
@@ -54,10 +56,9 @@ class _Decided:
     repeat: bool = False
 
     @property
-    def gravity(self) -> tuple[int, float]:
-        """Sorts the gravest first, among equals the one that is farthest for the worse, in margins."""
-        known = self.decision
-        return _GRAVEST.index(self.answer), -known.effect / known.margin if known else 0.0
+    def gravity(self) -> tuple[int, bool]:
+        """Sorts the gravest first; among equals always the same one, so that its nights make one line."""
+        return _GRAVEST.index(self.answer), self.asked.thing in _BESIDES
 
 
 def decide_night(store: Store, night: str, config: Nightly) -> Judged:

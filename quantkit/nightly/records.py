@@ -218,8 +218,8 @@ class Decision(Row):
     """What was decided of one cell in one respect. What holds for a build stands with each of its cells.
 
     Args:
-        what: latency, accuracy, size: against the baseline. kl: the KL from the float model, or the log-perplexity,
-            whichever changed more for the worse. drift: latency or accuracy against the last release, likewise.
+        what: latency, accuracy, size: against the baseline. kl: the KL from the float model, or the log-perplexity
+            where its answer is graver. drift: latency against the last release, or accuracy, likewise.
         value: the effect; above zero is worse. A share of latency, drift and size (0.05 is 5 % more) and of items
             lost (0.01 is one in a hundred), nats of KL.
         low: end of its 95 % interval.

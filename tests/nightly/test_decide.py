@@ -151,6 +151,16 @@ def test_farther_from_the_float_model_or_less_likely_text_is_found() -> None:
     assert rise.because.startswith("log-perplexity +0.05")
 
 
+def test_of_two_in_a_row_that_are_equally_grave_it_is_always_the_same_one() -> None:
+    """Else the line that its nights make would jump between them."""
+    both = row(judged([done(ONE)], items=answered(ONE, kl=0.03, nll=0.3)), "kl")
+    assert both.answer == "worse"
+    assert both.because.startswith("KL ")
+    fine = row(judged([done(ONE)], items=answered(ONE, kl=-0.0001, nll=0.001)), "kl")
+    assert fine.answer == "same"
+    assert fine.because.startswith("KL ")
+
+
 def test_labels_without_sequences_or_likelihoods_are_enough() -> None:
     items = [replace(each, kl=None, logp=None, sequence=None) for each in answered(ONE, lost=100)]
     found = judged([done(ONE)], items=items)
