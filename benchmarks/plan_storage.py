@@ -2,6 +2,7 @@
 
     python benchmarks/plan_storage.py
     python benchmarks/plan_storage.py --only nf4 int8
+    python benchmarks/plan_storage.py --rows rows.json    # goes on where a run with this file was stopped
 
 Every recipe is compiled for real, rounding to nearest instead of its own passes, because no byte depends on them. What
 SmolLM2's widths do not take (blocks of 128 of a recipe's inputs) is switched off, and said in the row. The plan reads
@@ -11,6 +12,7 @@ the shipped config alone; an engine is not built here.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -78,12 +80,17 @@ def rows_of(label: str, place: Path) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(BUNDLES), default=list(BUNDLES))
+    parser.add_argument("--rows", type=Path, help="file of what was compared so far")
     parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
-    rows = []
+    known = json.loads(options.rows.read_text()) if options.rows and options.rows.is_file() else {}
     with tempfile.TemporaryDirectory() as name:
         for label in options.only:
-            rows += rows_of(label, Path(name))
+            if label not in known:
+                known[label] = rows_of(label, Path(name))
+                if options.rows:
+                    options.rows.write_text(json.dumps(known))
+    rows = [row for label in options.only for row in known[label]]
     columns = {"bundle": "bundle", "export": "export", "bytes": "bytes:,", "planned": "planned:,", "error": "off:+.4%"}
     show("weights of SmolLM2-135M", rows, columns)
     claim = f"a plan's bytes of weights are within {LIMIT:.1%} of a real bundle's"

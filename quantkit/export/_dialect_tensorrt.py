@@ -1,6 +1,7 @@
 """The dialect of TensorRT: plain ONNX operators, strongly typed in 16 bits, quantization by Q/DQ alone.
 
     Linear      MatMul with a weight [K, N] under DequantizeLinear (`_tensorrt_weights`); a pair before quantized inputs
+                (and before that Sub and Mul by channel, where `passes/center.py` moved them)
     RMSNorm     RMSNormalization, computed in float32
     Attention   Attention-24 (TensorRT's IAttention) with an additive mask; spelled out where scores are capped, or
                 heads too few for its kernels. Keys and values go into a cache
@@ -26,6 +27,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quantkit.errors import InputError
+from quantkit.export._nbits import Input
 from quantkit.export._rewrite import Array, Rewriting
 from quantkit.export._tensorrt_weights import TYPES, Stored, stored
 
@@ -302,25 +304,31 @@ class Dialect(Rewriting):
     # --- products -----------------------------------------------------------------------------------------------------
 
     def _products(self) -> None:
-        pairs: dict[tuple[ir.Value, float, str], ir.Value] = {}
+        pairs: dict[tuple[ir.Value, Input], ir.Value] = {}
         for node in self._placeholders("Linear"):
             name = node.attributes["name"].as_string()
             linear, source = self.weights.linears[name], node.inputs[0]
             assert source is not None
             if linear.input is not None:
-                assert linear.input.scale is not None
-                key = (source, linear.input.scale, linear.input.scheme.format)
+                key = (source, linear.input)
                 if key not in pairs:
-                    pairs[key] = self._pair(
-                        node, source, f"{name}/input", linear.input.scale, linear.input.scheme.format
-                    )
+                    pairs[key] = self._pair(node, source, f"{name}/input", linear.input)
                 source = pairs[key]
             (output,) = self._node(node, "MatMul", [source, self._weight(node, name)], [f"{name}/output"])
             self._replace(node, [output])
 
-    def _pair(self, before: ir.Node, source: ir.Value, name: str, scale: float, kind: str) -> ir.Value:
+    def _pair(self, before: ir.Node, source: ir.Value, name: str, how: Input) -> ir.Value:
+        assert how.scale is not None
+        kind = how.scheme.format
+        if how.moved:
+            shift, reach = (np.asarray(each, np.float32) for each in how.moved)
+            if shift.any():
+                by = self._constant(f"{name}.shift", shift, self.floats)
+                (source,) = self._node(before, "Sub", [source, by], [f"{name}.shifted"])
+            even = self._constant(f"{name}.channels", 1 / reach, self.floats)
+            (source,) = self._node(before, "Mul", [source, even], [f"{name}.even"])
         parts = [
-            self._constant(f"{name}.scale", scale, self.floats),
+            self._constant(f"{name}.scale", how.scale, self.floats),
             self._constant(f"zero/{kind}", 0, TYPES[kind]),
         ]
         (codes,) = self._node(before, "QuantizeLinear", [source, *parts], [f"{name}.codes"])

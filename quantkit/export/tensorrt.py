@@ -82,6 +82,8 @@ class Tensorrt:
     name = "tensorrt"
     runtimes = ("tensorrt_rtx", "tensorrt")
     fuses = False
+    # holds inputs whose channels are moved before they are quantized
+    moves = True
     Options = TensorrtOptions
 
     def accepts(self, options: Mapping[str, Any], asked: Asked) -> None:

@@ -67,6 +67,8 @@ class Pass(Protocol):
             are quantized).
         Settings: closed pydantic model of its settings.
         on_graphs: why it has nothing to do on a float ONNX graph; "" where it works there. Without it, it does not.
+        for_blocks: whether a recipe for both may have it for the sake of transformers alone: then `--strict` takes it
+            on a graph, too. Without it, no.
     """
 
     name: str

@@ -7,7 +7,7 @@ one scale. m_k is the middle of what calibration saw of channel k, c_k its half 
 evened out in the inputs stays out of the weights. Wei et al., "Outlier Suppression+: Accurate quantization of large
 language models by equivalent and effective shifting and scaling", 2023, arXiv 2304.09145. They fold both into the norm
 before; here they are part of quantizing the input, so that norms which feed a residual stream are no obstacle. It costs
-a subtraction and a product for each input value, and only exports that hold them can be made (`onnx`).
+a subtraction and a product for each input value, and only exports that hold them can be made (`onnx`, `tensorrt`).
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Center:
     needs = frozenset({"absmax"})
     requires = frozenset({"unassigned"})
     ensures = frozenset({"moved"})
+    on_graphs = "it evens out what norms of a transformer give out; inputs of a graph's products stay as they are"
+    for_blocks = True
 
     class Settings(Closed):
         """How far channels are evened out.

@@ -107,9 +107,10 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
             remedy="--set keep=[]" if found else "a float graph with convolutions or linears",
         )
     for step in recipe.passes:
-        reason = getattr(registry.load("passes", step.name), "on_graphs", _NO_GRAPHS)
-        if reason:
-            decisions.append(decision(step.name, "declined", graph.name, reason))
+        each = registry.load("passes", step.name)
+        if reason := getattr(each, "on_graphs", _NO_GRAPHS):
+            code = NOTE if getattr(each, "for_blocks", False) else "declined"
+            decisions.append(decision(step.name, code, graph.name, reason))
     grouped = [site.name for site in chosen if site.group > 1]
     if by_tensor and grouped and any(step.name == "gptq" for step in recipe.passes):
         reason = f"{len(grouped)} convolutions in groups have one scale, which no group can choose alone"

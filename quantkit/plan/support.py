@@ -265,7 +265,7 @@ def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: Any) -> 
             where=f"export: {step.name}",
             value=f"channels that {moving[0]} moves",
             rule="it has no place for what becomes of an input before it is quantized",
-            remedy=f"--set 'export=[{{onnx: {{}}}}]', or leave {moving[0]} out of `passes`",
+            remedy=f"--set 'export=[{{onnx: {{}}}}]' or [{{tensorrt: {{}}}}], or leave {moving[0]} out of `passes`",
         )
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 import small_onnx
 import torch
@@ -211,3 +212,25 @@ def test_an_encoder_s_recipe_ends_in_integer_kernels(tmp_path: Path, byte_tokeni
     with pytest.raises(InputError, match="channels that center moves"):
         compile_model(Request.of(str(folder), recipe="int8-encoder", out=tmp_path / "no", changes=both, speed=False))
     assert not (tmp_path / "no").exists()
+
+
+def test_an_encoder_s_network_for_tensorrt_holds_moved_channels(tmp_path: Path, byte_tokenizer: Any) -> None:
+    """Sub and Mul stand before each pair, and the network is what the moved model computes."""
+    folder, changes = tmp_path / "bert", {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    zoo.tiny("bert", **changes).save_pretrained(folder)  # type: ignore[operator]
+    byte_tokenizer.save_pretrained(folder)
+    few = ["calibration.samples=2", "calibration.tokens=32", "gates={}", "export=[{tensorrt: {engine: false}}]"]
+    with small_onnx.traced_once("bert", changes):
+        asked = {"recipe": "int8-tensorrt", "target": "rtx-4090", "changes": few, "speed": False}
+        result = compile_model(Request.of(str(folder), out=tmp_path / "out", **asked))
+    checks = {check.name: check for check in result.bundle.manifest.checks}
+    assert all(check.ok for check in checks.values()), checks
+    assert checks["network.logits"].value > 0  # type: ignore[operator]
+    nodes = {str(node.name): node for node in ir.load(result.bundle.path / "engine" / "network.onnx").graph}
+    codes = [node for name, node in nodes.items() if name.endswith("/input.codes")]
+    assert len(codes) == 2 * 4  # q, k and v read one
+    for node in codes:
+        even = nodes[str(node.inputs[0].name)]  # type: ignore[union-attr]
+        assert (even.op_type, nodes[str(even.inputs[0].name)].op_type) == ("Mul", "Sub")  # type: ignore[union-attr]
+    (cosine,) = (row for row in result.rows if row.name == "accuracy.cosine")
+    assert cosine.value > 0.99  # type: ignore[operator]

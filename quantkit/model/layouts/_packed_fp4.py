@@ -13,7 +13,7 @@ See `compressed_tensors/compressors/nvfp4` and `mxfp4`; its expansion multiplies
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit import registry
@@ -121,9 +121,12 @@ class PackedFp4(CompressedTensors):
         return QuantTensor(codes, scale, None, scheme, codebook=book, global_scale=whole)
 
     def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
-        """The library multiplies in bfloat16."""
+        """The library divides scales by the global one in float32, and rounds the product to bfloat16."""
         import torch
 
+        if tensor.global_scale is not None:
+            # where a product lies between two numbers of bfloat16, the last bit of a factor decides
+            tensor = replace(tensor, scale=tensor.scale.float() / (1 / tensor.global_scale.float()), global_scale=None)
         values: torch.Tensor = registry.load("formats", self.format).dequantize(tensor)
         return values.to(torch.bfloat16).to(dtype)
 

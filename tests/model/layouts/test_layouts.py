@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,20 @@ def test_what_is_written_is_read_back(name: str, fields: dict[str, Any]) -> None
         for dtype in (torch.bfloat16, torch.float32):
             expanded = layout.expansion(told, dtype).weight(PREFIX, stored.__getitem__)
             assert torch.equal(expanded, layout.as_loaded(tensor, dtype, told)), (dtype, "dequantize" in told)
+
+
+def test_a_tie_in_bfloat16_goes_the_library_s_way() -> None:
+    """1.5 · s · g lies between two numbers of bfloat16; `s / (1 / g)` has another last bit than `s · g`."""
+    layout, how = layouts.load("nvfp4-pack-quantized"), WeightScheme(format="nvfp4")
+    tensor = quantize(torch.ones(1, 16), how)
+    scale = torch.tensor([[13]], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    tensor = replace(tensor, codes=torch.full_like(tensor.codes, 3), scale=scale)
+    tensor = replace(tensor, global_scale=torch.tensor(0.0005180162843316793))
+    stored = {f"{PREFIX}.weight_packed": layout.packed(tensor), **layout.companions(PREFIX, tensor, torch.float32)}
+    config = layout.quantization_config({PREFIX: how}, [], "bfloat16")
+    expanded = layout.expansion(config, torch.bfloat16).weight(PREFIX, stored.__getitem__)
+    assert torch.equal(expanded, layout.as_loaded(tensor, torch.bfloat16, config))
+    assert not torch.equal(expanded, registry.load("formats", "nvfp4").dequantize(tensor).bfloat16())
 
 
 @pytest.mark.parametrize(
