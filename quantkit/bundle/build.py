@@ -22,7 +22,16 @@ from types import TracebackType
 from typing import Any, Self
 
 from quantkit.bundle.bundle import Bundle
-from quantkit.bundle.disk import disk_full, fsync, fsync_tree, is_disk_full, stopping_when_full, walk, write_atomic
+from quantkit.bundle.disk import (
+    disk_full,
+    fsync,
+    fsync_tree,
+    is_disk_full,
+    not_writable,
+    stopping_when_full,
+    walk,
+    write_atomic,
+)
 from quantkit.bundle.manifest import MANIFEST, Manifest
 from quantkit.errors import InputError, QuantkitError
 
@@ -79,13 +88,7 @@ class Build:
             with stopping_when_full(final):
                 return cls._open(final, json.loads(json.dumps(fingerprint)), resume)
         except OSError as error:
-            raise InputError(
-                "out-not-writable",
-                where=str(final),
-                value=error.strerror or str(error),
-                rule="the bundle is built beside its final name",
-                remedy="choose another --out",
-            ) from None
+            raise not_writable(final, error) from None
 
     @classmethod
     def _open(cls, out: Path, fingerprint: Any, resume: bool) -> Build:

@@ -56,6 +56,17 @@ def check_place(path: Path | None) -> None:
         raise InputError("file-unwritable", where=str(path), value=value, remedy="check the path")
 
 
+def not_writable(out: Path, error: OSError) -> InputError:
+    """The error for a place where no bundle can be built, which happens beside its final name: `out-not-writable`."""
+    return InputError(
+        "out-not-writable",
+        where=str(out),
+        value=error.strerror or str(error),
+        rule="the bundle is built beside its final name",
+        remedy="choose another --out",
+    )
+
+
 @contextmanager
 def stopping_when_full(where: Path) -> Iterator[None]:
     """Turns "no space left" in the body into `Stopped("disk-full")`; other errors pass."""

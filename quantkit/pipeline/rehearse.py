@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import content
+from quantkit.bundle.disk import not_writable
 from quantkit.errors import InputError, QuantkitError
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request
@@ -244,13 +245,7 @@ class _Rehearsing:
         try:
             home = Path(tempfile.mkdtemp(dir=parent, prefix=f".{out.name}-rehearsal-"))
         except OSError as problem:
-            raise InputError(
-                "out-not-writable",
-                where=str(parent),
-                value=problem.strerror or str(problem),
-                rule="the bundle is built there",
-                remedy="choose another --out",
-            ) from None
+            raise not_writable(out, problem) from None
         try:
             yield home
         finally:
