@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import registry
 from quantkit.bundle import Decision, LayerEntry
-from quantkit.export import _tactics
+from quantkit.export import _tactics, reader
 from quantkit.measure.engine_layers import FALLBACK, NAME, SUFFIX, Inspected, inspected
 from quantkit.recipe import ExportStep
 
@@ -79,7 +79,7 @@ def of_exports(
 
     found = []
     for step in exports:
-        runtime: Any = registry.load("runtimes", _reader(step))
+        runtime: Any = registry.load("runtimes", reader(step.name, step.options))
         if not hasattr(runtime, "why_not_here") or runtime.why_not_here(bundle) is not None:
             continue
         each = look(runtime.open(bundle, built=built), layers)
@@ -93,12 +93,6 @@ def of_exports(
 def without(decisions: Sequence[Decision]) -> list[Decision]:
     """Decisions without those of an earlier look."""
     return [each for each in decisions if each.code != FALLBACK]
-
-
-def _reader(step: ExportStep) -> str:
-    runtimes = registry.load("export", step.name).runtimes
-    asked = step.options.get("library")
-    return str(asked if asked in runtimes else runtimes[0])
 
 
 __all__ = ["NAME", "data", "look", "of_exports", "place", "without"]

@@ -21,6 +21,7 @@ from quantkit import registry
 from quantkit.bundle import Bundle, Check, Manifest
 from quantkit.bundle.manifest import MANIFEST, MEASUREMENTS
 from quantkit.errors import InputError, MissingDependency, QuantkitError
+from quantkit.export import reader
 from quantkit.measure.latency import Plan
 from quantkit.measure.rows import Row, read_rows
 from quantkit.measure.size import folder_of, size_rows
@@ -406,8 +407,7 @@ def export_of(runtime: str) -> str:
 
 def runtimes_of(manifest: Manifest) -> list[str]:
     """That run the exports of a bundle, in the order of its recipe."""
-    steps = [next(iter(step)) for step in manifest.recipe.get("export", [])]
-    return [str(registry.load("export", name).runtimes[0]) for name in steps]
+    return [reader(name, options or {}) for step in manifest.recipe.get("export", []) for name, options in step.items()]
 
 
 def _kind(row: Row, against: str) -> tuple[Any, ...]:

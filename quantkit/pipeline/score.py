@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from quantkit import registry
 from quantkit.bundle import Build, Decision, FileEntry, LayerEntry
+from quantkit.export import reader
 from quantkit.measure.rows import Row
 from quantkit.measure.size import folder_of, size_rows
 from quantkit.passes import NOTE, decision
@@ -51,7 +52,7 @@ def score_exports(
     original = StreamedModel(prepared.original) if prepared.stream.transforms else prepared.stream
     rows: list[Row] = []
     for number, step in enumerate(exports):
-        runtime = registry.load("export", step.name).runtimes[0]
+        runtime = reader(step.name, step.options)
         sizes = size_rows(
             layers,
             files,
@@ -99,8 +100,8 @@ def score_exports(
     return rows
 
 
-def runs_here(runtime: str, bundle: Path) -> bool:
-    """Whether what a runtime reads of a bundle can be run on this machine: an engine needs its GPU."""
+def runs_here(runtime: str, bundle: Path | None = None) -> bool:
+    """Whether what a runtime reads, of a bundle, can be run on this machine: an engine needs its GPU."""
     why = getattr(registry.load("runtimes", runtime), "why_not_here", None)
     return why is None or why(bundle) is None
 
@@ -109,7 +110,7 @@ def unscored(exports: Sequence[ExportStep], bundle: Path) -> list[Decision]:
     """What was exported and could not be run here, each with the reason."""
     found = []
     for step in exports:
-        runtime = registry.load("export", step.name).runtimes[0]
+        runtime = reader(step.name, step.options)
         if not runs_here(runtime, bundle):
             reason = registry.load("runtimes", runtime).why_not_here(bundle)
             found.append(decision("measure", NOTE, folder_of(step.name), f"not run: {reason}"))

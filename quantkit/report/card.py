@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 from quantkit.bundle import Manifest
 from quantkit.measure.rows import Row
 from quantkit.model.alias import ALIASES
-from quantkit.report import curves, figures, usage
+from quantkit.report import curves, figures, shares, usage
 from quantkit.report.curves import Series
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
 _TEMPLATE = Path(__file__).with_name("card.md.j2")
-_TASKS = {"decoder": "text-generation", "encoder": "feature-extraction", "vision": "image-classification"}
 # what Markdown gives a meaning, `<` and `&` for the HTML in it, `|` for tables
 _SPECIAL = re.compile(r"([\\`*_#\[\]|~])")
 _NOT_SHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
@@ -58,7 +57,7 @@ def card(manifest: Manifest, rows: Sequence[Row], notes: Sequence[str]) -> str:
     timed = curves.series(manifest, rows)
     answer, because = figures.verdict(manifest, rows)
     text = _template().render(
-        front=usage.as_yaml(front_matter(manifest)),
+        front=usage.as_yaml(front_matter(manifest, rows)),
         manifest=manifest,
         origin=figures.origin(manifest),
         schemes=figures.schemes(manifest),
@@ -97,7 +96,7 @@ def _template() -> Template:
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
 
 
-def front_matter(manifest: Manifest) -> dict[str, Any]:
+def front_matter(manifest: Manifest, rows: Sequence[Row]) -> dict[str, Any]:
     """What the hub reads: base model, licence if known, task, tags, quantization."""
     source = manifest.model.source
     licence = ALIASES[name].licence.lower() if (name := source.ref.removeprefix("alias:")) in ALIASES else None
@@ -111,8 +110,10 @@ def front_matter(manifest: Manifest) -> dict[str, Any]:
         found["base_model_relation"] = "quantized"
     if licence:
         found["license"] = licence
-    found["pipeline_tag"] = _TASKS[manifest.model.kind]
-    found["tags"] = ["quantkit", *usage.libraries(manifest), *(["onnx"] if graph else []), *formats]
+    if task := _task(manifest.model.kind, rows):
+        found["pipeline_tag"] = task
+    forms = [form for form, there in (("onnx", graph), ("tensorrt", usage.has(manifest, "engine/"))) if there]
+    found["tags"] = ["quantkit", manifest.model.kind, *usage.libraries(manifest), *forms, *formats]
     if formats:
         found["quantization"] = {
             "recipe": str(manifest.recipe.get("name", "")),
@@ -121,6 +122,15 @@ def front_matter(manifest: Manifest) -> dict[str, Any]:
             "content_sha256": manifest.content_sha256,
         }
     return found
+
+
+def _task(kind: str, rows: Sequence[Row]) -> str | None:
+    """What the hub calls the model's task; None of a graph that was not scored as one that tells images apart."""
+    if kind == "decoder":
+        return "text-generation"
+    if kind == "encoder":
+        return "sentence-similarity" if any(row.name in shares.RECALL for row in rows) else "feature-extraction"
+    return "image-classification" if any(figures.counted(row) == "image" for row in rows) else None
 
 
 def escape(value: object) -> str:

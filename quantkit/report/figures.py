@@ -214,16 +214,16 @@ def scored(rows: Sequence[Row]) -> str:
         return ""
     sequences = (row.shape or {}).get("sequences")
     among = f" in {words.plural(sequences, 'sequence')}" if sequences else ""
-    what = f"{words.plural(row.data.items, _unit(row))} of {row.data.set} ({row.data.split}){among}"
+    what = f"{words.plural(row.data.items, counted(row))} of {row.data.set} ({row.data.split}){among}"
     paired = any(row.baseline is not None and row.baseline.difference is not None for row in rows)
     if shares.of_classes(row) or paired:
-        test = f"; changes are paired, {_unit(row)} by {_unit(row)}, with McNemar's exact test" if paired else ""
+        test = f"; changes are paired, {counted(row)} by {counted(row)}, with McNemar's exact test" if paired else ""
         clustered = ", over those drawn together" if "ci95-by-cluster" in row.flags else ""
         return f"{what}; intervals 95 %{clustered}{test}"
     return f"{what}; intervals 95 %{', ± standard error' if sequences else ''}"
 
 
-def _unit(row: Row) -> str:
+def counted(row: Row) -> str:
     """What is counted as one."""
     if shares.of_classes(row):
         return "sample" if "ci95-by-sample" in row.flags else "image"

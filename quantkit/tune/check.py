@@ -5,12 +5,13 @@ The compile scores itself on the set's `eval` split as always; that figure is sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import registry
+from quantkit.errors import InputError
 from quantkit.measure.rows import Row
 from quantkit.measure.size import weight_bytes
 from quantkit.pipeline.progress import Progress
@@ -84,6 +85,31 @@ class Within(Progress):
         self.outer.at(self.stage, self.start + (self.stop - self.start) * min(share, 1.0), f"{stage} {detail}".strip())
 
 
+def scored_in(runtimes: Sequence[str], where: str) -> str:
+    """The runtime in which what is compiled is scored: the first that runs here.
+
+    Args:
+        runtimes: of the exports.
+        where: the recipe, for errors.
+
+    Raises:
+        InputError: `tune-unscored`, where none does.
+    """
+    from quantkit.pipeline.score import runs_here
+
+    found = next((runtime for runtime in runtimes if runs_here(runtime)), None)
+    if found is None:
+        why = "; ".join(f"{runtime}: {registry.load('runtimes', runtime).why_not_here()}" for runtime in runtimes)
+        raise InputError(
+            "tune-unscored",
+            where=where,
+            value=why,
+            rule="what is chosen is compiled and scored, so one of its exports runs here",
+            remedy="--set 'export=[{checkpoint: {}}]', and export the engine from what is written; or --no-check",
+        )
+    return found
+
+
 def compile_and_score(request: Request, recipe: Recipe, out: Path, text: TokenSet, progress: Progress) -> Measured:
     """Compile a recipe as the request has it, and score it on `text`.
 
@@ -96,11 +122,12 @@ def compile_and_score(request: Request, recipe: Recipe, out: Path, text: TokenSe
     from quantkit.model.open import open_model
     from quantkit.model.stream import StreamedModel
     from quantkit.pipeline.compile import compile_model
+    from quantkit.pipeline.measure import runtimes_of
     from quantkit.pipeline.score import torch_threads
 
     asked = replace(request, recipe=recipe, out=out, resume=out.with_name(f"{out.name}.partial").exists(), speed=False)
     compiled = compile_model(asked, progress)
-    runtime = registry.load("export", recipe.export[0].name).runtimes[0]
+    runtime = scored_in(runtimes_of(compiled.bundle.manifest), recipe.name)
     original = StreamedModel(open_model(request.model, trust_remote_code=request.trust_remote_code))
     candidate = registry.load("runtimes", runtime).open(compiled.bundle.path, torch_threads())
     items = score.score(original, candidate, text)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import quantkit
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
+from quantkit.export import reader
 from quantkit.passes import decision
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, default_out
@@ -26,6 +27,7 @@ from quantkit.tune import answer, front, store, timings, write
 from quantkit.tune.answer import RECIPE
 from quantkit.tune.budget import Budget
 from quantkit.tune.candidates import Choices, choices, name_of
+from quantkit.tune.check import scored_in
 from quantkit.tune.front import Point, Tables
 
 if TYPE_CHECKING:
@@ -122,6 +124,9 @@ class _Search:
                 rule="harm is measured in the distribution of the next word",
                 remedy="tune a decoder",
             )
+        if question.check:
+            recipe = self.prepared.request.recipe
+            scored_in([reader(step.name, step.options) for step in recipe.export], recipe.name)
         self.decisions: list[Decision] = list(self.prepared.decisions)
         self.found: Choices = choices(self.prepared, question.formats, question.schemes)
         self.decisions += self.found.decisions

@@ -8,7 +8,10 @@ import planted
 import pytest
 import yaml
 
+from quantkit.bundle import Manifest
+from quantkit.measure.rows import Row
 from quantkit.report.card import card, escape, fenced
+from report import labelled
 from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
 
 
@@ -25,6 +28,21 @@ def test_front_matter_says_what_the_hub_reads() -> None:
     assert found["pipeline_tag"] == "text-generation"
     assert {"quantkit", "compressed-tensors", "int4"} <= set(found["tags"])  # type: ignore[arg-type, call-overload]
     assert "license" not in found
+
+
+def test_the_task_and_tags_follow_the_kind_of_model_and_what_it_was_scored_by() -> None:
+    def task(manifest: Manifest, rows: list[Row]) -> object:
+        found = front(card(manifest, rows, []))
+        assert manifest.model.kind in found["tags"]  # type: ignore[operator]
+        return found.get("pipeline_tag")
+
+    images, samples = labelled.classified(), labelled.classified()
+    assert task(labelled.classifier(), images) == "image-classification"
+    samples = [row.model_copy(update={"flags": ["ci95-by-sample"]}) for row in samples]
+    assert task(labelled.classifier(), samples) is None, "classes of something else"
+    assert task(labelled.classifier(), []) is None
+    assert task(labelled.encoder(), []) == "feature-extraction"
+    assert task(labelled.encoder(), labelled.retrieved()) == "sentence-similarity"
 
 
 def test_licence_of_an_alias_is_known() -> None:
