@@ -4,9 +4,9 @@
     python benchmarks/plan_forecast.py           # forecasts smollm2-135m from those, then times it
 
 Random models of three sizes are rounded to each format, exported to ONNX and timed against float32 as
-`compile` does it; what they reach of their bounds is what ships. SmolLM2-135M is then forecast from nothing else, on
-this machine's figures as measured in the same run, and timed. Targets: half of the rows of each format within 25 % of
-what was measured, and at least eight of ten within the printed interval.
+`compile` does it; what their steps took ships, with what it is made of. SmolLM2-135M is then forecast from nothing
+else, on this machine's figures as measured in the same run, and timed. Targets: half of the rows of each format within
+25 % of what was measured, and at least eight of ten within the printed interval.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from harness.record import record, show, verdicts
 import quantkit
 from quantkit.errors import QuantkitError
 from quantkit.pipeline.plan import Question, plan
-from quantkit.plan import efficiency, machine
+from quantkit.plan import efficiency, machine, steps
 from quantkit.plan.efficiency import Sample, samples
 from quantkit.plan.roofline import Step
 from quantkit.target import Target
 
-# 42, 114 and 189 million weights in their blocks; the heads are small, since a token is a byte
-SIZES = [
+# 41, 69 and 113 million weights in their blocks; what steps are made of differs: layers, heads of attention, and the
+# head, which is a table of 258 bytes or of a vocabulary
+SIZES: list[dict[str, Any]] = [
     {"layers": 12, "hidden": 512, "intermediate": 1536, "heads": 8},
+    {"layers": 16, "hidden": 640, "intermediate": 1728, "heads": 10, "kv_heads": 2, "vocabulary": 32768, "tied": True},
     {"layers": 16, "hidden": 768, "intermediate": 2048, "heads": 12},
-    {"layers": 15, "hidden": 1024, "intermediate": 2816, "heads": 16},
 ]
 # rounding is what differs least between models, and takes seconds
 RECIPES = {
@@ -53,8 +54,8 @@ def timed(model: str, name: str, folder: Path) -> list[dict[str, Any]]:
     return [dict(row) for row in bundle.measurements]
 
 
-def fit(folder: Path, sizes: Sequence[dict[str, int]]) -> list[Sample]:
-    """What random models teach."""
+def fit(folder: Path, sizes: Sequence[dict[str, Any]]) -> list[Sample]:
+    """What random models teach; written after each, so that a fit that is stopped has what it has seen."""
     found: list[Sample] = []
     for number, size in enumerate(sizes):
         place = folder / f"model{number}"
@@ -62,15 +63,29 @@ def fit(folder: Path, sizes: Sequence[dict[str, int]]) -> list[Sample]:
         for name in RECIPES:
             found += samples(timed(str(place), name, folder / f"out{number}"))
             print(f"{size}, {name}: done", file=sys.stderr)
+        efficiency.SHIPPED.write_bytes(efficiency.dumped(found))
     return found
 
 
-def compared(rows: Sequence[dict[str, Any]], learned: Sequence[Sample], name: str) -> Iterator[dict[str, Any]]:
+def learned(found: Sequence[Sample]) -> dict[str, Any]:
+    """What they say of this machine: times as long as at the ceilings, and the interval of a step like theirs."""
+    numbers: dict[str, Any] = {}
+    for what in ("int4 in int8", "int8 in int8"):
+        known = steps.learn(
+            found, runtime="onnxruntime", kind="cpu", what=what, device=machine.device()["id"], read=None
+        )
+        if known is not None:
+            numbers |= {" ".join(term): value for term, value in known.terms.items()}
+            numbers |= {f"interval {phase}": known.factor(phase) for phase in known.misses} | {"models": known.models}
+    return numbers
+
+
+def compared(rows: Sequence[dict[str, Any]], taught: Sequence[Sample], name: str) -> Iterator[dict[str, Any]]:
     """Each step that was timed, with its forecast."""
     target = here(rows)
     recipe, changes = RECIPES[name]
     question = Question("smollm2-135m", [recipe], target, "onnxruntime", changes=[EXPORT, *changes])
-    served = plan(question, learned).candidates[0].served
+    served = plan(question, taught).candidates[0].served
     assert served is not None
     for row in rows:
         if row["name"] not in ("latency.decode_step", "latency.prefill"):
@@ -98,13 +113,20 @@ def compared(rows: Sequence[dict[str, Any]], learned: Sequence[Sample], name: st
 
 def here(rows: Sequence[dict[str, Any]]) -> Target:
     """This machine's target with the ceilings that the run measured."""
-    figures = {"memory.capacity": machine.memory_limit(), "memory.last_level_cache": machine.last_level_cache()}
+    known = {"memory.capacity": machine.memory_limit(), "memory.last_level_cache": machine.last_level_cache()}
+    isa = machine.isa_features()
+    return Target.load("cpu-x86").resolve({"figures": known | figures(rows), "source": "this run", "isa": isa})
+
+
+def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The ceilings among them."""
+    found = {}
     for row in rows:
         if row["name"] == "ceiling.read":
-            figures["memory.read_bandwidth"] = row["value"]
+            found["memory.read_bandwidth"] = row["value"]
         if row["name"] == "ceiling.compute":
-            figures[f"compute.{row['settings']['compute_type']}"] = row["value"]
-    return Target.load("cpu-x86").resolve({"figures": figures, "source": "this run", "isa": machine.isa_features()})
+            found[f"compute.{row['settings']['compute_type']}"] = row["value"]
+    return found
 
 
 def main() -> int:
@@ -121,12 +143,13 @@ def main() -> int:
         try:
             if options.fit:
                 found = fit(folder, SIZES[: options.sizes])
-                efficiency.SHIPPED.write_bytes(efficiency.dumped(found))
-                print(f"{len(found)} efficiencies in {efficiency.SHIPPED.name}")
+                print(f"{len(found)} steps in {efficiency.SHIPPED.name}", learned(found), sep="\n")
                 return 0
-            rows = []
+            rows, ceilings = [], {}
             for recipe in RECIPES:
-                rows += list(compared(timed("smollm2-135m", recipe, folder), efficiency.shipped(), recipe))
+                measured = timed("smollm2-135m", recipe, folder)
+                rows += list(compared(measured, efficiency.shipped(), recipe))
+                ceilings[recipe] = figures(measured)
         except QuantkitError as problem:
             print(problem.line(), file=sys.stderr)
             return problem.exit
@@ -148,7 +171,7 @@ def main() -> int:
         "plan_forecast",
         "forecasts from other models' efficiencies",
         rows,
-        {"sizes": SIZES, "note": options.note},
+        {"learned": learned(efficiency.shipped()), "ceilings": ceilings, "note": options.note},
         write=not options.no_record,
     )
     known = [row for row in rows if row["error"] is not None]

@@ -244,14 +244,17 @@ def _work(model: ir.Model) -> dict[str, str]:
     """What a decode step must read and compute, for whoever draws its roofline; text, as the file wants it.
 
     `quantkit.step_bytes`: weights that every step reads (of an embedding it reads a row: not counted);
-    `quantkit.flops`: 2 N K of all products but the head; `quantkit.head_flops`; `quantkit.attention_flops`: for each
-    new token and each token that it looks at.
+    `quantkit.float_bytes`: those of them that stay floats, of products;
+    `quantkit.flops`: 2 N K of all products but the head; `quantkit.head_flops`; `quantkit.float_head_flops`: of a head
+    that stays in floats; `quantkit.attention_flops`: for each new token and each token that it looks at.
     """
     import math
 
     graph = model.graph
     read: dict[str, int] = {}
+    floats: dict[str, int] = {}
     flops = {True: 0, False: 0}
+    float_head = 0
     attention = 0
     heads = {value.name for value in graph.outputs}
     for node in graph:
@@ -270,11 +273,8 @@ def _work(model: ir.Model) -> dict[str, str]:
             if value is not None and value.const_value is not None:
                 read[value.name or ""] = value.const_value.nbytes
         weight = node.inputs[1] if len(node.inputs) > 1 else None
-        if (
-            weight is not None
-            and (unpacked := weight.producer()) is not None
-            and unpacked.op_type == "DequantizeLinear"
-        ):
+        unpacked = weight.producer() if weight is not None else None
+        if unpacked is not None and unpacked.op_type == "DequantizeLinear":
             weight = unpacked.inputs[0]
         if node.op_type == "MatMulNBits":
             size = node.attributes["N"].as_int() * node.attributes["K"].as_int()
@@ -282,11 +282,18 @@ def _work(model: ir.Model) -> dict[str, str]:
             size = math.prod(int(length) for length in weight.const_value.shape)  # type: ignore[arg-type, misc]
         else:
             continue
-        flops[any(output.name in heads for output in node.outputs)] += 2 * size
+        head = any(output.name in heads for output in node.outputs)
+        flops[head] += 2 * size
+        kept = weight.const_value if weight is not None and node.op_type != "MatMulNBits" else None
+        if kept is not None and kept.dtype.is_floating_point():
+            floats[weight.name or ""] = kept.nbytes  # type: ignore[union-attr]
+            float_head += 2 * size if head else 0
     return {
         "quantkit.step_bytes": str(sum(read.values())),
+        "quantkit.float_bytes": str(sum(floats.values())),
         "quantkit.flops": str(flops[False]),
         "quantkit.head_flops": str(flops[True]),
+        "quantkit.float_head_flops": str(float_head),
         "quantkit.attention_flops": str(attention),
     }
 

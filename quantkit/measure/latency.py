@@ -378,7 +378,15 @@ def _rows(
             )
         )
     bound, hp_bound = subject.cost.bound(*shape, limits), baseline.cost.bound(*shape, limits)
-    op = Operation(M=tokens, format=subject.cost.format, bound_s=bound, hp_bound_s=hp_bound, hp_s=hp_s)
+    op = Operation(
+        M=tokens,
+        format=subject.cost.format,
+        bound_s=bound,
+        hp_bound_s=hp_bound,
+        hp_s=hp_s,
+        shares=subject.cost.shares(*shape, limits),
+        hp_shares=baseline.cost.shares(*shape, limits),
+    )
     tax: dict[str, Any] = {"unit": "s", "stat": "median", "better": "lower", "op": op} | common
     if bound is None or hp_bound is None:
         rows.append(Row(name="tax.total", value=None, settings=settings, flags=["no-ceiling", *flags], **tax))

@@ -239,7 +239,7 @@ def _break_even(curve: Sequence[Sequence[Timed]], setting: Setting, *, layer: st
     settings: dict[str, Any] = {"threads": setting.threads, "variant": first.variant, "over": "batch"}
     side = first.side
     shape = {} if layer else {"K": first.linear.K, "N": first.linear.N}
-    op = Operation(layer=layer, format=side.cost.format if side else None, **shape)
+    op = Operation(layer=layer, format=side.cost.format if side else None, K=shape.get("K"), N=shape.get("N"))
     row: dict[str, Any] = setting.common(first.variant) | {"name": "tax.break_even", "unit": "1", "better": "higher"}
     row["op"] = op
     flags: list[str] = []

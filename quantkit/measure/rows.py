@@ -74,7 +74,11 @@ class Baseline(_Part):
 
 
 class Operation(_Part):
-    """One matrix product of a tax row: activation [M, K] by weight [N, K], in seconds."""
+    """One matrix product of a tax row: activation [M, K] by weight [N, K], in seconds.
+
+    Of whole steps also `shares` and `hp_shares`: what -> seconds of reading and of computing at the ceilings, of the
+    subject and of its baseline (`plan.steps`); other rows go without these keys.
+    """
 
     layer: str | None = None
     K: int | None = None
@@ -85,6 +89,13 @@ class Operation(_Part):
     hp_bound_s: Finite | None = None
     hp_s: Finite | None = None
     raw_s: Finite | None = None
+    shares: dict[str, Interval] | None = None
+    hp_shares: dict[str, Interval] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
+        return {key: value for key, value in data.items() if value is not None or not key.endswith("shares")}
 
 
 class Device(_Part):

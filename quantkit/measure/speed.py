@@ -157,6 +157,8 @@ def _cost(model: Loaded, part: Part) -> Cost:
         noted("flops"),
         noted("attention_flops"),
         head_flops=noted("head_flops"),
+        float_bytes=noted("float_bytes"),
+        float_head_flops=noted("float_head_flops"),
         io_bytes_per_token=4.0 * model.features,
         compute="int8" if model.accuracy_level == 4 else "fp32",
     )

@@ -160,22 +160,25 @@ def cost(model: Any, name: str, compute: str) -> Cost:
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     layers = int(config.num_hidden_layers)
     output = model.get_output_embeddings()
-    inside, stored = 0.0, 0.0
+    inside, stored, floats = 0.0, 0.0, 0.0
     for module in model.modules():
         if isinstance(module, QuantLinear):
             inside += module.packed.shape[0] * module.packed.shape[1]
             stored += module.packed.resident_bytes
         elif is_linear(module) and module is not output:
             inside += module.weight.numel()
-            stored += module.weight.numel() * module.weight.element_size()
+            floats += module.weight.numel() * module.weight.element_size()
     top = output.weight
+    floats += top.numel() * top.element_size()
     return Cost(
         name,
-        stored + top.numel() * top.element_size(),
+        stored + floats,
         kv_bytes_per_token=2.0 * layers * kv_heads * head * top.element_size(),
         flops_per_token=2.0 * inside,
         attention_flops=4.0 * layers * heads * head,
         head_flops=2.0 * top.numel(),
+        float_bytes=floats,
+        float_head_flops=2.0 * top.numel(),
         io_bytes_per_token=float(top.shape[0] * top.element_size()),
         compute=compute,
         attention=compute,

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from quantkit.measure.ceilings import Ceiling
 from quantkit.measure.rows import Interval, Row
+from quantkit.plan import steps
 
 Array = NDArray[Any]
 Shape = tuple[float, float, float]
@@ -47,7 +48,9 @@ class Cost:
         head_flops: of those that a prefill does for the last token of a sequence alone; not in `flops_per_token`.
         io_bytes_per_token: what goes in and out for each new token.
         compute: the input type of the matrix products, whose measured rate bounds them.
-        attention: the same of attention.
+        attention: the same of attention, and of what stays in floats.
+        float_bytes: of `weight_bytes`, those of products that stay in floats.
+        float_head_flops: `head_flops`, if the head stays in floats.
     """
 
     format: str
@@ -59,6 +62,8 @@ class Cost:
     io_bytes_per_token: float = 0.0
     compute: str = "fp32"
     attention: str = "fp32"
+    float_bytes: float = 0.0
+    float_head_flops: float = 0.0
 
     def bytes(self, batch: float, tokens: float, context: float) -> float:
         """Bytes that a step of `tokens` new tokens a sequence must move, with `context` tokens in the cache."""
@@ -67,15 +72,38 @@ class Cost:
 
     def bound(self, batch: float, tokens: float, context: float, limits: Limits) -> float | None:
         """The least time in seconds, `max(bytes / β, operations / π)`; None if a ceiling is not known."""
-        looked_at = tokens * context + tokens * (tokens + 1) / 2
         work = [
             (batch * (tokens * self.flops_per_token + self.head_flops), self.compute),
-            (batch * looked_at * self.attention_flops, self.attention),
+            (batch * _looked_at(tokens, context) * self.attention_flops, self.attention),
         ]
         if limits.read is None or any(flops and kind not in limits.compute for flops, kind in work):
             return None
         computing = sum(flops / limits.compute[kind] for flops, kind in work if flops)
         return max(self.bytes(batch, tokens, context) / limits.read, computing)
+
+    def shares(self, batch: float, tokens: float, context: float, limits: Limits) -> dict[str, Interval] | None:
+        """What of a step is whose, as `plan.steps` learns from it; None if a ceiling is not known."""
+        inside = self.weight_bytes - self.float_bytes + batch * tokens * self.io_bytes_per_token
+        flops = batch * (tokens * self.flops_per_token + self.head_flops - self.float_head_flops)
+        parts = [
+            (steps.named(self.format, self.compute), inside, flops, self.compute),
+            (
+                steps.named(steps.floats(self.attention), self.attention),
+                *(self.float_bytes, batch * self.float_head_flops, self.attention),
+            ),
+            (
+                steps.ATTENTION,
+                batch * (context + tokens) * self.kv_bytes_per_token,
+                batch * _looked_at(tokens, context) * self.attention_flops,
+                self.attention,
+            ),
+        ]
+        if limits.read is None or any(work and kind not in limits.compute for _, _, work, kind in parts):
+            return None
+        return steps.together(
+            (what, moved / limits.read, work / limits.compute[kind] if work else 0.0)
+            for what, moved, work, kind in parts
+        )
 
 
 @dataclass(frozen=True)
@@ -91,6 +119,11 @@ class Limits:
         read = next((c.value for c in measured if c.name == "ceiling.read"), None)
         rates = {str(c.settings["compute_type"]): c.value for c in measured if c.name == "ceiling.compute"}
         return cls(read, {kind: rate for kind, rate in rates.items() if rate is not None})
+
+
+def _looked_at(tokens: float, context: float) -> float:
+    """(query, key) pairs of a sequence."""
+    return tokens * context + tokens * (tokens + 1) / 2
 
 
 def captured_gain(row: Row) -> float | None:

@@ -1,13 +1,13 @@
-"""How much of the bound runtimes reach: learned from measurements, by device, runtime, format and rows.
+"""How much of the bound runtimes reach: samples of measurements, and what single products say by rows and size.
 
 A row `tax.total` says the bound of a step or of one product, and what it took beyond it:
 
     efficiency = bound / (bound + tax)
 
-Of the rows that speak of the same runtime, format and phase, those near are taken, in rows (within a factor of two) and
-in size (bounds within a factor of eight, since what a small product or model takes is mostly not its bound): their
-median is the forecast's, their spread its interval. Rows of the same device come first; those of another device of the
-same kind serve with a remark. Where nothing is near there is no efficiency, and so no forecast.
+What whole steps teach is `steps.py`. Of single products that speak of the same runtime and format, those near are
+taken, in rows (within a factor of two) and in size (bounds within a factor of eight, since what a small product takes
+is mostly not its bound): their median is the forecast's, their spread its interval. Rows of the same device come first;
+those of another device of the same kind serve with a remark. Where nothing is near there is no efficiency.
 
 The bound of a row stands on the ceilings that its run measured, a plan's on the figures of its target, which may be a
 datasheet's. So a sample carries its ceilings, and its efficiency is turned to the target's.
@@ -20,7 +20,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -55,6 +55,8 @@ class Sample:
         efficiency: bound / time.
         read: bytes a second that the run measured; None where it is not known.
         subject: what was measured, by its hash; measurements of one subject are one witness.
+        model: that it was made from, by its hash.
+        shares: of a whole step, what -> seconds of reading and of computing, on the ceilings of the run.
     """
 
     device: str
@@ -69,11 +71,18 @@ class Sample:
     efficiency: float
     read: float | None
     subject: str
+    model: str = ""
+    shares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """What it took."""
+        return self.bound / self.efficiency
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What to expect of a step.
+    """What to expect of a product.
 
     Args:
         value: share of the bound.
@@ -171,15 +180,16 @@ def samples(rows: Iterable[Mapping[str, Any]]) -> Iterator[Sample]:
         phase: Phase = "op" if single else "decode" if tokens == 1 and shape.get("context") else "prefill"
         count = int(op.get("M") or 0) if single else int(row.get("batch") or 1) * tokens
         what = f"{op.get('K')}x{op.get('N')}" if single else str(row.get("subject"))
-        base = what if single else (row.get("baseline") or {}).get("subject") or what
+        base = what if single else str((row.get("baseline") or {}).get("subject") or what)
         compute = str(settings.get("compute_type") or "")
-        sides = [(str(op.get("format")), compute, op.get("bound_s"), _sum(op.get("bound_s"), row.get("value")), what)]
+        time = _sum(op.get("bound_s"), row.get("value"))
+        sides = [(str(op.get("format")), compute, op.get("bound_s"), time, what, op.get("shares"))]
         plain = str(settings.get("baseline_format") or _BASELINE.get(device["kind"], "float32"))
         key = (device["id"], row["runtime"], phase, count, base, shape.get("context"), settings.get("threads"))
         if key not in seen:
             seen.add(key)
-            sides.append((plain, "", op.get("hp_bound_s"), op.get("hp_s"), str(base)))
-        for form, kind, bound, time, subject in sides:
+            sides.append((plain, "", op.get("hp_bound_s"), op.get("hp_s"), base, op.get("hp_shares")))
+        for form, kind, bound, time, subject, shares in sides:
             if not bound or not time or time <= 0:
                 continue
             yield Sample(
@@ -195,6 +205,8 @@ def samples(rows: Iterable[Mapping[str, Any]]) -> Iterator[Sample]:
                 bound / time,
                 reads.get((device["id"], settings.get("threads")), reads.get((device["id"], None))),
                 subject,
+                base,
+                shares or {},
             )
 
 

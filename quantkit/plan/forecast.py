@@ -1,10 +1,8 @@
 """What steps will take: the bound of the target, and the forecast that measured efficiencies make of it.
 
-    forecast = bound / efficiency          with the interval of the efficiencies that were seen
-
-A whole step's own efficiency comes first (`efficiency.py`): it holds attention, the head and the host. Without one the
-products' stand in, each for its share of the bound, and that is said, since they know of no host. Without either there
-is no forecast, and the bound stands alone.
+What whole steps teach comes first (`steps.py`): they hold attention, the head and the host. Without any, the
+efficiencies of single products stand in (`efficiency.py`), each for its share of the bound, and that is said, since
+they know of no host. Without either there is no forecast, and the bound stands alone.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from quantkit.plan import efficiency, roofline
+from quantkit.plan import efficiency, roofline, steps
 from quantkit.plan.architecture import Architecture
 from quantkit.plan.efficiency import Asked, Efficiency, Sample
 from quantkit.plan.roofline import Bound, Cache, Op, Product, Step
@@ -116,13 +114,26 @@ class Served:
             return Timed(bound, None, None, None, f"{self.target.name} has no figure for {', '.join(self.missing)}")
         if self.devices > 1:
             return Timed(bound, least, None, None, "no measurement knows what several devices tell each other")
-        together = bound.together(self.target)
-        found = self._efficiency(self.format, self.compute, step.phase, step.rows, together, bound.memory_bound)
-        if found is not None:
-            # measurements are set against the step as one piece, whose bound may lie below the sum's
-            middle, low, high = (max(together / each, least) for each in (found.value, found.high, found.low))
-            return Timed(bound, least, middle, (low, high), _said(found, "step"), found.here)
+        if (learned := self._learned) is not None:
+            what, together = steps.named(self.format, self.compute), bound.together(self.target)
+            asked = steps.Asked(what, step.phase, step.rows, together, bound.shares(self.target))
+            if (found := learned.expect(asked)) is not None:
+                # measurements are set against ceilings, whose sum may lie below the bound of each operation
+                middle, low, high = (max(each, least) for each in (found.seconds, found.low, found.high))
+                here = learned.samples[0].device == self.device
+                return Timed(bound, least, middle, (low, high), _learned(learned, here), here)
         return self._by_products(step, bound, least)
+
+    @cached_property
+    def _learned(self) -> steps.Learned | None:
+        return steps.learn(
+            self.samples,
+            runtime=self.runtime,
+            kind=self.target.kind,
+            what=steps.named(self.format, self.compute),
+            device=self.device,
+            read=self.target.memory.read_bandwidth.number,
+        )
 
     def _by_products(self, step: Step, bound: Bound, least: float) -> Timed:
         seconds = low = high = unknown = 0.0
@@ -138,24 +149,31 @@ class Served:
         if first is None or unknown > _UNKNOWN * least:
             return Timed(bound, least, None, None, f"nothing was measured of {self.format} in {self.runtime} near this")
         known = least / (least - unknown)
-        because = f"{_said(first, 'single product')}; attention and the host are not in it"
+        because = f"{_said(first)}; attention and the host are not in it"
         return Timed(bound, least, seconds * known, (low * known, high * known), because, first.here)
 
     def _of(self, op: Op, step: Step) -> Efficiency | None:
-        return self._efficiency(op.format, op.compute, "op", step.rows, op.seconds or 0.0, op.limit == "memory")
-
-    def _efficiency(
-        self, form: str, compute: str, phase: efficiency.Phase, rows: int, bound: float, memory: bool
-    ) -> Efficiency | None:
-        read = self.target.memory.read_bandwidth.number if memory else None
-        asked = Asked(self.runtime, form, compute, phase, rows, bound, self.target.kind, self.device, read)
+        read = self.target.memory.read_bandwidth.number if op.limit == "memory" else None
+        seconds = op.seconds or 0.0
+        asked = Asked(
+            self.runtime, op.format, op.compute, "op", step.rows, seconds, self.target.kind, self.device, read
+        )
         return efficiency.look_up(self.samples, asked)
 
 
-def _said(found: Efficiency, what: str) -> str:
-    where = "this machine" if found.here else f"{found.device}, another device"
-    of = "model" if what == "step" else "shape"
-    return f"{_plural(found.n, what)} of {_plural(found.subjects, of)} measured on {where}"
+def _learned(found: steps.Learned, here: bool) -> str:
+    alone = "; how much models differ is not known: a factor of two is taken" if found.models == 1 else ""
+    where = _where(found.samples[0].name, here)
+    return f"{_plural(len(found.samples), 'step')} of {_plural(found.models, 'model')} measured on {where}{alone}"
+
+
+def _said(found: Efficiency) -> str:
+    where = _where(found.device, found.here)
+    return f"{_plural(found.n, 'single product')} of {_plural(found.subjects, 'shape')} measured on {where}"
+
+
+def _where(device: str, here: bool) -> str:
+    return "this machine" if here else f"{device}, another device"
 
 
 def _plural(count: int, word: str) -> str:

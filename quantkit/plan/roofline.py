@@ -17,10 +17,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from quantkit.plan import steps
 from quantkit.plan.architecture import Architecture, Attention, Matrix
 from quantkit.target import ComputeType, Target
 
 _FLOAT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+# name, format, bytes, those of them that are stored, operations, what in
+_Work = tuple[str, str, float, float, float, ComputeType]
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Op:
         format: of its weights; the cache's for attention.
         times: how often it occurs.
         bytes: moved by each.
+        stored: those of them that are weights, or keys and values: without what goes in and out.
         operations: of each; a multiplication with its addition counts two.
         compute: what in.
         seconds: the bound of each; None where the target has no such figure.
@@ -86,6 +90,7 @@ class Op:
     format: str
     times: int
     bytes: float
+    stored: float
     operations: float
     compute: ComputeType
     seconds: float | None
@@ -129,6 +134,19 @@ class Bound:
             if op.compute in target.compute
         )
         return max(self.bytes / read, computing)
+
+    def shares(self, target: Target) -> dict[str, tuple[float, float]]:
+        """What of the step is whose, on the target's figures, in the way that measured steps say it."""
+        read = target.memory.read_bandwidth.number or float("inf")
+        return steps.together(
+            (
+                steps.ATTENTION if op.name.startswith(steps.ATTENTION) else steps.named(op.format, op.compute),
+                op.times * op.stored / read,
+                op.times * op.operations / (target.compute[op.compute].number or float("inf")),
+            )
+            for op in self.ops
+            if op.compute in target.compute
+        )
 
     @property
     def memory_bound(self) -> bool:
@@ -176,7 +194,7 @@ def bound(
         devices: that share the work evenly; nothing is counted for what they tell each other.
         attention: what attention multiplies in.
     """
-    found: Counter[tuple[str, str, float, float, ComputeType]] = Counter()
+    found: Counter[_Work] = Counter()
     head = architecture.head.name.rpartition(".")[2] if architecture.head is not None else None
     for product, times in products.items():
         # logits are wanted of the last token of each sequence alone
@@ -186,8 +204,8 @@ def bound(
     for each, times in kinds.items():
         found[_attention(each, cache, step, devices, attention)] += times
     ops = [
-        Op(name, form, times, moved, work, kind, *_roof(moved, work, kind, target))
-        for (name, form, moved, work, kind), times in found.items()
+        Op(name, form, times, moved, stored, work, kind, *_roof(moved, work, kind, target))
+        for (name, form, moved, stored, work, kind), times in found.items()
     ]
     return Bound(step, ops)
 
@@ -231,17 +249,16 @@ def kept(attention: Attention, step: Step) -> int:
     return context + step.tokens
 
 
-def _linear(product: Product, rows: int, devices: int) -> tuple[str, str, float, float, ComputeType]:
+def _linear(product: Product, rows: int, devices: int) -> _Work:
     matrix = product.matrix
     through = rows * matrix.active
-    moved = reached(matrix, rows) * product.bytes + through * (matrix.K + matrix.N) * product.width
+    stored = reached(matrix, rows) * product.bytes
+    moved = stored + through * (matrix.K + matrix.N) * product.width
     work = 2.0 * through * matrix.N * matrix.K
-    return matrix.name, product.format, moved / devices, work / devices, product.compute
+    return matrix.name, product.format, moved / devices, stored / devices, work / devices, product.compute
 
 
-def _attention(
-    each: Attention, cache: Cache, step: Step, devices: int, kind: ComputeType
-) -> tuple[str, str, float, float, ComputeType]:
+def _attention(each: Attention, cache: Cache, step: Step, devices: int, kind: ComputeType) -> _Work:
     width = _FLOAT_BYTES.get(kind, 2)
     tokens = kept(each, step)
     if each.kind == "latent" and step.phase == "decode":
@@ -251,8 +268,8 @@ def _attention(
         features = each.head_dim + each.value_dim
     work = 2.0 * step.batch * looked_at(each, step) * each.heads * features
     rows = step.rows * each.heads * (each.head_dim + each.value_dim) * width
-    moved = step.batch * tokens * cache.bytes(each) + rows
-    return f"attention, {each.kind}", cache.format, moved / devices, work / devices, kind
+    stored = step.batch * tokens * cache.bytes(each)
+    return f"attention, {each.kind}", cache.format, (stored + rows) / devices, stored / devices, work / devices, kind
 
 
 def _roof(

@@ -397,6 +397,8 @@ def test_metadata_says_what_a_roofline_needs(small: Any) -> None:
     assert int(meta["quantkit.flops"]) == 2 * 3 * linears
     assert int(meta["quantkit.head_flops"]) == 2 * 64 * zoo.VOCABULARY
     assert int(meta["quantkit.attention_flops"]) == 3 * 4 * 4 * 16
+    assert int(meta["quantkit.float_head_flops"]) == 2 * 64 * zoo.VOCABULARY
+    assert int(meta["quantkit.float_bytes"]) == 4 * (3 * linears + 64 * zoo.VOCABULARY)
     weights = 4 * (3 * linears + 64 * zoo.VOCABULARY + 7 * 64)
     assert weights <= int(meta["quantkit.step_bytes"]) < weights * 1.01
     assert small("bert").load().meta["quantkit.kind"] == "encoder"

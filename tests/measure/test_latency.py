@@ -142,6 +142,12 @@ def test_tax_is_time_beyond_the_bound():
     assert row.op.M == 1
     assert row.op.raw_s is None
     assert "sum-only" in row.flags
+    seen = (129 * 46e3 / READ, 129 * 140e3 / FP32)
+    assert row.op.shares == {
+        "int4 in int8": pytest.approx((85e6 / READ, 270e6 / INT8)),
+        "attention": pytest.approx(seen),
+    }
+    assert row.op.hp_shares["float32"] == pytest.approx((540e6 / READ, 270e6 / FP32))
     promised = row.op.hp_bound_s / row.op.bound_s
     assert captured_gain(row) == pytest.approx((3.5 - 1) / (promised - 1))
     (effective,) = named(rows, "bandwidth.effective", batch=1)

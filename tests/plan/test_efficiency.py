@@ -42,6 +42,13 @@ def test_a_row_says_two_efficiencies() -> None:
     ours, theirs = samples([row()])
     assert (ours.format, ours.phase, ours.rows, ours.efficiency) == ("int4", "decode", 4, pytest.approx(0.4))
     assert (theirs.format, theirs.compute, theirs.efficiency) == ("float32", "", pytest.approx(0.75))
+    assert (ours.model, theirs.model, ours.seconds) == ("float", "float", pytest.approx(0.025))
+
+
+def test_the_shares_of_a_step_go_with_its_side() -> None:
+    op = row()["op"] | {"shares": {"int4 in int8": [0.01, 0.0]}, "hp_shares": {"float32": [0.03, 0.0]}}
+    ours, theirs = samples([row(op=op)])
+    assert (ours.shares, theirs.shares) == ({"int4 in int8": [0.01, 0.0]}, {"float32": [0.03, 0.0]})
 
 
 def test_a_baseline_counts_once_for_a_shape() -> None:

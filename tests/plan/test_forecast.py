@@ -44,6 +44,14 @@ def target(read: float | str = 1e9) -> Target:
     )
 
 
+def step(slower: float, **more: Any) -> Sample:
+    """The step of `DECODE`, which took so many times its shares at the ceilings."""
+    shares = served().bound(DECODE).shares(target())
+    total, together = sum(sum(both) for both in shares.values()), served().bound(DECODE).together(target())
+    known = {"bound": together, "shares": shares, "model": "one"}
+    return sample(together / (slower * total), **(known | more))
+
+
 def sample(efficiency: float, **more: Any) -> Sample:
     known: dict[str, Any] = {"device": "here", "name": "a machine", "kind": "cpu", "runtime": "onnxruntime"}
     known |= {
@@ -73,12 +81,21 @@ def served(*samples: Sample, read: float | str = 1e9, down: str = "int4", device
 
 
 def test_a_step_that_was_measured_gives_forecast_and_interval() -> None:
-    found = served(sample(0.4), sample(0.5), sample(0.8, subject="two")).timed(DECODE)
-    together = found.bound.together(target())
-    assert found.forecast == pytest.approx(together / 0.5)
-    assert found.interval == (pytest.approx(together / 0.8), pytest.approx(together / 0.4))
+    found = served(step(2.0), step(2.0), step(2.2, model="two")).timed(DECODE)
+    seconds = sum(sum(both) for both in found.bound.shares(target()).values())
+    assert found.forecast == pytest.approx(2.06 * seconds, rel=0.01)
+    assert found.interval is not None and found.least is not None
+    assert found.least <= found.interval[0] < found.forecast < found.interval[1]
     assert (found.because, found.here) == ("3 steps of 2 models measured on this machine", True)
     assert found.seconds == found.forecast
+
+
+def test_of_one_model_it_is_said_that_the_interval_is_taken() -> None:
+    found = served(step(2.0, device="away", name="another")).timed(DECODE)
+    assert found.forecast is not None and found.interval is not None
+    assert found.interval[1] == pytest.approx(2 * found.forecast)
+    assert "another, another device" in found.because and "a factor of two is taken" in found.because
+    assert not found.here
 
 
 def test_without_steps_products_stand_in_and_it_is_said() -> None:
@@ -111,12 +128,13 @@ def test_without_figures_of_the_target_there_is_no_bound() -> None:
 
 
 def test_several_devices_are_bound_but_not_forecast() -> None:
-    one, two = served(sample(0.5)).timed(DECODE), served(sample(0.5), devices=2).timed(DECODE)
+    one, two = served(step(2.0)).timed(DECODE), served(step(2.0), devices=2).timed(DECODE)
+    assert one.forecast is not None
     assert two.forecast is None
     assert two.least == pytest.approx((one.least or 0.0) / 2)
 
 
 def test_a_bound_by_memory_is_turned_to_the_targets_memory() -> None:
     """The run read 0.5 GB/s where the target promises 1: half of its efficiency is left."""
-    plain, turned = (served(sample(0.5, read=read)).timed(DECODE).forecast for read in (None, 0.5e9))
+    plain, turned = (served(sample(0.5, phase="op", read=read)).timed(DECODE).forecast for read in (None, 0.5e9))
     assert turned == pytest.approx(2 * (plain or 0.0))
