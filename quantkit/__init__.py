@@ -24,10 +24,22 @@ if TYPE_CHECKING:
     from quantkit.errors import QuantkitError
     from quantkit.measure.compared import Compared
     from quantkit.pipeline import Pipeline
+    from quantkit.plan.outlook import Outlook
     from quantkit.recipe import Recipe
     from quantkit.target import Target
 
-__all__ = ["Bundle", "Pipeline", "QuantkitError", "Recipe", "Target", "compare", "compile", "load", "measure"]
+__all__ = [
+    "Bundle",
+    "Pipeline",
+    "QuantkitError",
+    "Recipe",
+    "Target",
+    "compare",
+    "compile",
+    "load",
+    "measure",
+    "plan_model",
+]
 
 _HOMES = {
     "Bundle": "quantkit.bundle",
@@ -96,6 +108,64 @@ def compile(  # noqa: A001 (the word of the command line)
 
         request = with_module(request, model, example_inputs)
     return compile_model(request).bundle
+
+
+def plan_model(
+    model: str = "smollm2-135m",
+    recipes: str | Sequence[str] = (),
+    target: str | Path | Target | None = None,
+    *,
+    runtime: str | None = None,
+    batches: Sequence[int] = (),
+    prompt: int | None = None,
+    output: int | None = None,
+    context: int | None = None,
+    rate: float | None = None,
+    devices: int | None = None,
+    prices: str | Path | None = None,
+    changes: Sequence[str] = (),
+) -> Outlook:
+    """What `quantkit plan` says, before anything is done: does it fit, how fast at best, what it costs. No torch.
+
+    Args:
+        model: a shipped name (`llama-3-8b`), a folder, its `config.json`, or a bundle.
+        recipes: names, paths, or formats that stand for one (`int4`); none: the usual ones.
+        target: a shipped name, a path, or a `Target`; None is this machine's processor.
+        runtime: that would run them; None is the target's first that computes natively in each.
+        batches: sequences at once; none: the target's.
+        prompt: tokens that come in with a request; None is 1,024, or half of what the model takes.
+        output: tokens that go out; None is 256, or an eighth.
+        context: tokens to make room for; None is the longest request.
+        rate: requests a second to simulate.
+        devices: that share the model; None is as few as hold it.
+        prices: a file; None is the one that ships.
+        changes: `PATH=YAML` changes to every recipe.
+
+    Returns:
+        `candidates` with memory, times by batch and cost of each recipe, and a `recommendation`.
+
+    Raises:
+        QuantkitError: with code, where, value, rule and remedy.
+    """
+    # `quantkit.plan` is the package of what plans are made of, hence this name
+    from quantkit.pipeline.plan import Question, plan
+
+    return plan(
+        Question(
+            model,
+            recipes=(recipes,) if isinstance(recipes, str) else recipes,
+            target=target,
+            runtime=runtime,
+            batches=batches,
+            prompt=prompt,
+            output=output,
+            context=context,
+            rate=rate,
+            devices=devices,
+            prices=None if prices is None else Path(prices),
+            changes=changes,
+        )
+    )
 
 
 def load(path: str | Path) -> Bundle:

@@ -8,6 +8,7 @@ letter, in a folder that holds a small model and a text under the names the READ
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -49,10 +50,21 @@ def place(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path
 
 
 def test_it_shows_what_is_there() -> None:
-    assert len(PYTHON) == 4
+    assert len(PYTHON) == 5
     assert len(COMMANDS) >= 20
     for name in content.names("recipes"):
         assert f"| `{name}` |" in README, "every shipped recipe is in the table"
+
+
+def test_the_plan_from_python_says_what_the_command_line_says(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(PYTHON[1], {"quantkit": quantkit})
+    label, batch = capsys.readouterr().out.split()
+    assert cli.run(["plan", "llama-3-8b", "--compare", "int4,bf16", "--target", "h100", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["result"]
+    assert label == said["recommendation"]["label"]
+    assert int(batch) == said["candidates"][0]["memory"]["largest_batch"]
+    with pytest.raises(quantkit.QuantkitError, match="llama-3-8b"):
+        quantkit.plan_model("llama-3-9b")
 
 
 @pytest.mark.slow
@@ -80,17 +92,17 @@ def test_the_examples_run(
     with torch.no_grad():
         logits = space["model"](input_ids=torch.arange(8)[None]).logits
     # the same bundle in anybody else's program
-    exec(PYTHON[2], others := {})
+    exec(PYTHON[3], others := {})
     with torch.no_grad():
         assert torch.equal(others["model"](input_ids=torch.arange(8)[None]).logits, logits)
     # the passes on a module in memory
     model = zoo.tiny("llama")
-    exec(PYTHON[1], {"model": model, "token_ids": zoo.ids()})
+    exec(PYTHON[2], {"model": model, "token_ids": zoo.ids()})
     assert "QuantTensor" in capfd.readouterr().out
     # the command line
     networks.write(place / "model.onnx")
     networks.image_set(place / "images.npz", 60)
-    given = PYTHON[3].replace("224, 224", f"{networks.SIDE}, {networks.SIDE}").replace('npz")', 'npz", speed=False)')
+    given = PYTHON[4].replace("224, 224", f"{networks.SIDE}, {networks.SIDE}").replace('npz")', 'npz", speed=False)')
     exec(given, {"module": networks.tiny(), "torch": torch, "quantkit": quantkit})
     assert quantkit.load(place / "Tiny--int8-network").manifest.model.source.ref == "module:Tiny"
     for stated in COMMANDS:
