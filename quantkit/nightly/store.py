@@ -219,6 +219,10 @@ class Store:
         columns = [column.to_pylist() for column in table.columns]
         return Rows(_numbered(table.column_names), list(zip(*columns, strict=True)) if columns else [])
 
+    def arrow(self, sql: str, **values: Any) -> Any:
+        """What a query finds, as a `pyarrow.Table`: for answers of many rows, of which Python's own take long to make."""
+        return self._answer(sql, values)
+
     def export(self, what: str, out: str | Path) -> int:
         """Write a table, or what a query finds, into a file, as much as there is; the number of rows.
 
