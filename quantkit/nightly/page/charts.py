@@ -1,0 +1,249 @@
+"""The drawings of the site: small ones for the grid, nights in lanes, one respect over its nights, raw times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from quantkit.nightly.page import drawing, say
+from quantkit.nightly.page.drawing import TALL, Chart, Label
+from quantkit.nightly.page.history import ANSWERS, NONE
+from quantkit.nightly.records import What
+from quantkit.report import words
+from quantkit.stats.changes import Change
+
+Array = Any
+# nights that a small drawing shows; of fewer than so many, intervals are drawn apart
+SHORT, _FEW = 90, 60
+
+
+def spark(values: Array, codes: Array, margin: float) -> Markup:
+    """A cell in the grid: its effect over the last nights within the margin, and below it what was answered."""
+    values, codes = values[-SHORT:], codes[-SHORT:]
+    width = max(len(codes), 2)
+    far = np.nanmax(np.abs(values)) if np.isfinite(values).any() else 0.0
+    most = min(max(far * 1.1, 1.6 * margin), 6 * margin) or 1.0
+    y = np.where(np.isfinite(values), drawing.places(values, -most, most, 24), np.nan)
+    edge = drawing.places([margin, -margin], -most, most, 24)
+    band = f'<rect class="band" x="0" y="{drawing.number(edge[0])}" width="{width}" '
+    band += f'height="{drawing.number(edge[1] - edge[0])}"/>'
+    shapes = [band, drawing.path(drawing.line(np.arange(len(values)) + 0.5, y), "line"), drawing.strip(codes, 34, 8)]
+    return drawing.svg(width, 34, *shapes, kind="spark")
+
+
+def lanes(days: Sequence[str], counts: Mapping[str, Array], alt: str) -> Chart:
+    """Counts over nights, a lane a name, each to its own height.
+
+    Args:
+        days: the nights.
+        counts: name -> how many, `[nights]`.
+        alt: what it shows.
+    """
+    shapes, labels, height = [], [], 20.0
+    for i, (name, values) in enumerate(counts.items()):
+        bottom, most = (i + 1) * height - 1, max(int(values.max()), 1)
+        tall = np.where(values > 0, np.maximum((height - 5) * values / most, 1.5), 0)
+        parts = [
+            f"M{x} {drawing.number(bottom)}v-{drawing.number(t)}h1v{drawing.number(t)}z"
+            for x, t in enumerate(tall)
+            if t
+        ]
+        shapes += [drawing.path("".join(parts), f"a-{name}")]
+        shapes += [drawing.path(f"M0 {drawing.number(bottom)}H{len(days)}", "grid")]
+        labels.append(Label(name, 0, 100 * (i + 0.5) / len(counts), str(int(values.max()))))
+    told = [[name, ["" if not v else f"{int(v):,}" for v in values]] for name, values in counts.items()]
+    readout = {"rows": told, "none": "nothing but same"}
+    whole = drawing.svg(len(days), len(counts) * height, *shapes)
+    return Chart(whole, alt, ticks=labels, below=drawing.months(days), readout=readout, tall="lanes")
+
+
+def spread(
+    days: Sequence[str], low: Array, middle: Array, high: Array, called: Array, measured: Array, wrong: Array
+) -> Chart:
+    """How far ratios of things to themselves were spread, night by night, and on which nights one was called."""
+    bottom, top = drawing.reach([low, high], 0.005)
+    x = np.arange(len(days)) + 0.5
+    a, b, c = (np.where(np.isfinite(v), drawing.places(v, bottom, top), np.nan) for v in (low, middle, high))
+    zero = drawing.number(float(drawing.places(0.0, bottom, top)))
+    shapes = [drawing.path(drawing.bars(x, a, c), _interval(len(days))), drawing.path(f"M0 {zero}H{len(days)}", "zero")]
+    shapes.append(drawing.path(drawing.dots(x, b), "point"))
+    marks = [Label("◆", 100 * float(x[i]) / len(days), 4.0, "called") for i in np.flatnonzero(called).tolist()]
+    told = [
+        f"{words.plural(int(n), 'cell')} against itself, {say.interval('latency', lo, hi) or 'no times'}; "
+        f"{int(k)} called different"
+        for n, lo, hi, k in zip(measured, low, high, wrong, strict=True)
+    ]
+    labels = [
+        Label(say.tick("latency", t), 0, float(drawing.places(t, bottom, top))) for t in drawing.ticks(bottom, top)
+    ]
+    alt = f"For each of {len(days)} nights, the range that holds 9 of 10 ratios of cells to themselves."
+    readout = {"rows": [["", told]]}
+    whole = drawing.svg(len(days), TALL, *shapes)
+    return Chart(whole, alt, labels, marks, drawing.months(days), readout, "low")
+
+
+def respect(
+    what: What,
+    days: Sequence[str],
+    codes: Array,
+    values: Array,
+    low: Array,
+    high: Array,
+    margin: float,
+    found: Sequence[Change],
+    updates: Sequence[int] = (),
+    first: int = 1,
+) -> Chart:
+    """One respect of a cell over its nights: effects with their intervals, the margin, levels, what was answered.
+
+    Args:
+        what: the respect.
+        days: the nights.
+        codes: numbers of their answers.
+        values: their effects.
+        low: end of their intervals.
+        high: end of their intervals.
+        margin: the least effect that counts.
+        found: changes of level.
+        updates: nights on which versions changed.
+        first: number of the first change.
+    """
+    count, finite = len(days), np.isfinite(values)
+    bottom, top = drawing.reach([values, low, high], 1.3 * margin)
+    x = np.arange(count) + 0.5
+    y, a, b = (np.where(np.isfinite(v), drawing.places(v, bottom, top), np.nan) for v in (values, low, high))
+    edge = drawing.places([margin, -margin], bottom, top)
+    shapes = []
+    if margin:
+        shapes.append(
+            f'<rect class="band" x="0" y="{drawing.number(edge[0])}" width="{count}" '
+            f'height="{drawing.number(edge[1] - edge[0])}"/>'
+        )
+    for tick in drawing.ticks(bottom, top):
+        at = drawing.number(float(drawing.places(tick, bottom, top)))
+        shapes.append(drawing.path(f"M0 {at}H{count}", "zero" if abs(tick) < 1e-12 else "grid"))
+    shapes += [drawing.path(f"M{update} 0V{drawing.number(TALL)}", "update") for update in updates]
+    shapes.append(drawing.path(drawing.bars(x, a, b), _interval(count)))
+    shapes.append(drawing.path(drawing.line(x, y), "line"))
+    marks = []
+    if found:
+        edges = [0, *(change.index for change in found), count]
+        means = [found[0].before, *(change.after for change in found)]
+        heights = drawing.places(means, bottom, top)
+        levels = "".join(f"M{i} {drawing.number(h)}H{j}" for h, i, j in zip(heights, edges, edges[1:], strict=False))
+        shapes.append(drawing.path(levels, "level"))
+        for number, change in enumerate(found, first):
+            marks.append(Label(str(number), 100 * change.index / count, 0.0, "change"))
+            shapes.append(drawing.path(f"M{change.index} 0V{drawing.number(TALL)}", "step"))
+    for code in range(3):
+        here = np.flatnonzero((codes == code) & finite)
+        shapes.append(drawing.path(drawing.dots(x[here], y[here]), f"point p-{ANSWERS[code]}"))
+    told = []
+    for i in range(count):
+        name = ANSWERS[codes[i]] if codes[i] != NONE else "not decided"
+        between = say.interval(what, low[i], high[i])
+        told.append(f"{name}, {say.value(what, values[i])}{f' ({between})' if between else ''}")
+    beyond = int((finite & ((values > top) | (values < bottom))).sum())
+    alt = f"{say.TITLES[what]} over {words.plural(count, 'night')}"
+    if beyond:
+        alt += f"; {words.plural(beyond, 'night')} beyond the axis at its end"
+    whole = drawing.svg(count, TALL, *shapes)
+    labels = [Label(say.tick(what, t), 0, float(drawing.places(t, bottom, top))) for t in drawing.ticks(bottom, top)]
+    readout = {"rows": [["", told]]}
+    return Chart(
+        whole,
+        alt,
+        labels,
+        drawing.merged(marks, 3.0),
+        drawing.months(days),
+        readout,
+        "" if what == "latency" else "low",
+    )
+
+
+def _interval(count: int) -> str:
+    """The class of so many intervals beside each other."""
+    return "interval apart" if count < _FEW else "interval"
+
+
+def answers(codes: Array) -> Markup:
+    """What a cell was answered, over all of its nights."""
+    return drawing.svg(max(len(codes), 1), 12, drawing.strip(codes, 12, 12), kind="strip")
+
+
+def between(low: float | None, value: float | None, high: float | None, margin: float | None) -> Markup | None:
+    """One interval against its margin, small enough for a table."""
+    known = [each for each in (low, value, high) if each is not None and np.isfinite(each)]
+    if not known:
+        return None
+    most = max(*(abs(each) for each in known), 1.6 * (margin or 0.0), 1e-9) * 1.05
+
+    def at(v: float) -> str:
+        return drawing.number(50 + 50 * v / most)
+
+    shapes = []
+    if margin:
+        width = drawing.number(100 * margin / most)
+        shapes.append(f'<rect class="band" x="{at(-margin)}" y="0" width="{width}" height="16"/>')
+    shapes.append(drawing.path("M50 0V16", "zero"))
+    if low is not None and high is not None and len(known) > 1:
+        shapes.append(drawing.path(f"M{at(low)} 8H{at(high)}", "interval apart"))
+    if value is not None and np.isfinite(value):
+        shapes.append(drawing.path(f"M{at(value)} 8h0", "point"))
+    return drawing.svg(100, 16, *shapes, kind="between")
+
+
+def raw(sides: Mapping[str, tuple[Array, Array]], rounds: Sequence[int], count: int, name: str) -> Chart:
+    """The times of one night as they were taken.
+
+    Args:
+        sides: side -> (places in the order of the night, seconds).
+        rounds: places at which a round begins.
+        count: of times.
+        name: of the night.
+    """
+    every = np.concatenate([seconds for _, seconds in sides.values()])
+    factor, unit = words.time_unit(float(np.median(every)))
+    low, high = np.quantile(every, (0.0, 0.97))
+    room = 0.15 * (high - low) or 0.05 * high
+    bottom, top = float(low - room), float(high + room)
+    shapes = [drawing.path("".join(f"M{at} 0V{TALL}" for at in rounds[1:]), "grid")]
+    for side, (x, seconds) in sides.items():
+        shapes.append(drawing.path(drawing.dots(x + 0.5, drawing.places(seconds, bottom, top)), f"raw {side}"))
+    beyond = int((every > top).sum())
+    alt = f"{words.plural(count, 'step')} of {name} in the order in which they were taken"
+    if beyond:
+        alt += f"; {beyond:,} above {words.moment(top)} stand at the upper end"
+    labels = [
+        Label(f"{words.figure(factor * t, 3)}", 0, float(drawing.places(t, bottom, top)))
+        for t in drawing.ticks(bottom, top)
+    ]
+    whole = drawing.svg(count, TALL, *shapes)
+    places = zip(rounds, [*rounds[1:], count], strict=True)
+    below = [Label(str(i + 1), 100 * (a + b) / 2 / count, kind="middle") for i, (a, b) in enumerate(places)]
+    return Chart(whole, f"{alt}, in {unit}", labels, [], below, None)
+
+
+def ratios(found: Array, margin: float) -> Chart:
+    """The candidate's fastest step of each block over the baseline's fastest, in the order of the blocks."""
+    values = found - 1
+    bottom, top = drawing.reach([values], 1.3 * margin)
+    x, edge = np.arange(len(values)) + 0.5, drawing.places([margin, -margin], bottom, top)
+    middle = float(np.median(values))
+    at, zero = (drawing.number(float(drawing.places(v, bottom, top))) for v in (middle, 0.0))
+    shapes = [
+        f'<rect class="band" x="0" y="{drawing.number(edge[0])}" width="{len(values)}" '
+        f'height="{drawing.number(edge[1] - edge[0])}"/>',
+        drawing.path(f"M0 {zero}H{len(values)}", "zero"),
+        drawing.path(f"M0 {at}H{len(values)}", "level"),
+        drawing.path(drawing.dots(x, drawing.places(values, bottom, top)), "raw candidate"),
+    ]
+    labels = [
+        Label(say.tick("latency", t), 0, float(drawing.places(t, bottom, top))) for t in drawing.ticks(bottom, top)
+    ]
+    alt = f"{words.plural(len(values), 'block')}; their median is {say.value('latency', middle)}"
+    whole = drawing.svg(len(values), TALL, *shapes)
+    return Chart(whole, alt, labels, [], [], None, "low")

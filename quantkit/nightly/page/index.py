@@ -1,0 +1,298 @@
+"""The first page: whether anything is alarming, every cell's last answer, the nights, and the health of the machine."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from quantkit.nightly.page import charts, say
+from quantkit.nightly.page.detail import Detail
+from quantkit.nightly.page.drawing import Chart
+from quantkit.nightly.page.history import (
+    ANSWERS,
+    BETTER,
+    FAILED,
+    MISSING,
+    NONE,
+    SAME,
+    WHATS,
+    WORSE,
+    History,
+    parts,
+)
+from quantkit.nightly.records import Cell, What
+from quantkit.report import words
+
+Array = Any
+# alarms that are spelled out above the grid
+_SPELLED = 12
+FACETS = ("model", "recipe", "target", "runtime", "batch")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One cell in the grid.
+
+    Args:
+        cell: what it is.
+        key: in the store.
+        href: of its page.
+        answer: the last one.
+        what: the respect that the answer is from, where that is not latency.
+        effect: in that respect, as text.
+        ago: how old the answer is, where it is not last night's.
+        nights: how many nights in a row it has been so.
+        spark: its last nights.
+        score: to sort by, the worst first.
+    """
+
+    cell: Cell
+    key: str
+    href: str
+    answer: str
+    what: str
+    effect: str
+    ago: str
+    nights: int
+    spark: Markup
+    score: tuple[float, float]
+
+    @property
+    def label(self) -> str:
+        """All of it in words."""
+        said = ", ".join(
+            part for part in (f"{self.answer} {self.what}".strip(), self.effect.strip("–"), self.ago) if part
+        )
+        return f"{say.cell(self.cell)}: {said}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the grid: the cells of one model, recipe and target, None where the matrix has none."""
+
+    name: str
+    detail: str
+    tiles: Sequence[Tile | None]
+    columns: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rows of one target."""
+
+    target: str
+    counts: str
+    lines: Sequence[Line]
+
+
+def href(key: str) -> str:
+    """The file of a cell, whatever it is called: a readable part, and a hash that keeps names apart."""
+    plain = re.sub(r"[^a-z0-9.]+", "-", key.lower()).strip("-.")[:80]
+    return f"cells/{plain}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.html"
+
+
+def page(history: History, details: Mapping[str, Detail], warnings: Sequence[str]) -> dict[str, Any]:
+    """What the template is filled with."""
+    places = {key: i for i, key in enumerate(history.cells)}
+    tiles = [_tile(history, places[key], key) for key in history.current]
+    tiles.sort(key=lambda tile: (tile.score, tile.key))
+    counted = Counter(tile.answer for tile in tiles)
+    alarms = _alarms(history, tiles, details)
+    tone, answer, because = verdict(history, tiles)
+    days = [say.when(night) for night in history.nights]
+    shown = set(history.current)
+    retired = [(say.cell(parts(key)), href(key)) for key in history.cells if key not in shown]
+    return {
+        "tone": tone,
+        "answer": answer,
+        "because": because,
+        "night": history.nights[-1] if history.nights else None,
+        "started": days[-1] if days else "",
+        "cells": len(tiles),
+        "alarms": alarms[:_SPELLED],
+        "more": sum(len(each["tiles"]) for each in alarms[_SPELLED:]),
+        "days": days,
+        "counts": [(name, counted[name]) for name in ANSWERS],
+        "facets": [(name, _options(tiles, name)) for name in FACETS],
+        "groups": _groups(tiles),
+        "nights": _nights(history, days) if history.nights else None,
+        "health": health(history, days) if history.nights else None,
+        "notes": [*history.notes, *warnings],
+        "retired": retired,
+        "short": min(charts.SHORT, len(history.nights)),
+    }
+
+
+def verdict(history: History, tiles: Sequence[Tile]) -> tuple[str, str, list[str]]:
+    """(tone, sentence, reasons) for the top of the page."""
+    if not tiles:
+        return "open", "No night has run yet", ["The store is empty."] if not history.nights else []
+    counted = Counter(tile.answer for tile in tiles)
+    alarming = say.counts({code: counted[ANSWERS[code]] for code in (WORSE, FAILED)})
+    rest = say.counts({code: counted[name] for code, name in enumerate(ANSWERS) if code not in (WORSE, FAILED)})
+    of = f"{words.plural(len(tiles), 'cell')}: {rest}." if rest else ""
+    if alarming:
+        tone = "bad" if counted["worse"] else "open"
+        return (
+            tone,
+            f"{words.sentence(alarming)} of {words.plural(len(tiles), 'cell')}",
+            [f"The others: {rest}."] if rest else [],
+        )
+    if counted["missing"] == len(tiles):
+        return "open", "Nothing was measured", [of]
+    if counted["missing"] + counted["inconclusive"] == len(tiles):
+        return "open", "Nothing was decided", [of]
+    return "good", "Nothing alarming", [of]
+
+
+def _tile(history: History, at: int, key: str) -> Tile:
+    nights = history.of(at)
+    last = int(nights[-1]) if nights.size else -1
+    code = int(history.answer[at, last]) if nights.size else MISSING
+    what, effect, excess = _reason(history, at, last, code)
+    latency = history.decided.get("latency")
+    codes = history.answer[at, nights]
+    empty = np.full(len(nights), np.nan)
+    known = latency.value[at, nights] if latency else empty
+    margins = latency.margin[at, nights] if latency else empty
+    margins = margins[np.isfinite(margins)]
+    other = np.flatnonzero(codes != code)
+    return Tile(
+        parts(key),
+        key,
+        href(key),
+        ANSWERS[code],
+        "" if what == "latency" else what,
+        say.value(what, effect) if effect is not None else "–",
+        say.ago(len(history.nights) - 1 - last) if nights.size else "never measured",
+        len(codes) - 1 - int(other[-1]) if other.size else len(codes),
+        charts.spark(known, codes, float(margins[-1]) if margins.size else 0.02),
+        (float(code), -excess),
+    )
+
+
+def _reason(history: History, at: int, night: int, code: int) -> tuple[What, float | None, float]:
+    """(the respect that an answer is from, its effect, effect over margin): the one farthest beyond its margin."""
+    found: list[tuple[float, What, float | None]] = []
+    for what in WHATS:
+        decided = history.decided.get(what)
+        if decided is None or night < 0 or decided.answer[at, night] == NONE:
+            continue
+        if code != SAME and decided.answer[at, night] != code:
+            continue
+        value, margin = float(decided.value[at, night]), float(decided.margin[at, night])
+        excess = value / margin if np.isfinite(value) and margin > 0 else 0.0
+        found.append((excess, what, value if np.isfinite(value) else None))
+    if not found:
+        return "latency", None, 0.0
+    nothing_stands_out = code in (SAME, FAILED, MISSING)
+    key = (lambda each: 0.0) if nothing_stands_out else (lambda each: -each[0] if code == BETTER else each[0])
+    excess, what, effect = max(found, key=key)
+    return what, effect, excess
+
+
+def _alarms(history: History, tiles: Sequence[Tile], details: Mapping[str, Detail]) -> list[dict[str, Any]]:
+    """What is worse or failed, a line each; batches of one build that tell the same share one."""
+    places = {key: i for i, key in enumerate(history.cells)}
+    found: dict[tuple[str, str, str], list[Tile]] = {}
+    for tile in tiles:
+        if tile.answer in (ANSWERS[WORSE], ANSWERS[FAILED]):
+            said = _said(history, places[tile.key], tile, details[tile.key])
+            name = say.cell(replace(tile.cell, batch=0))
+            found.setdefault((tile.answer, name, said), []).append(tile)
+    return [
+        {"answer": answer, "name": name, "said": said, "tiles": sorted(members, key=lambda tile: tile.cell.batch)}
+        for (answer, name, said), members in found.items()
+    ]
+
+
+def _said(history: History, at: int, tile: Tile, detail: Detail) -> str:
+    """Why a cell is alarming, and for how long it has been."""
+    last = int(history.of(at)[-1])
+    said = []
+    for what, decided in history.decided.items():
+        if decided.answer[at, last] == WORSE:
+            between = say.interval(what, decided.low[at, last], decided.high[at, last])
+            margin = float(decided.margin[at, last])
+            name = say.TITLES[what] if what == "kl" else say.TITLES[what].lower()
+            text = f"{name} {say.value(what, decided.value[at, last])}{f' (95 % {between})' if between else ''}"
+            said.append(text + (f", allowed {say.margin(what, margin)}" if np.isfinite(margin) else ""))
+    if tile.answer == ANSWERS[FAILED] and detail.errors and detail.errors[0][0] == history.nights[last].night:
+        error = detail.errors[0][2]
+        said.append(": ".join(part for part in (error.get("code", ""), error.get("value", "")) if part))
+    row = f"{words.plural(tile.nights, 'night')} in a row" if tile.nights > 1 else "since this night"
+    return "; ".join([*said, row])
+
+
+def _options(tiles: Sequence[Tile], name: str) -> list[str]:
+    """What a facet can be, in order; numbers as numbers."""
+    return [str(each) for each in sorted({getattr(tile.cell, name) for tile in tiles})]
+
+
+def _groups(tiles: Sequence[Tile]) -> list[Group]:
+    """Targets, in each the rows, the worst first: a row is as bad as its worst cell."""
+    by_target: dict[str, list[Tile]] = {}
+    for tile in tiles:
+        by_target.setdefault(tile.cell.target, []).append(tile)
+    found = []
+    for target, members in by_target.items():
+        columns = sorted({(tile.cell.runtime, tile.cell.batch) for tile in members})
+        several = len({runtime for runtime, _ in columns}) > 1
+        names = [f"{runtime}, batch {batch}" if several else f"batch {batch}" for runtime, batch in columns]
+        rows: dict[tuple[str, str], dict[tuple[str, int], Tile]] = {}
+        for tile in members:
+            rows.setdefault((tile.cell.model, tile.cell.recipe), {})[tile.cell.runtime, tile.cell.batch] = tile
+        lines = [
+            Line(model, recipe, [row.get(column) for column in columns], names) for (model, recipe), row in rows.items()
+        ]
+        counted = Counter(tile.answer for tile in members)
+        text = say.counts({code: counted[name] for code, name in enumerate(ANSWERS)})
+        runtimes = "" if several else columns[0][0]
+        found.append(Group(" · ".join(part for part in (target, runtimes) if part), text, lines))
+    return found
+
+
+def _nights(history: History, days: Sequence[str]) -> Chart:
+    """How many cells had each answer on each night, but for `same`."""
+    counts: dict[str, Array] = {
+        name: (history.answer == code).sum(axis=0) for code, name in enumerate(ANSWERS) if code != SAME
+    }
+    counts = {name: values for name, values in counts.items() if values.any()}
+    if not counts:
+        counts = {"worse": np.zeros(len(days), int)}
+    return charts.lanes(days, counts, f"Cells by their answer on each of {words.plural(len(days), 'night')}.")
+
+
+def health(history: History, days: Sequence[str]) -> dict[str, Any] | None:
+    """How the machine answers where candidate and baseline are one and the same bundle; None where that never was."""
+    decided = history.decided.get("latency")
+    if decided is None or not history.itself.any():
+        return None
+    itself = history.itself & (decided.answer != NONE)
+    called = itself & ((decided.answer == WORSE) | (decided.answer == BETTER))
+    shape = (3, len(days))
+    ends = np.full(shape, np.nan)
+    for i in range(len(days)):
+        values = decided.value[itself[:, i], i]
+        values = values[np.isfinite(values)]
+        if values.size:
+            ends[:, i] = np.quantile(values, (0.05, 0.5, 0.95))
+    measured, wrong = itself.sum(axis=0), called.sum(axis=0)
+    total, all_wrong = int(measured.sum()), int(wrong.sum())
+    last = len(days) - 1
+    lately = f"Last night {words.plural(int(measured[last]), 'cell')} had the very bundle they were set against"
+    lately += f"; {int(wrong[last])} of them were called different." if measured[last] else "."
+    said = [lately]
+    if np.isfinite(ends[0, last]):
+        said.append(f"9 of 10 of their ratios lay within {say.interval('latency', ends[0, last], ends[2, last])}.")
+    always = f"Over {words.plural(int((measured > 0).sum()), 'night')}: {all_wrong:,} called different of {total:,}"
+    said.append(f"{always}, {words.percent(all_wrong / total, 2)}." if total else f"{always}.")
+    chart = charts.spread(days, ends[0], ends[1], ends[2], wrong > 0, measured, wrong)
+    return {"said": said, "chart": chart, "tone": "bad" if measured[last] and wrong[last] else "good"}

@@ -1,0 +1,89 @@
+"""The words and numbers of the site. What is stored counts above zero as worse; here a loss of answers has a minus."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC
+
+from quantkit.nightly.page.history import ANSWERS
+from quantkit.nightly.records import Cell, Night, What
+from quantkit.report import words
+
+TITLES: dict[What, str] = {
+    "latency": "Latency",
+    "accuracy": "Right answers",
+    "kl": "KL from the float model",
+    "size": "Size of the weights",
+    "drift": "Latency against the last release",
+}
+# what stands above zero in a chart
+UNITS: dict[What, str] = {
+    "latency": "% slower",
+    "accuracy": "points lost",
+    "kl": "nats more",
+    "size": "% larger",
+    "drift": "% slower",
+}
+
+
+def value(what: What, effect: float | None, *, bare: bool = False) -> str:
+    """An effect as people read it: `+5.2 %`, `−0.80 pt`, `+0.0120 nats`; a dash for none.
+
+    Args:
+        what: the respect.
+        effect: as it is stored.
+        bare: without its unit.
+    """
+    if effect is None or not math.isfinite(effect):
+        return "–"
+    if what == "kl":
+        return signed(effect, 4) + ("" if bare else " nats")
+    if what == "accuracy":
+        return signed(-100 * effect, 2) + ("" if bare else " pt")
+    return signed(100 * effect, 1 if abs(effect) < 1 else 0) + ("" if bare else " %")
+
+
+def tick(what: What, effect: float) -> str:
+    """A number beside an axis, in `UNITS`."""
+    number = effect if what == "kl" else 100 * effect
+    return f"{round(number, 6):g}".replace("-", "−")
+
+
+def signed(number: float, places: int) -> str:
+    """`signed(-0.5, 1)` is `−0.5`; what rounds to zero has no sign."""
+    text = f"{number:+,.{places}f}"
+    return text.lstrip("+-") if float(text.replace(",", "")) == 0 else text.replace("-", "−")
+
+
+def interval(what: What, low: float | None, high: float | None) -> str:
+    """`−0.3 % to +1.2 %`; empty where there is none."""
+    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+        return ""
+    ends = (high, low) if what == "accuracy" else (low, high)
+    return f"{value(what, ends[0], bare=True)} to {value(what, ends[1])}"
+
+
+def margin(what: What, share: float | None) -> str:
+    """What is allowed, without a sign."""
+    return value(what, share).lstrip("+−")
+
+
+def when(night: Night) -> str:
+    """`2026-01-02 03:04` in UTC."""
+    return f"{night.started.astimezone(UTC):%Y-%m-%d %H:%M}"
+
+
+def cell(found: Cell) -> str:
+    """A cell in a line."""
+    batch = f"batch {found.batch}" if found.batch else ""
+    return " · ".join(part for part in (found.model, found.recipe, found.target, found.runtime, batch) if part)
+
+
+def counts(numbers: dict[int, int]) -> str:
+    """`2 worse, 5 failed`."""
+    return ", ".join(f"{count:,} {ANSWERS[code]}" for code, count in numbers.items() if count)
+
+
+def ago(nights: int) -> str:
+    """How old an answer is; empty for last night's."""
+    return f"{words.plural(nights, 'night')} ago" if nights else ""
