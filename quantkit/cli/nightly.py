@@ -99,6 +99,31 @@ def gate(
     return answer
 
 
+def page(
+    config: Config = _CONFIG,
+    store: StorePath = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where; default: the one nightly.yaml names.")
+    ] = None,
+    as_json: Json = False,
+) -> Answer:
+    """Write the site: a grid of all cells, and a page a cell.
+
+    It opens from a file or any web server, whatever the night found: `gate` is what fails.
+    """
+    from quantkit.nightly import page as site
+    from quantkit.nightly import shown
+    from quantkit.nightly.config import Nightly
+
+    if out is None:
+        named = Nightly.load(config, look=False)
+        out = named.at(named.page)
+    written = site.write(_store(config, store), out)
+    return Answer(
+        written.as_dict(), [*written.terminal(), *shown.warnings(written.warnings)], warnings=written.warnings
+    )
+
+
 def _store(config: Path, store: Path | None) -> Store:
     """The store that is meant."""
     from quantkit.nightly.config import Nightly
@@ -112,4 +137,4 @@ def _store(config: Path, store: Path | None) -> Store:
 
 HELP = "Compare what you compile, every night."
 # in the order in which help names them
-COMMANDS: tuple[Callable[..., Answer], ...] = (gate, query)
+COMMANDS: tuple[Callable[..., Answer], ...] = (gate, page, query)

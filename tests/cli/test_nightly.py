@@ -175,3 +175,16 @@ def test_rows_that_are_too_wide_stand_under_each_other(monkeypatch: pytest.Monke
     many = text(Rows(("a",), [(i,) for i in range(200)])).splitlines()
     assert many[: shown.MOST + 1][-1] == str(shown.MOST - 1)
     assert many[shown.MOST + 1].startswith(f"the first {shown.MOST} of 200 rows")
+
+
+def test_a_page_is_written_whatever_the_night_found(store: Store, quantkit: Any) -> None:
+    config = store.path.parent / "nightly.yaml"
+    config.write_text(f"{CONFIG}page: public\n")
+    ran = quantkit("nightly", "page", config, "--json")
+    assert ran.code == 0
+    found = ran.envelope["result"]
+    assert (found["verdict"], found["cells"], found["nights"]) == ("1 worse of 1 cell", 1, 1)
+    assert Path(found["path"]) == config.parent / "public" / "index.html"
+    assert "is gone" in ran.envelope["warnings"][0]  # the night never began
+    ran = quantkit("nightly", "page", "--store", store.path, "--out", config.parent / "public")
+    assert (ran.code, "0 files of 4 written" in ran.out) == (0, True)

@@ -1,7 +1,7 @@
 """What a store holds, as arrays over cells and nights: how every cell was answered on every night.
 
-A cell's answer on a night is the worst of what was decided of it. Where nothing was decided yet, it is `inconclusive`
-if it was measured, `failed` if it failed, and `missing` if nothing is there although the night's matrix has it.
+A cell's answer on a night is the worst of what was decided of it. Where nothing was decided, it is `failed` if it
+failed, and else `missing`, as at the gate: not reached, or measured and not decided yet.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from quantkit.nightly.records import Answer, Cell, Night, What
+from quantkit.nightly.records import NIGHT_ID, Answer, Cell, Night, What
 from quantkit.nightly.store import Store
 
 Array = Any
@@ -24,6 +24,7 @@ ANSWERS: tuple[Answer, ...] = ("worse", "failed", "missing", "inconclusive", "be
 WORSE, FAILED, MISSING, INCONCLUSIVE, BETTER, SAME = range(6)
 # of a night on which a cell was not in the matrix, and of what was not decided
 NONE = 9
+_WAITS = 8
 WHATS: tuple[What, ...] = get_args(What)
 
 
@@ -53,7 +54,7 @@ class History:
     Args:
         nights: in the order of their names.
         cells: every cell that any night had, sorted.
-        current: those of them that the grid shows.
+        current: those of them that the last night had: what the grid shows.
         answer: of each cell on each night, numbers of `ANSWERS`, `[cells, nights]`.
         decided: respect -> what was decided in it.
         itself: where the candidate was measured against the very same bundle.
@@ -75,6 +76,8 @@ class History:
         """The number of each cell's last night; -1 for a cell that no night has had."""
         planned = self.answer != NONE
         count = planned.shape[1]
+        if not count:
+            return np.full(len(self.cells), -1)
         return np.where(planned.any(axis=1), count - 1 - np.argmax(planned[:, ::-1], axis=1), -1)
 
     def of(self, cell: int) -> Array:
@@ -90,35 +93,35 @@ def parts(key: str) -> Cell:
         return Cell(key, "", "", "", 0)
 
 
-def read(store: Store, current: Sequence[str] | None = None, *, now: datetime | None = None) -> History:
+def read(store: Store, *, now: datetime | None = None) -> History:
     """Read a store.
 
     Args:
         store: of the nights.
-        current: keys of the cells that the grid shows; None: those of the last night's matrix.
         now: nights that say they began after this have a wrong clock; None: not looked at.
     """
-    nights = store.nights()
+    notes: list[str] = []
+    nights = _nights(store, notes)
     names = {night.night: i for i, night in enumerate(nights)}
     results = store.arrow(
         "SELECT night, cell, attempt, state, content_sha256 = baseline_sha256 AS itself FROM results ORDER BY attempt"
     )
     decisions = store.arrow("SELECT night, cell, what, answer, value, low, high, margin FROM decisions")
-    shown = list(current if current is not None else nights[-1].matrix if nights else ())
-    known = {*shown, *(key for night in nights for key in night.matrix)}
+    known = {*(key for night in nights for key in night.matrix)}
     known |= {str(key) for table in (results, decisions) for key in table.column("cell").unique().to_pylist()}
     cells = sorted(known)
     places = {key: i for i, key in enumerate(cells)}
     shape = len(cells), len(nights)
 
-    notes = _clocks(nights, now)
+    notes += _clocks(nights, now)
     answer = np.full(shape, NONE, np.int8)
     for i, night in enumerate(nights):
         answer[[places[key] for key in night.matrix], i] = MISSING
     night_of, cell_of, there = _where(results, names, places, notes)
-    states = {"failed": FAILED, "missing": MISSING, "done": INCONCLUSIVE}
+    states = {"failed": FAILED, "missing": MISSING, "done": _WAITS}
     answer[cell_of, night_of] = _codes(results, "state", states)[there]
-    waits = answer == INCONCLUSIVE
+    waits = answer == _WAITS
+    answer[waits] = MISSING
     itself = np.zeros(shape, bool)
     itself[cell_of, night_of] = results.column("itself").fill_null(False).to_numpy()[there]
 
@@ -144,7 +147,21 @@ def read(store: Store, current: Sequence[str] | None = None, *, now: datetime | 
         decided[what] = Decided(given, **numbers)
     if broken := _not_finite(decisions):
         notes.append(f"{broken:,} decisions have a figure that is NaN or infinite; it is left out")
+    current = np.flatnonzero(answer[:, -1] != NONE) if nights else ()
+    shown = [cells[i] for i in current]
     return History(nights, cells, shown, answer, decided, itself, waits & (worst == NONE), notes)
+
+
+def _nights(store: Store, notes: list[str]) -> list[Night]:
+    """All nights; of one whose own row is gone what its name tells, for what was measured in it is there."""
+    found = {night.night: night for night in store.nights()}
+    there = store.query("SELECT DISTINCT night FROM results UNION SELECT DISTINCT night FROM decisions").rows
+    for (name,) in sorted(there):
+        if name not in found and NIGHT_ID.fullmatch(name):
+            started = datetime.strptime(name[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+            found[name] = Night(name, started, None, "", "", ())
+            notes.append(f"{name} has results, but the row that says what it was to measure is gone")
+    return [found[name] for name in sorted(found)]
 
 
 def _codes(table: Any, column: str, numbers: dict[str, int]) -> Array:
@@ -161,7 +178,7 @@ def _where(table: Any, nights: dict[str, int], cells: dict[str, int], notes: lis
         encoded = table.column(column).combine_chunks().dictionary_encode()
         words = encoded.dictionary.to_pylist()
         if strange := [word for word in words if word not in places]:
-            notes.append(f"{strange[0]} has rows, but the night itself is not in the store; left out")
+            notes.append(f"{strange[0]} is no name of a night; its rows are left out")
         taken = np.array([places.get(word, -1) for word in words] or [-1])
         found.append(taken[encoded.indices.to_numpy()])
     there = (found[0] >= 0) & (found[1] >= 0)

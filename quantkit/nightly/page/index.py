@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from quantkit.nightly.asked import is_first
 from quantkit.nightly.page import charts, say
 from quantkit.nightly.page.detail import Detail
 from quantkit.nightly.page.drawing import Chart
@@ -47,7 +48,6 @@ class Tile:
         answer: the last one.
         what: the respect that the answer is from, where that is not latency.
         effect: in that respect, as text.
-        ago: how old the answer is, where it is not last night's.
         nights: how many nights in a row it has been so.
         spark: its last nights.
         score: to sort by, the worst first.
@@ -59,7 +59,6 @@ class Tile:
     answer: str
     what: str
     effect: str
-    ago: str
     nights: int
     spark: Markup
     score: tuple[float, float]
@@ -67,9 +66,7 @@ class Tile:
     @property
     def label(self) -> str:
         """All of it in words."""
-        said = ", ".join(
-            part for part in (f"{self.answer} {self.what}".strip(), self.effect.strip("–"), self.ago) if part
-        )
+        said = ", ".join(part for part in (f"{self.answer} {self.what}".strip(), self.effect.strip("–")) if part)
         return f"{say.cell(self.cell)}: {said}"
 
 
@@ -94,7 +91,7 @@ class Group:
 
 def href(key: str) -> str:
     """The file of a cell, whatever it is called: a readable part, and a hash that keeps names apart."""
-    plain = re.sub(r"[^a-z0-9.]+", "-", key.lower()).strip("-.")[:80]
+    plain = re.sub(r"[-.]{2,}", "-", re.sub(r"[^a-z0-9.]+", "-", key.lower())).strip("-.")[:80]
     return f"cells/{plain}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.html"
 
 
@@ -105,7 +102,7 @@ def page(history: History, details: Mapping[str, Detail], warnings: Sequence[str
     tiles.sort(key=lambda tile: (tile.score, tile.key))
     counted = Counter(tile.answer for tile in tiles)
     alarms = _alarms(history, tiles, details)
-    tone, answer, because = verdict(history, tiles)
+    tone, answer, because = verdict(history, tiles, details)
     days = [say.when(night) for night in history.nights]
     shown = set(history.current)
     retired = [(say.cell(parts(key)), href(key)) for key in history.cells if key not in shown]
@@ -130,7 +127,7 @@ def page(history: History, details: Mapping[str, Detail], warnings: Sequence[str
     }
 
 
-def verdict(history: History, tiles: Sequence[Tile]) -> tuple[str, str, list[str]]:
+def verdict(history: History, tiles: Sequence[Tile], details: Mapping[str, Detail]) -> tuple[str, str, list[str]]:
     """(tone, sentence, reasons) for the top of the page."""
     if not tiles:
         return "open", "No night has run yet", ["The store is empty."] if not history.nights else []
@@ -147,6 +144,11 @@ def verdict(history: History, tiles: Sequence[Tile]) -> tuple[str, str, list[str
         )
     if counted["missing"] == len(tiles):
         return "open", "Nothing was measured", [of]
+    first = [tile for tile in tiles if (results := details[tile.key].results) and is_first(results[-1])]
+    if first and len(first) == len(tiles):
+        return "good", "The first night", ["Nothing was there to be set against: it becomes what the next one is."]
+    if first:
+        of += f" {words.plural(len(first), 'cell')} had no baseline yet."
     if counted["missing"] + counted["inconclusive"] == len(tiles):
         return "open", "Nothing was decided", [of]
     return "good", "Nothing alarming", [of]
@@ -171,7 +173,6 @@ def _tile(history: History, at: int, key: str) -> Tile:
         ANSWERS[code],
         "" if what == "latency" else what,
         say.value(what, effect) if effect is not None else "–",
-        say.ago(len(history.nights) - 1 - last) if nights.size else "never measured",
         len(codes) - 1 - int(other[-1]) if other.size else len(codes),
         charts.spark(known, codes, float(margins[-1]) if margins.size else 0.02),
         (float(code), -excess),

@@ -7,14 +7,13 @@ from datetime import UTC
 
 from quantkit.nightly.page.history import ANSWERS
 from quantkit.nightly.records import Cell, Night, What
-from quantkit.report import words
 
 TITLES: dict[What, str] = {
     "latency": "Latency",
     "accuracy": "Right answers",
     "kl": "KL from the float model",
     "size": "Size of the weights",
-    "drift": "Latency against the last release",
+    "drift": "Drift from the last release",
 }
 # what stands above zero in a chart
 UNITS: dict[What, str] = {
@@ -22,7 +21,7 @@ UNITS: dict[What, str] = {
     "accuracy": "points lost",
     "kl": "nats more",
     "size": "% larger",
-    "drift": "% slower",
+    "drift": "% worse",
 }
 
 
@@ -82,8 +81,3 @@ def cell(found: Cell) -> str:
 def counts(numbers: dict[int, int]) -> str:
     """`2 worse, 5 failed`."""
     return ", ".join(f"{count:,} {ANSWERS[code]}" for code, count in numbers.items() if count)
-
-
-def ago(nights: int) -> str:
-    """How old an answer is; empty for last night's."""
-    return f"{words.plural(nights, 'night')} ago" if nights else ""

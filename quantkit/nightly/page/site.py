@@ -10,9 +10,9 @@ untrusted: Jinja escapes it, and each page's own policy lets no other script run
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,9 +23,11 @@ from quantkit.bundle.disk import stopping_when_full
 from quantkit.errors import InputError
 from quantkit.nightly.page import cell, detail, history, index
 from quantkit.nightly.store import Store
+from quantkit.report import words
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from rich.console import RenderableType
 
 _FOLDER = Path(__file__).parent
 _REPORT = _FOLDER.parent.parent / "report"
@@ -44,7 +46,7 @@ class Written:
 
     Args:
         path: of the first page.
-        pages: how many there are.
+        files: how many there are.
         changed: how many files were written; the others were as they should be.
         cells: how many cells the grid shows.
         nights: how many nights there are.
@@ -53,21 +55,35 @@ class Written:
     """
 
     path: Path
-    pages: int
+    files: int
     changed: int
     cells: int
     nights: int
     verdict: str
-    warnings: Sequence[str]
+    warnings: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**dataclasses.asdict(self), "path": str(self.path)}
+
+    def terminal(self) -> list[RenderableType]:
+        """For people."""
+        from rich.text import Text
+
+        size = f"{words.plural(self.cells, 'cell')}, {words.plural(self.nights, 'night')}"
+        return [
+            Text(f"{self.verdict}.", "bold"),
+            Text(f"  {size}; {words.plural(self.changed, 'file')} of {self.files} written", "dim"),
+            Text(f"  {self.path}", no_wrap=True),
+        ]
 
 
-def write(store: Store, out: str | Path, *, current: Sequence[str] | None = None) -> Written:
+def write(store: Store, out: str | Path) -> Written:
     """Write the site of a store, or what changed of it.
 
     Args:
         store: of the nights.
         out: its folder; made where there is none.
-        current: keys of the cells that the grid shows; None: those of the last night's matrix.
 
     Raises:
         InputError: `out-exists`, another page lies there; `file-unwritable`; what the store raises.
@@ -76,7 +92,7 @@ def write(store: Store, out: str | Path, *, current: Sequence[str] | None = None
     """
     folder = Path(out).expanduser()
     _check(folder)
-    found = history.read(store, current, now=datetime.now(UTC))
+    found = history.read(store, now=datetime.now(UTC))
     details = detail.read(store, found)
     front = index.page(found, details, store.warnings)
     assets = {"style.css": _style(), "site.js": _read("site.js")}
@@ -93,7 +109,7 @@ def write(store: Store, out: str | Path, *, current: Sequence[str] | None = None
     changed += _put(folder / "index.html", _rendered("index.html.j2", root="", stamp=stamp, **front))
     return Written(
         folder / "index.html",
-        1 + len(order),
+        1 + len(assets) + len(order),
         changed,
         len(found.current),
         len(found.nights),
@@ -157,8 +173,6 @@ def _rendered(template: str, **values: Any) -> str:
 @functools.cache
 def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    from quantkit.report import words
 
     made = Environment(
         loader=FileSystemLoader(_FOLDER),
