@@ -57,6 +57,13 @@ def test_every_shipped_target_is_whole(name: str) -> None:
     assert "4.0e9" not in json.dumps(target.as_dict()), "YAML read a number as text"
 
 
+def test_a_card_holds_what_cuda_reports_not_what_it_is_sold_as() -> None:
+    held = {name: Target.load(name).memory.capacity.number for name in ("h100", "a100", "t4")}
+    assert held == {
+        name: pytest.approx(gib * 2**30, rel=1e-3) for name, gib in (("h100", 79.11), ("a100", 79.25), ("t4", 14.56))
+    }
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_as_dict_reads_back(name: str) -> None:
     target = Target.load(name)

@@ -48,7 +48,7 @@ def test_the_screen_fits_and_answers(three: Outlook, monkeypatch: pytest.MonkeyP
     whole = " ".join(shown.split())
     for said in (
         *("llama-3-8b: decoder, 8.03 B parameters in bfloat16, 32 layers, contexts up to 8,192",),
-        *("holds 80.0 GB, reads 3.35 TB/s, bf16 989 Tflop/s, fp8_e4m3 1.98 Pflop/s",),
+        *("holds 84.9 GB, reads 3.35 TB/s, bf16 989 Tflop/s, fp8_e4m3 1.98 Pflop/s",),
         *("prompts of 1,024 and outputs of 256 tokens, context 1,280, batches 1 to 64",),
         *("assumed: prompts of 1,024 tokens", "forecast: take int4", "1.9×"),
         *("all times: 14 steps of 3 models measured on a GPU", "nvfp4 weights: absent in vllm (TensorRT docs)"),
@@ -61,7 +61,7 @@ def test_a_line_has_the_figures_of_its_candidate(three: Outlook, monkeypatch: py
     shown = text(three, monkeypatch)
     fp8 = three.candidates[1]
     assert fp8.memory is not None
-    total = f"✓ {words.size(fp8.memory.total)} 80.0 GB {fp8.memory.largest_batch}"
+    total = f"✓ {words.size(fp8.memory.total)} 84.9 GB {fp8.memory.largest_batch}"
     assert line(shown, "fp8", "does it fit").split() == f"fp8 vllm native 8.00 7.50 GB 64 {total}".split()
     timed = line(shown, "fp8", "how long")
     assert plan_words.forecast(fp8.rows[0].prefill).replace("\u00a0", " ") in timed.replace("\u00a0", " ")
