@@ -20,9 +20,10 @@ from harness.record import record, show
 from quantkit import registry
 from quantkit.errors import InputError
 from quantkit.export import _check_network, _engine
+from quantkit.export._network import NETWORK, write_network
 from quantkit.export._profiles import inputs_of, shapes
 from quantkit.export._values import Values
-from quantkit.export.tensorrt import NETWORK, TensorrtOptions, write_network
+from quantkit.export.tensorrt import TensorrtOptions
 from quantkit.formats._activation import InputScale
 from quantkit.model.open import open_model
 from quantkit.model.run_time import RunTime

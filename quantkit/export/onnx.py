@@ -114,11 +114,11 @@ class Onnx:
 
     def export(self, folder: Path, values: Values, options: OnnxOptions) -> list[Decision]:
         """Trace, rewrite, and write everything."""
+        from quantkit.export._carried import carried
         from quantkit.export._dialect_ort import Dialect
         from quantkit.export._genai import genai_config
         from quantkit.export._keep_few import keep_few
         from quantkit.export._trace import trace
-        from quantkit.export.checkpoint import carried
         from quantkit.model.weights import write_atomic
 
         source = values.source

@@ -10,8 +10,7 @@ TensorRT-RTX compiles ahead of time for the GPUs that it lists; TensorRT builds 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,16 +21,16 @@ from quantkit.content import Closed
 from quantkit.errors import InputError, MissingDependency
 from quantkit.export._asked import Asked
 from quantkit.export._engine import TENSORRT_ALONE, build_engine
-from quantkit.export._profiles import capacity, fitted
+from quantkit.export._network import write_network
+from quantkit.export._profiles import fitted
 from quantkit.export._tensorrt_refusals import refuse_cache, refuse_gpu, refuse_inputs, refuse_weights
-from quantkit.export.onnx import context_of, dialect_weights
+from quantkit.export.onnx import context_of
 from quantkit.passes import NOTE, decision
-from quantkit.runtimes._tensorrt_file import DATA, FOLDER, NETWORK
+from quantkit.runtimes._tensorrt_file import FOLDER, NETWORK
 from quantkit.runtimes._tensorrt_library import Name, load, unsupported
 from quantkit.target import Profile, State
 
 if TYPE_CHECKING:
-    from quantkit.export._dialect_tensorrt import CacheScales
     from quantkit.export._values import Values
     from quantkit.model.finished import Finished
     from quantkit.model.open import Source
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 Report = Callable[[float, str], None]
-# tensors from this many bytes on go into the data file
-EXTERNAL = 1024
 
 
 class TensorrtOptions(Closed):
@@ -143,7 +140,7 @@ class Tensorrt:
     def export(self, folder: Path, values: Values, options: TensorrtOptions) -> list[Decision]:
         """Write the network; `build` follows when it was checked."""
         kind = "decoder" if values.source.kind == "decoder" else "encoder"
-        profiles, cut = fitted(options.profiles, kind=kind, context=_context(values))
+        profiles, cut = fitted(options.profiles, kind=kind, context=context_of(values.source.config))
         decisions = [decision("tensorrt", NOTE, FOLDER, words) for words in cut]
         write_network(folder, values, options, profiles)
         if not options.engine:
@@ -245,65 +242,6 @@ def _refuse(
         )
 
 
-def write_network(folder: Path, values: Values, options: TensorrtOptions, profiles: Sequence[Profile]) -> None:
-    """Write `network.onnx`, its weights, config and tokenizer.
-
-    Args:
-        folder: made if need be.
-        values: the model.
-        options: type and cache.
-        profiles: that fit the model: the cache has room for them.
-    """
-    import onnx_ir as ir
-    import torch
-
-    from quantkit.bundle import stopping_when_full
-    from quantkit.export._dialect_tensorrt import Dialect
-    from quantkit.export._keep_few import keep_few
-    from quantkit.export._trace import trace
-    from quantkit.export.checkpoint import carried
-    from quantkit.model.weights import write_atomic
-
-    source = values.source
-    decoder = source.kind == "decoder"
-    traced = trace(
-        values.skeleton,
-        "decoder" if decoder else "encoder",
-        floats=getattr(torch, options.type),
-        positions=decoder,
-    )
-    needed, most = capacity(profiles, _context(values)), _context(values)
-    if options.capacity is not None and not needed <= options.capacity <= most:
-        raise InputError(
-            "profile-impossible",
-            where="tensorrt.capacity",
-            value=f"a cache of {options.capacity} tokens",
-            rule=f"the profiles need {needed}, the model has {most}",
-            remedy="leave it out: the profiles say how many",
-        )
-    dialect = Dialect(
-        traced,
-        dialect_weights(values),
-        quantized=values.quantized,
-        type=options.type,
-        cache=options.cache,
-        capacity=options.capacity or needed,
-        stored_cache=_cache_scales(values),
-    )
-    model = dialect.apply()
-    if decoder:
-        keep_few(model, optional=False)
-    model.metadata_props.update({"quantkit.kind": source.kind, "quantkit.type": options.type})
-    folder.mkdir(parents=True, exist_ok=True)
-    with stopping_when_full(folder):
-        ir.save(model, folder / NETWORK, external_data=DATA, size_threshold_bytes=EXTERNAL, max_workers=1)
-    for path, name in carried(source.path):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / name, [path.read_bytes()])
-    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
-    write_atomic(folder / "config.json", [(json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()])
-
-
 def _demand(options: TensorrtOptions) -> None:
     for package in ("onnx", "onnx_ir", "onnxscript", "onnxruntime"):
         try:
@@ -353,23 +291,6 @@ def _demand(options: TensorrtOptions) -> None:
             rule=f"the target is SM {options.sm}",
             remedy="build on the target's GPU, or choose the target of this one",
         )
-
-
-def _context(values: Values) -> int:
-    return context_of(values.source.config)
-
-
-def _cache_scales(values: Values) -> CacheScales | None:
-    from quantkit.export._dialect_tensorrt import CacheScales
-
-    how = values.run_time
-    if how.cache is None:
-        return None
-    scales = {
-        layer: (float(keys.scale.float().reshape(-1)[0]), float(own.scale.float().reshape(-1)[0]))
-        for layer, (keys, own) in how.cache_scales.items()
-    }
-    return CacheScales(how.cache.format, scales)
 
 
 EXPORT = Tensorrt()

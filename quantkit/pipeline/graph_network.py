@@ -58,7 +58,7 @@ class Network:
         import onnx_ir as ir
 
         from quantkit.export._graph_network import network
-        from quantkit.export.tensorrt import EXTERNAL
+        from quantkit.export._network import EXTERNAL
 
         made = network(self.prepared.graph.model, self.products, self.pairs, self.format)
         made.producer_name, made.producer_version = "quantkit", quantkit.__version__

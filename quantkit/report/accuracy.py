@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from quantkit.bundle import Manifest
 from quantkit.measure.rows import Row
-from quantkit.report import charts, figures, shares, words
+from quantkit.report import axes, charts, figures, shares, words
 from quantkit.report.charts import Mark, Point
 from quantkit.report.parts import Panel, Section, Sheet
 from quantkit.report.words import Form, Interval
@@ -153,7 +153,7 @@ def _moved(
     if limit is not None:
         marks.append(Mark(float(limit), f"gate {measure.tick(limit)}", dotted=True))
     ends = [end for _, (value, interval) in known for end in (interval or (value, value))]
-    across = charts.straight_axis(measure.axis, [*ends, *(mark.x for mark in marks)], form=measure.tick)
+    across = axes.straight_axis(measure.axis, [*ends, *(mark.x for mark in marks)], form=measure.tick)
     alt = f"{measure.title}, by export, with 95 % intervals"
     return Panel(measure.title, alt, charts.forest(points, across, marks=marks)), body
 
@@ -183,7 +183,7 @@ def _right(rows: Sequence[Row]) -> Panel:
     ends = [end for point in points for end in (*(point.interval or ()), point.value, point.beside or point.value)]
     title = "Right partner found" if rows[0].name in shares.RECALL else "Right answers"
     unit = "pairs" if rows[0].name in shares.RECALL else "samples"
-    across = charts.straight_axis(f"of {unit} (higher is better)", ends, form=_percent)
+    across = axes.straight_axis(f"of {unit} (higher is better)", ends, form=_percent)
     return Panel(title, f"{title}, by export, with 95 % intervals", charts.forest(points, across))
 
 
@@ -204,7 +204,7 @@ def _changes(rows: Sequence[Row], gates: dict[str, int | float]) -> list[Panel]:
     if not points:
         return []
     ends = [end for point in points for end in (point.interval or (point.value, point.value))]
-    across = charts.straight_axis(
+    across = axes.straight_axis(
         "points of percent (higher is better)",
         [*ends, *(mark.x for mark in marks)],
         form=lambda v: f"{100 * v:g}".replace("-", "−"),

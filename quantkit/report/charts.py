@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quantkit.report import words
+from quantkit.report.axes import Axis, Form, Interval, straight_axis
 
 Figure = dict[str, Any]
-Interval = tuple[float, float]
-Form = Callable[[float], str]
 
 QUANTIZED, ORIGINAL = "quantized", "original"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 88, 14, 44
@@ -26,28 +25,6 @@ _LINE = 15.0
 _APART = 0.6
 # of labels that lie on grid lines
 _OPAQUE = {"bgcolor": "var(--surface)", "borderpad": 1}
-_STEPS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 6, 8), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9))
-# a logarithmic axis never shows less than this, or noise would look like a result
-_LEAST_SPAN = 2.0
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One axis.
-
-    Args:
-        title: with its unit.
-        ticks: values that get a label, in the figure's unit.
-        texts: their labels.
-        range: ends, in the figure's unit.
-        log: whether equal ratios are equal lengths.
-    """
-
-    title: str
-    ticks: Sequence[float]
-    texts: Sequence[str]
-    range: Interval
-    log: bool = True
 
 
 @dataclass(frozen=True)
@@ -117,42 +94,6 @@ def plain(text: object) -> str:
     return html.escape(str(text), quote=False)
 
 
-def log_axis(title: str, values: Sequence[float], *, form: Form | None = None) -> Axis:
-    """A logarithmic axis that holds all (positive) values, with three to eight round labels."""
-    low, high = min(values) / 1.12, max(values) * 1.12
-    if high / low < _LEAST_SPAN:
-        middle = math.sqrt(high * low)
-        low, high = middle / math.sqrt(_LEAST_SPAN), middle * math.sqrt(_LEAST_SPAN)
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks: list[float] = []
-    for steps in _STEPS:
-        ticks = [round(step * 10.0**power, 12 - power) for power in powers for step in steps]
-        ticks = [value for value in ticks if low <= value <= high]
-        if len(ticks) > 2:
-            break
-    return Axis(title, ticks, [(form or _plain_number)(value) for value in ticks], (low, high))
-
-
-def straight_axis(title: str, values: Sequence[float], *, form: Form | None = None) -> Axis:
-    """A linear axis that holds all values, with three to six round labels."""
-    low, high = min(values), max(values)
-    span = (high - low) or abs(high) or 1.0
-    power = 10.0 ** math.floor(math.log10(span))
-    step = next(step * power for step in (0.2, 0.5, 1.0, 2.0) if span / (step * power) <= 5)
-    first, last = math.ceil(low / step - 1e-9), math.floor((high + span * 0.06) / step)
-    ticks = [round(step * i, 12) for i in range(first, last + 1)]
-    # room at the ends, but none beyond a natural zero
-    start = low if low == 0 else low - span * 0.06
-    return Axis(title, ticks, [(form or _plain_number)(v) for v in ticks], (start, high + span * 0.06), log=False)
-
-
-def points_axis(title: str, values: Sequence[float]) -> Axis:
-    """A logarithmic axis with a label at each of the values, as batches have; of many at every other one, or fewer."""
-    known = sorted(set(values))
-    ticks = known[:: math.ceil(len(known) / 8)]
-    return Axis(title, ticks, [f"{value:,g}" for value in ticks], (known[0] / 1.18, known[-1] * 1.18))
-
-
 def lines(
     curves: Sequence[Curve],
     x: Axis,
@@ -208,7 +149,7 @@ def lines(
 def forest(points: Sequence[Point], x: Axis, *, marks: Sequence[Mark] = ()) -> Figure:
     """Values with their intervals, one under the other, on one axis."""
     # labels of marks stand side by side where there is room, else one over the other
-    shares = [_share(mark.x, x) for mark in marks]
+    shares = [x.share(mark.x) for mark in marks]
     levels = len(marks) if shares and max(shares) - min(shares) < _APART else 1
     height = 78 + 40 * len(points) + int(_LINE) * (levels - 1)
     places = list(range(len(points)))[::-1]
@@ -254,9 +195,9 @@ def forest(points: Sequence[Point], x: Axis, *, marks: Sequence[Mark] = ()) -> F
     shapes = []
     for number, mark in enumerate(marks):
         shapes.append(_line({"yref": "paper", "x0": mark.x, "x1": mark.x, "y0": 0, "y1": 1}, "muted", 1.2, mark.dotted))
-        far = _share(mark.x, x) > 0.5
+        far = x.share(mark.x) > 0.5
         notes.append(
-            _note(_place(mark.x, x), 0, mark.label)
+            _note(x.place(mark.x), 0, mark.label)
             | {"xref": "x", "yref": "paper", "yanchor": "bottom", "xanchor": "right" if far else "left"}
             | {"xshift": -4 if far else 4, "yshift": _LINE * number if levels > 1 else 0}
         )
@@ -369,10 +310,6 @@ def stacked(
     return {"data": data, "layout": layout | {"shapes": shapes, "annotations": [*notes, *over]}}
 
 
-def _plain_number(value: float) -> str:
-    return f"{value:,g}"
-
-
 def _curve(curve: Curve) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     pairs = [(x, band) for x, band in zip(curve.x, curve.band, strict=False) if band is not None]
@@ -423,9 +360,9 @@ def _marks(marks: Sequence[Mark], x: Axis) -> tuple[list[dict[str, Any]], list[d
     shapes, notes = [], []
     for level, mark in enumerate(marks):
         shapes.append(_line({"yref": "paper", "x0": mark.x, "x1": mark.x, "y0": 0, "y1": 1}, "muted", 1, mark.dotted))
-        side = "right" if _share(mark.x, x) > 0.5 else "left"
+        side = "right" if x.share(mark.x) > 0.5 else "left"
         notes.append(
-            _note(_place(mark.x, x), 1, mark.label)
+            _note(x.place(mark.x), 1, mark.label)
             | {"xref": "x", "yref": "paper", "xanchor": side, "yanchor": "bottom"}
             | {"yshift": _LINE * (len(marks) - 1 - level)}
         )
@@ -434,7 +371,7 @@ def _marks(marks: Sequence[Mark], x: Axis) -> tuple[list[dict[str, Any]], list[d
 
 def _end_labels(curves: Sequence[Curve], y: Axis, inner: int) -> list[dict[str, Any]]:
     """The labels at the ends of the lines, moved apart where they would overlap."""
-    ends = sorted(((_share(curve.y[-1], y), curve) for curve in curves if curve.label), key=lambda end: end[0])
+    ends = sorted(((y.share(curve.y[-1]), curve) for curve in curves if curve.label), key=lambda end: end[0])
     gap = _LINE / inner
     places = spread([share for share, _ in ends], gap)
     return [
@@ -460,16 +397,6 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
     return found
 
 
-def _place(value: float, axis: Axis) -> float:
-    """Where an annotation stands: plotly wants the logarithm there, and nowhere else."""
-    return math.log10(value) if axis.log else value
-
-
-def _share(value: float, axis: Axis) -> float:
-    low, high = (_place(end, axis) for end in axis.range)
-    return (_place(value, axis) - low) / (high - low) if high != low else 0.5
-
-
 def _colour(name: str) -> str:
     return f"var(--{name})"
 
@@ -477,7 +404,7 @@ def _colour(name: str) -> str:
 def _axis(axis: Axis) -> dict[str, Any]:
     return {
         "type": "log" if axis.log else "linear",
-        "range": [_place(end, axis) for end in axis.range],
+        "range": [axis.place(end) for end in axis.range],
         "title": {"text": plain(axis.title), "font": {"size": 13, "color": _colour("muted")}, "standoff": 8},
         "tickvals": list(axis.ticks),
         "ticktext": [plain(text) for text in axis.texts],

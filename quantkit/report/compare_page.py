@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quantkit.measure.compared import Cell, Compared, Flip, LayerPair
-from quantkit.report import charts, sections, words
+from quantkit.report import axes, charts, sections, words
 from quantkit.report import compare_words as say
 from quantkit.report import page as pages
-from quantkit.report.charts import ORIGINAL, QUANTIZED, Axis, Curve, Mark, Part, Point
+from quantkit.report.axes import Axis
+from quantkit.report.charts import ORIGINAL, QUANTIZED, Curve, Mark, Part, Point
 from quantkit.report.parts import Panel, Section, Sheet
 
 _TONES = {"B better": "good", "same": "good", "A better": "bad", "mixed": "bad", "inconclusive": ""}
@@ -78,7 +79,7 @@ def _accuracy(data: Compared) -> Section | None:
         text = f"{say.difference(cell, margin=False)}, {say.answered(cell)}"
         points.append(Point(title(cell), cell.effect / cell.margin, (low, high), text))
     ends = [end for point in points for end in (point.value, *(point.interval or ()))]
-    axis = charts.straight_axis("how much worse B is, in margins", [*ends, -1.2, 1.2])
+    axis = axes.straight_axis("how much worse B is, in margins", [*ends, -1.2, 1.2])
     marks = [Mark(-1.0, "a margin better", dotted=True), Mark(1.0, "a margin worse", dotted=True)]
     panel = Panel(
         "B against A, in margins",
@@ -124,7 +125,7 @@ def _by_batch(lines: dict[str, list[Cell]], margin: float) -> Panel:
         curves.append(Curve(label, _LINES[min(i, len(_LINES) - 1)], batches, ratios, hover, band))
     figure = charts.lines(
         curves,
-        charts.points_axis("batch", [x for curve in curves for x in curve.x]),
+        axes.points_axis("batch", [x for curve in curves for x in curve.x]),
         _ratios([cell for cells in lines.values() for cell in cells]),
         even=1.0,
         noise=(1 / (1 + margin), 1 + margin),
@@ -146,7 +147,7 @@ def _alone(cells: Sequence[Cell], data: Compared) -> Panel:
 
 def _ratios(cells: Sequence[Cell]) -> Axis:
     ends = [1 + end for cell in cells for end in (cell.effect, *cell.ci95)]
-    return charts.log_axis("B's time / A's", [*ends, 1.0], form=lambda value: f"{value:g}×")
+    return axes.log_axis("B's time / A's", [*ends, 1.0], form=lambda value: f"{value:g}×")
 
 
 def _size(data: Compared) -> Section | None:

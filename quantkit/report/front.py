@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quantkit.bundle import Decision
-from quantkit.report import charts, words
+from quantkit.report import axes, charts, words
 from quantkit.report import page as pages
 from quantkit.report.charts import ORIGINAL, QUANTIZED, Curve, Figure, Mark
 from quantkit.report.parts import Panel, Section, Sheet
@@ -194,8 +194,8 @@ def _pareto(data: Data) -> Section:
         curves.append(Curve("", "ink", [chosen["bits"]], [chosen["measured"]], [hover]))
     bits = [x for curve in curves for x in curve.x]
     harms = [y for curve in curves for y in curve.y]
-    x = charts.straight_axis("bits a weight", bits)
-    y = charts.log_axis("KL, nats a token", harms)
+    x = axes.straight_axis("bits a weight", bits)
+    y = axes.log_axis("KL, nats a token", harms)
     figure = charts.lines(curves, x, y, height=400, marks=[Mark(chosen["bits"], "chosen")])
     figure["layout"]["margin"]["l"] = _LEFT
     _label_points(figure, [(entry["name"], entry["bits"], entry["expected"]) for entry in data["alone"]])
@@ -312,8 +312,8 @@ def _bars(blocks: Sequence[int], values: Mapping[str, Sequence[float]]) -> Figur
             }
         )
     tops = [sum(parts) for parts in zip(*values.values(), strict=True)]
-    x = charts.straight_axis("block", [blocks[0] - 0.5, blocks[-1] + 0.5])
-    y = charts.straight_axis("KL, nats a token", [0.0, max(tops)])
+    x = axes.straight_axis("block", [blocks[0] - 0.5, blocks[-1] + 0.5])
+    y = axes.straight_axis("KL, nats a token", [0.0, max(tops)])
     figure = charts.lines([], x, y, height=300, right=14)
     figure["layout"]["margin"]["l"] = _LEFT
     figure["layout"] |= {"barmode": "stack", "bargap": 0.25}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from quantkit.measure.harm import BlockHarm, Harm, InputHarm, LayerHarm, Position
-from quantkit.report import charts, figures, mixed, words
+from quantkit.report import axes, charts, figures, mixed, words
 from quantkit.report.charts import ORIGINAL, QUANTIZED, Curve
 from quantkit.report.parts import Panel, Section, Sheet
 from quantkit.report.sections import heat
@@ -143,7 +143,7 @@ def _depth(blocks: Sequence[BlockHarm]) -> Section:
     names = [_number(block.name, i) for i, block in enumerate(blocks)]
     across = _blocks_axis("behind block", names)
     values = [value for block in blocks for value in (block.error, block.own)]
-    axis = charts.straight_axis("relative error", [0.0, *values], form=lambda v: f"{100 * v:g} %")
+    axis = axes.straight_axis("relative error", [0.0, *values], form=lambda v: f"{100 * v:g} %")
     curves = [
         Curve(
             "built up",
@@ -207,7 +207,7 @@ def _sides(inputs: Sequence[InputHarm]) -> tuple[list[float], list[float]]:
 def _outliers(row: Mapping[str, InputHarm]) -> charts.Figure:
     found = list(row.values())
     sides = _sides(found)
-    axis = charts.log_axis("largest over median", [*sides[0], *sides[1]], form=lambda v: f"{v:g}×")
+    axis = axes.log_axis("largest over median", [*sides[0], *sides[1]], form=lambda v: f"{v:g}×")
     curves = [
         Curve(
             "",
@@ -221,10 +221,10 @@ def _outliers(row: Mapping[str, InputHarm]) -> charts.Figure:
     return charts.lines(curves, _blocks_axis("block", list(row)), axis, height=210, right=14)
 
 
-def _blocks_axis(title: str, names: Sequence[str]) -> charts.Axis:
+def _blocks_axis(title: str, names: Sequence[str]) -> axes.Axis:
     step = max(1, -(-len(names) // 10))
     shown = list(range(0, len(names), step))
-    return charts.Axis(title, shown, [names[i] for i in shown], (-0.5, len(names) - 0.5), log=False)
+    return axes.Axis(title, shown, [names[i] for i in shown], (-0.5, len(names) - 0.5), log=False)
 
 
 def _number(name: str, index: int) -> str:

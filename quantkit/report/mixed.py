@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quantkit.measure.mixed import Mixed, Step
-from quantkit.report import charts, words
+from quantkit.report import axes, charts, words
 from quantkit.report.charts import QUANTIZED, Curve, Mark, Part
 from quantkit.report.parts import Panel, Section, Sheet
 
@@ -60,7 +60,7 @@ def _curve(mixed: Mixed) -> Panel:
     sizes = [step.bytes / 1e6 for step in steps]
     hover = [f"{len(step.kept)} kept high, {words.size(step.bytes)}, {words.figure(step.harm, 3)}" for step in steps]
     curves = [Curve("", QUANTIZED, sizes, [step.harm for step in steps], hover, band=[step.ci95 for step in steps])]
-    x = charts.straight_axis("weights, MB", sizes)
+    x = axes.straight_axis("weights, MB", sizes)
     marks = []
     if mixed.chosen is not None:
         step = steps[mixed.chosen]
@@ -72,7 +72,7 @@ def _curve(mixed: Mixed) -> Panel:
         ends.append(mixed.limit)
     # a logarithm shows the fall by orders of magnitude; where it reaches 0 there is none
     log = min(ends) > 0 and max(ends) > 4 * min(ends)
-    y = charts.log_axis(mixed.what, ends) if log else charts.straight_axis(mixed.what, [0.0, *ends])
+    y = axes.log_axis(mixed.what, ends) if log else axes.straight_axis(mixed.what, [0.0, *ends])
     figure = charts.lines(curves, x, y, marks=marks)
     figure["layout"]["margin"]["l"] = _LEFT
     return Panel("Harm against bytes", f"{mixed.what}, falling as more layers are kept high", figure)

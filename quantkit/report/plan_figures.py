@@ -17,7 +17,8 @@ from quantkit.plan.forecast import Timed
 from quantkit.plan.outlook import Candidate, Outlook, Row
 from quantkit.report import plan_costs, words
 from quantkit.report import plan_words as say
-from quantkit.report.charts import Curve, Form, Mark, Part, lines, log_axis, points_axis, stacked
+from quantkit.report.axes import Form, log_axis, points_axis
+from quantkit.report.charts import Curve, Mark, Part, lines, stacked
 from quantkit.report.parts import Panel
 
 # the page has so many colours for series; more candidates than these are alike, and told apart by their labels

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from quantkit.bundle import Manifest
 from quantkit.measure.rows import Row
-from quantkit.report import charts, curves, figures, words
+from quantkit.report import axes, charts, curves, figures, words
 from quantkit.report.charts import ORIGINAL, QUANTIZED, Curve, Mark
 from quantkit.report.curves import Cell, Series
 from quantkit.report.parts import Panel, Section, Sheet
@@ -61,8 +61,8 @@ def _scaled(cell: Cell, scale: Callable[[Cell, float], float]) -> Interval | Non
     return low, high
 
 
-def _across(series: Series) -> charts.Axis:
-    return charts.points_axis(_axis(series), [cell.x for cell in series.cells])
+def _across(series: Series) -> axes.Axis:
+    return axes.points_axis(_axis(series), [cell.x for cell in series.cells])
 
 
 def _axis(series: Series) -> str:
@@ -77,7 +77,7 @@ def _durations(series: Series) -> Panel:
     drawn = _curves(series, words.moment, lambda _, seconds: seconds)
     values = [y for curve in drawn for y in curve.y]
     factor, unit = words.time_unit(min(values))
-    axis = charts.log_axis(f"time of a {series.unit}, p50, {unit}", values, form=lambda v: f"{v * factor:,g}")
+    axis = axes.log_axis(f"time of a {series.unit}, p50, {unit}", values, form=lambda v: f"{v * factor:,g}")
     alt = f"Time of a {series.unit} against {_axis(series)}: {series.this} and {series.other}, both axes logarithmic"
     return Panel(f"Time of a {series.unit}", alt, charts.lines(drawn, _across(series), axis))
 
@@ -89,7 +89,7 @@ def _rates(series: Series) -> Panel:
     what = "Samples a second" if series.counted == "sample" else "Prompt tokens a second"
     drawn = _curves(series, form, lambda cell, seconds: cell.x * (cell.row.batch or 1) / seconds)
     values = [y for curve in drawn for y in curve.y]
-    axis = charts.log_axis(f"{what.lower()}, p50", values, form=lambda v: f"{v:g}" if v < 1e4 else f"{v / 1e3:g}k")
+    axis = axes.log_axis(f"{what.lower()}, p50", values, form=lambda v: f"{v:g}" if v < 1e4 else f"{v / 1e3:g}k")
     alt = f"{what} against {_axis(series)}: {series.this} and {series.other}, both axes logarithmic"
     return Panel(what, alt, charts.lines(drawn, _across(series), axis))
 
@@ -110,7 +110,7 @@ def _ratios(series: Series) -> Panel:
     noise = (1 / (1 + spread), 1 + spread) if spread else None
     values = [y for curve in drawn for y in curve.y] + [end for band in bands if band for end in band]
     title = f"{series.other} time / {series.this} time"
-    axis = charts.log_axis(title, [*values, 1.0, *(noise or ())], form=lambda v: f"{v:g}×")
+    axis = axes.log_axis(title, [*values, 1.0, *(noise or ())], form=lambda v: f"{v:g}×")
     across = _across(series)
     low, high = across.range
     marks = [mark for mark in _marks(series) if low <= mark.x <= high]

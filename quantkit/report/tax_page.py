@@ -7,7 +7,8 @@ from pathlib import Path
 
 from quantkit.report import curves, speed, tax, words
 from quantkit.report import page as pages
-from quantkit.report.charts import ORIGINAL, QUANTIZED, Curve, Part, log_axis, points_axis, stacked
+from quantkit.report.axes import log_axis, points_axis
+from quantkit.report.charts import ORIGINAL, QUANTIZED, Curve, Part, stacked
 from quantkit.report.charts import lines as drawn_lines
 from quantkit.report.curves import Cell, Series
 from quantkit.report.parts import Panel, Section, Sheet

@@ -384,7 +384,7 @@ def test_another_onnx_file_s_weights_are_not_carried_over_ours(tmp_path: Path) -
     (tmp_path / "m" / "model.onnx.data").write_bytes(b"of somebody else")
     (tmp_path / "m" / "onnx").mkdir()
     (tmp_path / "m" / "onnx" / "model.onnx_data").write_bytes(b"of somebody else")
-    from quantkit.export.checkpoint import carried
+    from quantkit.export._carried import carried
 
     assert {name for _, name in carried(tmp_path / "m")} == {"generation_config.json"}
 
