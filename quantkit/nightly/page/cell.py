@@ -50,7 +50,7 @@ def page(history: History, at: int, detail: Detail) -> dict[str, Any]:
         "charts": drawn,
         "changes": said,
         "strip": charts.answers(history.answer[at, nights]),
-        "raw": _raw(detail, night.night if night else ""),
+        "raw": _raw(detail),
         "flips": detail.flips,
         "flipped": detail.flipped,
         "scores": _scores(detail),
@@ -139,7 +139,7 @@ def _history(
     return drawn, said
 
 
-def _raw(detail: Detail, night: str) -> dict[str, Any] | None:
+def _raw(detail: Detail) -> dict[str, Any] | None:
     """Drawings of the last night's times."""
     raw = detail.raw
     if raw is None or not len(raw.seconds):
@@ -155,7 +155,7 @@ def _raw(detail: Detail, night: str) -> dict[str, Any] | None:
     if raw.temperature:
         notes.append(f"between {raw.temperature[0]:.0f} and {raw.temperature[1]:.0f} °C")
     return {
-        "times": charts.raw(raw.sides(), starts, len(raw.seconds), night),
+        "times": charts.raw(raw.sides(), starts, len(raw.seconds)),
         "unit": words.time_unit(float(np.median(raw.seconds)))[1],
         "sides": list(raw.sides()),
         "medians": [(side, words.moment(float(np.median(seconds)))) for side, (_, seconds) in raw.sides().items()],

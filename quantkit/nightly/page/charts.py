@@ -196,14 +196,13 @@ def between(low: float | None, value: float | None, high: float | None, margin: 
     return drawing.svg(100, 16, *shapes, kind="between")
 
 
-def raw(sides: Mapping[str, tuple[Array, Array]], rounds: Sequence[int], count: int, name: str) -> Chart:
+def raw(sides: Mapping[str, tuple[Array, Array]], rounds: Sequence[int], count: int) -> Chart:
     """The times of one night as they were taken.
 
     Args:
         sides: side -> (places in the order of the night, seconds).
         rounds: places at which a round begins.
         count: of times.
-        name: of the night.
     """
     every = np.concatenate([seconds for _, seconds in sides.values()])
     factor, unit = words.time_unit(float(np.median(every)))
@@ -214,7 +213,7 @@ def raw(sides: Mapping[str, tuple[Array, Array]], rounds: Sequence[int], count: 
     for side, (x, seconds) in sides.items():
         shapes.append(drawing.path(drawing.dots(x + 0.5, drawing.places(seconds, bottom, top)), f"raw {side}"))
     beyond = int((every > top).sum())
-    alt = f"{words.plural(count, 'step')} of {name} in the order in which they were taken"
+    alt = f"{words.plural(count, 'step')} in the order in which they were taken"
     if beyond:
         alt += f"; {beyond:,} above {words.moment(top)} stand at the upper end"
     labels = [

@@ -227,7 +227,7 @@ def _said(history: History, at: int, tile: Tile, detail: Detail) -> str:
             said.append(text + (f", allowed {say.margin(what, margin)}" if np.isfinite(margin) else ""))
     if tile.answer == ANSWERS[FAILED] and detail.errors and detail.errors[0][0] == history.nights[last].night:
         error = detail.errors[0][2]
-        said.append(": ".join(part for part in (error.get("code", ""), error.get("value", "")) if part))
+        said.append(": ".join(words.visible(part) for part in (error.get("code", ""), error.get("value", "")) if part))
     row = f"{words.plural(tile.nights, 'night')} in a row" if tile.nights > 1 else "since this night"
     return "; ".join([*said, row])
 
@@ -289,7 +289,7 @@ def health(history: History, days: Sequence[str]) -> dict[str, Any] | None:
     total, all_wrong = int(measured.sum()), int(wrong.sum())
     last = len(days) - 1
     lately = f"Last night {words.plural(int(measured[last]), 'cell')} had the very bundle they were set against"
-    lately += f"; {int(wrong[last])} of them were called different." if measured[last] else "."
+    lately += f"; {int(wrong[last])} of them called different." if measured[last] else "."
     said = [lately]
     if np.isfinite(ends[0, last]):
         said.append(f"9 of 10 of their ratios lay within {say.interval('latency', ends[0, last], ends[2, last])}.")

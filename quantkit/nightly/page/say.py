@@ -6,7 +6,7 @@ import math
 from datetime import UTC
 
 from quantkit.nightly.page.history import ANSWERS
-from quantkit.nightly.records import Cell, Night, What
+from quantkit.nightly.records import NIGHT_ID, Cell, Night, What
 
 TITLES: dict[What, str] = {
     "latency": "Latency",
@@ -26,7 +26,7 @@ UNITS: dict[What, str] = {
 
 
 def value(what: What, effect: float | None, *, bare: bool = False) -> str:
-    """An effect as people read it: `+5.2 %`, `−0.80 pt`, `+0.0120 nats`; a dash for none.
+    """An effect as people read it: `+5.2 %`, `−0.80 pt`, `+0.0120 nats`, held together; a dash for none.
 
     Args:
         what: the respect.
@@ -36,10 +36,10 @@ def value(what: What, effect: float | None, *, bare: bool = False) -> str:
     if effect is None or not math.isfinite(effect):
         return "–"
     if what == "kl":
-        return signed(effect, 4) + ("" if bare else " nats")
+        return signed(effect, 4) + ("" if bare else "\u00a0nats")
     if what == "accuracy":
-        return signed(-100 * effect, 2) + ("" if bare else " pt")
-    return signed(100 * effect, 1 if abs(effect) < 1 else 0) + ("" if bare else " %")
+        return signed(-100 * effect, 2) + ("" if bare else "\u00a0pt")
+    return signed(100 * effect, 1 if abs(effect) < 1 else 0) + ("" if bare else "\u00a0%")
 
 
 def tick(what: What, effect: float) -> str:
@@ -70,6 +70,11 @@ def margin(what: What, share: float | None) -> str:
 def when(night: Night) -> str:
     """`2026-01-02 03:04` in UTC."""
     return f"{night.started.astimezone(UTC):%Y-%m-%d %H:%M}"
+
+
+def date(name: str) -> str:
+    """When a night began, by its name."""
+    return f"{name[:4]}-{name[4:6]}-{name[6:8]} {name[9:11]}:{name[11:13]}" if NIGHT_ID.fullmatch(name) else name
 
 
 def cell(found: Cell) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import quantkit
 from quantkit.bundle.disk import stopping_when_full
 from quantkit.errors import InputError
-from quantkit.nightly.page import cell, detail, history, index
+from quantkit.nightly.page import cell, detail, history, index, say
 from quantkit.nightly.store import Store
 from quantkit.report import words
 
@@ -182,7 +182,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     made.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
-    made.filters |= {"plural": words.plural, "visible": words.visible}
+    made.filters |= {"plural": words.plural, "visible": words.visible, "date": say.date}
     return made
 
 

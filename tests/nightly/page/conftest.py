@@ -100,10 +100,10 @@ class Page(HTMLParser):
         self.feed(self.source)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        self.tags.append((tag, {name: (value or "").replace("\u00a0", " ") for name, value in attrs}))
 
     def handle_data(self, data: str) -> None:
-        self.text += f"{data.strip()} " if data.strip() else ""
+        self.text += f"{data.strip()} ".replace("\u00a0", " ") if data.strip() else ""
 
     def having(self, **wanted: str) -> list[dict[str, str]]:
         """The attributes of the elements whose attribute holds a word."""

@@ -82,7 +82,7 @@ def test_it_opens_from_a_file_and_from_a_server(server: bool, opened: Any, reque
     assert page.locator(".filters").is_visible()  # the script ran
     assert page.locator(".tile").first.evaluate("node => getComputedStyle(node).display") == "block"  # and the style
     page.locator(".alarms a").first.click()
-    assert page.locator(".verdict strong").inner_text() == "Worse: Latency +10.0 %"
+    assert page.locator(".verdict strong").inner_text() == "Worse: Latency +10.0\u00a0%"
     page.get_by_role("link", name="All cells").click()
     assert page.locator(".tile").count() == 5
 
@@ -147,9 +147,9 @@ def test_a_chart_is_read_night_by_night(opened: Any) -> None:
     page = opened(index.href(SLOW.key))
     chart = page.get_by_role("slider").first
     chart.focus()
-    assert chart.get_attribute("aria-valuetext") == "2026-01-03 03:00: worse, +10.0 % (+9.0 to +11.0 %)"
+    assert chart.get_attribute("aria-valuetext") == "2026-01-03 03:00: worse, +10.0\u00a0% (+9.0 to +11.0\u00a0%)"
     page.keyboard.press("ArrowLeft")
-    assert "2026-01-02 03:00: worse, +8.0 %" in page.locator(".readout").first.inner_text()
+    assert "2026-01-02 03:00: worse, +8.0\u00a0%" in page.locator(".readout").first.inner_text()
     page.keyboard.press("Home")
     assert chart.get_attribute("aria-valuenow") == "1"
 
