@@ -148,6 +148,8 @@ def _raw(detail: Detail) -> dict[str, Any] | None:
     found = raw.ratios()
     margins = [each.margin for each in detail.decisions if each.what == "latency" and each.margin]
     notes = []
+    if raw.again is not None:
+        notes.append(f"From round {raw.again + 1} on it is the second run, which an alarm asks for")
     if raw.dropped:
         notes.append(f"{words.plural(raw.dropped, 'time')} left out: NaN, infinite or not above zero")
     if raw.throttled:

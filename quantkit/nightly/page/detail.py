@@ -58,6 +58,7 @@ class Raw:
         dropped: how many were left out, for they are NaN, infinite or not above zero.
         throttled: how many ran while the device had lowered its clock.
         temperature: lowest and highest, where known.
+        again: number of the round with which the second attempt begins; None where there was none.
     """
 
     side: Array
@@ -67,6 +68,7 @@ class Raw:
     dropped: int
     throttled: int
     temperature: tuple[float, float] | None
+    again: int | None = None
 
     def sides(self) -> dict[str, tuple[Array, Array]]:
         """Side -> (places in the order, seconds)."""
@@ -236,6 +238,7 @@ def _times(store: Store, night: str, members: Mapping[str, Detail]) -> dict[str,
             int((~sound).sum()),
             int(throttled[here].sum()),
             (float(degrees.min()), float(degrees.max())) if degrees.size else None,
+            int(rounds[later[0]]) if (later := np.flatnonzero(column["attempt"][here] > 1)).size else None,
         )
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from quantkit.nightly.page import Written, index, write
 from quantkit.nightly.store import Store
 
 from ..conftest import CELLS, FIRST, SECOND, THIRD, files, fill, night, result
-from .conftest import AWAY, BROKEN, EVIL, FINE, HOSTILE, RETIRED, SLOW, Page, decided, done, told
+from .conftest import AWAY, BROKEN, EVIL, FINE, HOSTILE, RETIRED, SLOW, Page, decided, done
 
 
 def page_of(site: Written, cell: Any) -> Page:
@@ -116,8 +117,8 @@ def test_a_cell_that_the_last_night_had_not_keeps_its_page(site: Written) -> Non
     assert "2026-01-01 03:00" in page_of(site, RETIRED).text
 
 
-def test_only_what_changed_is_written_again(tmp_path: Path) -> None:
-    store = told(tmp_path / "store")
+def test_only_what_changed_is_written_again(story: Store, tmp_path: Path) -> None:
+    store = Store.open(shutil.copytree(story.path, tmp_path / "store"))
     first = write(store, tmp_path / "site")
     assert first.changed == first.files
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "site").rglob("*.*")}

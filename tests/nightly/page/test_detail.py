@@ -1,0 +1,102 @@
+"""What a cell's page tells beyond its history."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from quantkit.nightly.page import detail, history
+from quantkit.nightly.page.detail import Detail
+from quantkit.nightly.records import Cell, Item
+from quantkit.nightly.store import Store
+
+from ..conftest import CELLS, FIRST, SECOND, THIRD, night, result
+from ..planted import timed
+
+CELL = CELLS[0]
+
+
+def read(store: Store, cell: Cell = CELL) -> Detail:
+    return detail.read(store, history.read(store))[cell.key]
+
+
+def test_times_in_order_and_the_ratio_of_each_block(store: Store) -> None:
+    store.begin(night())
+    first = timed(CELL, rounds=2, blocks=3, noise=0.0, slower=0.1)
+    first[0] = replace(first[0], seconds=math.nan, throttled=True, temperature_c=61.0)
+    first[9] = replace(first[9], seconds=-1.0, temperature_c=64.0)
+    store.commit(result(CELL), first)
+    store.commit(result(CELL, attempt=2), timed(CELL, rounds=2, blocks=3, noise=0.0, slower=0.1, attempt=2))
+    raw = read(store).raw
+    assert raw
+    assert (len(raw.seconds), raw.dropped, raw.throttled, raw.temperature) == (2 * len(first) - 2, 2, 1, (61.0, 64.0))
+    assert (raw.round.max() + 1, raw.block.max() + 1, raw.again) == (4, 12, 2)
+    np.testing.assert_allclose(raw.ratios(), 1.1)
+    assert len(raw.ratios()) == 12
+    places = np.concatenate([at for at, _ in raw.sides().values()])
+    assert sorted(places) == list(range(len(raw.seconds)))
+
+
+def test_a_first_night_has_times_and_no_ratio(store: Store) -> None:
+    store.begin(night())
+    store.commit(result(CELL), [each for each in timed(CELL, rounds=2, blocks=2) if each.side == "candidate"])
+    raw = read(store).raw
+    assert raw
+    assert list(raw.sides()) == ["candidate"]
+    assert len(raw.ratios()) == 0
+
+
+def test_flips_are_what_one_side_has_right_and_the_other_wrong(store: Store) -> None:
+    def item(number: int, side: str, correct: bool | None, text: str | None) -> Item:
+        return Item(FIRST, CELL.build, 1, number, side, correct, text=text)  # type: ignore[arg-type]
+
+    rows = [
+        item(1, "candidate", False, "a → c"),
+        item(1, "baseline", True, "a → b"),
+        item(2, "candidate", True, "same words"),
+        item(2, "baseline", False, "same words"),
+        item(3, "candidate", True, "both right"),
+        item(3, "baseline", True, "both right"),
+        item(4, "candidate", False, None),
+        item(4, "baseline", True, None),
+        item(5, "candidate", None, "not known"),
+    ]
+    store.begin(night())
+    store.commit(result(CELL), items=rows)
+    found = read(store)
+    assert [(each.item, each.lost, list(each.texts)) for each in found.flips] == [
+        (1, True, [("baseline", "a → b"), ("candidate", "a → c")]),
+        (2, False, [("", "same words")]),
+    ]
+    assert found.flipped == (1, 1)
+    assert [(each.side, each.items, each.right) for each in found.scores] == [
+        ("baseline", 4, 0.75),
+        ("candidate", 5, 0.5),
+    ]
+    assert read(store, CELLS[1]).flips == []  # no result of its own
+
+
+def test_an_environment_is_told_where_it_changes(store: Store) -> None:
+    for name, versions, device in (
+        (FIRST, {"onnx": "1", "torch": "2"}, {"name": "big", "threads": 4}),
+        (SECOND, {"onnx": "1", "torch": "2"}, {}),  # failed early: what it is silent on is as it was
+        (THIRD, {"onnx": "2", "torch": "2"}, {"name": "big", "threads": 4}),
+    ):
+        store.begin(night(name))
+        store.commit(result(CELL, name, versions=versions, device=device))
+    found = read(store).environments
+    assert [each.night for each in found] == [FIRST, THIRD]
+    assert found[-1].names == {"onnx": "2", "torch": "2", "device.name": "big", "device.threads": "4"}
+
+
+def test_the_last_errors_first(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detail, "ERRORS", 2)
+    for name in (SECOND, FIRST, THIRD):
+        store.begin(night(name))
+        store.commit(result(CELL, name, "failed", error={"code": name[:8]}))
+    found = read(store)
+    assert [(name, error["code"]) for name, _, error in found.errors] == [(THIRD, "20260103"), (SECOND, "20260102")]
+    assert found.failed == 3
