@@ -47,6 +47,7 @@ def page(history: History, at: int, detail: Detail) -> dict[str, Any]:
         "started": say.when(night) if night else "",
         "decisions": [_decision(each) for each in sorted(detail.decisions, key=lambda d: WHATS.index(d.what))],
         "days": [say.when(history.nights[i]) for i in nights],
+        "reasons": _reasons([each for each in detail.decisions if each.answer not in ("same", ANSWERS[code])]),
         "charts": drawn,
         "changes": said,
         "strip": charts.answers(history.answer[at, nights]),
@@ -71,22 +72,31 @@ def _verdict(history: History, at: int, nights: Array, code: int, detail: Detail
     if not nights.size:
         return "open", "Never measured", ["No night has had this cell yet."]
     name = ANSWERS[code]
-    tone = {"worse": "bad", "better": "good", "same": "good"}.get(name, "open")
+    tone = {"worse": "bad", "failed": "bad", "better": "good", "same": "good"}.get(name, "open")
     of = [each for each in detail.decisions if each.answer == name]
     told = [f"{say.TITLES[each.what]} {say.value(each.what, each.value)}" for each in of if each.value is not None]
     answer = words.sentence(name) if name == "same" or not told else f"{words.sentence(name)}: {told[0]}"
-    reasons = [f"{say.TITLES[each.what]}: {each.because}." for each in of if each.because and name != "same"]
+    reasons = [] if name == "same" else _reasons(of)
     if history.waits[at, int(nights[-1])]:
         reasons.append("It was measured, and nothing was decided of it yet.")
     elif not detail.results:
         reasons.append("The night has no result of this cell: it was not reached, or the night was cut off.")
-    reasons = list(dict.fromkeys(reason.replace("..", ".") for reason in reasons))
     codes = history.answer[at, nights]
     other = np.flatnonzero(codes != code)
     row = len(codes) - 1 - int(other[-1]) if other.size else len(codes)
     if row > 1:
         reasons.append(f"So for {words.plural(row, 'night')} in a row.")
     return tone, answer, reasons
+
+
+def _reasons(of: Sequence[Decision]) -> list[str]:
+    """Why each was decided as it was; the respects that share a reason in one line, all of them without their names."""
+    found: dict[str, list[str]] = {}
+    for each in of:
+        if each.because:
+            found.setdefault(each.because.rstrip("."), []).append(say.TITLES[each.what])
+    alone = len(found) == 1 and len(of) > 1
+    return [f"{words.sentence(why)}." if alone else f"{', '.join(names)}: {why}." for why, names in found.items()]
 
 
 def _decision(each: Decision) -> dict[str, Any]:
@@ -102,7 +112,6 @@ def _decision(each: Decision) -> dict[str, Any]:
         "smallest": say.margin(each.what, each.smallest),
         "n": f"{each.n:,}" if each.n is not None else "–",
         "confirmed": confirmed,
-        "because": each.because,
     }
 
 
@@ -236,7 +245,8 @@ def _facts(history: History, key: str, night: Any, detail: Detail) -> list[tuple
         found.append(("sha256 of nightly.yaml", night.config_sha256))
     for result in detail.results[-1:]:
         kinds = {"accepted": "its last night that passed", "release": "the last release", "bundle": "a named bundle"}
-        found.append(("set against", kinds.get(result.baseline_kind or "", "nothing yet")))
+        if result.state == "done":
+            found.append(("set against", kinds.get(result.baseline_kind or "", "nothing yet")))
         for name in ("content_sha256", "baseline_sha256", "release_sha256"):
             if value := getattr(result, name):
                 found.append((name, value))

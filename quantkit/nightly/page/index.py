@@ -136,12 +136,8 @@ def verdict(history: History, tiles: Sequence[Tile], details: Mapping[str, Detai
     rest = say.counts({code: counted[name] for code, name in enumerate(ANSWERS) if code not in (WORSE, FAILED)})
     of = f"{words.plural(len(tiles), 'cell')}: {rest}." if rest else ""
     if alarming:
-        tone = "bad" if counted["worse"] else "open"
-        return (
-            tone,
-            f"{words.sentence(alarming)} of {words.plural(len(tiles), 'cell')}",
-            [f"The others: {rest}."] if rest else [],
-        )
+        answer = f"{words.sentence(alarming)} of {words.plural(len(tiles), 'cell')}"
+        return "bad", answer, [f"The others: {rest}."] if rest else []
     if counted["missing"] == len(tiles):
         return "open", "Nothing was measured", [of]
     first = [tile for tile in tiles if (results := details[tile.key].results) and is_first(results[-1])]

@@ -105,6 +105,7 @@ def test_a_cell_with_flips_and_broken_times(site: Written) -> None:
 def test_a_cell_that_failed_and_one_without_data(site: Written) -> None:
     failed = page_of(site, BROKEN)
     assert failed.text.count("out-of-memory") >= 2
+    assert failed.having(class_="bad")
     assert {"2026-01-02 03:00:", "2026-01-03 03:00:"} <= set(re.findall(r"[-\d]+ \d\d:\d\d:", failed.text))
     away = page_of(site, AWAY)
     assert "Missing" in away.text
