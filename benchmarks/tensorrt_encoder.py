@@ -49,7 +49,7 @@ def embeddings(network: Path, texts: list[list[int]]) -> Any:
 def main() -> int:
     """Compile, score, compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--pairs", type=int, default=1000, help="that are scored")
+    parser.add_argument("--pairs", type=int, default=200, help="that are scored")
     parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     tokenizer = open_model(ALIAS).tokenizer()

@@ -139,7 +139,7 @@ def layers(model: ir.Model) -> dict[str, tuple[str, str]]:
     for node in model.graph:
         if node.op_type not in _LAYERS or all(value in fixed for value in node.inputs):
             continue
-        value, uses = node.outputs[0], node.outputs[0].uses()
+        value, uses = node.outputs[0], tuple(node.outputs[0].uses())
         follower = uses[0].node if len(uses) == 1 else None
         if follower is not None and follower.op_type == "Add" and any(each in fixed for each in follower.inputs):
             value = follower.outputs[0]  # a pass may have moved a part of the product into the bias

@@ -41,7 +41,7 @@ def compare_layers(
             `hash-mismatch`, `network-unrunnable`.
         MissingDependency: polygraphy, onnx-ir, onnxruntime.
     """
-    paths = [_network(each) for each in (floats, bundle)]
+    before, after = (_network(each) for each in (floats, bundle))
     if bundle.manifest.model.source.sha256 != floats.manifest.model.source.sha256:
         raise InputError(
             "models-differ",
@@ -58,9 +58,9 @@ def compare_layers(
             raise InputError("gpu-absent", where=runtime, value=why, rule=rule, remedy=remedy)
         library = _tensorrt_library.load("tensorrt" if runtime == "tensorrt" else "tensorrt_rtx")
         engine = layerwise.engine_runner(library)
-    feed, notes = fed(paths[1], inputs)
-    _demand_same_inputs(paths[0], feed)
-    return layerwise.compared(*paths, feed, engine), notes
+    feed, notes = fed(after, inputs)
+    _demand_same_inputs(before, feed)
+    return layerwise.compared(before, after, feed, engine), notes
 
 
 def _network(bundle: Bundle) -> Path:
@@ -91,10 +91,10 @@ def fed(network: Path, inputs: Path | None = None) -> tuple[dict[str, Array], li
     if "input_ids" not in values:
         generator = np.random.default_rng(0)
         made = {name: generator.standard_normal([size or _BATCH for size in shape]) for name, shape in shapes.items()}
-        note = "fed with standard normal values; --inputs FILE.npz feeds yours"
-        return {name: array.astype(types[name]) for name, array in made.items()}, [note]
+        said = "fed with standard normal values; --inputs FILE.npz feeds yours"
+        return {name: array.astype(types[name]) for name, array in made.items()}, [said]
     room = shapes.get("attention_mask", [None, None])[1]
-    ids, note = _tokens(network.parent, _TOKENS if room is None else min(_TOKENS, room))
+    ids, notes = _tokens(network.parent, _TOKENS if room is None else min(_TOKENS, room))
     mask = np.zeros((1, room or ids.shape[1]), np.int64)
     mask[:, : ids.shape[1]] = 1
     known: Mapping[str, Array] = {
@@ -110,7 +110,7 @@ def fed(network: Path, inputs: Path | None = None) -> tuple[dict[str, Array], li
         # a cache: of the one sequence, empty
         empty = np.zeros([1, *(size or 0 for size in shape[1:])])
         found[name] = known.get(name, empty).astype(types[name])
-    return found, note
+    return found, notes
 
 
 def _tokens(folder: Path, count: int) -> tuple[Array, list[str]]:
