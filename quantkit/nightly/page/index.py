@@ -242,7 +242,7 @@ def _groups(tiles: Sequence[Tile]) -> list[Group]:
     for target, members in by_target.items():
         columns = sorted({(tile.cell.runtime, tile.cell.batch) for tile in members})
         several = len({runtime for runtime, _ in columns}) > 1
-        names = [f"{runtime}, batch {batch}" if several else f"batch {batch}" for runtime, batch in columns]
+        names = [f"{runtime} · {batch}" if several else f"batch {batch}" for runtime, batch in columns]
         rows: dict[tuple[str, str], dict[tuple[str, int], Tile]] = {}
         for tile in members:
             rows.setdefault((tile.cell.model, tile.cell.recipe), {})[tile.cell.runtime, tile.cell.batch] = tile
