@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quantkit.errors import InputError
@@ -15,6 +16,7 @@ from quantkit.nightly.config import Nightly
 from quantkit.nightly.decide import Judged, decide_night, judge
 from quantkit.nightly.records import Cell, Decision, Item, Result, Time
 from quantkit.nightly.store import Store
+from quantkit.stats.slowdown import BLOCKS, ROUNDS
 
 from .conftest import CELLS, FIRST, SECOND, night
 from .planted import STEP, answered, timed
@@ -181,6 +183,27 @@ def test_items_of_one_sequence_count_for_less() -> None:
     assert clustered.value == single.value
     assert clustered.smallest > single.smallest  # type: ignore[operator]
     assert "would have been called worse" in clustered.because
+
+
+def test_blocks_of_one_round_count_for_less() -> None:
+    """A load's luck lasts for its round: as if one round, the same times would seem to say more."""
+    luck = np.random.default_rng(5).normal(0, 0.03, ROUNDS)
+    times = [
+        replace(each, seconds=each.seconds * float(np.exp(luck[each.round]))) if each.side == "candidate" else each
+        for each in timed(ONE)
+    ]
+    flat = [replace(each, round=0, block=each.round * BLOCKS + each.block) for each in times]
+    widths = []
+    for given in (times, flat):
+        latency = row(judged([done(ONE)], given), "latency")
+        widths.append(latency.high - latency.low)  # type: ignore[operator]
+    assert widths[0] > 1.2 * widths[1]
+
+
+def test_items_of_a_second_attempt_are_not_mixed_with_the_first_s() -> None:
+    items = answered(ONE)
+    again = [replace(each, attempt=2, correct=False) for each in items]
+    assert row(judged([done(ONE)], items=[*items, *again]), "accuracy").answer == "same"
 
 
 def test_size_is_counted() -> None:

@@ -64,6 +64,13 @@ def test_a_first_night_passes_and_says_so(store: Store) -> None:
     assert [each.cell for each in other.open] == [CELLS[1].key]
 
 
+def test_a_baseline_that_does_not_load_is_no_first_night(store: Store) -> None:
+    store.begin(night(cells=CELLS[:1]))
+    store.commit(result(CELLS[0], flags=("baseline-unloadable: it is gone",)))
+    store.decide(FIRST, [decision(CELLS[0], answer="inconclusive")])
+    assert gate(store).exit == 3
+
+
 def test_a_first_night_that_failed_or_drifted_does_not_pass(store: Store) -> None:
     assert decided(store, "failed", first=CELLS).exit == 1
     store.begin(night(SECOND))
@@ -95,6 +102,8 @@ def test_a_night_that_is_not_there_or_whose_row_is_gone_is_an_error(store: Store
     # not yesterday's answer in its place
     with pytest.raises(InputError, match=f"night-damaged.*{SECOND}"):
         gate(Store.open(store.path))
+    with pytest.raises(InputError, match="night-damaged"):
+        gate(Store.open(store.path), SECOND)
     assert gate(Store.open(store.path), FIRST).exit == 0
 
 
