@@ -343,7 +343,9 @@ def _score(question: Question) -> dict[str, Work]:
         here = runtime in ("torch", "onnxruntime")
         if not here and number:
             continue
-        found = Work({f"fixed:score {name}": 1, "logits": logits, f"elements:score {name}": inside}) + one_head
+        # an engine alone, whose GPU is elsewhere: the values that it was built from are scored, as a checkpoint's are
+        like = name if here else "checkpoint"
+        found = Work({f"fixed:score {like}": 1, "logits": logits, f"elements:score {like}": inside}) + one_head
         if number == 0 and not question.cached:
             found += run
         if runtime == "onnxruntime":
