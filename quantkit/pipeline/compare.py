@@ -6,11 +6,12 @@ runs anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, log
 from pathlib import Path
 
+from quantkit import registry
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.measure.compared import (
@@ -105,11 +106,12 @@ def compare_bundles(
         examples: flipped words of each kind that are shown.
 
     Raises:
-        InputError: `models-differ`, `items-differ`, `items-missing`, `hash-mismatch`, `values-invalid`, and those of
-            `open_sides` and `compare_times.prepare`.
+        InputError: `usage`, `unknown-runtime`, `models-differ`, `items-differ`, `items-missing`, `hash-mismatch`,
+            `values-invalid`, and those of `open_sides` and `compare_times.prepare`.
         MissingDependency: scipy; onnxruntime, to time.
     """
     progress, margins = progress or Progress(), margins or Margins()
+    _demand_sense(measure, speed, runtime, {"--batch": batches, "--seconds": seconds})
     progress.plan({"verify": 2.0, **({"speed": 60.0 + (seconds or worth.QUICK.seconds)} if measure and speed else {})})
     progress.at("verify", 0.0, "hashes")
     sides = open_sides(a, b)
@@ -145,6 +147,20 @@ def compare_bundles(
         layers=_layers(*sides),
         notes=[*_identical(*sides), *scored.notes, *notes, *said],
     )
+
+
+def _demand_sense(measure: bool, speed: bool, runtime: str | None, timing: Mapping[str, object]) -> None:
+    """Refuse what would be asked for and not be done."""
+    if measure and not speed:
+        raise InputError(
+            "usage", where="--measure", value="with --no-speed", rule="it times both", remedy="leave one out"
+        )
+    for option, value in timing.items():
+        if value is not None and not measure:
+            rule = "what is recorded is compared, at every batch that both have"
+            raise InputError("usage", where=option, value="without --measure", rule=rule, remedy="add --measure")
+    if runtime is not None:
+        registry.load("runtimes", runtime, where="--runtime")
 
 
 def _scored(a: Side, b: Side, margin: float, runtime: str | None, calibration: str | None, examples: int) -> _Scored:

@@ -226,6 +226,19 @@ def test_a_tampered_bundle_is_refused_on_either_side(name: str, home: Path, tmp_
     assert name in refused("hash-mismatch", other, home / "good")
 
 
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"batches": [4]}, "usage"),
+        ({"seconds": 3.0}, "usage"),
+        ({"measure": True, "speed": False}, "usage"),
+        ({"runtime": "onnxruntim"}, "unknown-runtime"),
+    ],
+)
+def test_what_would_not_be_done_is_refused(options: dict[str, Any], code: str, home: Path) -> None:
+    refused(code, home / "good", home / "equal", **options)
+
+
 def test_another_model_is_refused(home: Path, tmp_path: Path) -> None:
     source = {"ref": "hf:org/other", "sha256": "f" * 64, "dtype": "float32"}
     other = write(tmp_path, EQUAL.but("other", changes={"model": {"name": "x", "kind": "decoder", "source": source}}))
