@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -147,7 +148,7 @@ def _put(path: Path, text: str) -> bool:
             return False
         with stopping_when_full(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.tmp")
+            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two may write at once
             # renamed whole, but not waited for until it is on the disk: the store has it all, and there are hundreds
             try:
                 temporary.write_bytes(data)
