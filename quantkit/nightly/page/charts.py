@@ -176,7 +176,9 @@ def answers(codes: Array) -> Markup:
 
 def between(low: float | None, value: float | None, high: float | None, margin: float | None) -> Markup | None:
     """One interval against its margin, small enough for a table."""
-    known = [each for each in (low, value, high) if each is not None and np.isfinite(each)]
+    given = (low, value, high, margin)
+    low, value, high, margin = (each if each is not None and np.isfinite(each) else None for each in given)
+    known = [each for each in (low, value, high) if each is not None]
     if not known:
         return None
     most = max(*(abs(each) for each in known), 1.6 * (margin or 0.0), 1e-9) * 1.05
@@ -189,9 +191,9 @@ def between(low: float | None, value: float | None, high: float | None, margin: 
         width = drawing.number(100 * margin / most)
         shapes.append(f'<rect class="band" x="{at(-margin)}" y="0" width="{width}" height="16"/>')
     shapes.append(drawing.path("M50 0V16", "zero"))
-    if low is not None and high is not None and len(known) > 1:
+    if low is not None and high is not None:
         shapes.append(drawing.path(f"M{at(low)} 8H{at(high)}", "interval apart"))
-    if value is not None and np.isfinite(value):
+    if value is not None:
         shapes.append(drawing.path(f"M{at(value)} 8h0", "point"))
     return drawing.svg(100, 16, *shapes, kind="between")
 
