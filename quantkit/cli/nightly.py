@@ -10,6 +10,7 @@ import typer
 
 from quantkit.cli.answer import Answer
 from quantkit.cli.options import Json
+from quantkit.cli.progress import showing
 from quantkit.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,6 +24,42 @@ StorePath = Annotated[
 _CONFIG = Path("nightly.yaml")
 _YAML = (".yaml", ".yml")
 _SQL = "One statement that reads, in DuckDB's dialect, or a table: nights, results, times, items, decisions."
+
+
+def run(
+    config: Config = _CONFIG,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, say which cells there are and how long it may take.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the last night, if it was stopped.")] = False,
+    only: Annotated[
+        str | None, typer.Option(metavar="GLOB", help="These cells alone: '*|awq-int4|*'.", show_default=False)
+    ] = None,
+    executor: Annotated[
+        str, typer.Option(metavar="local|ray", help="Builds run here, or on the Ray cluster that this machine is of.")
+    ] = "local",
+    as_json: Json = False,
+) -> Answer:
+    """Measure all cells and decide on them. What is worse is the gate's: this exits 0."""
+    from quantkit.nightly import executors, shown
+    from quantkit.nightly import gate as gates
+    from quantkit.nightly.config import Nightly
+    from quantkit.nightly.run import run_night
+
+    if dry_run:
+        from quantkit.nightly import expect
+
+        expected = expect.dry_run(Nightly.load(config), only)
+        return Answer(expected, expect.terminal(expected), warnings=expected["notes"])
+    chosen = executors.named(executor)
+    with showing() as progress:
+        progress.begin(f"the cells of {config}", 60.0)
+        found = run_night(config, chosen, resume=resume, only=only, progress=progress)
+    opened = _store(config, None)
+    gated = gates.gate(opened, found.night)
+    said = [*found.warnings, *gates.warnings(gated)]
+    lines = [*shown.night(gated, found.results), *shown.gated(gated), *shown.warnings(said)]
+    return Answer(found.as_dict(), lines, warnings=said)
 
 
 def query(
@@ -137,4 +174,4 @@ def _store(config: Path, store: Path | None) -> Store:
 
 HELP = "Compare what you compile, every night."
 # in the order in which help names them
-COMMANDS: tuple[Callable[..., Answer], ...] = (gate, page, query)
+COMMANDS: tuple[Callable[..., Answer], ...] = (run, gate, page, query)

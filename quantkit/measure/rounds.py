@@ -36,7 +36,7 @@ Load = Callable[[], Side]
 # rounds: fewer are no sample of loads (`stats.abba` resamples rounds from six on); more say little that is new
 LEAST, MOST = 6, 40
 # what takes less is run several times in a row, seconds
-_SHORTEST = 1e-3
+SHORTEST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -209,13 +209,13 @@ class _Cell:
             return
         if not self.blocks:
             longer, both = max(once, again), once + again
-            self.runs = math.ceil(_SHORTEST / longer)
+            self.runs = math.ceil(SHORTEST / longer)
             self.burst, self.settle = (BURST, SETTLE) if longer < SHORT else (1, 0)
             block = 2 * (self.burst + self.settle) * self.runs * both
             self.blocks = min(max(int(share / max(block, 1e-9)), 1), BLOCKS)
         began = time.time()
         times = interleave(
-            [_repeated(step, self.runs) for step in (ours, theirs)],
+            [repeated(step, self.runs) for step in (ours, theirs)],
             blocks=(self.blocks, self.blocks),
             seconds=0.0,
             generator=generator,
@@ -243,7 +243,8 @@ def _warm(side: Side, shape: Shape, clock: Callable[[], float]) -> tuple[Step, f
     return step, max(clock() - began, 1e-9)
 
 
-def _repeated(step: Step, runs: int) -> Step:
+def repeated(step: Step, runs: int) -> Step:
+    """A step that is so many of them, one after another."""
     if runs == 1:
         return step
 

@@ -189,6 +189,7 @@ class Nightly(Closed):
         baselines: the same for one model.
         release: the last release, a bundle or a folder of them; drift is measured against it.
         budget: of measuring a cell.
+        limit: hours that a build may take; one that takes longer is ended, and has failed.
         store: folder of the results.
         bundles: folder of the bundles.
         page: folder of the site.
@@ -209,6 +210,7 @@ class Nightly(Closed):
     baselines: dict[str, Annotated[Baseline, BeforeValidator(Baseline.read)]] = Field(default={})
     release: str | None = None
     budget: Budget = Budget()
+    limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 6.0
     store: str = "nightly/store"
     bundles: str = "nightly/bundles"
     page: str = "nightly/page"
@@ -275,6 +277,15 @@ class Nightly(Closed):
     def cells(self) -> tuple[Cell, ...]:
         """All cells, by model, recipe, target, runtime and batch, in the file's order."""
         return self._cells
+
+    def chosen(self, only: str | None) -> tuple[Cell, ...]:
+        """The cells whose keys fit a glob; all of them where it is None. Raises InputError `no-such-cells`."""
+        found = tuple(cell for cell in self._cells if only is None or fnmatchcase(cell.key, only))
+        if not found:
+            rule = "a glob of cells as the store calls them: model|recipe|target|runtime|batch"
+            remedy = f"one is called {self._cells[0].key}"
+            raise InputError("no-such-cells", where="--only", value=only, rule=rule, remedy=remedy)
+        return found
 
     @property
     def sha256(self) -> str:

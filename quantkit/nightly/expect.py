@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 COMPILE, STEP, LOAD = 300.0, 0.05, 3.0
 
 
-def dry_run(config: Nightly) -> dict[str, Any]:
-    """The cells of a night and the seconds that each is expected to take, as JSON. Nothing is opened or written."""
+def dry_run(config: Nightly, only: str | None = None) -> dict[str, Any]:
+    """The cells of a night and the seconds that each is expected to take, as JSON. Nothing is opened or written.
+
+    Raises:
+        InputError: `no-such-cells`, where `only` fits none.
+    """
     cells: list[dict[str, Any]] = []
     notes = [f"opening a bundle in its runtime: {LOAD:.0f} s assumed"]
     compiled: dict[str, float] = {}
-    for build, members in builds(config.cells()).items():
+    for build, members in builds(config.chosen(only)).items():
         compile_seconds, steps, assumed = _planned(config, members)
         compiled[build] = compile_seconds
         notes += [f"{build}: {each}" for each in assumed]

@@ -91,6 +91,10 @@ Work = Callable[[Job, Progress], None]
 class Executor(Protocol):
     """Runs jobs, here or elsewhere."""
 
+    def ready(self) -> None:
+        """Refuse to begin a night that could not be run. Raises InputError."""
+        ...
+
     def run(self, jobs: Sequence[Job], work: Work, progress: Progress) -> Iterator[Outcome]:
         """Every job once, its outcome as it ends.
 

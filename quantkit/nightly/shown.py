@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import typing
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantkit.nightly._write import plain
 from quantkit.nightly.gate import Gated, count, title
+from quantkit.nightly.records import Decision, Result, What
 from quantkit.nightly.store import Rows
 from quantkit.report import words
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
 
 # rows that are shown; `--out` and `--json` have all
 MOST = 100
@@ -52,6 +55,41 @@ def warnings(said: Sequence[str]) -> list[RenderableType]:
     from rich.text import Text
 
     return [Text.assemble(("! ", "bold yellow"), warning) for warning in said]
+
+
+def night(found: Gated, results: Sequence[Result]) -> list[RenderableType]:
+    """A row a cell: what was answered of each thing, and by how much. What all cells share is said once."""
+    from rich.table import Table
+    from rich.text import Text
+
+    names = ("model", "recipe", "target", "runtime", "batch")
+    parts = {name: [str(getattr(each, name)) for each in results] for name in names}
+    apart = [name for name in names if len(set(parts[name])) > 1] or ["recipe"]
+    shared = ", ".join(f"{name} {parts[name][0]}" for name in names if name not in apart)
+    things = [what for what in typing.get_args(What) if any(each.what == what for each in found.decisions)]
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
+    for name in (*apart, *things, "took"):
+        table.add_column(name, justify="right" if name in ("batch", "took") else "left")
+    answers = {(each.cell, each.what): each for each in found.decisions}
+    for each in results:
+        cells = [_answer(answers.get((each.cell, what)), found) for what in things]
+        took = "–" if each.seconds is None else words.duration(each.seconds)
+        table.add_row(*(str(getattr(each, name)) for name in apart), *cells, took)
+    return [*([Text(shared, "dim")] if shared else []), table, Text("")]
+
+
+def _answer(decision: Decision | None, found: Gated) -> Text:
+    from rich.text import Text
+
+    if decision is None:
+        return Text("–")
+    if found.is_first(decision):
+        return Text("first")
+    value = ""
+    if decision.value is not None:
+        value = f" {decision.value:+.4f}" if decision.what == "kl" else f" {decision.value:+.1%}"
+    style = {"better": "green", "worse": "bold red", "failed": "bold red", "inconclusive": "yellow"}
+    return Text(f"{decision.answer}{value}", style.get(decision.answer, ""))
 
 
 def gated(found: Gated) -> list[RenderableType]:

@@ -141,18 +141,18 @@ def prepare_graph(request: Request) -> PreparedGraph:
     """What is no transformers model, opened and found good: a float ONNX graph. Raises InputError."""
     from quantkit.pipeline.graph_prepared import prepare
 
-    return prepare(request, *_located(request))
+    return prepare(request, *located(request))
 
 
 def _compile_graph(request: Request, progress: Progress) -> Compiled:
     from quantkit.pipeline.graph import compile_graph
 
-    path, ref, name, alias = _located(request)
+    path, ref, name, alias = located(request)
     found = compile_graph(request, path, ref, name, progress, alias)
     return Compiled(found.bundle, found.rows, found.seconds, machine.peak_bytes(), found.warnings)
 
 
-def _located(request: Request) -> tuple[Path, str, str, Alias | None]:
+def located(request: Request) -> tuple[Path, str, str, Alias | None]:
     """(the file of a graph, what a manifest calls it, what a bundle is named after, its alias)."""
     alias = ALIASES.get(request.model)
     if alias is not None:

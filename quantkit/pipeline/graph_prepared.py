@@ -83,8 +83,8 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
     weights, activations = (recipe.scheme.weights, recipe.scheme.activations) if engine else graph_schemes(recipe)
     graph = open_graph(path, name)
     decisions = computed_in_floats(request, "vision")
-    calib = _inputs(request, graph, "calib", alias, recipe.calibration.images)
-    scoring = _inputs(request, graph, "eval", alias, None)
+    calib = inputs_of(request, graph, "calib", alias, recipe.calibration.images)
+    scoring = inputs_of(request, graph, "eval", alias, None)
     feed = calib.first(2)
     by_tensor = weights is not None and weights.granularity == "tensor"
     # with one scale a channel it gains weights nothing and costs activations something
@@ -129,7 +129,7 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
             rule="products are kept high among those with fixed scales",
             remedy="--set scheme.activations.dynamic=false, or leave the pass out",
         )
-    held = None if mixed is None else _inputs(request, graph, "tune", alias, mixed.samples)
+    held = None if mixed is None else inputs_of(request, graph, "tune", alias, mixed.samples)
     sets = [calib, scoring] if held is None else [calib, scoring, held]
     decisions += [decision("calibrate", NOTE, each.name, note) for each in sets for note in each.notes]
     becomes = ExportStep(name="onnx", options={"dialect": "onnxruntime"}) if engine is None else engine
@@ -187,7 +187,7 @@ def _kept(name: str, recipe: Recipe) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
-def _inputs(request: Request, graph: FloatGraph, split: Split, alias: Alias | None, samples: int | None) -> InputSet:
+def inputs_of(request: Request, graph: FloatGraph, split: Split, alias: Alias | None, samples: int | None) -> InputSet:
     """The recipe's set where the graph takes it, else the model's own. Raises InputError."""
     from quantkit.calibrate.inputs import load_inputs
 

@@ -9,15 +9,14 @@ from pathlib import Path
 
 from quantkit.errors import InputError
 from quantkit.nightly.jobs import Job
-from quantkit.nightly.records import Cell, Result
+from quantkit.nightly.records import Cell, Result, Time
 from quantkit.nightly.store import Store
 from quantkit.pipeline.progress import Progress
 
-SECONDS = 0.2
-
 
 def work(job: Job, progress: Progress) -> None:
-    """The store lies beside the configuration's path; who began what stands in `log`."""
+    """The store lies beside the configuration's path; who began what stands in `log`, and where there is a `seconds`,
+    a cell takes as many."""
     home = Path(job.config).parent
     store = Store.open(home / "store")
     with (home / "log").open("a") as log:
@@ -34,6 +33,26 @@ def work(job: Job, progress: Progress) -> None:
     for key in job.cells:
         if key in store.committed(job.night, job.attempt):
             continue
-        time.sleep(SECONDS)
+        if (home / "seconds").exists():
+            time.sleep(float((home / "seconds").read_text()))
         progress.at("measure", 0.5, key)
-        store.commit(Result.of(job.night, Cell.of(key), "done", attempt=job.attempt, content_sha256="a" * 64))
+        cell = Cell.of(key)
+        before = store.accepted(before=job.night).get(key)
+        sha256 = None if before is None else before.content_sha256
+        result = Result.of(
+            job.night, cell, "done", attempt=job.attempt, content_sha256="a" * 64, bytes=10, baseline_sha256=sha256
+        )
+        taken = times(job, cell, slower=(home / "slower").exists())
+        store.commit(result, [each for each in taken if before or each.side == "candidate"])
+
+
+def times(job: Job, cell: Cell, *, slower: bool) -> list[Time]:
+    """Ten rounds of two blocks; with `slower` the candidate takes half as long again, in every attempt."""
+    took = {"candidate": 1.5e-3 if slower else 1e-3, "baseline": 1e-3}
+    order = ["candidate"] * 2 + ["baseline"] * 4 + ["candidate"] * 2
+    return [
+        Time(job.night, cell.key, job.attempt, side, turn, block, place, took[side] * (1 + 1e-4 * turn), 1.0)  # type: ignore[arg-type]
+        for turn in range(10)
+        for block in range(2)
+        for place, side in enumerate(order)
+    ]

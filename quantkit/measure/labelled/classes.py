@@ -128,6 +128,27 @@ def classification(
     return rows
 
 
+def by_item(float_logits: Array, logits: Array, labels: Array | None, where: str = "") -> tuple[Array | None, Array]:
+    """(whether each item's class is right [n], None without labels; its KL(p ‖ q) [n], nats).
+
+    Args:
+        float_logits: `[n, C]`, of the original.
+        logits: `[n, C]`, of the candidate.
+        labels: `[n]`, 0 to C − 1.
+        where: what they belong to, for errors.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        InputError: `label-out-of-range`, `outputs-not-finite`, `nothing-scored`; GateError: `outputs-not-finite`.
+    """
+    demand_alike(float_logits, logits, where, "logits")
+    right = None
+    if labels is not None:
+        count, classes = float_logits.shape
+        right = _rank(logits, _checked(np.asarray(labels), count, classes, where)) < 1
+    return right, _answers(float_logits, logits, _are_chances(float_logits)).kl
+
+
 def _divergence(
     kl: Array, clusters: Array | None, about: About, unit: str, shape: dict[str, int], flags: list[str]
 ) -> Row:

@@ -70,6 +70,13 @@ def retrieval(
     return [*rows, cosine_row(np.clip(turned, -1.0, 1.0), np.tile(np.arange(count), 2), about, "pair", zero)]
 
 
+def found_first(left: Array, right: Array) -> Array:
+    """Whether each pair is found at first, [n], by embeddings `[n, D]` of any length."""
+    ranks, _ = _rank(_unit(np.asarray(left)), _unit(np.asarray(right)))
+    first: Array = ranks < 1
+    return first
+
+
 def cosine_row(
     values: Array, clusters: Array, about: About, unit: str, flags: list[str], **settings: str | float
 ) -> Row:

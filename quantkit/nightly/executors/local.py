@@ -13,6 +13,9 @@ from quantkit.pipeline.progress import Progress
 class Local:
     """See the module."""
 
+    def ready(self) -> None:
+        """See `jobs.Executor`: it always is."""
+
     def run(self, jobs: Sequence[Job], work: Work, progress: Progress) -> Iterator[Outcome]:
         """See `jobs.Executor`."""
         for job in jobs:

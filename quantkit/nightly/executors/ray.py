@@ -41,6 +41,15 @@ class Ray:
     retries: int = 3
     patience: float = 60.0
 
+    def ready(self) -> None:
+        """See `jobs.Executor`.
+
+        Raises:
+            MissingDependency: ray.
+            InputError: `ray-unreachable`.
+        """
+        _connected(self.address).shutdown()
+
     def run(self, jobs: Sequence[Job], work: Work, progress: Progress) -> Iterator[Outcome]:
         """See `jobs.Executor`.
 

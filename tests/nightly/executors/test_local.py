@@ -40,8 +40,7 @@ def store_of(home: Path) -> Store:
     return store
 
 
-def test_jobs_end_one_by_one_whatever_becomes_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake_work, "SECONDS", 0.0)
+def test_jobs_end_one_by_one_whatever_becomes_of_them(tmp_path: Path) -> None:
     store, heard = store_of(tmp_path), Heard()
     jobs = [job(tmp_path, name) for name in ("raises", "breaks", "killed")]
     jobs += [job(tmp_path, "hangs", 1.0), job(tmp_path, "fine")]

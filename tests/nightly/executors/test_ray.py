@@ -51,6 +51,7 @@ def test_every_cell_is_committed_once_though_a_node_dies(cluster: Any, tmp_path:
         for pair in ((elsewhere,), *zip(cells[::2], cells[1::2], strict=True))
     ]
     log = tmp_path / "log"
+    (tmp_path / "seconds").write_text("0.2")
 
     def kill() -> None:
         while not log.exists() or log.read_text().count("\n") < 2:

@@ -1,0 +1,94 @@
+"""How fast and how warm a device is while something is timed on it, as far as the operating system tells.
+
+    clock_hz        of a CPU the mean over its cores, of a GPU that of its multiprocessors
+    temperature_c   of a CPU the warmest sensor of the package
+    throttles       how often a core has lowered its clock since the start of the machine; of a GPU 1 while it does
+
+A virtual machine mostly tells nothing of its host: what the CPU claims to run at there is no measurement, and not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+# bit 0 is idle, bit 1 a setting of the user's; the others slow the card down against its will
+_SLOWED = ~0b11
+_QUERY = "clocks.sm,temperature.gpu,clocks_throttle_reasons.active,driver_version"
+# sensors of a CPU's package, by the kernel's names for them
+_PACKAGE = ("x86_pkg_temp", "cpu-thermal", "cpu_thermal", "soc-thermal", "acpitz")
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """What a device is at; see the module."""
+
+    clock_hz: float | None = None
+    temperature_c: float | None = None
+    throttles: int | None = None
+
+
+@dataclass(frozen=True)
+class Between:
+    """From one look at a device to the next.
+
+    Args:
+        clock_hz: the mean of both.
+        temperature_c: at the end.
+        throttled: whether it lowered its clock in between.
+    """
+
+    clock_hz: float | None = None
+    temperature_c: float | None = None
+    throttled: bool | None = None
+
+    @classmethod
+    def of(cls, before: Clocks, after: Clocks, *, counted: bool) -> Between:
+        """Both looks together; `counted`: throttles are counted since the start, else told as they are."""
+        clocks = [each.clock_hz for each in (before, after) if each.clock_hz is not None]
+        throttled = None
+        if before.throttles is not None and after.throttles is not None:
+            throttled = after.throttles > before.throttles if counted else bool(before.throttles or after.throttles)
+        return cls(sum(clocks) / len(clocks) if clocks else None, after.temperature_c, throttled)
+
+
+def of_cpu(root: Path = Path("/")) -> Clocks:
+    """Args: root: where `/sys` stands, for tests."""
+    cores = root / "sys/devices/system/cpu"
+    clocks = _numbers(cores.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))
+    throttles = _numbers(cores.glob("cpu[0-9]*/thermal_throttle/core_throttle_count"))
+    zones = [path for path in (root / "sys/class/thermal").glob("thermal_zone*") if _text(path / "type") in _PACKAGE]
+    warmth = _numbers(zone / "temp" for zone in zones)
+    return Clocks(
+        1e3 * sum(clocks) / len(clocks) if clocks else None,
+        max(warmth) / 1e3 if warmth else None,
+        sum(throttles) if throttles else None,
+    )
+
+
+def of_gpu() -> tuple[Clocks, str]:
+    """Of the first NVIDIA GPU, and the driver's version; empty where the driver does not answer."""
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)  # noqa: S603
+        clock, temperature, reasons, driver = (part.strip() for part in done.stdout.strip().split(","))
+        return Clocks(1e6 * float(clock), float(temperature), int(bool(int(reasons, 16) & _SLOWED))), driver
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return Clocks(), ""
+
+
+def _numbers(paths: object) -> list[int]:
+    found = []
+    for path in paths:  # type: ignore[attr-defined]
+        with contextlib.suppress(ValueError):
+            found.append(int(_text(path)))
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
