@@ -158,7 +158,8 @@ def read_yaml(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError("file-unreadable", where=str(path), value=str(error), remedy="check the file") from None
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError("file-unreadable", where=str(path), value=reason, remedy="check the file") from None
     return parse_yaml(text, where=str(path))
 
 

@@ -89,7 +89,7 @@ def plan(question: Question, samples: Sequence[Sample] | None = None) -> Outlook
 
     Raises:
         InputError: what is not what it has to be: model, target, sizes. A recipe that cannot be planned is a
-            candidate with its problem, unless all stumble over the same.
+            candidate with its problem, unless all stumble over the same; one that nobody knows is an error.
     """
     architecture = configs.read(question.model)
     aimed = question.target
@@ -103,6 +103,8 @@ def plan(question: Question, samples: Sequence[Sample] | None = None) -> Outlook
     asked = labels(question.recipes, architecture.kind, target)
     candidates = [_candidate(label, question, architecture, target, workload, samples, prices) for label in asked]
     problems = [each.problem for each in candidates if each.problem is not None]
+    if slip := next((each for each in problems if each.code.startswith("unknown-")), None):
+        raise slip  # a name that nothing has is no candidate
     if len(problems) == len(candidates) and (len(candidates) == 1 or len({each.code for each in problems}) == 1):
         raise problems[0]  # all stumble over one thing
     notes = [f"assumed: {each}" for each in (*architecture.assumed, *workload.assumed)]

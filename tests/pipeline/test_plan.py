@@ -104,9 +104,10 @@ def test_emulated_weights_are_read_as_floats() -> None:
 def test_one_recipe_that_cannot_be_planned_is_an_error_and_among_others_a_remark() -> None:
     with pytest.raises(InputError, match="group-indivisible"):
         plan(Question("smollm2-135m", ("awq-int4",), "h100", changes=("scheme.weights.group=128",)))
-    with pytest.raises(InputError, match="unknown-recipe"):
-        plan(Question("smollm2-135m", ("awk-int4",), "h100"))
-    found = plan(Question("smollm2-135m", ("awk-int4", "bf16"), "h100"))
+    for recipes in (("awk-int4",), ("awk-int4", "bf16")):  # a slip of the pen always is
+        with pytest.raises(InputError, match="unknown-recipe"):
+            plan(Question("smollm2-135m", recipes, "h100"))
+    found = plan(Question("smollm2-135m", ("int8-network", "bf16"), "h100"))
     assert found.candidates[0].problem is not None
     assert found.recommendation.label == "bf16"
 
