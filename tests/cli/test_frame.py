@@ -26,7 +26,7 @@ COMMANDS = ("compile", "measure", "compare", "tax", "tune", "verify", "list", "s
         ("--version",),
         *((command, "--help") for command in COMMANDS),
         ("nightly",),
-        ("nightly", "query", "--help"),
+        *(("nightly", command, "--help") for command in ("run", "gate", "page", "query")),
         ("list",),
         ("list", "--json"),
         ("show", "gptq"),

@@ -14,7 +14,6 @@ import pytest
 import typer
 import yaml
 
-from quantkit.cli import nightly
 from quantkit.cli.frame import app
 
 DOCS = Path(__file__).parents[2] / "docs" / "nightly"
@@ -67,8 +66,7 @@ def test_every_command_is_one_that_there_is(path: Path) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL) if path.suffix == ".md" else scripts(path)
     found = [each for block in blocks for each in commands(block)]
     assert {each[1] for each in found} >= {"run", "page", "gate"}
-    there = {work.__name__ for work in nightly.COMMANDS}
-    for each in (each for each in found if each[1] in there):
+    for each in found:
         # parsed, and not run
         assert callable(typer.main.get_command(app).main(each, prog_name="quantkit", standalone_mode=False))
 
