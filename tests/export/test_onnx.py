@@ -379,16 +379,6 @@ def test_what_stands_in_the_folder(tmp_path: Path, byte_tokenizer: Any) -> None:
             assert name.replace("%d", "0") in {value.name for value in (*graph.input, *graph.output)}
 
 
-def test_another_onnx_file_s_weights_are_not_carried_over_ours(tmp_path: Path) -> None:
-    zoo.tiny("llama", num_hidden_layers=1).save_pretrained(tmp_path / "m")  # type: ignore[operator]
-    (tmp_path / "m" / "model.onnx.data").write_bytes(b"of somebody else")
-    (tmp_path / "m" / "onnx").mkdir()
-    (tmp_path / "m" / "onnx" / "model.onnx_data").write_bytes(b"of somebody else")
-    from quantkit.export._carried import carried
-
-    assert {name for _, name in carried(tmp_path / "m")} == {"generation_config.json"}
-
-
 def test_metadata_says_what_a_roofline_needs(small: Any) -> None:
     meta = small("llama-tied").load().meta
     assert meta["quantkit.kind"] == "decoder"
