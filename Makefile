@@ -16,7 +16,7 @@ export GOMP_SPINCOUNT  ?= 0
 # byte code is kept: without it every worker rewrites and compiles every test file each time, which takes 10 seconds
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test test-fast lint types floors pytest bench matrix clean
+.PHONY: help venv demo nightly-demo test test-fast lint types floors pytest bench matrix clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -36,6 +36,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: venv  ## quantize the embedded model to 4 bits, reload it, score it
 	$(BIN)/quantkit compile --recipe awq-int4
+
+nightly-demo: venv  ## a night of two recipes, and its page; the second run has the first for its baseline
+	@mkdir -p nightly-demo
+	cp docs/nightly/nightly.yaml nightly-demo/
+	$(BIN)/quantkit nightly run nightly-demo/nightly.yaml
+	$(BIN)/quantkit nightly page nightly-demo/nightly.yaml
 
 test: venv lint types floors pytest  ## everything that continuous integration runs
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path
     zoo.tiny("llama", vocab_size=len(byte_tokenizer), **sizes).save_pretrained(folder / "my-model")
     byte_tokenizer.save_pretrained(folder / "my-model")
     prose = content.find("calibration", "prose-en").parent / "tune.txt"
+    shutil.copy(ROOT / "docs" / "nightly" / "nightly.yaml", folder)
     (folder / "my-text.txt").write_text(prose.read_text(encoding="utf-8")[:60_000], encoding="utf-8")
     return folder
 

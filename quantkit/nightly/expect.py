@@ -75,7 +75,8 @@ def terminal(found: dict[str, Any]) -> list[RenderableType]:
         parts = (str(cell[name]) for name in ("model", "recipe", "target", "runtime", "batch", "baseline"))
         table.add_row(*parts, words.duration(cell["seconds"]))
     compiles, measures = found["seconds"]["compile"], found["seconds"]["measure"]
-    total = f"{len(found['cells'])} cells, {len(found['builds'])} compiles: {words.about(found['total_seconds'])}"
+    count = f"{words.plural(len(found['cells']), 'cell')}, {words.plural(len(found['builds']), 'compile')}"
+    total = f"{count}: {words.about(found['total_seconds'])}"
     split = f"compiling {words.duration(compiles)}, less what earlier nights left; measuring {words.duration(measures)}"
     return [table, Text(f"\n{total}", "bold"), Text(split), *(Text(f"! {note}", "dim") for note in found["notes"])]
 

@@ -188,3 +188,58 @@ def test_a_page_is_written_whatever_the_night_found(store: Store, quantkit: Any)
     assert "is gone" in ran.envelope["warnings"][0]  # the night never began
     ran = quantkit("nightly", "page", "--store", store.path, "--out", config.parent / "public")
     assert (ran.code, "0 files of 4 written" in ran.out) == (0, True)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "nightly.yaml"
+    path.write_text(f"{CONFIG}set: ['export=[{{onnx: {{dialect: onnxruntime}}}}]']\nbatches: [1, 8]\n")
+    return path
+
+
+def test_a_dry_run_says_which_cells_there_are_and_writes_nothing(config: Path, quantkit: Any) -> None:
+    ran = quantkit("nightly", "run", config, "--dry-run", "--json")
+    assert ran.code == 0 and ran.envelope["command"] == "nightly run"
+    cells = [each["cell"] for each in ran.envelope["result"]["cells"]]
+    assert cells == [f"smollm2-135m|rtn-int4|cpu-x86|onnxruntime|{batch}" for batch in (1, 8)]
+    said = quantkit("nightly", "run", config, "--dry-run", "--only", "*|8").out
+    assert "1 cell, 1 compile:" in said
+    assert list(config.parent.glob("kept")) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (["--resume"], "nothing-to-resume"),
+        (["--only", "nothing"], "no-such-cells"),
+        (["--executor", "rai"], "usage"),
+    ],
+)
+def test_a_night_that_cannot_begin_is_refused(options: list[str], code: str, config: Path, quantkit: Any) -> None:
+    ran = quantkit("nightly", "run", config, *options, "--json")
+    assert (ran.code, ran.envelope["error"]["code"]) == (2, code)
+
+
+def test_a_night_says_what_was_answered_and_exits_0_whatever_that_is(
+    config: Path, quantkit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantkit.nightly.executors import local
+    from quantkit.nightly.jobs import Job, Outcome
+
+    class Failing:
+        def ready(self) -> None: ...
+
+        def run(self, jobs: list[Job], work: Any, progress: Any) -> Any:
+            store = Store.open(config.parent / "kept")
+            for job in jobs:
+                store.commit(Result.of(job.night, Cell.of(job.cells[0]), "done", bytes=10, seconds=61.0))
+                yield Outcome(job, "failed", {"code": "process-died", "value": "SIGKILL"})
+
+    monkeypatch.setattr(local, "Local", Failing)
+    ran = quantkit("nightly", "run", config, "--json")
+    assert ran.code == 0
+    assert [each["state"] for each in ran.envelope["result"]["cells"]] == ["done", "failed"]
+    assert ran.envelope["result"]["answers"]["failed"] == 1
+    out = quantkit("nightly", "run", config).out
+    assert "model smollm2-135m, recipe rtn-int4, target cpu-x86, runtime onnxruntime" in out
+    assert "failed" in out and "SIGKILL" in out and "1 min" in out
