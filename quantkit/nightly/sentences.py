@@ -44,9 +44,9 @@ def because(asked: Asked, decision: Decision, confirmed: bool | None) -> str:
 
 
 def amount(thing: Thing, effect: float) -> str:
-    """`+4.8 %`, `+0.012 nats`."""
+    """`+4.8 %`, `+0.012 nats`; nothing is without a sign."""
     if thing in ("kl", "perplexity"):
-        sign = "−" if effect < 0 else "+"
+        sign = "−" if effect < 0 else "+" if effect > 0 else ""
         return f"{sign}{words.figure(abs(effect), 2)} nats"
     points = words.points(effect, 2 if abs(effect) < 0.01 else 1)
     return f"{points} %"
