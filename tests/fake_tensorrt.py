@@ -180,6 +180,9 @@ class _Context:
         return all(a <= b <= c for a, b, c in zip(least, shape, most, strict=True))
 
     def get_tensor_shape(self, name: str) -> list[int]:
+        if "input_ids" not in self.shapes:  # a graph's, whose batch alone is free
+            batch = next(iter(self.shapes.values()))[0]
+            return [each if isinstance(each, int) else batch for each in self.engine.values[name].shape]
         rows, new = self.shapes["input_ids"]
         kept = new
         if "logits_to_keep" in self.engine.values:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,6 +28,9 @@ def export(
         bool,
         typer.Option("--autotune-qdq", help="With tensorrt, on its GPU: search which layers gain by quantized inputs."),
     ] = False,
+    inputs: Annotated[
+        Path | None, typer.Option(metavar="FILE.npz", help="With --autotune-qdq, what a graph is given.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")] = False,
     as_json: Json = False,
 ) -> Answer:
@@ -35,7 +39,7 @@ def export(
     from quantkit.report import terminal
 
     if autotune_qdq:
-        return _autotuned(quantkit.load(bundle), to, set_ or ())
+        return _autotuned(quantkit.load(bundle), to, set_ or (), inputs)
     with showing() as progress:
         progress.begin(f"exporting {bundle}", 40.0)
         done = export_bundle(quantkit.load(bundle), to, set_ or (), dry_run=dry_run, progress=progress)
@@ -43,8 +47,8 @@ def export(
     return Answer(done.as_dict(), shown, [x.model_dump(mode="json", by_alias=True) for x in done.decisions])
 
 
-def _autotuned(bundle: Bundle, to: str, changes: Sequence[str]) -> Answer:
-    """Where inputs are better left in 16 bits, as a recipe's overrides; the bundle stays as it is."""
+def _autotuned(bundle: Bundle, to: str, changes: Sequence[str], inputs: Path | None) -> Answer:
+    """Where inputs are better left in 16 bits, as changes of a recipe; the bundle stays as it is."""
     import json
 
     from rich.text import Text
@@ -61,10 +65,13 @@ def _autotuned(bundle: Bundle, to: str, changes: Sequence[str]) -> Answer:
         progress.begin("measuring placements", 600.0)
         progress.plan({"measure": 600.0})
         options = engine_options(bundle, registry.load("export", to), changes)
-        found, overrides = autotune(bundle, options, progress=lambda share, words: progress.at("measure", share, words))
+        found, changed = autotune(
+            bundle, options, inputs=inputs, progress=lambda share, words: progress.at("measure", share, words)
+        )
+    overrides = changed.get("overrides", [])
     result = {"off": list(found.off), "gain": found.gain, "tried": found.tried, "overrides": overrides}
+    result["keep"] = changed.get("keep", [])
     said = f"{found.gain:.3f} times as fast with {len(found.off)} groups of inputs in 16 bits; {found.tried} measured"
     shown = [Text(said)]
-    if overrides:
-        shown.append(Text(f"compile again with: --set 'overrides={json.dumps(overrides)}'"))
+    shown += [Text(f"compile again with: --set '{key}={json.dumps(value)}'") for key, value in changed.items()]
     return Answer(result, shown)

@@ -16,6 +16,8 @@ from quantkit.runtimes._tensorrt_library import Library, Name
 
 if TYPE_CHECKING:
     from quantkit.runtimes._tensorrt_decode import Loaded
+    from quantkit.runtimes._tensorrt_engine import Engine
+    from quantkit.runtimes._tensorrt_graph import LoadedGraph
 
 Gpus = Callable[[], tuple[Sequence[Mapping[str, Any]], str]]
 
@@ -98,6 +100,12 @@ class Tensorrt:
             return self.load(Bundle.load(path))
         return self._run(path, {path / name: sha256 for name, sha256 in built.items()})
 
+    def open_graph(self, path: Path, *, built: Mapping[str, str]) -> LoadedGraph:
+        """The engine of a graph that is being built; see `open`."""
+        from quantkit.runtimes._tensorrt_graph import LoadedGraph
+
+        return LoadedGraph(self._engine(path, {path / name: sha256 for name, sha256 in built.items()}))
+
     def load(self, bundle: Bundle) -> Loaded:
         """A model in its engine; every file is checked against the manifest first.
 
@@ -109,6 +117,13 @@ class Tensorrt:
 
     def _run(self, bundle: Path, files: Mapping[Path, str]) -> Loaded:
         from quantkit.runtimes._tensorrt_decode import Loaded
+
+        loaded = Loaded(self._engine(bundle, files))
+        for said in loaded.notes:
+            warnings.warn(said, stacklevel=3)
+        return loaded
+
+    def _engine(self, bundle: Path, files: Mapping[Path, str]) -> Engine:
         from quantkit.runtimes._tensorrt_engine import Engine
 
         gpus, why = self._here()
@@ -118,10 +133,7 @@ class Tensorrt:
         file = matching(bundle, files, library, gpus[0])
         if blind := self._torch_blind():
             raise self._absent(blind)
-        loaded = Loaded(Engine(file, library, device=self._device))
-        for said in loaded.notes:
-            warnings.warn(said, stacklevel=3)
-        return loaded
+        return Engine(file, library, device=self._device)
 
     def generate(
         self,

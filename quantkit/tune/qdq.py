@@ -30,12 +30,13 @@ class Measured:
     Args:
         seconds: of a step, median.
         spread: of that, as a share: half the width of its interval.
-        kl: from the network without any pair, nats a token.
+        harm: how far it is from the network without any pair: KL in nats a token of a language model, one less the
+            mean cosine of what any other gives out.
     """
 
     seconds: float
     spread: float
-    kl: float
+    harm: float
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,10 @@ class Found:
         kinds = dict.fromkeys(name.rpartition(".")[2] for group in self.off for name in groups[group])
         return [{"match": f"*.{kind}", "activations": None} for kind in kinds]
 
+    def keep(self, groups: Mapping[str, Sequence[str]]) -> list[str]:
+        """For a recipe of a graph, whose products have both sides in 8 bits or none: these nodes stay in floats."""
+        return list(dict.fromkeys(name for group in self.off for name in groups[group]))
+
 
 Measure = Callable[[frozenset[str]], Measured]
 Report = Callable[[float, str], None]
@@ -72,7 +77,7 @@ def search(
     groups: Collection[str],
     measure: Measure,
     *,
-    kl_max: float,
+    harm_max: float,
     journal: Path,
     progress: Report | None = None,
 ) -> Found:
@@ -81,7 +86,7 @@ def search(
     Args:
         groups: that may be switched.
         measure: a placement, by the groups that are off; called once for each that the journal does not know.
-        kl_max: what a placement may differ; the start is exempt, it is what was compiled.
+        harm_max: what a placement may differ; the start is exempt, it is what was compiled.
         journal: file of what was measured so far.
         progress: told how much of the present round is done, and what is measured.
 
@@ -115,7 +120,7 @@ def search(
             switched = now ^ {group}
             tell(place / len(ordered), f"without {', '.join(sorted(switched)) or 'none'}")
             found = at(switched)
-            if found.kl <= max(kl_max, before.kl) and _faster(found, best):
+            if found.harm <= max(harm_max, before.harm) and _faster(found, best):
                 now, best, changed = switched, found, True
     return Found(tuple(sorted(now)), before, best, len(known))
 
@@ -135,7 +140,7 @@ def _read(journal: Path) -> dict[frozenset[str], Measured]:
     for line in lines:
         try:
             row = json.loads(line)
-            found[frozenset(row["off"])] = Measured(row["seconds"], row["spread"], row["kl"])
+            found[frozenset(row["off"])] = Measured(row["seconds"], row["spread"], row["harm"])
         except (ValueError, KeyError, TypeError):
             continue
     return found
@@ -143,7 +148,7 @@ def _read(journal: Path) -> dict[frozenset[str], Measured]:
 
 def _write(journal: Path, known: Mapping[frozenset[str], Measured]) -> None:
     rows = [
-        {"off": sorted(off), "seconds": each.seconds, "spread": each.spread, "kl": each.kl}
+        {"off": sorted(off), "seconds": each.seconds, "spread": each.spread, "harm": each.harm}
         for off, each in known.items()
     ]
     journal.parent.mkdir(parents=True, exist_ok=True)
