@@ -136,10 +136,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         root = options.keep or Path(temporary)
         store, site = root / "store", root / "site"
-        began = time.perf_counter()
-        if not store.exists():
+        began, there = time.perf_counter(), store.exists()
+        if not there:
             synthesise(store, count=options.cells, nights=options.nights)
-        generated = time.perf_counter() - began
+        generated = None if there else time.perf_counter() - began
         shutil.rmtree(site, ignore_errors=True)
         size = sum(path.stat().st_size for path in store.rglob("*.parquet"))
         asked, written, drawn = questions(store), page(store, site), opened(site)

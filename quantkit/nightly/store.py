@@ -197,18 +197,29 @@ class Store:
             before: a night; it and later ones do not count.
         """
         where, values = ("", {}) if before is None else ("AND night < $before", {"before": before})
+        return self._accepted(where, **values)
+
+    def last_accepted(self, cell: str | Cell, before: str | None = None) -> Result | None:
+        """Of one cell; ask `accepted` for many."""
+        key = cell.key if isinstance(cell, Cell) else cell
+        nights = [name for name in _files.nights(self.path, Decision.table) if before is None or name < before]
+        # nearly always it is one of the last nights, and the others stay closed
+        for span in (nights[-_RECENT:], nights[:-_RECENT]):
+            if span:
+                where = "AND night BETWEEN $first AND $last AND cell = $cell"
+                if found := self._accepted(where, first=span[0], last=span[-1], cell=key):
+                    return found[key]
+        return None
+
+    def _accepted(self, where: str, **values: Any) -> dict[str, Result]:
         last = {tuple(row) for row in self.query(_ACCEPTED.format(where=where), **values).rows}
         if not last:
             return {}
-        # named one by one, the nights that do not count stay closed: whole rows are many times as long
+        # whole rows are many times as long: of the nights alone that hold one
         nights = {f"night_{i}": night for i, night in enumerate(sorted({night for night, _, _ in last}))}
         named = ", ".join(f"${name}" for name in nights)
         found = self._rows(Result, f"FROM results WHERE night IN ({named}) ORDER BY cell", **nights)
         return {each.cell: each for each in found if (each.night, each.attempt, each.cell) in last}
-
-    def last_accepted(self, cell: str | Cell, before: str | None = None) -> Result | None:
-        """Of one cell; ask `accepted` for many, it takes as long."""
-        return self.accepted(before).get(cell.key if isinstance(cell, Cell) else cell)
 
     def query(self, sql: str, **values: Any) -> Rows:
         """What a query finds. It reads the tables and nothing else, and writes nothing.
@@ -287,14 +298,16 @@ class Store:
             self.warnings.append(message)
 
 
+# of the last nights, so many are looked at first
+_RECENT = 30
 # a cell's last night whose decisions let it pass, and of that its last attempt
 _ACCEPTED = """
 WITH judged AS (
-    SELECT night, cell FROM decisions GROUP BY night, cell HAVING NOT bool_or(answer IN ('worse', 'failed'))
+    SELECT night, cell FROM decisions WHERE true {where}
+    GROUP BY night, cell HAVING NOT bool_or(answer IN ('worse', 'failed'))
 ), last AS (
     SELECT cell, max(struct_pack(night := night, attempt := attempt)) AS which
-    FROM results JOIN judged USING (night, cell)
-    WHERE state = 'done' {where} GROUP BY cell
+    FROM results JOIN judged USING (night, cell) WHERE state = 'done' {where} GROUP BY cell
 )
 SELECT which.night, which.attempt, cell FROM last
 """

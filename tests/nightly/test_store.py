@@ -110,7 +110,7 @@ def test_a_clock_that_goes_back_is_told(store: Store) -> None:
 # what is accepted
 
 
-def test_the_last_night_that_passed_is_accepted(store: Store) -> None:
+def test_the_last_night_that_passed_is_accepted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     cell, other = CELLS[0], CELLS[1]
     for name in (FIRST, SECOND, THIRD):
         for each in (cell, other):
@@ -126,6 +126,11 @@ def test_the_last_night_that_passed_is_accepted(store: Store) -> None:
     assert {key: each.night for key, each in found.items()} == {cell.key: SECOND, other.key: THIRD}
     assert {each.night for each in store.accepted(before=SECOND).values()} == {FIRST}
     assert store.accepted(before=FIRST) == {}
+    # nights that lie far back are looked at last
+    monkeypatch.setattr("quantkit.nightly.store._RECENT", 1)
+    assert [store.last_accepted(each).night for each in (cell, other)] == [SECOND, THIRD]  # type: ignore[union-attr]
+    assert store.last_accepted(cell, before=SECOND).night == FIRST  # type: ignore[union-attr]
+    assert store.last_accepted(cell, before=FIRST) is None
 
 
 def test_what_failed_is_not_accepted(store: Store) -> None:
