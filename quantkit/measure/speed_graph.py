@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from quantkit.measure.speed import demand
 from quantkit.measure.tax import Cost
 from quantkit.plan import machine
 from quantkit.runtimes import _child as child
+from quantkit.runtimes._onnx_open import open_graph
 
 RUNTIME = "onnxruntime"
 Array = NDArray[Any]
@@ -87,12 +89,7 @@ class Passes:
     """A loaded graph as `latency.Side`."""
 
     def __init__(self, file: str, samples: Mapping[str, Array], threads: int) -> None:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        options.intra_op_num_threads = threads
-        self._session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        self._session = open_graph(Path(file), threads)
         self._samples = samples
 
     def decode(self, batch: int, context: int) -> Step:
