@@ -161,6 +161,14 @@ _FLIPPED = """
 SELECT build, item, side, correct, text FROM items
 WHERE night = $night AND attempt = 1 AND text IS NOT NULL AND side <> 'release' ORDER BY build, item, side
 """
+# all of them; a text is kept of a few alone, and with the candidate's side alone
+_COUNTS = """
+SELECT ours.build, count(*) FILTER (WHERE theirs.correct AND NOT ours.correct),
+    count(*) FILTER (WHERE ours.correct AND NOT theirs.correct)
+FROM (FROM items WHERE night = $night AND attempt = 1 AND side = 'candidate') AS ours
+JOIN (FROM items WHERE night = $night AND attempt = 1 AND side = 'baseline') AS theirs USING (build, item)
+GROUP BY ours.build
+"""
 
 
 def _night(store: Store, night: str, members: Mapping[str, Detail]) -> None:
@@ -178,13 +186,15 @@ def _night(store: Store, night: str, members: Mapping[str, Detail]) -> None:
     scores: dict[str, list[Score]] = defaultdict(list)
     for build, *score in store.query(_SCORES, night=night).rows:
         scores[build].append(Score(*score))
+    counts = {build: (lost, won) for build, lost, won in store.query(_COUNTS, night=night).rows}
     flips = _flips(store.query(_FLIPPED, night=night).rows)
     for cell, build in builds.items():
         detail = members[cell]
         detail.scores = scores.get(build, [])
         every = flips.get(build, [])
         lost, won = [each for each in every if each.lost], [each for each in every if not each.lost]
-        detail.flipped, detail.flips = (len(lost), len(won)), lost[:EXAMPLES] + won[:EXAMPLES]
+        detail.flips = lost[:EXAMPLES] + won[:EXAMPLES]
+        detail.flipped = counts.get(build, (len(lost), len(won)))
 
 
 def _flips(rows: Iterable[tuple[Any, ...]]) -> dict[str, list[Flip]]:

@@ -71,7 +71,7 @@ def test_flips_are_what_one_side_has_right_and_the_other_wrong(store: Store) -> 
         (1, True, [("baseline", "a → b"), ("candidate", "a → c")]),
         (2, False, [("", "same words")]),
     ]
-    assert found.flipped == (1, 1)
+    assert found.flipped == (2, 1)  # one has no text
     assert [(each.side, each.items, each.right) for each in found.scores] == [
         ("baseline", 4, 0.75),
         ("candidate", 5, 0.5),
