@@ -13,12 +13,9 @@ transformers' own AttentionInterface. So no model is known by name.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-import logging
-import warnings
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +31,7 @@ from quantkit.export import _repeat
 from quantkit.export._traced import DOMAIN, Traced
 from quantkit.model.stream import find_blocks
 from quantkit.model.structure import is_linear, is_transposed
+from quantkit.model.to_onnx import quiet
 
 OPSET = 23
 # example sizes: all different, none 0 or 1, which torch.export would take for constants
@@ -320,7 +318,7 @@ def trace(skeleton: nn.Module, kind: str, *, floats: torch.dtype = torch.float32
     AttentionInterface.register(_ATTENTION, _attention)
     model.config._attn_implementation = _ATTENTION  # type: ignore[union-attr]
     wrapped, arguments, shapes, names = _decoder(model, floats, positions) if kind == "decoder" else _encoder(model)
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), quiet():
         try:
             exported = torch.export.export(wrapped.eval(), arguments, dynamic_shapes=shapes, strict=False)
             program = torch.onnx.export(exported, opset_version=OPSET, optimize=False, verbose=False)
@@ -423,17 +421,3 @@ def _cleaned(
     del graph.inputs[given:]
     _repeat.expand(graph, parameters, path)
     return Traced(model, parameters, decoder, layers)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the exporter's remarks about packages that it does not find."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

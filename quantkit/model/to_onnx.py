@@ -6,9 +6,11 @@ is fused is to be proved, and said.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +53,7 @@ def write_onnx(
     training = module.training
     module.eval()
     try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
+        with quiet(), torch.no_grad():
             program = torch.onnx.export(
                 module,
                 positional,
@@ -80,6 +81,20 @@ def write_onnx(
     ):
         step(graph)
     onnx_ir.save(graph, path)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the exporter's remarks about packages that it does not find."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _parameters(module: nn.Module, count: int) -> list[str]:
