@@ -30,7 +30,10 @@ def spark(values: Array, codes: Array, margin: float) -> Markup:
     edge = drawing.places([margin, -margin], -most, most, 24)
     band = f'<rect class="band" x="0" y="{drawing.number(edge[0])}" width="{width}" '
     band += f'height="{drawing.number(edge[1] - edge[0])}"/>'
-    shapes = [band, drawing.path(drawing.line(np.arange(len(values)) + 0.5, y), "line"), drawing.strip(codes, 34, 8)]
+    x = np.arange(len(values)) + 0.5
+    shapes = [band, drawing.path(drawing.line(x, y), "line"), drawing.strip(codes, 34, 8)]
+    if len(codes) < _FEW / 4:
+        shapes.append(drawing.path(drawing.dots(x, y), "point"))
     return drawing.svg(width, 34, *shapes, kind="spark")
 
 
@@ -128,6 +131,8 @@ def respect(
     shapes += [drawing.path(f"M{update} 0V{drawing.number(TALL)}", "update") for update in updates]
     shapes.append(drawing.path(drawing.bars(x, a, b), _interval(count)))
     shapes.append(drawing.path(drawing.line(x, y), "line"))
+    if count < _FEW:
+        shapes.append(drawing.path(drawing.dots(x, y), "point"))
     marks = []
     if found:
         edges = [0, *(change.index for change in found), count]
@@ -208,7 +213,9 @@ def raw(sides: Mapping[str, tuple[Array, Array]], rounds: Sequence[int], count: 
     """
     every = np.concatenate([seconds for _, seconds in sides.values()])
     factor, unit = words.time_unit(float(np.median(every)))
-    low, high = np.quantile(every, (0.0, 0.97))
+    # a few that something else held up must not hide how the two differ
+    low, third, high = np.quantile(every, (0.0, 0.75, 0.97))
+    high = min(high, 1.5 * third)
     room = 0.15 * (high - low) or 0.05 * high
     bottom, top = float(low - room), float(high + room)
     shapes = [drawing.path("".join(f"M{at} 0V{TALL}" for at in rounds[1:]), "grid")]
@@ -231,7 +238,9 @@ def raw(sides: Mapping[str, tuple[Array, Array]], rounds: Sequence[int], count: 
 def ratios(found: Array, margin: float) -> Chart:
     """The candidate's fastest step of each block over the baseline's fastest, in the order of the blocks."""
     values = found - 1
-    bottom, top = drawing.reach([values], 1.3 * margin)
+    first, third = np.quantile(values, (0.25, 0.75))
+    far = 5 * (third - first) + margin
+    bottom, top = drawing.reach([np.clip(values, first - far, third + far)], 1.3 * margin)
     x, edge = np.arange(len(values)) + 0.5, drawing.places([margin, -margin], bottom, top)
     middle = float(np.median(values))
     at, zero = (drawing.number(float(drawing.places(v, bottom, top))) for v in (middle, 0.0))
@@ -246,5 +255,7 @@ def ratios(found: Array, margin: float) -> Chart:
         Label(say.tick("latency", t), 0, float(drawing.places(t, bottom, top))) for t in drawing.ticks(bottom, top)
     ]
     alt = f"{words.plural(len(values), 'block')}; their median is {say.value('latency', middle)}"
+    if beyond := int(((values > top) | (values < bottom)).sum()):
+        alt += f"; {beyond:,} beyond the axis at its end"
     whole = drawing.svg(len(values), TALL, *shapes)
     return Chart(whole, alt, labels, [], [], None, "low")

@@ -166,7 +166,9 @@ def months(days: Sequence[str], most: int = 7) -> list[Label]:
     starts = [i for i in range(every) if i == 0 or days[i][:7] != days[i - 1][:7]]
     if every <= 45:
         step = max(1, -(-every // most))
-        return [Label(days[i][5:10], 100 * (i + 0.5) / every) for i in range(0, every, step)]
+        # several runs on one day are told apart by their hour
+        form = slice(5, 10) if len({day[:10] for day in days}) == every else slice(5, 16)
+        return [Label(days[i][form], 100 * (i + 0.5) / every) for i in range(0, every, step)]
     step = max(1, -(-len(starts) // most))
     chosen = [i for i in starts[1:][::step] if i < 0.95 * every]
     return [Label(days[i][:7], 100 * i / every) for i in chosen]

@@ -34,6 +34,8 @@ from quantkit.report import words
 Array = Any
 # alarms that are spelled out above the grid
 _SPELLED = 12
+# ratios that a range of nine in ten is told of
+_MANY = 20
 FACETS = ("model", "recipe", "target", "runtime", "batch")
 
 
@@ -284,11 +286,14 @@ def health(history: History, days: Sequence[str]) -> dict[str, Any] | None:
     measured, wrong = itself.sum(axis=0), called.sum(axis=0)
     total, all_wrong = int(measured.sum()), int(wrong.sum())
     last = len(days) - 1
-    lately = f"Last night {words.plural(int(measured[last]), 'cell')} had the very bundle they were set against"
-    lately += f"; {int(wrong[last])} of them called different." if measured[last] else "."
-    said = [lately]
+    said = [
+        f"Last night, cells that were measured against themselves: {measured[last]}; called different: {wrong[last]}."
+    ]
     if np.isfinite(ends[0, last]):
-        said.append(f"9 of 10 of their ratios lay within {say.interval('latency', ends[0, last], ends[2, last])}.")
+        if measured[last] >= _MANY:
+            said.append(f"9 of 10 of their ratios lay within {say.interval('latency', ends[0, last], ends[2, last])}.")
+        else:
+            said.append(f"Their median ratio was {say.value('latency', ends[1, last])}.")
     always = f"Over {words.plural(int((measured > 0).sum()), 'night')}: {all_wrong:,} called different of {total:,}"
     said.append(f"{always}, {words.percent(all_wrong / total, 2)}." if total else f"{always}.")
     chart = charts.spread(days, ends[0], ends[1], ends[2], wrong > 0, measured, wrong)

@@ -46,7 +46,7 @@ def test_what_alarms_is_spelled_out(site: Written) -> None:
     text = Page(site.path).text
     assert "latency +10.0 % (95 % +9.0 to +11.0 %), allowed 2.0 %; 2 nights in a row" in text
     assert "out-of-memory: 41 GB" in text
-    assert "1 cell had the very bundle they were set against; 0 of them called different" in text
+    assert "cells that were measured against themselves: 1; called different: 0. Their median ratio was +0.1 %." in text
 
 
 def test_every_link_leads_somewhere_and_nothing_is_asked_of_a_network(site: Written) -> None:
