@@ -106,6 +106,22 @@ def home(made: Path, tmp_path: Path) -> Home:
     return Home(Path(shutil.copytree(made, tmp_path / "home", ignore=shutil.ignore_patterns("cache"))))
 
 
+@pytest.fixture
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times that nothing was started for, where a test is about something else."""
+
+    def planted(task: timing.Task, progress: Any) -> timing.Found:
+        steps = [
+            timing.Iteration(side, turn, 0, place, 1e-3, 1.0)
+            for turn in (0, 1)
+            for side in task.sides
+            for place in range(4)
+        ]
+        return timing.Found(steps)
+
+    monkeypatch.setattr(timing, "run", planted)
+
+
 def test_the_first_night_keeps_the_candidate_alone(made: Path) -> None:
     home = Home(made)
     first, second = home.store.results(FIRST)
@@ -141,6 +157,7 @@ def test_what_is_committed_is_not_done_again(home: Home, monkeypatch: pytest.Mon
     assert [each.seconds for each in home.night(FIRST)] == [each.seconds for each in before]
 
 
+@pytest.mark.usefixtures("untimed")
 def test_another_recipe_another_bundle_and_flipped_words_have_text(home: Home) -> None:
     home.write(set=["scheme.weights.format=int2"], batches=[1])
     (found,) = home.night(SECOND)
@@ -151,6 +168,7 @@ def test_another_recipe_another_bundle_and_flipped_words_have_text(home: Home) -
     assert "baseline: " in str(flipped[0].text) and "→" in str(flipped[0].text)
 
 
+@pytest.mark.usefixtures("untimed")
 def test_a_baseline_that_is_gone_or_damaged_is_told(home: Home) -> None:
     home.write(set=["scheme.weights.format=int2"], batches=[1])
     (old,) = home.bundles()
@@ -170,6 +188,7 @@ def test_a_baseline_that_is_gone_or_damaged_is_told(home: Home) -> None:
     assert alone.baseline_sha256 == found.content_sha256, "made again of the same inputs, it is the same"
 
 
+@pytest.mark.usefixtures("untimed")
 def test_a_second_attempt_takes_times_and_nothing_else(home: Home) -> None:
     home.write(batches=[1])
     home.night(SECOND)
@@ -180,6 +199,7 @@ def test_a_second_attempt_takes_times_and_nothing_else(home: Home) -> None:
     assert {each.attempt for each in home.store.items(SECOND)} == {1}
 
 
+@pytest.mark.usefixtures("untimed")
 def test_the_last_release_is_a_third_side(home: Home) -> None:
     (bundle,) = home.bundles()
     shutil.copytree(bundle, home.path / "release" / "v1")
@@ -197,6 +217,7 @@ def test_the_last_release_is_a_third_side(home: Home) -> None:
     assert any(flag.startswith("release-unloadable: [release-missing]") for flag in found.flags)
 
 
+@pytest.mark.usefixtures("untimed")
 def test_a_cell_that_fails_is_a_result_and_the_next_goes_on(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     real = timing.run
 
