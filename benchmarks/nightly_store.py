@@ -55,7 +55,8 @@ def questions(path: Path) -> list[Row]:
     last = store.nights()[-1]
     cell, history = last.matrix[0], "FROM decisions WHERE cell = $cell ORDER BY night, what"
     asked: dict[str, tuple[Callable[[], object], bool]] = {
-        "the baselines of all cells: accepted()": (store.accepted, True),
+        "the baselines of a night: accepted(cells=...)": (lambda: store.accepted(cells=last.matrix), True),
+        "of all cells that ever were: accepted()": (store.accepted, True),
         "of one cell: last_accepted()": (lambda: store.last_accepted(cell), True),
         "the results of a night": (lambda: store.results(last.night), True),
         "the decisions of a night": (lambda: store.decisions(last.night), True),

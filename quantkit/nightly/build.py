@@ -113,7 +113,7 @@ class Measuring:
         flags = ["reused"] if reused else []
         failed = [check.name for check in bundle.manifest.checks if not check.ok and check.name.startswith("gate.")]
         flags += [f"gate-failed: {', '.join(failed)}"] if failed else []
-        accepted = self.store.accepted(before=self.job.night)
+        accepted = self.store.accepted(self.job.night, [cell.key for cell in cells])
         with tempfile.TemporaryDirectory(prefix="quantkit-nightly-") as folder:
             samples = None
             if holds_graph(bundle):

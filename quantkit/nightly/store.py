@@ -7,7 +7,7 @@ and two runs at once share the work. Names of nights sort by their start.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -190,26 +190,32 @@ class Store:
         sql = "SELECT cell FROM results WHERE night = $night AND attempt = $attempt"
         return {cell for (cell,) in self.query(sql, night=night, attempt=attempt).rows}
 
-    def accepted(self, before: str | None = None) -> dict[str, Result]:
+    def accepted(self, before: str | None = None, cells: Sequence[str] | None = None) -> dict[str, Result]:
         """Cell -> the last result that was done, decided on, and in no respect found worse or failed.
 
         Args:
             before: a night; it and later ones do not count.
+            cells: keys of those that are asked for; None is all that there are, which takes longer.
         """
-        where, values = ("", {}) if before is None else ("AND night < $before", {"before": before})
-        return self._accepted(where, **values)
-
-    def last_accepted(self, cell: str | Cell, before: str | None = None) -> Result | None:
-        """Of one cell; ask `accepted` for many."""
-        key = cell.key if isinstance(cell, Cell) else cell
+        if cells is None:
+            where, values = ("", {}) if before is None else ("AND night < $before", {"before": before})
+            return self._accepted(where, **values)
         nights = [name for name in _files.nights(self.path, Decision.table) if before is None or name < before]
+        found: dict[str, Result] = {}
         # nearly always it is one of the last nights, and the others stay closed
         for span in (nights[-_RECENT:], nights[:-_RECENT]):
-            if span:
-                where = "AND night BETWEEN $first AND $last AND cell = $cell"
-                if found := self._accepted(where, first=span[0], last=span[-1], cell=key):
-                    return found[key]
-        return None
+            if span and (left := sorted(set(cells) - found.keys())):
+                where, values = "AND night BETWEEN $first AND $last", {"first": span[0], "last": span[-1]}
+                if len(left) <= _NAMED:
+                    keys = {f"cell_{i}": cell for i, cell in enumerate(left)}
+                    where, values = f"{where} AND cell IN ({', '.join(f'${name}' for name in keys)})", values | keys
+                found |= {cell: each for cell, each in self._accepted(where, **values).items() if cell in left}
+        return found
+
+    def last_accepted(self, cell: str | Cell, before: str | None = None) -> Result | None:
+        """Of one cell."""
+        key = cell.key if isinstance(cell, Cell) else cell
+        return self.accepted(before, [key]).get(key)
 
     def _accepted(self, where: str, **values: Any) -> dict[str, Result]:
         last = {tuple(row) for row in self.query(_ACCEPTED.format(where=where), **values).rows}
@@ -298,8 +304,8 @@ class Store:
             self.warnings.append(message)
 
 
-# of the last nights, so many are looked at first
-_RECENT = 30
+# of the last nights, so many are looked at first; of more cells than this a query asks for all of them
+_RECENT, _NAMED = 30, 16
 # a cell's last night whose decisions let it pass, and of that its last attempt
 _ACCEPTED = """
 WITH judged AS (

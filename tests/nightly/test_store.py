@@ -131,6 +131,10 @@ def test_the_last_night_that_passed_is_accepted(store: Store, monkeypatch: pytes
     assert [store.last_accepted(each).night for each in (cell, other)] == [SECOND, THIRD]  # type: ignore[union-attr]
     assert store.last_accepted(cell, before=SECOND).night == FIRST  # type: ignore[union-attr]
     assert store.last_accepted(cell, before=FIRST) is None
+    for named in (16, 0):
+        monkeypatch.setattr("quantkit.nightly.store._NAMED", named)
+        assert store.accepted(cells=[cell.key, other.key]) == found
+        assert store.accepted(cells=[cell.key, "no|such|cell|there|1"]) == {cell.key: found[cell.key]}
 
 
 def test_what_failed_is_not_accepted(store: Store) -> None:
