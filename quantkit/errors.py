@@ -83,25 +83,25 @@ class MissingDependency(QuantkitError):
 
     Args:
         package: the name to import.
-        extra: the quantkit extra that brings it.
+        extra: the quantkit extra that brings it; None where it is installed by its own name.
         purpose: what it is needed for.
     """
 
-    def __init__(self, package: str, *, extra: str, purpose: str) -> None:
+    def __init__(self, package: str, *, extra: str | None, purpose: str) -> None:
         self._asked = {"package": package, "extra": extra, "purpose": purpose}
         super().__init__(
             "missing-dependency",
             where=package,
             value=f"{package} is not installed",
             rule=f"{purpose} needs it",
-            remedy=f"pip install 'quantkit[{extra}]'",
+            remedy=f"pip install 'quantkit[{extra}]'" if extra else f"pip install {package}",
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild_missing, (self._asked,))
 
 
-def _rebuild_missing(fields: dict[str, str]) -> MissingDependency:
+def _rebuild_missing(fields: dict[str, Any]) -> MissingDependency:
     return MissingDependency(**fields)
 
 

@@ -89,7 +89,8 @@ def tensorrt(gpus: Sequence[Mapping[str, Any]], absent: str) -> list[dict[str, A
         try:
             library = load(name)
         except MissingDependency as problem:
-            found.append({"library": name, "version": None, "builds_for": [], "missing": [problem.line()]})
+            why = f"not installed; {problem.remedy}"
+            found.append({"library": name, "version": None, "builds_for": [], "missing": [why]})
             continue
         able = library.capabilities() if library.ahead_of_time else [str(gpu["sm"]) for gpu in gpus]
         missing = []

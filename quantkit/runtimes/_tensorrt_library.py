@@ -110,5 +110,7 @@ def load(name: Name) -> Library:
     try:
         api = importlib.import_module(name)
     except (ImportError, OSError):  # bindings without their shared library
-        raise MissingDependency(name, extra="tensorrt", purpose="a TensorRT engine") from None
+        # the extra brings TensorRT-RTX; TensorRT itself goes to the machine with the GPU
+        extra = "tensorrt" if name == "tensorrt_rtx" else None
+        raise MissingDependency(name, extra=extra, purpose="a TensorRT engine") from None
     return Library(name, api)

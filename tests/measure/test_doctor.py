@@ -129,7 +129,7 @@ def test_it_says_what_tensorrt_lacks_here() -> None:
     (rtx, full) = tensorrt([], "no NVIDIA driver")
     assert "8.9" in rtx["builds_for"]
     assert rtx["missing"] == ["it runs no engine here: no NVIDIA driver"]
-    assert full["library"] == "tensorrt" and full["missing"]
+    assert full["library"] == "tensorrt" and full["missing"] == ["not installed; pip install tensorrt"]
     hopper = {"name": "NVIDIA H200", "sm": "9.0"}
     (rtx, _) = tensorrt([hopper], "")
     assert rtx["missing"][0] == "NVIDIA H200 is SM 9.0, for which it has no engines"
