@@ -114,6 +114,8 @@ class Measuring:
         failed = [check.name for check in bundle.manifest.checks if not check.ok and check.name.startswith("gate.")]
         flags += [f"gate-failed: {', '.join(failed)}"] if failed else []
         accepted = self.store.accepted(self.job.night, [cell.key for cell in cells])
+        # the first that is done brings the items: one that is new has no baseline to bring them of, where others have
+        cells = sorted(cells, key=lambda cell: cell.key not in accepted)
         with tempfile.TemporaryDirectory(prefix="quantkit-nightly-") as folder:
             samples = None
             if holds_graph(bundle):

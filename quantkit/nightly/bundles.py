@@ -97,6 +97,8 @@ class Bundles:
             shutil.rmtree(making.with_name(f"{making.name}.partial"))
             made = compile_model(asked, progress).bundle
         final = self.root / f"{made.manifest.content_sha256[:_DIGITS]}-{inputs}"
+        if final.is_dir():  # without a manifest, or it would have been found: half deleted, or half restored
+            shutil.rmtree(final)
         making.rename(final)
         return Bundle.load(final)
 

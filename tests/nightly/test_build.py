@@ -235,6 +235,16 @@ def test_a_cell_that_fails_is_a_result_and_the_next_goes_on(home: Home, monkeypa
     assert home.store.items(SECOND), "the first cell that is done brings the items of the build"
 
 
+@pytest.mark.usefixtures("untimed")
+def test_a_new_batch_does_not_cost_the_others_their_baseline(home: Home) -> None:
+    """What a build answers is scored once: not by a cell that has nothing yet to be set against, if another has."""
+    home.write(batches=[4, 1])
+    found = {each.batch: each.baseline_sha256 for each in home.night(SECOND)}
+    assert found[4] is None and found[1] is not None
+    counts = sides(home.store.items(SECOND))
+    assert counts["baseline"] == counts["candidate"] > 0
+
+
 def test_a_file_that_changed_since_the_night_began_is_refused(home: Home) -> None:
     config = home.config
     keys = tuple(cell.key for cell in config.cells())
@@ -290,3 +300,12 @@ def test_importing_a_night_does_not_import_torch() -> None:
 def test_iterations_are_rows() -> None:
     columns = {each.name for each in dataclasses.fields(Time)}
     assert {each.name for each in dataclasses.fields(timing.Iteration)} == columns - {"night", "cell", "attempt"}
+
+
+def test_what_a_kill_left_of_a_bundle_is_no_end_of_its_build(home: Home) -> None:
+    """Deleting one, or restoring it from a cache, was cut short: a folder of its name without a manifest."""
+    (bundle,) = home.bundles()
+    (bundle / "manifest.json").unlink()
+    found, reused = Bundles(home.path / "bundles").make(request_of(home.config, home.config.cells()[0]), Progress())
+    assert not reused and found.path == bundle
+    found.demand_intact()
