@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import GateError, Inconclusive, InputError, QuantkitError
+from quantkit.nightly._write import plain
 from quantkit.nightly.asked import is_first
 from quantkit.nightly.records import Answer, Cell, Decision, Night, Result
 from quantkit.nightly.store import Store
@@ -69,11 +70,11 @@ class Gated:
         return first and decision.answer == "inconclusive"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """For JSON, which has neither NaN nor infinity: they are null."""
 
         def told(rows: Sequence[Decision]) -> list[dict[str, Any]]:
             kept = ("cell", "what", "answer", "value", "low", "high", "margin", "smallest", "confirmed", "because")
-            return [{name: getattr(row, name) for name in kept} for row in rows]
+            return [{name: plain(getattr(row, name)) for name in kept} for row in rows]
 
         return {
             "night": self.night.night,

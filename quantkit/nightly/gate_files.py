@@ -113,7 +113,7 @@ def github(gated: Gated) -> str:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace a file, in one step.
+    """Replace a file, in one step; a device or a pipe, `/dev/stdout`, is written to.
 
     Raises:
         InputError: `file-unwritable`.
@@ -122,7 +122,10 @@ def write(path: Path, data: bytes) -> None:
     try:
         with stopping_when_full(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, data)
+            if path.exists() and not path.is_file():
+                path.write_bytes(data)
+            else:
+                write_atomic(path, data)
     except OSError as error:
         raise _unwritable(path, error) from None
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError, Stopped
+from quantkit.nightly._write import plain
 from quantkit.nightly.build import build
 from quantkit.nightly.bundles import Bundles
 from quantkit.nightly.config import Nightly, builds
@@ -63,7 +64,7 @@ class Summary:
         return dict(Counter(each.answer for each in self.decisions))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """For JSON, which has neither NaN nor infinity: they are null."""
         cells = [
             {name: getattr(each, name) for name in ("cell", "state", "attempt", "seconds", "error", "flags")}
             for each in self.results
@@ -74,7 +75,7 @@ class Summary:
             "seconds": self.seconds,
             "cells": cells,
             "answers": self.counts(),
-            "decisions": [asdict(each) for each in self.decisions],
+            "decisions": [plain(asdict(each)) for each in self.decisions],
             "repeated": list(self.repeated),
         }
 

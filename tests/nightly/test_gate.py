@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,24 @@ def test_a_file_that_cannot_be_written_is_an_error(store: Store, tmp_path: Path)
     ):
         with pytest.raises(InputError, match="file-unwritable"):
             write()  # type: ignore[no-untyped-call]
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """As `--junit /dev/stdout` would be, by root, for all that run there."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    gate_files.write(pipe, b"x")
+    assert os.read(reader, 2) == b"x" and pipe.is_fifo()
+    os.close(reader)
+
+
+def test_json_has_no_nan(store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    store.begin(night())
+    for cell in CELLS:
+        store.commit(result(cell))
+    store.decide(FIRST, [Decision(FIRST, CELLS[0].key, "latency", "worse", float("nan"), high=float("inf"))])
+    assert cli.run(["nightly", "gate", "--store", str(store.path), "--json"]) == 1
+    (alarm,) = json.loads(capsys.readouterr().out)["result"]["alarms"]
+    assert alarm["value"] is None and alarm["high"] is None
