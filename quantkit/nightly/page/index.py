@@ -148,7 +148,7 @@ def verdict(history: History, tiles: Sequence[Tile], details: Mapping[str, Detai
     if first:
         of += f" {words.plural(len(first), 'cell')} had no baseline yet."
     if counted["missing"] + counted["inconclusive"] == len(tiles):
-        return "open", "Nothing was decided", [of]
+        return "open", "Nothing alarming, but no cell was decided in every respect", [of]
     return "good", "Nothing alarming", [of]
 
 
