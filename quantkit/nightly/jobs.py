@@ -186,21 +186,31 @@ def _child(job: Job, work: Work, messages: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
     signal.signal(signal.SIGTERM, _interrupt)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    message = _done(job, work, messages)
+    # its last words are not broken off: whoever hears them ends it, as it does itself
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if message is not None:
+        messages.send(message)
+    messages.close()
+
+
+def _done(job: Job, work: Work, messages: Connection) -> tuple[str, QuantkitError] | None:
+    """Run it; what its process has to say at its end, if not all is well."""
     try:
         work(job, _Told(messages))
     except Stopped as problem:
-        messages.send(("stopped", problem))
+        return "stopped", problem
     except KeyboardInterrupt:
-        messages.send(("stopped", Stopped("interrupted", where=job.build)))
+        return "stopped", Stopped("interrupted", where=job.build)
     except QuantkitError as problem:
-        messages.send(("failed", problem))
+        return "failed", problem
     except MemoryError:
         value = "there is no more memory"
-        messages.send(("failed", InputError("out-of-memory", where=job.build, value=value, remedy="a larger machine")))
+        return "failed", InputError("out-of-memory", where=job.build, value=value, remedy="a larger machine")
     except Exception as problem:
         traceback.print_exc()
-        messages.send(("failed", _unexpected(job, problem)))
-    messages.close()
+        return "failed", _unexpected(job, problem)
+    return None
 
 
 def _unexpected(job: Job, problem: Exception) -> InputError:

@@ -81,10 +81,11 @@ def test_nothing_goes_on_when_the_night_is_killed(tmp_path: Path) -> None:
     raise AssertionError("the build outlived its night")
 
 
-def test_a_build_that_is_stopped_stops_the_night(tmp_path: Path) -> None:
+def test_a_build_that_is_stopped_stops_the_night(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     store_of(tmp_path)
     with pytest.raises(Stopped):
         list(Local().run([job(tmp_path, "fine")], stopped, Progress()))
+    assert "Traceback" not in capfd.readouterr().err, "its last words were broken off"
 
 
 def stopped(job: Job, progress: Progress) -> None:
