@@ -46,12 +46,12 @@ def run(
     from quantkit.nightly.config import Nightly
     from quantkit.nightly.run import run_night
 
+    chosen = executors.named(executor)
     if dry_run:
         from quantkit.nightly import expect
 
         expected = expect.dry_run(Nightly.load(config), only)
         return Answer(expected, expect.terminal(expected), warnings=expected["notes"])
-    chosen = executors.named(executor)
     with showing() as progress:
         progress.begin(f"the cells of {config}", 60.0)
         found = run_night(config, chosen, resume=resume, only=only, progress=progress)

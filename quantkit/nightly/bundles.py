@@ -70,10 +70,15 @@ class Bundles:
         return next((path for path in found if path != besides), found[0] if found else None)
 
     def prune(self, keep: Collection[str]) -> list[Path]:
-        """Delete the bundles whose content is none of those; young ones stay. Those that were deleted."""
+        """Delete the bundles whose content is none of those, and what killed nights left; young ones stay.
+
+        Those that were deleted.
+        """
         kept = {each[:_DIGITS] for each in keep}
         old = time.time() - _YOUNG
         gone = [path for path in self._named("*-*") if path.name[:_DIGITS] not in kept and path.stat().st_mtime < old]
+        # of inputs that nothing asks for any more: the night that does would have gone on with it
+        gone += [path for path in self.root.glob(f"{_MAKING}*/") if path.stat().st_mtime < old]
         for path in gone:
             shutil.rmtree(path, ignore_errors=True)
         return gone

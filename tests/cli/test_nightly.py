@@ -213,6 +213,7 @@ def test_a_dry_run_says_which_cells_there_are_and_writes_nothing(config: Path, q
         (["--resume"], "nothing-to-resume"),
         (["--only", "nothing"], "no-such-cells"),
         (["--executor", "rai"], "usage"),
+        (["--dry-run", "--executor", "rai"], "usage"),
     ],
 )
 def test_a_night_that_cannot_begin_is_refused(options: list[str], code: str, config: Path, quantkit: Any) -> None:

@@ -183,8 +183,12 @@ def test_bundles_that_nothing_is_set_against_are_deleted_after_some_nights(home:
         (bundles / name).mkdir(parents=True)
         (bundles / name / "manifest.json").write_text("{}")
         os.utime(bundles / name, (old, old))
+    for name, when in ((".making-" + "3" * 20 + ".partial", old), (".making-" + "4" * 20 + ".partial", time.time())):
+        (bundles / name).mkdir()
+        os.utime(bundles / name, (when, when))
     night_of(home)
-    assert [path.name[0] for path in bundles.iterdir()] == ["a"], "what was accepted stays, the other goes"
+    left = sorted(path.name for path in bundles.iterdir())
+    assert [name[8] for name in left] == ["4", "a"], "what was accepted stays, and what is being made; the others go"
     assert KEPT >= 2
 
 
