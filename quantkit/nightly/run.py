@@ -109,9 +109,13 @@ def run_night(
     store = Store.open(config.at(config.store), create=True)
     executor.ready()
     night = _resumed(store, config, place) if resume else _begun(store, config, place, only)
+    cells = [Cell.of(key) for key in night.matrix if only is None or fnmatchcase(key, only)]
+    if not cells:  # of a night that is resumed
+        remedy = f"one is called {night.matrix[0]}"
+        raise InputError("no-such-cells", where="--only", value=only, rule=f"cells of {night.night}", remedy=remedy)
     running = _Running(store, config, place, night, executor, work, progress)
     try:
-        running.attempt(1, [Cell.of(key) for key in night.matrix if only is None or fnmatchcase(key, only)])
+        running.attempt(1, cells)
         # a large night is decided much faster on one file a table
         store.compact()
         judged = decide_night(store, night.night, config)

@@ -130,6 +130,8 @@ def test_a_stopped_night_says_how_to_go_on_and_nothing_is_done_twice(home: Path)
         night_of(home, Here(stop_after=1))
     assert caught.value.exit == 75 and "1 of 2 cells are kept" in caught.value.value
     assert caught.value.remedy == f"quantkit nightly run {home / 'nightly.yaml'} --resume"
+    with pytest.raises(InputError, match="no-such-cells"):
+        night_of(home, resume=True, only="*|int9|*")
     executor = Here()
     found = night_of(home, executor, resume=True)
     (night,) = store_of(home).nights()
