@@ -98,8 +98,8 @@ def test_the_code_that_is_hashed_is_all_of_the_exporter_s() -> None:
         for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("quantkit.export"):
                 todo += [str(node.module).rpartition(".")[2], *(alias.name for alias in node.names)]
-    # what checks, refuses, quantizes, reads packed codes, copies files along or configures another library does not change
-    # a float graph
+    # what checks, refuses, quantizes, reads packed codes, copies files or configures another library changes no float
+    # graph
     unrelated = {"_asked", "_onnx_refusals", "_check_onnx", "_check_w8a8", "_w8a8", "_reload", "_genai", "_experts"}
     unrelated |= {"_carried", "checkpoint"}
     assert {path.stem for path in baseline._files()} >= seen - unrelated
