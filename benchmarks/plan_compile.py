@@ -104,7 +104,10 @@ FIT = [
     ],
     *[("b", "nvfp4", 4, 1000), ("d", "int8-weights", 0, 1000), ("b", "int4-best", 8, 1000), ("c", "awq-int4", 16, 0)],
     *[("c", "fp8", 4, 1000), ("c", "int8-weights", 0, 1000), ("c", "int4-cpu", 4, 1000), ("c", "int4-best", 8, 1000)],
+    *[("a", "int4-tensorrt", 2, 1000), ("b", "int4-tensorrt", 2, 1000), ("d", "int4-tensorrt", 2, 1000)],
 ]
+# an engine is built for the GPU of a target, here or elsewhere
+TARGETS = {"int4-tensorrt": "rtx-4090"}
 RECIPES = [
     *("float", "rtn-int4", "int4-fast", "gptq-int4", "awq-int4", "int4-best", "int4-symmetric", "int3", "int4-cpu"),
     *("int8-weights", "int8", "int8-dynamic", "fp8", "nf4", "nvfp4", "mxfp4", "gptq-int4+kv-fp8"),
@@ -122,6 +125,7 @@ def compiled(place: Path, name: str, model: str, recipe: str, changes: Sequence[
         shutil.rmtree(cache / known, ignore_errors=True)
     asked, answered, out = (place / f"{name}.{kind}" for kind in ("request", "answer", "bundle"))
     request = {"model": model, "recipe": recipe, "changes": list(changes), "out": str(out), "speed": speed}
+    request["target"] = TARGETS.get(recipe)
     asked.write_text(json.dumps({**request, **({"scored": scored} if scored else {})}))
     done = run(["python", HARNESS / "compile_side.py", asked, answered], env=environment(QUANTKIT_CACHE=str(cache)))
     shutil.rmtree(out, ignore_errors=True)
