@@ -1,0 +1,146 @@
+"""What the shrinking cannot know: sizes that must agree, and kinds of layers that a default hides. Data alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SHARED_KEYS = {
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+}
+_ASSISTANT = {
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_hidden_layers": 2,
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 32,
+}
+_HALF_WINDOW = {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 8}
+_SWA = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "head_dim": 16,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_AXIAL = {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 16), "attn_layers": ["local", "lsh", "local", "lsh"]}
+
+# by model type of the config, or by class
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_hash_byte_group_vocab": 160},
+    "blt_global_transformer": {"hidden_size": 128},
+    "blt_local_decoder": {"hidden_size_global": 128, "vocab_size": 260},
+    "blt_local_encoder": {"hidden_size_global": 128, "vocab_size": 260},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+        }
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2},
+    },
+    "deepseek_v2": {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, **_HALF_WINDOW},
+    "dots3_note_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["indexed_attention", "sliding_attention", "sliding_attention", "indexed_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "per_layer_config": {"1": _SWA, "2": _SWA},
+    },
+    "esm": {"vocab_size": 160},
+    "esmc": {"num_key_value_heads": 4},
+    "gemma3n_text": {**_SHARED_KEYS, "intermediate_size": 96, "activation_sparsity_pattern": [0.9] + [0.0] * 5},
+    "gemma4_text": {**_SHARED_KEYS, "global_head_dim": 32},
+    "gemma4_unified_text": {"global_head_dim": 32, "num_hidden_layers": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "longcat_flash": {"head_dim": 8, "num_layers": 2, "zero_expert_num": 2},
+    "mamba2": {"head_dim": 16, "num_heads": 8, "n_groups": 2},
+    "neomme": {},
+    "qwen2": _HALF_WINDOW,
+    "qwen2_moe": {**_HALF_WINDOW, "mlp_only_layers": [1]},
+    "qwen3": _HALF_WINDOW,
+    "qwen3_moe": {"mlp_only_layers": [1]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "ple_layer_ids": [2],
+        "heads_per_ngram": 4,
+        "ngram_vocab_size_base": 160,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 4,
+    },
+    "reformer": _AXIAL,
+    "squeezebert": {"embedding_size": 64},
+    "xmod": {"default_language": "en_XX"},
+    "youtu": {"pad_token_id": None},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "attention_head_dim": 32,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+    "Gemma4AssistantForCausalLM": {"text_config": _ASSISTANT},
+    "Gemma4UnifiedAssistantForCausalLM": {"text_config": _ASSISTANT},
+}
+
+# heads besides the auto classes of language models: (table, model type -> class)
+HEADS: list[tuple[str, dict[str, Any]]] = [
+    (
+        "AutoModelForSequenceClassification",
+        {
+            "llama": "LlamaForSequenceClassification",
+            "bert": "BertForSequenceClassification",
+            "roberta": "RobertaForSequenceClassification",
+            "gpt2": "GPT2ForSequenceClassification",
+            "deberta-v2": "DebertaV2ForSequenceClassification",
+            "t5": "T5ForSequenceClassification",
+            "bart": "BartForSequenceClassification",
+            "modernbert": "ModernBertForSequenceClassification",
+        },
+    ),
+    (
+        "AutoModelForTokenClassification",
+        {
+            "bert": "BertForTokenClassification",
+            "llama": "LlamaForTokenClassification",
+            "distilbert": "DistilBertForTokenClassification",
+        },
+    ),
+    ("AutoModelForQuestionAnswering", {"bert": "BertForQuestionAnswering", "llama": "LlamaForQuestionAnswering"}),
+    (
+        "AutoModelForSeq2SeqLM",
+        {"t5": "T5ForConditionalGeneration", "bart": "BartForConditionalGeneration", "marian": "MarianMTModel"},
+    ),
+    (
+        "AutoModelForImageClassification",
+        {
+            "vit": "ViTForImageClassification",
+            "deit": "DeiTForImageClassification",
+            "beit": "BeitForImageClassification",
+            "dinov2": "Dinov2ForImageClassification",
+            "swin": "SwinForImageClassification",
+            "convnext": "ConvNextForImageClassification",
+            "resnet": "ResNetForImageClassification",
+            "clip": "CLIPForImageClassification",
+        },
+    ),
+    ("AutoModelForImageTextToText", {"llava": "LlavaForConditionalGeneration"}),
+    ("AutoModelForSpeechSeq2Seq", {"whisper": "WhisperForConditionalGeneration"}),
+]
+
+# what cannot be built or run here, or is no function of token ids, with the reason
+LEFT_OUT: dict[str, str] = {
+    "Gemma3nForConditionalGeneration": "its vision tower wants timm",
+    "MusicgenForCausalLM": "takes rows of codes of several codebooks, not token ids",
+    "MusicgenMelodyForCausalLM": "takes rows of codes of several codebooks, not token ids",
+}
