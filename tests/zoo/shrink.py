@@ -88,16 +88,14 @@ def architectures() -> list[Architecture]:
         ("AutoModel", auto.MODEL_MAPPING_NAMES),
         *HEADS,
     ]
-    seen: set[str] = set()
-    found: list[Architecture] = []
+    found: dict[str, Architecture] = {}
     for table, names in tables:
         for model_type, entry in names.items():
             for name in [entry] if isinstance(entry, str) else entry:
-                if name in seen or (table == "AutoModel" and not _reads_text(name)):
-                    continue
-                seen.add(name)
-                found.append(Architecture(table, model_type, name))
-    return found
+                if name not in found and (table != "AutoModel" or _reads_text(name)):
+                    own = getattr(getattr(transformers, name, None), "config_class", None)
+                    found[name] = Architecture(table, own.model_type if own else model_type, name)
+    return list(found.values())
 
 
 def _reads_text(name: str) -> bool:
