@@ -20,7 +20,7 @@ import transformers
 
 from zoo import judge, shrink
 
-PARTS = {"stream": judge.float_stream}
+PARTS = {"stream": judge.float_stream, "compile": judge.whole_compile}
 SECONDS = 120
 
 

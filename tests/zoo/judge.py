@@ -6,6 +6,8 @@ Four verdicts: right, refused (by an `InputError`, whose code and line are kept)
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tempfile
 import traceback
 from dataclasses import asdict, dataclass
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zoo import shrink
 
@@ -33,6 +35,7 @@ class Verdict:
     code: str = ""
     line: str = ""
     error: float | None = None
+    share: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,6 +83,124 @@ def float_stream(architecture: shrink.Architecture) -> Verdict:
     return verdict("right" if error < TOLERANCE else "WRONG", error=error)
 
 
+# scored: as many positions as quantkit asks for, in sequences of the zoo's length
+_SCORED = -(-6000 // (shrink.TOKENS - 1))
+_RECIPE = """
+schema: 1
+summary: what the campaign compiles by
+models: [decoder, encoder]
+calibration: {set: %s, samples: 8, tokens: %d}
+scheme:
+  weights: {format: int4, granularity: group, group: 32, symmetric: false, scale: float32}
+passes:
+  - gptq: {damping: 0.01}
+export:
+  - checkpoint: {layout: pack-quantized}
+"""
+
+
+def whole_compile(architecture: shrink.Architecture) -> Verdict:
+    """A whole compile, then its manifest's rows against what plain transformers makes of source and bundle."""
+
+    def verdict(kind: str, **more: Any) -> Verdict:
+        return Verdict(architecture.table, architecture.model_type, architecture.name, "compile", kind, **more)
+
+    import quantkit
+    from quantkit.errors import InputError
+
+    with tempfile.TemporaryDirectory(prefix="zoo-") as home:
+        folder, out = Path(home) / architecture.name, Path(home) / "out"
+        try:
+            shrink.tiny(architecture, folder)
+        except Exception as problem:
+            return verdict("not here", line=first_line(problem))
+        scored = shrink.ids(_SCORED, seed=2)
+        recipe = Path(home) / "recipe.yaml"
+        recipe.write_text(_RECIPE % (_token_set(Path(home) / "ids", scored), shrink.TOKENS))
+        try:
+            bundle = quantkit.compile(str(folder), recipe, out=out, speed=False)
+        except InputError as problem:
+            return verdict("refused", code=problem.code, line=str(problem))
+        except Exception as problem:
+            code = getattr(problem, "code", type(problem).__name__)
+            return verdict("CRASH", code=code, line=f"{first_line(problem)} {place(problem)}")
+        try:
+            stated = figures(bundle.measurements)
+            true = plain_figures(folder, bundle.model_folder, scored, bundle.manifest.model.kind)
+        except Exception as problem:
+            return verdict("CRASH", code="plain", line=f"{first_line(problem)} {place(problem)}")
+        off = {name: abs(stated.get(name, float("inf")) - value) / max(abs(value), 1e-3) for name, value in true.items()}
+        worst = max(off, key=lambda name: off[name])
+        line = ", ".join(f"{name} {stated.get(name)!s:.8} (plain {value:.6g})" for name, value in true.items())
+        share = placed(loaded_linears(folder), {layer.name: layer.shape for layer in bundle.manifest.layers})
+        return verdict(
+            "right" if off[worst] < TOLERANCE else "WRONG",
+            code="" if off[worst] < TOLERANCE else worst,
+            line=line,
+            error=off[worst],
+            share=share,
+        )
+
+
+def _token_set(folder: Path, scored: Tensor) -> Path:
+    """A set of token ids whose splits have nothing in common; all of `scored` is its eval split."""
+    folder.mkdir()
+    files = []
+    for split, ids in {"calib": shrink.ids(16, seed=1), "eval": scored}.items():
+        data = "".join(json.dumps({"input_ids": row}) + "\n" for row in ids.tolist()).encode()
+        (folder / f"{split}.jsonl").write_bytes(data)
+        digest = hashlib.sha256(data).hexdigest()
+        files.append(f"  - {{split: {split}, path: {split}.jsonl, bytes: {len(data)}, sha256: {digest}}}")
+    head = "schema: 1\nsummary: ids\nkind: tokens\nsource: {title: drawn, retrieved: drawn}\nlicence: CC0-1.0\nfiles:"
+    (folder / "card.yaml").write_text("\n".join([head, *files]) + "\n")
+    return folder
+
+
+def figures(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """What a bundle says of its accuracy."""
+    found = {row["name"]: row for row in rows}
+    stated = {}
+    if (row := found.get("accuracy.perplexity")) is not None:
+        stated = {"float perplexity": row["baseline"]["value"], "perplexity": row["value"]}
+    for name in ("kl", "cosine"):
+        if (row := found.get(f"accuracy.{name}")) is not None:
+            stated[name] = row["value"]
+    return stated
+
+
+@torch.no_grad()
+def plain_figures(source: Path, made: Path, tokens: Tensor, kind: str) -> dict[str, float]:
+    """The same by two forwards of transformers, in float64 from the logits on."""
+    models = [shrink.loaded(source), shrink.loaded(made)]
+    if kind != "decoder":
+        pooled = [
+            torch.cat([shrink.states(model, part).double().mean(dim=1) for part in tokens.split(32)]) for model in models
+        ]
+        return {"cosine": float(torch.nn.functional.cosine_similarity(*pooled).mean())}
+    losses, divergence = [[], []], []
+    for part in tokens.split(32):
+        logs = [shrink.answer(model, part)[:, :-1].double().log_softmax(dim=-1) for model in models]
+        for kept, log in zip(losses, logs, strict=True):
+            kept.append(-log.gather(-1, part[:, 1:, None]).flatten())
+        divergence.append((logs[0].exp() * (logs[0] - logs[1])).sum(dim=-1).flatten())
+    before, after = (float(torch.cat(kept).mean().exp()) for kept in losses)
+    return {"float perplexity": before, "perplexity": after, "kl": float(torch.cat(divergence).mean())}
+
+
+def loaded_linears(folder: Path) -> int:
+    """Weights of a model that multiply hidden states: everything of two dimensions or more but embeddings and head."""
+    model = shrink.loaded(folder)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    apart = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding) or each is head}
+    found = {id(each): each.numel() for each in model.parameters() if each.dim() > 1 and id(each) not in apart}
+    return sum(found.values())
+
+
+def placed(linears: int, layers: dict[str, list[int]]) -> float:
+    """The share of them that was quantized."""
+    return round(sum(shape[0] * shape[1] for shape in layers.values()) / max(linears, 1), 3)
+
+
 def first_line(problem: BaseException) -> str:
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     return f"{type(problem).__name__}: {lines[0] if lines else ''}"[:300]
@@ -93,5 +214,3 @@ def place(problem: BaseException) -> str:
         f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in [*ours[-1:], frames[-1]]
     )
     return f"({' <- '.join(reversed(shown))})"
-
-

@@ -235,3 +235,12 @@ def answer(model: nn.Module, tokens: Tensor) -> Tensor:
     output = model(input_ids=tokens)
     found: Tensor = output.logits if hasattr(output, "logits") else output[0]
     return found
+
+
+@torch.no_grad()
+def states(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Last hidden states [samples, tokens, width] of a model's base, as anyone gets them."""
+    base = model.base_model
+    assert isinstance(base, nn.Module)
+    found: Tensor = base(input_ids=tokens)[0]
+    return found
