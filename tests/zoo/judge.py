@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zoo import shrink
@@ -45,7 +44,7 @@ def streamed(folder: Path, tokens: Tensor, chunk: int = 2) -> Tensor:
 
     stream = StreamedModel(open_model(str(folder)))
     hidden = stream.run(tokens, chunk)
-    return Head(stream.rest(), stream.path, as_tuple=stream.as_tuple)(hidden, tokens)
+    return Head(stream.rest(), stream.path, stream.flow)(hidden, tokens)
 
 
 def apart(found: Tensor, true: Tensor) -> float:
@@ -93,5 +92,3 @@ def place(problem: BaseException) -> str:
         f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in [*ours[-1:], frames[-1]]
     )
     return f"({' <- '.join(reversed(shown))})"
-
-
