@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from quantkit.model.calls import Calls
 from quantkit.model.experts import Experts, found_in
-from quantkit.model.stream import Calls
 
 
 class _Counted(Exception):
@@ -23,13 +23,13 @@ class _Counted(Exception):
 
 
 @torch.no_grad()
-def count(block: nn.Module, calls: Calls, index: int, hidden: Tensor) -> dict[str, int]:
+def count(block: nn.Module, calls: Calls, stage: int, hidden: Tensor) -> dict[str, int]:
     """Expert -> the calibration tokens that are routed to it; empty for a block without experts.
 
     Args:
         block: with its weights.
         calls: how it is called.
-        index: its number.
+        stage: which of the calls.
         hidden: [samples, tokens, width], its input.
     """
     layers = found_in(block)
@@ -47,9 +47,9 @@ def count(block: nn.Module, calls: Calls, index: int, hidden: Tensor) -> dict[st
 
     hooks = [experts.register_forward_pre_hook(note(path)) for path, experts in layers.items()]
     try:
-        for part in calls.chunks(hidden):
+        for number, part in enumerate(calls.chunks(hidden)):
             try:
-                calls.run(block, index, part)
+                calls.run(block, stage, part, number)
             except _Counted:
                 continue
     finally:

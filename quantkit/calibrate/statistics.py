@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from quantkit.calibrate.scales import Scales, samples_of
 from quantkit.errors import InputError
-from quantkit.model.stream import Calls
+from quantkit.model.calls import Calls
 from quantkit.model.structure import SharedInput
 
 # columns of a Hessian that are summed at a time; only the part on and above the diagonal is
@@ -234,12 +234,14 @@ class Original:
     Args:
         module: with its original weights, up to exact folds.
         hidden: [samples, tokens, width], its input.
+        calls: how it is called.
         skips: linear -> the module whose input its output is added to (`model/skip.py`).
         outputs: its output, once it has run.
     """
 
     module: nn.Module
     hidden: Tensor
+    calls: Calls
     skips: Mapping[str, str] = field(default_factory=dict)
     outputs: Tensor | None = None
 
@@ -252,7 +254,7 @@ class Stats:
         module: the block.
         groups: its shared inputs, in the order they run.
         calls: how the block is called.
-        index: the block's number.
+        stage: which of the calls.
         hidden: [samples, tokens, width], the block's input.
         outputs: the block's output, once a staged run has ended; passes that change weights afterwards reset it.
         original: the block in the original stream; None unless a pass asked for it.
@@ -262,7 +264,7 @@ class Stats:
     module: nn.Module
     groups: tuple[SharedInput, ...]
     calls: Calls
-    index: int
+    stage: int
     hidden: Tensor
     outputs: Tensor | None = None
     original: Original | None = None
@@ -297,15 +299,16 @@ class Stats:
         """The block's output with its present weights, [samples, tokens, width], inputs and cache quantized."""
         if self.scales.waits:
             self.staged(None, quantized=True)
-        if self.scales.use_cache(True) or self.outputs is None:
-            self.outputs = self.calls.run_all(self.module, self.index, self.hidden)
+        if self.scales.use_cache(True) or self.outputs is None or self.calls.live:
+            # a live model's next block is given what this very run leaves behind
+            self.outputs = self.calls.run_all(self.module, self.stage, self.hidden)
         return self.outputs
 
     def original_outputs(self) -> Tensor:
         """What the block puts out in the unquantized model, [samples, tokens, width]."""
         original = self._original()
         if original.outputs is None:
-            original.outputs = self.calls.run_all(original.module, self.index, original.hidden)
+            original.outputs = original.calls.run_all(original.module, self.stage, original.hidden)
         return original.outputs
 
     def _pausing(self, visit: Visit | None, products: bool, drift: bool, quantized: bool) -> None:
@@ -335,7 +338,7 @@ class Stats:
         hooks += [_first(self.module, group, pause(group)) for group in self.groups]
         try:
             with self.scales.watching_cache(whole=True) if quantized else nullcontext():
-                self.outputs = self.calls.run(self.module, self.index, self.hidden)
+                self.outputs = self.calls.run(self.module, self.stage, self.hidden)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -345,7 +348,7 @@ class Stats:
         original, kept = self._original(), dict[str, Tensor]()
         hooks = self._keeping(original.module, kept, (*(group.name for group in self.groups), *self._sources()))
         try:
-            original.outputs = self.calls.run(original.module, self.index, original.hidden)
+            original.outputs = original.calls.run(original.module, self.stage, original.hidden)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -359,37 +362,48 @@ class Stats:
             if visit is None:
                 continue
             sums = InputStats(name=group.name, products=products)
-            befores = self.calls.chunks(self._original().hidden) if drift else itertools.repeat(None)
-            for part, before in zip(self.calls.chunks(self.hidden), befores, strict=False):
-                reached = self._reach(self.module, group, part, drift)
+            befores = self._original().calls.chunks(self._original().hidden) if drift else itertools.repeat(None)
+            for number, (part, before) in enumerate(zip(self.calls.chunks(self.hidden), befores, strict=False)):
+                reached = self._reach(self.module, group, part, number, drift)
                 if group.name in reached:
                     if quantized:
                         reached[group.name] = self.scales.seen(group, reached[group.name])
-                    others = {} if before is None else self._reach(self._original().module, group, before, drift)
+                    others = {} if before is None else self._reach_original(group, before, number, drift)
                     self._add(sums, group, part, reached, others)
             if sums.tokens:  # as when pausing: what nothing reaches is not visited
                 visit(group, sums)
         if quantized and self.scales.cache_waits:  # no linear comes after the cache
             with self.scales.watching_cache(whole=False):
-                self.calls.run_all(self.module, self.index, self.hidden)
-        self.outputs = self.calls.run_all(self.module, self.index, self.hidden)
+                self.calls.run_all(self.module, self.stage, self.hidden)
+        self.outputs = self.calls.run_all(self.module, self.stage, self.hidden)
 
     def _find_scales(self, group: SharedInput) -> None:
         """The fixed scales that are missing up to a group, by replays: of the cache, then of the group's inputs."""
         if self.scales.cache_waits:
             with self.scales.watching_cache(whole=False):
-                for part in self.calls.chunks(self.hidden):
-                    self._reach(self.module, group, part, False)
+                for number, part in enumerate(self.calls.chunks(self.hidden)):
+                    self._reach(self.module, group, part, number, False)
         if self.scales.waiting(group):
             observed = self.scales.observed(group)
-            for part in self.calls.chunks(self.hidden):
-                reached = self._reach(self.module, group, part, False)
+            for number, part in enumerate(self.calls.chunks(self.hidden)):
+                reached = self._reach(self.module, group, part, number, False)
                 if group.name in reached:
                     values = self.scales.moved(group, reached[group.name])
                     observed.add(values.reshape(1, -1), samples_of(values))
             self.scales.settle(group, observed)
 
-    def _reach(self, module: nn.Module, group: SharedInput, part: Tensor, drift: bool) -> dict[str, Tensor]:
+    def _reach_original(self, group: SharedInput, part: Tensor, number: int, drift: bool) -> dict[str, Tensor]:
+        return self._reach(self._original().module, group, part, number, drift, self._original().calls)
+
+    def _reach(
+        self,
+        module: nn.Module,
+        group: SharedInput,
+        part: Tensor,
+        number: int,
+        drift: bool,
+        calls: Calls | None = None,
+    ) -> dict[str, Tensor]:
         """What a shared input, and what runs before it, hold when one chunk runs, up to there."""
         found: dict[str, Tensor] = {}
 
@@ -400,7 +414,7 @@ class Stats:
         hooks = self._keeping(module, found, self._sources() if drift else ())
         hooks.append(_first(module, group, stop))
         try:
-            self.calls.run(module, self.index, part)
+            (calls or self.calls).run(module, self.stage, part, number)
         except _Reached:
             pass
         finally:

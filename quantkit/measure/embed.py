@@ -103,7 +103,7 @@ def _pooled(model: Candidate, ids: Array) -> Array:
 
     if isinstance(model, StreamedModel):
         with torch.inference_mode():
-            pooled: Array = model.run(torch.from_numpy(ids), chunk=_TOGETHER).mean(dim=1).float().numpy()
+            pooled: Array = model.answers(torch.from_numpy(ids), chunk=_TOGETHER).all().mean(dim=1).float().numpy()
         return pooled
     parts = np.array_split(ids, -(-len(ids) // _TOGETHER))
     return np.concatenate([model.encode(part).mean(axis=1) for part in parts])

@@ -122,22 +122,31 @@ def through_depth(
     """
     few = ids[:1, :_TOKENS]
     ours, theirs = original.begin(few, 1), candidate.begin(few, 1)
+    # a live model's calls hold what its blocks have left for each other: those of one block alone are others
+    single = original.begin(few, 1) if ours.live else ours
     untouched = ours if before is None else before.begin(few, 1)
     hidden, changed, clean = ours.hidden, theirs.hidden, untouched.hidden
     wanted = set(layers)
     found = Harm()
-    for index, name in enumerate(original.block_names):
+    for stage, index in enumerate(original.visits):
+        name, again = original.block_names[index], index in original.visits[:stage]
         first, second = original.load(index), candidate.load(index)
         with _Watch(first) as old:
-            target = ours.run_all(first, index, hidden)
+            target = ours.run_all(first, stage, hidden)
         with _Watch(second) as new:
-            alone = theirs.run_all(second, index, hidden)
-        changed = theirs.run_all(second, index, changed)
+            alone = single.run_all(second, stage, hidden)
+        if single is not ours:
+            single.pass_on(stage, single.run_all(first, stage, hidden))
+        out = theirs.run_all(second, stage, changed)
+        changed = theirs.pass_on(stage, out)
         if before is not None:
             third = before.load(index)
             with _Watch(third) as old:
-                clean = untouched.run_all(third, index, clean)
-        found.blocks.append(BlockHarm(name=name, error=_apart(changed, target), own=_apart(alone, target)))
+                clean = untouched.pass_on(stage, untouched.run_all(third, stage, clean))
+        hidden = ours.pass_on(stage, target)
+        if again:
+            continue
+        found.blocks.append(BlockHarm(name=name, error=_apart(out, target), own=_apart(alone, target)))
         prefix = f"{name}." if name else ""
         quantized = [linear for linear in new.inputs if prefix + linear in wanted]
         for linear in quantized:
@@ -147,7 +156,6 @@ def through_depth(
             if linear in old.inputs:
                 ratios = [_outliers(seen.inputs[linear]) for seen in (old, new)]
                 found.inputs.append(InputHarm(name=prefix + linear, before=ratios[0], after=ratios[1]))
-        hidden = target
     return found
 
 

@@ -18,7 +18,7 @@ from quantkit.plan import machine
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from quantkit.model.stream import StreamedModel
+    from quantkit.model.stream import Answers, StreamedModel
     from quantkit.runtimes import _tensorrt_decode
     from quantkit.runtimes._onnx_session import Loaded
 
@@ -30,19 +30,22 @@ if TYPE_CHECKING:
 _LOGITS = 1 << 23
 
 
-def original_states(model: StreamedModel, tokens: TokenSet) -> Tensor:
-    """The original's last hidden states, [samples, tokens, width], computed once and kept in the user's cache.
+def original_answers(model: StreamedModel, tokens: TokenSet) -> Answers:
+    """What the original gives; its last hidden states are computed once and kept in the user's cache.
 
     The cache key is all they depend on: source, token ids, versions, instruction set and threads.
     """
+    from quantkit.model.stream import Answers
+
     place = states.place(model, tokens.sha256)
     kept = states.read(place)
-    if kept is not None and kept.shape[:2] == tokens.ids.shape:
-        model.learn_calls(tokens.ids[:1, :8])
-        return kept
-    hidden = model.run(tokens.ids)
-    states.write(place, hidden)
-    return hidden
+    if kept is None or kept.shape[:2] != tokens.ids.shape:
+        calls = model.through(tokens.ids)
+        if calls.live:  # what its blocks leave for each other cannot be kept
+            return Answers(calls, tokens.ids)
+        kept = calls.hidden
+        states.write(place, kept)
+    return model.answers(tokens.ids, hidden=kept)
 
 
 def vocabulary(model: nn.Module) -> int:
@@ -58,20 +61,19 @@ def score(
     Memory is one block, two heads and a few positions of logits; of a candidate in a session, the session.
     """
     tell = progress or (lambda done: None)
-    before = original_states(original, tokens)
+    before = original_answers(original, tokens)
     tell(0.3)
     found = _positions(candidate, tokens)
     tell(0.6)
-    head = _Heads(original, before)
     accuracy = Accuracy()
     # final norm and head look at one position at a time, so a few at a time is enough
-    few = max(1, _LOGITS // vocabulary(head.head.model))
+    few = max(1, _LOGITS // vocabulary(original.skeleton))
     for index in range(tokens.ids.shape[0]):
         ids = tokens.ids[index : index + 1]
         for start in range(0, ids.shape[1] - 1, few):
             part = slice(start, min(start + few, ids.shape[1] - 1))
-            logits = [side(index, part, ids[:, part]) for side in (head, found)]
-            accuracy.add_positions(index, ids[0, part.start + 1 : part.stop + 1], logits[0], logits[1])
+            logits = before(index, part), found(index, part, ids[:, part])
+            accuracy.add_positions(index, ids[0, part.start + 1 : part.stop + 1], *logits)
         tell(0.6 + 0.4 * (index + 1) / tokens.ids.shape[0])
     return accuracy.items()
 
@@ -81,21 +83,9 @@ def _positions(candidate: Candidate, tokens: TokenSet) -> Callable[[int, slice, 
     from quantkit.model.stream import StreamedModel
 
     if isinstance(candidate, StreamedModel):
-        return _Heads(candidate, candidate.run(tokens.ids))
+        answers = candidate.answers(tokens.ids)
+        return lambda index, part, ids: answers(index, part)
     return _Session(candidate, tokens.ids.shape[1])
-
-
-class _Heads:
-    """The head of a model, on hidden states that are there already."""
-
-    def __init__(self, model: StreamedModel, hidden: Tensor) -> None:
-        from quantkit.model.stream import Head
-
-        self.head = Head(model.rest(), model.path, as_tuple=model.as_tuple)
-        self.hidden = hidden
-
-    def __call__(self, index: int, part: slice, ids: Tensor) -> Tensor:
-        return self.head(self.hidden[index : index + 1, part], ids)[0]
 
 
 class _Session:
@@ -120,9 +110,9 @@ def cosine(original: StreamedModel, candidate: Candidate, tokens: TokenSet) -> T
 
     from quantkit.model.stream import StreamedModel
 
-    before = original_states(original, tokens)
+    before = original_answers(original, tokens).all()
     if isinstance(candidate, StreamedModel):
-        after = candidate.run(tokens.ids)
+        after = candidate.answers(tokens.ids).all()
     else:
         after = torch.cat([torch.from_numpy(candidate.encode(ids.numpy())) for ids in tokens.ids.split(4)])
     return torch.nn.functional.cosine_similarity(before.mean(dim=1).double(), after.mean(dim=1).double())

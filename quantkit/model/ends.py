@@ -6,13 +6,12 @@ of 100,000 rows is not copied for it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from quantkit.model.flow import learn
 from quantkit.model.fold import InDouble
-from quantkit.model.stream import Head, Whole, record_calls, returns_tuple
+from quantkit.model.stream import Head, Whole, record
 from quantkit.model.structure import is_linear, set_weight, weight_of
 
 # rows of an embedding or head that are kept; more than there are positions in a probe
@@ -30,9 +29,9 @@ class Ends:
     def __init__(self, stream: Whole, ids: Tensor) -> None:
         self.path, self.ids = stream.path, ids
         self.model = stream.rest()
-        self.as_tuple = returns_tuple(self.model, self.path, stream.load(0), ids)
+        self.flow = learn(self.model, self.path, stream.load, ids)
+        self._head = Head(self.model, self.path, self.flow)
         # in the place of the blocks stands what holds no weights
-        self._head = Head(self.model, self.path, as_tuple=self.as_tuple)
         for module in self.model.modules():
             if isinstance(module, nn.Embedding) and module.weight.shape[0] > ROWS:
                 module.weight = nn.Parameter(module.weight.detach()[:ROWS].clone(), requires_grad=False)
@@ -47,8 +46,8 @@ class Ends:
     def start(self) -> tuple[Tensor, list[Tensor]]:
         """The hidden states before block 0, and the other tensors that blocks are given."""
         with InDouble():  # type: ignore[no-untyped-call]
-            hidden, calls = record_calls(self.model, self.path, self.ids, as_tuple=self.as_tuple)
-        return hidden, list(_tensors(calls))
+            calls = record(self.model, self.path, self.flow, self.ids, len(self.ids))
+        return calls.hidden, calls.tensors()
 
     def finish(self, hidden: Tensor) -> Tensor:
         """Logits, or an encoder's last hidden states, for the last block's output."""
@@ -73,14 +72,3 @@ class Ends:
             for hook in hooks:
                 hook.remove()
         return tuple(dict.fromkeys(read))
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples and mappings, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [tensor for inner in value for tensor in _tensors(inner)]
-    return []

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quantkit.model.calls import Call
 from quantkit.model.experts import are_apart
-from quantkit.model.stream import primary
 from quantkit.model.structure import SharedInput, Structure, is_linear, is_transposed
 
 Form = Literal["linear", "weight", "one_plus_weight"]
@@ -50,33 +50,6 @@ class Fold:
     index: Tensor
     channels: int
     form: Form
-
-
-@dataclass(frozen=True)
-class Call:
-    """How to run one block on a few tokens: the hidden states and the other arguments."""
-
-    hidden: Tensor
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def __call__(self, block: nn.Module) -> Tensor:
-        """The block's output."""
-        return primary(block(self.hidden, *self.args, **self.kwargs))
-
-    def double(self) -> Call:
-        """The same in float64."""
-        return Call(self.hidden.double(), _double(self.args), _double(self.kwargs))
-
-
-def _double(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _double(inner) for key, inner in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_double(inner) for inner in value)
-    return value
 
 
 class InDouble(TorchDispatchMode):

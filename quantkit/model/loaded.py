@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
-from quantkit.model.stream import Calls, Transform, find_blocks, record_calls, returns_tuple
+from quantkit.model.calls import Calls, Given
+from quantkit.model.flow import Flow, learn
+from quantkit.model.stream import Transform, find_blocks, record
 
 
 class LoadedModel:
@@ -28,12 +30,18 @@ class LoadedModel:
                 self.path = find_blocks(model)
             except InputError:
                 self.path = ""
-        count = len(self.model.get_submodule(self.path)) if self.path else 1  # type: ignore[arg-type]
-        self.block_names = [f"{self.path}.{index}" for index in range(count)] if self.path else [""]
+        self._blocks = list(self.model.get_submodule(self.path).children()) if self.path else [self.model]
+        self.block_names = [f"{self.path}.{index}" for index in range(len(self._blocks))] if self.path else [""]
+        self.flow = Flow(tuple(range(len(self._blocks))), False)
+
+    @property
+    def visits(self) -> tuple[int, ...]:
+        """The number of the block that each call is to, in order; known once a forward has begun."""
+        return self.flow.visits
 
     def load(self, index: int) -> nn.Module:
         """The block itself, not a copy."""
-        return self.model.get_submodule(self.block_names[index])
+        return self._blocks[index]
 
     def rest(self) -> nn.Module:
         """A copy of what lies outside the blocks."""
@@ -49,18 +57,12 @@ class LoadedModel:
     @torch.no_grad()
     def begin(self, ids: Tensor, chunk: int) -> Calls:
         """Hidden states before block 0 for token `ids` [samples, tokens]; for a single block, `ids` is its input."""
-        calls = Calls(hidden=torch.empty(0), chunk=chunk)
         if not self.path:
-            calls.hidden = ids
-            calls.arguments = {size: [((), {})] for size in (1, *(part.shape[0] for part in ids.split(chunk)))}
-            return calls
-        as_tuple = returns_tuple(self.model, self.path, self.load(0), ids)
-        parts = []
-        for part in ids.split(chunk):
-            hidden, arguments = record_calls(self.model, self.path, part, as_tuple=as_tuple)
-            parts.append(hidden)
-            calls.arguments.setdefault(part.shape[0], arguments)
-        calls.hidden = torch.cat(parts)
-        if 1 not in calls.arguments:
-            calls.arguments[1] = record_calls(self.model, self.path, ids[:1], as_tuple=as_tuple)[1]
-        return calls
+            nothing = [Given()]
+            return Calls(ids, chunk, [nothing for _ in ids.split(chunk)], nothing)
+        self.flow = learn(self.model, self.path, self.load, ids)
+        if self.flow.live:
+            from quantkit.model.live import LiveCalls
+
+            return LiveCalls(self.rest(), self.path, self.flow.visits, ids, self.flow.batch)
+        return record(self.model, self.path, self.flow, ids, chunk)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.model import fold as folds
-from quantkit.model.fold import Call, InDouble, disagreement
+from quantkit.model.calls import Call
+from quantkit.model.fold import InDouble, disagreement
 from quantkit.model.structure import SharedInput, Structure, is_linear, trace, weight_of
 from quantkit.model.turn import Form, Heads, Norm, Part, Residual, Rotations, gain_of, set_parameter, turn_heads
 

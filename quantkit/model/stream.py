@@ -1,37 +1,36 @@
 """One block in memory at a time: a model's forward pass, cut at its decoder or encoder layers.
 
 A transformer is `rest -> block 0 -> block 1 -> ... -> rest`. The skeleton (no weights) runs once with every block
-replaced by a recorder, which notes how the model calls its blocks (masks, rotary tables, per-layer options) and hands
-the hidden states through. From then on blocks are loaded, run on all hidden states and dropped, one after the other, so
-memory is one block plus activations whatever the model's size. Which module holds the blocks is found, not listed: the
-`ModuleList` of like children that owns most of the parameters.
+replaced by a stand-in, which notes how the model calls its blocks (masks, rotary tables, per-layer options) and hands
+the hidden states through (`calls.py`). From then on blocks are loaded, run on all hidden states and dropped, one after
+the other, so memory is one block plus activations whatever the model's size. Which module holds the blocks is found,
+not listed: the `ModuleList` of like children that owns most of the parameters.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-import math
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from quantkit import content
 from quantkit.errors import InputError
+from quantkit.model.calls import Calls, Given, forward, gathered, same, stand_in, standing_in, uncached
+from quantkit.model.flow import Flow, learn
 from quantkit.model.open import Source, parameter_names
-
-# hidden states of a whole calibration set from this many bytes on lie in a file, and memory stays bounded
-ON_DISK = 1 << 30
 
 
 class BlockStream(Protocol):
     """What the pipeline needs of a model: its blocks by number, and how they are called."""
 
     block_names: list[str]
+
+    @property
+    def visits(self) -> tuple[int, ...]:
+        """The number of the block that each call is to, in order; known once a forward has begun."""
 
     def load(self, index: int) -> nn.Module:
         """Block `index` with its weights, float32, eval mode."""
@@ -61,90 +60,22 @@ class Transform(Protocol):
         """Change what lies outside the blocks in place."""
 
 
-@dataclass
-class Calls:
-    """The first block's input, and the other arguments of every block.
-
-    Args:
-        hidden: [samples, tokens, width] float32.
-        chunk: sequences per forward.
-        arguments: batch size -> one (args, kwargs) a block: for chunks, for what is left over, and for 1.
-    """
-
-    hidden: Tensor
-    chunk: int
-    arguments: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
-
-    def forward(self, block: nn.Module, index: int, hidden: Tensor) -> Tensor:
-        """The block's output on one chunk or one sequence, with gradients where those are enabled."""
-        args, kwargs = self.arguments[hidden.shape[0]][index]
-        return primary(block(hidden, *args, **kwargs))
-
-    @torch.no_grad()
-    def run(self, block: nn.Module, index: int, hidden: Tensor) -> Tensor:
-        """The block's output on one chunk, [at most chunk, tokens, width]."""
-        return self.forward(block, index, hidden)
-
-    def chunks(self, hidden: Tensor) -> Iterator[Tensor]:
-        """`hidden` in forwards' worth."""
-        yield from hidden.split(self.chunk)
-
-    @torch.no_grad()
-    def run_all(self, block: nn.Module, index: int, hidden: Tensor) -> Tensor:
-        """The block's output on everything, [samples, tokens, width]; on disk if it is large."""
-        return gathered((self.run(block, index, part) for part in self.chunks(hidden)), hidden.shape[0])
-
-
-def primary(output: Any) -> Tensor:
-    """The hidden states out of what a block returns: a tensor, or a tuple that begins with it."""
-    hidden: Tensor = output[0] if isinstance(output, tuple) else output
-    return hidden
-
-
-def gathered(parts: Iterable[Tensor], samples: int) -> Tensor:
-    """Chunks [n, tokens, width] as one tensor [samples, tokens, width]; from `ON_DISK` bytes on, in a file.
-
-    The file has no name: it is gone when nothing refers to it any more.
-    """
-    whole: Tensor | None = None
-    start = 0
-    for part in parts:
-        if whole is None:
-            if part.shape[0] == samples:
-                return part
-            whole = _room((samples, *part.shape[1:]), part.dtype)
-        whole[start : start + part.shape[0]] = part
-        start += part.shape[0]
-    assert whole is not None
-    return whole
-
-
-def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    count = math.prod(shape)
-    if count * dtype.itemsize < ON_DISK:
-        return torch.empty(shape, dtype=dtype)
-    folder = content.cache_dir()
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix="hidden-") as file:
-        file.truncate(count * dtype.itemsize)
-        return torch.from_file(file.name, shared=True, size=count, dtype=dtype).reshape(shape)
-
-
 def find_blocks(model: nn.Module) -> str:
     """The path of the `ModuleList` whose children are the blocks, such as `model.layers`.
+
+    Of lists whose children are of one class, the one with most parameters; or the list of several classes that this one
+    is part of, as where layers with and without attention alternate.
 
     Raises:
         InputError: `blocks-not-found`.
     """
-    best, most = "", 0
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) == 0:
-            continue
-        if len({type(child) for child in module}) == 1:
-            size = sum(parameter.numel() for parameter in module.parameters())
-            if size > most:
-                best, most = path, size
-    if not best:
+    lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
+    sizes = {path: sum(value.numel() for value in module.parameters()) for path, module in lists.items()}
+    alike = [path for path, module in lists.items() if len({type(child) for child in module}) == 1]
+    best = max(alike, key=lambda path: sizes[path], default="")
+    around = [path for path in lists if path not in alike and (not best or best.startswith(f"{path}."))]
+    best = max([*around, best] if best else around, key=lambda path: sizes[path], default="")
+    if not best or not sizes[best]:
         raise InputError(
             "blocks-not-found",
             where=type(model).__name__,
@@ -163,82 +94,60 @@ def find_head(model: nn.Module) -> str | None:
     return next((path for path, module in model.named_modules() if module is head), None)
 
 
-class _Recorder(nn.Module):
-    """Stands where a block stands, notes how it is called and returns its input in the block's way."""
+@torch.no_grad()
+def record(model: nn.Module, path: str, flow: Flow, ids: Tensor, chunk: int, runs: nn.Module | None = None) -> Calls:
+    """How a model calls its blocks on `ids` [samples, tokens], noted without running them.
 
-    def __init__(self, block: nn.Module, as_tuple: bool) -> None:
-        super().__init__()
-        self.__dict__["stands_for"] = block  # not a submodule: its weights are not there
-        self.as_tuple = as_tuple
-        self.hidden: Tensor | None = None
-        self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    Args:
+        model: with weights everywhere but in its blocks.
+        path: of the `ModuleList` of blocks.
+        flow: of the model, which is not live.
+        ids: what it is run on.
+        chunk: sequences per forward. Where blocks are given what depends on the text, and that cannot be told apart by
+            sequence, it becomes 1.
+        runs: the part of the model whose forward runs; all of it by default.
+    """
+    notes: list[list[Given]] = []
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["stands_for"], name)
+    def parts(size: int) -> Iterator[Tensor]:
+        for part in ids.split(size):
+            hidden, given = _record(model, path, flow, part, runs or model)
+            alike = next((each for each in notes[:1] if same(each, given)), given)
+            notes.append(alike)
+            yield hidden.float() if hidden.dtype in (torch.float16, torch.bfloat16) else hidden
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Note the call; the hidden states go through unchanged."""
-        if "hidden_states" in kwargs:
-            hidden = kwargs.pop("hidden_states")
-        else:
-            hidden, args = args[0], args[1:]
-        self.hidden, self.call = hidden, (args, kwargs)
-        return (hidden,) if self.as_tuple else hidden
+    hidden = gathered(parts(chunk), ids.shape[0])
+    first = notes[0] if min(chunk, len(ids)) == 1 else _record(model, path, flow, ids[:1], runs or model)[1]
+    other = first if len(ids) == 1 else _record(model, path, flow, ids[1:2], runs or model)[1]
+    full = len(ids) // chunk
+    if same(first, other) and all(note is notes[0] for note in notes[:full]):
+        return Calls(hidden, chunk, notes, first)
+    rows = min(chunk, len(ids))
+    if chunk == 1 or same([each.row(0, rows) for each in notes[0]], first):
+        return Calls(hidden, chunk, notes)
+    notes.clear()
+    return Calls(gathered(parts(1), ids.shape[0]), 1, notes)
 
 
 class _AllRecorded(Exception):
     """Ends the skeleton's forward after the last block: what follows is not needed."""
 
 
-class _LastRecorder(_Recorder):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        super().forward(*args, **kwargs)
-        raise _AllRecorded
+def _record(model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Module) -> tuple[Tensor, list[Given]]:
+    blocks = list(model.get_submodule(path).children())
+    first: list[Tensor] = []
+    noted: list[Given] = []
 
+    def takes(index: int, hidden: Tensor, given: Given) -> Any:
+        first.extend([] if first else [hidden])
+        noted.append(given)
+        if len(noted) == len(flow.visits):
+            raise _AllRecorded
+        return flow.output(blocks[index], hidden)
 
-def record_calls(
-    model: nn.Module, path: str, ids: Tensor, *, as_tuple: bool, count: int | None = None
-) -> tuple[Tensor, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """Run a model whose blocks need no weights and note how each is called.
-
-    Args:
-        model: everything but the blocks has its weights.
-        path: of the `ModuleList` of blocks.
-        ids: [samples, tokens].
-        as_tuple: whether blocks return a tuple (else a tensor).
-        count: how many blocks to note; None is all.
-
-    Returns:
-        the hidden states before block 0, and (args, kwargs) of each block.
-    """
-    parent, _, leaf = path.rpartition(".")
-    owner = model.get_submodule(parent)
-    blocks = model.get_submodule(path)
-    assert isinstance(blocks, nn.ModuleList)
-    chosen = list(blocks)[:count]
-    recorders = [_Recorder(block, as_tuple) for block in chosen[:-1]] + [_LastRecorder(chosen[-1], as_tuple)]
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    setattr(owner, leaf, nn.ModuleList(recorders))
-    try:
-        model(input_ids=ids, **options)
-    except _AllRecorded:
-        pass
-    finally:
-        setattr(owner, leaf, blocks)
-    assert recorders[0].hidden is not None
-    return recorders[0].hidden.clone(), [recorder.call for recorder in recorders]
-
-
-@torch.no_grad()
-def returns_tuple(model: nn.Module, path: str, first: nn.Module, ids: Tensor) -> bool:
-    """Whether the blocks return a tuple: run `first`, block 0 with its weights, on a few tokens."""
-    few = ids[:1, :4]
-    hidden, calls = record_calls(model, path, few, as_tuple=False, count=1)
-    args, kwargs = calls[0]
-    return isinstance(first(hidden, *args, **kwargs), tuple)
+    with uncached(model), standing_in(model, path, takes), suppress(_AllRecorded):
+        forward(runs, ids)
+    return first[0].clone(), noted
 
 
 def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
@@ -280,8 +189,21 @@ class StreamedModel:
         self.blocks = blocks
         self.block_names = [f"{self.path}.{index}" for index in range(len(blocks))]
         self.files = parameter_names(source, self.skeleton) if files is None else dict(files)
-        self.as_tuple = False
+        self._flow: Flow | None = None
         self.transforms: list[Transform] = []
+
+    @property
+    def flow(self) -> Flow:
+        """Which way hidden states go through it; learned when it is first asked for."""
+        if self._flow is None:
+            self._learn(self.rest(), None)
+        assert self._flow is not None
+        return self._flow
+
+    @property
+    def visits(self) -> tuple[int, ...]:
+        """The number of the block that each call is to, in order."""
+        return self.flow.visits
 
     @property
     def head(self) -> str | None:
@@ -329,39 +251,61 @@ class StreamedModel:
         found: Tensor = getattr(model.get_submodule(parent), leaf)
         return found.detach()
 
-    def _learn(self, model: nn.Module, ids: Tensor) -> None:
-        self.as_tuple = returns_tuple(model, self.path, self.load(0), ids)
+    def runs(self, model: nn.Module) -> nn.Module:
+        """The part of `model` that is scored: a decoder with its head, of other models what gives hidden states."""
+        base = getattr(model, "base_model", None)
+        return base if self.source.kind != "decoder" and isinstance(base, nn.Module) else model
 
-    def learn_calls(self, ids: Tensor) -> None:
-        """Find out what blocks return, without running the model: for who only needs its head."""
-        self._learn(self.rest(), ids)
+    def _learn(self, model: nn.Module, ids: Tensor | None) -> Flow:
+        if self._flow is None:
+            if ids is None:
+                size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator, union-attr, arg-type]
+                ids = torch.arange(16).reshape(2, 8).remainder(size)
+            self._flow = learn(model, self.path, self.load, ids, self.runs(model))
+        return self._flow
 
     @torch.no_grad()
     def begin(self, ids: Tensor, chunk: int) -> Calls:
         """Hidden states before block 0 for `ids` [samples, tokens], and how each block is called."""
         model = self.rest()
-        self._learn(model, ids)
-        calls = Calls(hidden=torch.empty(0), chunk=chunk)
+        flow = self._learn(model, None)
+        if flow.live:
+            from quantkit.model.live import LiveCalls
 
-        def parts() -> Iterator[Tensor]:
-            for part in ids.split(chunk):
-                hidden, arguments = record_calls(model, self.path, part, as_tuple=self.as_tuple)
-                calls.arguments.setdefault(part.shape[0], arguments)
-                yield hidden.to(self.dtype)
-
-        calls.hidden = gathered(parts(), ids.shape[0])
-        if 1 not in calls.arguments:
-            calls.arguments[1] = record_calls(model, self.path, ids[:1], as_tuple=self.as_tuple)[1]
-        return calls
+            return LiveCalls(model, self.path, flow.visits, ids, flow.batch, self.runs(model))
+        return record(model, self.path, flow, ids, chunk, self.runs(model))
 
     @torch.no_grad()
+    def through(self, ids: Tensor, chunk: int = 4) -> Calls:
+        """All blocks run on `ids` [samples, tokens], one in memory; `hidden` of the result is the last one's output."""
+        calls = self.begin(ids, chunk)
+        hidden, before = calls.hidden, -1
+        for stage, index in enumerate(self.visits):
+            if index != before:
+                block = self.load(index)
+            hidden, before = calls.pass_on(stage, calls.run_all(block, stage, hidden)), index
+        calls.hidden = hidden
+        return calls
+
     def run(self, ids: Tensor, chunk: int = 4) -> Tensor:
         """The last block's output for `ids` [samples, tokens]: [samples, tokens, width], one block in memory."""
-        calls = self.begin(ids, chunk)
-        hidden = calls.hidden
-        for index in range(len(self.block_names)):
-            hidden = calls.run_all(self.load(index), index, hidden)
-        return hidden
+        return self.through(ids, chunk).hidden
+
+    def answers(self, ids: Tensor, chunk: int = 4, hidden: Tensor | None = None) -> Answers:
+        """What the model gives for `ids` [samples, tokens]: see `Answers`.
+
+        Args:
+            ids: what it is run on.
+            chunk: sequences per forward.
+            hidden: the last block's output, where that is known already.
+        """
+        if hidden is None:
+            calls = self.through(ids, chunk)
+            if calls.live:
+                return Answers(calls, ids)
+            hidden = calls.hidden
+        model = self.rest()
+        return Answers(Head(model, self.path, self._learn(model, ids), self.runs(model)), ids, hidden)
 
 
 class Head:
@@ -369,29 +313,64 @@ class Head:
 
     The model's own forward runs with a single stand-in block that returns the hidden states it is given, so that final
     norms, logit scales and soft caps are whatever the model's class makes of them.
+
+    Args:
+        model: with weights everywhere but in its blocks; it is ours from here on.
+        path: of the `ModuleList` of blocks.
+        flow: of the model, which is not live.
+        runs: the part of the model whose forward runs; all of it by default.
     """
 
-    def __init__(self, model: nn.Module, path: str, *, as_tuple: bool) -> None:
-        parent, _, leaf = path.rpartition(".")
-        blocks = model.get_submodule(path)
-        assert isinstance(blocks, nn.ModuleList)
-        stands = list(blocks)
-        self.player = _Player(stands[0], as_tuple)
-        through = [_Recorder(block, as_tuple) for block in stands[1:]]
-        setattr(model.get_submodule(parent), leaf, nn.ModuleList([self.player, *through]))
-        self.model = model
+    def __init__(self, model: nn.Module, path: str, flow: Flow, runs: nn.Module | None = None) -> None:
+        assert not flow.live, "what follows the blocks of a live model is its own forward"
+        self.model, self.runs = model, runs or model
+        self._plays = torch.empty(0)
+        blocks = list(model.get_submodule(path).children())
+
+        def takes(index: int, given: Tensor, _: Given) -> Any:
+            return flow.output(blocks[index], given if index else self._plays)
+
+        stand_in(model, path, takes)
 
     @torch.no_grad()
     def __call__(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """Logits [samples, tokens, vocabulary] (or the encoder's last hidden states) for the last block's output."""
-        self.player.plays = hidden
-        output = self.model(input_ids=ids)
-        answer: Tensor = output.logits if hasattr(output, "logits") else output[0]
-        return answer
+        self._plays = hidden
+        with uncached(self.model):
+            return answer(forward(self.runs, ids))
 
 
-class _Player(_Recorder):
-    plays: Tensor
+def answer(output: Any) -> Tensor:
+    """Logits out of what a model gives, or its last hidden states."""
+    found: Tensor = output.logits if hasattr(output, "logits") else output[0]
+    return found
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.plays,) if self.as_tuple else self.plays
+
+class Answers:
+    """What a model gives for some ids [samples, tokens]: logits, or an encoder's last hidden states.
+
+    Of a live model a sequence's are computed once, when its first part is asked for, and held until the next one's are.
+
+    Args:
+        of: a head, or the calls of a live model that have gone through all blocks.
+        ids: [samples, tokens].
+        hidden: the last block's output, for a head.
+    """
+
+    def __init__(self, of: Head | Calls, ids: Tensor, hidden: Tensor | None = None) -> None:
+        self._of, self._ids, self._hidden = of, ids, hidden
+        self._held: tuple[int, Tensor] | None = None
+
+    @torch.no_grad()
+    def __call__(self, index: int, part: slice = slice(None)) -> Tensor:
+        """Of some positions of one sequence: [P, vocabulary or width]."""
+        if isinstance(self._of, Head):
+            assert self._hidden is not None
+            return self._of(self._hidden[index : index + 1, part], self._ids[index : index + 1, part])[0]
+        if self._held is None or self._held[0] != index:
+            self._held = index, answer(self._of.finish(index))[0]  # type: ignore[attr-defined]
+        return self._held[1][part]
+
+    def all(self) -> Tensor:
+        """Of everything, [samples, tokens, vocabulary or width]."""
+        return torch.stack([self(index) for index in range(len(self._ids))])

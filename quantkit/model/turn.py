@@ -24,7 +24,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from quantkit.model.fold import Call, InDouble, disagreement
+from quantkit.model.calls import Call
+from quantkit.model.fold import InDouble, disagreement
 from quantkit.model.structure import set_weight, weight_of
 
 Form = Literal["weight", "one_plus_weight", "none"]

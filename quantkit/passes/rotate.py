@@ -116,8 +116,9 @@ def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
     """
     import torch
 
+    from quantkit.model.calls import Call
     from quantkit.model.ends import Ends
-    from quantkit.model.fold import TOLERANCE, Call
+    from quantkit.model.fold import TOLERANCE
     from quantkit.model.residual import Unturnable, find, find_heads
     from quantkit.model.turn import Part, Residual, prove
     from quantkit.passes.solvers import rotate as solver
@@ -126,11 +127,13 @@ def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
         raise Unturnable("the model is one block, without a stream from block to block")
     ids = torch.arange(1, 1 + _PROBE[0] * _PROBE[1]).reshape(_PROBE)
     calls = model.begin(ids, _PROBE[0])
+    if calls.live:
+        raise Unturnable("its blocks are given what other blocks have put out")
     width = calls.hidden.shape[-1]
     make = solver.hadamard_rotation if settings.matrix == "hadamard" else solver.random_rotation
 
     def call(index: int) -> Call:
-        return Call(calls.hidden, *calls.arguments[_PROBE[0]][index])
+        return calls.call(model.visits.index(index))
 
     def part(index: int) -> Part:
         return Part.of_block(model.load(index), call(index))

@@ -186,7 +186,7 @@ def _gradients(block: Block, stats: Stats, targets: Tensor, rows: list[int], nam
 
 
 def _loss(block: Block, stats: Stats, targets: Tensor, row: int) -> Tensor:
-    output = stats.calls.forward(block.module, stats.index, stats.hidden[row : row + 1]).flatten(0, -2)
+    output = stats.calls.forward_row(block.module, stats.stage, stats.hidden[row : row + 1], row).flatten(0, -2)
     target = targets[row : row + 1].flatten(0, -2)
     size = target.square().sum(dim=1).clamp(min=1e-12)
     return ((output - target).square().sum(dim=1) / size).mean()

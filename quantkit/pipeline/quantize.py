@@ -33,14 +33,18 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
 
     from quantkit.model import finished
     from quantkit.pipeline.route import Rare
-    from quantkit.pipeline.work import work
+    from quantkit.pipeline.work import looks_at_data, work
 
     choice = prepared.request.recipe.calibration
     count = len(prepared.stream.block_names)
+    looks = looks_at_data(prepared.steps, prepared.layers.activations.values(), prepared.request.recipe.scheme.kv_cache)
     start = sum(key.startswith("block-") for key in build.done())
     if start == count:
         _finish_rest(prepared, build)
         return
+    if start and looks and prepared.stream.flow.live:
+        progress.note(f"{start} blocks are solved again: a forward of {prepared.source.architecture} begins anew")
+        start = 0
     begun = time.process_time()
     hidden_file = build.steps / f"hidden-{start - 1:04}.safetensors"
     states = load_file(hidden_file) if hidden_file.exists() else {}

@@ -23,9 +23,10 @@ from quantkit.errors import InputError
 from quantkit.model import cache as caches
 from quantkit.model import experts, fold, inputs, structure
 from quantkit.model.block import Block
-from quantkit.model.fold import Call, Fold
+from quantkit.model.calls import Call, Calls
+from quantkit.model.fold import Fold
 from quantkit.model.skip import skips
-from quantkit.model.stream import BlockStream, Calls
+from quantkit.model.stream import BlockStream
 from quantkit.model.structure import Structure
 from quantkit.passes import Pass, decision
 from quantkit.pipeline import route
@@ -214,7 +215,9 @@ def work(
         each block when it is finished; the caller commits it before asking for the next.
     """
     probe = stream.begin(probe_ids, probe_ids.shape[0])
+    probed = probe.hidden
     calls: Calls | None = None
+    originals: Calls | None = None
     activations = activations or {}
     if ids is not None and looks_at_data(steps, activations.values(), cache):
         both = looks_at_original(steps)
@@ -222,21 +225,24 @@ def work(
         # running every stage anew would cost
         calls = stream.begin(ids, chunk_size(widest, ids.shape[1]))
         if both:
+            originals = stream.begin(ids, calls.chunk) if calls.live else calls
             original = calls.hidden if original is None else original
         hidden = calls.hidden if hidden is None else hidden
         if on_start is not None:
             on_start(calls)
     block_steps = [step for step in steps if step.run.scope == "block"]
     like: Found = ({}, {})
-    for index in range(start, len(stream.block_names)):
+    visits = stream.visits
+    for stage, index in enumerate(visits):
+        if index < start or index in visits[:stage]:
+            continue
         module = stream.load(index)
-        args, kwargs = probe.arguments[probe_ids.shape[0]][index]
-        call = Call(probe.hidden, args, kwargs)
+        call = probe.call(stage)
         with experts.all_running(module):
             traced = structure.trace(module, lambda module=module, call=call: call(module))  # type: ignore[misc]
         counts: dict[str, int] = {}
         if calls is not None and hidden is not None:
-            counts = routing.count(module, calls, index, hidden)
+            counts = routing.count(module, calls, stage, hidden)
         folds = _ProvedFolds(module, traced, call, like)
         name = stream.block_names[index]
         prefix = f"{name}." if name else ""
@@ -260,10 +266,10 @@ def work(
         )
         worked = Worked(block, None)
         worked.routed, worked.decisions = route.settle(block, counts, rare or Rare())
-        stats = Stats(module, traced.groups, calls or probe, index, hidden if hidden is not None else probe.hidden)
+        stats = Stats(module, traced.groups, calls or probe, stage, hidden if hidden is not None else probed)
         stats.scales = Scales(block.inputs, block.cache, dtype)
-        if block.original is not None and original is not None:
-            stats.original = Original(block.original, original, skips(module, call))
+        if block.original is not None and original is not None and originals is not None:
+            stats.original = Original(block.original, original, originals, skips(module, call))
         for linear in traced.idle:
             if schemes.get(prefix + linear) is not None:
                 reason = "no token reached it while the block was traced; it stays in high precision"
@@ -282,13 +288,25 @@ def work(
         if folds.asked and len(folds.found[0]) >= len(like[0]):
             like = folds.found
         if calls is not None:
-            hidden = worked.hidden = stats.settled()
-            if stats.original is not None:
-                original = worked.original = stats.original_outputs()
+            hidden = worked.hidden = _again(calls, module, stage, visits, stats.settled())
+            if stats.original is not None and originals is not None:
+                outputs = stats.original_outputs()
+                original = worked.original = _again(originals, stats.original.module, stage, visits, outputs)
             worked.decisions += _about_scales(block, stats.scales)
+        if probe.live:
+            probed = _again(probe, module, stage, visits, probe.run_all(module, stage, probed))
         yield worked
         if index % _TRIM == _TRIM - 1:
             machine.trim_heap()
+
+
+def _again(calls: Calls, module: nn.Module, stage: int, visits: Sequence[int], hidden: Tensor) -> Tensor:
+    """What the next block is given, of what this one has put out: it may be called again and again before."""
+    hidden = calls.pass_on(stage, hidden)
+    while stage + 1 < len(visits) and visits[stage + 1] == visits[stage]:
+        stage += 1
+        hidden = calls.pass_on(stage, calls.run_all(module, stage, hidden))
+    return hidden
 
 
 def _about_scales(block: Block, scales: Scales) -> list[Decision]:

@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from quantkit import registry
 from quantkit.calibrate.statistics import Stats
 from quantkit.model.block import Block
-from quantkit.model.stream import Calls, Head, StreamedModel
+from quantkit.model.calls import Calls, unsupported
+from quantkit.model.stream import Head, StreamedModel
 from quantkit.model.structure import set_weight, weight_of
 from quantkit.passes import Outcome
 from quantkit.pipeline.work import Step, Worked, looks_at_original, work
@@ -122,6 +123,8 @@ class _Measurement:
         self.tell = tell
         self.view = _OneBegin(subject.stream)
         self.calls = self.view.begin(subject.ids, subject.ids.shape[0])
+        if self.calls.live or len(self.view.visits) > len(self.view.block_names):
+            raise unsupported(subject.stream.source.architecture, "has blocks that depend on each other")
         self.clean = self.calls.hidden
         self.calibration: Tensor | None = None
         self.calibrated: Calls | None = None
@@ -143,7 +146,7 @@ class _Measurement:
     @torch.no_grad()
     def _advance(self, module: nn.Module, index: int) -> None:
         """Bring both texts behind a block of the unchanged model."""
-        self.clean = self.calls.run(module, index, self.clean)
+        self.clean = self.calls.run_all(module, index, self.clean)
         if self.calibrated is not None and self.calibration is not None:
             self.calibration = self.calibrated.run_all(module, index, self.calibration)
 
@@ -167,11 +170,11 @@ class _Measurement:
         reference = self.clean
         for index in range(last, self.count):
             module = self.subject.stream.load(index)
-            reference = self.calls.run(module, index, reference)
+            reference = self.calls.run_all(module, index, reference)
             self._carry(module, index, variants)
             self.tell(self._share(first, last, index))
         model = self.subject.stream.rest()
-        head = Head(model, self.subject.stream.path, as_tuple=self.subject.stream.as_tuple)
+        head = Head(model, self.subject.stream.path, self.subject.stream.flow)
         carried = _carried(variants)
         scored = divergences(
             head, self.subject.ids, reference, [each.state for each in carried if each.state is not None]
@@ -184,7 +187,7 @@ class _Measurement:
     def _carry(self, module: nn.Module, index: int, variants: Sequence[_Variant]) -> None:
         for variant in _carried(variants):
             assert variant.state is not None
-            variant.state = self.calls.run(module, index, variant.state)
+            variant.state = self.calls.run_all(module, index, variant.state)
 
     def _share(self, first: int, last: int, index: int) -> float:
         """How much is done, by the blocks that variants have gone through: those of block i go through n − i."""
@@ -227,7 +230,7 @@ class _Measurement:
             assert before.module is not None
             for members, values in _units(worked):
                 with _replaced(before.module, values):
-                    state = self.calls.run(before.module, index, clean)
+                    state = self.calls.run_all(before.module, index, clean)
                 error = float((state - self.clean).double().square().sum()) / size
                 units.setdefault(members, []).append(_Variant(index, members, name, error, state))
         for variants in units.values():
@@ -328,6 +331,7 @@ class _OneBegin:
     def __init__(self, stream: StreamedModel) -> None:
         self.stream = stream
         self.block_names = stream.block_names
+        self.visits = stream.visits
         self._begun: dict[tuple[int, int], tuple[Tensor, Calls]] = {}
 
     def load(self, index: int) -> nn.Module:

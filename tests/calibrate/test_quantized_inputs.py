@@ -113,8 +113,8 @@ def reference_attention(module: Any, hidden: Tensor, calls: Any, change: Any) ->
         def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             return super().update(change(keys), change(values), *args, **kwargs)  # type: ignore[no-any-return]
 
-    args, kwargs = calls.arguments[hidden.shape[0]][0]
-    bound = inspect.signature(module.forward).bind(hidden, *args, **kwargs)
+    call = calls.call(0)
+    bound = inspect.signature(module.forward).bind(hidden, *call.args, **call.kwargs)
     bound.arguments["past_key_values"] = Changed()
     output = module(*bound.args, **bound.kwargs)
     return output[0] if isinstance(output, tuple) else output

@@ -39,7 +39,7 @@ def inputs_of(found: Stats, *more: str) -> dict[str, Tensor]:
         )
         for name, kept in caught.items()
     ]
-    found.calls.run_all(found.module, found.index, found.hidden)
+    found.calls.run_all(found.module, found.stage, found.hidden)
     for hook in hooks:
         hook.remove()
     return {name: torch.cat(parts) for name, parts in caught.items()}
@@ -303,7 +303,7 @@ def test_drift_is_of_the_same_tokens_or_not_at_all() -> None:
     module, x = Routed(), torch.randn(4, 6, 4, generator=torch.Generator().manual_seed(0))
     groups = (SharedInput(("gate",), 4), SharedInput(("expert",), 4))
     calls = LoadedModel(module).begin(x, 4)
-    found = Stats(module, groups, calls, 0, x, original=Original(copy.deepcopy(module), -x))
+    found = Stats(module, groups, calls, 0, x, original=Original(copy.deepcopy(module), -x, calls))
     drifts = {}
     found.staged(lambda group, seen: drifts.__setitem__(group.name, seen.drift), drift=True)
     assert drifts["gate"] is not None

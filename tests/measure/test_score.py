@@ -10,7 +10,8 @@ import torch
 import zoo
 
 from quantkit.calibrate.sets import TokenSet, ids_sha256
-from quantkit.measure.score import original_states, rows, score
+from quantkit.measure.score import original_answers, rows, score
+from quantkit.model.calls import Calls
 from quantkit.model.open import open_model
 from quantkit.model.stream import StreamedModel
 
@@ -32,20 +33,17 @@ def stream(folder: Path) -> StreamedModel:
 
 
 class Refusing(StreamedModel):
-    def run(self, ids: torch.Tensor, chunk: int = 4) -> torch.Tensor:
+    def through(self, ids: torch.Tensor, chunk: int = 4) -> Calls:
         raise AssertionError("was to be read from the cache")
 
 
 def test_states_are_computed_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
-    first = original_states(stream(folder), tokens())
-    assert torch.equal(first, stream(folder).run(tokens().ids))
-    again = Refusing(open_model(str(folder)))
-    assert torch.equal(original_states(again, tokens()), first)
-    # and the model is ready for its head
-    assert again.as_tuple == stream(folder).as_tuple
+    first = original_answers(stream(folder), tokens()).all()
+    assert torch.equal(first, stream(folder).answers(tokens().ids).all())
+    assert torch.equal(original_answers(Refusing(open_model(str(folder))), tokens()).all(), first)
     with pytest.raises(AssertionError, match="cache"):
-        original_states(Refusing(open_model(str(folder))), tokens(seed=1))
+        original_answers(Refusing(open_model(str(folder))), tokens(seed=1)).all()
     assert [path.suffix for path in (tmp_path / "states").iterdir()] == [".safetensors"]
 
 
@@ -54,11 +52,11 @@ def test_a_damaged_cache_is_written_anew(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes
 ) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
-    first = original_states(stream(folder), tokens())
+    first = original_answers(stream(folder), tokens()).all()
     (file,) = (tmp_path / "states").iterdir()
     file.write_bytes(damage)
-    assert torch.equal(original_states(stream(folder), tokens()), first)
-    assert torch.equal(original_states(Refusing(open_model(str(folder))), tokens()), first)
+    assert torch.equal(original_answers(stream(folder), tokens()).all(), first)
+    assert torch.equal(original_answers(Refusing(open_model(str(folder))), tokens()).all(), first)
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(
@@ -66,7 +64,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "file"))
-    assert original_states(stream(folder), tokens()).shape == (3, 12, 64)
+    assert original_answers(stream(folder), tokens()).all().shape[:2] == (3, 12)
 
 
 def test_a_model_against_itself_is_no_different(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

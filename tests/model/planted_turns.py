@@ -6,7 +6,7 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from quantkit.model.fold import Call
+from quantkit.model.calls import Call
 from quantkit.model.loaded import LoadedModel
 
 
@@ -37,4 +37,4 @@ def orthogonal(size: int, seed: int = 0, *, keeping_means: bool = False) -> Matr
 def block_of(name: str, index: int = 0) -> tuple[nn.Module, Call]:
     model = LoadedModel(zoo.tiny(name))
     calls = model.begin(zoo.ids(2, 10), 2)
-    return model.load(index), Call(calls.hidden, *calls.arguments[2][index])
+    return model.load(index), calls.call(index)

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from quantkit import registry
 from quantkit.model import fold
 from quantkit.model.block import Block
-from quantkit.model.fold import Call
+from quantkit.model.calls import Call
 from quantkit.model.loaded import LoadedModel
 from quantkit.model.structure import Structure, trace
 from quantkit.scheme import WeightScheme
@@ -22,7 +22,7 @@ INT8 = WeightScheme(format="int8")
 def make(name: str = "llama", **schemes: WeightScheme | None) -> tuple[Block, Call]:
     loaded = LoadedModel(zoo.tiny(name))
     calls = loaded.begin(zoo.ids(2, 12), 2)
-    module, call = loaded.load(0), Call(calls.hidden, *calls.arguments[2][0])
+    module, call = loaded.load(0), calls.call(0)
     structure = trace(module, lambda: call(module))
     folds, declined = fold.find(module, structure, call)
     chosen = {linear: schemes.get(linear.rpartition(".")[2], INT4) for linear in structure.linears}

@@ -11,9 +11,8 @@ from torch import nn
 
 from quantkit.errors import InputError
 from quantkit.model import experts, fold, structure
-from quantkit.model.fold import Call
 from quantkit.model.open import open_model
-from quantkit.model.stream import Head, StreamedModel
+from quantkit.model.stream import StreamedModel
 
 NAMES = {
     "mixtral": ("block_sparse_moe.experts", ["w1", "w3", "w2"]),
@@ -33,7 +32,7 @@ def stream(name: str, folder: Path, **changes: object) -> tuple[nn.Module, Strea
 def test_the_model_computes_what_it_did(name: str, tmp_path: Path) -> None:
     model, streamed = stream(name, tmp_path)
     ids = zoo.ids(2, 20)
-    found = Head(streamed.rest(), streamed.path, as_tuple=False)(streamed.run(ids), ids)
+    found = streamed.answers(ids).all()
     with torch.no_grad():
         expected = model(input_ids=ids).logits
     assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
@@ -77,8 +76,7 @@ def test_every_expert_is_traced_with_an_input_of_its_own_and_folds_stay_inside_i
     ids = zoo.ids(1, 3)  # too few tokens to reach all
     calls = streamed.begin(ids, 1)
     block = streamed.load(1)
-    args, kwargs = calls.arguments[1][1]
-    call = Call(calls.hidden, args, kwargs)
+    call = calls.call(1)
     with experts.all_running(block):
         traced = structure.trace(block, lambda: call(block))
         folds, declined = fold.find(block, traced, call)

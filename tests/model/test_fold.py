@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantkit.model import fold
-from quantkit.model.fold import TOLERANCE, Call, Fold
+from quantkit.model.calls import Call, primary
+from quantkit.model.fold import TOLERANCE, Fold
 from quantkit.model.loaded import LoadedModel
 from quantkit.model.open import open_model
-from quantkit.model.stream import StreamedModel, primary
+from quantkit.model.stream import StreamedModel
 from quantkit.model.structure import SharedInput, Structure, trace
 
 _IDENTITY = list(range(64))
@@ -74,7 +75,7 @@ def block_of(name: str, index: int = 1) -> tuple[nn.Module, Structure, Call]:
     loaded = LoadedModel(zoo.tiny(name))
     calls = loaded.begin(zoo.ids(2, 12), 2)
     block = loaded.load(index)
-    call = Call(calls.hidden, *calls.arguments[2][index])
+    call = calls.call(index)
     return block, traced(block, call), call
 
 
@@ -111,7 +112,7 @@ def test_applied_with_random_scales_a_model_stays_what_it_was(name: str) -> None
         before = model(input_ids=ids)[0]
     loaded = LoadedModel(model)
     calls = loaded.begin(zoo.ids(2, 12), 2)
-    block, call = loaded.load(1), Call(calls.hidden, *calls.arguments[2][1])
+    block, call = loaded.load(1), calls.call(1)
     structure = traced(block, call)
     folds, _ = fold.find(block, structure, call)
     generator = torch.Generator().manual_seed(0)
@@ -323,7 +324,7 @@ def test_folds_hold_on_a_streamed_block_too(tmp_path: Path) -> None:
     stream = StreamedModel(open_model(str(tmp_path / "m")))
     calls = stream.begin(zoo.ids(2, 12), 2)
     block = stream.load(2)
-    call = Call(calls.hidden, *calls.arguments[2][2])
+    call = calls.call(2)
     folds, declined = fold.find(block, traced(block, call), call)
     assert len(folds) == 4
     assert not declined

@@ -9,7 +9,8 @@ import torch
 from planted_turns import block_of, orthogonal
 from torch import Tensor, nn
 
-from quantkit.model.fold import TOLERANCE, Call
+from quantkit.model.calls import Call
+from quantkit.model.fold import TOLERANCE
 from quantkit.model.residual import Unturnable, find, find_heads
 from quantkit.model.turn import Part, prove
 

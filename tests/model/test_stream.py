@@ -10,9 +10,10 @@ import zoo
 from torch import nn
 
 from quantkit.errors import InputError
+from quantkit.model.calls import primary
 from quantkit.model.loaded import LoadedModel
 from quantkit.model.open import open_model
-from quantkit.model.stream import Head, StreamedModel, find_blocks, primary, set_tensor
+from quantkit.model.stream import Head, StreamedModel, find_blocks, set_tensor
 
 
 @pytest.fixture(scope="module", params=zoo.ARCHITECTURES)
@@ -45,7 +46,7 @@ def test_streamed_from_disk_is_the_model(saved: tuple[str, nn.Module, Path]) -> 
     # a last chunk that is smaller than the others is called with its own masks
     assert close(stream.run(ids, chunk=2), whole)
     assert close(stream.run(ids, chunk=1), whole)
-    head = Head(stream.rest(), stream.path, as_tuple=stream.as_tuple)
+    head = Head(stream.rest(), stream.path, stream.flow)
     assert close(head(whole, ids), answer(model, ids))
     assert close(head(whole[1:2], ids[1:2]), answer(model, ids[1:2]))
 
@@ -56,8 +57,7 @@ def test_a_head_alone_needs_no_run(saved: tuple[str, nn.Module, Path]) -> None:
     ids = zoo.ids(2, 9, seed=5)
     kept = StreamedModel(open_model(str(folder))).run(ids)
     later = StreamedModel(open_model(str(folder)))
-    later.learn_calls(ids[:1, :8])
-    assert close(Head(later.rest(), later.path, as_tuple=later.as_tuple)(kept, ids), answer(model, ids))
+    assert close(later.answers(ids, hidden=kept).all(), answer(model, ids))
 
 
 def test_loaded_in_memory_is_the_model(saved: tuple[str, nn.Module, Path]) -> None:
@@ -113,7 +113,7 @@ def test_bfloat16_weights_are_computed_in_float32(tmp_path: Path) -> None:
     ids = zoo.ids(2, 8)
     found = stream.run(ids)
     assert found.dtype == torch.float32
-    head = Head(stream.rest(), stream.path, as_tuple=stream.as_tuple)
+    head = Head(stream.rest(), stream.path, stream.flow)
     plain = type(model).from_pretrained(tmp_path / "half", dtype=torch.float32).eval()  # type: ignore[attr-defined]
     assert close(head(found, ids), answer(plain, ids))
 

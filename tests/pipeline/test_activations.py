@@ -56,7 +56,7 @@ def of_transformers(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 def streamed(folder: Path, ids: torch.Tensor, **settings: Any) -> torch.Tensor:
     stream = reloaded(folder, **settings)
     hidden = stream.run(ids, chunk=2)
-    return Head(stream.rest(), stream.path, as_tuple=stream.as_tuple)(hidden, ids)
+    return Head(stream.rest(), stream.path, stream.flow)(hidden, ids)
 
 
 STATIC = {"granularity": "tensor", "dynamic": False}

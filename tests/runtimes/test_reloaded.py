@@ -55,7 +55,7 @@ def plain(folder: Path, ids: torch.Tensor, kind: Any = AutoModelForCausalLM) -> 
 def streamed(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     stream = reloaded(folder)
     hidden = stream.run(ids, chunk=2)
-    return Head(stream.rest(), stream.path, as_tuple=stream.as_tuple)(hidden, ids)
+    return Head(stream.rest(), stream.path, stream.flow)(hidden, ids)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -48,7 +48,7 @@ def streamed(folder: Path, tokens: Tensor, chunk: int = 2) -> Tensor:
 
     stream = StreamedModel(open_model(str(folder)))
     hidden = stream.run(tokens, chunk)
-    return Head(stream.rest(), stream.path, as_tuple=stream.as_tuple)(hidden, tokens)
+    return Head(stream.rest(), stream.path, stream.flow)(hidden, tokens)
 
 
 def apart(found: Tensor, true: Tensor) -> float:

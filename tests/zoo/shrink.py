@@ -120,9 +120,9 @@ def shrunk(config_class: Any, model_type: str) -> dict[str, Any]:
         small = next((value for pattern, value in _SIZES if re.fullmatch(pattern, name)), None)
         if small is None:
             continue
-        if isinstance(default, int) and not isinstance(default, bool) and default > 0:
-            settings[name] = small
-        elif default is None and re.fullmatch(_UNSET, name):
+        if (isinstance(default, int) and not isinstance(default, bool) and default > 0) or (
+            default is None and re.fullmatch(_UNSET, name)
+        ):
             settings[name] = small
     if "kv_lora_rank" in fields and "num_key_value_heads" in settings:
         settings["num_key_value_heads"] = settings["num_attention_heads"]  # latent attention has one per head

@@ -180,7 +180,7 @@ def test_others_load_what_was_meant(tmp_path: Path, source: Path, name: str, fie
             limit = 2e-2 if "fp4" in how.format or half else 1e-3
             assert float((found - meant).abs().max() / meant.abs().max()) <= limit
         stream = reloaded(arguments[0] / "model")
-        scored = Head(stream.rest(), stream.path, as_tuple=stream.as_tuple)(stream.run(ids, chunk=2), ids)
+        scored = Head(stream.rest(), stream.path, stream.flow)(stream.run(ids, chunk=2), ids)
     assert float((scored - meant).abs().max() / meant.abs().max()) <= 2e-2
 
 
