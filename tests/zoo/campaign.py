@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import quantkit.export  # noqa: F401  (before the forks, which share what is imported)
 import transformers
 
 from zoo import judge, shrink

@@ -41,14 +41,16 @@ class Verdict:
         return asdict(self)
 
 
-def streamed(folder: Path, tokens: Tensor, chunk: int = 2) -> Tensor:
-    """What quantkit's stream makes of ids [samples, tokens], the last chunk smaller than the others."""
-    from quantkit.model.open import open_model
-    from quantkit.model.stream import Head, StreamedModel
+def streamed(folder: Path, tokens: Tensor, chunk: int = 2) -> tuple[Tensor, str]:
+    """What quantkit's stream makes of ids [samples, tokens], the last chunk smaller than the others, and the kind.
 
-    stream = StreamedModel(open_model(str(folder)))
-    hidden = stream.run(tokens, chunk)
-    return Head(stream.rest(), stream.path, stream.flow)(hidden, tokens)
+    A decoder's logits; of an encoder, whatever its head, the last hidden states.
+    """
+    from quantkit.model.open import open_model
+    from quantkit.model.stream import StreamedModel
+
+    source = open_model(str(folder))
+    return StreamedModel(source).answers(tokens, chunk).all(), source.kind
 
 
 def apart(found: Tensor, true: Tensor) -> float:
@@ -70,16 +72,22 @@ def float_stream(architecture: shrink.Architecture) -> Verdict:
         folder = Path(home) / architecture.name
         try:
             shrink.tiny(architecture, folder)
-            tokens = shrink.ids()
-            true = shrink.truth(folder, tokens)
         except Exception as problem:
             return verdict("not here", line=first_line(problem))
+        tokens, kind, crash = shrink.ids(), "decoder", None
         try:
-            error = apart(streamed(folder, tokens), true)
+            found, kind = streamed(folder, tokens)
         except InputError as problem:
             return verdict("refused", code=problem.code, line=str(problem))
         except Exception as problem:
-            return verdict("CRASH", code=type(problem).__name__, line=f"{first_line(problem)} {place(problem)}")
+            crash = verdict("CRASH", code=type(problem).__name__, line=f"{first_line(problem)} {place(problem)}")
+        try:
+            true = shrink.truth(folder, tokens, kind)
+        except Exception as problem:  # what is no function of token ids, and was not refused
+            return crash or verdict("not here", line=first_line(problem))
+        if crash:
+            return crash
+        error = apart(found, true)
     return verdict("right" if error < TOLERANCE else "WRONG", error=error)
 
 
@@ -112,6 +120,7 @@ def whole_compile(architecture: shrink.Architecture) -> Verdict:
         folder, out = Path(home) / architecture.name, Path(home) / "out"
         try:
             shrink.tiny(architecture, folder)
+            shrink.tokenizer().save_pretrained(folder)
         except Exception as problem:
             return verdict("not here", line=first_line(problem))
         scored = shrink.ids(_SCORED, seed=2)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from zoo.exceptions import EXCEPTIONS, HEADS
+from zoo.exceptions import BASES, EXCEPTIONS, HEADS
 
 VOCABULARY = 160
 TOKENS = 32
@@ -92,17 +92,20 @@ def architectures() -> list[Architecture]:
     for table, names in tables:
         for model_type, entry in names.items():
             for name in [entry] if isinstance(entry, str) else entry:
-                if name not in found and (table != "AutoModel" or _reads_text(name)):
+                if name not in found and (table != "AutoModel" or _encodes(model_type, name)):
                     own = getattr(getattr(transformers, name, None), "config_class", None)
                     found[name] = Architecture(table, own.model_type if own else model_type, name)
     return list(found.values())
 
 
-def _reads_text(name: str) -> bool:
-    """Whether a class of `AutoModel` is an encoder or decoder of token ids alone."""
+def _encodes(model_type: str, name: str) -> bool:
+    """Whether a class of `AutoModel` is an encoder of token ids alone; what lies below a decoder's head is no case of its own."""
     model_class = getattr(transformers, name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         return False  # a stand-in for what wants another library
+    decoders, encoders = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if model_type in decoders and model_type not in encoders and name not in BASES:
+        return False
     takes = model_class.input_modalities
     parameters = inspect.signature(model_class.forward).parameters
     return (
@@ -220,9 +223,9 @@ def loaded(folder: Path) -> nn.Module:
 
 
 @torch.no_grad()
-def truth(folder: Path, tokens: Tensor) -> Tensor:
-    """What plain transformers makes of ids [samples, tokens]: logits, or last hidden states."""
-    return answer(loaded(folder), tokens)
+def truth(folder: Path, tokens: Tensor, kind: str = "decoder") -> Tensor:
+    """What plain transformers makes of ids [samples, tokens]: a decoder's logits, or an encoder's last hidden states."""
+    return (answer if kind == "decoder" else states)(loaded(folder), tokens)
 
 
 @torch.no_grad()
@@ -244,3 +247,17 @@ def states(model: nn.Module, tokens: Tensor) -> Tensor:
     assert isinstance(base, nn.Module)
     found: Tensor = base(input_ids=tokens)[0]
     return found
+
+
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """One token a printable character, within the zoo's vocabulary; 0 to 2 are what `_IDS` says."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+
+    letters = ["<pad>", "<s>", "</s>", "<unk>", *map(chr, range(32, 127))]
+    made = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(letters)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    named = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **named)
