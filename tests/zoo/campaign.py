@@ -16,19 +16,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import quantkit.export  # noqa: F401  (before the forks, which share what is imported)
 import transformers
 
 from zoo import judge, shrink
 
 PARTS = {"stream": judge.float_stream, "compile": judge.whole_compile}
-SECONDS = 120
+SECONDS = 300
+WARM = 3
 
 
 def _work(part: str, architecture: shrink.Architecture, pipe: Any) -> None:
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
     pipe.send(PARTS[part](architecture).as_dict())
 
 
@@ -37,6 +34,8 @@ def run(part: str, wanted: list[shrink.Architecture], out: Path, workers: int) -
     lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     done = {line["name"] for line in lines}
     waiting = [each for each in wanted if each.name not in done]
+    if len(waiting) > WARM:  # once here, for what it imports: every fork has that then
+        PARTS[part](shrink.Architecture("AutoModelForCausalLM", "llama", "LlamaForCausalLM"))
     context = multiprocessing.get_context("fork")
     running: list[tuple[Any, Any, float, shrink.Architecture]] = []
     while waiting or running:
@@ -93,6 +92,9 @@ def main() -> None:
         for each in shrink.architectures()
         if options.table in ("", each.table) and (not options.only or {each.name, each.model_type} & set(options.only))
     ]
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     print(summary(run(options.part, wanted, options.out, options.workers)))
 

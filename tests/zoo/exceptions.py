@@ -90,13 +90,17 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
     **dict.fromkeys(
-        ["cosmos3_edge_text", "glm_ocr_text", "qwen2_5_vl_text", "qwen2_vl_text"],
+        ["cosmos3_edge_text", "glm4v_text", "glm_image_text", "glm_ocr_text", "qwen2_5_vl_text", "qwen2_vl_text"],
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
     ),
-    **dict.fromkeys(  # these turn half of a head
-        ["glm4v_moe_text", "glm4v_text", "glm_image_text"],
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
-    ),
+    "glm4v_moe_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 1, 2],
+        }
+    },
     "glm5_next_text": {"index_topk": 8, "index_kpool": 4},
     "hunyuan_vl_text": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}

@@ -8,6 +8,7 @@ initializations make a block nearly the identity, and errors in it invisible.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import re
@@ -177,7 +178,8 @@ def config_of(architecture: Architecture, **changes: Any) -> Any:
     settings = shrunk(config_class, config_class.model_type)
     if "is_decoder" in {each.name for each in dataclasses.fields(config_class)}:
         settings["is_decoder"] = architecture.table == "AutoModelForCausalLM"
-    return config_class(**{**settings, **EXCEPTIONS.get(architecture.name, {}), **changes})
+    # a copy, because configs write into what they are given
+    return config_class(**copy.deepcopy({**settings, **EXCEPTIONS.get(architecture.name, {}), **changes}))
 
 
 def tiny(architecture: Architecture | str, folder: Path | None = None, seed: int = 0, **changes: Any) -> nn.Module:
