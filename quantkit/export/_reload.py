@@ -16,8 +16,7 @@ from __future__ import annotations
 import gc
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from quantkit.errors import GateError, InputError, QuantkitError
 from quantkit.model import layouts, run_time
 from quantkit.model.layouts import Layout
 from quantkit.model.names import same
+from quantkit.model.open import cut_config, quiet_loading
 from quantkit.model.run_time import RunTime
 from quantkit.model.weights import Weights, strict_json
 from quantkit.plan import machine
@@ -168,7 +168,7 @@ def reload(
         inputs: keyword arguments of the forward; a fixed batch of ids by default.
         blocks: only the first so many layers, so that memory stays bounded; None is all.
     """
-    with _quiet():
+    with quiet_loading():
         model_class = _class(folder)
         forgets = run_time.expands_at_load(folder)
         try:
@@ -344,13 +344,7 @@ def _config(folder: Path, blocks: int | None, *, dense: bool = False) -> Any:
     if dense and hasattr(config, "quantization_config"):
         del config.quantization_config
     if blocks is not None:
-        inner = config.get_text_config()
-        count = inner.num_hidden_layers
-        for key, value in list(vars(inner).items()):
-            # one entry a layer: layer_types and the like
-            if isinstance(value, list) and len(value) == count:
-                setattr(inner, key, value[:blocks])
-        inner.num_hidden_layers = min(blocks, count)
+        cut_config(config, blocks)
         _cut_targets(getattr(config, "quantization_config", None), blocks)
     return config
 
@@ -403,19 +397,3 @@ def _run(model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model.eval()(**inputs)[0]
     return found.float()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No loading reports and bars in the middle of our own output; put back as it was."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

@@ -1,7 +1,7 @@
 """Model + recipe + target -> bundle: the order of things.
 
-    validate -> open -> lay out -> [block: passes -> commit] -> export -> reload and check -> score -> gates -> speed
-             -> verdict -> page -> bundle
+    validate -> open -> lay out -> prove -> [block: passes -> commit] -> export -> reload and check -> score -> gates
+             -> speed -> verdict -> page -> bundle
 
 Everything that can be refused is refused before the first block is touched. Every step that took time is committed, so
 a killed compile goes on where it was and ends with the same `content_sha256`.
@@ -52,6 +52,12 @@ from quantkit.plan import efficiency, machine
 
 if TYPE_CHECKING:
     from quantkit.pipeline.graph_prepared import Prepared as PreparedGraph
+
+
+# the step of the journal that says that the stream is the model
+_PROVED = "proved"
+# a model of so many bytes is proved whole, whatever its compile takes
+_WHOLE = 640 * 2**20
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
         return _finished(build.finished, prepared)
     try:
         with build:
-            return Compilation(prepared, build, progress, stages).run()
+            return Compilation(prepared, build, progress, stages, int(expected.peak)).run()
     except KeyboardInterrupt:
         raise Stopped(
             "interrupted",
@@ -207,25 +213,43 @@ class Made:
 class Compilation:
     """The stages of one compile, in order; the state between them is what is on disk."""
 
-    def __init__(self, prepared: Prepared, build: Build, progress: Progress, stages: Stages) -> None:
+    def __init__(
+        self, prepared: Prepared, build: Build, progress: Progress, stages: Stages, expected_peak: int = 0
+    ) -> None:
         self.prepared = prepared
         self.build = build
         self.progress = progress
         self.stages = stages
+        self.expected_peak = expected_peak
         self.quantize_cpu = 0.0
 
     def run(self) -> Compiled:
         """All stages."""
         prepared, request = self.prepared, self.prepared.request
         with stopping_when_full(self.build.folder):
+            self.stages.begin("prove")
+            proved = self._prove()
             made = self.made()
-            decisions, layers, checks = list(made.decisions), list(made.layers), list(made.checks)
+            decisions, layers, checks = list(made.decisions), list(made.layers), [proved, *made.checks]
             files = inventory(self.build.bundle)
             subject = content_sha256(files)
             self.stages.begin("score")
-            rows = score_exports(
-                prepared, self.build, self.progress, subject=subject, layers=layers, files=files, built=made.built
+            whole = self._provable_blocks() == len(prepared.stream.block_names)
+            rows, confirmed = score_exports(
+                prepared,
+                self.build,
+                self.progress,
+                subject=subject,
+                layers=layers,
+                files=files,
+                built=made.built,
+                whole=whole,
             )
+            demand(confirmed, "the figures are not those of the export; nothing was delivered. Please report it")
+            checks += confirmed
+            if not whole:
+                reason = "plain transformers does not hold the whole model in the memory of this compile"
+                decisions.append(decision("score", NOTE, "score", f"not confirmed outside of the stream: {reason}"))
             judged, unjudged = judge(request.recipe.gates, rows, request.gates_asked)
             if request.strict:
                 refuse(unjudged)
@@ -281,6 +305,37 @@ class Compilation:
         checks += [each.check for each in looked]
         return Made(decisions, layers, checks, built)
 
+    def _prove(self) -> Check:
+        """That the stream, which calibrates and scores, is the model: before the first block is touched."""
+        from quantkit.model import own_forward
+
+        done = self.build.done().get(_PROVED)
+        if done is not None:
+            return Check.model_validate(done)
+        self.progress.at("prove", 0.0, "the stream against the model's own forward")
+        prepared = self.prepared
+        original = prepared.unchanged()
+        check = own_forward.demand_equal(original, prepared.scoring.ids, self._provable_blocks())
+        self.build.commit(_PROVED, check.model_dump(mode="json"), {})
+        self.progress.at("prove", 1.0)
+        return check
+
+    def _provable_blocks(self) -> int:
+        """How many blocks fit, as the model's own, into the memory that the compile is expected to take anyway."""
+        import psutil
+
+        count, block = len(self.prepared.stream.block_names), self._block_bytes()
+        rest = 2 * 4 * head_size(self.prepared)
+        used: int = psutil.Process().memory_info().rss
+        most = max(self.expected_peak, used + min(_WHOLE, machine.memory_limit() // 4))
+        # what is outside the blocks is there twice, and one block of the stream's
+        return min(count, max(1, (most - used - 2 * rest) // max(block, 1) - 1))
+
+    def _block_bytes(self) -> int:
+        """Of the linears of a block, in float32, on average."""
+        inside = self.prepared.layers.inside.values()
+        return 4 * sum(rows * columns for rows, columns in inside) // len(self.prepared.stream.block_names)
+
     def _export(self) -> list[Decision]:
         stored = results(self.prepared, self.build)
         taken: list[Decision] = []
@@ -334,8 +389,7 @@ class Compilation:
         """
         import psutil
 
-        count = len(self.prepared.stream.block_names)
-        block = 4 * sum(rows * columns for rows, columns in self.prepared.layers.inside.values()) // count
+        count, block = len(self.prepared.stream.block_names), self._block_bytes()
         # embeddings and head come along, and logits of a few tokens
         rest = 4 * 2 * head_size(self.prepared)
         free: int = machine.peak_bytes() - psutil.Process().memory_info().rss - rest

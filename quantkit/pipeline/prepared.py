@@ -55,6 +55,12 @@ class Prepared:
     decisions: list[Decision]
     cpu_seconds: float = 0.0
 
+    def unchanged(self) -> StreamedModel:
+        """The model as it was opened, without what passes of scope `model` make of it."""
+        from quantkit.model.stream import StreamedModel
+
+        return StreamedModel(self.original) if self.stream.transforms else self.stream
+
 
 def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -> Prepared:
     """Open and check everything a compile needs.
