@@ -126,6 +126,20 @@ class Source:
         )
         return found.eval().requires_grad_(False)
 
+    def can_be_cut(self, blocks: int) -> bool:
+        """Whether its class makes a model of only the first so many blocks: some configs name later ones."""
+        import torch
+
+        config = _load_config(self.path, self.ref, self.trust_remote_code)
+        model_class = _model_class(self.config, self.path, self.ref, self.trust_remote_code)
+        try:
+            cut_config(config, blocks)
+            with torch.device("meta"):
+                model_class._from_config(config)
+        except Exception:  # whatever a class makes of a config that does not go together
+            return False
+        return True
+
     def skeleton(self) -> PreTrainedModel:
         """The model without weights: parameters and persistent buffers on the meta device, float32, eval mode.
 

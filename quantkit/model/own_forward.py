@@ -57,7 +57,10 @@ def demand_equal(model: StreamedModel, ids: Tensor, blocks: int) -> Check:
         InputError: `stream-differs`, naming the first block that departs.
     """
     few = ids[:_ROWS, :_TOKENS]
-    whole = blocks >= len(model.block_names)
+    count = len(model.block_names)
+    if blocks < count and not model.source.can_be_cut(blocks):
+        blocks = count
+    whole = blocks >= count
     own = own_forward(model.source, model.path, model.flow, few, None if whole else blocks, model.runs)
     stages = [stage for stage, index in enumerate(model.visits) if index < blocks]
     worst = 0.0

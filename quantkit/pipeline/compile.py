@@ -34,6 +34,7 @@ from quantkit.measure.size import folder_of
 from quantkit.model.alias import ALIASES, Alias, materialize
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import engine, tokens
+from quantkit.pipeline.accounting import account
 from quantkit.pipeline.checks import demand
 from quantkit.pipeline.estimate import demand_disk, estimate, head_size, line, times
 from quantkit.pipeline.exported_module import REF
@@ -49,6 +50,7 @@ from quantkit.pipeline.stages import Stage, Stages
 from quantkit.pipeline.strict import refuse
 from quantkit.pipeline.worth import decide, try_to_time
 from quantkit.plan import efficiency, machine
+from quantkit.plan.assigned import takes_head
 
 if TYPE_CHECKING:
     from quantkit.pipeline.graph_prepared import Prepared as PreparedGraph
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
 
 # the step of the journal that says that the stream is the model
 _PROVED = "proved"
-# a model of so many bytes is proved whole, whatever its compile takes
+# a model of so many bytes is held against plain transformers as a whole, whatever its compile takes
 _WHOLE = 640 * 2**20
 
 
@@ -95,6 +97,7 @@ class Compiled:
             "verdict": manifest.verdict.model_dump(mode="json") if manifest.verdict else None,
             "measurements": [row.as_dict() for row in self.rows],
             "checks": [check.model_dump(mode="json") for check in manifest.checks],
+            "weights": [entry.model_dump(mode="json") for entry in manifest.weights],
             "seconds": dict(self.seconds),
             "stages": [stage.as_dict() for stage in self.stages],
             "memory_peak_bytes": self.memory_peak_bytes,
@@ -234,7 +237,7 @@ class Compilation:
             files = inventory(self.build.bundle)
             subject = content_sha256(files)
             self.stages.begin("score")
-            whole = self._provable_blocks() == len(prepared.stream.block_names)
+            whole = self._fitting_blocks(1) == len(prepared.stream.block_names)
             rows, confirmed = score_exports(
                 prepared,
                 self.build,
@@ -269,6 +272,9 @@ class Compilation:
                 layers=layers,
                 checks=checks,
                 subject=subject,
+                weights=account(
+                    prepared.stream, {each.name for each in layers}, decisions, head=takes_head(request.recipe)
+                ),
             )
             manifest = manifest.model_copy(update={"verdict": decide(rows, checks, layers, request.target)})
             manifest = with_documents(manifest, rows, notes, self.build.bundle)
@@ -315,26 +321,26 @@ class Compilation:
         self.progress.at("prove", 0.0, "the stream against the model's own forward")
         prepared = self.prepared
         original = prepared.unchanged()
-        check = own_forward.demand_equal(original, prepared.scoring.ids, self._provable_blocks())
+        check = own_forward.demand_equal(original, prepared.scoring.ids, self._fitting_blocks(1))
         self.build.commit(_PROVED, check.model_dump(mode="json"), {})
         self.progress.at("prove", 1.0)
         return check
 
-    def _provable_blocks(self) -> int:
-        """How many blocks fit, as the model's own, into the memory that the compile is expected to take anyway."""
+    def _fitting_blocks(self, copies: int) -> int:
+        """How many blocks can be in memory at once, in so many copies, without raising the peak that was reached or is
+        expected; all of a small model.
+
+        At least one: memory then grows with the size of a block, never with their number.
+        """
         import psutil
 
-        count, block = len(self.prepared.stream.block_names), self._block_bytes()
-        rest = 2 * 4 * head_size(self.prepared)
+        count, inside = len(self.prepared.stream.block_names), self.prepared.layers.inside.values()
+        block = 4 * sum(rows * columns for rows, columns in inside) // count
         used: int = psutil.Process().memory_info().rss
-        most = max(self.expected_peak, used + min(_WHOLE, machine.memory_limit() // 4))
-        # what is outside the blocks is there twice, and one block of the stream's
-        return min(count, max(1, (most - used - 2 * rest) // max(block, 1) - 1))
-
-    def _block_bytes(self) -> int:
-        """Of the linears of a block, in float32, on average."""
-        inside = self.prepared.layers.inside.values()
-        return 4 * sum(rows * columns for rows, columns in inside) // len(self.prepared.stream.block_names)
+        small = used + min(_WHOLE, machine.memory_limit() // 4)
+        # embeddings and head come along, and logits of a few tokens
+        free = max(self.expected_peak, machine.peak_bytes(), small) - used - copies * 4 * 2 * head_size(self.prepared)
+        return min(count, max(1, free // max(copies * block, 1)))
 
     def _export(self) -> list[Decision]:
         stored = results(self.prepared, self.build)
@@ -364,7 +370,7 @@ class Compilation:
                 self.prepared.stream,
                 stored,
                 step.options,
-                blocks=self._affordable_blocks(),
+                blocks=self._fitting_blocks(2),
             )
         self.progress.at("check", 1.0)
         demand(checks, "the export is not what was decided on; nothing was delivered. Please report it")
@@ -381,20 +387,6 @@ class Compilation:
                     self.build.bundle, step.options, lambda share, words: self.progress.at("build", share, words)
                 )
         return made
-
-    def _affordable_blocks(self) -> int:
-        """How many blocks can be in memory at once without raising the peak that was reached already.
-
-        At least one: memory then grows with the size of a block, never with their number.
-        """
-        import psutil
-
-        count, block = len(self.prepared.stream.block_names), self._block_bytes()
-        # embeddings and head come along, and logits of a few tokens
-        rest = 4 * 2 * head_size(self.prepared)
-        free: int = machine.peak_bytes() - psutil.Process().memory_info().rss - rest
-        # once as expected, once as loaded
-        return min(count, max(1, free // max(2 * block, 1)))
 
     def _speed(self, subject: str, layers: list[LayerEntry]) -> tuple[list[Row], list[Decision]]:
         if not times(self.prepared):
