@@ -147,6 +147,22 @@ def decision(name: str, code: str, where: str, reason: str, before: object = Non
     )
 
 
+class WeightsEntry(_Closed):
+    """What became of tensors of the source, those of one reason together.
+
+    `state` is `quantized`, `carried` (as it came), or `unused` (carried too, but no parameter of the class holds it).
+    `linear`: they multiply activations as a matrix. `asked`: the recipe keeps them, or they are nothing to quantize.
+    """
+
+    state: Literal["quantized", "carried", "unused"]
+    reason: str
+    linear: bool
+    asked: bool
+    tensors: int
+    elements: int
+    example: str
+
+
 class Check(_Closed):
     """One thing that was verified: a value held against its limit.
 
@@ -197,6 +213,7 @@ class Manifest(_Closed):
     files: list[FileEntry]
     decisions: list[Decision]
     checks: list[Check]
+    weights: list[WeightsEntry] = Field(default=[])
     verdict: Verdict | None
 
     @model_validator(mode="after")

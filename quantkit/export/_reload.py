@@ -16,8 +16,8 @@ from __future__ import annotations
 import gc
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from quantkit.errors import GateError, InputError, QuantkitError
 from quantkit.model import layouts, run_time
 from quantkit.model.layouts import Layout
 from quantkit.model.names import same
+from quantkit.model.open import cut_config, open_written, quiet_loading
 from quantkit.model.run_time import RunTime
 from quantkit.model.weights import Weights, strict_json
 from quantkit.plan import machine
@@ -97,6 +98,8 @@ def check(
         if blocks is None:
             dense = _dense_bytes(weights, wanted)
             blocks = None if dense <= min(WHOLE_BYTES, machine.memory_limit() // 4) else FEW
+        if blocks is not None and not open_written(folder).can_be_cut(blocks):
+            blocks = None
         checks.append(reload(folder, wanted, inputs=inputs, blocks=blocks))
     return checks
 
@@ -168,7 +171,8 @@ def reload(
         inputs: keyword arguments of the forward; a fixed batch of ids by default.
         blocks: only the first so many layers, so that memory stays bounded; None is all.
     """
-    with _quiet():
+    cached = wanted.run_time.cache is not None
+    with quiet_loading():
         model_class = _class(folder)
         forgets = run_time.expands_at_load(folder)
         try:
@@ -177,7 +181,7 @@ def reload(
             if problem:
                 return _judge("reload.transformers", None, problem)
             inputs = inputs or _batch(loaded.config)
-            found, dtype = _run(loaded, inputs), loaded.dtype
+            found, dtype = _run(loaded, inputs, cached=cached), loaded.dtype
             del loaded
         except QuantkitError:
             raise
@@ -198,7 +202,7 @@ def reload(
             return _judge("reload.transformers", None, f"missing {sorted(info['missing_keys'])[0]}")
         if not forgets:
             _quantize_at_run_time(reference, wanted.run_time)
-        expected = _run(reference, inputs)
+        expected = _run(reference, inputs, cached=cached)
     del reference
     gc.collect()  # what a library hooks into a model holds it and is held by it: its memory, until somebody looks
     limit = KERNEL_LIMIT if wanted.layout is not None and wanted.layout.kernels else LIMIT
@@ -344,13 +348,7 @@ def _config(folder: Path, blocks: int | None, *, dense: bool = False) -> Any:
     if dense and hasattr(config, "quantization_config"):
         del config.quantization_config
     if blocks is not None:
-        inner = config.get_text_config()
-        count = inner.num_hidden_layers
-        for key, value in list(vars(inner).items()):
-            # one entry a layer: layer_types and the like
-            if isinstance(value, list) and len(value) == count:
-                setattr(inner, key, value[:blocks])
-        inner.num_hidden_layers = min(blocks, count)
+        cut_config(config, blocks)
         _cut_targets(getattr(config, "quantization_config", None), blocks)
     return config
 
@@ -397,25 +395,13 @@ def _batch(config: Any) -> dict[str, torch.Tensor]:
     return {"input_ids": ids}
 
 
-def _run(model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _run(model: Any, inputs: Mapping[str, torch.Tensor], *, cached: bool) -> torch.Tensor:
+    """Logits; without a cache, unless it is one that quantizes: not every class can fill one that was cut to a few
+    layers."""
     import torch
 
-    with torch.no_grad():
+    from quantkit.model.calls import uncached
+
+    with torch.no_grad(), nullcontext() if cached else uncached(model):
         found: torch.Tensor = model.eval()(**inputs)[0]
     return found.float()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No loading reports and bars in the middle of our own output; put back as it was."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

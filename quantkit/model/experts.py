@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,9 @@ from quantkit.errors import InputError
 TOLERANCE = 1e-10
 # a rule's pattern: what stands before the expert's number, its place, and what a linear's weight is called
 _PLACE, _WEIGHT = ".*.", ".weight"
+# what a router is called, and what a config calls the number of experts
+_ROUTES = ("router", "gate", "gating")
+_COUNT = re.compile(r"(^|_)(num|n)_((local|routed|moe)_)*experts$")
 # of a proof
 _EXPERTS, _TOKENS, _CHOSEN = 4, 16, 2
 
@@ -135,14 +139,30 @@ def is_merged(module: nn.Module) -> bool:
 
 
 def routers(model: nn.Module) -> set[str]:
-    """Linears that stand beside experts, in the module that holds both: they choose or weigh experts."""
-    found = set()
+    """Linears that choose or weigh experts: those beside experts, in the module that holds both, and those that by
+    their path are a router or gate and give as many values as the config has experts."""
+    counts = _counts(getattr(model, "config", None))
+    found = {
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module.out_features in counts
+        and not {*path.split(".")[-2:]}.isdisjoint(_ROUTES)
+    }
     for path in found_in(model):
         owner = path.rpartition(".")[0]
         for name, child in model.get_submodule(owner).named_children():
             if isinstance(child, nn.Linear):
                 found.add(f"{owner}.{name}" if owner else name)
     return found
+
+
+def _counts(config: Any) -> set[int]:
+    """How many experts a config, or a part of it, says that there are."""
+    fields = vars(config) if hasattr(config, "__dict__") else {}
+    parts = [value for value in fields.values() if hasattr(value, "to_dict")]
+    own = {value for name, value in fields.items() if _COUNT.search(name) and isinstance(value, int) and value > 1}
+    return own.union(*(_counts(part) for part in parts))
 
 
 def split(model: nn.Module, rules: Sequence[Any]) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,38 @@ class Source:
             )
         except Exception as problem:  # whatever a damaged file makes the library raise
             raise InputError("tokenizer-damaged", where=self.ref, value=_first_line(problem)) from problem
+
+    def load(self, blocks: int | None = None) -> PreTrainedModel:
+        """The model as plain `from_pretrained` gives it, float32, eval mode: nothing of it is ours.
+
+        Args:
+            blocks: only the first so many; None is all.
+        """
+        import torch
+
+        model_class = _model_class(self.config, self.path, self.ref, self.trust_remote_code)
+        config = _load_config(self.path, self.ref, self.trust_remote_code)
+        if blocks is not None:
+            cut_config(config, blocks)
+        options = {"trust_remote_code": True} if self.trust_remote_code else {}
+        found: PreTrainedModel = model_class.from_pretrained(
+            self.path, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True, **options
+        )
+        return found.eval().requires_grad_(False)
+
+    def can_be_cut(self, blocks: int) -> bool:
+        """Whether its class makes a model of only the first so many blocks: some configs name later ones."""
+        import torch
+
+        config = _load_config(self.path, self.ref, self.trust_remote_code)
+        model_class = _model_class(self.config, self.path, self.ref, self.trust_remote_code)
+        try:
+            cut_config(config, blocks)
+            with torch.device("meta"):
+                model_class._from_config(config)
+        except Exception:  # whatever a class makes of a config that does not go together
+            return False
+        return True
 
     def skeleton(self) -> PreTrainedModel:
         """The model without weights: parameters and persistent buffers on the meta device, float32, eval mode.
@@ -216,6 +249,33 @@ def parameter_names(source: Source, skeleton: PreTrainedModel) -> dict[str, str]
 def names_of(source: Source, skeleton: PreTrainedModel) -> Names:
     """As `parameter_names`, with the tensors that nothing uses."""
     return match_names(source.weights, skeleton)
+
+
+def cut_config(config: Any, blocks: int) -> None:
+    """Make a config that of a model with only the first blocks, in place."""
+    inner = config.get_text_config()
+    count = inner.num_hidden_layers
+    for key, value in list(vars(inner).items()):
+        # one entry a layer: layer_types and the like
+        if isinstance(value, list) and len(value) == count:
+            setattr(inner, key, value[:blocks])
+    inner.num_hidden_layers = min(blocks, count)
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """No loading reports and bars of transformers in the middle of our own output; put back as it was."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def open_written(folder: Path) -> Source:

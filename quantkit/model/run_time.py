@@ -241,6 +241,12 @@ def expands_at_load(folder: Path) -> bool:
     return bool((config.get("quantization_config") or {}).get("dequantize"))
 
 
+def is_named(config: Mapping[str, Any] | None) -> bool:
+    """Whether a `quantization_config` says that inputs or the cache are quantized."""
+    groups = ((config or {}).get("config_groups") or {}).values()
+    return bool((config or {}).get("kv_cache_scheme")) or any(group.get("input_activations") for group in groups)
+
+
 def _inputs_of(config: Mapping[str, Any], linear: str) -> ActivationScheme | None:
     """The scheme of a linear's input: of the group that names it, else of the one for its class."""
     if any(same(linear, name) for name in config.get("ignore") or ()):

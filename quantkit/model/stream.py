@@ -219,8 +219,8 @@ class StreamedModel:
         """Block `index` with its weights, in eval mode."""
         block: nn.Module = copy.deepcopy(self.blocks[index])
         prefix = self.block_names[index] + "."
-        for name, value in [*block.named_parameters(), *block.named_buffers()]:
-            if value.is_meta:
+        for name, _ in [*block.named_parameters(), *block.named_buffers()]:
+            if prefix + name in self.files:  # a class may draw a parameter's values even on the meta device
                 set_tensor(block, name, self.tensor(prefix + name))
         for transform in self.transforms:
             transform.block(index, block)
@@ -300,12 +300,13 @@ class StreamedModel:
             hidden: the last block's output, where that is known already.
         """
         if hidden is None:
-            calls = self.through(ids, chunk)
-            if calls.live:
-                return Answers(calls, ids)
-            hidden = calls.hidden
+            return self.answers_of(self.through(ids, chunk), ids)
         model = self.rest()
         return Answers(Head(model, self.path, self._learn(model, ids), self.runs(model)), ids, hidden)
+
+    def answers_of(self, calls: Calls, ids: Tensor) -> Answers:
+        """What the model gives, once all blocks have run; `hidden` of the calls is the last one's output."""
+        return Answers(calls, ids) if calls.live else self.answers(ids, hidden=calls.hidden)
 
 
 class Head:

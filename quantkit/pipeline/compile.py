@@ -1,7 +1,7 @@
 """Model + recipe + target -> bundle: the order of things.
 
-    validate -> open -> lay out -> [block: passes -> commit] -> export -> reload and check -> score -> gates -> speed
-             -> verdict -> page -> bundle
+    validate -> open -> lay out -> prove -> [block: passes -> commit] -> export -> reload and check -> score -> gates
+             -> speed -> verdict -> page -> bundle
 
 Everything that can be refused is refused before the first block is touched. Every step that took time is committed, so
 a killed compile goes on where it was and ends with the same `content_sha256`.
@@ -34,6 +34,7 @@ from quantkit.measure.size import folder_of
 from quantkit.model.alias import ALIASES, Alias, materialize
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import engine, tokens
+from quantkit.pipeline.accounting import account
 from quantkit.pipeline.checks import demand
 from quantkit.pipeline.estimate import demand_disk, estimate, head_size, line, times
 from quantkit.pipeline.exported_module import REF
@@ -49,9 +50,16 @@ from quantkit.pipeline.stages import Stage, Stages
 from quantkit.pipeline.strict import refuse
 from quantkit.pipeline.worth import decide, try_to_time
 from quantkit.plan import efficiency, machine
+from quantkit.plan.assigned import takes_head
 
 if TYPE_CHECKING:
     from quantkit.pipeline.graph_prepared import Prepared as PreparedGraph
+
+
+# the step of the journal that says that the stream is the model
+_PROVED = "proved"
+# a model of so many bytes is held against plain transformers as a whole, whatever its compile takes
+_WHOLE = 640 * 2**20
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,7 @@ class Compiled:
             "verdict": manifest.verdict.model_dump(mode="json") if manifest.verdict else None,
             "measurements": [row.as_dict() for row in self.rows],
             "checks": [check.model_dump(mode="json") for check in manifest.checks],
+            "weights": [entry.model_dump(mode="json") for entry in manifest.weights],
             "seconds": dict(self.seconds),
             "stages": [stage.as_dict() for stage in self.stages],
             "memory_peak_bytes": self.memory_peak_bytes,
@@ -121,7 +130,7 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
         return _finished(build.finished, prepared)
     try:
         with build:
-            return Compilation(prepared, build, progress, stages).run()
+            return Compilation(prepared, build, progress, stages, int(expected.peak)).run()
     except KeyboardInterrupt:
         raise Stopped(
             "interrupted",
@@ -207,25 +216,43 @@ class Made:
 class Compilation:
     """The stages of one compile, in order; the state between them is what is on disk."""
 
-    def __init__(self, prepared: Prepared, build: Build, progress: Progress, stages: Stages) -> None:
+    def __init__(
+        self, prepared: Prepared, build: Build, progress: Progress, stages: Stages, expected_peak: int = 0
+    ) -> None:
         self.prepared = prepared
         self.build = build
         self.progress = progress
         self.stages = stages
+        self.expected_peak = expected_peak
         self.quantize_cpu = 0.0
 
     def run(self) -> Compiled:
         """All stages."""
         prepared, request = self.prepared, self.prepared.request
         with stopping_when_full(self.build.folder):
+            self.stages.begin("prove")
+            proved = self._prove()
             made = self.made()
-            decisions, layers, checks = list(made.decisions), list(made.layers), list(made.checks)
+            decisions, layers, checks = list(made.decisions), list(made.layers), [proved, *made.checks]
             files = inventory(self.build.bundle)
             subject = content_sha256(files)
             self.stages.begin("score")
-            rows = score_exports(
-                prepared, self.build, self.progress, subject=subject, layers=layers, files=files, built=made.built
+            whole = self._fitting_blocks(1) == len(prepared.stream.block_names)
+            rows, confirmed = score_exports(
+                prepared,
+                self.build,
+                self.progress,
+                subject=subject,
+                layers=layers,
+                files=files,
+                built=made.built,
+                whole=whole,
             )
+            demand(confirmed, "the figures are not those of the export; nothing was delivered. Please report it")
+            checks += confirmed
+            if not whole:
+                reason = "plain transformers does not hold the whole model in the memory of this compile"
+                decisions.append(decision("score", NOTE, "score", f"not confirmed outside of the stream: {reason}"))
             judged, unjudged = judge(request.recipe.gates, rows, request.gates_asked)
             if request.strict:
                 refuse(unjudged)
@@ -245,6 +272,9 @@ class Compilation:
                 layers=layers,
                 checks=checks,
                 subject=subject,
+                weights=account(
+                    prepared.stream, {each.name for each in layers}, decisions, head=takes_head(request.recipe)
+                ),
             )
             manifest = manifest.model_copy(update={"verdict": decide(rows, checks, layers, request.target)})
             manifest = with_documents(manifest, rows, notes, self.build.bundle)
@@ -281,6 +311,37 @@ class Compilation:
         checks += [each.check for each in looked]
         return Made(decisions, layers, checks, built)
 
+    def _prove(self) -> Check:
+        """That the stream, which calibrates and scores, is the model: before the first block is touched."""
+        from quantkit.model import own_forward
+
+        done = self.build.done().get(_PROVED)
+        if done is not None:
+            return Check.model_validate(done)
+        self.progress.at("prove", 0.0, "the stream against the model's own forward")
+        prepared = self.prepared
+        original = prepared.unchanged()
+        check = own_forward.demand_equal(original, prepared.scoring.ids, self._fitting_blocks(1))
+        self.build.commit(_PROVED, check.model_dump(mode="json"), {})
+        self.progress.at("prove", 1.0)
+        return check
+
+    def _fitting_blocks(self, copies: int) -> int:
+        """How many blocks can be in memory at once, in so many copies, without raising the peak that was reached or is
+        expected; all of a small model.
+
+        At least one: memory then grows with the size of a block, never with their number.
+        """
+        import psutil
+
+        count, inside = len(self.prepared.stream.block_names), self.prepared.layers.inside.values()
+        block = 4 * sum(rows * columns for rows, columns in inside) // count
+        used: int = psutil.Process().memory_info().rss
+        small = used + min(_WHOLE, machine.memory_limit() // 4)
+        # embeddings and head come along, and logits of a few tokens
+        free = max(self.expected_peak, machine.peak_bytes(), small) - used - copies * 4 * 2 * head_size(self.prepared)
+        return min(count, max(1, free // max(copies * block, 1)))
+
     def _export(self) -> list[Decision]:
         stored = results(self.prepared, self.build)
         taken: list[Decision] = []
@@ -309,7 +370,7 @@ class Compilation:
                 self.prepared.stream,
                 stored,
                 step.options,
-                blocks=self._affordable_blocks(),
+                blocks=self._fitting_blocks(2),
             )
         self.progress.at("check", 1.0)
         demand(checks, "the export is not what was decided on; nothing was delivered. Please report it")
@@ -326,21 +387,6 @@ class Compilation:
                     self.build.bundle, step.options, lambda share, words: self.progress.at("build", share, words)
                 )
         return made
-
-    def _affordable_blocks(self) -> int:
-        """How many blocks can be in memory at once without raising the peak that was reached already.
-
-        At least one: memory then grows with the size of a block, never with their number.
-        """
-        import psutil
-
-        count = len(self.prepared.stream.block_names)
-        block = 4 * sum(rows * columns for rows, columns in self.prepared.layers.inside.values()) // count
-        # embeddings and head come along, and logits of a few tokens
-        rest = 4 * 2 * head_size(self.prepared)
-        free: int = machine.peak_bytes() - psutil.Process().memory_info().rss - rest
-        # once as expected, once as loaded
-        return min(count, max(1, free // max(2 * block, 1)))
 
     def _speed(self, subject: str, layers: list[LayerEntry]) -> tuple[list[Row], list[Decision]]:
         if not times(self.prepared):

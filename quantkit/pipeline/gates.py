@@ -13,6 +13,7 @@ from quantkit.bundle import Check, Decision, Manifest
 from quantkit.errors import GateError
 from quantkit.measure.rows import Row
 from quantkit.passes import NOTE, decision
+from quantkit.plan.assigned import FLOATS
 from quantkit.plan.support import EMULATED
 from quantkit.recipe import Gates
 from quantkit.report import figures
@@ -97,8 +98,13 @@ def judge(gates: Gates, rows: Sequence[Row], asked: Container[str] | None = None
 
 
 def warnings(decisions: Sequence[Decision]) -> list[str]:
-    """What a reader has to know: of gates that were asked for and not judged, of formats that are not computed in."""
-    said = {UNJUDGED: "{0.where} {0.from_:g} is {0.reason}", EMULATED: "{0.where}: {0.reason}"}
+    """What a reader has to know: of gates that were asked for and not judged, of formats that are not computed
+    in, of weights that stay in floats."""
+    said = {
+        UNJUDGED: "{0.where} {0.from_:g} is {0.reason}",
+        EMULATED: "{0.where}: {0.reason}",
+        FLOATS: "{0.reason}",
+    }
     return [said[each.code].format(each) for each in decisions if each.code in said]
 
 

@@ -131,8 +131,15 @@ def lay_out(
         plain.add(head)
         others = (value for name, value in model.named_parameters(remove_duplicate=False) if name != f"{head}.weight")
         tied = frozenset([head] if any(value is weight for value in others) else [])
-    routers = experts.routers(model)
-    found = assign(recipe, shapes, dtype, head=head, routers=routers, model=type(model).__name__)
+    found = assign(
+        recipe,
+        shapes,
+        dtype,
+        head=head,
+        routers=experts.routers(model),
+        shared=_shared(model, [name for name in shapes if name != head]),
+        model=type(model).__name__,
+    )
     if head is not None and found.head is None:
         del shapes[head]
     return Layers(
@@ -145,3 +152,16 @@ def lay_out(
         found.activations,
         frozenset(merged),
     )
+
+
+def _shared(model: nn.Module, linears: Sequence[str]) -> dict[str, str]:
+    """Linears that have their weight in common with another one -> that one."""
+    owners: dict[int, list[str]] = {}
+    for name in linears:
+        owners.setdefault(id(model.get_submodule(name).weight), []).append(name)
+    return {
+        name: next(other for other in names if other != name)
+        for names in owners.values()
+        if len(names) > 1
+        for name in names
+    }

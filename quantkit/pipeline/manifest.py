@@ -15,6 +15,7 @@ from quantkit.bundle import (
     Manifest,
     ModelEntry,
     SourceEntry,
+    WeightsEntry,
     inventory,
 )
 from quantkit.measure.engine_layers import NAME
@@ -36,6 +37,7 @@ def manifest_of(
     layers: list[LayerEntry],
     checks: list[Check],
     subject: str,
+    weights: Sequence[WeightsEntry] = (),
 ) -> Manifest:
     """The manifest of a bundle whose files stand in `folder`, without a verdict; a failed check fails a gate.
 
@@ -61,6 +63,7 @@ def manifest_of(
         files=inventory(folder),
         decisions=decisions,
         checks=checks,
+        weights=list(weights),
         verdict=None,
     )
 

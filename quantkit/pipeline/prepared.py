@@ -16,10 +16,11 @@ from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import tokens
+from quantkit.pipeline.accounting import about, account
 from quantkit.pipeline.layers import Layers, lay_out
 from quantkit.pipeline.request import Request, computed_in_floats, default_out, with_own_runtime
 from quantkit.plan import machine
-from quantkit.plan.assigned import UNTIED
+from quantkit.plan.assigned import UNTIED, takes_head
 
 if TYPE_CHECKING:
     from quantkit.calibrate.sets import TokenSet
@@ -54,6 +55,12 @@ class Prepared:
     out: Path
     decisions: list[Decision]
     cpu_seconds: float = 0.0
+
+    def unchanged(self) -> StreamedModel:
+        """The model as it was opened, without what passes of scope `model` make of it."""
+        from quantkit.model.stream import StreamedModel
+
+        return StreamedModel(self.original) if self.stream.transforms else self.stream
 
 
 def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -> Prepared:
@@ -109,6 +116,8 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     for step in recipe.export:
         registry.load("export", step.name).accepts(step.options, asked)
     decisions = [*computed_in_floats(request, source.kind), *taken, *layers.decisions]
+    if recipe.passes:
+        decisions += about(account(stream, layers.schemes, decisions, head=takes_head(recipe)))
     looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
     calibration, scoring = seen or tokens.load(recipe, source, calibrate=looks, decisions=decisions)
     if added:

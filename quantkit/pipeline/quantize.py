@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from quantkit import registry
@@ -13,7 +15,10 @@ from quantkit.pipeline.prepared import Prepared
 from quantkit.pipeline.progress import Progress
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from quantkit.model.finished import Finished
+    from quantkit.model.stream import StreamedModel
     from quantkit.pipeline.work import Worked
 
 # a few tokens are enough to trace a block and to prove its folds
@@ -33,18 +38,14 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
 
     from quantkit.model import finished
     from quantkit.pipeline.route import Rare
-    from quantkit.pipeline.work import looks_at_data, work
+    from quantkit.pipeline.work import work
 
     choice = prepared.request.recipe.calibration
     count = len(prepared.stream.block_names)
-    looks = looks_at_data(prepared.steps, prepared.layers.activations.values(), prepared.request.recipe.scheme.kv_cache)
     start = sum(key.startswith("block-") for key in build.done())
     if start == count:
         _finish_rest(prepared, build)
         return
-    if start and looks and prepared.stream.flow.live:
-        progress.note(f"{start} blocks are solved again: a forward of {prepared.source.architecture} begins anew")
-        start = 0
     begun = time.process_time()
     hidden_file = build.steps / f"hidden-{start - 1:04}.safetensors"
     states = load_file(hidden_file) if hidden_file.exists() else {}
@@ -67,6 +68,7 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
         hidden=states.get("hidden"),
         original=states.get("original"),
         rare=Rare(choice.expert_tokens, choice.experts),
+        finished=_finished(prepared, build),
     ):
         index = worked.block.index
         result = build.temporary("block.safetensors")
@@ -98,6 +100,17 @@ def results(prepared: Prepared, build: Build) -> Finished:
     files = sorted(path for name in names for path in build.steps.glob(name))
     layers, cache = prepared.layers, prepared.request.recipe.scheme.kv_cache
     return Finished(files, layers.schemes, layers.activations, cache)
+
+
+def _finished(prepared: Prepared, build: Build) -> Callable[[int], nn.Module]:
+    """Blocks by their numbers, as they were committed; nothing is opened before the first is asked for."""
+    from quantkit.export._values import Values
+
+    @functools.cache
+    def running() -> StreamedModel:
+        return Values.of_results(prepared.source, prepared.stream, results(prepared, build)).running()
+
+    return lambda index: running().load(index)
 
 
 def _finish_rest(prepared: Prepared, build: Build) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit import registry
-from quantkit.bundle import Build, Decision, FileEntry, LayerEntry
+from quantkit.bundle import Build, Check, Decision, FileEntry, LayerEntry
 from quantkit.export import reader
 from quantkit.measure.rows import Row
 from quantkit.measure.size import folder_of, size_rows
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import tokens
+from quantkit.pipeline.confirm import confirm
 from quantkit.pipeline.prepared import Prepared
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.quantize import results
@@ -33,7 +34,8 @@ def score_exports(
     layers: list[LayerEntry],
     files: list[FileEntry],
     built: Mapping[str, str],
-) -> list[Row]:
+    whole: bool = True,
+) -> tuple[list[Row], list[Check]]:
     """Accuracy of every export, each in its own runtime, and sizes; `harm.json` is written with the first.
 
     Args:
@@ -42,6 +44,10 @@ def score_exports(
         layers: what was quantized.
         files: of the bundle so far.
         built: hashes of what was compiled for it, by path in it.
+        whole: whether the model fits into memory, so that plain transformers can confirm a few of the scores.
+
+    Returns:
+        rows, and the checks of `pipeline/confirm.py`.
     """
     from quantkit.measure import score
     from quantkit.measure.harm import through_depth
@@ -49,8 +55,9 @@ def score_exports(
 
     exports = prepared.request.recipe.export
     source, scoring = prepared.source, prepared.scoring
-    original = StreamedModel(prepared.original) if prepared.stream.transforms else prepared.stream
+    original = prepared.unchanged()
     rows: list[Row] = []
+    checks: list[Check] = []
     for number, step in enumerate(exports):
         runtime = reader(step.name, step.options)
         sizes = size_rows(
@@ -82,6 +89,9 @@ def score_exports(
         if items is not None:
             items.save(build.bundle / ("items.safetensors" if number == 0 else f"items-{runtime}.safetensors"))
         rows += score.flagged(found, source.was)
+        if whole and (number == 0 or step.name == "checkpoint"):
+            folder = build.bundle / "model" if step.name == "checkpoint" else None
+            checks += confirm(original, folder, scoring.ids, items)
         if number == 0 and layers:
             dense = candidate if isinstance(candidate, StreamedModel) else _dense(prepared, build)
             harm = through_depth(
@@ -97,7 +107,8 @@ def score_exports(
             (build.bundle / HARM).write_text(harm.model_dump_json() + "\n", encoding="utf-8")
         if step.name == "checkpoint" and prepared.request.recipe.scheme.kv_cache is not None:
             rows += _score_long(prepared, build.bundle, original, subject, progress)
-    return rows
+    # of two exports, the original is confirmed with each
+    return rows, list({check.name: check for check in checks}.values())
 
 
 def runs_here(runtime: str, bundle: Path | None = None) -> bool:

@@ -15,7 +15,7 @@ class Stage:
     """One stage that has ended.
 
     Args:
-        name: `open`, `quantize`, `export`, `check`, `build`, `score`, `speed` or `finish`.
+        name: `open`, `prove`, `quantize`, `export`, `check`, `build`, `score`, `speed` or `finish`.
         seconds: by the wall clock.
         cpu_seconds: user and system, of this process, all its threads, and the processes that it waited for.
         memory_peak_bytes: the most that this process has had resident up to its end.

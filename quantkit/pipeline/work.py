@@ -190,6 +190,7 @@ def work(
     original: Tensor | None = None,
     on_start: Callable[[Calls], None] | None = None,
     rare: Rare | None = None,
+    finished: Callable[[int], nn.Module] | None = None,
 ) -> Iterator[Worked]:
     """Run every pass on every block, one block at a time.
 
@@ -210,6 +211,7 @@ def work(
         original: the same in the original stream, where a pass looks at that.
         on_start: called with the calls before the first block.
         rare: what becomes of experts that see few calibration tokens.
+        finished: the blocks before `start` as they were decided on: a live model's forward goes through them.
 
     Yields:
         each block when it is finished; the caller commits it before asking for the next.
@@ -226,15 +228,27 @@ def work(
         calls = stream.begin(ids, chunk_size(widest, ids.shape[1]))
         if both:
             originals = stream.begin(ids, calls.chunk) if calls.live else calls
-            original = calls.hidden if original is None else original
-        hidden = calls.hidden if hidden is None else hidden
+            original = calls.hidden if original is None or calls.live else original
+        hidden = calls.hidden if hidden is None or calls.live else hidden
         if on_start is not None:
             on_start(calls)
     block_steps = [step for step in steps if step.run.scope == "block"]
     like: Found = ({}, {})
     visits = stream.visits
     for stage, index in enumerate(visits):
-        if index < start or index in visits[:stage]:
+        if index in visits[:stage]:
+            continue
+        if index < start:
+            if finished is not None and calls is not None and calls.live and hidden is not None:
+                module = finished(index)
+                hidden = _again(calls, module, stage, visits, calls.run_all(module, stage, hidden))
+                if originals is not None and original is not None:
+                    as_it_came = stream.load(index)
+                    outputs = originals.run_all(as_it_came, stage, original)
+                    original = _again(originals, as_it_came, stage, visits, outputs)
+            if probe.live:
+                module = stream.load(index)
+                probed = _again(probe, module, stage, visits, probe.run_all(module, stage, probed))
             continue
         module = stream.load(index)
         call = probe.call(stage)

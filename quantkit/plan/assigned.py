@@ -21,6 +21,8 @@ ROLES = ("embeddings", HEAD, "norms")
 # decisions with these codes are no fallback: the recipe asks for them
 AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER = "kept-as-asked", "group-shrunk", "head-rounded", "untied", "router-kept"
 MIXED = "kept-high"
+# these are: what stays in floats although the recipe does not say so
+SHARED, FLOATS = "shared-kept", "floats-left"
 ASKED = (AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER, MIXED)
 _POWERS = (256, 128, 64, 32, 16)
 
@@ -54,6 +56,7 @@ def assign(
     *,
     head: str | None = None,
     routers: Collection[str] = (),
+    shared: Mapping[str, str] | None = None,
     model: str = "model",
 ) -> Assigned:
     """Decide for every linear.
@@ -64,6 +67,7 @@ def assign(
         dtype: what the source stores; bfloat16 models read bfloat16 scales.
         head: which of them is the head.
         routers: those that choose or weigh experts, and stay as they are.
+        shared: those whose weight another linear in another block has too -> that one; they stay as they are.
         model: what errors call it.
 
     Raises:
@@ -78,6 +82,10 @@ def assign(
     reason = "it chooses or weighs experts"
     kept = {name: schemes.pop(name).format for name in sorted(schemes.keys() & set(routers))}
     decisions += [decision("recipe", ROUTER, name, reason, form) for name, form in kept.items()]
+    for name, other in sorted((shared or {}).items()):
+        if name in schemes:
+            reason = f"its weight is that of {other} too: one set of codes cannot follow the inputs of both"
+            decisions.append(decision("recipe", SHARED, name, reason, schemes.pop(name).format))
     schemes = _divisible(recipe, shapes, schemes, decisions)
     schemes = _storable(schemes, dtype, decisions)
     _check_formats(schemes)

@@ -136,7 +136,7 @@ def shared(layer: Layer) -> list[list[Matrix]]:
 
 def counted(question: Question) -> dict[str, Work]:
     """Part -> kind of work -> how much of it; the parts are those that a compile names as it goes."""
-    parts = {"open": _open(question)}
+    parts = {"open": _open(question), "prove": _prove(question)}
     if question.recipe.passes or question.sequences:
         parts["quantize"] = _quantize(question)
     for name in question.exports:
@@ -194,6 +194,13 @@ def _run(layers: Sequence[Layer], tokens: int, length: int, times: float = 1.0) 
 def _open(question: Question) -> Work:
     model = question.architecture
     return Work({"fixed:open": 1, "layers:open": len(model.layers), "bytes:open": model.parameters * _width(model)})
+
+
+def _prove(question: Question) -> Work:
+    """Loaded as a whole, by plain transformers, and run on a few tokens, as is the stream; loading takes what it takes
+    when a checkpoint is checked."""
+    model = question.architecture
+    return Work({"rest:check checkpoint": 4.0 * model.parameters}) + _run(model.layers, 128, 32, 2.0)
 
 
 def _width(model: Architecture) -> int:

@@ -272,7 +272,7 @@ def compiling(question: Question, machine: Machine, rates: Rates | None = None) 
     return Compiling(_ordered(wall), _ordered(cpu), rates.interval, memory, disk(question), machine, notes)
 
 
-_STAGES = ("open", "quantize", "export", "check", "build", "score", "speed", "finish")
+_STAGES = ("open", "prove", "quantize", "export", "check", "build", "score", "speed", "finish")
 
 
 def _ordered(found: Mapping[str, float]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.bundle import Check, Decision, Manifest
+from quantkit.bundle import Check, Decision, Manifest, WeightsEntry
 from quantkit.bundle.manifest import CalibrationEntry
 from quantkit.errors import MissingDependency
 from quantkit.measure.accuracy import standard_error
@@ -379,3 +379,17 @@ def place(name: str) -> tuple[str, str]:
     if match is None:
         return "–", name[-24:]
     return match[1], match[2].split(".")[-1][-24:]
+
+
+def weights(entries: Sequence[WeightsEntry]) -> list[str]:
+    """What became of the source's tensors: the share of linear weights in floats and why, and what no module uses."""
+    linear = [entry for entry in entries if entry.linear]
+    whole = sum(entry.elements for entry in linear)
+    left = sorted((entry for entry in linear if entry.state != "quantized"), key=lambda entry: -entry.elements)
+    found = []
+    if whole:
+        share = sum(entry.elements for entry in left) / whole
+        why = "; ".join(f"{entry.elements / whole:.1%} {entry.reason}" for entry in left[:3])
+        found.append(f"{1 - share:.1%} of the linear weights are quantized" + (f", in floats: {why}" if why else ""))
+    unused = (entry for entry in entries if entry.state == "unused")
+    return found + [f"{each.tensors} tensors stay as they are ({each.example}): {each.reason}" for each in unused]

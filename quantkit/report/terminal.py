@@ -138,6 +138,8 @@ def _facts(manifest: Manifest, seconds: Mapping[str, float | None] | None, memor
     others = figures.other_checks(manifest.checks)
     if others:
         table.add_row("checks", _lines([_check(check) for check in others]))
+    if manifest.weights:
+        table.add_row("weights", _lines([Text(line) for line in figures.weights(manifest.weights)]))
     table.add_row("decisions", decisions(manifest.decisions))
     if seconds is not None:
         parts = []

@@ -336,7 +336,7 @@ def test_what_does_not_fit_into_one_forward_goes_in_chunks_and_large_states_to_d
     whole = run(llama, fixed, tmp_path / "whole")
     monkeypatch.setattr("quantkit.plan.compile_work.ACTIVATION_BYTES", 1)
     chunked = run(llama, fixed, tmp_path / "chunked")
-    monkeypatch.setattr("quantkit.model.stream.ON_DISK", 1)
+    monkeypatch.setattr("quantkit.model.calls.ON_DISK", 1)
     on_disk = run(llama, fixed, tmp_path / "disk")
     assert on_disk.manifest.content_sha256 == chunked.manifest.content_sha256
     rows = [{row["name"]: row["value"] for row in bundle.measurements} for bundle in (whole, chunked)]

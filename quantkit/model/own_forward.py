@@ -1,0 +1,142 @@
+"""Is the stream the model? Held against the model's own forward, as plain transformers loads it.
+
+Two chunks of sequences of different content go through both, in float32. At each block, every token's hidden states are
+compared, and behind the last one what the model gives:
+
+    |streamed - own| / |own| <= 1e-4      (Euclidean norms over the width; of logits, less their mean)
+
+Nothing of what is compared with comes from quantkit: transformers finds the weights, builds the masks and calls its
+blocks. Where the model does not fit into the memory that a compile takes anyway, its first blocks are compared, as a
+model of so many layers.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.bundle import Check
+from quantkit.errors import InputError
+from quantkit.model.calls import Given, forward, uncached
+from quantkit.model.flow import Flow
+from quantkit.model.open import Source, quiet_loading
+from quantkit.model.stream import StreamedModel, answer
+
+LIMIT = 1e-4
+NAME = "stream.own_forward"
+# of the sequences that both are run on
+_ROWS, _CHUNK, _TOKENS = 4, 2, 32
+
+
+@dataclass(frozen=True)
+class Own:
+    """What the model's own forward gave.
+
+    Args:
+        hidden: what each call to a block was given, [samples, tokens, width].
+        output: logits or last hidden states; None if only the first blocks were there.
+    """
+
+    hidden: list[Tensor]
+    output: Tensor | None
+
+
+def demand_equal(model: StreamedModel, ids: Tensor, blocks: int) -> Check:
+    """The check `stream.own_forward`.
+
+    Args:
+        model: as opened, before any pass has changed it.
+        ids: [samples, tokens] of different content; a few are used.
+        blocks: how many the model's own forward may have in memory.
+
+    Raises:
+        InputError: `stream-differs`, naming the first block that departs.
+    """
+    few = ids[:_ROWS, :_TOKENS]
+    count = len(model.block_names)
+    if blocks < count and not model.source.can_be_cut(blocks):
+        blocks = count
+    whole = blocks >= count
+    own = own_forward(model.source, model.path, model.flow, few, None if whole else blocks, model.runs)
+    stages = [stage for stage, index in enumerate(model.visits) if index < blocks]
+    worst = 0.0
+    calls = model.begin(few, _CHUNK)
+    hidden, before = calls.hidden, -1
+    for stage in stages:
+        index = model.visits[stage]
+        worst = max(worst, _held(hidden, own.hidden[stage], model, stage))
+        if not whole and stage == stages[-1]:
+            break
+        if index != before:
+            block = model.load(index)
+        hidden, before = calls.pass_on(stage, calls.run_all(block, stage, hidden)), index
+    if own.output is not None:
+        calls.hidden = hidden
+        answers = model.answers_of(calls, few)
+        # in two parts, as scores are taken
+        half = few.shape[1] // 2
+        for row in range(len(few)):
+            parts = [answers(row, slice(0, half)), answers(row, slice(half, None))]
+            found = torch.cat(parts) if model.source.kind == "decoder" else answers(row)
+            worst = max(worst, _held(_centered(found), _centered(own.output[row]), model, len(model.visits)))
+    return Check(name=NAME, value=worst, limit=LIMIT, ok=True)
+
+
+def own_forward(source: Source, path: str, flow: Flow, ids: Tensor, blocks: int | None, runs: Any) -> Own:
+    """The model as plain `from_pretrained` loads it, run on `ids` [samples, tokens] in one batch.
+
+    Args:
+        source: where it lies.
+        path: of the `ModuleList` of blocks.
+        flow: which dimension of hidden states counts samples.
+        ids: what it is run on.
+        blocks: only the first so many; None is all.
+        runs: gives the part of the model whose forward runs.
+    """
+    seen: list[Tensor] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden, _others = Given.of(args, kwargs)
+        seen.append(hidden.movedim(flow.batch, 0).detach().clone())
+
+    with quiet_loading():
+        model = source.load(blocks)
+        for block in model.get_submodule(path).children():
+            block.register_forward_pre_hook(note, with_kwargs=True)
+        with torch.no_grad(), uncached(model):
+            output = answer(forward(runs(model), ids)).float()
+    del model
+    gc.collect()
+    return Own(seen, output if blocks is None else None)
+
+
+def _held(found: Tensor, own: Tensor, model: StreamedModel, stage: int) -> float:
+    """How far they are apart, at the worst token; refused where that is more than rounding."""
+    if found.shape == own.shape:
+        size = own.double().norm(dim=-1)
+        apart = (found.double() - own.double()).norm(dim=-1) / size.clamp(min=1e-6 * float(size.max()) + 1e-30)
+        worst = float(apart.max()) if bool(apart.isfinite().all()) else float("inf")
+    else:
+        worst = float("inf")
+    if worst <= LIMIT:
+        return worst
+    names = [model.block_names[index] for index in model.visits]
+    where = names[stage - 1] if stage else "what lies before the first block"
+    if stage == len(names):
+        where = f"{names[-1]}, or what follows it"
+    raise InputError(
+        "stream-differs",
+        where=f"{model.source.architecture}: {where}",
+        value=f"differs from the model's own forward by {worst:.1e}",
+        rule=f"a model that is run block by block gives what it gives as a whole, to {LIMIT:g}",
+        remedy="no recipe is right on this architecture yet (docs/models.md); please report it",
+    )
+
+
+def _centered(logits: Tensor) -> Tensor:
+    """Logits less their mean, which no probability depends on."""
+    return logits.float() - logits.float().mean(dim=-1, keepdim=True)

@@ -1,0 +1,122 @@
+"""Is the score true? What was scored on the stream, held against the original and the reloaded export in transformers.
+
+Of a decoder the mean loss of the original and the mean KL of the candidate are compared, on the beginnings of a few of
+the scored sequences; of other models what they give, token by token. Neither side of what is compared with runs any
+code of quantkit's.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantkit.bundle import Check
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.measure.accuracy import Items
+    from quantkit.model.open import Source
+    from quantkit.model.stream import StreamedModel
+
+LOSS, KL, OUTPUT = "score.loss", "score.kl", "score.output"
+# nats; of outputs, of the Euclidean norm of a token's
+LIMIT = 1e-3
+# where a library multiplies in kernels of its own, of half precision on some processors
+KERNEL_LIMIT = 2**-6
+_SEQUENCES, _TOKENS = 2, 96
+
+
+def confirm(original: StreamedModel, folder: Path | None, ids: Tensor, items: Items | None) -> list[Check]:
+    """`score.loss` and `score.kl` of a decoder, `score.output` of another model.
+
+    Args:
+        original: as it was scored against.
+        folder: of the written checkpoint; None confirms the original alone.
+        ids: [samples, tokens] that were scored.
+        items: of every scored position of a decoder.
+    """
+    few = ids[:_SEQUENCES, :_TOKENS]
+    before = _given(original.source, original, few)
+    after = None if folder is None else _reloaded(folder, original, few)
+    if items is not None:
+        return _decoder(before, after, few, items, _limit(folder))
+    if after is None or folder is None:
+        return [_check(OUTPUT, _apart(original.answers(few).all(), before), LIMIT)]
+    from quantkit.runtimes._reloaded import reloaded
+
+    worst = _apart(reloaded(folder).answers(few).all(), after)
+    return [_check(OUTPUT, worst, _limit(folder))]
+
+
+def _decoder(before: Tensor, after: Tensor | None, ids: Tensor, items: Items, limit: float) -> list[Check]:
+    import numpy as np
+
+    positions = ids.shape[1] - 1
+    chosen = np.concatenate([np.flatnonzero(items.sequence == row)[:positions] for row in range(len(ids))])
+    one = before[:, :-1].double().log_softmax(dim=-1)
+    loss = float(-one.gather(-1, ids[:, 1:, None]).mean())
+    checks = [_check(LOSS, abs(loss - float(items.nll_original[chosen].mean())), LIMIT)]
+    if after is not None:
+        other = after[:, :-1].double().log_softmax(dim=-1)
+        divergence = float((one.exp() * (one - other)).nan_to_num().sum(dim=-1).mean())
+        checks.append(_check(KL, abs(divergence - float(items.kl[chosen].mean())), limit))
+    return checks
+
+
+def _given(source: Source, like: StreamedModel, ids: Tensor, *, cached: bool = False) -> Tensor:
+    """What the model of plain transformers gives for ids [samples, tokens]; `cached` as its config says."""
+    from contextlib import nullcontext
+
+    import torch
+
+    from quantkit.model.calls import forward, uncached
+    from quantkit.model.open import quiet_loading
+    from quantkit.model.stream import answer
+
+    with quiet_loading():
+        model = source.load()
+        with torch.no_grad(), nullcontext() if cached else uncached(model):
+            runs = like.runs(model)
+            found = answer(runs(input_ids=ids) if cached else forward(runs, ids)).float()
+    del model
+    gc.collect()  # what a library hooks into a model holds it and is held by it
+    return found
+
+
+def _reloaded(folder: Path, like: StreamedModel, ids: Tensor) -> Tensor | None:
+    """The same of a written checkpoint, expanded by its library; None where transformers leaves out what was scored."""
+    from quantkit.model import layouts, run_time
+    from quantkit.model.open import open_written
+
+    source = open_written(folder)
+    config = source.config.get("quantization_config")
+    if config is not None and not run_time.weights_are_dense(config) and layouts.missing(layouts.of(config)):
+        return None
+    if run_time.expands_at_load(folder) and run_time.is_named(config):
+        return None  # weights alone are expanded: inputs and cache stay floats there
+    return _given(source, like, ids, cached=bool((config or {}).get("kv_cache_scheme")))
+
+
+def _limit(folder: Path | None) -> float:
+    from quantkit.model import layouts, run_time
+    from quantkit.model.open import open_written
+
+    config = None if folder is None else open_written(folder).config.get("quantization_config")
+    if config is None or run_time.weights_are_dense(config):
+        return LIMIT
+    return KERNEL_LIMIT if layouts.of(config).kernels else LIMIT
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    """The worst token's difference, of its norm."""
+    if found.shape != expected.shape:
+        return float("inf")
+    size = expected.double().norm(dim=-1).clamp(min=1e-30)
+    return float(((found.double() - expected.double()).norm(dim=-1) / size).max())
+
+
+def _check(name: str, value: float, limit: float) -> Check:
+    finite = value if value < float("inf") else None
+    return Check(name=name, value=finite, limit=limit, ok=finite is not None and finite <= limit)
