@@ -62,7 +62,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "longcat_flash": {"head_dim": 8, "num_layers": 2, "zero_expert_num": 2},
     "mamba2": {"head_dim": 16, "num_heads": 8, "n_groups": 2},
-    "neomme": {},
+    "markuplm": {"max_depth": 4, "xpath_unit_hidden_size": 8, "max_xpath_tag_unit_embeddings": 16},
     "qwen2": _HALF_WINDOW,
     "qwen2_moe": {**_HALF_WINDOW, "mlp_only_layers": [1]},
     "qwen3": _HALF_WINDOW,
@@ -157,9 +157,16 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
     ("AutoModelForSpeechSeq2Seq", {"whisper": "WhisperForConditionalGeneration"}),
 ]
 
-# what cannot be built or run here, or is no function of token ids, with the reason
+# what cannot be built or run here, or is no model of token ids, with the reason
 LEFT_OUT: dict[str, str] = {
-    "Gemma3nForConditionalGeneration": "its vision tower wants timm",
-    "MusicgenForCausalLM": "takes rows of codes of several codebooks, not token ids",
-    "MusicgenMelodyForCausalLM": "takes rows of codes of several codebooks, not token ids",
+    "EvollaModel": "reads proteins beside the text",
+    "Gemma3nForConditionalGeneration": "its vision tower wants timm, which is not installed",
+    "Gemma4AssistantForCausalLM": "drafts for another model, whose keys and values it reads",
+    "Gemma4UnifiedAssistantForCausalLM": "drafts for another model, whose keys and values it reads",
+    "MusicgenForCausalLM": "reads rows of codes of several codebooks, not token ids",
+    "MusicgenMelodyForCausalLM": "reads rows of codes of several codebooks, not token ids",
+    "PeAudioModel": "reads sound beside the text",
+    "PeAudioVideoModel": "its video tower wants timm, which is not installed",
+    "PeVideoModel": "its video tower wants timm, which is not installed",
+    "T5GemmaEncoderModel": "transformers makes it of a T5Gemma alone that says it is no encoder-decoder",
 }
