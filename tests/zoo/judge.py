@@ -106,9 +106,12 @@ scheme:
   weights: {format: int4, granularity: group, group: 32, symmetric: true, scale: float32}
 passes:
   - gptq: {damping: 0.01}
+on_indivisible: keep
 export:
-  - checkpoint: {layout: pack-quantized}
+  - checkpoint: {layout: %s}
 """
+# tried in turn: a layout that refuses a model's linears says that `dense` takes them
+_LAYOUTS = ("pack-quantized", "dense")
 
 
 def whole_compile(architecture: shrink.Architecture) -> Verdict:
@@ -130,16 +133,19 @@ def whole_compile(architecture: shrink.Architecture) -> Verdict:
         except Exception as problem:
             return verdict("not here", line=first_line(problem))
         scored = shrink.ids(_SCORED, seed=2)
-        recipe = Path(home) / "recipe.yaml"
-        recipe.write_text(_RECIPE % (_token_set(Path(home) / "ids", scored), shrink.TOKENS))
-        try:
-            with patch("quantkit.pipeline.tokens.SCORED", _SCORED * (shrink.TOKENS - 1)):
-                bundle = quantkit.compile(str(folder), recipe, out=out, speed=False)
-        except InputError as problem:
-            return verdict("refused", code=problem.code, line=str(problem))
-        except Exception as problem:
-            code = getattr(problem, "code", type(problem).__name__)
-            return verdict("CRASH", code=code, line=f"{first_line(problem)} {place(problem)}")
+        recipe, tokens = Path(home) / "recipe.yaml", _token_set(Path(home) / "ids", scored)
+        for layout in _LAYOUTS:
+            recipe.write_text(_RECIPE % (tokens, shrink.TOKENS, layout))
+            try:
+                with patch("quantkit.pipeline.tokens.SCORED", _SCORED * (shrink.TOKENS - 1)):
+                    bundle = quantkit.compile(str(folder), recipe, out=out, speed=False)
+                break
+            except InputError as problem:
+                if problem.code != "layout-unsupported" or layout == _LAYOUTS[-1]:
+                    return verdict("refused", code=problem.code, line=str(problem))
+            except Exception as problem:
+                code = getattr(problem, "code", type(problem).__name__)
+                return verdict("CRASH", code=code, line=f"{first_line(problem)} {place(problem)}")
         try:
             stated = figures(bundle.measurements)
             true = plain_figures(folder, bundle.model_folder, scored, bundle.manifest.model.kind)
