@@ -134,6 +134,8 @@ class _Runner:
         self.shape = self.shape or tuple(hidden.shape)
         if any(hasattr(leaf, "get_seq_length") for leaf in given.leaves()):
             raise unsupported(type(block).__name__, "is given a cache although none was asked for")
+        if not hidden.is_floating_point():
+            raise unsupported(type(block).__name__, f"is given {hidden.dtype} for hidden states")
         if self._before is not None and (hidden.shape != self._before.shape or not torch.equal(hidden, self._before)):
             self.departed = True
         if self.real or type(block) not in self.forms:
