@@ -119,7 +119,11 @@ class Writer:
         """`quantization_config` of config.json."""
         written, schemes = None, self.finished.schemes
         if self.layout is not None:
+            # what the class has no place for (draft heads, towers) is carried as it is; other programs have to know
+            used, entries = set(self.files.values()), self.source.weights.entries.values()
+            unused = [each.name for each in entries if each.name not in used and len(each.shape) == 2]
             others = [name for name in self.linears if name not in schemes]
+            others += [name.removesuffix(".weight") for name in unused if name.endswith(".weight")]
             written = self.layout.quantization_config(schemes, others, str(self.dtype).removeprefix("torch."))
         return run_time.described(written, list(schemes), self.run_time.activations, self.run_time.cache)
 

@@ -8,7 +8,7 @@ in ways that cannot be noted beforehand, and the model is live (see `calls.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +134,11 @@ class _Runner:
         self.shape = self.shape or tuple(hidden.shape)
         if any(hasattr(leaf, "get_seq_length") for leaf in given.leaves()):
             raise unsupported(type(block).__name__, "is given a cache although none was asked for")
+        values = (*given.args, *given.kwargs.values())
+        if any(isinstance(value, MutableMapping) and (not isinstance(value, dict) or not value) for value in values):
+            self.departed = True  # one block may leave something in it for another
+        if not hidden.is_floating_point():
+            raise unsupported(type(block).__name__, f"is given {hidden.dtype} for hidden states")
         if self._before is not None and (hidden.shape != self._before.shape or not torch.equal(hidden, self._before)):
             self.departed = True
         if self.real or type(block) not in self.forms:

@@ -96,6 +96,8 @@ def _renamed(weights: Weights, skeleton: PreTrainedModel, wanted: dict[str, Tens
     stored: dict[str, str] = {}
     for file in sorted(weights.entries):  # some renamings depend on the order
         name, converted = rename_source_key(file, renamings, converters, skeleton.base_model_prefix, wanted)
+        if name not in wanted and file in wanted:  # a renaming that is for another part of the model, as when loading
+            name, converted = rename_source_key(file, [], [], skeleton.base_model_prefix, wanted)
         if converted is not None:
             raise InputError(
                 "architecture-unsupported",

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.bundle import Check
-from quantkit.errors import InputError
-from quantkit.model.calls import Given, forward, uncached
+from quantkit.errors import InputError, QuantkitError
+from quantkit.model.calls import Given, forward, uncached, unsupported
 from quantkit.model.flow import Flow
 from quantkit.model.open import Source, quiet_loading
 from quantkit.model.stream import StreamedModel, answer
@@ -54,9 +54,18 @@ def demand_equal(model: StreamedModel, ids: Tensor, blocks: int) -> Check:
         blocks: how many the model's own forward may have in memory.
 
     Raises:
-        InputError: `stream-differs`, naming the first block that departs.
+        InputError: `stream-differs`, naming the first block that departs; `stream-unsupported`.
     """
-    few = ids[:_ROWS, :_TOKENS]
+    try:
+        return _demand_equal(model, ids[:_ROWS, :_TOKENS], blocks)
+    except (QuantkitError, MemoryError):
+        raise
+    except Exception as problem:  # whatever a class makes of a few sequences, run as a whole or by its blocks
+        said = " ".join(str(problem).split())[:160]
+        raise unsupported(model.source.architecture, f"{type(problem).__name__}: {said}") from problem
+
+
+def _demand_equal(model: StreamedModel, few: Tensor, blocks: int) -> Check:
     count = len(model.block_names)
     if blocks < count and not model.source.can_be_cut(blocks):
         blocks = count

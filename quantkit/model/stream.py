@@ -72,6 +72,8 @@ def find_blocks(model: nn.Module) -> str:
     lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
     sizes = {path: sum(value.numel() for value in module.parameters()) for path, module in lists.items()}
     alike = [path for path, module in lists.items() if len({type(child) for child in module}) == 1]
+    # a block is made of parts: a list of embeddings is none, however large
+    alike = [path for path in alike if any(True for child in lists[path] for _ in child.children())] or alike
     best = max(alike, key=lambda path: sizes[path], default="")
     around = [path for path in lists if path not in alike and (not best or best.startswith(f"{path}."))]
     best = max([*around, best] if best else around, key=lambda path: sizes[path], default="")
@@ -259,8 +261,8 @@ class StreamedModel:
     def _learn(self, model: nn.Module, ids: Tensor | None) -> Flow:
         if self._flow is None:
             if ids is None:
-                size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator, union-attr, arg-type]
-                ids = torch.arange(16).reshape(2, 8).remainder(size)
+                size = self.source.config.get("vocab_size")
+                ids = torch.arange(16).reshape(2, 8).remainder(size if isinstance(size, int) else 16)
             self._flow = learn(model, self.path, self.load, ids, self.runs(model))
         return self._flow
 

@@ -97,6 +97,14 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
             rule="only a decoder has a KV cache",
             remedy="--set scheme.kv_cache=null",
         )
+    if source.kind == "vision":
+        raise InputError(
+            "model-graph",
+            where=source.ref,
+            value=f"{source.architecture}, an image model of transformers",
+            rule="image models are compiled as float ONNX graphs",
+            remedy="export it (torch.onnx.export) and compile the file, or quantkit.compile(module, ...) in Python",
+        )
     request = with_own_runtime(request, source.kind)
     added, recipe = len(request.recipe.export) > len(recipe.export), request.recipe
     stream = StreamedModel(source)

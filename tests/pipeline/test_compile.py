@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 import zoo
+from safetensors.torch import load_file, save_file
 
 from quantkit.bundle import Bundle
 from quantkit.errors import GateError, InputError, QuantkitError
@@ -353,3 +354,23 @@ def test_a_bundle_holds_no_path_of_the_machine(llama: Path, tmp_path: Path) -> N
     for path in out.rglob("*"):
         if path.is_file():
             assert str(tmp_path).encode() not in path.read_bytes(), path
+
+
+def test_what_the_class_has_no_place_for_is_carried_and_declared(
+    tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
+    """A draft head: carried as it is, in the manifest, and named to other programs as not quantized."""
+    folder = save(tmp_path / "drafting", byte_tokenizer)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["mtp.layers.0.proj.weight"] = torch.arange(12.0).reshape(3, 4)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    bundle = run(folder, recipe({"gptq": {}}), tmp_path / "out")
+    written = load_file(bundle.model_folder / "model.safetensors")
+    assert torch.equal(written["mtp.layers.0.proj.weight"], tensors["mtp.layers.0.proj.weight"])
+    config = json.loads((bundle.model_folder / "config.json").read_text())
+    assert "mtp.layers.0.proj" in config["quantization_config"]["ignore"]
+    entries = {entry.state: entry for entry in bundle.manifest.weights}
+    assert entries["unused"].example == "mtp.layers.0.proj.weight"
+    held = {check.name: check.value for check in bundle.manifest.checks}
+    assert {"stream.own_forward", "score.loss", "score.kl"} <= set(held)
+    assert all(held[name] < 1e-5 for name in ("stream.own_forward", "score.loss", "score.kl"))

@@ -102,9 +102,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         }
     },
     "glm5_next_text": {"index_topk": 8, "index_kpool": 4},
-    "hunyuan_vl_text": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}
-    },
+    "hunyuan_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}},
     "Gemma4AssistantForCausalLM": {"text_config": _ASSISTANT},
     "Gemma4UnifiedAssistantForCausalLM": {"text_config": _ASSISTANT},
 }

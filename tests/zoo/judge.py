@@ -153,7 +153,9 @@ def whole_compile(architecture: shrink.Architecture) -> Verdict:
             true = plain_figures(folder, bundle.model_folder, scored, bundle.manifest.model.kind)
         except Exception as problem:
             return verdict("CRASH", code="plain", line=f"{first_line(problem)} {place(problem)}")
-        off = {name: abs(stated.get(name, float("inf")) - value) / max(abs(value), 1e-3) for name, value in true.items()}
+        off = {
+            name: abs(stated.get(name, float("inf")) - value) / max(abs(value), 1e-3) for name, value in true.items()
+        }
         worst = max(off, key=lambda name: off[name])
         line = ", ".join(f"{name} {stated.get(name)!s:.8} (plain {value:.6g})" for name, value in true.items())
         share, told = said(bundle, folder)
@@ -193,7 +195,8 @@ def plain_figures(source: Path, made: Path, tokens: Tensor, kind: str) -> dict[s
     models = [shrink.loaded(source), shrink.loaded(made)]
     if kind != "decoder":
         pooled = [
-            torch.cat([shrink.states(model, part).double().mean(dim=1) for part in tokens.split(32)]) for model in models
+            torch.cat([shrink.states(model, part).double().mean(dim=1) for part in tokens.split(32)])
+            for model in models
         ]
         return {"cosine": float(torch.nn.functional.cosine_similarity(*pooled).mean())}
     losses, divergence = [[], []], []

@@ -265,8 +265,6 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
     letters = ["<pad>", "<s>", "</s>", "<unk>", *map(chr, range(32, 127))]
     made = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(letters)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    made.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
-    )
+    made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     named = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **named)

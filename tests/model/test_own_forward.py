@@ -1,0 +1,73 @@
+"""The stream is held against plain transformers; what departs is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+from quantkit.errors import InputError
+from quantkit.model import own_forward
+from quantkit.model.open import open_model
+from quantkit.model.stream import StreamedModel
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3", "bert"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("own") / request.param
+    zoo.tiny(request.param).save_pretrained(place)  # type: ignore[operator]
+    return place
+
+
+class Wrong(StreamedModel):
+    """Its second block has another bias, or its tables other rows, than the files say."""
+
+    block, outside = True, False
+
+    def load(self, index: int) -> nn.Module:
+        block = super().load(index)
+        if self.block and index == 1:
+            weight = next(value for value in block.parameters() if value.dim() == 2)
+            weight.data = weight.data.roll(1, dims=0)  # a factor alone may be what a norm takes off again
+        return block
+
+    def rest(self) -> nn.Module:
+        model = super().rest()
+        if self.outside:
+            table = model.get_input_embeddings()  # type: ignore[operator]
+            table.weight = nn.Parameter(table.weight * 1.001)
+        return model
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_a_stream_that_is_the_model_passes(folder: Path, blocks: int) -> None:
+    check = own_forward.demand_equal(StreamedModel(open_model(str(folder))), zoo.ids(5, 24), blocks)
+    assert check.ok and check.value is not None and check.value < 1e-5
+
+
+def test_the_first_block_that_departs_is_named(folder: Path) -> None:
+    stream = Wrong(open_model(str(folder)))
+    with pytest.raises(InputError) as caught:
+        own_forward.demand_equal(stream, zoo.ids(5, 24), 3)
+    assert caught.value.code == "stream-differs"
+    assert stream.block_names[1] in str(caught.value)
+
+
+def test_what_lies_before_the_blocks_is_named(folder: Path) -> None:
+    stream = Wrong(open_model(str(folder)))
+    stream.block, stream.outside = False, True
+    with pytest.raises(InputError) as caught:
+        own_forward.demand_equal(stream, zoo.ids(5, 24), 3)
+    assert caught.value.code == "stream-differs"
+    assert "before the first block" in str(caught.value)
+
+
+def test_a_model_of_few_blocks_is_compared_up_to_there(folder: Path) -> None:
+    """With one block in memory, what is wrong in the second one cannot be seen; with two it is."""
+    stream = Wrong(open_model(str(folder)))
+    assert own_forward.demand_equal(stream, zoo.ids(5, 24), 1).ok
+    with torch.no_grad(), pytest.raises(InputError):
+        own_forward.demand_equal(stream, zoo.ids(5, 24), 3)

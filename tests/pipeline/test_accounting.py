@@ -1,0 +1,61 @@
+"""Every tensor of the source is accounted for, and what stays in floats unasked is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from zoo import shrink
+
+from quantkit.errors import GateError
+from quantkit.model.experts import routers
+from quantkit.model.open import open_model
+from quantkit.model.stream import StreamedModel
+from quantkit.pipeline.accounting import about, account, left_in_floats
+
+
+def stream_of(name: str, tmp_path: Path) -> StreamedModel:
+    shrink.tiny(name, tmp_path / name)
+    return StreamedModel(open_model(str(tmp_path / name)))
+
+
+def linears(stream: StreamedModel) -> set[str]:
+    from quantkit.model.structure import is_linear
+
+    inside = tuple(f"{block}." for block in stream.block_names)
+    return {name for name, module in stream.skeleton.named_modules() if is_linear(module) and name.startswith(inside)}
+
+
+def test_all_elements_of_the_files_are_counted_once(tmp_path: Path) -> None:
+    for name in ("LlamaForCausalLM", "BertModel", "MixtralForCausalLM", "GPT2LMHeadModel"):
+        stream = stream_of(name, tmp_path)
+        entries = account(stream, linears(stream), [], head=False)
+        stored = load_file(tmp_path / name / "model.safetensors")
+        assert sum(entry.elements for entry in entries) == sum(value.numel() for value in stored.values())
+        assert sum(entry.tensors for entry in entries) == len(stored)
+
+
+def test_experts_that_are_no_linears_are_a_warning_and_an_error_under_strict(tmp_path: Path) -> None:
+    """DBRX keeps its experts in parameters of two dimensions, which no pass sees."""
+    stream = stream_of("DbrxForCausalLM", tmp_path)
+    entries = account(stream, linears(stream) - routers(stream.skeleton), [], head=False)
+    share = left_in_floats(entries, unasked=True)
+    assert share is not None and share > 0.5
+    (taken,) = about(entries)
+    assert taken.code == "floats-left"
+    assert "ffn.experts" in taken.reason and f"{share:.0%}" in taken.reason
+    from quantkit.pipeline.gates import warnings
+    from quantkit.pipeline.strict import refuse
+
+    assert warnings([taken]) == [taken.reason]
+    with pytest.raises(GateError):
+        refuse([taken])
+
+
+def test_routers_of_any_name_stay(tmp_path: Path) -> None:
+    assert {name.rpartition("ffn.")[2] for name in routers(stream_of("DbrxForCausalLM", tmp_path).skeleton)} == {
+        "router.layer"
+    }
+    assert any("router.layer" in name for name in routers(stream_of("JetMoeForCausalLM", tmp_path).skeleton))
+    assert not routers(stream_of("LlamaForCausalLM", tmp_path).skeleton)
