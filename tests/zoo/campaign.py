@@ -1,8 +1,8 @@
-"""Runs a part of the campaign over every architecture, a process each with a time limit, and records one line for each.
+"""Verdicts on many architectures: a process each, with a time limit, so that none can harm the next.
 
-    python -m zoo.campaign stream --out build/zoo-stream.jsonl [--only NAME ...] [--table TABLE] [--workers 2]
+    PYTHONPATH=tests python -m zoo.campaign stream --lines zoo.jsonl --only GPT2LMHeadModel
 
-Goes on where a record ends; a line is one verdict.
+A line is one verdict; a run goes on where its file of lines ends. `benchmarks/zoo.py` runs and records the whole.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import multiprocessing
 import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,85 +23,99 @@ import transformers
 
 from zoo import judge, shrink
 
-PARTS = {"stream": judge.float_stream, "compile": judge.whole_compile}
+PARTS = {"stream": judge.float_stream, "compile": judge.whole_compile, "both": judge.both}
 SECONDS = 300
-WARM = 3
+# so many are worth an import for all
+_MANY = 3
 
 
-def _work(part: str, architecture: shrink.Architecture, pipe: Any) -> None:
-    pipe.send(PARTS[part](architecture).as_dict())
-
-
-def run(part: str, wanted: list[shrink.Architecture], out: Path, workers: int) -> list[dict[str, Any]]:
-    """Verdicts of all; those that `out` has are not made again."""
-    lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    done = {line["name"] for line in lines}
-    waiting = [each for each in wanted if each.name not in done]
-    if len(waiting) > WARM:  # once here, for what it imports: every fork has that then
-        PARTS[part](shrink.Architecture("AutoModelForCausalLM", "llama", "LlamaForCausalLM"))
-        gc.collect()
-        gc.freeze()  # a fork that collects garbage need not look through all of that
-    context = multiprocessing.get_context("fork")
-    running: list[tuple[Any, Any, float, shrink.Architecture]] = []
-    while waiting or running:
-        while waiting and len(running) < workers:
-            architecture = waiting.pop(0)
-            here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(part, architecture, there))
-            process.start()
-            there.close()
-            running.append((process, here, time.monotonic(), architecture))
-        for job in list(running):
-            process, pipe, began, architecture = job
-            late = time.monotonic() - began > SECONDS
-            if not (pipe.poll() or late or not process.is_alive()):
-                continue
-            try:
-                line = pipe.recv() if pipe.poll() else None
-            except EOFError:
-                line = None
-            if line is None:
-                why = f"longer than {SECONDS} s" if late else f"the process died ({process.exitcode})"
-                where = (architecture.table, architecture.model_type, architecture.name)
-                line = judge.Verdict(*where, part, "CRASH", "late" if late else "died", why).as_dict()
-            process.kill() if late else None
-            process.join()
-            line["seconds"] = round(time.monotonic() - began, 1)
-            lines.append(line)
-            with out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            running.remove(job)
-        time.sleep(0.02)
-    names = {each.name for each in wanted}
-    return [line for line in lines if line["name"] in names]
-
-
-def summary(lines: list[dict[str, Any]]) -> str:
-    """Counts by table."""
-    tables: dict[str, Counter[str]] = {}
-    for line in lines:
-        tables.setdefault(line["table"], Counter())[line["verdict"]] += 1
-    return "\n".join(f"{table}: {sum(found.values())}: {dict(found.most_common())}" for table, found in tables.items())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--table", default="")
-    parser.add_argument("--workers", type=int, default=2)
-    options = parser.parse_args()
-    wanted = [
-        each
-        for each in shrink.architectures()
-        if options.table in ("", each.table) and (not options.only or {each.name, each.model_type} & set(options.only))
-    ]
+def run(part: str, wanted: Sequence[shrink.Architecture], lines: Path, workers: int) -> list[dict[str, Any]]:
+    """Verdicts on all that are wanted; those that `lines` has are not asked for again."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    print(summary(run(options.part, wanted, options.out, options.workers)))
+    found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    done = {line["name"] for line in found}
+    waiting = [each for each in wanted if each.name not in done]
+    if len(waiting) > _MANY:  # once here, for what it imports: every fork has that then, and need not look through it
+        PARTS[part](shrink.Architecture("AutoModelForCausalLM", "llama", "LlamaForCausalLM"))
+        gc.collect()
+        gc.freeze()
+    running: list[_Job] = []
+    while waiting or running:
+        while waiting and len(running) < workers:
+            running.append(_Job(part, waiting.pop(0)))
+        for job in [each for each in running if each.ended()]:
+            running.remove(job)
+            found.append(job.line())
+            with lines.open("a") as file:
+                file.write(json.dumps(found[-1]) + "\n")
+        time.sleep(0.02)
+    names = {each.name for each in wanted}
+    return [line for line in found if line["name"] in names]
+
+
+class _Job:
+    """One verdict in the making."""
+
+    def __init__(self, part: str, architecture: shrink.Architecture) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, there = context.Pipe(duplex=False)
+        self._process = context.Process(target=_work, args=(part, architecture, there))
+        self._part, self._architecture, self._began = part, architecture, time.monotonic()
+        self._process.start()
+        there.close()
+
+    @property
+    def _late(self) -> bool:
+        return time.monotonic() - self._began > SECONDS
+
+    def ended(self) -> bool:
+        """Whether there is a verdict, or there will be none."""
+        return self._pipe.poll() or self._late or not self._process.is_alive()
+
+    def line(self) -> dict[str, Any]:
+        """The verdict; of a process that gave none, that."""
+        try:
+            found: dict[str, Any] | None = self._pipe.recv() if self._pipe.poll() else None
+        except EOFError:
+            found = None
+        if found is None:
+            why = f"longer than {SECONDS} s" if self._late else f"the process died ({self._process.exitcode})"
+            found = judge.Verdict.on(self._architecture, self._part, "CRASH", code="no-verdict", line=why).as_dict()
+            self._process.kill()
+        self._process.join()
+        return {**found, "seconds": round(time.monotonic() - self._began, 1)}
+
+
+def _work(part: str, architecture: shrink.Architecture, pipe: Connection) -> None:
+    pipe.send(PARTS[part](architecture).as_dict())
+
+
+def counts(lines: Sequence[dict[str, Any]]) -> dict[str, Counter[str]]:
+    """Auto class -> verdict -> how many."""
+    tables: dict[str, Counter[str]] = {}
+    for line in lines:
+        tables.setdefault(line["table"], Counter())[line["verdict"]] += 1
+    return tables
+
+
+def chosen(names: Sequence[str]) -> list[shrink.Architecture]:
+    """Those of these classes, model types or auto classes; all where none is named."""
+    found = shrink.architectures()
+    return [each for each in found if not names or {each.name, each.model_type, each.table} & set(names)]
+
+
+def main() -> None:
+    """The command line, for work on a part of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--lines", type=Path, required=True, help="a verdict a line; those there are not made again")
+    parser.add_argument("--only", nargs="*", default=[], help="classes, model types or auto classes")
+    parser.add_argument("--workers", type=int, default=2)
+    options = parser.parse_args()
+    for table, found in counts(run(options.part, chosen(options.only), options.lines, options.workers)).items():
+        print(f"{table}: {found.total()}: {dict(found.most_common())}")
 
 
 if __name__ == "__main__":

@@ -89,10 +89,13 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "attention_head_dim": 32,
     },
     "zaya": {"num_experts_per_tok": 1},
-    **dict.fromkeys(
-        ["cosmos3_edge_text", "glm4v_text", "glm_image_text", "glm_ocr_text", "qwen2_5_vl_text", "qwen2_vl_text"],
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
-    ),
+    **{
+        name: {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+        for name in (
+            *("cosmos3_edge_text", "glm4v_text", "glm_image_text", "glm_ocr_text"),
+            *("qwen2_5_vl_text", "qwen2_vl_text"),
+        )
+    },
     "glm4v_moe_text": {
         "rope_parameters": {
             "rope_type": "default",

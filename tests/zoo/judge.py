@@ -10,9 +10,11 @@ import hashlib
 import json
 import tempfile
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -21,78 +23,11 @@ from torch import Tensor, nn
 from zoo import shrink
 from zoo.exceptions import LEFT_OUT
 
+if TYPE_CHECKING:
+    from quantkit.bundle import Bundle
+
 # of the truth's spread: far above float32's rounding, far below what a wrong mask or a lost bias does
 TOLERANCE = 1e-3
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What came of one part of the campaign for one class."""
-
-    table: str
-    model_type: str
-    name: str
-    part: str
-    verdict: str
-    code: str = ""
-    line: str = ""
-    error: float | None = None
-    share: float | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def streamed(folder: Path, tokens: Tensor, chunk: int = 2) -> tuple[Tensor, str]:
-    """What quantkit's stream makes of ids [samples, tokens], the last chunk smaller than the others, and the kind.
-
-    A decoder's logits; of an encoder, whatever its head, the last hidden states.
-    """
-    from quantkit.model.open import open_model
-    from quantkit.model.stream import StreamedModel
-
-    source = open_model(str(folder))
-    return StreamedModel(source).answers(tokens, chunk).all(), source.kind
-
-
-def apart(found: Tensor, true: Tensor) -> float:
-    """The largest difference, in standard deviations of the truth; infinite where shapes differ or a value is none."""
-    if found.shape != true.shape or not found.isfinite().all():
-        return float("inf")
-    return float((found - true).abs().max() / true.std())
-
-
-def float_stream(architecture: shrink.Architecture) -> Verdict:
-    """The stream of a tiny model against the model's own forward."""
-
-    def verdict(kind: str, **more: Any) -> Verdict:
-        return Verdict(architecture.table, architecture.model_type, architecture.name, "stream", kind, **more)
-
-    from quantkit.errors import InputError
-
-    if architecture.name in LEFT_OUT:
-        return verdict("not here", line=LEFT_OUT[architecture.name])
-    with tempfile.TemporaryDirectory(prefix="zoo-") as home:
-        folder = Path(home) / architecture.name
-        try:
-            shrink.tiny(architecture, folder)
-        except Exception as problem:
-            return verdict("not here", line=first_line(problem))
-        tokens, kind, crash = shrink.ids(), "decoder", None
-        try:
-            found, kind = streamed(folder, tokens)
-        except InputError as problem:
-            return verdict("refused", code=problem.code, line=str(problem))
-        except Exception as problem:
-            crash = verdict("CRASH", code=type(problem).__name__, line=f"{first_line(problem)} {place(problem)}")
-        try:
-            true = shrink.truth(folder, tokens, kind)
-        except Exception as problem:  # what is no function of token ids, and was not refused
-            return crash or verdict("not here", line=first_line(problem))
-        if crash:
-            return crash
-        error = apart(found, true)
-    return verdict("right" if error < TOLERANCE else "WRONG", error=error)
 
 
 # the share of linear weights on whose fate manifest and zoo may differ
@@ -112,55 +47,124 @@ on_indivisible: keep
 export:
   - checkpoint: {layout: %s}
 """
-# tried in turn: a layout that refuses a model's linears says that `dense` takes them
 _LAYOUTS = ("pack-quantized", "dense")
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one part of the campaign for one class."""
+
+    table: str
+    model_type: str
+    name: str
+    part: str
+    verdict: str
+    code: str = ""
+    line: str = ""
+    error: float | None = None
+    share: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a line of a file."""
+        return asdict(self)
+
+    @classmethod
+    def on(cls, architecture: shrink.Architecture, part: str, verdict: str, **more: Any) -> Verdict:
+        """A verdict on a class."""
+        return cls(architecture.table, architecture.model_type, architecture.name, part, verdict, **more)
+
+
+def float_stream(architecture: shrink.Architecture) -> Verdict:
+    """The stream of a tiny model against the model's own forward, position by position."""
+    return _judged(architecture, "stream", _stream)
+
+
 def whole_compile(architecture: shrink.Architecture) -> Verdict:
-    """A whole compile, then its manifest's rows against what plain transformers makes of source and bundle."""
+    """A whole compile: its manifest's figures against what plain transformers makes of source and bundle."""
+    return _judged(architecture, "compile", _compile)
 
-    def verdict(kind: str, **more: Any) -> Verdict:
-        return Verdict(architecture.table, architecture.model_type, architecture.name, "compile", kind, **more)
 
-    import quantkit
+def both(architecture: shrink.Architecture) -> Verdict:
+    """A whole compile; where that is right, the stream too, of whose answers a compile compares a few."""
+    found = whole_compile(architecture)
+    if found.verdict != "right":
+        return found
+    stream = float_stream(architecture)
+    return found if stream.verdict == "right" else stream
+
+
+def _judged(architecture: shrink.Architecture, part: str, look: Callable[[Path], dict[str, Any]]) -> Verdict:
     from quantkit.errors import InputError
 
+    verdict = partial(Verdict.on, architecture, part)
     if architecture.name in LEFT_OUT:
         return verdict("not here", line=LEFT_OUT[architecture.name])
     with tempfile.TemporaryDirectory(prefix="zoo-") as home:
-        folder, out = Path(home) / architecture.name, Path(home) / "out"
+        folder = Path(home) / architecture.name
         try:
             shrink.tiny(architecture, folder)
             shrink.tokenizer().save_pretrained(folder)
         except Exception as problem:
-            return verdict("not here", line=first_line(problem))
-        scored = shrink.ids(_SCORED, seed=2)
-        recipe, tokens = Path(home) / "recipe.yaml", _token_set(Path(home) / "ids", scored)
-        for layout in _LAYOUTS:
-            recipe.write_text(_RECIPE % (tokens, shrink.TOKENS, layout))
-            try:
-                with patch("quantkit.pipeline.tokens.SCORED", _SCORED * (shrink.TOKENS - 1)):
-                    bundle = quantkit.compile(str(folder), recipe, out=out, speed=False)
-                break
-            except InputError as problem:
-                if problem.code != "layout-unsupported" or layout == _LAYOUTS[-1]:
-                    return verdict("refused", code=problem.code, line=str(problem))
-            except Exception as problem:
-                code = getattr(problem, "code", type(problem).__name__)
-                return verdict("CRASH", code=code, line=f"{first_line(problem)} {place(problem)}")
+            return verdict("not here", line=_first_line(problem))
         try:
-            stated = figures(bundle.measurements)
-            true = plain_figures(folder, bundle.model_folder, scored, bundle.manifest.model.kind)
+            found = look(folder)
+        except InputError as problem:
+            return verdict("refused", code=problem.code, line=str(problem))
         except Exception as problem:
-            return verdict("CRASH", code="plain", line=f"{first_line(problem)} {place(problem)}")
-        off = {
-            name: abs(stated.get(name, float("inf")) - value) / max(abs(value), 1e-3) for name, value in true.items()
-        }
-        worst = max(off, key=lambda name: off[name])
-        line = ", ".join(f"{name} {stated.get(name)!s:.8} (plain {value:.6g})" for name, value in true.items())
-        share, told = said(bundle, folder)
-        code = worst if off[worst] >= TOLERANCE else "" if told else "weights-unsaid"
-        return verdict("WRONG" if code else "right", code=code, line=line, error=off[worst], share=share)
+            code = getattr(problem, "code", type(problem).__name__)
+            return verdict("CRASH", code=code, line=f"{_first_line(problem)} {_place(problem)}")
+    return verdict("WRONG" if found.get("code") else "right", **found)
+
+
+def _stream(folder: Path) -> dict[str, Any]:
+    """Sequences of different content, in chunks of which the last is smaller than the others."""
+    from quantkit.model.open import open_model
+    from quantkit.model.stream import StreamedModel
+
+    source, tokens = open_model(str(folder)), shrink.ids()
+    found = StreamedModel(source).answers(tokens, chunk=2).all()
+    error = apart(found, shrink.truth(folder, tokens, source.kind))
+    return {"code": "" if error < TOLERANCE else "stream", "error": error}
+
+
+def apart(found: Tensor, true: Tensor) -> float:
+    """The largest difference, in standard deviations of the truth; infinite where shapes differ or a value is none."""
+    if found.shape != true.shape or not found.isfinite().all():
+        return float("inf")
+    return float((found - true).abs().max() / true.std())
+
+
+def _compile(folder: Path) -> dict[str, Any]:
+    scored = shrink.ids(_SCORED, seed=2)
+    bundle = _compiled(folder, _token_set(folder.parent / "ids", scored))
+    stated = figures(bundle.measurements)
+    true = plain_figures(folder, bundle.model_folder, scored, bundle.manifest.model.kind)
+    off = {name: abs(stated.get(name, float("inf")) - value) / max(abs(value), 1e-3) for name, value in true.items()}
+    worst = max(off, key=lambda name: off[name])
+    share, told = said(bundle, folder)
+    return {
+        "code": worst if off[worst] >= TOLERANCE else "" if told else "weights-unsaid",
+        "line": ", ".join(f"{name} {stated.get(name)!s:.8} (plain {value:.6g})" for name, value in true.items()),
+        "error": off[worst],
+        "share": share,
+    }
+
+
+def _compiled(folder: Path, tokens: Path) -> Bundle:
+    """By the first layout that does not refuse the model's linears: `dense` is what the others' refusals advise."""
+    import quantkit
+    from quantkit.errors import InputError
+
+    for layout in _LAYOUTS:
+        recipe = folder.parent / f"{layout}.yaml"
+        recipe.write_text(_RECIPE % (tokens, shrink.TOKENS, layout))
+        try:
+            with patch("quantkit.pipeline.tokens.SCORED", _SCORED * (shrink.TOKENS - 1)):
+                return quantkit.compile(str(folder), recipe, out=folder.parent / layout, speed=False)
+        except InputError as problem:
+            if problem.code != "layout-unsupported" or layout == _LAYOUTS[-1]:
+                raise
+    raise AssertionError
 
 
 def _token_set(folder: Path, scored: Tensor) -> Path:
@@ -220,19 +224,19 @@ def linears(folder: Path) -> int:
 
 
 def said(bundle: Any, folder: Path) -> tuple[float, bool]:
-    """The share of linear weights that was quantized, and whether the manifest leaves nobody in doubt about the rest."""
+    """The share of linear weights that was quantized, and whether the manifest says what became of the rest."""
     quantized = sum(entry.elements for entry in bundle.manifest.weights if entry.state == "quantized")
     left = sum(each.elements for each in bundle.manifest.weights if each.linear and each.state != "quantized")
     whole = max(linears(folder), 1)
     return round(quantized / whole, 3), abs(left - (whole - quantized)) / whole < _UNSAID
 
 
-def first_line(problem: BaseException) -> str:
+def _first_line(problem: BaseException) -> str:
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     return f"{type(problem).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-def place(problem: BaseException) -> str:
+def _place(problem: BaseException) -> str:
     """Where it was raised, and the last line of quantkit on the way there."""
     frames = traceback.extract_tb(problem.__traceback__)
     ours = [frame for frame in frames if "/quantkit/" in frame.filename]

@@ -101,7 +101,7 @@ def architectures() -> list[Architecture]:
 
 
 def _encodes(model_type: str, name: str) -> bool:
-    """Whether a class of `AutoModel` is an encoder of token ids alone; what lies below a decoder's head is no case of its own."""
+    """Whether a class of `AutoModel` encodes token ids alone; what lies below a decoder's head is no case of its own."""
     model_class = getattr(transformers, name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         return False  # a stand-in for what wants another library
@@ -131,11 +131,11 @@ def shrunk(config_class: Any, model_type: str) -> dict[str, Any]:
             settings[name] = small
     if "kv_lora_rank" in fields and "num_key_value_heads" in settings:
         settings["num_key_value_heads"] = settings["num_attention_heads"]  # latent attention has one per head
-    for name in fields:
+    for name, default in fields.items():
         if name in _IDS:
             settings[name] = _IDS[name]
-        elif name.endswith(("_token_id", "_token_index")):
-            settings[name] = VOCABULARY - 1 if isinstance(fields[name], int) else fields[name]
+        elif name.endswith(("_token_id", "_token_index")) and isinstance(default, int):
+            settings[name] = VOCABULARY - 1
     for name, part in (getattr(config_class, "sub_configs_defaults", None) or {}).items():
         part_class = part.config_class if part.model_type is None else CONFIG_MAPPING[part.model_type]
         settings[name] = {**(part.init_kwargs or {}), **shrunk(part_class, part_class.model_type)}
@@ -200,8 +200,8 @@ def tiny(architecture: Architecture | str, folder: Path | None = None, seed: int
 def spread(model: nn.Module, seed: int) -> None:
     """Weights at which every part is seen: linears keep their input's size, norms and biases are of many values."""
     generator = torch.Generator().manual_seed(seed)
-    for path, module in model.named_modules():
-        for name, value in module.named_parameters(recurse=False):
+    for module in model.modules():
+        for value in module.parameters(recurse=False):
             noise = torch.randn(value.shape, generator=generator)
             plain = value.dim() > 1 and (not value.isfinite().all() or value.mean().abs() <= 0.3 * value.std())
             if isinstance(module, nn.Embedding):
@@ -233,7 +233,7 @@ def loaded(folder: Path) -> nn.Module:
 
 @torch.no_grad()
 def truth(folder: Path, tokens: Tensor, kind: str = "decoder") -> Tensor:
-    """What plain transformers makes of ids [samples, tokens]: a decoder's logits, or an encoder's last hidden states."""
+    """What plain transformers makes of ids [samples, tokens]: a decoder's logits, an encoder's last hidden states."""
     return (answer if kind == "decoder" else states)(loaded(folder), tokens)
 
 
