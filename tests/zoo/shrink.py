@@ -101,7 +101,7 @@ def architectures() -> list[Architecture]:
 
 
 def _encodes(model_type: str, name: str) -> bool:
-    """Whether a class of `AutoModel` encodes token ids alone; what lies below a decoder's head is no case of its own."""
+    """Whether a class of `AutoModel` encodes token ids alone; what is below a decoder's head is no case of its own."""
     model_class = getattr(transformers, name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         return False  # a stand-in for what wants another library
