@@ -250,10 +250,12 @@ class _Watch:
             hook.remove()
 
     def _note(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        import torch
+
         def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             x = args[0]
             # a router may be a linear by class, and return what it chose
-            if name not in self.inputs and x.numel() and isinstance(output, Tensor):
+            if name not in self.inputs and x.numel() and isinstance(output, torch.Tensor):
                 self.inputs[name] = x.detach().reshape(-1, x.shape[-1]).float()
                 self.outputs[name] = output.detach().reshape(-1, output.shape[-1]).float()
                 # the inputs are kept, so no other can have come to lie there
