@@ -220,8 +220,9 @@ def _scaled(weight: Tensor, like: Tensor) -> Tensor:
 
 
 def _outliers(x: Tensor) -> float:
+    """1 of an input that is all zeros: no channel is larger than another."""
     channels = x.abs().amax(0)
-    return float(channels.max() / channels.median().clamp(min=1e-30))
+    return float(channels.max() / channels.median().clamp(min=1e-30)) if channels.any() else 1.0
 
 
 class _Watch:

@@ -107,7 +107,7 @@ class Device(_Part):
 
 
 class Data(_Part):
-    """What it was measured with. `sha256` is of the token ids, `items` the scored positions."""
+    """What it was measured with. `sha256` is of the token ids, `items` what was scored: positions, pairs, sequences."""
 
     set: str
     split: Literal["calib", "tune", "eval"]

@@ -13,6 +13,7 @@ from quantkit.passes import NOTE, decision
 from quantkit.recipe import CalibrationChoice, Recipe
 
 if TYPE_CHECKING:
+    from quantkit.bundle.manifest import CalibrationEntry
     from quantkit.calibrate.sets import TokenSet
     from quantkit.model.open import Source
 
@@ -103,6 +104,73 @@ def load(
         )
     decisions.append(decision("score", code, public(choice.set), problem, public(choice.set), _FALLBACK))
     return calibration, load_tokens(_FALLBACK, "eval", samples=samples, seed=recipe.seed, **common)
+
+
+def again(
+    recipe: Recipe, source: Source, asked: str | None, seen: CalibrationEntry | None, decisions: list[Decision]
+) -> TokenSet:
+    """What scores a finished bundle: the set that was asked for, it or nothing; else the recipe's.
+
+    Args:
+        recipe: the bundle's.
+        source: whose tokenizer and vocabulary.
+        asked: a set's name or path; None asks for none.
+        seen: what the bundle was calibrated on, if on anything.
+        decisions: gets what was done otherwise than the recipe says.
+
+    Raises:
+        InputError: `nothing-to-score-on`, where `asked` is too short, has no text, or is what calibrated the bundle;
+            those of `load_tokens`.
+    """
+    if asked is None and recipe.calibration.set.startswith("path:"):
+        own, reason = recipe.calibration.set, "a bundle does not hold the file that it was calibrated on"
+        decisions.append(decision("score", "scored-elsewhere", own, reason, own, _FALLBACK))
+        recipe = _on(recipe, _FALLBACK)
+    if asked is None:
+        return load(recipe, source, calibrate=seen is not None, decisions=decisions)[1]
+    recipe = _on(recipe, asked)
+    taken: list[Decision] = []
+    _, scoring = load(recipe, source, calibrate=False, decisions=taken)
+    problem = next((each.reason for each in taken if each.to == _FALLBACK), "")
+    if not problem and seen is not None and _calibrated(recipe, source, seen, scoring):
+        problem = "the bundle was calibrated on it"
+    if problem:
+        raise InputError(
+            "nothing-to-score-on",
+            where=asked,
+            value=problem,
+            rule=f"accuracy is scored on at least {SCORED} positions that did not calibrate",
+            remedy="another set, or a longer one",
+        )
+    decisions += taken
+    return scoring
+
+
+def _on(recipe: Recipe, chosen: str) -> Recipe:
+    """A recipe with another calibration set."""
+    return recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update={"set": chosen})})
+
+
+def _calibrated(recipe: Recipe, source: Source, seen: CalibrationEntry, scoring: TokenSet) -> bool:
+    """Whether a bundle was calibrated on sequences of its recipe's set that would score it."""
+    from quantkit.calibrate.sets import load_tokens
+
+    if scoring.pairs is not None:
+        return False  # their splits are apart
+    try:
+        found = load_tokens(
+            recipe.calibration.set,
+            "calib",
+            tokenizer=_tokenizer(source, recipe),
+            samples=seen.samples,
+            tokens=seen.tokens,
+            seed=recipe.seed,
+            vocab_size=vocabulary(source),
+            framed=source.kind == "encoder",
+        )
+    except InputError:
+        return False  # there are no such sequences in it
+    return found.sha256 == seen.ids_sha256 and _overlap(found, scoring)
 
 
 def guiding(
