@@ -12,6 +12,11 @@ Commits of github.com/vllm-project/vllm that this follows, under `vllm/model_exe
     bitsandbytes.py                                                 5a6541db9bfa  `BitsAndBytesConfig`, skipped modules
     utils/marlin_utils.py                                           MARLIN_SUPPORTED_GROUP_SIZES = [-1, 32, 64, 128]
 
+Held against vLLM 0.33.0 as it is published on PyPI. There the two schemes of 4-bit floats are one with those whose
+inputs are quantized too (`compressed_tensors_w4a4_nvfp4.py` with `use_a16`, `compressed_tensors_w4a4_mxfp4.py`);
+integers of 2 and 3 bits are taken by Humming, which it installs; and bitsandbytes left its core in 0.28 for
+`vllm-bnb-plugin` (0.0.3, `quantization/config.py`), without which it knows no such method.
+
 vLLM itself needs a GPU build; only decisions that depend on config and shapes are here. Parameters are given as
 (dtype, shape) by the names that its loader looks for.
 """
@@ -22,7 +27,8 @@ import re
 from typing import Any
 
 MARLIN_GROUPS = (-1, 32, 64, 128)
-WNA16_BITS = (4, 8)
+WNA16_BITS = (2, 3, 4, 8)
+PLUGIN = "vllm-bnb-plugin"
 GPTQ_TYPES = ((4, True), (8, True))
 
 Parameters = dict[str, tuple[str, tuple[int, ...]]]
@@ -32,12 +38,16 @@ class Refused(ValueError):
     """vLLM would raise."""
 
 
-def kernel(config: dict[str, Any], name: str, shape: tuple[int, int], dtype: str = "F16") -> tuple[str, Parameters]:
+def kernel(
+    config: dict[str, Any], name: str, shape: tuple[int, int], dtype: str = "F16", plugins: tuple[str, ...] = (PLUGIN,)
+) -> tuple[str, Parameters]:
     """The linear method that vLLM takes for a layer [N, K], and the parameters that it then wants to load.
 
     Returns `("UnquantizedLinearMethod", {})` for a layer that the config excludes.
     """
     method = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "bitsandbytes": _bitsandbytes}
+    if config["quant_method"] == "bitsandbytes" and PLUGIN not in plugins:
+        raise Refused("Unknown quantization method: bitsandbytes")
     return method[config["quant_method"]](config, name, shape, dtype)
 
 
@@ -65,7 +75,7 @@ def _compressed_tensors(
     weight_only = weights["strategy"] in ("channel", "group") and inputs is None and not weights.get("dynamic")
     if weight_only and form == "pack-quantized" and bits in WNA16_BITS:
         if (group or -1) not in MARLIN_GROUPS or weights.get("actorder"):
-            raise Refused(f"no Marlin kernel for groups of {group}")
+            raise Refused(f"no Marlin kernel for groups of {group}")  # Humming's groups were not looked at
         groups = columns // (group or columns)
         wanted: Parameters = {
             "weight_packed": ("I32", (rows, columns * bits // 32)),
