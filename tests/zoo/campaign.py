@@ -8,6 +8,7 @@ Goes on where a record ends; a line is one verdict.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import time
@@ -36,6 +37,8 @@ def run(part: str, wanted: list[shrink.Architecture], out: Path, workers: int) -
     waiting = [each for each in wanted if each.name not in done]
     if len(waiting) > WARM:  # once here, for what it imports: every fork has that then
         PARTS[part](shrink.Architecture("AutoModelForCausalLM", "llama", "LlamaForCausalLM"))
+        gc.collect()
+        gc.freeze()  # a fork that collects garbage need not look through all of that
     context = multiprocessing.get_context("fork")
     running: list[tuple[Any, Any, float, shrink.Architecture]] = []
     while waiting or running:

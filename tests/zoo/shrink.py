@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import pytorch_utils
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -206,10 +207,16 @@ def spread(model: nn.Module, seed: int) -> None:
             if isinstance(module, nn.Embedding):
                 value.copy_(0.2 * noise)
             elif plain:
-                reads = value.shape[0] if type(module).__name__ == "Conv1D" else value[0].numel()
-                value.copy_(noise / (value.shape[-1] if value.dim() > 2 and "weight" not in name else reads) ** 0.5)
+                value.copy_(noise / _reads(module, value) ** 0.5)
             else:
                 value.add_((0.2 if value.dim() == 1 else 0.1) * noise)
+
+
+def _reads(module: nn.Module, weight: Tensor) -> int:
+    """How many inputs an output of a weight is a sum over."""
+    if isinstance(module, pytorch_utils.Conv1D):  # GPT-2's linear, [K, N]
+        return weight.shape[0]
+    return weight[0].numel() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) else weight.shape[-1]
 
 
 def ids(samples: int = 5, tokens: int = TOKENS, seed: int = 0) -> Tensor:
