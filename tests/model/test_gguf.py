@@ -14,7 +14,7 @@ import torch
 from zoo import ids, tiny
 
 from quantkit.errors import InputError
-from quantkit.model.gguf import convert_llama
+from quantkit.model.gguf import convert_gguf
 from quantkit.model.open import open_model
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -103,7 +103,7 @@ def test_a_model_comes_back_from_gguf(name: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", model)
     folder = tmp_path / "tiny"
     folder.mkdir()
-    convert_llama(tmp_path / "tiny.gguf", folder)
+    convert_gguf(tmp_path / "tiny.gguf", folder)
     import transformers
 
     back, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -124,7 +124,7 @@ def test_the_provenance_says_what_it_was(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", model, blocks=gguf.GGMLQuantizationType.Q4_1)
     folder = tmp_path / "tiny"
     folder.mkdir()
-    convert_llama(tmp_path / "tiny.gguf", folder)
+    convert_gguf(tmp_path / "tiny.gguf", folder)
     provenance = json.loads((folder / "provenance.json").read_text())
     assert provenance["was"] == "gguf Q4_1" and provenance["licence"] == "apache-2.0"
     assert provenance["source"]["sha256"] == hashlib.sha256((tmp_path / "tiny.gguf").read_bytes()).hexdigest()
@@ -144,7 +144,7 @@ def test_blocks_are_decoded_as_llama_cpp_defines_them(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", model, blocks=gguf.GGMLQuantizationType.Q4_1)
     folder = tmp_path / "tiny"
     folder.mkdir()
-    convert_llama(tmp_path / "tiny.gguf", folder)
+    convert_gguf(tmp_path / "tiny.gguf", folder)
     stored = next(t for t in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors if t.name == "blk.1.ffn_down.weight")
     raw = bytes(stored.data)
     by_hand = np.concatenate([q4_1(raw[at : at + 20]) for at in range(0, len(raw), 20)]).reshape(64, 96)
@@ -156,7 +156,7 @@ def test_the_tokenizer_splits_digits_and_keeps_control_tokens(tmp_path: Path) ->
     write_gguf(tmp_path / "tiny.gguf", tiny("llama", vocab_size=len(vocabulary())))
     folder = tmp_path / "tiny"
     folder.mkdir()
-    convert_llama(tmp_path / "tiny.gguf", folder)
+    convert_gguf(tmp_path / "tiny.gguf", folder)
     tokenizer = open_model(str(folder)).tokenizer()
     assert tokenizer.tokenize("12 ab") == ["1", "2", "Ġa", "b"]  # "12" is a token that digits never reach
     assert tokenizer.tokenize("ab") == ["ab"]  # merges do apply where the pre-tokenizer lets them
@@ -185,7 +185,7 @@ def test_what_is_not_converted_exactly_is_refused(fields: dict[str, Any], code: 
     write_gguf(tmp_path / "tiny.gguf", tiny("llama", vocab_size=len(vocabulary())), **fields)
     (tmp_path / "tiny").mkdir()
     with pytest.raises(InputError) as caught:
-        convert_llama(tmp_path / "tiny.gguf", tmp_path / "tiny")
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "tiny")
     assert caught.value.code == code
 
 
@@ -193,5 +193,5 @@ def test_what_is_not_converted_exactly_is_refused(fields: dict[str, Any], code: 
 def test_a_damaged_file(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(content)
     with pytest.raises(InputError) as caught:
-        convert_llama(tmp_path / "tiny.gguf", tmp_path)
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path)
     assert caught.value.code == "gguf-damaged"
