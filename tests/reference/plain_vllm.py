@@ -6,6 +6,8 @@ Commits of github.com/vllm-project/vllm that this follows, under `vllm/model_exe
     compressed_tensors/schemes/compressed_tensors_wNa16.py          519b90d4648d  bits, strategy, parameters
     compressed_tensors/schemes/compressed_tensors_w4a16_nvfp4.py    17b6501a6ce9  parameters
     compressed_tensors/schemes/compressed_tensors_w4a16_mxfp4.py    1a6da5481826  parameters
+    compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py       00cb05c39f77  strategies, parameters
+    compressed_tensors/schemes/compressed_tensors_w8a8_int8.py      c45614b5d83b  parameters
     auto_gptq.py                                                    4276bd50998c  `AutoGPTQConfig`, `create_weights`
     bitsandbytes.py                                                 5a6541db9bfa  `BitsAndBytesConfig`, skipped modules
     utils/marlin_utils.py                                           MARLIN_SUPPORTED_GROUP_SIZES = [-1, 32, 64, 128]
@@ -73,6 +75,36 @@ def _compressed_tensors(
         if not weights["symmetric"]:
             wanted["weight_zero_point"] = ("I32", (rows * bits // 32, groups))
         return "CompressedTensorsWNA16", wanted
+    if form in ("int-quantized", "float-quantized"):
+        return _plain_codes(weights, inputs, shape)
+    raise Refused("No compressed-tensors compatible scheme was found.")
+
+
+def _plain_codes(
+    weights: dict[str, Any], inputs: dict[str, Any] | None, shape: tuple[int, int]
+) -> tuple[str, Parameters]:
+    """Schemes of activation quantization formats: W8A8, and FP8 weights alone."""
+    rows, columns = shape
+    strategy, static = weights["strategy"], inputs is not None and not inputs["dynamic"]
+    integers = weights["type"] == "int"
+    if not weights["symmetric"] or strategy not in ("tensor", "channel", *(() if integers else ("block",))):
+        raise Refused("No compressed-tensors compatible scheme was found.")
+    scale: tuple[int, ...] = {"tensor": (1,), "channel": (rows, 1)}.get(strategy, ())
+    if strategy == "block":
+        high, wide = weights["block_structure"]
+        scale = (-(-rows // high), -(-columns // wide))
+    wanted: Parameters = {"weight": ("I8" if integers else "F8_E4M3", shape), "weight_scale": ("F32", scale)}
+    if static:
+        wanted["input_scale"] = ("F32", (1,))
+    if not integers:
+        if inputs is None:
+            return "CompressedTensorsW8A16Fp8", wanted
+        if not static or (inputs["symmetric"] and inputs["strategy"] == "tensor" and strategy != "block"):
+            return "CompressedTensorsW8A8Fp8", wanted
+    elif inputs is not None and inputs["strategy"] == ("tensor" if static else "token"):
+        if not inputs["symmetric"] and static:
+            wanted["input_zero_point"] = ("I8", (1,))
+        return "CompressedTensorsW8A8Int8", wanted
     raise Refused("No compressed-tensors compatible scheme was found.")
 
 
