@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.compile_fit import fitted, peaks, question, spent
+from harness.compiles import compiled
 from harness.process import THREADS, envelope, environment, quantkit, run
 from harness.random_model import make
 from harness.record import RESULTS, record, show, verdicts
@@ -50,7 +51,6 @@ COLUMNS = {
     "peak_at": "at",
     "disk_error": "disk error:+.1%",
 }
-HARNESS = Path(__file__).parent / "harness"
 MODEL = "smollm2-135m"
 POSITIONS = {"positions": 2048}
 MODELS: dict[str, dict[str, Any]] = {
@@ -106,8 +106,6 @@ FIT = [
     *[("c", "fp8", 4, 1000), ("c", "int8-weights", 0, 1000), ("c", "int4-cpu", 4, 1000), ("c", "int4-best", 8, 1000)],
     *[("a", "int4-tensorrt", 2, 1000), ("b", "int4-tensorrt", 2, 1000), ("d", "int4-tensorrt", 2, 1000)],
 ]
-# an engine is built for the GPU of a target, here or elsewhere
-TARGETS = {"int4-tensorrt": "rtx-4090"}
 RECIPES = [
     *("float", "rtn-int4", "int4-fast", "gptq-int4", "awq-int4", "int4-best", "int4-symmetric", "int3", "int4-cpu"),
     *("int8-weights", "int8", "int8-dynamic", "fp8", "nf4", "nvfp4", "mxfp4", "gptq-int4+kv-fp8"),
@@ -116,24 +114,6 @@ RECIPES = [
 
 # recipes that look at no calibration data
 FREE = ("float", "rtn-int4", "int4-fast", "int8-weights", "fp8-block")
-
-
-def compiled(place: Path, name: str, model: str, recipe: str, changes: Sequence[str], scored: int, speed: bool) -> Any:
-    """One compile; None, with the reason printed, where it was refused."""
-    cache = place / "cache"
-    for known in ("states", "float"):
-        shutil.rmtree(cache / known, ignore_errors=True)
-    asked, answered, out = (place / f"{name}.{kind}" for kind in ("request", "answer", "bundle"))
-    request = {"model": model, "recipe": recipe, "changes": list(changes), "out": str(out), "speed": speed}
-    request["target"] = TARGETS.get(recipe)
-    asked.write_text(json.dumps({**request, **({"scored": scored} if scored else {})}))
-    done = run(["python", HARNESS / "compile_side.py", asked, answered], env=environment(QUANTKIT_CACHE=str(cache)))
-    shutil.rmtree(out, ignore_errors=True)
-    if done.status:
-        print(f"{name}: {done.err.strip().splitlines()[-1][:200]}")
-        return None
-    found = json.loads(answered.read_text())
-    return {**found, "name": name, "recipe": recipe, "changes": list(changes), "scored": scored, "speed": speed}
 
 
 def doctor() -> dict[str, Any]:
