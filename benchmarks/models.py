@@ -5,10 +5,10 @@
     python benchmarks/models.py --rows rows.json                         goes on where a run with this file was stopped
     python benchmarks/models.py --rows rows.json --table                 docs/models-measured.md from them, no compile
 
-`make models` fetches the two models that come in no package of their own. Every compile runs in a process of its own at
-2 threads, with the shipped text: few calibration sequences (`--samples`), so that losses are a little above those of a
-recipe as it ships; gates that hold here hold there. What is scored is the finished checkpoint. All three models come from
-files of 4 to 8 bits: losses compare recipes on one model, not with the model as it was trained.
+`make models` fetches the two models that no package holds whole. Every compile runs in a process of its own at 2
+threads, with the shipped text: few calibration sequences (`--samples`), so that losses are a little above those of a
+recipe as it ships; gates that hold here hold there. What is scored is the finished checkpoint. All three models come
+from files of 4 to 8 bits: losses compare recipes on one model, not with the model as it was trained.
 """
 
 from __future__ import annotations

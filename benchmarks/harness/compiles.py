@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def compiled(place: Path, name: str, model: str, recipe: str, changes: Sequence[
     request["target"] = TARGETS.get(recipe)
     asked.write_text(json.dumps({**request, **({"scored": scored} if scored else {})}))
     done = run(
-        ["python", Path(__file__).with_name("compile_side.py"), asked, answered],
+        [sys.executable, Path(__file__).with_name("compile_side.py"), asked, answered],
         env=environment(QUANTKIT_CACHE=str(cache)),
     )
     shutil.rmtree(out, ignore_errors=True)

@@ -185,11 +185,21 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
         "schema": 1,
         "source": {"file": gguf_file.name, "sha256": file_sha256(gguf_file), "name": meta.get("general.name")},
         "licence": meta.get("general.license"),
-        "was": f"gguf {elements.most_common(1)[0][0]}",
+        "was": f"gguf {_stored(meta, elements)}",
         "elements": dict(elements),
         "files": files,
     }
     _write_json(folder / PROVENANCE, provenance)
+
+
+def _stored(meta: dict[str, Any], elements: Counter[str]) -> str:
+    """What a file says it mostly is (`Q4_K_M`, a mixture of types), or the type of most of its elements."""
+    import gguf
+
+    try:
+        return gguf.LlamaFileType(meta["general.file_type"]).name.removeprefix("MOSTLY_")
+    except (KeyError, ValueError):
+        return elements.most_common(1)[0][0]
 
 
 def _architecture(meta: dict[str, Any], where: str) -> _Architecture:
