@@ -197,7 +197,7 @@ def _stored(meta: dict[str, Any], elements: Counter[str]) -> str:
     import gguf
 
     try:
-        return gguf.LlamaFileType(meta["general.file_type"]).name.removeprefix("MOSTLY_")
+        return str(gguf.LlamaFileType(meta["general.file_type"]).name).removeprefix("MOSTLY_")
     except (KeyError, ValueError):
         return elements.most_common(1)[0][0]
 

@@ -55,7 +55,7 @@ class Joined:
     file: str
     sha256: str
     parts: tuple[Part, ...]
-    install: str = "make models"
+    install: str = "make models (in a clone of quantkit)"
 
     @property
     def path(self) -> Path:
