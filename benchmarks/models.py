@@ -7,8 +7,9 @@
 
 `make models` fetches the two models that no package holds whole. Every compile runs in a process of its own at 2
 threads, with the shipped text: few calibration sequences (`--samples`), so that losses are a little above those of a
-recipe as it ships; gates that hold here hold there. What is scored is the finished checkpoint. All three models come
-from files of 4 to 8 bits: losses compare recipes on one model, not with the model as it was trained.
+recipe as it ships; gates that hold here hold there. What is scored is the finished checkpoint; of a recipe that
+exports a graph too, the checkpoint alone. All three models come from files of 4 to 8 bits: losses compare recipes on
+one model, not with the model as it was trained.
 """
 
 from __future__ import annotations
@@ -34,15 +35,19 @@ RECIPES = [
     *("awq-int4", "gptq-int4", "int4-best", "int8-weights", "int8-dynamic", "fp8", "nf4", "nvfp4", "mxfp4"),
     *("int4-symmetric", "int8", "int3", "rtn-int4", "int4-fast", "fp8-block", "int4-cpu", "gptq-int4+kv-fp8", "float"),
 ]
+# recipes that look at no calibration data
+FREE = ("float", "rtn-int4", "int4-fast", "int8-weights", "fp8-block")
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models-measured.md"
 PEAK = 0.06
 
 
 def measured(place: Path, model: str, recipe: str, samples: int, scored: int) -> dict[str, Any] | None:
     """One compile; None where it was refused, with the reason printed."""
-    source = open_model(model, hashed=False)
-    looks = "calibration.samples=1" if samples and Recipe.load(recipe).passes else ""
-    changes = [looks.replace("=1", f"={samples}")] if looks else []
+    source, stated = open_model(model, hashed=False), Recipe.load(recipe)
+    changes = [f"calibration.samples={samples}"] if samples and recipe not in FREE else []
+    kept = [{step.name: dict(step.options)} for step in stated.export if step.name == "checkpoint"]
+    if kept and len(stated.export) > 1:
+        changes.append(f"export={json.dumps(kept)}")
     row = compiled(place, f"{Path(model).name}-{recipe}", model, recipe, changes, scored, False)
     return row and {**row, "model": Path(model).name, "config": source.config, "was": source.was}
 
