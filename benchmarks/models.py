@@ -124,6 +124,9 @@ def main() -> int:
     show(f"{THREADS} threads", [_shown(row) for row in found], COLUMNS)
     settings = {"threads": THREADS, "samples": options.samples, "scored": options.scored, "set": "prose-en"}
     claim = f"expected losses of each recipe on three models; gates hold on all, peak memory within {PEAK:.0%}"
+    if options.table:
+        PAGE.write_text(page(found, options.samples), encoding="utf-8")
+        return 0
     compiles = [{**line, "compile": row} for line, row in zip(found, known, strict=True)]
     record("models", claim, compiles, settings, write=not options.no_record)
     return verdicts(held(found))
@@ -140,6 +143,65 @@ def held(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
         )
         <= PEAK,
     }
+
+
+def page(rows: Sequence[Mapping[str, Any]], samples: int) -> str:
+    """docs/models-measured.md."""
+    by = {(row["model"], row["recipe"]): row for row in rows}
+    lines = [_HEAD.format(samples=samples)]
+    columns = [f"{model}: KL | perplexity ×" for model in MODELS]
+    lines += [f"| recipe | bits | {' | '.join(columns)} | gate: KL at most |", "|---" * (3 + 2 * len(MODELS)) + "|"]
+    for recipe in RECIPES:
+        found = [by.get((model, recipe)) for model in MODELS]
+        first = next((row for row in found if row is not None and row["kl"] is not None), None)
+        if first is None:
+            continue
+        cells = [f"`{recipe}`", f"{first['bits']:.2f}" if first["bits"] else ""]
+        for row in found:
+            if row is None:
+                cells += ["not run", ""]
+                continue
+            width = (row["kl_ci95"][1] - row["kl_ci95"][0]) / 2
+            failed = any(not ok for ok in row["gates"].values())
+            cells += [
+                f"{row['kl']:.3f} ± {width:.3f}{' **fails**' if failed else ''}",
+                f"{row['perplexity_ratio']:.3f}",
+            ]
+        limit = Recipe.load(recipe).gates.kl_max
+        lines.append(f"| {' | '.join([*cells, 'none' if limit is None else f'{limit:g}'])} |")
+    lines += ["", _MEMORY, "| model | recipe | forecast, MB | peak, MB | off | at |", "|---|---|---|---|---|---|"]
+    for row in sorted(rows, key=lambda row: (MODELS.index(row["model"]), RECIPES.index(row["recipe"]))):
+        figures = f"{row['peak_forecast'] / 1e6:.0f} | {row['peak'] / 1e6:.0f} | {row['peak_error']:+.1%}"
+        lines.append(f"| {row['model']} | `{row['recipe']}` | {figures} | {row['peak_at']} |")
+    return "\n".join(lines) + "\n"
+
+
+_HEAD = """# Three language models, measured
+
+What each recipe loses on three models of different families, what its gate asks for, and the memory that was forecast.
+`python benchmarks/models.py` makes this page and its record in `benchmarks/results/`; `make models` fetches the two
+models that do not come with `make venv`.
+
+- `smollm2-135m` (Apache-2.0): a Llama, grouped heads, one matrix for embedding and head. From GGUF Q4_1.
+- `gemma-3-270m` (Gemma terms of use: for tests and records, not shipped): norms times 1 + w, norms of queries and keys,
+  sliding windows, 262,144 tokens, BOS in front of every prompt. From GGUF Q4_K_M.
+- `qwen2.5-coder-0.5b` (Apache-2.0): biases of queries, keys and values, 151,936 tokens, linears of 4,864 inputs. From
+  GGUF Q4_K_M, which holds embedding and head apart.
+
+All three were quantized before, to 4 to 8 bits: losses are against that, and compare recipes on one model. That the two
+conversions compute what llama.cpp computes on the same files is checked by `python benchmarks/gguf_models.py`.
+
+## Expected losses
+
+KL from the original in nats a token, ± half the 95 % interval, and its perplexity over the original's; {samples}
+calibration sequences of 512 tokens of the shipped prose, scored on text of its kind that calibrated nothing. Sequences
+begin as prompts do: with BOS where the tokenizer adds one. Few sequences were scored: intervals are wide.
+"""
+_MEMORY = """## Memory, forecast and real
+
+The most that a compile had resident, and what its plan says (`plan/compile_memory.py`). Nothing was fitted on these
+models.
+"""
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
