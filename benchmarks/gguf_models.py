@@ -5,9 +5,9 @@
     python benchmarks/gguf_models.py --models gemma-3-270m --python PATH-TO-A-PYTHON-WITH-LLAMA-CPP
 
 llama.cpp expands the file to 32-bit floats with its own code (its products with packed weights round activations to 8
-bits) and keeps its cache in 32 bits; transformers loads the converted folder. Texts are prose beyond the sliding window,
-code with digits and Unicode, and one sentence. Limits: equal ids, logits within 1e-3 of their norm (llama.cpp's GELU is
-a table in 16 bits), KL at most 1e-5 nats.
+bits) and keeps its cache in 32 bits; transformers loads the converted folder. Texts are prose beyond the sliding
+window, code with digits and Unicode, and one sentence. Limits: equal ids, logits within 1e-3 of their norm (llama.cpp's
+GELU is a table in 16 bits), KL at most 1e-5 nats.
 """
 
 from __future__ import annotations
