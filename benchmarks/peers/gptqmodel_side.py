@@ -1,0 +1,46 @@
+"""GPTQModel: GPTQ as most checkpoints of that layout are made with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from side import Clock, Quantized, Scheme, calibration, original, serve
+
+HOW = {"gptq": "`GPTQConfig`: its defaults; `gptq_v2` where asymmetric"}
+SCHEMES = {
+    "int4-g64": ["gptq"],
+    "int4-g64-symmetric": ["gptq"],
+    "int3-g64": ["gptq"],
+    "int4-channel": ["gptq"],
+}
+
+
+def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:
+    """Its defaults, saved as `gptq`, or as `gptq_v2` where asymmetric."""
+    import torch
+    from gptqmodel import GPTQConfig, GPTQModel
+
+    ids = calibration(request)
+    data = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in ids]
+    settings: dict[str, Any] = {"bits": scheme.bits, "group_size": scheme.group or -1, "sym": scheme.symmetric}
+    if not scheme.symmetric:
+        settings["format"] = "gptq_v2"
+    config = GPTQConfig(**settings, offload_to_disk=False)
+    model = GPTQModel.load(request["model"], config, device="cpu", dtype=torch.float32)
+    clock = Clock()
+    model.quantize(data, batch_size=1)
+    spent = clock.cpu
+    model.save(request["out"])
+    return Quantized(
+        lambda: original(request["out"]),
+        "transformers with gptqmodel and optimum",
+        clock.cpu,
+        spent,
+        clock.wall,
+        ("gptqmodel", "optimum"),
+        settings=settings,
+    )
+
+
+if __name__ == "__main__":
+    serve(quantize)
