@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import process
+from harness.environments import environment
 from harness.process import THREADS, compiled, helper
 from harness.record import record, sha256, show
 
@@ -72,21 +73,6 @@ def peers() -> list[str]:
     """The sides there are, but for our own."""
     found = sorted(path.stem.removesuffix("_side") for path in SIDES.glob("*_side.py"))
     return [name for name in found if name != "quantkit"]
-
-
-def environment(peer: str) -> Path:
-    """The peer's own interpreter: its pins are not ours. torch first, so that it is the build for processors."""
-    python = ROOT / ".peers" / peer / "bin" / "python"
-    if not python.exists():
-        print(f"making .peers/{peer} ...", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", python.parent.parent], check=True)
-        install = [python, "-m", "pip", "install", "--quiet"]
-        pins, loose = (SIDES / "requirements" / f"{peer}{kind}.txt" for kind in ("", ".no-deps"))
-        subprocess.run([*install, "-c", ROOT / "constraints.txt", "torch"], check=True)
-        subprocess.run([*install, "-r", pins], check=True)
-        if loose.exists():
-            subprocess.run([*install, "--no-deps", "--no-build-isolation", "-r", loose], check=True)
-    return python
 
 
 def theirs(peer: str, request: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from side import Clock, Quantized, Scheme, original, serve
@@ -29,8 +28,8 @@ def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:
     spent = clock.cpu
     AutoHQQHFModel.save_quantized(model, request["out"])
     total, wall = clock.cpu, clock.wall
-    bits = 8 * sum(_bytes(layer) for layer in model.modules() if hasattr(layer, "W_q"))
-    weights = sum(layer.in_features * layer.out_features for layer in model.modules() if hasattr(layer, "W_q"))
+    layers = [layer for layer in model.modules() if hasattr(layer, "W_q")]
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
     return Quantized(
         lambda: AutoHQQHFModel.from_quantized(request["out"], compute_dtype=torch.float32, device="cpu").eval(),
         "hqq",
@@ -38,17 +37,16 @@ def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:
         spent,
         wall,
         ("hqq",),
-        settings={**settings, "bits_per_weight": bits / weights},
+        settings=settings,
         calibrated=False,
-        notes=[f"saved as {Path(path).name}" for path in Path(request["out"]).glob("*.pt")],
+        bits_per_weight=8 * sum(_bytes(layer) for layer in layers) / weights,
     )
 
 
 def _bytes(layer: Any) -> int:
-    """Of codes, scales (float16) and zero points (float16), as they are stored."""
-    return int(
-        layer.W_q.numel() * layer.W_q.element_size() + 2 * (layer.meta["scale"].numel() + layer.meta["zero"].numel())
-    )
+    """Of codes, scales and zero points, these two in 16 bits, as a model in half precision stores them."""
+    codes = layer.W_q.numel() * layer.W_q.element_size()
+    return int(codes + 2 * (layer.meta["scale"].numel() + layer.meta["zero"].numel()))
 
 
 if __name__ == "__main__":

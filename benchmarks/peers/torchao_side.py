@@ -60,7 +60,7 @@ def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:
     total, wall = clock.cpu, clock.wall
     notes = ["the clock includes loading"]
     if not scheme.activations:
-        notes.append("integer codes are saved one a byte: the bits are those that the codes, scales and zeros need")
+        notes.append("its codes are saved one a byte, whatever their bits")
     return Quantized(
         lambda: load(request["out"]),
         "transformers with torchao",
