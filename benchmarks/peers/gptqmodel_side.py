@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from side import Clock, Quantized, Scheme, calibration, original, serve
@@ -18,6 +19,12 @@ SCHEMES = {
 def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:
     """Its defaults, saved as `gptq`, or as `gptq_v2` where asymmetric."""
     import torch
+
+    notes = []
+    if (os.cpu_count() or 1) < 3:
+        # its pool of loaders wants two threads of a pool that has half as many as there are cores
+        os.cpu_count = lambda: 3
+        notes.append("patched: os.cpu_count() is 3; with 2 cores it does not start")
     from gptqmodel import GPTQConfig, GPTQModel
 
     ids = calibration(request)
@@ -39,6 +46,7 @@ def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:
         clock.wall,
         ("gptqmodel", "optimum"),
         settings=settings,
+        notes=notes,
     )
 
 
