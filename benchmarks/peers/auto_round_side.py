@@ -7,29 +7,24 @@ from typing import Any
 from side import Clock, Quantized, Scheme, calibration, original, serve
 
 METHODS = {
-    # its defaults, but for the ids: 200 iterations, learning rate 1 / iterations, 8 sequences an iteration
+    # its defaults, but for the ids: learning rate 1 / iterations, 8 sequences an iteration
     "200 iterations": {"iters": 200, "batch_size": 8},
-    # the same with half as many sequences an iteration, which its documentation calls common too
-    "200 iterations, batch 4": {"iters": 200, "batch_size": 4},
-    # `auto-round-light`, its documented faster recipe, and that with half as many sequences
+    # `auto-round-light`, its documented faster recipe
     "light": {"iters": 50, "lr": 5e-3, "batch_size": 8},
-    "light, batch 4": {"iters": 50, "lr": 5e-3, "batch_size": 4},
-    # no iterations, no text: `auto-round-opt-rtn`
+    # `auto-round-opt-rtn`: no iterations, no text
     "opt-rtn": {"iters": 0},
 }
 HOW = {
     "200 iterations": "its defaults: 200 iterations of 8 sequences",
-    "200 iterations, batch 4": "its defaults, but 4 sequences an iteration",
     "light": "`auto-round-light`: 50 iterations of 8 sequences, learning rate 5e-3",
-    "light, batch 4": "`auto-round-light`, but 4 sequences an iteration: 50 iterations, learning rate 5e-3",
     "opt-rtn": "`auto-round-opt-rtn`: rounded, ranges searched",
 }
 SCHEMES = {
-    "int4-g64": ["200 iterations", "200 iterations, batch 4", "light", "light, batch 4", "opt-rtn"],
-    "int4-g64-symmetric": ["200 iterations", "200 iterations, batch 4", "light", "light, batch 4"],
-    "int3-g64": ["200 iterations", "200 iterations, batch 4", "light", "light, batch 4", "opt-rtn"],
-    "int4-channel": ["200 iterations", "200 iterations, batch 4", "light", "light, batch 4"],
-    "int8-w8a8": ["light, batch 4"],
+    "int4-g64": ["200 iterations", "light", "opt-rtn"],
+    "int4-g64-symmetric": ["200 iterations", "light"],
+    "int3-g64": ["200 iterations", "light", "opt-rtn"],
+    "int4-channel": ["200 iterations", "light"],
+    "int8-w8a8": ["200 iterations"],
 }
 
 

@@ -11,6 +11,7 @@ than every other of its row, pair by pair.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import math
 import re
@@ -180,7 +181,37 @@ def page(rows: Sequence[Row], model: str) -> str:
         parts += ["Did not run:", ""]
         parts += [f"- {row.who}, {row.found['scheme']}: {row.failed}" for row in failed]
         parts.append("")
+    missing = pending(rows, model)
+    if missing:
+        parts += ["Not run yet:", ""]
+        parts += [f"- {scheme}: {', '.join(names)}" for scheme, names in missing.items()]
+        parts.append("")
     return "\n".join(parts).rstrip()
+
+
+def pending(rows: Sequence[Row], model: str) -> dict[str, list[str]]:
+    """What the sides offer and no record holds: scheme -> sides with their methods."""
+    done = {(row.found["scheme"], row.found["side"], row.found["method"]) for row in rows if row.model == model}
+    missing: dict[str, list[str]] = {}
+    for scheme, _, _ in SECTIONS:
+        if model != next(iter(MODELS)) and not scheme.startswith("int4-g64"):
+            continue
+        for path in sorted(RECORDS.parents[1].glob("peers/*_side.py")):
+            side = path.stem.removesuffix("_side").replace("_", "-")
+            for method in offered(path).get(scheme, []):
+                name = f"{side} {method}"
+                if (scheme, side, method) not in done and name not in missing.get(scheme, []):
+                    missing.setdefault(scheme, []).append(name)
+    return missing
+
+
+def offered(path: Path) -> dict[str, list[str]]:
+    """The `SCHEMES` of a side, read without importing it: its imports live in its own environment."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "SCHEMES":
+            found: dict[str, list[str]] = ast.literal_eval(node.value)
+            return found
+    return {}
 
 
 def versions(rows: Sequence[Row]) -> str:
