@@ -97,6 +97,15 @@ def test_what_failed_is_listed_with_its_reason() -> None:
     assert "- a-peer gptq, int4-g64: needs an accelerator" in page
 
 
+def test_what_a_side_offers_and_no_record_holds_is_listed() -> None:
+    rows = [planted("hqq", "hqq", [0.1, 0.2]), planted("llm-compressor", "gptq", [0.1, 0.2])]
+    missing = table.pending(rows, "smollm2-135m")
+    assert "llm-compressor awq" in missing["int4-g64"]
+    assert not {"hqq", "llm-compressor gptq"} & set(missing["int4-g64"])
+    assert "hqq" in missing["int3-g64"]
+    assert set(table.pending(rows, "gemma-3-270m")) == {"int4-g64", "int4-g64-symmetric"}
+
+
 def test_bits_are_those_on_disk(tmp_path: Path) -> None:
     for name, tensors in {
         "float": {"model.layers.0.up.weight": torch.zeros(8, 64), "model.embed.weight": torch.zeros(10, 8)},

@@ -65,8 +65,8 @@ class Row:
     @property
     def who(self) -> str:
         """As a table names it."""
-        method = self.found["method"]
-        return f"`{method}`" if self.ours else f"{self.found['side']} {method}"
+        side, method = self.found["side"], self.found["method"]
+        return f"`{method}`" if self.ours else named(side, method)
 
     @property
     def failed(self) -> str | None:
@@ -77,6 +77,11 @@ class Row:
         """The figures on a text, the first by default."""
         texts: dict[str, Any] = self.found["texts"]
         return texts[text] if text else next(iter(texts.values()))  # type: ignore[no-any-return]
+
+
+def named(side: str, method: str) -> str:
+    """A peer that has one method is called by its name alone."""
+    return side if side == method else f"{side} {method}"
 
 
 def records(folder: Path = RECORDS) -> list[Row]:
@@ -199,7 +204,7 @@ def pending(rows: Sequence[Row], model: str) -> dict[str, list[str]]:
         for path in sorted(RECORDS.parents[1].glob("peers/*_side.py")):
             side = path.stem.removesuffix("_side").replace("_", "-")
             for method in offered(path).get(scheme, []):
-                name = f"{side} {method}"
+                name = named(side, method)
                 if (scheme, side, method) not in done and name not in missing.get(scheme, []):
                     missing.setdefault(scheme, []).append(name)
     return missing
