@@ -171,16 +171,8 @@ def _calibrated(recipe: Recipe, source: Source, seen: CalibrationEntry, scoring:
     if scoring.pairs is not None:
         return False  # their splits are apart
     try:
-        found = load_tokens(
-            recipe.calibration.set,
-            "calib",
-            tokenizer=_tokenizer(source, recipe),
-            samples=seen.samples,
-            tokens=seen.tokens,
-            seed=recipe.seed,
-            vocab_size=vocabulary(source),
-            framed=source.kind == "encoder",
-        )
+        common = _common(recipe, source, _tokenizer(source, recipe), seen.tokens) | _as_in_use(recipe, source)
+        found = load_tokens(recipe.calibration.set, "calib", samples=seen.samples, **common)
     except InputError:
         return False  # there are no such sequences in it
     return found.sha256 == seen.ids_sha256 and _overlap(found, scoring)

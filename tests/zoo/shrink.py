@@ -233,7 +233,7 @@ def loaded(folder: Path) -> nn.Module:
 
 @torch.no_grad()
 def truth(folder: Path, tokens: Tensor, kind: str = "decoder") -> Tensor:
-    """What plain transformers makes of ids [samples, tokens]: a decoder's logits, or an encoder's last hidden states."""
+    """What plain transformers makes of ids [samples, tokens]: a decoder's logits, an encoder's last hidden states."""
     return (answer if kind == "decoder" else states)(loaded(folder), tokens)
 
 
