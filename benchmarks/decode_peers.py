@@ -41,7 +41,7 @@ from harness.record import command, record, show, verdicts
 from numpy.typing import NDArray
 from scipy import stats
 
-from quantkit.model.alias import ALIASES, resource
+from quantkit.model.alias import ALIASES
 from quantkit.plan import machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,7 +75,12 @@ def prepare() -> dict[str, Any]:
     made = {"llama.cpp": FILES / "llama.json", "genai": FILES / "genai.json"}
     if not made["llama.cpp"].exists():
         f32 = FILES / f"{MODEL}-f32.gguf"
-        request = {"source": str(resource(ALIASES[MODEL])), "f32": str(f32), "q4_0": str(LLAMA), "threads": THREADS}
+        request = {
+            "source": str(ALIASES[MODEL].source.find(MODEL)),
+            "f32": str(f32),
+            "q4_0": str(LLAMA),
+            "threads": THREADS,
+        }
         answer, _ = helper("decode_files.py", request, python=PYTHON)
         made["llama.cpp"].write_text(json.dumps(answer))
     if not made["genai"].exists():

@@ -18,18 +18,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from harness.environments import environment
 from harness.record import record, show
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".peers" / "gptqmodel"
-PYTHON = VENV / "bin" / "python"
-# declared: torch >= 2.14.1; what is used of it here works with the version that everything else is measured with
-PINNED = ("transformers", "accelerate", "safetensors", "torch", "pyarrow", "datasets", "protobuf", "jinja2")
-LOOSE = (
-    *("optimum==2.3.0", "device-smi", "tokenicer", "logbar", "defuser", "threadpoolctl", "pypcre"),
-    *("torchao", "pillow", "requests"),
-)
-BUILD = ("setuptools==84.2.1", "wheel", "ninja", "maturin")
 GROUP = {"granularity": "group", "group": 64}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("gptq", {"format": "int4", **GROUP}),
@@ -38,19 +30,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gptq-v2", {"format": "int3", **GROUP, "symmetric": False}),
 ]
 LIMIT = 1e-3
-
-
-def environment() -> None:
-    """GPTQModel's own environment."""
-    if PYTHON.exists():
-        return
-    print("making .peers/gptqmodel ...", file=sys.stderr)
-    subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
-    install = [PYTHON, "-m", "pip", "install", "--quiet"]
-    subprocess.run([*install, "-c", ROOT / "constraints.txt", *PINNED], check=True)
-    subprocess.run([*install, *BUILD], check=True)
-    subprocess.run([*install, "--no-deps", *LOOSE], check=True)
-    subprocess.run([*install, "--no-deps", "--no-build-isolation", "gptqmodel==7.7.0"], check=True)
 
 
 def write(layout: str, fields: dict[str, Any], folder: Path) -> Any:
@@ -94,7 +73,7 @@ def compare(layout: str, fields: dict[str, Any]) -> dict[str, Any]:
             meant = model(ids).logits.float().numpy()
         (folder / "ids.json").write_text(json.dumps(ids.tolist()))
         side = ROOT / "benchmarks" / "harness" / "load_side.py"
-        command = [PYTHON, side, folder / "model", folder / "ids.json", folder / "logits.npy"]
+        command = [environment("gptqmodel"), side, folder / "model", folder / "ids.json", folder / "logits.npy"]
         done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stderr[-2000:])
@@ -109,7 +88,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-record", action="store_true", help="a trial run")
     arguments = parser.parse_args()
-    environment()
+    environment("gptqmodel")
     rows = [compare(layout, fields) for layout, fields in CASES]
     show(
         "GPTQ layouts through transformers",

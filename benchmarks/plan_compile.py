@@ -3,13 +3,15 @@
     python benchmarks/plan_compile.py                       # smollm2-135m by every recipe; about half an hour
     python benchmarks/plan_compile.py --recipes awq-int4 nf4 --set calibration.samples=4 --scored 1000
     python benchmarks/plan_compile.py --fit                 # random models -> quantkit/plan/compile_rates.json
-    python benchmarks/plan_compile.py --fit --again         # the same from the compiles that were recorded last
+    python benchmarks/plan_compile.py --fit --again         # from the compiles that were recorded last, and new
+    python benchmarks/plan_compile.py --fit --rows rows.json   # goes on where a run with this file was stopped
     python benchmarks/plan_compile.py --fit --again --doctor   # and on figures of their machine that are measured now
 
-The efficiencies are fitted on random Llamas, 3 to 50 M parameters, 4 to 12 layers of widths 256 to 768; smollm2-135m is
-not among them. Each compile runs in a process of its own (`harness/compile_side.py`), with a cache in which nothing is
-known of its text; processor seconds are of all its threads and children, the peak is the kernel's high-water mark.
-Wall time is what a quiet machine shows: beside other work set processor seconds against each other.
+The efficiencies are fitted on random Llamas, 3 to 50 M parameters, 4 to 12 layers of widths 256 to 768, and memory on
+two more that are all vocabulary; smollm2-135m is not among them. Each compile runs in a process of its own
+(`harness/compile_side.py`), with a cache in which nothing is known of its text; processor seconds are of all its
+threads and children, the peak is the kernel's high-water mark. Wall time is what a quiet machine shows: beside other
+work set processor seconds against each other.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.compile_fit import fitted, peaks, question, spent
+from harness.compiles import compiled
 from harness.process import THREADS, envelope, environment, quantkit, run
 from harness.random_model import make
 from harness.record import RESULTS, record, show, verdicts
@@ -50,7 +53,6 @@ COLUMNS = {
     "peak_at": "at",
     "disk_error": "disk error:+.1%",
 }
-HARNESS = Path(__file__).parent / "harness"
 MODEL = "smollm2-135m"
 POSITIONS = {"positions": 2048}
 MODELS: dict[str, dict[str, Any]] = {
@@ -82,7 +84,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocabulary": 24576,
         "tied": False,
     },
+    # embedding and head of Gemma 3 270M and of Qwen2.5 0.5B, and two layers: what a large vocabulary holds
+    "e": {
+        "layers": 2,
+        "hidden": 640,
+        "intermediate": 2048,
+        "heads": 10,
+        "kv_heads": 2,
+        "vocabulary": 262144,
+        "tied": True,
+    },
+    "f": {
+        "layers": 2,
+        "hidden": 896,
+        "intermediate": 4864,
+        "heads": 14,
+        "kv_heads": 2,
+        "vocabulary": 151936,
+        "tied": False,
+    },
 }
+# fitted for their memory alone: their seconds are those of one thing, two heads
+VOCABULARIES = ("e", "f")
 # model, recipe, sequences (0: the recipe looks at no data), positions that are scored (0: as a user's)
 FIT = [
     *[("a", "awq-int4", 4, 0), ("b", "int8-weights", 0, 0), ("b", "gptq-int4", 4, 0), ("d", "rtn-int4", 0, 0)],
@@ -104,10 +127,9 @@ FIT = [
     ],
     *[("b", "nvfp4", 4, 1000), ("d", "int8-weights", 0, 1000), ("b", "int4-best", 8, 1000), ("c", "awq-int4", 16, 0)],
     *[("c", "fp8", 4, 1000), ("c", "int8-weights", 0, 1000), ("c", "int4-cpu", 4, 1000), ("c", "int4-best", 8, 1000)],
+    *[("e", "gptq-int4", 2, 500), ("f", "int8-weights", 0, 500)],
     *[("a", "int4-tensorrt", 2, 1000), ("b", "int4-tensorrt", 2, 1000), ("d", "int4-tensorrt", 2, 1000)],
 ]
-# an engine is built for the GPU of a target, here or elsewhere
-TARGETS = {"int4-tensorrt": "rtx-4090"}
 RECIPES = [
     *("float", "rtn-int4", "int4-fast", "gptq-int4", "awq-int4", "int4-best", "int4-symmetric", "int3", "int4-cpu"),
     *("int8-weights", "int8", "int8-dynamic", "fp8", "nf4", "nvfp4", "mxfp4", "gptq-int4+kv-fp8"),
@@ -116,24 +138,6 @@ RECIPES = [
 
 # recipes that look at no calibration data
 FREE = ("float", "rtn-int4", "int4-fast", "int8-weights", "fp8-block")
-
-
-def compiled(place: Path, name: str, model: str, recipe: str, changes: Sequence[str], scored: int, speed: bool) -> Any:
-    """One compile; None, with the reason printed, where it was refused."""
-    cache = place / "cache"
-    for known in ("states", "float"):
-        shutil.rmtree(cache / known, ignore_errors=True)
-    asked, answered, out = (place / f"{name}.{kind}" for kind in ("request", "answer", "bundle"))
-    request = {"model": model, "recipe": recipe, "changes": list(changes), "out": str(out), "speed": speed}
-    request["target"] = TARGETS.get(recipe)
-    asked.write_text(json.dumps({**request, **({"scored": scored} if scored else {})}))
-    done = run(["python", HARNESS / "compile_side.py", asked, answered], env=environment(QUANTKIT_CACHE=str(cache)))
-    shutil.rmtree(out, ignore_errors=True)
-    if done.status:
-        print(f"{name}: {done.err.strip().splitlines()[-1][:200]}")
-        return None
-    found = json.loads(answered.read_text())
-    return {**found, "name": name, "recipe": recipe, "changes": list(changes), "scored": scored, "speed": speed}
 
 
 def doctor() -> dict[str, Any]:
@@ -161,14 +165,14 @@ def fit(
     """The table, with the interval that leaving out one model after another gives."""
     about = {"name": machine.name, "cores": machine.cores, "fp32": machine.fp32, "read": machine.read}
     ratios = []
-    for left_out in sorted({row["model"] for row in rows}):
-        others = fitted([row for row in rows if row["model"] != left_out], machine)
+    for left_out in sorted({row["model"] for row in rows} - set(VOCABULARIES)):
+        others = fitted([row for row in rows if row["model"] != left_out], machine, memory_alone=VOCABULARIES)
         rates = Rates.from_dict({**others, "interval": (1, 1), "machine": about})
         for row in rows:
             if row["model"] == left_out:
                 expected = compiling(question(row), machine, rates)
                 ratios.append(_seconds(row) / sum(expected.cpu_seconds.values()))
-    table = fitted(rows, machine)
+    table = fitted(rows, machine, memory_alone=VOCABULARIES)
     rates = Rates.from_dict({**table, "interval": (1, 1), "machine": about})
     interval = [float(f"{edge:.3g}") for edge in (min(ratios), max(ratios))]
     sharing = 1.0 if busy else shared_out(rows, machine, rates)
@@ -230,6 +234,7 @@ def main() -> int:
     parser.add_argument("--fit", action="store_true", help="learn the efficiencies, on random models")
     parser.add_argument("--again", action="store_true", help="from the compiles of the last record, without compiling")
     parser.add_argument("--doctor", action="store_true", help="with --again: on this machine's figures, measured now")
+    parser.add_argument("--rows", type=Path, help="with --fit: file of what was compiled so far")
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--set", action="append", default=[], metavar="PATH=YAML", help="change every recipe")
     parser.add_argument("--scored", type=int, default=0, help="positions; 0: as a user's compile")
@@ -243,21 +248,30 @@ def learn(options: argparse.Namespace) -> int:
     """Compile the random models, fit, write the table."""
     place = Path(tempfile.mkdtemp(prefix="plan-compile-"))
     last = max(RESULTS.glob("plan_compile-fit-*.json"), default=None)
+    rows, figures, about = [], None, host.describe()
     if options.again and last is not None:
         recorded = json.loads(last.read_text())
-        rows, about = recorded["rows"], recorded["machine"]
-        figures = doctor() if options.doctor else recorded["settings"]["figures"]
-    else:
-        rows, figures, about = [], doctor(), host.describe()
-        for name, sizes in MODELS.items():
-            make(place / name, **sizes, **POSITIONS)
-        for model, recipe, samples, scored in FIT:
-            changes = [f"calibration.samples={samples}"] if samples else []
-            name = f"{model}-{recipe}-{samples}"
-            row = compiled(place, name, str(place / model), recipe, changes, scored, False)
-            if row is not None:
-                rows.append({**row, "model": model, "config": _config(place / model)})
-                print(f"{name}: {_seconds(row):.0f} s of processor time, {max(peaks(row).values()) / 1e6:.0f} MB")
+        rows, about, figures = recorded["rows"], recorded["machine"], recorded["settings"]["figures"]
+    if options.rows and options.rows.is_file():
+        rows += json.loads(options.rows.read_text())
+    if figures is None or options.doctor:
+        figures = doctor()
+    known, added = {row["name"] for row in rows}, False
+    for model, recipe, samples, scored in FIT:
+        name = f"{model}-{recipe}-{samples}"
+        if name in known:
+            continue
+        if not (place / model).exists():
+            make(place / model, **MODELS[model], **POSITIONS)
+        changes = [f"calibration.samples={samples}"] if samples else []
+        row = compiled(place, name, str(place / model), recipe, changes, scored, False)
+        if row is not None:
+            rows.append({**row, "model": model, "config": _config(place / model)})
+            print(f"{name}: {_seconds(row):.0f} s of processor time, {max(peaks(row).values()) / 1e6:.0f} MB")
+            if options.rows:
+                options.rows.write_text(json.dumps([each for each in rows if each["name"] not in known]))
+            added = True
+    if added or options.rows or not options.again:
         claim = "compiles of random models, part by part: what plan/compile_rates.json is fitted to"
         record("plan_compile-fit", claim, rows, {"figures": figures, "models": MODELS}, write=not options.no_record)
     shutil.rmtree(place, ignore_errors=True)

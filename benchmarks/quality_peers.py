@@ -1,13 +1,14 @@
-"""quantkit against its peers, scheme by scheme: KL, processor seconds and memory, on the same token ids in one run.
+"""quantkit against its peers, scheme by scheme: KL, bits and processor seconds, on the same token ids.
 
     python benchmarks/quality_peers.py                                           the shipped text, every scheme and peer
-    python benchmarks/quality_peers.py --schemes int4-g64 --peers llm_compressor --rounds 3
+    python benchmarks/quality_peers.py --schemes int4-g64 --peers llm_compressor --methods gptq
+    python benchmarks/quality_peers.py --model ./gemma-3-270m --calibration speeches.txt --eval held-out.txt bible.txt
     python benchmarks/quality_peers.py --calibration ids.jsonl --eval ids.json   token ids of your own
 
 Each side runs in a fresh process and, the peers, in an environment of its own (`.peers/NAME/`, made by the first run:
-`peers/README.md`), at 2 threads; with several rounds the sides take turns. One scoring code serves all, ours included:
-the model as plain transformers, with the side's own library, loads it again, in float32. All linears of the blocks are
-quantized, everything else is as in the source.
+`peers/README.md`). One scoring code serves all, ours included: the checkpoint as it was saved, loaded again in float32
+by the library that the row names. All linears of the blocks are quantized, everything else is as in the source. A
+record of each row is left in `results/peers/`; `peers/table.py` makes the tables of README.md and docs/comparisons.md.
 """
 
 from __future__ import annotations
@@ -15,28 +16,45 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import statistics
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from harness import process
+from harness.environments import environment
 from harness.process import THREADS, compiled, helper
 from harness.record import record, sha256, show
 
 ROOT = Path(__file__).resolve().parent.parent
 SIDES = Path(__file__).resolve().parent / "peers"
 TOKENS = 512
+CLAIM = "KL of quantkit and of each peer at the same scheme, on the same token ids"
+# at the same bits the checkpoint alone is compared: what else a recipe exports takes time and is not scored here
+ALONE = "export=[{checkpoint: {layout: pack-quantized}}]"
+CLOSE = ("gptq.shrink=auto", "gptq.ridge=1", "gptq.sweeps=2")
 # scheme -> recipes of ours, each with the changes that make it this scheme
-OURS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
-    "int4-g64": [("gptq-int4", ()), ("awq-int4", ()), ("int4-best", ()), ("int4-fast", ())],
-    "int4-g64-symmetric": [("int4-symmetric", ())],
-    "int3-g64": [("int3", ())],
-    "int4-channel": [("int4-symmetric", ("scheme.weights.granularity=channel", "scheme.weights.group=null"))],
-    "nf4-b64": [("nf4", ())],
-    "int8-w8a8": [("int8-dynamic", ())],
-    "fp8-w8a8": [("fp8", ())],
+OURS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
+    "int4-g64": {
+        "int4-best": ("int4-best", (ALONE,)),
+        "int4-best, closer": ("int4-best", (ALONE, *CLOSE)),
+        "gptq-int4": ("gptq-int4", ()),
+        "awq-int4": ("awq-int4", (ALONE,)),
+        "int4-fast": ("int4-fast", ()),
+    },
+    "int4-g64-symmetric": {"int4-symmetric": ("int4-symmetric", (ALONE,))},
+    "int3-g64": {"int3": ("int3", (ALONE,))},
+    "int4-channel": {
+        "int4-symmetric": (
+            "int4-symmetric",
+            (ALONE, "scheme.weights.granularity=channel", "scheme.weights.group=null"),
+        )
+    },
+    "nf4-b64": {"nf4": ("nf4", ())},
+    "int8-w8a8": {"int8-dynamic": ("int8-dynamic", ())},
+    "fp8-w8a8": {"fp8": ("fp8", ())},
 }
 # of ours, those that see no text, only their own random tokens
 DATA_FREE = {"int4-fast"}
@@ -57,158 +75,131 @@ def peers() -> list[str]:
     return [name for name in found if name != "quantkit"]
 
 
-def environment(peer: str) -> Path:
-    """The peer's own interpreter: its pins are not ours. torch first, so that it is the build for processors."""
-    python = ROOT / ".peers" / peer / "bin" / "python"
-    if not python.exists():
-        print(f"making .peers/{peer} ...", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", python.parent.parent], check=True)
-        install = [python, "-m", "pip", "install", "--quiet"]
-        subprocess.run([*install, "-c", ROOT / "constraints.txt", "torch"], check=True)
-        subprocess.run([*install, *constant(peer, "PINNED"), "transformers"], check=True)
-    return python
-
-
-def theirs(peer: str, method: str, request: dict[str, Any]) -> dict[str, Any]:
+def theirs(peer: str, request: dict[str, Any]) -> dict[str, Any]:
     """One run of a peer; a failure is a row too, with its last words."""
-    who = f"{peer.replace('_', '-')} {method}"
     try:
-        answer, done = helper(SIDES / f"{peer}_side.py", {**request, "method": method}, python=environment(peer))
+        answer, done = helper(SIDES / f"{peer}_side.py", request, python=environment(peer), threads=request["threads"])
     except (SystemExit, subprocess.CalledProcessError) as trouble:
-        return {"who": who, "failed": str(trouble).strip().splitlines()[-1][:300]}
-    return {"who": who, "peak_bytes": done.peak, **answer}
+        return {"failed": str(trouble).strip().splitlines()[-1][:300]}
+    how = constant(peer, "HOW").get(request["method"], "")
+    return {"peak_bytes": done.peak, **answer, "how": how}
 
 
-def ours(
-    recipe: str, changes: tuple[str, ...], model: str, request: dict[str, Any], calibration: Path
-) -> dict[str, Any]:
+def ours(recipe: str, changes: tuple[str, ...], model: str, request: dict[str, Any]) -> dict[str, Any]:
     """One compile, and the checkpoint through the peers' score."""
     options = list(changes)
     if recipe not in DATA_FREE:
         options += [f"calibration.samples={request['samples']}", f"calibration.tokens={TOKENS}"]
     out = Path(request["out"])
     arguments = [word for option in options for word in ("--set", option)]
-    text = [] if recipe in DATA_FREE else ["--calibration", calibration]
-    result, done = compiled(model, recipe, out, *text, *arguments, "--no-speed")
-    answer, _ = helper(SIDES / "quantkit_side.py", {**request, "out": str(out / "model")})
-    bits = [row["value"] for row in result["measurements"] if row["name"] == "size.bits_per_weight"]
+    text = [] if recipe in DATA_FREE else ["--calibration", request["ids"]]
+    threads = request["threads"]
+    result, done = compiled(model, recipe, out, *text, *arguments, "--no-speed", env=process.environment(threads))
+    answer, _ = helper(SIDES / "quantkit_side.py", {**request, "out": str(out / "model")}, threads=threads)
     return {
+        "peak_bytes": done.peak,
         **answer,
-        "who": f"quantkit {recipe}",
-        "changes": list(changes),
+        "settings": {"recipe": recipe, "set": options},
+        "how": f"recipe `{recipe}`" + "".join(f", `{change}`" for change in changes if change != ALONE),
+        "calibrated": recipe not in DATA_FREE,
         "cpu_seconds": result["seconds"]["quantize_cpu"],
         "cpu_seconds_quantize": result["seconds"]["quantize_cpu"],
-        "peak_bytes": done.peak,
-        "bits_per_weight": bits[0] if bits else None,
-        "own_kl": next(row["value"] for row in result["measurements"] if row["name"] == "accuracy.kl"),
     }
 
 
-def inputs(options: argparse.Namespace, place: Path) -> dict[str, Any]:
-    """The model as a folder, and the ids of both splits as files."""
-    asked = {"model": options.model, "set": "prose-en", "samples": options.samples, "tokens": TOKENS}
-    found, _ = helper("ids.py", {**asked, "split": "calib"})
-    calibration, scoring = place / "calibration.jsonl", place / "eval.json"
-    if options.calibration:
-        lines = options.calibration.read_text().splitlines()[: options.samples]
-        calibration.write_text("\n".join(lines) + "\n")
-    else:
-        calibration.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in found["ids"]))
-    if options.eval:
-        scoring.write_text(options.eval.read_text())
-    else:
-        held, _ = helper("ids.py", {**asked, "split": "eval", "samples": 12})
-        scoring.write_text(json.dumps(held["ids"]))
-    return {"model": found["folder"], "ids": str(calibration), "eval": str(scoring)}
+def tokenized(model: str, texts: list[tuple[Path, int]]) -> tuple[str, list[Any]]:
+    """The folder that a model opens to, and the ids of texts by its own tokenizer."""
+    asked = {"model": model, "texts": [{"path": str(path), "samples": n} for path, n in texts], "tokens": TOKENS}
+    found, _ = helper("windows.py", asked)
+    return found["folder"], found["ids"]
+
+
+def inputs(options: argparse.Namespace, place: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The model as a folder with the ids of all splits as files, and the hash of each."""
+    shipped = ROOT / "calibration" / "prose-en"
+    calibration = options.calibration or shipped / "calib.txt"
+    scoring = options.eval or [shipped / "eval.txt"]
+    plain = [(path, n) for path, n in [(calibration, options.samples), *((path, options.scored) for path in scoring)]]
+    folder, found = tokenized(options.model, [(path, n) for path, n in plain if path.suffix == ".txt"])
+    ids = {path: rows for (path, _), rows in zip([p for p in plain if p[0].suffix == ".txt"], found, strict=True)}
+    place.mkdir(parents=True, exist_ok=True)
+    if calibration not in ids:
+        lines = calibration.read_text().splitlines()[: options.samples]
+        ids[calibration] = [json.loads(line)["input_ids"] for line in lines]
+    target = place / "calibration.jsonl"
+    target.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids[calibration]))
+    hashes = {"calibration": f"{calibration.name} {sha256(target)}"}
+    texts = {}
+    for path in scoring:
+        rows = ids[path] if path in ids else json.loads(path.read_text())
+        texts[path.stem] = str(place / f"{path.stem}.json")
+        Path(texts[path.stem]).write_text(json.dumps(rows))
+        hashes[f"scored: {path.stem}"] = f"{path.name} {sha256(Path(texts[path.stem]))}"
+    return {"model": folder, "ids": str(target), "texts": texts, "reference": str(place / "reference")}, hashes
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--model", default="smollm2-135m", help="an alias or a folder of a float model")
     parser.add_argument("--schemes", nargs="+", choices=list(OURS), default=list(OURS))
     parser.add_argument("--peers", nargs="*", choices=peers(), default=peers())
     parser.add_argument("--methods", nargs="*", help="only these of theirs: gptq, awq, rtn, ...")
-    parser.add_argument("--recipes", nargs="*", help="only these of ours")
-    parser.add_argument("--calibration", type=Path, help="jsonl of input_ids, the first --samples are used")
-    parser.add_argument("--eval", type=Path, help="a JSON list of id lists; default: prose-en, eval")
+    parser.add_argument("--ours", nargs="*", help="only these of ours: int4-best, ...")
+    parser.add_argument("--calibration", type=Path, help="a .txt, or a .jsonl of input_ids; default: prose-en, calib")
+    parser.add_argument("--eval", type=Path, nargs="+", help=".txt, or .json lists of ids; default: prose-en, eval")
     parser.add_argument("--samples", type=int, default=8, help=f"calibration sequences of {TOKENS} tokens")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--label", help="of the record")
+    parser.add_argument("--scored", type=int, default=12, help=f"sequences of {TOKENS} tokens of each text to score on")
+    parser.add_argument("--threads", type=int, default=THREADS)
+    parser.add_argument("--work", type=Path, help="keep ids and the original's logits here; a later run reads them")
     parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
 
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        given = inputs(options, place)
-        for number in range(options.rounds):
-            for scheme in options.schemes:
-                request = {**given, "samples": options.samples, "scheme": scheme, "threads": THREADS}
-                done = {"scheme": scheme, "round": number}
-                for recipe, changes in OURS[scheme]:
-                    if options.recipes is None or recipe in options.recipes:
-                        asked = {**request, "out": str(place / f"{len(rows)}")}
-                        rows.append({**done, **ours(recipe, changes, options.model, asked, Path(given["ids"]))})
-                        print(rows[-1], file=sys.stderr)
-                for peer in options.peers:
-                    for method in constant(peer, "SCHEMES").get(scheme, []):
-                        if options.methods is not None and method not in options.methods:
-                            continue
-                        asked = {**request, "out": str(place / f"{len(rows)}")}
-                        rows.append({**done, **theirs(peer, method, asked)})
-                        print(rows[-1], file=sys.stderr)
-    report(options, rows)
+        place = options.work or Path(name)
+        given, hashes = inputs(options, place)
+        settings = {"model": Path(options.model).name, "threads": options.threads, "samples": options.samples}
+        settings |= {"tokens": TOKENS, **hashes}
+
+        def done(scheme: str, side: str, method: str, run: Any) -> None:
+            with tempfile.TemporaryDirectory(dir=place) as out:
+                request = {**given, "samples": options.samples, "scheme": scheme, "threads": options.threads}
+                row = run({**request, "method": method, "out": str(Path(out) / "made")})
+            row = {"scheme": scheme, "side": side.replace("_", "-"), "method": method, **row}
+            rows.append(row)
+            print(row, file=sys.stderr)
+            label = re.sub(r"[^a-z0-9.]+", "-", f"{settings['model']} {scheme} {side} {method}".lower())
+            record(f"peers/{label}", CLAIM, [row], settings, write=not options.no_record)
+
+        for scheme in options.schemes:
+            for method, (recipe, changes) in OURS[scheme].items():
+                if options.ours is None or method in options.ours:
+                    done(scheme, "quantkit", method, lambda r, a=recipe, b=changes: ours(a, b, options.model, r))
+            for peer in options.peers:
+                for method in constant(peer, "SCHEMES").get(scheme, []):
+                    if options.methods is None or method in options.methods:
+                        done(scheme, peer, method, lambda r, a=peer: theirs(a, r))
+    report(options.model, rows)
     return 0
 
 
-def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Print the table and the ratios, and record both."""
-    for row in rows:
-        row["peak_megabytes"] = row["peak_bytes"] / 1e6 if "peak_bytes" in row else None
+def report(model: str, rows: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    flat = [{**row, **next(iter(row.get("texts", {}).values()), {})} for row in rows]
     columns = {
         "scheme": "scheme",
-        "who": "who",
+        "side": "side",
+        "method": "method",
         "kl": "KL:.4f",
         "kl_se": "± se:.4f",
         "perplexity": "perplexity:.2f",
         "top1": "top-1:.3f",
         "bits_per_weight": "bits:.2f",
         "cpu_seconds": "CPU s:.1f",
-        "peak_megabytes": "peak MB:.0f",
+        "reader": "loaded by",
         "failed": "failed",
     }
-    show(f"{options.model}, {options.samples} x {TOKENS} tokens, {THREADS} threads", rows, columns)
-    settings: dict[str, Any] = {
-        "model": options.model,
-        "threads": THREADS,
-        "calibration": sha256(options.calibration) if options.calibration else "prose-en, calib split",
-        "samples": options.samples,
-        "tokens": TOKENS,
-        "eval": sha256(options.eval) if options.eval else "prose-en, eval split, 12 x 512",
-        "ratios": {},
-    }
-    for scheme in options.schemes:
-        mine = [row for row in rows if row["scheme"] == scheme and row["who"].startswith("quantkit")]
-        others = [row for row in rows if row["scheme"] == scheme and row not in mine and "failed" not in row]
-        if not mine or not others:
-            continue
-        best = min(others, key=lambda row: row["kl"])
-        for recipe in dict.fromkeys(row["who"] for row in mine):
-            seconds = [row["cpu_seconds"] for row in mine if row["who"] == recipe]
-            against = [row["cpu_seconds"] for row in others if row["who"] == best["who"]]
-            row = next(row for row in mine if row["who"] == recipe)
-            found = {
-                "best_peer": best["who"],
-                "kl": row["kl"] / best["kl"],
-                "cpu": statistics.median(seconds) / statistics.median(against),
-            }
-            settings["ratios"][f"{scheme}: {recipe}"] = found
-            print(
-                f"{scheme}: {recipe} has {found['kl']:.2f} of the KL of {best['who']}, in {found['cpu']:.2f} of its CPU"
-            )
-    claim = "a lower KL than every peer at the same bits"
-    label = options.label or ("quality_peers-ids" if options.eval else "quality_peers")
-    record(label, claim, rows, settings, write=not options.no_record)
+    show(f"{model}, tokens {TOKENS}", flat, columns)
 
 
 if __name__ == "__main__":

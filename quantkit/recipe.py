@@ -51,6 +51,7 @@ class CalibrationChoice(Closed):
         set: a shipped name or a path (folder with `card.yaml`, `.txt`, `.jsonl`, `.parquet`, `datasets` folder).
         samples: sequences.
         tokens: tokens a sequence.
+        template: `chat`: the model's chat template writes the texts, or `messages`, that calibrate and that score it.
         images: of a set of images, instead of sequences.
         experts: what becomes of an expert that too few tokens are routed to: `force` calibrates it on all tokens that
             reach its layer, `keep` leaves it in high precision.
@@ -60,6 +61,7 @@ class CalibrationChoice(Closed):
     set: str = "prose-en"
     samples: int = Field(default=16, gt=0)
     tokens: int = Field(default=512, gt=0)
+    template: Literal["chat"] | None = None
     images: int = Field(default=128, gt=0)
     experts: Literal["force", "keep"] = "force"
     expert_tokens: int = Field(default=64, ge=0)

@@ -86,9 +86,7 @@ def fake_builder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
 
 
-@pytest.fixture(scope="session")
-def byte_tokenizer() -> Any:
-    """A transformers tokenizer with one token a byte: ids 0..255, then `<s>` 256 and `</s>` 257; 258 in all."""
+def _tokenizer_of_bytes(around: str) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -97,6 +95,38 @@ def byte_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 256), ("</s>", 257)]
+        single=around, special_tokens=[("<s>", 256), ("</s>", 257)]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Any:
+    """A transformers tokenizer with one token a byte: ids 0..255, then `<s>` 256 and `</s>` 257; 258 in all.
+
+    It puts `<s>` before a text, and `</s>` after it.
+    """
+    return _tokenizer_of_bytes("<s> $A </s>")
+
+
+@pytest.fixture(scope="session")
+def bos_tokenizer() -> Any:
+    """The same, with `<s>` before a text and nothing after it, as Llama's and Gemma's."""
+    return _tokenizer_of_bytes("<s> $A")
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer() -> Any:
+    """As `bos_tokenizer`, with a chat template that writes `<s>` itself, as Llama's and Gemma's do."""
+    tokenizer = _tokenizer_of_bytes("<s> $A")
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% if messages[0].role != 'user' %}{{ raise_exception('a user begins') }}{% endif %}"
+        "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def bare_tokenizer() -> Any:
+    """The same, with nothing around a text, as SmolLM2's and Qwen's."""
+    return _tokenizer_of_bytes("$A")

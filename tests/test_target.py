@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,15 @@ def test_every_cell_says_how_it_is_known(name: str) -> None:
                 assert use is None or use.source.strip().lower() not in vague, (format_, runtime, part)
             if cell.state == "absent":  # what does not read the weights reads no inputs beside them
                 assert cell.inputs is None or cell.inputs.state == "absent", (format_, runtime)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_cells_of_what_changes_with_its_version_name_it(name: str) -> None:
+    known = {"vllm": r"vLLM \d+\.\d+|vLLM documentation|vllm-bnb-plugin \d", "llama_cpp": "llama.cpp [0-9a-f]{9}"}
+    for format_, cells in loaded(name).formats.items():
+        for runtime in set(known) & set(cells):
+            for use in (cells[runtime], cells[runtime].inputs, cells[runtime].kv_cache):
+                assert use is None or re.search(known[runtime], use.source), (format_, runtime, use.source)
 
 
 def test_cards_of_one_compute_capability_agree() -> None:

@@ -3,7 +3,8 @@
     python compile_side.py request.json answer.json
     request: {"model", "recipe", "changes": [...], "out", "speed": false, "target": null,
               "scored": positions, fewer than a user's, so that many compiles take minutes}
-    answer:  {"parts": [{"stage", "detail", "seconds", "cpu_seconds", "peak_bytes"}], "stages", "peak_bytes", ...}
+    answer:  {"parts": [{"stage", "detail", "seconds", "cpu_seconds", "peak_bytes"}], "stages", "peak_bytes", ...,
+              "figures": rows of accuracy and size, "gates": {name: holds}}
 
 The kernel's high-water mark of resident memory is set back at each part, so that every part has a peak of its own. This
 must not be done in a user's process, whose mark is not ours.
@@ -21,6 +22,9 @@ from typing import Any
 from quantkit.pipeline import Request, compile_model, tokens
 from quantkit.pipeline.progress import Progress
 from quantkit.plan import machine
+from quantkit.report import figures
+
+FIGURES = ("accuracy.", "size.bits_per_weight")
 
 
 class Watch(Progress):
@@ -94,6 +98,8 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         "peak_bytes": max(part["peak_bytes"] for part in watch.parts),
         "bundle_bytes": bundle,
         "warnings": done.warnings,
+        "figures": [row.model_dump(mode="json") for row in done.rows if row.name.startswith(FIGURES)],
+        "gates": {check.name: check.ok for check in figures.gates(done.bundle.manifest.checks)},
     }
 
 

@@ -1,7 +1,8 @@
 """Token ids of a calibration set, and the folder that a model opens to: a process of its own.
 
 python ids.py request.json answer.json
-request: {"model": MODEL, "set": NAME, "split": "calib", "samples": 8, "tokens": 512}     answer: {"folder", "ids"}
+request: {"model": MODEL, "set": NAME, "split": "calib", "samples": 8, "tokens": 512, "special": "before"}
+answer: {"folder", "ids"}
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         tokens=request["tokens"],
         seed=0,
         vocab_size=int(source.config["vocab_size"]),
+        special=request.get("special", "before"),
     )
     return {"folder": str(source.path), "ids": found.ids.tolist()}
 

@@ -34,9 +34,9 @@ def record(
     """
     if not write:
         return None
-    RESULTS.mkdir(exist_ok=True)
     today = datetime.datetime.now(datetime.UTC).date()
     path = RESULTS / f"{name}-{today:%Y%m%d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "schema": 1,
         "benchmark": name,

@@ -7,7 +7,7 @@
 
 Both sides are loaded by `from_pretrained` and run whole, in float32: none of quantkit's own streaming or unpacking is
 in the way. `ids` is a JSON list of id lists, scored as it is; `file` a text, cut into sequences from its beginning;
-`set` a shipped calibration set's eval split.
+`set` a shipped calibration set's eval split. Sequences of a text begin with what the tokenizer puts before one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import transformers
 
+from quantkit.calibrate.frame import frame
 from quantkit.calibrate.sets import ids_sha256, load_tokens
 from quantkit.measure.accuracy import Accuracy, Items
 from quantkit.model.open import open_model
@@ -35,9 +36,12 @@ def token_ids(text: dict[str, Any], tokenizer: Any, vocabulary: int, samples: in
             text["set"], "eval", tokenizer=tokenizer, samples=samples, tokens=tokens, seed=0, vocab_size=vocabulary
         )
         return found.ids
+    before, _ = frame(tokenizer)
     ids = tokenizer(Path(text["file"]).read_text(), add_special_tokens=False)["input_ids"]
-    count = min(samples, len(ids) // tokens)
-    return torch.tensor(ids[: count * tokens]).reshape(count, tokens)
+    inside = tokens - len(before)
+    count = min(samples, len(ids) // inside)
+    rows = torch.tensor(ids[: count * inside]).reshape(count, inside)
+    return torch.cat([torch.tensor(before, dtype=rows.dtype).expand(count, -1), rows], dim=1)
 
 
 def load(folder: str | Path) -> Any:

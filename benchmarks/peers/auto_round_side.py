@@ -6,12 +6,30 @@ from typing import Any
 
 from side import Clock, Quantized, Scheme, calibration, original, serve
 
-PINNED = ["auto-round==0.15.1", "accelerate"]
-SCHEMES = {"int4-g64-symmetric": ["20 iterations"], "int4-g64": ["20 iterations"], "int3-g64": ["20 iterations"]}
+METHODS = {
+    # its defaults, but for the ids: learning rate 1 / iterations, 8 sequences an iteration
+    "200 iterations": {"iters": 200, "batch_size": 8},
+    # `auto-round-light`, its documented faster recipe
+    "light": {"iters": 50, "lr": 5e-3, "batch_size": 8},
+    # `auto-round-opt-rtn`: no iterations, no text
+    "opt-rtn": {"iters": 0},
+}
+HOW = {
+    "200 iterations": "its defaults: 200 iterations of 8 sequences",
+    "light": "`auto-round-light`: 50 iterations of 8 sequences, learning rate 5e-3",
+    "opt-rtn": "`auto-round-opt-rtn`: rounded, ranges searched",
+}
+SCHEMES = {
+    "int4-g64": ["200 iterations", "light", "opt-rtn"],
+    "int4-g64-symmetric": ["200 iterations", "light"],
+    "int3-g64": ["200 iterations", "light", "opt-rtn"],
+    "int4-channel": ["200 iterations", "light"],
+    "int8-w8a8": ["200 iterations"],
+}
 
 
 def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:
-    """20 iterations a block, saved in its own format and loaded through transformers."""
+    """Saved in its own format (W8A8 in that of compressed-tensors) and loaded through transformers."""
     import torch
     import transformers
     from auto_round import AutoRound
@@ -20,27 +38,29 @@ def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:
     tokenizer = transformers.AutoTokenizer.from_pretrained(request["model"])
     ids = calibration(request)
     data = [{"input_ids": torch.tensor([row]), "attention_mask": torch.ones(1, len(row))} for row in ids]
+    settings: dict[str, Any] = {**METHODS[request["method"]], "nsamples": len(ids), "seqlen": len(ids[0])}
+    if scheme.activations:
+        settings |= {"scheme": "INT8"}
+    else:
+        settings |= {"bits": scheme.bits, "group_size": scheme.group or -1, "sym": scheme.symmetric}
+    # amp: half precision, which processors without it emulate; torch.compile takes a compiler and saves them little
+    settings |= {"amp": False, "enable_torch_compile": False, "seed": 0}
     clock = Clock()
-    rounder = AutoRound(
-        model,
-        tokenizer,
-        bits=scheme.bits,
-        group_size=scheme.group,
-        sym=scheme.symmetric,
-        iters=20,
-        nsamples=len(ids),
-        seqlen=len(ids[0]),
-        batch_size=4,
-        dataset=data,
-        device_map="cpu",
-        amp=False,
-        seed=0,
-    )
+    rounder = AutoRound(model, tokenizer, dataset=data, device_map="cpu", **settings)
     rounder.quantize()
     spent = clock.cpu
-    rounder.save_quantized(request["out"], format="auto_round")
+    rounder.save_quantized(request["out"], format="llm_compressor" if scheme.activations else "auto_round")
     total, wall = clock.cpu, clock.wall
-    return Quantized(lambda: expanded(original(request["out"])), total, spent, wall, ("auto-round",))
+    return Quantized(
+        lambda: expanded(original(request["out"])),
+        "transformers with auto-round",
+        total,
+        spent,
+        wall,
+        ("auto-round",),
+        settings=settings,
+        calibrated=settings["iters"] > 0,
+    )
 
 
 def expanded(model: Any) -> Any:

@@ -6,8 +6,12 @@ from typing import Any
 
 from side import Clock, Quantized, Scheme, serve
 
-PINNED = ["bitsandbytes", "accelerate"]
-SCHEMES = {"nf4-b64": ["nf4"], "int8-w8a8": ["llm.int8"]}
+HOW = {
+    "nf4": "`load_in_4bit`, nf4: its defaults",
+    "nf4, doubled scales": "`load_in_4bit`, nf4, `bnb_4bit_use_double_quant`",
+    "llm.int8": "`load_in_8bit`: its defaults, outlier columns in 16 bits",
+}
+SCHEMES = {"nf4-b64": ["nf4", "nf4, doubled scales"], "int8-w8a8": ["llm.int8"]}
 
 
 def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:
@@ -15,12 +19,13 @@ def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:
     import torch
     import transformers
 
+    settings: dict[str, Any] = {"load_in_8bit": True}
     if scheme.format == "nf4":
-        config = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-        )
+        doubled = request["method"] != "nf4"
+        settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": doubled}
+        config = transformers.BitsAndBytesConfig(**settings, bnb_4bit_compute_dtype=torch.float32)
     else:
-        config = transformers.BitsAndBytesConfig(load_in_8bit=True)
+        config = transformers.BitsAndBytesConfig(**settings)
 
     def load(folder: str, **options: Any) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(
@@ -33,7 +38,15 @@ def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:
     model.save_pretrained(request["out"])
     total, wall = clock.cpu, clock.wall
     return Quantized(
-        lambda: load(request["out"]), total, spent, wall, ("bitsandbytes",), notes=["the clock includes loading"]
+        lambda: load(request["out"]),
+        "transformers with bitsandbytes",
+        total,
+        spent,
+        wall,
+        ("bitsandbytes",),
+        settings=settings,
+        calibrated=False,
+        notes=["the clock includes loading"],
     )
 
 

@@ -6,26 +6,47 @@ from typing import Any
 
 from side import Clock, Quantized, Scheme, original, serve
 
-PINNED = ["hqq", "accelerate"]
-SCHEMES = {"int4-g64": ["data-free"]}
+HOW = {"hqq": "`BaseQuantizeConfig`, axis 1; scales and zero points in 16 bits"}
+SCHEMES = {"int4-g64": ["hqq"], "int3-g64": ["hqq"]}
 
 
 def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:
-    """Every linear of the blocks, in memory; its own save format is not one that plain transformers loads."""
+    """Every linear of the blocks, saved and loaded again by hqq itself (`AutoHQQHFModel`).
+
+    `HqqConfig` of transformers 5.23 neither quantizes nor loads on a processor, so its own reader it is.
+    """
     import torch
-    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
-    from torch import nn
+    from hqq.core.quantize import BaseQuantizeConfig
+    from hqq.models.hf.base import AutoHQQHFModel
 
     model = original(request["model"])
-    config = BaseQuantizeConfig(nbits=scheme.bits, group_size=scheme.group, axis=1)
+    settings = {"nbits": scheme.bits, "group_size": scheme.group, "axis": 1}
     clock = Clock()
-    for name, module in list(model.model.layers.named_modules()):
-        if isinstance(module, nn.Linear):
-            parent, _, leaf = name.rpartition(".")
-            made = HQQLinear(module, config, compute_dtype=torch.float32, device="cpu", initialize=True)
-            setattr(model.model.layers.get_submodule(parent), leaf, made)
-    spent, wall = clock.cpu, clock.wall
-    return Quantized(lambda: model, spent, spent, wall, ("hqq",), reloaded=False)
+    AutoHQQHFModel.quantize_model(
+        model, quant_config=BaseQuantizeConfig(**settings), compute_dtype=torch.float32, device="cpu"
+    )
+    spent = clock.cpu
+    AutoHQQHFModel.save_quantized(model, request["out"])
+    total, wall = clock.cpu, clock.wall
+    layers = [layer for layer in model.modules() if hasattr(layer, "W_q")]
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
+    return Quantized(
+        lambda: AutoHQQHFModel.from_quantized(request["out"], compute_dtype=torch.float32, device="cpu").eval(),
+        "hqq",
+        total,
+        spent,
+        wall,
+        ("hqq",),
+        settings=settings,
+        calibrated=False,
+        bits_per_weight=8 * sum(_bytes(layer) for layer in layers) / weights,
+    )
+
+
+def _bytes(layer: Any) -> int:
+    """Of codes, scales and zero points, these two in 16 bits, as a model in half precision stores them."""
+    codes = layer.W_q.numel() * layer.W_q.element_size()
+    return int(codes + 2 * (layer.meta["scale"].numel() + layer.meta["zero"].numel()))
 
 
 if __name__ == "__main__":

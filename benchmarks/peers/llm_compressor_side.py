@@ -8,11 +8,16 @@ from typing import Any
 
 from side import Clock, Quantized, Scheme, calibration, original, serve
 
-PINNED = ["llmcompressor==0.14.0.1"]
+HOW = {
+    "gptq": "`GPTQModifier`: its defaults",
+    "awq": '`AWQModifier(duo_scaling="both")` as documented, then rounded',
+    "rtn": "`QuantizationModifier`: rounded",
+    "smoothquant+gptq": "`SmoothQuantModifier(smoothing_strength=0.8)`, `GPTQModifier`, as documented",
+}
 SCHEMES = {
     "int4-g64": ["gptq", "awq", "rtn"],
-    "int4-g64-symmetric": ["gptq"],
-    "int3-g64": ["gptq"],
+    "int4-g64-symmetric": ["gptq", "awq"],
+    "int3-g64": ["gptq", "awq"],
     "int4-channel": ["gptq"],
     "int8-w8a8": ["smoothquant+gptq"],
     "fp8-w8a8": ["rtn"],
@@ -54,7 +59,8 @@ def modifiers(method: str, scheme: Scheme) -> tuple[list[Any], list[str]]:
         # pinned memory needs an accelerator; where there is none it only ends the run
         IntermediatesCache.pin_memory = lambda self, index: None
         patched.append("patched: IntermediatesCache.pin_memory does nothing")
-    return [AWQModifier(), QuantizationModifier(**common)], patched
+    # `duo_scaling="both"` is what its documentation shows
+    return [AWQModifier(duo_scaling="both"), QuantizationModifier(**common)], patched
 
 
 def expand_at_load(config: Path) -> None:
@@ -95,7 +101,15 @@ def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:
     if not scheme.symmetric:
         expand_at_load(Path(request["out"]) / "config.json")
     return Quantized(
-        lambda: original(request["out"]), total, spent, wall, ("llmcompressor", "compressed-tensors"), notes=notes
+        lambda: original(request["out"]),
+        "transformers with compressed-tensors",
+        total,
+        spent,
+        wall,
+        ("llmcompressor", "compressed-tensors"),
+        settings={"recipe": [repr(modifier) for modifier in recipe]},
+        calibrated=request["method"] != "rtn",
+        notes=notes,
     )
 
 

@@ -9,7 +9,8 @@ from side import Quantized, Scheme, original, serve
 
 def given(request: dict[str, Any], scheme: Scheme) -> Quantized:
     """Nothing to quantize: the folder is there, and whoever made it noted what it took."""
-    return Quantized(lambda: original(request["out"]), 0.0, 0.0, 0.0, ("compressed-tensors",))
+    library = "bitsandbytes" if scheme.format == "nf4" else "compressed-tensors"
+    return Quantized(lambda: original(request["out"]), f"transformers with {library}", 0.0, 0.0, 0.0, (library,))
 
 
 if __name__ == "__main__":

@@ -65,13 +65,23 @@ class ModelEntry(_Closed):
 
 
 class CalibrationEntry(_Closed):
-    """What the passes saw; `ids_sha256` is over the token ids as used."""
+    """What the passes saw; `ids_sha256` is over the token ids as used.
+
+    `begins`: the special tokens that every sequence begins with, as text: `<bos>`.
+    """
 
     set: str
     split: str
     ids_sha256: str
     samples: int
     tokens: int
+    begins: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Of sequences that begin with a text's own tokens, the five keys that every reader of schema 1 knows."""
+        data: dict[str, Any] = handler(self)
+        return {key: value for key, value in data.items() if key != "begins" or value is not None}
 
 
 class LayerEntry(_Closed):

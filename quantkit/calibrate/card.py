@@ -54,7 +54,8 @@ class Sampling(Closed):
     """How documents become sequences: joined, chopped into equal lengths, the rest dropped, shuffled.
 
     Args:
-        special_tokens: let the tokenizer put its own tokens around every document.
+        special_tokens: let the tokenizer put its own tokens around every document, wherever in a sequence that stands;
+            else a sequence has them once, where it begins (`calibrate.sets`).
         shuffle: draw the sequences from all over the text rather than from its beginning.
         seed: of that draw; for `calib` the recipe's seed goes into it too.
     """

@@ -1,4 +1,4 @@
-"""Documents to sequences of equal length: joined, chopped, drawn from all over the text.
+"""Documents to sequences of equal length: joined, chopped, drawn from all over the text; or filled, one after another.
 
 One sequence from each of the first `samples` sections, in a drawn order:
 
@@ -12,7 +12,7 @@ too small for that is tokenized whole and chopped back to back, and the chops ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 Encode = Callable[[str], Sequence[int]]
 # English has 4 to 5 characters a token; 12 leave room for a wordier vocabulary
-_CHARACTERS_A_TOKEN = 12
+CHARACTERS_A_TOKEN = 12
 
 
 def sections(text: str, size: int) -> list[str]:
@@ -53,7 +53,7 @@ def sample(
         tokens: ids in each.
         generator: draws the places; None takes the text from its beginning.
     """
-    parts = sections(text, _CHARACTERS_A_TOKEN * tokens)
+    parts = sections(text, CHARACTERS_A_TOKEN * tokens)
     if generator is None:
         return _chop((encode(part) for part in parts), tokens, limit=samples)
     # one permutation for both ways, so that the number of draws never depends on the tokenizer
@@ -71,11 +71,56 @@ def sample(
 
 
 def sample_documents(
-    documents: Sequence[str], encode: Encode, *, samples: int, tokens: int, generator: np.random.Generator | None
+    documents: Sequence[str],
+    encode: Encode,
+    *,
+    samples: int,
+    tokens: int,
+    generator: np.random.Generator | None,
+    before: Sequence[int] = (),
 ) -> NDArray[np.int64]:
-    """The same where the tokenizer puts its own tokens around every document: all are tokenized, joined and chopped."""
-    chops = _chop((encode(document) for document in documents), tokens, limit=None if generator else samples)
-    return chops[:samples] if generator is None else chops[generator.permutation(len(chops))[:samples]]
+    """The same where the tokenizer puts its own tokens around every document: all are tokenized, joined and chopped.
+
+    Args:
+        documents, encode, samples, tokens, generator: see `sample`.
+        before: what will be put before every sequence; one that begins with a document has it already, and is given
+            without.
+    """
+    ids = [token for document in documents for token in encode(document)]
+    chops, place = [], 0
+    while place + tokens <= len(ids):
+        if before and ids[place : place + len(before)] == list(before):
+            place += len(before)
+        if place + tokens <= len(ids):
+            chops.append(ids[place : place + tokens])
+        place += tokens
+    order = range(len(chops)) if generator is None else generator.permutation(len(chops))
+    return _rows([chops[place] for place in order[:samples]], tokens)
+
+
+def filled(texts: Iterable[Sequence[int]], length: int, limit: int, before: Sequence[int] = ()) -> NDArray[np.int64]:
+    """At most `limit` rows of `length` ids, each beginning with a text; what a row has no place for is left out.
+
+    Args:
+        texts: token ids.
+        length, limit: of the rows.
+        before: what a text that begins a row may begin with, and the others in it not.
+    """
+    rows: list[Sequence[int]] = []
+    left: Iterator[Sequence[int]] = iter(texts)
+    while len(rows) < limit:
+        row: list[int] = []
+        while len(row) < length and (text := next(left, None)) is not None:
+            again = bool(row) and list(text[: len(before)]) == list(before)
+            row.extend(text[len(before) :] if again else text)
+        if len(row) < length:
+            break
+        rows.append(row[:length])
+    return _rows(rows, length)
+
+
+def _rows(rows: Sequence[Sequence[int]], length: int) -> NDArray[np.int64]:
+    return np.asarray(rows, dtype=np.int64).reshape(len(rows), length)
 
 
 def _chop(pieces: Iterator[Sequence[int]], tokens: int, *, limit: int | None) -> NDArray[np.int64]:

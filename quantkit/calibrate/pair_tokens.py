@@ -8,14 +8,15 @@ reach; each row begins with a text, as the model's own inputs do, and goes on wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quantkit import content
 from quantkit.calibrate.card import Card, Split
+from quantkit.calibrate.frame import begins
+from quantkit.calibrate.pack import filled
 from quantkit.calibrate.pairs import SUFFIX, load_pairs
 from quantkit.calibrate.sets import TokenSet, ids_sha256
 from quantkit.errors import InputError
@@ -60,7 +61,7 @@ def load_pair_tokens(
     texts = [side[place] for place in order for side in (pairs.left, pairs.right)]
     ids = token_ids(texts, tokenizer, min(tokens, LONGEST))
     length = max(map(len, ids))
-    rows = packed(ids, length, -(-samples * tokens // length))
+    rows = filled(ids, length, -(-samples * tokens // length))
     if not len(rows):
         raise InputError(
             "calibration-short",
@@ -80,7 +81,8 @@ def load_pair_tokens(
     import torch
 
     sha256 = ids_sha256(rows) if split == "calib" else pairs.sha256
-    return TokenSet(torch.from_numpy(rows), pairs.name, split, sha256, pairs.notes, pairs)
+    opening = begins(rows, tokenizer)
+    return TokenSet(torch.from_numpy(rows), pairs.name, split, sha256, pairs.notes, pairs, opening)
 
 
 def token_ids(texts: Sequence[str], tokenizer: Any, longest: int = LONGEST) -> list[list[int]]:
@@ -88,17 +90,3 @@ def token_ids(texts: Sequence[str], tokenizer: Any, longest: int = LONGEST) -> l
     limit = min(longest, int(getattr(tokenizer, "model_max_length", longest)))
     found: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=limit)["input_ids"]
     return found
-
-
-def packed(texts: Sequence[Sequence[int]], length: int, limit: int) -> NDArray[np.int64]:
-    """At most `limit` rows of `length` ids, each beginning with a text; what a row has no place for is left out."""
-    rows: list[list[int]] = []
-    left: Iterator[Sequence[int]] = iter(texts)
-    while len(rows) < limit:
-        row: list[int] = []
-        while len(row) < length and (text := next(left, None)) is not None:
-            row.extend(text)
-        if len(row) < length:
-            break
-        rows.append(row[:length])
-    return np.asarray(rows, dtype=np.int64).reshape(len(rows), length)

@@ -1,9 +1,12 @@
 """A calibration set's name or path -> the token ids that passes see and measures score.
 
-A shipped set or a folder with a `card.yaml` has its splits. A user's own text has none, and what calibrates must not
-score: its last 10 % are kept for `eval`, the 5 % before for `tune`, by whole documents where there are 20 or more, else
-by the length of the text. Token ids are used as given, in order, whichever split is asked for. A set of kind `random`
-is no data at all: ids drawn from the vocabulary, each as likely as the next, to calibrate on and for nothing else.
+Which part of it is which split, `parts.py` says. Token ids are used as given, in order. A set of kind `random` is no
+data at all: ids drawn from the vocabulary, each as likely as the next, to calibrate on and for nothing else.
+
+**Every sequence begins as a prompt does**: with the tokens that the tokenizer puts before a text (`<bos>`), or with
+what the model's chat template writes, where `template` is `chat`. To a model that was trained with it the first token
+is like no other: much of attention rests on it, and its activations are often the largest there are. What the tokenizer
+puts after a text closes an encoder's sequences alone: a decoder's are beginnings of texts that go on, as prompts are.
 
     load_tokens("prose-en", "calib", tokenizer=..., samples=16, tokens=512, seed=0, vocab_size=49152).ids   # [16, 512]
 """
@@ -13,24 +16,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit import content
-from quantkit.calibrate import pack, sources
-from quantkit.calibrate.card import Card, Sampling, Split, read_bytes
+from quantkit.calibrate import chat, pack, parts, sources
+from quantkit.calibrate.card import Split
+from quantkit.calibrate.frame import begins, frame, named
 from quantkit.calibrate.pairs import PairSet
-from quantkit.calibrate.sources import Ids, Texts
+from quantkit.calibrate.sources import Conversations, Ids, Texts
 from quantkit.errors import InputError
 
 if TYPE_CHECKING:
     import torch
 
-# from here on a text belongs to tune, to eval
-_TUNE, _EVAL = 0.85, 0.90
-_BY_DOCUMENT = 20
+# which of the tokens that a tokenizer puts before and after a text a sequence has
+Special = Literal["none", "before", "around"]
+Template = Literal["chat"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +47,7 @@ class TokenSet:
         sha256: over shape and little-endian int64 bytes of the ids.
         notes: what was decided on the way, one sentence each; for the manifest.
         pairs: of the texts that the ids are of, where embeddings are scored; `sha256` is then theirs.
+        begins: the special tokens that every sequence begins with, as text: `<bos>`; None where there are none.
     """
 
     ids: torch.Tensor
@@ -52,6 +56,7 @@ class TokenSet:
     sha256: str
     notes: tuple[str, ...] = ()
     pairs: PairSet | None = None
+    begins: str | None = None
 
     @property
     def items(self) -> int:
@@ -82,7 +87,8 @@ def load_tokens(
     tokens: int,
     seed: int,
     vocab_size: int,
-    framed: bool = False,
+    special: Special = "before",
+    template: Template | None = None,
 ) -> TokenSet:
     """Read, sample and check a calibration set.
 
@@ -92,187 +98,168 @@ def load_tokens(
         split: which part; only `tune` may guide a choice, `eval` is for scoring.
         tokenizer: of the model, from transformers; may be None where the set holds ids.
         samples: sequences.
-        tokens: ids in each.
+        tokens: ids in each, those of the tokenizer's own included.
         seed: of the recipe. It moves what `calib` draws; `tune` and `eval` stay, or no two runs could be compared.
         vocab_size: ids lie below it.
-        framed: whether each sequence of a text has the tokenizer's own tokens around it, as an encoder's inputs have.
+        special: the tokenizer's own tokens that sequences have: those before a text, as a decoder's prompts; those
+            around it, as an encoder's inputs; or none, as bundles of quantkit 0.x were scored.
+        template: `chat` has the model's own chat template write them; `special` then says nothing.
 
     Raises:
         InputError: `unknown-calibration`, `file-missing`, `card-invalid`, and `calibration-` followed by `checksum`,
             `split`, `kind`, `folder`, `suffix`, `empty`, `short`, `not-text`, `json`, `fields`, `mixed`, `unreadable`,
-            `ids`, `tokenizer`, `random`.
+            `ids`, `messages`, `tokenizer`, `template`, `random`.
     """
-    part = _open(reference, split)
-    if part.content is None:
-        ids = _drawn(part, split, samples=samples, tokens=tokens, seed=seed, vocab_size=vocab_size)
-    elif isinstance(part.content, Ids):
-        ids = _as_given(part.content, samples, tokens, vocab_size, part.where)
+    part = parts.read(reference, split, chat=template is not None)
+    asked = _Asked(part, split, tokenizer, samples, tokens, seed)
+    before, after = frame(tokenizer)
+    notes = list(part.notes)
+    if template is not None and not isinstance(part.content, Texts | Conversations):
+        notes.append(f"{part.name} holds ids, which no chat template writes")
+    if isinstance(part.content, Ids):
+        ids = _as_given(asked, part.content, vocab_size)
+        notes += _not_as_prompts(ids, before, tokenizer, part.name) if special != "none" else []
+    elif template is not None and part.content is not None:
+        ids = _from_chat(asked, part.content, before)
+        notes.append(f"{part.name} is written as conversations by the model's chat template")
     else:
-        before, after = frame(tokenizer) if framed else ([], [])
-        inside = max(1, tokens - len(before) - len(after))
-        ids = _from_text(part, split, tokenizer, samples=samples, tokens=inside, seed=seed)
+        before = before if special != "none" else []
+        if special == "before" and after and not part.sampling.special_tokens:
+            notes.append(f"no text ends inside a sequence, so none has the {named(after, tokenizer)} of the tokenizer")
+        after = after if special == "around" else []
+        room = max(1, tokens - len(before) - len(after))
+        ids = _drawn(asked, room, vocab_size) if part.content is None else _from_text(asked, part.content, room, before)
         ids = np.pad(ids, ((0, 0), (len(before), len(after))))
         ids[:, : len(before)], ids[:, ids.shape[1] - len(after) :] = before, after
-        _check_vocabulary(ids, vocab_size, part.where)
+    _check_vocabulary(ids, vocab_size, part.where)
 
     import torch
 
-    return TokenSet(ids=torch.from_numpy(ids), name=part.name, split=split, sha256=ids_sha256(ids), notes=part.notes)
-
-
-def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer puts before a text, and after it; none without a tokenizer."""
-    if tokenizer is None:
-        return [], []
-    bare, whole = (list(tokenizer("a", add_special_tokens=each)["input_ids"]) for each in (False, True))
-    for start in range(len(whole) - len(bare) + 1):
-        if whole[start : start + len(bare)] == bare:
-            return whole[:start], whole[start + len(bare) :]
-    return [], []
+    return TokenSet(
+        ids=torch.from_numpy(ids),
+        name=part.name,
+        split=split,
+        sha256=ids_sha256(ids),
+        notes=tuple(notes),
+        begins=begins(ids, tokenizer),
+    )
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The data of one split, read but not tokenized; None where ids are drawn."""
+class _Asked:
+    """What is made of which data."""
 
-    content: Texts | Ids | None
-    sampling: Sampling
-    name: str
-    where: str
-    notes: tuple[str, ...] = ()
+    part: parts.Part
+    split: Split
+    tokenizer: Any
+    samples: int
+    tokens: int
+    seed: int
 
+    @property
+    def generator(self) -> np.random.Generator | None:
+        """Draws the places; None takes the text from its beginning."""
+        sampling, seed = self.part.sampling, self.seed if self.split == "calib" else 0
+        return np.random.default_rng([sampling.seed, seed]) if sampling.shuffle else None
 
-def _open(reference: str, split: Split) -> _Part:
-    path = content.find("calibration", reference)
-    if path.name == "card.yaml" or (path.is_dir() and (path / "card.yaml").is_file()):
-        return _from_card(Card.load(path), split)
-    if path.is_dir():
-        if not sources.is_dataset(path):
+    def demand(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As many as were asked for. Raises InputError `calibration-short`."""
+        if len(ids) < self.samples:
+            raise _short(self.part.where, len(ids), self.samples, self.tokens)
+        return ids
+
+    def demand_tokenizer(self) -> None:
+        """Raises InputError `calibration-tokenizer`."""
+        if self.tokenizer is None:
             raise InputError(
-                "calibration-folder",
-                where=reference,
-                value="neither a card.yaml nor a saved dataset in it",
-                rule="a folder with card.yaml, or one written by datasets' save_to_disk",
-                remedy="name the file inside it",
+                "calibration-tokenizer",
+                where=self.part.where,
+                value="the model has no tokenizer",
+                rule="text has to be tokenized",
+                remedy="give a .jsonl with `input_ids`",
             )
-        found, own_splits = sources.read_dataset(path, split, where=reference)
-    else:
-        found = sources.parse(read_bytes(path), suffix=path.suffix.lower(), where=reference)
-        own_splits = False
-    name = path.resolve().name
-    if own_splits:
-        return _Part(found, Sampling(), name, reference)
-    if isinstance(found, Ids):
-        note = f"{name} has no splits: the ids are used as given for {split} as for any other split"
-        return _Part(found, Sampling(), name, reference, (note,))
-    texts, note = _own_split(found, split, name)
-    return _Part(texts, Sampling(), name, f"{reference} ({split} part)", (note,))
 
 
-def _from_card(card: Card, split: Split) -> _Part:
-    where = str(card.folder / "card.yaml")
-    if card.kind == "random":
-        return _Part(None, card.sampling, card.name, where)
-    if card.kind not in ("text", "tokens"):
-        raise InputError(
-            "calibration-kind",
-            where=where,
-            value=f"the set holds {card.kind}",
-            rule="a language model reads text or tokens",
-            remedy="use another set; see `quantkit list calibrations`",
-        )
-    parts = [sources.parse(data, suffix=path.suffix.lower(), where=str(path)) for path, data in card.read(split)]
-    texts = [part for part in parts if isinstance(part, Texts)]
-    ids = [part for part in parts if isinstance(part, Ids)]
-    if texts and ids:
-        raise InputError("calibration-mixed", where=where, value=f"texts and input_ids in the split {split!r}")
-    found: Texts | Ids
-    if texts:
-        found = Texts(tuple(document for part in texts for document in part.documents))
-    else:
-        found = Ids(
-            tuple(row for part in ids for row in part.rows), tuple(place for part in ids for place in part.places)
-        )
-    return _Part(found, card.sampling, card.name, where)
-
-
-def _own_split(texts: Texts, split: Split, name: str) -> tuple[Texts, str]:
-    count = len(texts.documents)
-    if count >= _BY_DOCUMENT:
-        tune, evaluation = int(count * _TUNE), int(count * _EVAL)
-        bounds = {"calib": (0, tune), "tune": (tune, evaluation), "eval": (evaluation, count)}
-        first, last = bounds[split]
-        note = f"{name} has no splits: {split} is documents {first + 1} to {last} of {count}"
-        return Texts(texts.documents[first:last], texts.joiner), note
-    whole = texts.joiner.join(texts.documents)
-    tune, evaluation = _cut(whole, _TUNE), _cut(whole, _EVAL)
-    bounds = {"calib": (0, tune), "tune": (tune, evaluation), "eval": (evaluation, len(whole))}
-    first, last = bounds[split]
-    note = f"{name} has no splits: {split} is characters {first} to {last} of {len(whole)}"
-    return Texts((whole[first:last].strip(),), texts.joiner), note
-
-
-def _cut(text: str, share: float) -> int:
-    """The first white space at or after a share of the text."""
-    place = int(len(text) * share)
-    while place < len(text) and not text[place].isspace():
-        place += 1
-    return place if place < len(text) else int(len(text) * share)
-
-
-def _drawn(part: _Part, split: Split, *, samples: int, tokens: int, seed: int, vocab_size: int) -> NDArray[np.int64]:
-    if split != "calib":
+def _drawn(asked: _Asked, room: int, vocab_size: int) -> NDArray[np.int64]:
+    if asked.split != "calib":
         raise InputError(
             "calibration-random",
-            where=part.where,
-            value=f"the split {split!r} of a set without text",
+            where=asked.part.where,
+            value=f"the split {asked.split!r} of a set without text",
             rule="random tokens say how large activations are, and nothing about how good a model is",
             remedy="score on a set of text",
         )
-    generator = np.random.default_rng([part.sampling.seed, seed])
-    return generator.integers(0, vocab_size, (samples, tokens), dtype=np.int64)
+    generator = np.random.default_rng([asked.part.sampling.seed, asked.seed])
+    return generator.integers(0, vocab_size, (asked.samples, room), dtype=np.int64)
 
 
-def _as_given(rows: Ids, samples: int, tokens: int, vocab_size: int, where: str) -> NDArray[np.int64]:
-    if len(rows.rows) < samples:
-        raise _short(where, len(rows.rows), samples, tokens)
-    for row, place in zip(rows.rows[:samples], rows.places[:samples], strict=True):
-        if len(row) < tokens:
+def _as_given(asked: _Asked, found: Ids, vocab_size: int) -> NDArray[np.int64]:
+    if len(found.rows) < asked.samples:
+        raise _short(asked.part.where, len(found.rows), asked.samples, asked.tokens)
+    rows = found.rows[: asked.samples]
+    for row, place in zip(rows, found.places, strict=False):
+        if len(row) < asked.tokens:
             raise InputError(
                 "calibration-short",
                 where=place,
                 value=f"{len(row)} ids",
-                rule=f"{tokens} tokens a sequence were asked for",
+                rule=f"{asked.tokens} tokens a sequence were asked for",
                 remedy=f"calibration.tokens={len(row)}, or longer lists" if row else "longer lists",
             )
         # before numpy, which has no place for an int of 30 digits
         _check_range(min(row), max(row), vocab_size, place)
-    return np.asarray([row[:tokens] for row in rows.rows[:samples]], dtype=np.int64)
+    return np.asarray([row[: asked.tokens] for row in rows], dtype=np.int64)
 
 
-def _from_text(part: _Part, split: Split, tokenizer: Any, *, samples: int, tokens: int, seed: int) -> NDArray[np.int64]:
-    if tokenizer is None:
+def _not_as_prompts(ids: NDArray[np.int64], before: Sequence[int], tokenizer: Any, name: str) -> list[str]:
+    """What there is to say of ids that were given, where prompts begin otherwise."""
+    others = sum(row[: len(before)] != list(before) for row in ids.tolist())
+    if not others:
+        return []
+    which = "no sequence" if others == len(ids) else f"{len(ids) - others} of {len(ids)} sequences"
+    verb = "begins" if others == len(ids) else "begin"
+    every = f"{which} of {name} {verb} with {named(before, tokenizer)}, as every prompt of this model does"
+    return [f"{every}: the ids are used as given"]
+
+
+def _from_text(asked: _Asked, found: Texts | Conversations, room: int, before: Sequence[int]) -> NDArray[np.int64]:
+    """What comes after `before` in each sequence, `[samples, room]`."""
+    asked.demand_tokenizer()
+    part = asked.part
+    if isinstance(found, Conversations):
         raise InputError(
-            "calibration-tokenizer",
+            chat.CODE,
             where=part.where,
-            value="the model has no tokenizer",
-            rule="text has to be tokenized",
-            remedy="give a .jsonl with `input_ids`",
+            value=f"conversations (`{sources.MESSAGES}`)",
+            rule="conversations are written by the model's chat template, where the recipe says so",
+            remedy="--set calibration.template=chat",
         )
-    assert isinstance(part.content, Texts)
-    texts, sampling = part.content, part.sampling
-    generator = None
-    if sampling.shuffle:
-        generator = np.random.default_rng([sampling.seed, seed if split == "calib" else 0])
-    encode = _encoder(tokenizer, special_tokens=sampling.special_tokens)
-    if sampling.special_tokens:
-        ids = pack.sample_documents(texts.documents, encode, samples=samples, tokens=tokens, generator=generator)
+    how: dict[str, Any] = {"samples": asked.samples, "tokens": room, "generator": asked.generator}
+    encode = _encoder(asked.tokenizer, special_tokens=part.sampling.special_tokens)
+    if part.sampling.special_tokens:
+        return asked.demand(pack.sample_documents(found.documents, encode, before=before, **how))
+    return asked.demand(pack.sample(found.joiner.join(found.documents), encode, **how))
+
+
+def _from_chat(asked: _Asked, found: Texts | Conversations, before: Sequence[int]) -> NDArray[np.int64]:
+    """Sequences that begin with a conversation, and go on with others until they are full."""
+    asked.demand_tokenizer()
+    render = chat.renderer(asked.tokenizer)
+    if isinstance(found, Texts):
+        talks = [(chat.exchange(piece), asked.part.where) for piece in _pieces(asked, found) if piece.strip()]
     else:
-        whole = texts.joiner.join(texts.documents)
-        ids = pack.sample(whole, encode, samples=samples, tokens=tokens, generator=generator)
-    if len(ids) < samples:
-        raise _short(part.where, len(ids), samples, tokens)
-    return ids
+        talks = list(zip(found.items, found.places, strict=True))
+    generator = asked.generator
+    order = range(len(talks)) if generator is None else generator.permutation(len(talks)).tolist()
+    return asked.demand(pack.filled((render(*talks[at]) for at in order), asked.tokens, asked.samples, before))
+
+
+def _pieces(asked: _Asked, found: Texts) -> list[str]:
+    """The text in pieces of about as many tokens as a sequence has, by how many its beginning has."""
+    whole = found.joiner.join(found.documents)
+    beginning = whole[: pack.CHARACTERS_A_TOKEN * asked.tokens]
+    counted = len(_encoder(asked.tokenizer, special_tokens=False)(beginning))
+    return pack.sections(whole, max(1, len(beginning) * asked.tokens // max(1, counted)))
 
 
 def _encoder(tokenizer: Any, *, special_tokens: bool) -> Callable[[str], Sequence[int]]:

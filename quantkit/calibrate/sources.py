@@ -1,13 +1,15 @@
-"""Reads calibration data of any accepted kind: texts, or token ids used as given.
+"""Reads calibration data of any accepted kind: texts, conversations, or token ids used as given.
 
     .txt            documents parted by blank lines
-    .jsonl          one object a line with `text`, or with an `input_ids` list (a bare list of ids also counts)
+    .jsonl          one object a line with `text`, with `messages` (a list of {role, content}), or with an `input_ids`
+                    list (a bare list of ids also counts)
     .json           a list of such objects or lists
-    .parquet        a column `text` or `input_ids`
+    .parquet        a column `text`, `messages` or `input_ids`
     a folder        written by `datasets.Dataset.save_to_disk`
 
-Where both are there, `input_ids` wins: somebody has tokenized on purpose. Every problem is one clear error that names
-the line.
+Where several are there, `input_ids` wins: somebody has tokenized on purpose. Of a text and the messages that it was
+made from, the messages are taken where a chat template will write them, else the text. Every problem is one clear error
+that names the line.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from quantkit.errors import InputError, MissingDependency
 
+# as a file calls them
+IDS, TEXT, MESSAGES = "input_ids", "text", "messages"
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 # what Hugging Face calls the three splits
 _DATASET_SPLITS = {"calib": ("calib", "train"), "tune": ("tune", "validation"), "eval": ("eval", "test")}
@@ -43,12 +47,30 @@ class Ids:
     places: tuple[str, ...]
 
 
-def parse(data: bytes, *, suffix: str, where: str) -> Texts | Ids:
+@dataclass(frozen=True)
+class Conversations:
+    """Lists of messages, in order, and where each stands (`chats.jsonl:3`)."""
+
+    items: tuple[list[dict[str, Any]], ...]
+    places: tuple[str, ...]
+
+
+Content = Texts | Ids | Conversations
+
+
+def parse(data: bytes, *, suffix: str, where: str, chat: bool = False) -> Content:
     """The content of one file.
+
+    Args:
+        data: its bytes.
+        suffix: of its name, with the dot.
+        where: its name, for errors.
+        chat: whether a chat template will write what is in it.
 
     Raises:
         InputError: `calibration-suffix`, `calibration-empty`, `calibration-not-text`, `calibration-json`,
-            `calibration-fields`, `calibration-mixed`, `calibration-ids`, `calibration-unreadable`.
+            `calibration-fields`, `calibration-mixed`, `calibration-ids`, `calibration-messages`,
+            `calibration-unreadable`.
     """
     if suffix not in SUFFIXES:
         raise InputError(
@@ -61,17 +83,18 @@ def parse(data: bytes, *, suffix: str, where: str) -> Texts | Ids:
     if not data.strip():
         raise _empty(where)
     if suffix == ".parquet":
-        return _parquet(data, where)
+        return _parquet(data, where, chat)
     text = _decode(data, where)
     if suffix == ".jsonl":
         # not splitlines(), which also parts at U+2028 and its like, and those may stand inside a JSON string
         lines = enumerate(text.split("\n"), start=1)
-        return _records(((f"{where}:{n}", _json(line, f"{where}:{n}")) for n, line in lines if line.strip()), where)
+        records = ((f"{where}:{n}", _json(line, f"{where}:{n}")) for n, line in lines if line.strip())
+        return _records(records, where, chat)
     if suffix == ".json":
         items = _json(text, where)
         if not isinstance(items, list):
             raise InputError("calibration-json", where=where, value="not a list", rule="a list of id lists or objects")
-        return _records(((f"{where}[{n}]", item) for n, item in enumerate(items)), where)
+        return _records(((f"{where}[{n}]", item) for n, item in enumerate(items)), where, chat)
     return Texts(tuple(part for part in re.split(r"\n[^\S\n]*\n\s*", text.strip()) if part))
 
 
@@ -80,7 +103,9 @@ def is_dataset(folder: Path) -> bool:
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
-def read_dataset(folder: Path, split: Literal["calib", "tune", "eval"], *, where: str) -> tuple[Texts | Ids, bool]:
+def read_dataset(
+    folder: Path, split: Literal["calib", "tune", "eval"], *, where: str, chat: bool = False
+) -> tuple[Content, bool]:
     """A `datasets` folder's content, and whether it has splits of its own (then it is the one asked for).
 
     Raises:
@@ -109,15 +134,15 @@ def read_dataset(folder: Path, split: Literal["calib", "tune", "eval"], *, where
                 remedy=f"save a split named {split!r}",
             )
         data = data[found[0]]
-    column = _column(list(data.column_names), where)
+    column = _column(list(data.column_names), where, chat)
     try:
         values = list(data.select_columns([column]).with_format(None)[column])
     except Exception as error:
         raise _unreadable(where, error) from None
-    return _columnar(column, values, where), own_splits
+    return _columnar(column, values, where, chat), own_splits
 
 
-def _parquet(data: bytes, where: str) -> Texts | Ids:
+def _parquet(data: bytes, where: str, chat: bool) -> Content:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -127,59 +152,101 @@ def _parquet(data: bytes, where: str) -> Texts | Ids:
         names = list(file.schema_arrow.names)
     except Exception as error:
         raise _unreadable(where, error) from None
-    column = _column(names, where)
+    column = _column(names, where, chat)
     try:
         values = file.read(columns=[column]).column(column).to_pylist()
     except Exception as error:
         raise _unreadable(where, error) from None
-    return _columnar(column, values, where)
+    return _columnar(column, values, where, chat)
 
 
-def _column(names: list[str], where: str) -> str:
-    for wanted in ("input_ids", "text"):
+def _wanted(chat: bool) -> tuple[str, ...]:
+    return (IDS, MESSAGES, TEXT) if chat else (IDS, TEXT, MESSAGES)
+
+
+def _column(names: list[str], where: str, chat: bool) -> str:
+    for wanted in _wanted(chat):
         if wanted in names:
             return wanted
     raise InputError(
         "calibration-fields",
         where=where,
         value=f"columns {', '.join(map(repr, names)) or 'none'}",
-        rule="a column `text` or `input_ids`",
+        rule="a column `text`, `messages` or `input_ids`",
         remedy="rename the column",
     )
 
 
-def _columnar(column: str, values: list[Any], where: str) -> Texts | Ids:
-    return _records(((f"{where}: row {n}", {column: value}) for n, value in enumerate(values)), where)
+def _columnar(column: str, values: list[Any], where: str, chat: bool) -> Content:
+    return _records(((f"{where}: row {n}", {column: value}) for n, value in enumerate(values)), where, chat)
 
 
-def _records(records: Iterable[tuple[str, Any]], where: str) -> Texts | Ids:
-    texts: list[str] = []
-    rows: list[list[int]] = []
+def _records(records: Iterable[tuple[str, Any]], where: str, chat: bool) -> Content:
+    found: dict[str, list[Any]] = {}
     places: list[str] = []
     for place, record in records:
-        value = {"input_ids": record} if isinstance(record, list) else record
-        if isinstance(value, dict) and "input_ids" in value:
-            rows.append(_id_list(value["input_ids"], place))
-            places.append(place)
-        elif isinstance(value, dict) and isinstance(value.get("text"), str):
-            texts.append(_whole(value["text"], place))
-        else:
+        value = {IDS: record} if isinstance(record, list) else record
+        kind = next((key for key in _wanted(chat) if _holds(value, key)), None)
+        if kind is None:
             raise _no_fields(value, place)
-        if texts and rows:
+        found.setdefault(kind, []).append(_READ[kind](value[kind], place))
+        places.append(place)
+        if len(found) > 1:
             raise InputError(
                 "calibration-mixed",
                 where=place,
-                value="texts and input_ids in one file",
-                rule="all lines have `text`, or all have `input_ids`",
+                value=f"{' and '.join(found)} in one file",
+                rule="all lines have `text`, or all have `messages`, or all have `input_ids`",
                 remedy="part them into two files",
             )
-    if rows:
-        return Ids(tuple(rows), tuple(places))
-    # a document that occurs twice must not end up on both sides of a split
-    documents = tuple(dict.fromkeys(text for text in texts if text.strip()))
+    if IDS in found:
+        return Ids(tuple(found[IDS]), tuple(places))
+    if MESSAGES in found:
+        # what occurs twice must not end up on both sides of a split
+        once: dict[str, tuple[Any, str]] = {}
+        for item, place in zip(found[MESSAGES], places, strict=True):
+            once.setdefault(json.dumps(item, sort_keys=True, default=str), (item, place))
+        return Conversations(*zip(*once.values(), strict=True))
+    documents = tuple(dict.fromkeys(text for text in found.get(TEXT, ()) if text.strip()))
     if not documents:
         raise _empty(where)
     return Texts(documents)
+
+
+def _holds(record: Any, key: str) -> bool:
+    """Whether a record has this kind of content; a text may be null beside other columns."""
+    if not isinstance(record, dict) or key not in record:
+        return False
+    return isinstance(record[key], str) if key == TEXT else key == IDS or record[key] is not None
+
+
+def _messages(value: Any, place: str) -> list[dict[str, Any]]:
+    """The messages of a conversation, without the keys that are null there: a table has every key in every row."""
+    kept = [
+        {key: item for key, item in message.items() if item is not None}
+        for message in (value if isinstance(value, list) else [])
+        if isinstance(message, dict)
+    ]
+    wrong = next((message for message in kept if not _is_message(message)), None)
+    if not isinstance(value, list) or not value or len(kept) < len(value) or wrong is not None:
+        raise InputError(
+            "calibration-messages",
+            where=place,
+            value=f"{value if wrong is None else wrong!r:.80}",
+            rule="`messages` is a list of {role, content}, both strings",
+            remedy="rename the keys, or leave that conversation out",
+        )
+    for message in kept:
+        for item in message.values():
+            if isinstance(item, str):
+                _whole(item, place)
+    return kept
+
+
+def _is_message(message: dict[str, Any]) -> bool:
+    """A call of a tool may stand for the words, and parts of several kinds too: that is up to the template."""
+    content = isinstance(message.get("content"), (str, list)) or "tool_calls" in message
+    return isinstance(message.get("role"), str) and content
 
 
 def _whole(text: str, place: str) -> str:
@@ -200,6 +267,9 @@ def _id_list(value: Any, place: str) -> list[int]:
     )
 
 
+_READ: dict[str, Callable[[Any, str], Any]] = {IDS: _id_list, TEXT: _whole, MESSAGES: _messages}
+
+
 def _no_fields(value: Any, place: str) -> InputError:
     if isinstance(value, dict):
         kinds = ", ".join(f"{key!r:.40}: {type(item).__name__}" for key, item in list(value.items())[:6])
@@ -210,7 +280,7 @@ def _no_fields(value: Any, place: str) -> InputError:
         "calibration-fields",
         where=place,
         value=found,
-        rule="an object with `text` (a string) or `input_ids` (a list)",
+        rule="an object with `text` (a string), `messages` or `input_ids` (lists)",
         remedy="rename the key",
     )
 

@@ -37,6 +37,7 @@ def measure(
 ) -> Answer:
     """Score, weigh and time a bundle again."""
     from quantkit import registry
+    from quantkit.bundle import Decision
     from quantkit.measure.engine_layers import stored
     from quantkit.measure.latency import Plan
     from quantkit.pipeline.gates import failed_gate
@@ -57,13 +58,22 @@ def measure(
         )
     plan = few(opened.manifest.model.kind) if quick else Plan(batches=batches_of(opened))
     plan = with_changes(plan, batches(batch), seconds)
+    decisions: list[Decision] = []
     with showing() as progress:
         progress.begin(f"measuring {bundle}", 60.0)
         rows = measure_bundle(
-            opened, baseline, progress, runtime=chosen, calibration=calibration, plan=plan, speed=speed
+            opened,
+            baseline,
+            progress,
+            runtime=chosen,
+            calibration=calibration,
+            plan=plan,
+            speed=speed,
+            decisions=decisions,
         )
     opened = quantkit.load(bundle)
     notes = figures.notes(opened.manifest)
+    notes += [f"{each.where}: {figures.change(each)}; {each.reason}" for each in decisions]
     verdict = opened.manifest.verdict
     result: dict[str, Any] = {
         "bundle": str(opened.path),
@@ -90,4 +100,5 @@ def measure(
         for each in stored(opened.path):
             result.setdefault("engines", []).append(each.model_dump(mode="json"))
             shown += engine.table(each)
-    return Answer(result, shown, warnings=notes, error=error)
+    taken = [each.model_dump(mode="json", by_alias=True) for each in decisions]
+    return Answer(result, shown, taken, notes, error)

@@ -150,6 +150,11 @@ class Checkpoint:
                 )
         return "native"
 
+    def caveat(self, options: Mapping[str, Any], runtime: str) -> str:
+        """What a runtime needs beside itself to read the export, or does otherwise than is stored; "" where nothing."""
+        found = CheckpointOptions(**options).found
+        return found.serving if found is not None and runtime == "vllm" else ""
+
     def writer(self, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]) -> Writer:
         """Prepare an export."""
         from quantkit.model.structure import is_linear, is_transposed

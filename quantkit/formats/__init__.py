@@ -106,6 +106,25 @@ def joined(parts: Sequence[QuantTensor]) -> QuantTensor:
     )
 
 
+def apart(tensor: QuantTensor, rows: Sequence[int]) -> list[QuantTensor]:
+    """The inverse of `joined`: [N1 + N2, K] -> [N1, K], [N2, K]. A scale of the whole matrix is that of every part.
+
+    Raises:
+        ValueError: scales that some of the rows share.
+    """
+    if len(rows) == 1:
+        return [tensor]
+    height = tensor.scale.shape[0]
+    if tensor.nested is not None or height not in (1, tensor.shape[0]):
+        raise ValueError("only a matrix with scales for every row, or one for all of them, can be cut")
+
+    def cut(part: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        return [part] * len(rows) if part is None or height == 1 else part.split(list(rows))
+
+    parts = zip(tensor.codes.split(list(rows)), cut(tensor.scale), cut(tensor.zero), strict=True)
+    return [tensor.replace(codes=codes, scale=scale, zero=zero) for codes, scale, zero in parts]
+
+
 class Format(Protocol):
     """What every format's constant `FORMAT` offers. Tensors are torch's; inputs are never modified."""
 

@@ -43,6 +43,14 @@ class GridFormat:
         """The factor for a whole matrix whose largest magnitude is `amax` []; None: this format has none."""
         return None
 
+    def shares_scale(self, scheme: WeightScheme) -> bool:
+        """Whether linears of one input are rounded as one matrix, because they are to have a scale in common.
+
+        So it is where a format has a float for a whole matrix: runtimes fuse q, k and v, gate and up, and keep one such
+        number of them (vLLM). Integers on one scale would pay for it, and are read with a scale for each.
+        """
+        return False
+
     def parameters(
         self,
         low: torch.Tensor,

@@ -79,6 +79,10 @@ class Fp8Format(ScaledFormat):
         scales=("float32", "bfloat16", "float16"),
     )
 
+    def shares_scale(self, scheme: WeightScheme) -> bool:
+        """Per tensor: vLLM multiplies fused linears under the largest of their scales, and rounds the others again."""
+        return scheme.granularity == "tensor"
+
     @property
     def low(self) -> float:
         """The smallest value."""

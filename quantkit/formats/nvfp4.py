@@ -2,9 +2,10 @@
 
     g = max|W| / (448 · 6)        s = e4m3(max|w| / 6 / g)        w = code · s · g
 
-so that the largest group's scale is E4M3's largest number. compressed-tensors and vLLM store the reciprocal: their
-`weight_global_scale` is 1/g. A scale that E4M3 would round to zero becomes its smallest number, 2^-9. (NVIDIA,
-"Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025.)
+so that the largest group's scale is E4M3's largest number. W is all linears that share an input: vLLM fuses them, and
+keeps one g. compressed-tensors and vLLM store the reciprocal: their `weight_global_scale` is 1/g. A scale that E4M3
+would round to zero becomes its smallest number, 2^-9. (NVIDIA, "Introducing NVFP4 for Efficient and Accurate
+Low-Precision Inference", 2025.)
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ class Nvfp4(ScaledFormat):
 
         found = amax.float() / (FP8_E4M3.top * self.element.top)
         return torch.where(found >= torch.finfo(torch.float32).tiny, found, torch.ones_like(found))
+
+    def shares_scale(self, scheme: WeightScheme) -> bool:
+        """Always."""
+        return True
 
     def stored(
         self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None = None

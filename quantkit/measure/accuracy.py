@@ -243,7 +243,7 @@ def standard_error(row: Row) -> float | None:
 
 def data_of(tokens: TokenSet) -> Data:
     """The `data` field of rows that were measured on a token set."""
-    return Data(set=tokens.name, split=tokens.split, sha256=tokens.sha256, items=tokens.items)
+    return Data(set=tokens.name, split=tokens.split, sha256=tokens.sha256, items=tokens.items, begins=tokens.begins)
 
 
 class Accuracy:

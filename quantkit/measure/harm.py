@@ -220,8 +220,9 @@ def _scaled(weight: Tensor, like: Tensor) -> Tensor:
 
 
 def _outliers(x: Tensor) -> float:
+    """1 of an input that is all zeros: no channel is larger than another."""
     channels = x.abs().amax(0)
-    return float(channels.max() / channels.median().clamp(min=1e-30))
+    return float(channels.max() / channels.median().clamp(min=1e-30)) if channels.any() else 1.0
 
 
 class _Watch:
@@ -250,10 +251,12 @@ class _Watch:
             hook.remove()
 
     def _note(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        import torch
+
         def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             x = args[0]
             # a router may be a linear by class, and return what it chose
-            if name not in self.inputs and x.numel() and isinstance(output, Tensor):
+            if name not in self.inputs and x.numel() and isinstance(output, torch.Tensor):
                 self.inputs[name] = x.detach().reshape(-1, x.shape[-1]).float()
                 self.outputs[name] = output.detach().reshape(-1, output.shape[-1]).float()
                 # the inputs are kept, so no other can have come to lie there

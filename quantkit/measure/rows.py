@@ -107,12 +107,21 @@ class Device(_Part):
 
 
 class Data(_Part):
-    """What it was measured with. `sha256` is of the token ids, `items` the scored positions."""
+    """What it was measured with. `sha256` is of the token ids, `items` what was scored: positions, pairs, sequences.
+
+    `begins`: the special tokens that every sequence begins with, as text; rows whose sequences have none go without.
+    """
 
     set: str
     split: Literal["calib", "tune", "eval"]
     sha256: str
     items: int = Field(gt=0)
+    begins: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
+        return {key: value for key, value in data.items() if key != "begins" or value is not None}
 
 
 class Row(_Part):

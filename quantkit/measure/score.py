@@ -53,6 +53,13 @@ def vocabulary(model: nn.Module) -> int:
     return int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator, union-attr]
 
 
+def counted(original: StreamedModel, tokens: TokenSet) -> tuple[int, str]:
+    """How many items there are to score, and what one is; an encoder has no next word, so it is a sequence."""
+    if original.source.kind == "decoder" or tokens.pairs is not None:
+        return tokens.items, tokens.unit
+    return len(tokens.ids), "sequence"
+
+
 def score(
     original: StreamedModel, candidate: Candidate, tokens: TokenSet, progress: Callable[[float], None] | None = None
 ) -> Items:
@@ -174,7 +181,7 @@ def rows(
         subject=subject,
         baseline=original.source.sha256,
         runtime=runtime,
-        data=data_of(tokens),
+        data=data_of(tokens).model_copy(update={"items": counted(original, tokens)[0]}),
         device=device,
         versions=machine.versions(),
         settings=settings or {},

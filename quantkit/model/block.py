@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -77,6 +77,14 @@ class Block:
             if members:
                 found.append(SharedInput(members, group.features))
         return found
+
+    def alike(self, members: Iterable[str]) -> list[list[str]]:
+        """Those of some linears that are to be quantized, those of one scheme together, in their order."""
+        found: dict[WeightScheme, list[str]] = {}
+        for name in members:
+            if self.schemes.get(name) is not None:
+                found.setdefault(self.scheme(name), []).append(name)
+        return list(found.values())
 
     def scheme(self, linear: str) -> WeightScheme:
         """The scheme of a linear that is to be quantized."""

@@ -46,7 +46,13 @@ def save(
         found = {field: getattr(tensor, field) for field in _FIELDS}
         if tensor.nested is not None:
             found |= {_NESTED + field.name: getattr(tensor.nested, field.name) for field in fields(Nested)}
-        flat |= {name + _MARK + field: value.contiguous() for field, value in found.items() if value is not None}
+        # linears may have a scale in common, and safetensors wants memory of its own for each; codes are the large ones
+        copied = {
+            field: value.contiguous() if field == _CODES else value.clone()
+            for field, value in found.items()
+            if value is not None
+        }
+        flat |= {name + _MARK + field: value for field, value in copied.items()}
     fixed = {name + _MARK + _INPUT: scale for name, scale in (inputs or {}).items()}
     if cache is not None:
         fixed |= {cache[0] + _MARK + _KEYS: cache[1], cache[0] + _MARK + _VALUES: cache[2]}

@@ -89,14 +89,9 @@ class Gptq:
         outcome = Outcome(True)
 
         def visit(whole: SharedInput, seen: InputStats) -> None:
-            members = [name for name in whole.members if block.schemes.get(name) is not None]
-            if not members:
-                return
-            schemes: dict[WeightScheme, list[str]] = {}
-            for name in members:
-                schemes.setdefault(block.scheme(name), []).append(name)
             factors: dict[int, Factor] = {}
-            for scheme, names in schemes.items():
+            for names in block.alike(whole.members):
+                scheme = block.scheme(names[0])
                 weights = [block.weight(name) for name in names]
                 width = weights[0].shape[1]
                 if width not in factors:

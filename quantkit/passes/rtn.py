@@ -7,11 +7,12 @@ calibration set and no more: an importance matrix, as llama.cpp calls it (`llama
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from quantkit import registry
 from quantkit.content import Closed
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, apart
 from quantkit.passes import Outcome, decision
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from quantkit.calibrate.statistics import InputStats, Stats
     from quantkit.model.block import Block
     from quantkit.model.structure import SharedInput
+    from quantkit.scheme import WeightScheme
 
 # smallest, steps, refinements. Where nothing else makes an error good, looking further for the grid pays: 8 % of the KL
 WIDE = (0.55, 6, 2)
@@ -56,29 +58,42 @@ class Rtn:
         outcome = Outcome(True)
 
         def visit(group: SharedInput, seen: InputStats) -> None:
-            for linear in group.members:
-                if block.schemes.get(linear) is not None:
-                    outcome.errors[linear] = block.assign(linear, _rounded(block, linear, seen.mean_square))
+            for linear, tensor in _rounded(block, group.members, seen.mean_square):
+                outcome.errors[linear] = block.assign(linear, tensor)
 
         if settings.range == "importance":
             stats.staged(visit, products=False)
-        for linear in block.linears():
-            if linear in block.tensors:
-                continue
-            if settings.range == "importance":
-                reason = "no calibration token reached it; its inputs count alike"
-                outcome.decisions.append(decision(self.name, "no-importance", block.full_name(linear), reason))
-            outcome.errors[linear] = block.assign(linear, _rounded(block, linear, None, settings.range == "minmax"))
-            stats.outputs = None
+        for group in block.groups():
+            left = [linear for linear in group.members if linear not in block.tensors]
+            for linear, tensor in _rounded(block, left, None, settings.range == "minmax"):
+                if settings.range == "importance":
+                    reason = "no calibration token reached it; its inputs count alike"
+                    outcome.decisions.append(decision(self.name, "no-importance", block.full_name(linear), reason))
+                outcome.errors[linear] = block.assign(linear, tensor)
+                stats.outputs = None
         return outcome
 
 
-def _rounded(block: Block, linear: str, importance: Tensor | None, minmax: bool = False) -> QuantTensor:
+def _rounded(
+    block: Block, linears: Sequence[str], importance: Tensor | None, minmax: bool = False
+) -> Iterator[tuple[str, QuantTensor]]:
+    """Linears that share an input, each with its codes; as one matrix where they have a scale in common."""
+    import torch
+
+    for names in block.alike(linears):
+        scheme = block.scheme(names[0])
+        together = registry.load("formats", scheme.format).shares_scale(scheme)
+        for some in [names] if together else [[name] for name in names]:
+            weights = [block.weight(name) for name in some]
+            tensor = _nearest(torch.cat(weights), scheme, importance, minmax)
+            yield from zip(some, apart(tensor, [len(weight) for weight in weights]), strict=True)
+
+
+def _nearest(weight: Tensor, scheme: WeightScheme, importance: Tensor | None, minmax: bool) -> QuantTensor:
     import torch
 
     from quantkit.passes.solvers import ranges
 
-    scheme, weight = block.scheme(linear), block.weight(linear)
     form = registry.load("formats", scheme.format)
     if minmax:
         tensor = form.quantize(weight, scheme)

@@ -87,9 +87,11 @@ def _remedy(a: Side, b: Side, first: Data, second: Data) -> str:
         if a.floating or b.floating:
             return (b if a.floating else a).measure(*option)
         return f"{a.measure(*option)} and {b.measure(*option)}"
-    mine, other = (side.manifest.recipe.get("calibration", {}).get("tokens") for side in (a, b))
-    if mine != other:
-        return f"their recipes cut it into {mine} and {other} tokens: compile B with --set calibration.tokens={mine}"
+    for key, how in (("tokens", "cut it into {} and {} tokens"), ("template", "write it by template {} and {}")):
+        mine, other = (side.manifest.recipe.get("calibration", {}).get(key) for side in (a, b))
+        if mine != other:
+            words = how.format(mine or "none", other or "none")
+            return f"their recipes {words}: compile B with --set calibration.{key}={mine or 'null'}"
     return f"one of them is older than the text: {a.measure('--no-speed')} and {b.measure('--no-speed')}"
 
 

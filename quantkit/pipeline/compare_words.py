@@ -103,6 +103,7 @@ def _ids(side: Side, tokenizer: Any, items: Items, data: Data, reference: str) -
         InputError: `items-differ`, other ids; those of `load_tokens`.
     """
     samples = int(np.unique(items.sequence).size)
+    chosen = side.manifest.recipe.get("calibration") or {}
     size = config_of(side.bundle).get("vocab_size")
     found = load_tokens(
         reference,
@@ -112,6 +113,9 @@ def _ids(side: Side, tokenizer: Any, items: Items, data: Data, reference: str) -
         tokens=items.n // samples + 1,
         seed=side.manifest.seed,
         vocab_size=size if isinstance(size, int) else 1 << 31,
+        # rows that do not say what their sequences begin with may be older than BOS in them
+        special="none" if data.begins is None else "before",
+        template=chosen.get("template"),
     )
     _demand_scored(found.sha256, data, reference)
     ids: Array = found.ids.numpy()

@@ -59,4 +59,5 @@ def _tokens(tokens: TokenSet) -> dict[str, Any]:
     samples, length = tokens.ids.shape
     if tokens.split == "eval" and tokens.pairs is not None:
         return {"set": tokens.name, "split": tokens.split, "pairs": tokens.items}
-    return {"set": tokens.name, "split": tokens.split, "samples": samples, "tokens": length}
+    about = {"set": tokens.name, "split": tokens.split, "samples": samples, "tokens": length}
+    return about if tokens.begins is None else {**about, "begins": tokens.begins}

@@ -12,7 +12,7 @@ from quantkit import registry
 from quantkit.bundle import Decision
 from quantkit.errors import InputError, did_you_mean
 from quantkit.passes import NOTE, decision
-from quantkit.pipeline import graph_engine
+from quantkit.pipeline import graph_engine, tokens
 from quantkit.pipeline.graph_measure import Cost, cost
 from quantkit.pipeline.request import Request, check_target, computed_in_floats, default_out
 from quantkit.plan.assigned import ROLES
@@ -75,6 +75,7 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
             rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
             remedy="choose another recipe: int8",
         )
+    tokens.demand_talking(recipe.calibration, "vision")
     engine = graph_engine.wanted(recipe)
     as_asked = recipe
     if graph_engine.EXPORT in request.left_out:

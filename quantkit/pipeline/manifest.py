@@ -77,7 +77,7 @@ def entries_of(prepared: Prepared) -> tuple[ModelEntry, CalibrationEntry | None]
         return model, None
     samples, length = seen.ids.shape
     return model, CalibrationEntry(
-        set=seen.name, split=seen.split, ids_sha256=seen.sha256, samples=samples, tokens=length
+        set=seen.name, split=seen.split, ids_sha256=seen.sha256, samples=samples, tokens=length, begins=seen.begins
     )
 
 

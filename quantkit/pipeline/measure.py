@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import registry
-from quantkit.bundle import Bundle, Check, Manifest
+from quantkit.bundle import Bundle, Check, Decision, Manifest
 from quantkit.bundle.manifest import MANIFEST, MEASUREMENTS
 from quantkit.errors import InputError, MissingDependency, QuantkitError
 from quantkit.export import reader
@@ -77,6 +77,7 @@ def measure_bundle(
     calibration: str | None = None,
     plan: Plan | None = None,
     speed: bool = True,
+    decisions: list[Decision] | None = None,
 ) -> list[Row]:
     """Measure what one runtime runs of a bundle. Its rows replace those of their kind; verdict and page follow.
 
@@ -85,15 +86,18 @@ def measure_bundle(
         baseline: a model, or a bundle's path; None is the model it was made from, if that can be found by its name.
         progress: told how far it is.
         runtime: `torch` (accuracy and size) or `onnxruntime` (speed too); None is `default_runtime`.
-        calibration: the set whose `eval` split scores; None is the bundle's own.
+        calibration: the set whose `eval` split scores, it or none; None is the bundle's own.
         plan: shapes and seconds of the timing; its batches default to the target's, up to 32.
         speed: whether to time it, in onnxruntime.
+        decisions: gets what was done otherwise than asked: text that had to come from elsewhere.
 
     Raises:
-        InputError: `baseline-needed`, where the source was a folder; `bundle-without-onnx` or `-checkpoint`.
+        InputError: `baseline-needed`, where the source was a folder; `bundle-without-onnx` or `-checkpoint`;
+            `nothing-to-score-on`, where `calibration` has nothing for this.
         MissingDependency: of the runtime.
     """
     progress = progress or Progress()
+    decisions = [] if decisions is None else decisions
     runtime = runtime or default_runtime(bundle)
     runner = registry.load("runtimes", runtime)
     network = is_network(bundle) and runtime == worth.RUNTIME
@@ -121,7 +125,7 @@ def measure_bundle(
     rows: list[Row] = []
     items: Items | None = None
     if against.stream is not None:
-        rows, items = _accuracy(bundle, against, against.stream, runtime, calibration, progress)
+        rows, items = _accuracy(bundle, against, against.stream, runtime, calibration, progress, decisions)
     on_gpu = speed and engine is not None and engine.decoder and engine.engine.device.type == "cuda"
     if timed or on_gpu:
         try:
@@ -227,19 +231,15 @@ def _accuracy(
     runtime: str,
     calibration: str | None,
     progress: Progress,
+    decisions: list[Decision],
 ) -> tuple[list[Row], Items | None]:
     from quantkit.measure import score
     from quantkit.pipeline import tokens
 
     manifest = bundle.manifest
-    candidate = registry.load("runtimes", runtime).open(bundle.path)
     recipe = Recipe.from_dict(manifest.recipe, name=str(manifest.recipe["name"]))
-    chosen = calibration or recipe.calibration.set
-    if chosen.startswith("path:"):
-        progress.note(f"{chosen.removeprefix('path:')} is not in the bundle: scored on prose-en")
-        chosen = "prose-en"
-    recipe = recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update={"set": chosen})})
-    _, scoring = tokens.load(recipe, original.source, calibrate=manifest.calibration is not None, decisions=[])
+    scoring = tokens.again(recipe, original.source, calibration, manifest.calibration, decisions)
+    candidate = registry.load("runtimes", runtime).open(bundle.path)
     rows, items = score.rows(
         original,
         candidate,

@@ -30,6 +30,7 @@ from quantkit.plan.recommend import recommend
 from quantkit.plan.roofline import Cache, Step
 from quantkit.plan.serving import FLOATS, WIDTH, compute_type, products
 from quantkit.plan.storage import storage
+from quantkit.plan.support import caveats
 from quantkit.plan.traffic import OUTPUT, PROMPT, traffic
 from quantkit.target import ComputeType, Stored, Target
 
@@ -213,6 +214,7 @@ def _candidate(
             *refused,
             *unknown,
             *_other_floats(label, target),
+            *caveats(chosen.recipe, target, [chosen.runtime]),
             *(each.reason for each in assigned.decisions if each.code in ("kept", "padded", "group-shrunk")),
         ],
     )
@@ -253,9 +255,7 @@ def _served(
     level = next((step.options.get("accuracy_level") for step in chosen.recipe.export if step.name == "onnx"), None)
     weights, inputs = chosen.recipe.scheme.weights, chosen.recipe.scheme.activations
     base = cast(ComputeType, target.baseline)
-    native = (
-        weights is not None and target.use(Stored(weights.format, weights.symmetric), chosen.runtime).state == "native"
-    )
+    native = weights is not None and _native(Stored(weights.format, weights.symmetric), chosen, target)
     return Served(
         architecture,
         products(architecture, assigned.schemes, assigned.activations, target, chosen.runtime, accuracy_level=level),

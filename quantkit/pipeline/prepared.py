@@ -21,6 +21,7 @@ from quantkit.pipeline.layers import Layers, lay_out
 from quantkit.pipeline.request import Request, computed_in_floats, default_out, with_own_runtime
 from quantkit.plan import machine
 from quantkit.plan.assigned import UNTIED, takes_head
+from quantkit.plan.support import caveats
 
 if TYPE_CHECKING:
     from quantkit.calibrate.sets import TokenSet
@@ -134,6 +135,7 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     for name in request.left_out:
         reason = f"no runtime of {request.target.name} reads it: {', '.join(request.target.runtimes)}"
         decisions.append(decision("export", NOTE, name, reason))
+    decisions += [decision("export", NOTE, "checkpoint", said) for said in caveats(recipe, request.target)]
     notes = calibration.notes if calibration else ()
     where = tokens.public(recipe.calibration.set)
     decisions += [decision("calibrate", NOTE, where, note) for note in notes]

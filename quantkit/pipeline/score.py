@@ -76,7 +76,8 @@ def score_exports(
             runtime, candidate = "torch", _dense(prepared, build)
         else:
             candidate = registry.load("runtimes", runtime).open(build.bundle, torch_threads(), built=built)
-        progress.at("score", number / len(exports), f"{scoring.items} {scoring.unit}s of {scoring.name}, {runtime}")
+        count, unit = score.counted(original, scoring)
+        progress.at("score", number / len(exports), f"{count} {unit}s of {scoring.name}, {runtime}")
         found, items = score.rows(
             original,
             candidate,

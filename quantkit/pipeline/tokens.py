@@ -1,4 +1,4 @@
-"""Which tokens calibrate and which score; what calibrates never scores."""
+"""Which tokens calibrate and which score; what calibrates never scores, and both begin as the model's prompts do."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import content
 from quantkit.bundle import Decision
-from quantkit.calibrate import pair_tokens
+from quantkit.calibrate import chat, pair_tokens
 from quantkit.errors import InputError
 from quantkit.passes import NOTE, decision
 from quantkit.recipe import CalibrationChoice, Recipe
 
 if TYPE_CHECKING:
+    from quantkit.bundle.manifest import CalibrationEntry
     from quantkit.calibrate.sets import TokenSet
     from quantkit.model.open import Source
 
@@ -44,6 +45,18 @@ def sequence_length(tokens: int, source: Source, decisions: list[Decision]) -> i
     return tokens
 
 
+def demand_talking(choice: CalibrationChoice, kind: str) -> None:
+    """Refuse a chat template for what is no decoder. Raises InputError (`calibration-template`)."""
+    if choice.template is not None and kind != "decoder":
+        raise InputError(
+            chat.CODE,
+            where="calibration.template",
+            value=f"{choice.template}, and the model's kind is {kind}",
+            rule="conversations are what a decoder goes on with",
+            remedy=chat.NONE,
+        )
+
+
 def load(
     recipe: Recipe, source: Source, *, calibrate: bool, decisions: list[Decision]
 ) -> tuple[TokenSet | None, TokenSet]:
@@ -56,16 +69,16 @@ def load(
         decisions: gets what was done otherwise than asked.
 
     Raises:
-        InputError: of `load_tokens`; `nothing-to-score-on`.
+        InputError: of `load_tokens`; `nothing-to-score-on`; `calibration-template`, an encoder's.
     """
     from quantkit.calibrate.sets import load_tokens
 
     choice = recipe.calibration
+    demand_talking(choice, source.kind)
     tokenizer = _tokenizer(source, recipe)
     tokens = sequence_length(choice.tokens, source, decisions)
-    common: dict[str, Any] = {"tokenizer": tokenizer, "tokens": tokens, "vocab_size": vocabulary(source)}
+    common = _common(recipe, source, tokenizer, tokens)
     if source.kind == "encoder" and pair_tokens.is_pairs(choice.set):
-        common["seed"] = recipe.seed
         seen = (
             pair_tokens.load_pair_tokens(choice.set, "calib", samples=choice.samples, **common) if calibrate else None
         )
@@ -73,15 +86,16 @@ def load(
         common["tokens"] = sequence_length(pair_tokens.LONGEST, source, [])
         common["samples"] = -(-SCORED // common["tokens"])
         return seen, pair_tokens.load_pair_tokens(choice.set, "eval", **common)
-    # a norm's outliers lie in these tokens: a fixed scale has to see them
-    common["framed"] = source.kind == "encoder"
+    common |= _as_in_use(recipe, source)
     calibration = None
     if calibrate:
-        calibration = load_tokens(choice.set, "calib", samples=choice.samples, seed=recipe.seed, **common)
+        calibration = load_tokens(choice.set, "calib", samples=choice.samples, **common)
     samples = -(-SCORED // max(tokens - 1, 1))
     problem, code = "it is too short to score on", "scored-elsewhere"
     try:
-        scoring = load_tokens(choice.set, "eval", samples=samples, seed=recipe.seed, **common)
+        scoring = load_tokens(choice.set, "eval", samples=samples, **common)
+        if calibration is None:  # else it has the same to say
+            decisions += [decision("score", NOTE, public(choice.set), note) for note in scoring.notes]
         if calibration is None or not _overlap(calibration, scoring):
             return calibration, scoring
         problem = "it has nothing that calibration did not see"
@@ -102,7 +116,66 @@ def load(
             remedy="give a longer set, or one with an eval split, or a model folder with a tokenizer",
         )
     decisions.append(decision("score", code, public(choice.set), problem, public(choice.set), _FALLBACK))
-    return calibration, load_tokens(_FALLBACK, "eval", samples=samples, seed=recipe.seed, **common)
+    return calibration, load_tokens(_FALLBACK, "eval", samples=samples, **common)
+
+
+def again(
+    recipe: Recipe, source: Source, asked: str | None, seen: CalibrationEntry | None, decisions: list[Decision]
+) -> TokenSet:
+    """What scores a finished bundle: the set that was asked for, it or nothing; else the recipe's.
+
+    Args:
+        recipe: the bundle's.
+        source: whose tokenizer and vocabulary.
+        asked: a set's name or path; None asks for none.
+        seen: what the bundle was calibrated on, if on anything.
+        decisions: gets what was done otherwise than the recipe says.
+
+    Raises:
+        InputError: `nothing-to-score-on`, where `asked` is too short, has no text, or is what calibrated the bundle;
+            those of `load_tokens`.
+    """
+    if asked is None and recipe.calibration.set.startswith("path:"):
+        own, reason = recipe.calibration.set, "a bundle does not hold the file that it was calibrated on"
+        decisions.append(decision("score", "scored-elsewhere", own, reason, own, _FALLBACK))
+        recipe = _on(recipe, _FALLBACK)
+    if asked is None:
+        return load(recipe, source, calibrate=seen is not None, decisions=decisions)[1]
+    recipe = _on(recipe, asked)
+    taken: list[Decision] = []
+    _, scoring = load(recipe, source, calibrate=False, decisions=taken)
+    problem = next((each.reason for each in taken if each.to == _FALLBACK), "")
+    if not problem and seen is not None and _calibrated(recipe, source, seen, scoring):
+        problem = "the bundle was calibrated on it"
+    if problem:
+        raise InputError(
+            "nothing-to-score-on",
+            where=asked,
+            value=problem,
+            rule=f"accuracy is scored on at least {SCORED} positions that did not calibrate",
+            remedy="another set, or a longer one",
+        )
+    decisions += taken
+    return scoring
+
+
+def _on(recipe: Recipe, chosen: str) -> Recipe:
+    """A recipe with another calibration set."""
+    return recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update={"set": chosen})})
+
+
+def _calibrated(recipe: Recipe, source: Source, seen: CalibrationEntry, scoring: TokenSet) -> bool:
+    """Whether a bundle was calibrated on sequences of its recipe's set that would score it."""
+    from quantkit.calibrate.sets import load_tokens
+
+    if scoring.pairs is not None:
+        return False  # their splits are apart
+    try:
+        common = _common(recipe, source, _tokenizer(source, recipe), seen.tokens) | _as_in_use(recipe, source)
+        found = load_tokens(recipe.calibration.set, "calib", samples=seen.samples, **common)
+    except InputError:
+        return False  # there are no such sequences in it
+    return found.sha256 == seen.ids_sha256 and _overlap(found, scoring)
 
 
 def guiding(
@@ -128,13 +201,8 @@ def guiding(
     """
     from quantkit.calibrate.sets import load_tokens
 
-    common: dict[str, Any] = {
-        "tokenizer": _tokenizer(source, recipe),
-        "samples": samples,
-        "tokens": tokens,
-        "seed": recipe.seed,
-        "vocab_size": vocabulary(source),
-    }
+    common = _common(recipe, source, _tokenizer(source, recipe), tokens) | _as_in_use(recipe, source)
+    common["samples"] = samples
     chosen, problem = recipe.calibration.set, "it has nothing that calibration did not see"
     try:
         found = load_tokens(chosen, "tune", **common)
@@ -157,13 +225,9 @@ def long(recipe: Recipe, source: Source, tokens: int, samples: int) -> TokenSet:
     """
     from quantkit.calibrate.sets import load_tokens
 
-    common: dict[str, Any] = {
-        "tokenizer": _tokenizer(source, recipe),
-        "samples": samples,
-        "tokens": sequence_length(tokens, source, []),
-        "seed": recipe.seed,
-        "vocab_size": vocabulary(source),
-    }
+    tokens = sequence_length(tokens, source, [])
+    common = _common(recipe, source, _tokenizer(source, recipe), tokens) | _as_in_use(recipe, source)
+    common["samples"] = samples
     try:
         return load_tokens(recipe.calibration.set, "eval", **common)
     except InputError as error:
@@ -178,6 +242,17 @@ def vocabulary(source: Source) -> int:
     if isinstance(size, int):
         return size
     return int(source.skeleton().get_input_embeddings().weight.shape[0])  # type: ignore[operator, union-attr, arg-type]
+
+
+def _common(recipe: Recipe, source: Source, tokenizer: Any, tokens: int) -> dict[str, Any]:
+    """What every set is asked for."""
+    return {"tokenizer": tokenizer, "tokens": tokens, "seed": recipe.seed, "vocab_size": vocabulary(source)}
+
+
+def _as_in_use(recipe: Recipe, source: Source) -> dict[str, Any]:
+    """How sequences of a text begin and end: outliers lie there, and a fixed scale has to have seen them."""
+    special = "around" if source.kind == "encoder" else "before"
+    return {"special": special, "template": recipe.calibration.template}
 
 
 def _tokenizer(source: Source, recipe: Recipe) -> Any:

@@ -1,11 +1,14 @@
 """What is in memory at once in each part of a compile, counted in bytes of tensors; `compiling.py` knows how often.
 
+    begin      embeddings and head, and the hidden states before the first block
     quantize   a block with what its widest solve holds, hidden states in and out, the activations of one forward
     check      of a checkpoint a few blocks twice; of a graph its session, and one block of what it is held against
     score      both heads, both models' hidden states, a few positions of logits; of a graph its session
 
-Embeddings and head are loaded whole, in 32-bit floats, wherever the ends of a model are needed. A process does not give
-all that it frees back to the system (glibc's heap), so a share of what one part took stays with those after it.
+Embeddings and head, the *ends*, are loaded whole, in 32-bit floats, wherever they are needed: once where a model begins
+and where an export is checked, twice where two heads are compared. With a large vocabulary they are most of what there
+is, and they are not a matter of fitting. Tensors as large as they go back to the system when they are freed; of what is
+smaller, glibc's heap keeps a share, which stays with the parts after it.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ def held(question: Question) -> dict[str, dict[str, float]]:
     left: dict[str, float] = {}
     if question.recipe.passes or question.sequences:
         quantized = _quantize(question)
+        parts["begin"] = {**libraries, "ends": ends, "hidden": quantized["hidden"]}
         parts["quantize"] = {**libraries, **quantized}
         left = {f"left {name}": amount for name, amount in quantized.items()}
     for step in question.recipe.export:
@@ -55,7 +59,7 @@ def held(question: Question) -> dict[str, dict[str, float]]:
         if name in ("checkpoint", "onnx"):
             parts[f"score {name}"] = {
                 **libraries,
-                "ends": ends,
+                "ends": ends * (2 if name == "checkpoint" and model.head is not None else 1),
                 **_scored(question, cache=name == "checkpoint" and question.recipe.scheme.kv_cache is not None),
                 "logits": _logits(question),
                 "block": block,
@@ -89,7 +93,6 @@ def _quantize(question: Question) -> dict[str, float]:
     hidden = 4.0 * question.tokens * model.hidden
     kept = sum(group[0].active * group[0].K for group in groups) if question.corrected else 0
     return {
-        "begun": _ends(model),
         "weights": 4.0 * elements(layer.matrices) * (2 if question.corrected else 1),
         "solve": 4.0 * sum(matrix.N for matrix in widest) * widest[0].K if solving else 0.0,
         "hessian": 4.0 * widest[0].K ** 2 if solving else 0.0,

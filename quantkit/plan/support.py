@@ -133,6 +133,28 @@ def reader(recipe: Recipe, step: ExportStep, target: Target) -> Reader:
     raise AssertionError("a runtime that the target does not list is refused")
 
 
+def caveats(recipe: Recipe, target: Target, runtimes: Sequence[str] | None = None) -> list[str]:
+    """What runtimes need beside themselves to read the exports of a recipe, or do otherwise than is stored.
+
+    Args:
+        recipe, target: as for `readers`.
+        runtimes: of these; None: of all that the target has.
+    """
+    found = []
+    for step in recipe.export:
+        exporter = registry.load("export", step.name)
+        for runtime in exporter.runtimes:
+            said = exporter.caveat(step.options, runtime) if hasattr(exporter, "caveat") else ""
+            if not said or runtime not in (target.runtimes if runtimes is None else runtimes):
+                continue
+            try:
+                _read_by(recipe, step, exporter, target, runtime)
+            except InputError:
+                continue
+            found.append(said)
+    return found
+
+
 def graph_schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
     """What a float graph can be quantized to for ONNX Runtime. Raises InputError `scheme-unsupported`."""
     weights, activations = recipe.scheme.weights, recipe.scheme.activations

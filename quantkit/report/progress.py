@@ -28,7 +28,7 @@ from rich.text import Text
 
 from quantkit import content, registry
 from quantkit.errors import InputError
-from quantkit.model.alias import ALIASES, resource
+from quantkit.model.alias import ALIASES
 from quantkit.recipe import Recipe
 from quantkit.report import words
 
@@ -272,7 +272,7 @@ def _weights(model: str) -> float | None:
     try:
         if model in ALIASES:
             alias = ALIASES[model]
-            return resource(alias).stat().st_size * 8 / alias.bits
+            return alias.source.find(model).stat().st_size * 8 / alias.bits
         folder = Path(model).expanduser()
         if not content.is_path(model) or not folder.is_dir():
             return None

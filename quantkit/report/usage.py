@@ -86,8 +86,10 @@ def commands(manifest: Manifest) -> list[Command]:
         found.append(Command("TensorRT", "\n".join(lines)))
     if has(manifest, "onnx/genai_config.json"):
         found.append(Command("onnxruntime-genai", _GENAI, "python"))
-    if _served(manifest) and manifest.model.kind == "decoder":
-        found.append(Command("vLLM", "vllm serve ./model"))
+    stored = layout(manifest)
+    if stored is not None and _served(manifest, stored) and manifest.model.kind == "decoder":
+        said = [f"# {stored.serving}"] if stored.serving else []
+        found.append(Command("vLLM", "\n".join([*said, "vllm serve ./model"])))
     return found
 
 
@@ -157,12 +159,9 @@ def as_yaml(data: Any) -> str:
     return text.rstrip("\n")
 
 
-def _served(manifest: Manifest) -> bool:
+def _served(manifest: Manifest, stored: Layout) -> bool:
     """Whether vLLM has a kernel for all its layers in this layout."""
-    found = layout(manifest)
-    return found is not None and all(
-        found.served(WeightScheme.model_validate(layer.scheme)) for layer in manifest.layers
-    )
+    return all(stored.served(WeightScheme.model_validate(layer.scheme)) for layer in manifest.layers)
 
 
 def _layout(manifest: Manifest) -> str:

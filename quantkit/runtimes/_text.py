@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,6 +79,8 @@ class Tokenizer:
 
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = refuse
+        # as transformers has it: some templates write the date of the day
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         tokens = {
             name: value.get("content") if isinstance(value, dict) else value
             for name, value in self.config.items()

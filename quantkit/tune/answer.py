@@ -133,4 +133,5 @@ def text_of(text: TokenSet) -> dict[str, Any]:
         "samples": samples,
         "tokens": tokens,
         "items": text.items,
+        **({} if text.begins is None else {"begins": text.begins}),
     }

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.calibrate.pack import sample, sample_documents, sections
+from quantkit.calibrate.pack import filled, sample, sample_documents, sections
 
 
 def words(count: int) -> str:
@@ -91,3 +91,30 @@ def test_documents_with_their_own_tokens():
         ["w1 w2", "w3", "w4 w5 w6"], lambda text: [-1, *encode(text), -2], samples=9, tokens=4, generator=None
     )
     assert found.tolist() == [[-1, 1, 2, -2], [-1, 3, -2, -1], [4, 5, 6, -2]]
+
+
+def test_a_document_that_begins_a_sequence_is_given_without_what_is_put_before_all():
+    documents = ["w1 w2", "w3", "w4 w5 w6"]
+    found = sample_documents(
+        documents, lambda text: [-1, *encode(text), -2], samples=9, tokens=3, generator=None, before=[-1]
+    )
+    # as they will be: -1 1 2 -2 | -1 3 -2 -1 | -1 4 5 6
+    assert found.tolist() == [[1, 2, -2], [3, -2, -1], [4, 5, 6]]
+
+
+def test_rows_begin_with_a_text_and_leave_out_what_does_not_fit():
+    texts = [[1, 5, 2], [1, 6, 6, 2], [1, 7, 2], [1, 8, 2], [1, 9]]
+    assert filled(texts, 5, 9).tolist() == [[1, 5, 2, 1, 6], [1, 7, 2, 1, 8]]  # the last alone would be too short
+    assert filled(texts, 5, 1).tolist() == [[1, 5, 2, 1, 6]]
+    assert filled([[1, 2]], 5, 1).shape == (0, 5)
+
+
+def test_what_begins_a_row_stands_in_it_once():
+    texts = [[1, 5, 2], [1, 6, 6, 2], [1, 7, 2], [8, 1, 2], [1, 9, 9, 9, 9]]
+    assert filled(texts, 5, 9, before=[1]).tolist() == [[1, 5, 2, 6, 6], [1, 7, 2, 8, 1], [1, 9, 9, 9, 9]]
+
+
+def test_texts_are_taken_only_as_rows_need_them():
+    taken = iter([[1, 2, 3]] * 9)
+    assert filled(taken, 5, 2).shape == (2, 5)
+    assert len(list(taken)) == 5

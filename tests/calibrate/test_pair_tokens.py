@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.calibrate.pair_tokens import is_pairs, load_pair_tokens, packed
+from quantkit.calibrate.pair_tokens import is_pairs, load_pair_tokens
 from quantkit.errors import InputError
 
 
@@ -18,19 +18,13 @@ def own(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_rows_begin_with_a_text_and_leave_out_what_does_not_fit() -> None:
-    texts = [[1, 5, 2], [1, 6, 6, 2], [1, 7, 2], [1, 8, 2], [1, 9]]
-    assert packed(texts, 5, 9).tolist() == [[1, 5, 2, 1, 6], [1, 7, 2, 1, 8]]  # the last alone would be too short
-    assert packed(texts, 5, 1).tolist() == [[1, 5, 2, 1, 6]]
-    assert packed([[1, 2]], 5, 1).shape == (0, 5)
-
-
 def test_calib_is_packed_and_eval_keeps_its_pairs(own: str, byte_tokenizer: Any) -> None:
     asked: dict[str, Any] = {"tokenizer": byte_tokenizer, "samples": 4, "tokens": 64, "vocab_size": 258}
     seen, again, other = (load_pair_tokens(own, "calib", seed=seed, **asked) for seed in (0, 0, 1))
     longest = len("old word word word 47") + 2
     assert seen.ids.shape == (-(-4 * 64 // longest), longest)
     assert (seen.ids[:, 0] == 256).all()
+    assert seen.begins == "<s>"
     assert seen.sha256 == again.sha256 != other.sha256
     scored = load_pair_tokens(own, "eval", seed=0, **asked)
     assert scored.pairs is not None

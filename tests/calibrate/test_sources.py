@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from quantkit.calibrate.sources import Ids, Texts, parse, read_dataset
+from quantkit.calibrate.sources import Conversations, Ids, Texts, parse, read_dataset
 from quantkit.errors import InputError
 
 
@@ -48,6 +48,58 @@ def test_ids_as_given(data, suffix):
     assert found.rows == ([1, 2], [3])
 
 
+TALK = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
+CALL = [{"role": "assistant", "tool_calls": [{"name": "look"}]}, {"role": "user", "content": [{"type": "text"}]}]
+
+
+def test_conversations():
+    found = parse(lines({"messages": TALK}, {"messages": TALK}, {"messages": CALL}), suffix=".jsonl", where="a.jsonl")
+    assert found == Conversations((TALK, CALL), ("a.jsonl:1", "a.jsonl:3"))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_of_a_text_and_its_messages_the_one_that_will_be_written_is_taken(chat):
+    data = lines({"text": "Why? Because.", "messages": TALK})
+    expected = Conversations((TALK,), ("a.jsonl:1",)) if chat else Texts(("Why? Because.",))
+    assert parse(data, suffix=".jsonl", where="a.jsonl", chat=chat) == expected
+    table = parquet(text=["Why? Because."], messages=[TALK])
+    found = parse(table, suffix=".parquet", where="a", chat=chat)
+    assert found == (Conversations((TALK,), ("a: row 0",)) if chat else expected)
+
+
+def test_a_table_has_every_key_in_every_row_and_what_is_null_is_not_there():
+    found = parse(parquet(messages=[[{**TALK[0], "name": "x"}, TALK[1]]]), suffix=".parquet", where="a")
+    assert isinstance(found, Conversations)
+    assert found.items == ([{**TALK[0], "name": "x"}, TALK[1]],)
+
+
+def test_a_dataset_of_conversations(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_dict({"prompt": ["x"], "messages": [TALK]}).save_to_disk(tmp_path)
+    found, own_splits = read_dataset(tmp_path, "calib", where="d", chat=True)
+    assert isinstance(found, Conversations)
+    assert (found.items, own_splits) == ((TALK,), False)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "Why?",
+        ["Why?"],
+        [{"role": "user", "value": "Why?"}],
+        [{"from": "human", "value": "Why?"}],
+        [{"role": "user", "content": None}],
+        [{"role": 1, "content": "Why?"}],
+    ],
+)
+def test_what_is_no_conversation_is_named(messages):
+    data = lines({"messages": TALK}, {"messages": messages})
+    with pytest.raises(InputError, match=r"calibration-messages.*a\.jsonl:2"):
+        parse(data, suffix=".jsonl", where="a.jsonl")
+
+
 def test_parquet_of_text():
     assert parse(parquet(text=["a", "b"], n=[1, 2]), suffix=".parquet", where="a") == Texts(("a", "b"))
 
@@ -73,6 +125,8 @@ def test_parquet_of_text():
         (b'{"text": 5}', ".jsonl", "calibration-fields", "'text': int"),
         (b'"just a string"', ".jsonl", "calibration-fields", "a\\."),
         (b'{"text": "a"}\n{"input_ids": [1]}', ".jsonl", "calibration-mixed", "a.jsonl:2"),
+        (b'{"text": "a"}\n{"messages": [{"role": "u", "content": "b"}]}', ".jsonl", "calibration-mixed", "a.jsonl:2"),
+        (b'{"messages": [{"role": "u", "content": "\\ud800"}]}', ".jsonl", "calibration-not-text", "a.jsonl:1"),
         (b'{"input_ids": [1, 2.5]}', ".jsonl", "calibration-ids", "2.5"),
         (b'{"input_ids": [1, true]}', ".jsonl", "calibration-ids", "True"),
         (b'{"input_ids": "1 2"}', ".jsonl", "calibration-ids", "a\\."),

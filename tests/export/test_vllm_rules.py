@@ -1,4 +1,4 @@
-"""vLLM's own checks of a checkpoint's config, on what we write; see `reference/plain_vllm.py` for its commits."""
+"""vLLM's own checks of a checkpoint's config, on what we write; see `reference/plain_vllm.py` for its version."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ SERVED = [
     ("pack-quantized", {"format": "int4", **GROUP}, "CompressedTensorsWNA16"),
     ("pack-quantized", {"format": "int4", **GROUP, "symmetric": False}, "CompressedTensorsWNA16"),
     ("pack-quantized", {"format": "int8"}, "CompressedTensorsWNA16"),
+    ("pack-quantized", {"format": "int3", **GROUP, "symmetric": False}, "CompressedTensorsWNA16"),
+    ("pack-quantized", {"format": "int2", **GROUP}, "CompressedTensorsWNA16"),
     ("nvfp4-pack-quantized", {"format": "nvfp4"}, "CompressedTensorsW4A16Fp4"),
     ("mxfp4-pack-quantized", {"format": "mxfp4"}, "CompressedTensorsW4A16Mxfp4"),
     ("gptq", {"format": "int4", **GROUP}, "GPTQMarlinLinearMethod"),
@@ -56,8 +58,6 @@ def test_vllm_has_a_kernel_and_finds_its_parameters(name: str, fields: dict[str,
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("pack-quantized", {"format": "int3", **GROUP}),
-        ("pack-quantized", {"format": "int2", **GROUP}),
         ("gptq-v2", {"format": "int3", **GROUP}),
         ("gptq-v2", {"format": "int4", **GROUP, "symmetric": False}),
         ("pack-quantized", {"format": "int4", "granularity": "group", "group": 256}),
@@ -69,6 +69,14 @@ def test_what_vllm_refuses_is_known(name: str, fields: dict[str, Any]) -> None:
     with pytest.raises(plain_vllm.Refused):
         plain_vllm.kernel(config, LAYER, SHAPE)
     assert not layout.served(how)
+
+
+def test_the_layout_that_left_the_core_says_what_it_needs() -> None:
+    layout, config = written("bitsandbytes", WeightScheme(format="nf4"), [])
+    with pytest.raises(plain_vllm.Refused, match="Unknown quantization method"):
+        plain_vllm.kernel(config, LAYER, SHAPE, plugins=())
+    for name in layouts.names():
+        assert (plain_vllm.PLUGIN in layouts.load(name).serving) == (name == layout.name)
 
 
 @pytest.mark.parametrize("recipe", content.names("recipes"))

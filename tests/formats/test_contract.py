@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit import registry
+from quantkit.formats import apart, joined
 from quantkit.formats._grid import GridFormat
 from quantkit.formats._layout import against, by_row, extremes, scale_shape, split
 from quantkit.scheme import WeightScheme
@@ -208,3 +209,20 @@ def test_blocks_are_square_tiles_cut_off_at_the_edges() -> None:
             tile = weight[row * 16 : row * 16 + 16, column * 16 : column * 16 + 16]
             assert float(tensor.scale[row, column]) == float((tile.abs().max() / 448).float())
     assert torch.equal(by_row(tensor.scale, 37, how)[16:32], tensor.scale[1].expand(16, 4))
+
+
+@pytest.mark.parametrize("how", SCHEMES, ids=name_of)
+def test_a_matrix_of_several_is_cut_apart_without_a_change(how: WeightScheme) -> None:
+    form, rows = FORMATS[how.format], [16, 5, 16]
+    tensor = form.quantize(random((sum(rows), 64)), how)
+    if how.granularity == "block" or how.scale == "double":
+        with pytest.raises(ValueError, match="scales for every row, or one for all"):
+            apart(tensor, rows)
+        return
+    parts = apart(tensor, rows)
+    assert [part.shape for part in parts] == [(count, 64) for count in rows]
+    assert torch.equal(torch.cat([form.dequantize(part) for part in parts]), form.dequantize(tensor))
+    assert apart(tensor, [sum(rows)])[0] is tensor
+    if how.rows_apart:
+        again = joined(parts)
+        assert torch.equal(again.codes, tensor.codes) and torch.equal(again.scale, tensor.scale)

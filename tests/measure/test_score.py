@@ -10,10 +10,11 @@ import torch
 import zoo
 
 from quantkit.calibrate.sets import TokenSet, ids_sha256
-from quantkit.measure.score import original_answers, rows, score
+from quantkit.measure.score import counted, original_answers, rows, score
 from quantkit.model.calls import Calls
 from quantkit.model.open import open_model
 from quantkit.model.stream import StreamedModel
+from quantkit.report import figures
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +117,9 @@ def test_an_encoder_has_a_cosine_with_its_interval_and_its_least(
     assert (row.name, row.value, row.n) == ("accuracy.cosine", pytest.approx(np.mean(cosines), abs=1e-5), 3)
     assert row.quantiles is not None
     assert row.quantiles["p0"] == pytest.approx(min(cosines), abs=1e-5)
+    # what was scored are its 3 sequences, not the 33 positions in them
+    assert figures.scored([row]).startswith("3 sequences of x (eval);")
+    assert counted(sides[0], tokens()) == (3, "sequence")
     # three sequences: Student's t, wider than a normal's 1.96
     reach = 4.3027 * np.std(cosines, ddof=1) / 3**0.5
     assert row.ci95 == pytest.approx((np.mean(cosines) - reach, min(1.0, np.mean(cosines) + reach)), abs=1e-4)

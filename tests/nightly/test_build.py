@@ -86,11 +86,11 @@ def sides(found: list[Any]) -> Counter[str]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Any:
+def made(tmp_path_factory: pytest.TempPathFactory, bare_tokenizer: Any) -> Any:
     """A first night of real work, in a home of which each test takes a copy."""
     path = tmp_path_factory.mktemp("home")
     zoo.tiny("llama", **CHANGES).save_pretrained(path / "tiny")  # type: ignore[operator]
-    byte_tokenizer.save_pretrained(path / "tiny")
+    bare_tokenizer.save_pretrained(path / "tiny")
     (path / "small.yaml").write_text(yaml.safe_dump(RECIPE))
     home = Home(path)
     home.write()

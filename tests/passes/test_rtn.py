@@ -88,3 +88,40 @@ def test_what_no_token_reaches_is_rounded_all_the_same() -> None:
         pipeline.apply(zoo.tiny("llama", num_hidden_layers=1), zoo.ids(2, 8))
     assert len(pipeline.tensors) == 7
     assert {each.code for each in pipeline.decisions} == {"no-importance"}
+
+
+ASSIGNERS = [{"rtn": {"range": "minmax"}}, {"rtn": {"range": "importance"}}, "gptq"]
+ONE_NUMBER = [{"format": "nvfp4"}, {"format": "fp8_e4m3", "granularity": "tensor", "scale": "float32"}]
+
+
+@pytest.mark.parametrize("assigner", ASSIGNERS, ids=str)
+@pytest.mark.parametrize("weights", ONE_NUMBER, ids=lambda fields: fields["format"])
+def test_linears_of_one_input_have_in_common_what_is_one_number_for_a_matrix(
+    assigner: object, weights: dict[str, object]
+) -> None:
+    """Runtimes that fuse them keep one of these; of nvfp4 it has to reach over the largest weight of all."""
+    original, pipeline = zoo.tiny("llama"), Pipeline([assigner], weights=weights)
+    pipeline.apply(zoo.tiny("llama"), zoo.ids(4, 16))
+    numbers = {
+        name: float(tensor.scale if tensor.global_scale is None else tensor.global_scale)
+        for name, tensor in pipeline.tensors.items()
+    }
+    fused = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+    groups = [
+        [name for name in numbers if f"layers.{at}." in name and name.endswith(parts)]
+        for at in range(3)
+        for parts in fused
+    ]
+    assert sorted(len(group) for group in groups) == [1] * 6 + [2] * 3 + [3] * 3
+    assert all(len({numbers[name] for name in group}) == 1 for group in groups)
+    assert len(set(numbers.values())) == len(groups)
+    for group in groups if weights["format"] == "nvfp4" else ():
+        largest = max(float(weight_of(original.get_submodule(name)).abs().max()) for name in group)
+        assert numbers[group[0]] == pytest.approx(largest / (448 * 6), rel=1e-6)
+
+
+def test_integers_keep_a_scale_for_each_linear() -> None:
+    """They are read with one for each row, and would pay for having one in common."""
+    pipeline = Pipeline(["rtn"], weights={"format": "int8", "granularity": "tensor", "scale": "float32"})
+    pipeline.apply(zoo.tiny("llama"), zoo.ids(2, 8))
+    assert len({float(tensor.scale) for tensor in pipeline.tensors.values()}) == 21

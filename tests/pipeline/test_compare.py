@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import planted
 import planted_items as plants
 import pytest
 from planted_items import Plant, scores, times, write
@@ -274,6 +275,14 @@ def test_a_text_that_was_cut_otherwise_is_refused_with_what_to_set(home: Path, t
     assert "--set calibration.tokens=256" in refused("items-differ", other, home / "good")
 
 
+def test_a_text_that_one_wrote_as_conversations_is_refused_with_what_to_set(home: Path, tmp_path: Path) -> None:
+    subject = compared(home / "good", home / "equal").b.content_sha256
+    recipe = {"name": "x", "export": [{"checkpoint": {}}], "calibration": {"template": "chat"}}
+    other = write(tmp_path, EQUAL.but("equal", changes={"recipe": recipe}), rows=scores(subject, sha256="f" * 64))
+    assert "--set calibration.template=chat" in refused("items-differ", other, home / "good")
+    assert "--set calibration.template=null" in refused("items-differ", home / "good", other)
+
+
 def test_items_that_are_missing_or_of_another_text_are_refused(home: Path, tmp_path: Path) -> None:
     other = write(tmp_path / "1", EQUAL)
     Bundle.load(other).put_all({"items.safetensors": None})
@@ -350,18 +359,45 @@ def shown(found: Compared) -> str:
     return out.getvalue()
 
 
+def flipped(
+    tmp_path: Path, tokenizer: Any, plants_: tuple[Plant, ...], text: dict[str, Any], begins: str | None
+) -> Any:
+    """Bundles that were scored on the shipped text, and the tokens."""
+    asked: dict[str, Any] = {"samples": 20, "tokens": 251, "seed": 0, "vocab_size": 258, **text}
+    tokens = load_tokens("prose-en", "eval", tokenizer=tokenizer, **asked)
+    paths = []
+    for plant in plants_:
+        first = write(tmp_path / "first", plant)
+        tokenizer.save_pretrained(first / "model")
+        (first / "model" / "config.json").write_text('{"vocab_size": 258}')
+        data = {"sha256": tokens.sha256} | ({} if begins is None else {"begins": begins})
+        write_rows(first / MEASUREMENTS, scores(content_sha256(inventory(first)), **data))
+        paths.append(plants.seal(first, plant))
+    return paths, tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "begins"),
+    [({}, "<s>"), ({"special": "none"}, None), ({"template": "chat"}, "<s>")],
+    ids=["as prompts begin", "before sequences did", "chat"],
+)
+def test_the_text_is_read_again_as_it_was_scored(
+    tmp_path: Path, chat_tokenizer: Any, text: dict[str, Any], begins: str | None
+) -> None:
+    chosen = planted.manifest().recipe | {"calibration": {"set": "prose-en", "template": text.get("template")}}
+    sides = tuple(each.but(each.name, changes={"recipe": chosen}) for each in (GOOD, WORSE))
+    paths, tokens = flipped(tmp_path, chat_tokenizer, sides, text, begins)
+    found = compare_bundles(*paths, speed=False, examples=1)
+    assert not found.notes
+    assert found.flips is not None
+    for flip in found.flips.examples:
+        assert flip.follows == chat_tokenizer.decode([int(tokens.ids[flip.sequence, flip.position + 1])])
+
+
 def test_flipped_words_are_shown_in_their_text(
     home: Path, tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = load_tokens("prose-en", "eval", tokenizer=byte_tokenizer, samples=20, tokens=251, seed=0, vocab_size=258)
-    paths = []
-    for plant in (GOOD, WORSE):
-        first = write(tmp_path / "first", plant)
-        byte_tokenizer.save_pretrained(first / "model")
-        (first / "model" / "config.json").write_text('{"vocab_size": 258}')
-        rows = scores(content_sha256(inventory(first)), sha256=tokens.sha256)
-        write_rows(first / MEASUREMENTS, rows)
-        paths.append(plants.seal(first, plant))
+    paths, tokens = flipped(tmp_path, byte_tokenizer, (GOOD, WORSE), {}, "<s>")
     found = compare_bundles(*paths, speed=False, examples=3)
     assert found.flips is not None
     assert found.flips.lost > found.flips.gained > 0

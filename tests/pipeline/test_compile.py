@@ -40,8 +40,8 @@ def save(folder: Path, tokenizer: transformers.PreTrainedTokenizerBase, name: st
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: transformers.PreTrainedTokenizerBase) -> Path:
-    return save(tmp_path_factory.mktemp("models") / "llama.tiny", byte_tokenizer)
+def llama(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: transformers.PreTrainedTokenizerBase) -> Path:
+    return save(tmp_path_factory.mktemp("models") / "llama.tiny", bos_tokenizer)
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +72,9 @@ def run(model: Path, chosen: Recipe, out: Path, **options: object) -> Bundle:
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_every_architecture_from_folder_to_checked_bundle(
-    name: str, tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase
+    name: str, tmp_path: Path, bos_tokenizer: transformers.PreTrainedTokenizerBase
 ) -> None:
-    folder = save(tmp_path / "m.odel", byte_tokenizer, name)
+    folder = save(tmp_path / "m.odel", bos_tokenizer, name)
     layout = "dense" if name == "gpt2" else "pack-quantized"
     bundle = run(folder, recipe("fold_norms", "gptq", layout=layout), tmp_path / "out")
     assert bundle.manifest.state == "complete"
@@ -115,11 +115,11 @@ def test_the_float_recipe_carries_the_source_over_exactly(llama: Path, tmp_path:
 
 
 def test_a_bfloat16_source_gets_bfloat16_scales_and_says_so(
-    tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase
+    tmp_path: Path, bos_tokenizer: transformers.PreTrainedTokenizerBase
 ) -> None:
     folder = tmp_path / "bf.16"
-    zoo.tiny("llama", vocab_size=len(byte_tokenizer)).to(torch.bfloat16).save_pretrained(folder)
-    byte_tokenizer.save_pretrained(folder)
+    zoo.tiny("llama", vocab_size=len(bos_tokenizer)).to(torch.bfloat16).save_pretrained(folder)
+    bos_tokenizer.save_pretrained(folder)
     bundle = run(folder, recipe("gptq"), tmp_path / "out")
     assert [decision.code for decision in bundle.manifest.decisions].count("scale-dtype") == 1
     assert {layer.scheme["scale"] for layer in bundle.manifest.layers} == {"bfloat16"}
@@ -156,10 +156,10 @@ def test_what_no_runtime_of_the_target_computes_in_is_said_before_any_work(llama
     assert "emulated" not in {each.code for each in prepare(replace(asked, target=Target.load(CARD))).decisions}
 
 
-def test_sharded_sources_stay_sharded(tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+def test_sharded_sources_stay_sharded(tmp_path: Path, bos_tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     folder = tmp_path / "shar.ded"
-    zoo.tiny("llama", vocab_size=len(byte_tokenizer)).save_pretrained(folder, max_shard_size="120KB")
-    byte_tokenizer.save_pretrained(folder)
+    zoo.tiny("llama", vocab_size=len(bos_tokenizer)).save_pretrained(folder, max_shard_size="120KB")
+    bos_tokenizer.save_pretrained(folder)
     bundle = run(folder, recipe("rtn"), tmp_path / "out")
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
     assert len(shards) > 2
@@ -168,9 +168,9 @@ def test_sharded_sources_stay_sharded(tmp_path: Path, byte_tokenizer: transforme
 
 @pytest.mark.parametrize(("how", "layers"), [("keep", 18), ("pad", 21)])
 def test_what_does_not_divide_is_kept_or_padded_as_asked(
-    how: str, layers: int, tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase
+    how: str, layers: int, tmp_path: Path, bos_tokenizer: transformers.PreTrainedTokenizerBase
 ) -> None:
-    folder = save(tmp_path / "m.odel", byte_tokenizer, "llama", intermediate_size=80)
+    folder = save(tmp_path / "m.odel", bos_tokenizer, "llama", intermediate_size=80)
     layout = "dense" if how == "pad" else "pack-quantized"
     bundle = run(folder, recipe("gptq", on_indivisible=how, layout=layout), tmp_path / "out")
     assert len(bundle.manifest.layers) == layers
@@ -276,9 +276,9 @@ def test_a_transform_of_scope_model_is_exact_and_exported(
 
 
 def test_a_rotated_tied_model_is_stored_with_a_head_of_its_own(
-    tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase
+    tmp_path: Path, bos_tokenizer: transformers.PreTrainedTokenizerBase
 ) -> None:
-    folder = save(tmp_path / "m.odel", byte_tokenizer, "llama-tied", num_hidden_layers=2)
+    folder = save(tmp_path / "m.odel", bos_tokenizer, "llama-tied", num_hidden_layers=2)
     eight = {"weights": {"format": "int8", "granularity": "channel", "scale": "float32"}}
     exports = [{"checkpoint": {}}, {"onnx": {"accuracy_level": 0}}]
     chosen = recipe("rotate", "gptq", scheme=eight, export=exports)
@@ -305,9 +305,9 @@ def test_a_rotated_tied_model_is_stored_with_a_head_of_its_own(
 
 
 def test_a_model_that_does_not_turn_is_quantized_as_it_is(
-    tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase
+    tmp_path: Path, bos_tokenizer: transformers.PreTrainedTokenizerBase
 ) -> None:
-    folder = save(tmp_path / "m.odel", byte_tokenizer, "gemma2", num_hidden_layers=2)
+    folder = save(tmp_path / "m.odel", bos_tokenizer, "gemma2", num_hidden_layers=2)
     prepared = prepare(Request.of(str(folder), recipe=recipe("rotate", "rtn"), out=tmp_path / "out"))
     assert [each.code for each in prepared.decisions if each.pass_ == "rotate"] == ["not-rotated"]
     assert (prepared.stream.transforms, prepared.source) == ([], prepared.original)

@@ -40,6 +40,15 @@ def test_formats_and_recipes_side_by_side() -> None:
     assert four.runtime == "vllm"
 
 
+def test_what_a_runtime_needs_beside_itself_is_noted() -> None:
+    def noted(runtime: str) -> list[str]:
+        found = plan(Question("llama-3-8b", ("nf4",), "l4", runtime=runtime)).candidates[0]
+        return [note for note in found.notes if "vllm-bnb-plugin" in note]
+
+    assert len(noted("vllm")) == 1
+    assert noted("torch") == []
+
+
 def test_a_format_stands_for_a_recipe_that_the_target_runs() -> None:
     of = {name: plan(Question("llama-3-8b", ("int4", "bf16"), name)).candidates[0] for name in ("h100", "jetson-orin")}
     assert (of["h100"].recipe, of["h100"].runtime) == ("awq-int4", "vllm")

@@ -44,11 +44,13 @@ def lopsided() -> nn.Module:
     return model
 
 
-def worked(folder: Path, model: nn.Module, rare: Rare, **settings: Any) -> tuple[StreamedModel, Worked]:
+def worked(
+    folder: Path, model: nn.Module, rare: Rare, scheme: dict[str, Any] = SCHEME, **settings: Any
+) -> tuple[StreamedModel, Worked]:
     """The first block, quantized on four sequences of 24 tokens."""
     model.save_pretrained(folder)  # type: ignore[operator]
     stream = StreamedModel(open_model(str(folder)))
-    chosen = recipe("checkpoint", passes=("gptq",), scheme={"weights": SCHEME})
+    chosen = recipe("checkpoint", passes=("gptq",), scheme={"weights": scheme})
     layers = lay_out(chosen, stream.skeleton, stream.block_names, "float32")
     gptq = registry.load("passes", "gptq")
     found = work(
@@ -211,3 +213,12 @@ def test_what_nobody_could_load_is_refused_before_any_work(case: str, tmp_path: 
     with pytest.raises(InputError, match=f"layout-unsupported.*{value}"):
         compile_model(Request.of(model, recipe=chosen, out=tmp_path / "out", speed=False))
     assert not (tmp_path / "out").exists()
+
+
+def test_the_first_linears_of_an_expert_have_one_global_scale_and_experts_their_own(tmp_path: Path) -> None:
+    """vLLM fuses w1 and w3 of an expert, and takes the number of w1 for both."""
+    _, done = worked(tmp_path / "m", zoo.mixture("mixtral"), Rare(), {"format": "nvfp4"})
+    scales = {name: float(tensor.global_scale) for name, tensor in done.block.tensors.items()}  # type: ignore[arg-type]
+    for number in range(4):
+        assert scales[f"{EXPERTS}.{number}.w1"] == scales[f"{EXPERTS}.{number}.w3"]
+    assert len({scales[f"{EXPERTS}.{number}.{name}"] for number in range(4) for name in ("w1", "w2")}) == 8

@@ -16,25 +16,25 @@ from quantkit.pipeline import tokens
 from quantkit.recipe import Recipe
 
 
-def recipe(chosen: str = "prose-en", samples: int = 4, length: int = 32) -> Recipe:
+def recipe(chosen: str = "prose-en", samples: int = 4, length: int = 32, template: str | None = None) -> Recipe:
     return Recipe.from_dict(
         {
             "summary": "",
             "scheme": {"weights": {"format": "int8"}},
             "passes": ["gptq"],
-            "calibration": {"set": chosen, "samples": samples, "tokens": length},
+            "calibration": {"set": chosen, "samples": samples, "tokens": length, "template": template},
         },
         name="x",
     )
 
 
-def source(tokenizer: Any = None, **config: Any) -> Any:
+def source(tokenizer: Any = None, kind: str = "decoder", **config: Any) -> Any:
     def give() -> Any:
         if tokenizer is None:
             raise InputError("tokenizer-missing", where="x", value="none")
         return tokenizer
 
-    return SimpleNamespace(kind="decoder", tokenizer=give, config={"vocab_size": 258, **config})
+    return SimpleNamespace(kind=kind, tokenizer=give, config={"vocab_size": 258, **config})
 
 
 @pytest.fixture(autouse=True)
@@ -148,3 +148,60 @@ def test_random_tokens_calibrate_and_text_scores(byte_tokenizer: Any) -> None:
     assert calibration.ids.shape == (3, 16)
     assert (scoring.name, scoring.ids.shape[1]) == ("prose-en", 40), "as long as other recipes' sequences"
     assert [(each.code, each.to) for each in decisions] == [("note", "prose-en")]
+
+
+# --- as in use --------------------------------------------------------------------------------------------------------
+
+
+def all_sets(chosen: Recipe, of: Any) -> list[Any]:
+    """All that a decoder is calibrated on, scored on and chosen by."""
+    calibration, scoring = tokens.load(chosen, of, calibrate=True, decisions=[])
+    guiding = tokens.guiding(chosen, of, samples=3, tokens=24, calibration=calibration, decisions=[])
+    return [calibration, scoring, guiding, tokens.long(chosen, of, 300, 2)]
+
+
+def test_whatever_a_decoder_sees_begins_as_its_prompts_do(bos_tokenizer: Any) -> None:
+    for found in all_sets(recipe(), source(bos_tokenizer)):
+        assert (found.ids[:, 0] == bos_tokenizer("x").input_ids[0]).all()
+        assert (found.ids[:, 1:] != 256).all()
+        assert found.begins == "<s>"
+
+
+def test_what_is_scored_elsewhere_begins_so_too(bos_tokenizer: Any, ids: Any) -> None:
+    decisions: list[Decision] = []
+    calibration, scoring = tokens.load(recipe(ids(20)), source(bos_tokenizer), calibrate=True, decisions=decisions)
+    assert calibration is not None
+    assert (calibration.begins, scoring.name, scoring.begins) == (None, "prose-en", "<s>")
+    assert "no sequence" in calibration.notes[-1]
+
+
+def test_ids_that_score_alone_are_told_of_too(bos_tokenizer: Any, ids: Any) -> None:
+    decisions: list[Decision] = []
+    tokens.load(recipe(ids(20)), source(bos_tokenizer), calibrate=False, decisions=decisions)
+    assert [each.code for each in decisions] == ["note", "note"]
+    assert "begins with <s>, as every prompt" in decisions[1].reason
+
+
+def test_the_template_that_calibrates_scores(chat_tokenizer: Any, ids: Any) -> None:
+    for found in all_sets(recipe(length=128, template="chat"), source(chat_tokenizer)):
+        assert all(chat_tokenizer.decode(row).startswith("<s>[user]") for row in found.ids)
+        assert (found.ids[:, 1:] != 256).all()
+    # given ids calibrate as they are, and what scores elsewhere is what the recipe asks for
+    _, scoring = tokens.load(recipe(ids(20), template="chat"), source(chat_tokenizer), calibrate=True, decisions=[])
+    assert chat_tokenizer.decode(scoring.ids[0]).startswith("<s>[user]")
+
+
+def test_a_template_is_for_decoders_that_have_one(chat_tokenizer: Any, bos_tokenizer: Any) -> None:
+    for of in (source(chat_tokenizer, kind="encoder"), source(bos_tokenizer)):
+        with pytest.raises(InputError) as caught:
+            tokens.load(recipe(template="chat"), of, calibrate=True, decisions=[])
+        assert caught.value.code == "calibration-template"
+        assert "--set calibration.template=null" in str(caught.value)
+
+
+def test_an_encoder_sees_what_the_tokenizer_puts_around_a_text(byte_tokenizer: Any) -> None:
+    calibration, scoring = tokens.load(recipe(), source(byte_tokenizer, "encoder"), calibrate=True, decisions=[])
+    for found in (calibration, scoring):
+        assert found is not None
+        assert (found.ids[:, 0] == 256).all()
+        assert (found.ids[:, -1] == 257).all()

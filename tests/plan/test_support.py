@@ -11,7 +11,7 @@ import pytest
 
 from quantkit import content
 from quantkit.errors import InputError
-from quantkit.plan.support import Reader, best, reader, readers, refusal, slower, stored_formats
+from quantkit.plan.support import Reader, best, caveats, reader, readers, refusal, slower, stored_formats
 from quantkit.recipe import ModelKind, Recipe
 from quantkit.target import Stored, Target
 
@@ -71,9 +71,7 @@ def test_what_is_refused_is_refused_with_something_that_is_taken(name: str) -> N
                     assert best(readers(other, there, kind)).state == "native", words
 
 
-def test_every_recipe_is_computed_in_somewhere_but_the_two_that_nothing_computes_in() -> None:
-    """3 bits and NormalFloat are stored to be small; no runtime here multiplies in them."""
-    never = set()
+def test_every_recipe_is_computed_in_somewhere() -> None:
     for name in RECIPES:
         states = set()
         for where in TARGETS:
@@ -81,8 +79,7 @@ def test_every_recipe_is_computed_in_somewhere_but_the_two_that_nothing_computes
                 states.add(best(readers(recipe(name), target(where), recipe(name).models[0])).state)
             except InputError:
                 states.add("absent")
-        never |= set() if "native" in states else {name}
-    assert never == {"int3", "nf4"}
+        assert "native" in states, name
 
 
 def state(name: str, where: str, kind: ModelKind | None = None) -> Reader:
@@ -104,6 +101,10 @@ def state(name: str, where: str, kind: ModelKind | None = None) -> Reader:
         ("kv-fp8", "l4", None, "vllm", "native"),
         ("kv-fp8", "a100", None, "torch", "emulated"),
         ("nvfp4", "rtx-5090", None, "vllm", "native"),
+        ("int3", "h100", None, "vllm", "native"),  # Humming takes what Marlin does not
+        ("int3", "v100", None, "torch", "emulated"),
+        ("nf4", "l4", None, "torch", "native"),
+        ("nf4", "cpu-x86-vnni", None, "torch", "emulated"),
         ("int4-tensorrt", "rtx-4090", "vision", "tensorrt_rtx", "native"),
         ("int8-tensorrt", "t4", "vision", "tensorrt", "native"),  # of two libraries, the one that computes in it
         ("int8", "cpu-x86", "vision", "onnxruntime", "native"),
@@ -183,6 +184,23 @@ def test_vllm_reads_a_layout_only_where_it_has_a_kernel() -> None:
     odd = changed("gptq-int4", "scheme.weights.group=16")
     assert best(readers(odd, target("h100"))).runtime == "torch"
     assert best(readers(recipe("gptq-int4"), target("h100"))).runtime == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "says"),
+    [
+        ("nf4", "l4", "vllm-bnb-plugin"),
+        ("mxfp4", "b200", "rounds inputs too"),
+        ("nf4", "cpu-x86", ""),  # vLLM does not read it there at all
+        ("nf4", "v100", ""),
+        ("gptq-int4", "l4", ""),
+        ("float", "l4", ""),
+    ],
+)
+def test_what_a_runtime_needs_beside_itself_is_said(name: str, where: str, says: str) -> None:
+    found = caveats(recipe(name), target(where))
+    assert len(found) == bool(says) and all(says in each for each in found)
+    assert caveats(recipe(name), target(where), ["torch"]) == []
 
 
 def test_overrides_are_stored_too() -> None:

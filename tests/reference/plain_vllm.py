@@ -6,9 +6,16 @@ Commits of github.com/vllm-project/vllm that this follows, under `vllm/model_exe
     compressed_tensors/schemes/compressed_tensors_wNa16.py          519b90d4648d  bits, strategy, parameters
     compressed_tensors/schemes/compressed_tensors_w4a16_nvfp4.py    17b6501a6ce9  parameters
     compressed_tensors/schemes/compressed_tensors_w4a16_mxfp4.py    1a6da5481826  parameters
+    compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py       00cb05c39f77  strategies, parameters
+    compressed_tensors/schemes/compressed_tensors_w8a8_int8.py      c45614b5d83b  parameters
     auto_gptq.py                                                    4276bd50998c  `AutoGPTQConfig`, `create_weights`
     bitsandbytes.py                                                 5a6541db9bfa  `BitsAndBytesConfig`, skipped modules
     utils/marlin_utils.py                                           MARLIN_SUPPORTED_GROUP_SIZES = [-1, 32, 64, 128]
+
+Held against vLLM 0.33.0 as it is published on PyPI. There the two schemes of 4-bit floats are one with those whose
+inputs are quantized too (`compressed_tensors_w4a4_nvfp4.py` with `use_a16`, `compressed_tensors_w4a4_mxfp4.py`);
+integers of 2 and 3 bits are taken by Humming, which it installs; and bitsandbytes left its core in 0.28 for
+`vllm-bnb-plugin` (0.0.3, `quantization/config.py`), without which it knows no such method.
 
 vLLM itself needs a GPU build; only decisions that depend on config and shapes are here. Parameters are given as
 (dtype, shape) by the names that its loader looks for.
@@ -20,7 +27,8 @@ import re
 from typing import Any
 
 MARLIN_GROUPS = (-1, 32, 64, 128)
-WNA16_BITS = (4, 8)
+WNA16_BITS = (2, 3, 4, 8)
+PLUGIN = "vllm-bnb-plugin"
 GPTQ_TYPES = ((4, True), (8, True))
 
 Parameters = dict[str, tuple[str, tuple[int, ...]]]
@@ -30,12 +38,16 @@ class Refused(ValueError):
     """vLLM would raise."""
 
 
-def kernel(config: dict[str, Any], name: str, shape: tuple[int, int], dtype: str = "F16") -> tuple[str, Parameters]:
+def kernel(
+    config: dict[str, Any], name: str, shape: tuple[int, int], dtype: str = "F16", plugins: tuple[str, ...] = (PLUGIN,)
+) -> tuple[str, Parameters]:
     """The linear method that vLLM takes for a layer [N, K], and the parameters that it then wants to load.
 
     Returns `("UnquantizedLinearMethod", {})` for a layer that the config excludes.
     """
     method = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "bitsandbytes": _bitsandbytes}
+    if config["quant_method"] == "bitsandbytes" and PLUGIN not in plugins:
+        raise Refused("Unknown quantization method: bitsandbytes")
     return method[config["quant_method"]](config, name, shape, dtype)
 
 
@@ -63,7 +75,7 @@ def _compressed_tensors(
     weight_only = weights["strategy"] in ("channel", "group") and inputs is None and not weights.get("dynamic")
     if weight_only and form == "pack-quantized" and bits in WNA16_BITS:
         if (group or -1) not in MARLIN_GROUPS or weights.get("actorder"):
-            raise Refused(f"no Marlin kernel for groups of {group}")
+            raise Refused(f"no Marlin kernel for groups of {group}")  # Humming's groups were not looked at
         groups = columns // (group or columns)
         wanted: Parameters = {
             "weight_packed": ("I32", (rows, columns * bits // 32)),
@@ -73,6 +85,36 @@ def _compressed_tensors(
         if not weights["symmetric"]:
             wanted["weight_zero_point"] = ("I32", (rows * bits // 32, groups))
         return "CompressedTensorsWNA16", wanted
+    if form in ("int-quantized", "float-quantized"):
+        return _plain_codes(weights, inputs, shape)
+    raise Refused("No compressed-tensors compatible scheme was found.")
+
+
+def _plain_codes(
+    weights: dict[str, Any], inputs: dict[str, Any] | None, shape: tuple[int, int]
+) -> tuple[str, Parameters]:
+    """Schemes of activation quantization formats: W8A8, and FP8 weights alone."""
+    rows, columns = shape
+    strategy, static = weights["strategy"], inputs is not None and not inputs["dynamic"]
+    integers = weights["type"] == "int"
+    if not weights["symmetric"] or strategy not in ("tensor", "channel", *(() if integers else ("block",))):
+        raise Refused("No compressed-tensors compatible scheme was found.")
+    scale: tuple[int, ...] = {"tensor": (1,), "channel": (rows, 1)}.get(strategy, ())
+    if strategy == "block":
+        high, wide = weights["block_structure"]
+        scale = (-(-rows // high), -(-columns // wide))
+    wanted: Parameters = {"weight": ("I8" if integers else "F8_E4M3", shape), "weight_scale": ("F32", scale)}
+    if static:
+        wanted["input_scale"] = ("F32", (1,))
+    if not integers:
+        if inputs is None:
+            return "CompressedTensorsW8A16Fp8", wanted
+        if not static or (inputs["symmetric"] and inputs["strategy"] == "tensor" and strategy != "block"):
+            return "CompressedTensorsW8A8Fp8", wanted
+    elif inputs is not None and inputs["strategy"] == ("tensor" if static else "token"):
+        if not inputs["symmetric"] and static:
+            wanted["input_zero_point"] = ("I8", (1,))
+        return "CompressedTensorsW8A8Int8", wanted
     raise Refused("No compressed-tensors compatible scheme was found.")
 
 

@@ -145,3 +145,11 @@ def test_tables_have_as_many_cells_as_heads() -> None:
     text = card(judged(), everything(), [])
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         assert len({line.count("|") - line.count("\\|") for line in table.splitlines()}) == 1, table
+
+
+def test_what_vllm_needs_for_a_layout_stands_above_its_command() -> None:
+    layers = [{"name": "layers.0.q", "shape": [64, 64], "scheme": {"format": "nf4"}, "bits_per_weight": 4.5}]
+    recipe = planted.manifest().recipe | {"export": [{"checkpoint": {"layout": "bitsandbytes"}}]}
+    text = card(planted.manifest(layers=layers, recipe=recipe), planted.rows(), [])
+    assert re.search(r"# vLLM reads it with vllm-bnb-plugin .*\nvllm serve ./model", text)
+    assert "vllm-bnb-plugin" not in card(planted.manifest(), planted.rows(), [])

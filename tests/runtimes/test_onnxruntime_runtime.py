@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -151,6 +152,10 @@ def test_chat_goes_through_the_model_s_template(own: Path) -> None:
     bundle = small_onnx.bundle(own)
     assert Tokenizer(own / "onnx").chat("Hello") == "<user>Hello<bot>"
     assert RUNTIME.generate(bundle, "Hello", chat=True, new_tokens=2)["tokens"] <= 2
+    (own / "onnx" / "chat_template.jinja").write_text("{{ bos_token }}{{ strftime_now('%Y') }}")
+    text = Tokenizer(own / "onnx").chat("Hello")
+    assert re.fullmatch(r"<s>20\d\d", text)
+    assert Tokenizer(own / "onnx").encode(text, special=False).count(256) == 1
     for hostile in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ raise_exception('no system') }}", "{{ x"):
         (own / "onnx" / "chat_template.jinja").write_text(hostile)
         with pytest.raises(InputError) as caught:

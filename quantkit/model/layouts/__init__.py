@@ -74,6 +74,10 @@ class Layout(Protocol):
     def served(self, scheme: WeightScheme) -> bool:
         """Whether vLLM has a kernel that reads it."""
 
+    @property
+    def serving(self) -> str:
+        """What vLLM needs beside itself to read it, or does otherwise than it is stored; "" where nothing."""
+
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
         """(name, safetensors dtype, shape) of what is stored of [N, K]."""
 

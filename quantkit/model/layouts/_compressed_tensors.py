@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit.errors import InputError, MissingDependency
@@ -30,9 +30,11 @@ class CompressedTensors(ABC):
 
     Args:
         name: the file's stem, and with hyphens the library's name of the layout.
+        serving: see `Layout`.
     """
 
     name: str
+    serving: str = field(default="", kw_only=True)
     libraries: ClassVar[tuple[str, ...]] = (LIBRARY,)
     kernels: ClassVar[bool] = False
     codes: ClassVar[str]

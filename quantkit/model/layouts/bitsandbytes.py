@@ -42,6 +42,7 @@ class BitsAndBytes:
     name = "bitsandbytes"
     libraries = ("bitsandbytes",)
     kernels = True
+    serving = "vLLM reads it with vllm-bnb-plugin installed beside it, since bitsandbytes left its core in 0.28"
     codes = WEIGHT
     parts = (WEIGHT, ABSMAX, MAP, NESTED_ABSMAX, NESTED_MAP, STATE)
 

@@ -46,6 +46,7 @@ class Gptq:
     less: int
     libraries: tuple[str, ...] = ("gptqmodel", "optimum")
     kernels: bool = True
+    serving: str = ""
     codes: str = QWEIGHT
     parts: tuple[str, ...] = (QWEIGHT, QZEROS, SCALES, G_IDX)
 

@@ -2,4 +2,8 @@
 
 from quantkit.model.layouts._packed_fp4 import PackedFp4
 
-LAYOUT = PackedFp4("mxfp4_pack_quantized", "mxfp4", "group", "U8", "torch.uint8")
+SERVING = (
+    "from SM 9.0 on vLLM 0.33 rounds inputs too, to 8 or 4 bits, unless it is given `--linear-backend marlin`; "
+    "what is scored here is weights alone"
+)
+LAYOUT = PackedFp4("mxfp4_pack_quantized", "mxfp4", "group", "U8", "torch.uint8", serving=SERVING)

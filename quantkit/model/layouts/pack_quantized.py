@@ -48,7 +48,7 @@ class PackQuantized(CompressedTensors):
     def served(self, scheme: WeightScheme) -> bool:
         """See `Layout`."""
         return (
-            scheme.format in ("int4", "int8")
+            scheme.format in ("int2", "int3", "int4", "int8")
             and (scheme.group or -1) in MARLIN_GROUPS
             and scheme.granularity != "tensor"
         )

@@ -108,7 +108,8 @@ def gptq_shared(
     Args:
         weights: each [N_i, K], of any float dtype; never modified.
         hessian: [K, K] of their input, or its `Factor` (then `damping`, `shrink` and `act_order` were given there).
-        scheme: a format with scales, any granularity and symmetry; for all the weights.
+        scheme: a format with scales, any granularity and symmetry; for all the weights. What is one number for a whole
+            matrix they have in common, if the format says so.
         damping: share of the Hessian's mean diagonal added to it.
         shrink: share taken off its entries beside the diagonal; see `factor`.
         act_order: choose columns in order of falling diagonal of the Hessian.
@@ -136,9 +137,10 @@ def gptq_shared(
         group = (scheme.group or columns) if scheme.granularity == "block" else columns // groups_of(columns, scheme)
         # one row a column of the weights: what is done for a column of all the weights is then one vector operation
         target = torch.cat([weight.float() for weight in weights]).T.contiguous()
-        wholes = [form.global_scale(part.abs().amax(), scheme) for part in target.split(rows, dim=1)]
+        whole = form.global_scale(target.abs().amax(), scheme)
         if neighbours is None:
-            scale, zero = _place(target, rows, group, scheme, solved, range, wholes)
+            lots = [sum(rows)] if form.shares_scale(scheme) else rows
+            scale, zero = _place(target, lots, group, scheme, solved, range)
         else:
             scale, zero = unsaturated.scales(target, neighbours, solved.hessian.diagonal())[None], None
         codes, errors, delta = _choose(target, solved, scale, zero, group, form, neighbours)
@@ -152,12 +154,11 @@ def gptq_shared(
                 solved.raised,
                 float(error.double().sum()),
             )
-            for code, grid, shift, error, whole in zip(
+            for code, grid, shift, error in zip(
                 torch.split(codes, rows, dim=1),
                 torch.split(scale, rows, dim=1),
                 torch.split(scale if zero is None else zero, rows, dim=1),
                 torch.split(errors, rows),
-                wholes,
                 strict=True,
             )
         ]
@@ -191,9 +192,8 @@ def _place(
     scheme: WeightScheme,
     solved: Factor,
     kind: Range,
-    wholes: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor | None]:
-    """Effective scale and zero [G, N] float32 of the weights that lie side by side in target [K, N]."""
+    """Effective scale and zero [G, N] float32 of weights of so many `rows`, that lie side by side in target [K, N]."""
     search = ranges.Search(steps=0, refinements=0) if kind == "minmax" else ranges.Search()
     alone = scheme.granularity in ("tensor", "block")
     importance = None
@@ -204,8 +204,7 @@ def _place(
     elif kind == "output" and not alone:
         importance = ranges.blocks(solved.hessian, group)
     if not alone:
-        parts = [whole.expand(count) for whole, count in zip(wholes, rows, strict=True) if whole is not None]
-        scale, zero = ranges.transposed(target, group, scheme, importance, search, torch.cat(parts) if parts else None)
+        scale, zero = ranges.transposed(target, group, scheme, importance, search)
         return scale.float(), None if zero is None else zero.float()
     scales, zeros = [], []
     for part in torch.split(target, rows, dim=1):

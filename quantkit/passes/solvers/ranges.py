@@ -199,7 +199,7 @@ def transposed(
         scheme: symmetry and scale type.
         importance: [K] float32, or the blocks of a Hessian [K / length, length, length], or None.
         search: how far to look.
-        global_scale: of formats that have one: [], or [N] where columns are of several matrices. None is that of all.
+        global_scale: [], of formats that have one; None is that of all of target.
 
     Returns:
         effective scale [K / length, N], and zero of that shape, int8, None when symmetric.
@@ -207,15 +207,14 @@ def transposed(
     form = grid_format(scheme)
     groups, columns = target.shape[0] // length, target.shape[1]
     whole = form.global_scale(target.abs().amax(), scheme) if global_scale is None else global_scale
-    wholes = None if whole is None else whole.expand(columns)
     parts = target.unflatten(0, (groups, length))
     low, high = parts.amin(dim=1), parts.amax(dim=1)
-    scale, zero = form.parameters(low, high, scheme, wholes)
+    scale, zero = form.parameters(low, high, scheme, whole)
     if search.steps == search.refinements == 0:
         return scale, zero
     shares = [search.smallest + (1 - search.smallest) * number / search.steps for number in range(search.steps)]
     # of all groups at once: vectors of one group are so short that calling torch would take longer than it computes
-    grids = [form.parameters(low * share, high * share, scheme, wholes) for share in (*shares, *form.stretches)]
+    grids = [form.parameters(low * share, high * share, scheme, whole) for share in (*shares, *form.stretches)]
     step = max(1, _CHUNK // length)
     for group in range(groups):
         costs = None
@@ -224,8 +223,7 @@ def transposed(
         for start in range(0, columns, step):
             at = (group, slice(start, start + step))
             chosen = [(tried[at], None if shift is None else shift[at]) for tried, shift in ((scale, zero), *grids)]
-            factor = None if wholes is None else wholes[at[1]]
-            best, shift = _search(parts[group, :, at[1]].contiguous(), costs, scheme, form, search, chosen, factor)
+            best, shift = _search(parts[group, :, at[1]].contiguous(), costs, scheme, form, search, chosen, whole)
             scale[at] = best
             if zero is not None and shift is not None:
                 zero[at] = shift
