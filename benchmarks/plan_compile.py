@@ -234,6 +234,9 @@ def main() -> int:
     parser.add_argument("--fit", action="store_true", help="learn the efficiencies, on random models")
     parser.add_argument("--again", action="store_true", help="from the compiles of the last record, without compiling")
     parser.add_argument("--doctor", action="store_true", help="with --again: on this machine's figures, measured now")
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODELS), help="with --fit: those of which compiles may be new"
+    )
     parser.add_argument("--rows", type=Path, help="with --fit: file of what was compiled so far")
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--set", action="append", default=[], metavar="PATH=YAML", help="change every recipe")
@@ -259,7 +262,7 @@ def learn(options: argparse.Namespace) -> int:
     known, added = {row["name"] for row in rows}, False
     for model, recipe, samples, scored in FIT:
         name = f"{model}-{recipe}-{samples}"
-        if name in known:
+        if name in known or model not in options.models:
             continue
         if not (place / model).exists():
             make(place / model, **MODELS[model], **POSITIONS)
