@@ -399,7 +399,8 @@ def _batch(config: Any) -> dict[str, torch.Tensor]:
     import torch
 
     inner = config.get_text_config()
-    length = min(24, getattr(inner, "max_position_embeddings", None) or 24)
+    positions = getattr(inner, "max_position_embeddings", None)
+    length = min(24, positions) if isinstance(positions, int) and positions > 0 else 24
     ids = torch.arange(2 * length).mul(7919).remainder(inner.vocab_size).reshape(2, length)
     return {"input_ids": ids}
 

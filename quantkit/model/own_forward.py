@@ -105,11 +105,11 @@ def _demand_equal(model: StreamedModel, few: Tensor, blocks: int) -> Check:
     if whole or not calls.live:  # what follows the blocks is the same behind fewer of them, but where they left more
         calls.hidden = hidden
         answers = model.answers_of(calls, few)
-        # in two parts, as scores are taken
-        half = few.shape[1] // 2
+        # a decoder's in two parts, as scores are taken
+        cuts = [0, few.shape[1] // 2] if model.source.kind == "decoder" else [0]
+        parts = [slice(start, end) for start, end in zip(cuts, [*cuts[1:], few.shape[1]], strict=True)]
         for row in range(len(few)):
-            parts = [answers(row, slice(0, half)), answers(row, slice(half, None))]
-            found = torch.cat(parts) if model.source.kind == "decoder" else answers(row)
+            found = torch.cat([answers(row, part) for part in parts])
             worst = max(worst, _held(_centered(found), _centered(own.output[row]), model, len(stages), behind=True))
     return Check(name=NAME, value=worst, limit=LIMIT, ok=True)
 
