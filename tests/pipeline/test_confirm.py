@@ -60,3 +60,16 @@ def test_an_encoders_original_is_confirmed_beside_its_export(tmp_path: Path) -> 
     wrong = Wrong(open_model(str(tmp_path / "bert")))
     held = {each.name: each.ok for each in confirm(wrong, tmp_path / "bert", ids, None)}
     assert held == {ORIGINAL: False, OUTPUT: True}
+
+
+def test_the_loss_and_the_divergence_are_those_of_plain_transformers(tmp_path: Path) -> None:
+    """Of two different models; the figures are found without the code that is tested."""
+    stream, ids = stream_of("llama", tmp_path / "llama"), zoo.ids(2, 24)
+    zoo.tiny("llama", seed=1).save_pretrained(tmp_path / "other")  # type: ignore[operator]
+    other = StreamedModel(open_model(str(tmp_path / "other"))).answers(ids).all()
+    items = scored(stream.answers(ids).all(), other, ids)
+    assert float(items.kl.mean()) > 0.01
+    held = {each.name: each for each in confirm(stream, tmp_path / "other", ids, items)}
+    assert all(each.ok and each.value is not None and each.value < 1e-5 for each in held.values())
+    held = {each.name: each for each in confirm(stream, tmp_path / "llama", ids, items)}
+    assert held[LOSS].ok and not held[KL].ok
