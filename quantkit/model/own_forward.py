@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.bundle import Check
+from quantkit.bundle.disk import is_disk_full
 from quantkit.errors import InputError, QuantkitError
 from quantkit.model.calls import Given, forward, primary, uncached, unsupported
 from quantkit.model.flow import Flow
@@ -63,6 +64,8 @@ def demand_equal(model: StreamedModel, ids: Tensor, blocks: int) -> Check:
     except (QuantkitError, MemoryError):
         raise
     except Exception as problem:  # whatever a class makes of a few sequences, run as a whole or by its blocks
+        if is_disk_full(problem):
+            raise
         said = " ".join(str(problem).split())[:160]
         raise unsupported(model.source.architecture, f"{type(problem).__name__}: {said}") from problem
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,14 @@ def test_a_model_whose_parts_depend_on_how_many_blocks_there_are_is_not_cut(tmp_
     count = len(stream.block_names)
     assert not any(source.can_be_cut(blocks) for blocks in range(1, count))
     assert own_forward.demand_equal(stream, shrink.ids(5), count - 1).ok
+
+
+def test_a_full_disk_is_no_fault_of_the_architecture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = StreamedModel(open_model(str(folder)))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(own_forward, "_demand_equal", full)
+    with pytest.raises(OSError, match="No space"):
+        own_forward.demand_equal(stream, zoo.ids(5, 24), 1)
