@@ -249,7 +249,7 @@ def _stored(weights: Weights, layout: Layout, packed: Mapping[str, WeightScheme]
 
 
 def _scales_are_good(layout: Layout, prefix: str, scheme: WeightScheme, read: layouts.Read) -> bool:
-    """Finite, and positive, but for nf4: over zeros its scale is zero, and a small one may be doubled to anything near."""
+    """Finite, and positive but for nf4: over zeros its scale is zero, and a doubled one may be anything near that."""
     try:
         scale = layout.scale(prefix, read).float()
     except QuantkitError:  # not finite
