@@ -255,6 +255,7 @@ def learn(options: argparse.Namespace) -> int:
     if options.again and last is not None:
         recorded = json.loads(last.read_text())
         rows, about, figures = recorded["rows"], recorded["machine"], recorded["settings"]["figures"]
+    recorded_before = {row["name"] for row in rows}
     if options.rows and options.rows.is_file():
         rows += json.loads(options.rows.read_text())
     if figures is None or options.doctor:
@@ -272,7 +273,7 @@ def learn(options: argparse.Namespace) -> int:
             rows.append({**row, "model": model, "config": _config(place / model)})
             print(f"{name}: {_seconds(row):.0f} s of processor time, {max(peaks(row).values()) / 1e6:.0f} MB")
             if options.rows:
-                options.rows.write_text(json.dumps([each for each in rows if each["name"] not in known]))
+                options.rows.write_text(json.dumps([each for each in rows if each["name"] not in recorded_before]))
             added = True
     if added or options.rows or not options.again:
         claim = "compiles of random models, part by part: what plan/compile_rates.json is fitted to"
