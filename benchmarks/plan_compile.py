@@ -234,6 +234,9 @@ def main() -> int:
     parser.add_argument("--fit", action="store_true", help="learn the efficiencies, on random models")
     parser.add_argument("--again", action="store_true", help="from the compiles of the last record, without compiling")
     parser.add_argument("--doctor", action="store_true", help="with --again: on this machine's figures, measured now")
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODELS), help="with --fit: those of which compiles may be new"
+    )
     parser.add_argument("--rows", type=Path, help="with --fit: file of what was compiled so far")
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--set", action="append", default=[], metavar="PATH=YAML", help="change every recipe")
@@ -252,6 +255,7 @@ def learn(options: argparse.Namespace) -> int:
     if options.again and last is not None:
         recorded = json.loads(last.read_text())
         rows, about, figures = recorded["rows"], recorded["machine"], recorded["settings"]["figures"]
+    recorded_before = {row["name"] for row in rows}
     if options.rows and options.rows.is_file():
         rows += json.loads(options.rows.read_text())
     if figures is None or options.doctor:
@@ -259,7 +263,7 @@ def learn(options: argparse.Namespace) -> int:
     known, added = {row["name"] for row in rows}, False
     for model, recipe, samples, scored in FIT:
         name = f"{model}-{recipe}-{samples}"
-        if name in known:
+        if name in known or model not in options.models:
             continue
         if not (place / model).exists():
             make(place / model, **MODELS[model], **POSITIONS)
@@ -269,7 +273,7 @@ def learn(options: argparse.Namespace) -> int:
             rows.append({**row, "model": model, "config": _config(place / model)})
             print(f"{name}: {_seconds(row):.0f} s of processor time, {max(peaks(row).values()) / 1e6:.0f} MB")
             if options.rows:
-                options.rows.write_text(json.dumps([each for each in rows if each["name"] not in known]))
+                options.rows.write_text(json.dumps([each for each in rows if each["name"] not in recorded_before]))
             added = True
     if added or options.rows or not options.again:
         claim = "compiles of random models, part by part: what plan/compile_rates.json is fitted to"

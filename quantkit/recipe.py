@@ -177,8 +177,9 @@ class Recipe(Closed):
         keep: what is left in the source's dtype: globs of layers, or roles. `lm_head` is the one role that could be
             quantized: without it here, a decoder's head is one of the layers, always rounded to nearest.
         on_indivisible: where the group does not divide K: an `error`; `keep` the layer in high precision; `pad` its
-            last group; or `shrink` the group to the largest of 256, 128, 64, 32, 16 up to it that divides K. (Powers of
-            two alone: kernels want them, and the weights are the same whatever is exported.)
+            last group with zeros, which `onnx` and `checkpoint: {layout: dense}` hold, and who reads packed weights
+            does not take; or `shrink` the group to the largest of 256, 128, 64, 32, 16 up to it that divides K. (Powers
+            of two alone: kernels want them, and the weights are the same whatever is exported.)
     """
 
     schema_: Annotated[Literal[1], Field(alias="schema")] = 1

@@ -30,7 +30,8 @@ def compiled(place: Path, name: str, model: str, recipe: str, changes: Sequence[
     )
     shutil.rmtree(out, ignore_errors=True)
     if done.status:
-        print(f"{name}: {done.err.strip().splitlines()[-1][:200]}")
+        said = done.err.strip().splitlines()
+        print(f"{name}: {said[-1][:200] if said else f'ended with status {done.status}'}")
         return None
     found = json.loads(answered.read_text())
     return {**found, "name": name, "recipe": recipe, "changes": list(changes), "scored": scored, "speed": speed}

@@ -13,7 +13,7 @@ SCHEMES = {"int4-g64": ["hqq"], "int3-g64": ["hqq"]}
 def quantize(request: dict[str, Any], scheme: Scheme) -> Quantized:
     """Every linear of the blocks, saved and loaded again by hqq itself (`AutoHQQHFModel`).
 
-    `HqqConfig` of transformers 5.23 neither quantizes nor loads on a processor, so its own reader it is.
+    transformers 5.23 refuses `HqqConfig` ("not available yet and will be supported soon"), so its own reader it is.
     """
     import torch
     from hqq.core.quantize import BaseQuantizeConfig

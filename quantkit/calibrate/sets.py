@@ -102,7 +102,7 @@ def load_tokens(
         seed: of the recipe. It moves what `calib` draws; `tune` and `eval` stay, or no two runs could be compared.
         vocab_size: ids lie below it.
         special: the tokenizer's own tokens that sequences have: those before a text, as a decoder's prompts; those
-            around it, as an encoder's inputs; or none, as bundles of quantkit 0.x were scored.
+            around it, as an encoder's inputs; or none, as older bundles were scored.
         template: `chat` has the model's own chat template write them; `special` then says nothing.
 
     Raises:
@@ -218,7 +218,7 @@ def _not_as_prompts(ids: NDArray[np.int64], before: Sequence[int], tokenizer: An
         return []
     which = "no sequence" if others == len(ids) else f"{len(ids) - others} of {len(ids)} sequences"
     verb = "begins" if others == len(ids) else "begin"
-    every = f"{which} of {name} {verb} with {named(before, tokenizer)}, as every prompt of this model does"
+    every = f"{which} of {name} {verb} with {named(before, tokenizer)}, as the model's inputs in use do"
     return [f"{every}: the ids are used as given"]
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit import registry
 from quantkit.bundle import Bundle, Check
 from quantkit.errors import GateError, InputError, QuantkitError
+from quantkit.formats._layout import against, split
 from quantkit.model import layouts, run_time
 from quantkit.model.layouts import Layout
 from quantkit.model.names import same
@@ -225,7 +226,7 @@ def _stored(weights: Weights, layout: Layout, packed: Mapping[str, WeightScheme]
     bad: list[str] = []
     bits, planned, slack, count = 0, 0.0, 0, 0
     for prefix, scheme in packed.items():
-        if not _scale_is_good(layout, prefix, weights.read):
+        if not _scales_are_good(layout, prefix, scheme, weights.read):
             bad.append(prefix)
         shape = layout.shape(prefix, weights.read)
         parts = (prefix + part for part in layout.parts)
@@ -247,12 +248,20 @@ def _stored(weights: Weights, layout: Layout, packed: Mapping[str, WeightScheme]
     ]
 
 
-def _scale_is_good(layout: Layout, prefix: str, read: layouts.Read) -> bool:
+def _scales_are_good(layout: Layout, prefix: str, scheme: WeightScheme, read: layouts.Read) -> bool:
+    """Finite, and positive but for nf4: over zeros its scale is zero, and a doubled one may be anything near that."""
     try:
         scale = layout.scale(prefix, read).float()
     except QuantkitError:  # not finite
         return False
-    return bool((scale > 0).all() and scale.isfinite().all())
+    if not scale.isfinite().all():
+        return False
+    if (scale > 0).all() or scheme.scale == "double":
+        return True
+    tensor = layout.read_back(prefix, scheme, read)
+    ones = tensor.replace(scale=tensor.scale.new_ones(()).expand_as(tensor.scale), global_scale=None)
+    units = split(registry.load("formats", scheme.format).dequantize(ones), scheme)
+    return not bool((units.bool() & against(tensor.scale.float() <= 0, tensor.shape, scheme)).any())
 
 
 def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected) -> Check:
@@ -390,7 +399,8 @@ def _batch(config: Any) -> dict[str, torch.Tensor]:
     import torch
 
     inner = config.get_text_config()
-    length = min(24, getattr(inner, "max_position_embeddings", None) or 24)
+    positions = getattr(inner, "max_position_embeddings", None)
+    length = min(24, positions) if isinstance(positions, int) and positions > 0 else 24
     ids = torch.arange(2 * length).mul(7919).remainder(inner.vocab_size).reshape(2, length)
     return {"input_ids": ids}
 

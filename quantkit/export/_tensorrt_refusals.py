@@ -6,6 +6,7 @@ NVIDIA TensorRT documentation, "Working with Quantized Types"; what 1.7.1 of Ten
 from __future__ import annotations
 
 from quantkit.errors import InputError
+from quantkit.plan.assigned import padded
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 # formats of weights that `_tensorrt_weights` stores
@@ -44,7 +45,7 @@ def refuse_weights(where: str, scheme: WeightScheme, columns: int | None) -> Non
             f"groups of {group}", "TensorRT has blocks of 16, 32, 64 and 128", "--set scheme.weights.group=64"
         )
     if columns is not None and columns % group:
-        raise refusal(f"K {columns} in groups of {group}", "blocks divide K", "--set scheme.weights.group=32")
+        raise padded(where, scheme, columns)
 
 
 def refuse_inputs(where: str, scheme: ActivationScheme) -> None:

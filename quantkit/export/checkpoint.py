@@ -22,6 +22,7 @@ from quantkit.export._checkpoint_writer import Writer
 from quantkit.model import layouts, run_time
 from quantkit.model.layouts import Layout
 from quantkit.passes import decision
+from quantkit.plan.assigned import padded
 
 if TYPE_CHECKING:
     import torch
@@ -101,14 +102,14 @@ class Checkpoint:
             return
         _experts.demand_loadable(CheckpointOptions(**options).layout, schemes, asked.merged, asked.partly)
         for linear, scheme in schemes.items():
-            reason = "its weight is stored [K, N]" if linear not in asked.plain else ""
-            reason = f"its last group of {scheme.group} is padded" if linear in asked.padded else reason
-            if reason:
+            if linear in asked.padded:
+                raise padded(linear, scheme, asked.shapes[linear][1] if linear in asked.shapes else None)
+            if linear not in asked.plain:
                 raise InputError(
                     "layout-unsupported",
                     where=linear,
-                    value=reason,
-                    rule="it packs torch.nn.Linear whose groups divide K",
+                    value="its weight is stored [K, N]",
+                    rule="it packs torch.nn.Linear",
                     remedy="export: checkpoint: {layout: dense}",
                 )
         layout.accepts(schemes, asked.shapes)

@@ -1,6 +1,6 @@
 """What an original puts out, kept in the user's cache: computed once for all candidates that are scored against it.
 
-The key is all that it depends on: source, token ids, versions, instruction set and threads.
+The key is all that it depends on: source, token ids, how blocks are called, versions, instruction set and threads.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
     from quantkit.model.stream import StreamedModel
 
+# of how models are run block by block: another number, and what was kept before is not read again. Until 2, classes
+# that share a cache or arguments between chunks gave other states than their own forward
+_STREAM = 2
+
 
 def place(model: StreamedModel, digest: str) -> Path:
     """Where an original's states are kept, by all that they depend on; `digest` is of the ids."""
@@ -28,6 +32,7 @@ def place(model: StreamedModel, digest: str) -> Path:
     key = {
         "source": model.source.sha256,
         "ids": digest,
+        "stream": _STREAM,
         "versions": machine.versions(),
         "isa": machine.isa(),
         "threads": torch.get_num_threads(),

@@ -68,7 +68,7 @@ class LiveCalls(Calls):
         return found  # type: ignore[no-any-return]
 
     def _gathered(self) -> Tensor:
-        return gathered((self._outside(hidden).float() for _, hidden, _ in self._stands), len(self._stands))
+        return gathered((self._outside(hidden) for _, hidden, _ in self._stands), len(self._stands))
 
     def _outside(self, hidden: Tensor) -> Tensor:
         """Hidden states with sequences first."""

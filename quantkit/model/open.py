@@ -127,18 +127,20 @@ class Source:
         return found.eval().requires_grad_(False)
 
     def can_be_cut(self, blocks: int) -> bool:
-        """Whether its class makes a model of only the first so many blocks: some configs name later ones."""
+        """Whether its class makes the first so many blocks of it alone: some configs name later ones, and in some what
+        a block or a table is depends on how many there are."""
         import torch
 
         config = _load_config(self.path, self.ref, self.trust_remote_code)
         model_class = _model_class(self.config, self.path, self.ref, self.trust_remote_code)
-        try:
-            cut_config(config, blocks)
-            with torch.device("meta"):
-                model_class._from_config(config)
-        except Exception:  # whatever a class makes of a config that does not go together
-            return False
-        return True
+        with torch.device("meta"):
+            whole = dict(model_class._from_config(copy.deepcopy(config)).named_parameters())
+            try:
+                cut_config(config, blocks)
+                cut = dict(model_class._from_config(config).named_parameters())
+            except Exception:  # whatever a class makes of a config that does not go together
+                return False
+        return all(name in whole and value.shape == whole[name].shape for name, value in cut.items())
 
     def skeleton(self) -> PreTrainedModel:
         """The model without weights: parameters and persistent buffers on the meta device, float32, eval mode.

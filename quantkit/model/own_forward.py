@@ -1,7 +1,7 @@
 """Is the stream the model? Held against the model's own forward, as plain transformers loads it.
 
 Two chunks of sequences of different content go through both, in float32. At each block, every token's hidden states are
-compared, and behind the last one what the model gives:
+compared, before and behind it, and after the last one what the model gives:
 
     |streamed - own| / |own| <= 1e-4      (Euclidean norms over the width; of logits, less their mean)
 
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.bundle import Check
+from quantkit.bundle.disk import is_disk_full
 from quantkit.errors import InputError, QuantkitError
-from quantkit.model.calls import Given, forward, uncached, unsupported
+from quantkit.model.calls import Given, forward, primary, uncached, unsupported
 from quantkit.model.flow import Flow
 from quantkit.model.open import Source, quiet_loading
 from quantkit.model.stream import StreamedModel, answer
@@ -37,12 +38,14 @@ class Own:
     """What the model's own forward gave.
 
     Args:
-        hidden: what each call to a block was given, [samples, tokens, width].
-        output: logits or last hidden states; None if only the first blocks were there.
+        given: to each call of a block, the hidden states [samples, tokens, width].
+        last: what the last block put out.
+        output: logits or last hidden states.
     """
 
-    hidden: list[Tensor]
-    output: Tensor | None
+    given: list[Tensor]
+    last: Tensor
+    output: Tensor
 
 
 def demand_equal(model: StreamedModel, ids: Tensor, blocks: int) -> Check:
@@ -57,12 +60,30 @@ def demand_equal(model: StreamedModel, ids: Tensor, blocks: int) -> Check:
         InputError: `stream-differs`, naming the first block that departs; `stream-unsupported`.
     """
     try:
-        return _demand_equal(model, ids[:_ROWS, :_TOKENS], blocks)
+        return _demand_equal(model, few_of(ids), blocks)
     except (QuantkitError, MemoryError):
         raise
     except Exception as problem:  # whatever a class makes of a few sequences, run as a whole or by its blocks
+        if is_disk_full(problem):
+            raise
         said = " ".join(str(problem).split())[:160]
         raise unsupported(model.source.architecture, f"{type(problem).__name__}: {said}") from problem
+
+
+def few_of(ids: Tensor) -> Tensor:
+    """Two chunks of short sequences that differ, out of `ids` [samples, tokens].
+
+    Conversations may all begin with one system prompt: from where they differ, then. And where there are few of them,
+    each is taken for several.
+    """
+    length = ids.shape[1]
+    if len(ids) < _ROWS and length >= 2 * _TOKENS:
+        ids = ids[:, : length - length % _TOKENS].reshape(-1, _TOKENS)
+    ids = ids[:_ROWS]
+    apart = (ids != ids[:1]).any(dim=0).nonzero()
+    start = int(apart[0]) if len(apart) and int(apart[0]) > _TOKENS // 2 else 0
+    start = max(0, min(start, ids.shape[1] - _TOKENS))
+    return ids[:, start : start + _TOKENS]
 
 
 def _demand_equal(model: StreamedModel, few: Tensor, blocks: int) -> Check:
@@ -77,21 +98,22 @@ def _demand_equal(model: StreamedModel, few: Tensor, blocks: int) -> Check:
     hidden, before = calls.hidden, -1
     for stage in stages:
         index = model.visits[stage]
-        worst = max(worst, _held(hidden, own.hidden[stage], model, stage))
-        if not whole and stage == stages[-1]:
-            break
+        worst = max(worst, _held(hidden, own.given[stage], model, stage))
         if index != before:
             block = model.load(index)
-        hidden, before = calls.pass_on(stage, calls.run_all(block, stage, hidden)), index
-    if own.output is not None:
+        put_out, before = calls.run_all(block, stage, hidden), index
+        if stage == stages[-1]:
+            worst = max(worst, _held(put_out, own.last, model, stage + 1))
+        hidden = put_out if stage == stages[-1] and not whole else calls.pass_on(stage, put_out)
+    if whole or not calls.live:  # what follows the blocks is the same behind fewer of them, but where they left more
         calls.hidden = hidden
         answers = model.answers_of(calls, few)
-        # in two parts, as scores are taken
-        half = few.shape[1] // 2
+        # a decoder's in two parts, as scores are taken
+        cuts = [0, few.shape[1] // 2] if model.source.kind == "decoder" else [0]
+        parts = [slice(start, end) for start, end in zip(cuts, [*cuts[1:], few.shape[1]], strict=True)]
         for row in range(len(few)):
-            parts = [answers(row, slice(0, half)), answers(row, slice(half, None))]
-            found = torch.cat(parts) if model.source.kind == "decoder" else answers(row)
-            worst = max(worst, _held(_centered(found), _centered(own.output[row]), model, len(model.visits)))
+            found = torch.cat([answers(row, part) for part in parts])
+            worst = max(worst, _held(_centered(found), _centered(own.output[row]), model, len(stages), behind=True))
     return Check(name=NAME, value=worst, limit=LIMIT, ok=True)
 
 
@@ -106,25 +128,30 @@ def own_forward(source: Source, path: str, flow: Flow, ids: Tensor, blocks: int 
         blocks: only the first so many; None is all.
         runs: gives the part of the model whose forward runs.
     """
-    seen: list[Tensor] = []
+    given: list[Tensor] = []
+    last: list[Tensor] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden, _others = Given.of(args, kwargs)
-        seen.append(hidden.movedim(flow.batch, 0).detach().clone())
+        given.append(Given.of(args, kwargs)[0].movedim(flow.batch, 0).detach().clone())
+
+    def note_output(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        last[:] = [primary(output).movedim(flow.batch, 0).detach().clone()]
 
     with quiet_loading():
         model = source.load(blocks)
         for block in model.get_submodule(path).children():
             block.register_forward_pre_hook(note, with_kwargs=True)
+            block.register_forward_hook(note_output)
         with torch.no_grad(), uncached(model):
             output = answer(forward(runs(model), ids)).float()
     del model
     gc.collect()
-    return Own(seen, output if blocks is None else None)
+    return Own(given, last[0], output)
 
 
-def _held(found: Tensor, own: Tensor, model: StreamedModel, stage: int) -> float:
-    """How far they are apart, at the worst token; refused where that is more than rounding."""
+def _held(found: Tensor, own: Tensor, model: StreamedModel, stage: int, *, behind: bool = False) -> float:
+    """How far they are apart, at the worst token, before call number `stage`, or `behind` the blocks; refused where
+    that is more than rounding."""
     if found.shape == own.shape:
         size = own.double().norm(dim=-1)
         apart = (found.double() - own.double()).norm(dim=-1) / size.clamp(min=1e-6 * float(size.max()) + 1e-30)
@@ -135,8 +162,8 @@ def _held(found: Tensor, own: Tensor, model: StreamedModel, stage: int) -> float
         return worst
     names = [model.block_names[index] for index in model.visits]
     where = names[stage - 1] if stage else "what lies before the first block"
-    if stage == len(names):
-        where = f"{names[-1]}, or what follows it"
+    if behind:
+        where = "what follows the last block"
     raise InputError(
         "stream-differs",
         where=f"{model.source.architecture}: {where}",

@@ -116,7 +116,7 @@ def record(model: nn.Module, path: str, flow: Flow, ids: Tensor, chunk: int, run
             hidden, given = _record(model, path, flow, part, runs or model)
             alike = next((each for each in notes[:1] if same(each, given)), given)
             notes.append(alike)
-            yield hidden.float() if hidden.dtype in (torch.float16, torch.bfloat16) else hidden
+            yield hidden
 
     hidden = gathered(parts(chunk), ids.shape[0])
     first = notes[0] if min(chunk, len(ids)) == 1 else _record(model, path, flow, ids[:1], runs or model)[1]
@@ -275,7 +275,9 @@ class StreamedModel:
             from quantkit.model.live import LiveCalls
 
             return LiveCalls(model, self.path, flow.visits, ids, flow.batch, self.runs(model))
-        return record(model, self.path, flow, ids, chunk, self.runs(model))
+        calls = record(model, self.path, flow, ids, chunk, self.runs(model))
+        calls.hidden = calls.hidden.to(self.dtype)
+        return calls
 
     @torch.no_grad()
     def through(self, ids: Tensor, chunk: int = 4) -> Calls:

@@ -54,7 +54,10 @@ def account(
             False,
         )
         names = users.get(file, [])
-        chosen = next((name for name in names if name.rpartition(".")[0] in quantized), names[0] if names else "")
+        owners = {name.rpartition(".")[0]: name for name in reversed(names)}
+        wanted = [owner for owner in owners if owner in quantized or (head and owner == stream.head)]
+        # of a tensor that several parameters share, the one that the recipe is about
+        chosen = owners[wanted[0]] if wanted else next(iter(names), "")
         if chosen:
             key = _one(chosen, modules, quantized, reasons, stream, head=head)
         sums.setdefault(key, []).append((file, math.prod(entry.shape)))

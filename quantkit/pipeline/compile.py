@@ -9,6 +9,8 @@ a killed compile goes on where it was and ends with the same `content_sha256`.
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +38,7 @@ from quantkit.passes import NOTE, decision
 from quantkit.pipeline import engine, tokens
 from quantkit.pipeline.accounting import account
 from quantkit.pipeline.checks import demand
+from quantkit.pipeline.confirm import KL, OUTPUT
 from quantkit.pipeline.estimate import demand_disk, estimate, head_size, line, times
 from quantkit.pipeline.exported_module import REF
 from quantkit.pipeline.gates import judge, warnings
@@ -250,9 +253,13 @@ class Compilation:
             )
             demand(confirmed, "the figures are not those of the export; nothing was delivered. Please report it")
             checks += confirmed
+            checkpoint = any(step.name == "checkpoint" for step in request.recipe.export)
             if not whole:
                 reason = "plain transformers does not hold the whole model in the memory of this compile"
                 decisions.append(decision("score", NOTE, "score", f"not confirmed outside of the stream: {reason}"))
+            elif checkpoint and not {KL, OUTPUT} & {check.name for check in confirmed}:
+                reason = "as transformers loads the checkpoint, it leaves out some of what is quantized"
+                decisions.append(decision("score", NOTE, "score", f"of the original alone confirmed: {reason}"))
             judged, unjudged = judge(request.recipe.gates, rows, request.gates_asked)
             if request.strict:
                 refuse(unjudged)
@@ -334,13 +341,15 @@ class Compilation:
         """
         import psutil
 
-        count, inside = len(self.prepared.stream.block_names), self.prepared.layers.inside.values()
-        block = 4 * sum(rows * columns for rows, columns in inside) // count
+        stream, weights = self.prepared.stream, self.prepared.source.weights
+        blocks = [sum(value.numel() for value in block.parameters()) for block in stream.blocks]
+        outside = sum(math.prod(weights.entries[name].shape) for name in {stream.files[x] for x in stream.rest_names()})
         used: int = psutil.Process().memory_info().rss
         small = used + min(_WHOLE, machine.memory_limit() // 4)
-        # embeddings and head come along, and logits of a few tokens
-        free = max(self.expected_peak, machine.peak_bytes(), small) - used - copies * 4 * 2 * head_size(self.prepared)
-        return min(count, max(1, free // max(copies * block, 1)))
+        free = max(self.expected_peak, machine.peak_bytes(), small) - used
+        # what lies outside the blocks comes along, and logits of a few tokens
+        room = free // (4 * copies) - max(outside, 2 * head_size(self.prepared))
+        return max(1, sum(together <= room for together in itertools.accumulate(blocks)))
 
     def _export(self) -> list[Decision]:
         stored = results(self.prepared, self.build)

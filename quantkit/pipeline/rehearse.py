@@ -330,7 +330,7 @@ def _scaled_memory(expected: Compiling, reckoned: Compiling, own: int | None) ->
     """Peaks of the whole: where the block's was measured, by as much as it was over what was reckoned of it."""
     if own is None:
         return dict(expected.memory)
-    parts = [part for part in reckoned.memory if part.partition(" ")[0] in ("open", *_REHEARSED)]
+    parts = [part for part in reckoned.memory if part.partition(" ")[0] in ("open", "begin", *_REHEARSED)]
     beyond = own - max(reckoned.memory[part] for part in parts)
     return {part: peak + beyond for part, peak in expected.memory.items()}
 

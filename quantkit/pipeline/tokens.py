@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,7 +242,18 @@ def vocabulary(source: Source) -> int:
     size = source.config.get("vocab_size")
     if isinstance(size, int):
         return size
-    return int(source.skeleton().get_input_embeddings().weight.shape[0])  # type: ignore[operator, union-attr, arg-type]
+    table = None
+    with suppress(NotImplementedError):
+        table = getattr(source.skeleton().get_input_embeddings(), "weight", None)
+    if table is None:
+        raise InputError(
+            "vocabulary-unknown",
+            where=source.ref,
+            value=f"{source.architecture} names no table of embeddings",
+            rule="token ids lie below the size of the vocabulary",
+            remedy='set "vocab_size" in config.json',
+        )
+    return int(table.shape[0])
 
 
 def _common(recipe: Recipe, source: Source, tokenizer: Any, tokens: int) -> dict[str, Any]:

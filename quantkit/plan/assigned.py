@@ -217,6 +217,25 @@ def _power(name: str, group: int, columns: int) -> int | None:
     return next((size for size in _POWERS if size <= group and columns % size == 0 and size in allowed), None)
 
 
+def padded(linear: str, scheme: WeightScheme, columns: int | None) -> InputError:
+    """`layout-unsupported`: a layer whose last group is filled up, in an export that stores whole groups alone.
+
+    Args:
+        linear: its name.
+        scheme: its groups do not divide K.
+        columns: K, where it is known.
+    """
+    size = None if columns is None or scheme.group is None else _power(scheme.format, scheme.group, columns)
+    instead = f"scheme.weights.group={size}, or on_indivisible: shrink" if size else "on_indivisible: keep"
+    return InputError(
+        "layout-unsupported",
+        where=linear,
+        value=f"{f'K {columns} in groups' if columns else 'its last group'} of {scheme.group}, padded",
+        rule="who reads this takes whole groups alone; padding goes with `onnx` and `checkpoint: {layout: dense}`",
+        remedy=instead,
+    )
+
+
 def _shrunk(
     schemes: Mapping[str, WeightScheme],
     kinds: Mapping[tuple[str, int, int], Sequence[str]],

@@ -14,9 +14,9 @@ from math import ceil, prod
 from typing import Any
 
 from quantkit import registry
-from quantkit.errors import InputError
 from quantkit.formats._layout import scale_shape
 from quantkit.plan.architecture import Matrix
+from quantkit.plan.assigned import padded
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -77,13 +77,7 @@ def in_layout(each: Stored, dtype: str, layout: Any) -> Stored:
     if scheme is None or layout is None:
         return replace(_plain(each, dtype), bias=bias)
     if scheme.padding(matrix.K):
-        raise InputError(
-            "layout-unsupported",
-            where=matrix.name,
-            value=f"its last group of {scheme.group} is padded",
-            rule="it packs torch.nn.Linear whose groups divide K",
-            remedy="export: checkpoint: {layout: dense}",
-        )
+        raise padded(matrix.name, scheme, matrix.K)
     sizes = dict.fromkeys(("codes", "scales", "zeros", "tables"), 0.0)
     for name, kind, shape in _headers(each, layout):
         sizes[_role(name.removeprefix(matrix.name), layout.codes)] += _ELEMENTS[kind] * prod(shape)

@@ -270,7 +270,7 @@ def test_drawn_tokens_come_after_what_a_prompt_begins_with(bos_tokenizer):
 def test_given_ids_that_do_not_begin_as_prompts_do_are_told(tmp_path, id_file, bos_tokenizer, bare_tokenizer):
     found = load(id_file, tokenizer=bos_tokenizer)
     assert found.ids.tolist() == [[number] * 16 for number in range(4)], "as given"
-    assert "no sequence of own.jsonl begins with <s>, as every prompt of this model does" in found.notes[-1]
+    assert "no sequence of own.jsonl begins with <s>, as the model's inputs in use do" in found.notes[-1]
     assert found.begins is None
     for silent in ({"tokenizer": bare_tokenizer}, {"tokenizer": None}, {"tokenizer": bos_tokenizer, "special": "none"}):
         assert len(load(id_file, **silent).notes) == 1

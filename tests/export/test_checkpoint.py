@@ -276,6 +276,43 @@ def test_an_untied_head_is_packed_like_any_linear(tmp_path: Path, mixed: bool, d
         assert float((loaded - unquantized).abs().max() / expected.abs().max()) > 100 * off
 
 
+HOLEY = {
+    "pack-quantized": scheme(),
+    "int-quantized": scheme("int8", granularity="tensor"),
+    "float-quantized": scheme("fp8_e4m3", granularity="block", group=32, scale="float32"),
+    "nvfp4-pack-quantized": WeightScheme(format="nvfp4"),
+    "mxfp4-pack-quantized": WeightScheme(format="mxfp4"),
+    "gptq": scheme(granularity="group", group=32),
+    "gptq-v2": scheme(),
+    "bitsandbytes": WeightScheme(format="nf4", group=32),
+    "bitsandbytes-double": WeightScheme(format="nf4", group=32, scale="double"),
+}
+
+
+@pytest.mark.parametrize("layout", HOLEY)
+def test_zeros_are_stored_and_loaded_in_every_layout(tmp_path: Path, layout: str) -> None:
+    """A group, a row and whole matrices of them: nf4 stores their scale as it is, zero."""
+    from transformers import LlamaForCausalLM
+
+    source = llama(tmp_path / "source")
+    model = LlamaForCausalLM.from_pretrained(source)
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        layer.self_attn.q_proj.weight[0, :32] = 0
+        layer.self_attn.k_proj.weight[1] = 0
+        layer.mlp.gate_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    model.save_pretrained(source)
+    exported = export(source, tmp_path / "out", HOLEY[layout], layout=layout.removesuffix("-double"))
+    checks = exported.check()
+    assert all(check.ok for check in checks), checks
+    assert {"reload.transformers", "reload.own_reader"} & {check.name for check in checks}
+    results = exported.results
+    for name in ("mlp.gate_proj", "mlp.down_proj"):
+        tensor = results.quantized(f"model.layers.0.{name}")
+        assert not registry.load("formats", tensor.scheme.format).dequantize(tensor).any()
+
+
 def test_what_the_layout_cannot_hold_is_refused_before_any_work() -> None:
     mixed = {"a": scheme(), "b": scheme("int8", granularity="channel")}
     refused: list[tuple[dict[str, WeightScheme], set[str], list[str], str]] = [

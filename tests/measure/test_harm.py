@@ -143,3 +143,13 @@ def test_the_worst_positions_are_those_with_the_largest_divergence() -> None:
     kl = accuracy.items().kl
     assert [position.kl for position in found.worst] == sorted(kl.tolist(), reverse=True)[:10]
     assert found.worst_share == pytest.approx(float(np.max(kl) / np.sum(kl)))
+
+
+def test_an_input_of_zeros_has_no_outlier(tmp_path: Path) -> None:
+    model = zoo.tiny("llama", num_hidden_layers=1)
+    with torch.no_grad():
+        model.get_parameter("model.layers.0.self_attn.v_proj.weight").zero_()
+    sides = (stream(model, tmp_path / "m"), StreamedModel(open_model(str(tmp_path / "m"))))
+    linear = "model.layers.0.self_attn.o_proj"
+    (found,) = through_depth(*sides, zoo.ids(1, 8), layers=[linear]).inputs
+    assert (found.name, found.before, found.after) == (linear, 1.0, 1.0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
 import zoo
 from torch import nn
+from zoo import shrink
 
 from quantkit.errors import InputError
 from quantkit.model import own_forward
@@ -71,3 +73,65 @@ def test_a_model_of_few_blocks_is_compared_up_to_there(folder: Path) -> None:
     assert own_forward.demand_equal(stream, zoo.ids(5, 24), 1).ok
     with torch.no_grad(), pytest.raises(InputError):
         own_forward.demand_equal(stream, zoo.ids(5, 24), 3)
+
+
+def test_a_cut_model_is_compared_behind_its_last_block_and_its_ends(folder: Path) -> None:
+    """Of large models only the first blocks fit: those, and what lies before and behind the blocks."""
+    stream = Wrong(open_model(str(folder)))
+    with pytest.raises(InputError) as caught:
+        own_forward.demand_equal(stream, zoo.ids(5, 24), 2)
+    assert stream.block_names[1] in str(caught.value)
+
+
+class WrongHead(StreamedModel):
+    """Its last norm has another weight than the files say."""
+
+    def rest(self) -> nn.Module:
+        model = super().rest()
+        weight = model.get_submodule("model.norm").weight
+        weight.data = weight.data + torch.linspace(0, 1, weight.numel())  # type: ignore[union-attr, operator]
+        return model
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_what_follows_the_blocks_is_compared(tmp_path: Path, blocks: int) -> None:
+    zoo.tiny("llama").save_pretrained(tmp_path / "llama")  # type: ignore[operator]
+    with pytest.raises(InputError) as caught:
+        own_forward.demand_equal(WrongHead(open_model(str(tmp_path / "llama"))), zoo.ids(5, 24), blocks)
+    assert "what follows the last block" in str(caught.value)
+
+
+def test_sequences_that_begin_alike_are_compared_where_they_differ() -> None:
+    prompt = torch.arange(40).repeat(6, 1)
+    ids = torch.cat([prompt, zoo.ids(6, 60)], dim=1)
+    few = own_forward.few_of(ids)
+    assert few.shape == (4, 32)
+    assert len({tuple(row) for row in few.tolist()}) == 4
+
+
+def test_one_long_sequence_is_taken_for_several() -> None:
+    few = own_forward.few_of(zoo.ids(1, 300))
+    assert few.shape == (4, 32)
+    assert len({tuple(row) for row in few.tolist()}) == 4
+
+
+@pytest.mark.parametrize("name", ["Gemma4ForCausalLM", "Gemma3nForCausalLM"])
+def test_a_model_whose_parts_depend_on_how_many_blocks_there_are_is_not_cut(tmp_path: Path, name: str) -> None:
+    """Its tables of per-layer embeddings have a part for each block."""
+    shrink.tiny(name, tmp_path / "model")
+    source = open_model(str(tmp_path / "model"))
+    stream = StreamedModel(source)
+    count = len(stream.block_names)
+    assert not any(source.can_be_cut(blocks) for blocks in range(1, count))
+    assert own_forward.demand_equal(stream, shrink.ids(5), count - 1).ok
+
+
+def test_a_full_disk_is_no_fault_of_the_architecture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = StreamedModel(open_model(str(folder)))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(own_forward, "_demand_equal", full)
+    with pytest.raises(OSError, match="No space"):
+        own_forward.demand_equal(stream, zoo.ids(5, 24), 1)

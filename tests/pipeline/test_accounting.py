@@ -59,3 +59,19 @@ def test_routers_of_any_name_stay(tmp_path: Path) -> None:
     }
     assert any("router.layer" in name for name in routers(stream_of("JetMoeForCausalLM", tmp_path).skeleton))
     assert not routers(stream_of("LlamaForCausalLM", tmp_path).skeleton)
+
+
+def test_a_tied_head_that_the_recipe_stores_but_nothing_quantized_is_a_linear(tmp_path: Path) -> None:
+    """Counted as the embedding that it shares its weight with, the largest linear of a small model would be nothing."""
+    stream = stream_of("Gemma3ForCausalLM", tmp_path)
+    assert (
+        stream.head is not None and stream.files[f"{stream.head}.weight"] == stream.files["model.embed_tokens.weight"]
+    )
+    asked = account(stream, linears(stream), [], head=True)
+    (taken,) = about(asked)
+    assert "embed_tokens" in taken.reason
+    kept = account(stream, linears(stream), [], head=False)
+    assert not about(kept)
+    assert sum(each.elements for each in asked) == sum(each.elements for each in kept)
+    quantized = account(stream, {*linears(stream), stream.head}, [], head=True)
+    assert not about(quantized)

@@ -176,11 +176,34 @@ def test_what_does_not_divide_is_kept_or_padded_as_asked(
     assert len(bundle.manifest.layers) == layers
     codes = {decision.code for decision in bundle.manifest.decisions}
     # a dense checkpoint holds floats
-    assert codes == ({"kept"} if how == "keep" else {"padded", "emulated"})
+    assert codes == ({"kept", "floats-left"} if how == "keep" else {"padded", "emulated"})
     with pytest.raises(InputError, match=r"group 32, K 80.*use 16") as caught:
         run(folder, recipe("gptq"), tmp_path / "error")
     assert caught.value.code == "group-indivisible"
     assert not (tmp_path / "error.partial").exists()
+
+
+@pytest.mark.parametrize("layout", ["pack-quantized", "gptq-v2"])
+def test_padding_that_nobody_reads_is_refused_before_any_work_with_what_helps(
+    layout: str, tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
+    """compressed-tensors raises for a last group that is not whole, and vLLM asserts that there is none."""
+    folder = save(tmp_path / "m.odel", byte_tokenizer, "llama", intermediate_size=80)
+    with pytest.raises(InputError, match=r"K 80 in groups of 32, padded.*whole groups alone") as caught:
+        run(folder, recipe("gptq", on_indivisible="pad", layout=layout), tmp_path / "out")
+    assert (caught.value.code, caught.value.where) == ("layout-unsupported", "model.layers.0.mlp.down_proj")
+    assert not list(tmp_path.glob("out*"))
+    # the remedy, as it is printed
+    assert caught.value.remedy == "scheme.weights.group=16, or on_indivisible: shrink"
+    smaller = {"weights": {"format": "int4", "granularity": "group", "group": 16, "symmetric": False}}
+    assert len(run(folder, recipe("rtn", scheme=smaller), tmp_path / "out").manifest.layers) == 21
+
+
+def test_a_graph_holds_padding(tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    folder = save(tmp_path / "m.odel", byte_tokenizer, "llama", intermediate_size=80, num_hidden_layers=1)
+    bundle = run(folder, recipe("gptq", on_indivisible="pad", export=[{"onnx": {}}]), tmp_path / "out", speed=False)
+    assert {decision.code for decision in bundle.manifest.decisions} == {"padded"}
+    assert {check.name: check.ok for check in bundle.manifest.checks}["reload.onnxruntime"]
 
 
 def test_overrides_and_keep_name_layers(llama: Path, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_what_was_measured_corrects_what_was_reckoned(found: tuple[Rehearsal, Pa
     assert set(rehearsal.measured) == {"quantize", "export", "check"}
     assert all(seconds > 0 for seconds in rehearsal.measured.values())
     assert rehearsal.compiling is not None
-    assert list(rehearsal.compiling.seconds) == ["open", "quantize", "export", "check", "score", "finish"]
+    assert list(rehearsal.compiling.seconds) == ["open", "prove", "quantize", "export", "check", "score", "finish"]
     assert rehearsal.compiling.peak > 1e8
     assert json.loads(json.dumps(rehearsal.as_dict()))["compiling"]["total_seconds"] > 0
 

@@ -179,7 +179,7 @@ def test_ids_that_score_alone_are_told_of_too(bos_tokenizer: Any, ids: Any) -> N
     decisions: list[Decision] = []
     tokens.load(recipe(ids(20)), source(bos_tokenizer), calibrate=False, decisions=decisions)
     assert [each.code for each in decisions] == ["note", "note"]
-    assert "begins with <s>, as every prompt" in decisions[1].reason
+    assert "begins with <s>, as the model's inputs" in decisions[1].reason
 
 
 def test_the_template_that_calibrates_scores(chat_tokenizer: Any, ids: Any) -> None:

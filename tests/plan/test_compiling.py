@@ -163,6 +163,38 @@ def test_rates_turn_into_seconds_by_the_figures() -> None:
     assert rates.seconds("unknown", HERE) == 0.0
 
 
+def large_vocabulary(**changes: object) -> Architecture:
+    """Two layers of Gemma 3 270M's widths under its vocabulary: a model that is all embedding."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 640, "dtype": "float32"}
+    config |= {"intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 10, "num_key_value_heads": 2}
+    config |= {"vocab_size": 262144, "max_position_embeddings": 2048, "tie_word_embeddings": True, **changes}
+    return configs.from_config(config, "large")
+
+
+def test_two_heads_are_held_where_two_models_are_compared() -> None:
+    """What is loaded whole is counted as often as it is there, and not fitted to models that have little of it."""
+    for tied, tables in ((True, 1), (False, 2)):
+        found = held(asked(large_vocabulary(tie_word_embeddings=tied), Recipe.load("gptq-int4")))
+        ends = 4 * (tables * 262144 * 640 + 640)
+        assert found["begin"]["ends"] == found["check checkpoint"]["ends"] == ends
+        assert found["score checkpoint"]["ends"] == 2 * ends
+    for part, terms in shipped().memory.items():
+        assert 0.95 <= terms.get("ends", 1.0) <= 1.05, part
+
+
+def test_an_encoder_has_no_head_to_compare() -> None:
+    found = held(asked(configs.read("minilm-l6"), Recipe.load("int8-dynamic")))
+    assert found["score checkpoint"]["ends"] == found["begin"]["ends"]
+
+
+def test_the_peak_of_a_model_that_is_all_vocabulary() -> None:
+    """2,055 MB were resident, without a tokenizer to speak of (`plan_compile.py --fit`); 1,667 were forecast once."""
+    found = asked(large_vocabulary(), Recipe.load("gptq-int4", ["calibration.samples=2"]), positions=500)
+    expected = compiling(found, HERE)
+    assert expected.at_peak == "score checkpoint"
+    assert expected.peak - held(found)["open"]["tokenizer"] == pytest.approx(2055e6, rel=0.06)
+
+
 def test_without_figures_of_the_doctor_it_says_whose_are_taken() -> None:
     unmeasured = Target.load("cpu-x86")
     if unmeasured.unmeasured():  # what somebody's doctor has written is not this test's

@@ -47,8 +47,8 @@ PER_TOKEN = {
     "qwen3-235b-a22b": 94 * 2 * 4 * 128 * 2,
     "mixtral-8x7b": 32 * 2 * 8 * 128 * 2,
     "deepseek-v3": 61 * (512 + 64) * 2,  # one vector for all heads, and the rotated key
-    "gemma-3-270m": 18 * 2 * 1 * 256 * 4,  # float32
-    "qwen2.5-coder-0.5b": 24 * 2 * 2 * 64 * 4,
+    "gemma-3-270m": 18 * 2 * 1 * 256 * 2,
+    "qwen2.5-coder-0.5b": 24 * 2 * 2 * 64 * 2,
     "gemma-3-1b": 26 * 2 * 1 * 256 * 2,
     "gemma-3-27b": 62 * 2 * 16 * 128 * 2,
     "phi-4": 40 * 2 * 10 * 128 * 2,  # 200 KiB

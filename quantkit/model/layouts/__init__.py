@@ -108,7 +108,7 @@ class Layout(Protocol):
         """[N, K] of a stored linear."""
 
     def scale(self, prefix: str, read: Read) -> torch.Tensor:
-        """What codes are multiplied by, as stored: it has to be finite and positive."""
+        """What codes are multiplied by, as stored: finite, and positive but over weights that are all zero."""
 
     def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
         """Bits at most by which the files exceed the format's own count: padding, shapes, tables."""

@@ -221,3 +221,13 @@ def test_a_bundle_without_its_library_still_runs(tmp_path: Path, source: Path, m
         found = registry.load("runtimes", "torch").load(Bundle())(ids).logits
         meant = dense(source, tensors)(ids).logits
     assert float((found - meant).abs().max() / meant.abs().max()) <= 1e-3
+
+
+def test_the_library_takes_whole_groups_alone() -> None:
+    """Which is why padding is refused: a last group that is shorter raises there, and vLLM asserts there is none."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    arguments = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=32)
+    with pytest.raises(ValueError, match="divisble by the given group_size 32 but got 80"):
+        dequantize(torch.zeros(4, 80, dtype=torch.int8), torch.ones(4, 3), None, arguments)

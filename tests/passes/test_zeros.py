@@ -1,0 +1,67 @@
+"""Groups, rows and whole matrices of zeros, in every format and through every pass that assigns codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+from quantkit import Pipeline, registry
+from quantkit.formats._grid import GridFormat
+from quantkit.formats._integer import IntegerFormat
+from quantkit.model.structure import weight_of
+
+LAYER, ALL = "model.layers.0", (slice(None), slice(None))
+FORMATS = {
+    name: form for name in registry.names("formats") if isinstance(form := registry.load("formats", name), GridFormat)
+}
+ASSIGNERS: list[Any] = [{"rtn": {"range": "minmax"}}, "rtn", {"rtn": {"range": "importance"}}, "gptq", "hqq"]
+
+
+def holey() -> nn.Module:
+    """A Llama of one block; what v puts out, and so what o is given, is zero as well."""
+    model = zoo.tiny("llama", num_hidden_layers=1)
+    with torch.no_grad():
+        weights = {name: weight_of(model.get_submodule(f"{LAYER}.{name}_proj")) for name in places()}
+        for name, place in places().items():
+            weights[name][place] = 0.0
+    return model
+
+
+def places() -> dict[str, Any]:
+    group = slice(0, 32)
+    return {
+        "self_attn.q": (slice(0, 1), group),
+        "self_attn.k": (slice(1, 2), slice(None)),
+        "self_attn.v": ALL,
+        "mlp.gate": (group, group),
+        "mlp.up": (slice(3, 4), slice(None)),
+        "mlp.down": ALL,
+    }
+
+
+@pytest.mark.parametrize("assigner", ASSIGNERS, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_zeros_stay_zero_and_all_else_finite(name: str, assigner: Any) -> None:
+    form = FORMATS[name]
+    if assigner == "hqq" and not isinstance(form, IntegerFormat):
+        pytest.skip("of integers alone")
+    group = min(form.rules.groups, default=32)
+    for granularity in form.rules.granularities:
+        weights = {"format": name, "granularity": granularity}
+        if granularity in ("group", "block"):
+            weights["group"] = group
+        pipeline = Pipeline([assigner], weights=weights)
+        model = pipeline.apply(holey(), zoo.ids(4, 12))
+        for linear, tensor in pipeline.tensors.items():
+            values = form.dequantize(tensor)
+            assert values.isfinite().all()
+            assert tensor.scale.float().isfinite().all()
+            assert torch.equal(values, weight_of(model.get_submodule(linear)))
+        for place, where in places().items():
+            # gptq may make up for errors elsewhere in a row; where there are none it has nothing to do
+            if assigner != "gptq" or where == ALL:
+                assert not form.dequantize(pipeline.tensors[f"{LAYER}.{place}_proj"])[where].any(), place

@@ -1,0 +1,75 @@
+"""The score, held against plain transformers: what is wrong on either side is seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zoo
+
+from quantkit.measure.accuracy import Accuracy, Items
+from quantkit.model.open import open_model
+from quantkit.model.stream import StreamedModel
+from quantkit.pipeline import confirm as confirming
+from quantkit.pipeline.confirm import KL, LOSS, ORIGINAL, OUTPUT, confirm
+
+
+def stream_of(name: str, folder: Path) -> StreamedModel:
+    zoo.tiny(name).save_pretrained(folder)  # type: ignore[operator]
+    return StreamedModel(open_model(str(folder)))
+
+
+def scored(before: torch.Tensor, after: torch.Tensor, ids: torch.Tensor) -> Items:
+    accuracy = Accuracy()
+    for row in range(len(ids)):
+        accuracy.add_positions(row, ids[row, 1:], before[row, :-1], after[row, :-1])
+    return accuracy.items()
+
+
+def test_a_reloaded_export_that_gives_nan_is_no_small_divergence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The candidate that was scored diverges by nothing, and one NaN instead of a divergence was taken for nothing."""
+    stream, ids = stream_of("llama", tmp_path / "llama"), zoo.ids(2, 24)
+    logits = stream.answers(ids).all()
+    items = scored(logits, logits, ids)
+    assert float(np.abs(items.kl).max()) < 1e-6
+    held = {each.name: each for each in confirm(stream, tmp_path / "llama", ids, items)}
+    assert held[LOSS].ok and held[KL].ok
+    monkeypatch.setattr(confirming, "_reloaded", lambda *_: torch.full_like(logits, torch.nan))
+    held = {each.name: each for each in confirm(stream, tmp_path / "llama", ids, items)}
+    assert held[LOSS].ok and not held[KL].ok
+
+
+def test_an_encoders_original_is_confirmed_beside_its_export(tmp_path: Path) -> None:
+    stream, ids = stream_of("bert", tmp_path / "bert"), zoo.ids(2, 24)
+    assert {each.name: each.ok for each in confirm(stream, tmp_path / "bert", ids, None)} == {
+        ORIGINAL: True,
+        OUTPUT: True,
+    }
+
+    class Wrong(StreamedModel):
+        def load(self, index: int) -> torch.nn.Module:
+            block = super().load(index)
+            weight = next(value for value in block.parameters() if value.dim() == 2)
+            weight.data = weight.data.roll(1, dims=0)
+            return block
+
+    wrong = Wrong(open_model(str(tmp_path / "bert")))
+    held = {each.name: each.ok for each in confirm(wrong, tmp_path / "bert", ids, None)}
+    assert held == {ORIGINAL: False, OUTPUT: True}
+
+
+def test_the_loss_and_the_divergence_are_those_of_plain_transformers(tmp_path: Path) -> None:
+    """Of two different models; the figures are found without the code that is tested."""
+    stream, ids = stream_of("llama", tmp_path / "llama"), zoo.ids(2, 24)
+    zoo.tiny("llama", seed=1).save_pretrained(tmp_path / "other")  # type: ignore[operator]
+    other = StreamedModel(open_model(str(tmp_path / "other"))).answers(ids).all()
+    items = scored(stream.answers(ids).all(), other, ids)
+    assert float(items.kl.mean()) > 0.01
+    held = {each.name: each for each in confirm(stream, tmp_path / "other", ids, items)}
+    assert all(each.ok and each.value is not None and each.value < 1e-5 for each in held.values())
+    held = {each.name: each for each in confirm(stream, tmp_path / "llama", ids, items)}
+    assert held[LOSS].ok and not held[KL].ok
