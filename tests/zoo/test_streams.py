@@ -54,17 +54,16 @@ REFUSED = {
     "BartForConditionalGeneration": "architecture-unsupported",
     "Gemma3ForConditionalGeneration": "architecture-unsupported",
 }
-CLASSES = {each.name: each for each in shrink.architectures()}
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_stream_gives_what_the_model_gives(name: str) -> None:
-    found = judge.float_stream(CLASSES[name])
+    found = judge.float_stream(shrink.named(name))
     assert found.verdict == "right", found
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_stream_can_run_is_refused(name: str) -> None:
-    found = judge.float_stream(CLASSES[name])
+    found = judge.float_stream(shrink.named(name))
     assert (found.verdict, found.code) == ("refused", REFUSED[name]), found
     assert "\n" not in found.line
