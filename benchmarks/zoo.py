@@ -1,0 +1,76 @@
+"""Every text architecture of transformers' auto classes, tiny and random: right, or refused by a clear code?
+
+    python benchmarks/zoo.py
+    python benchmarks/zoo.py --only llama AutoModelForMaskedLM --no-record
+    python benchmarks/zoo.py --page
+
+A model of each class is shrunk by what its config class says (`tests/zoo/shrink.py`) and goes through a whole compile;
+the manifest's figures are held against two forwards of plain transformers, and every position of the stream against the
+model's own forward (`tests/zoo/judge.py`). docs/models.md is written from the record; `--page` writes it again.
+Targets: none is wrong and none ends in anything but a refusal; of the decoders at least 90 % are right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from harness.record import record, show, verdicts
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+DECODERS, SHARE = "AutoModelForCausalLM", 0.9
+
+
+def main() -> int:
+    """Run, record, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="classes, model types or auto classes")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--lines", type=Path, help="verdicts as they come; a run goes on where they end")
+    parser.add_argument("--no-record", action="store_true")
+    parser.add_argument("--page", action="store_true", help="write docs/models.md from the newest record, and no more")
+    options = parser.parse_args()
+    from zoo import campaign, judge, page
+
+    if options.page:
+        page.PAGE.write_text(page.markdown(page.newest()), encoding="utf-8")
+        return 0
+    began = time.monotonic()
+    wanted = campaign.chosen(options.only)
+    with tempfile.TemporaryDirectory(prefix="zoo-") as home:
+        found = campaign.run("both", wanted, options.lines or Path(home) / "lines.jsonl", options.workers)
+    order = {each.name: number for number, each in enumerate(wanted)}
+    rows = sorted(found, key=lambda row: order[row["name"]])
+    show(
+        "classes",
+        [{"auto class": table, "all": counts.total(), **counts} for table, counts in campaign.counts(rows).items()],
+        {key: f"{key}:" for key in ("auto class", "all", "right", "refused", "WRONG", "CRASH", "not here")},
+    )
+    for row in rows:
+        if row["verdict"] in ("WRONG", "CRASH"):
+            print(f"{row['verdict']} {row['name']} [{row['code']}] {row['line']}")
+    decoders = [row for row in rows if row["table"] == DECODERS and row["verdict"] != "not here"]
+    share = sum(row["verdict"] == "right" for row in decoders) / max(len(decoders), 1)
+    status = verdicts(
+        {
+            "no class is wrong": not any(row["verdict"] == "WRONG" for row in rows),
+            "no class ends in anything but a refusal": not any(row["verdict"] == "CRASH" for row in rows),
+            f"at least {SHARE:.0%} of {len(decoders)} decoders are right: {share:.1%}": share >= SHARE or not decoders,
+        }
+    )
+    settings = {"tolerance": judge.TOLERANCE, "workers": options.workers, "seconds": round(time.monotonic() - began)}
+    claim = (
+        "a tiny model of every text architecture is compiled to figures that plain transformers finds too, or refused"
+    )
+    path = record("zoo", claim, rows, settings, write=not (options.no_record or options.only))
+    if path is not None:
+        page.PAGE.write_text(page.markdown(path), encoding="utf-8")
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,103 @@
+"""docs/models.md, from the record of a campaign."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "models.md"
+# below it, the share of the linear weights that was quantized is shown
+_WHOLE = 0.95
+_HEAD = """# Models
+
+Written by `make zoo` from `benchmarks/results/{record}`; edit `tests/zoo/page.py` instead.
+
+A tiny random model of every text architecture that transformers {version} has in its auto classes went through a whole
+compile: calibrated and quantized to 4 bits by GPTQ in groups of 32, exported, reloaded, scored. Its figures were then
+held against plain transformers, which knows nothing of quantkit.
+
+- **works**: the manifest's perplexity of the source, perplexity of the bundle and KL between them (of an encoder, the
+  cosine) are those of two plain forwards, `from_pretrained` of the source and of the bundle, to one part in a thousand
+  (the largest error found: {error:.0e}); run block by block, the source's answer at every position is that of its own
+  forward; and what the manifest says of the weights agrees with a count of the parameters.
+- **refused**: one line with a code, and no bundle.
+
+What this does not show: how well an architecture's real models stand quantization, other recipes and exports, and what
+another program makes of a bundle. A real model of an architecture that works is held against its own forward all the
+same, in every compile, before the first block is touched.
+"""
+
+
+def newest() -> Path:
+    """The last recorded campaign."""
+    return max((ROOT / "benchmarks" / "results").glob("zoo-*.json"))
+
+
+def markdown(record: Path) -> str:
+    """The page."""
+    content = json.loads(record.read_text())
+    rows = content["rows"]
+    right = [row for row in rows if row["verdict"] == "right"]
+    version = content["machine"]["packages"]["transformers"]
+    head = _HEAD.format(record=record.name, version=version, error=max(row["error"] for row in right))
+    parts = [head, _counts(rows), "\n## Works\n", *_works(right)]
+    others = {
+        "Refused": ("refused", "With the code, and what the line says."),
+        "Wrong": ("WRONG", "Known, and to be mended."),
+        "Broken": ("CRASH", "Known, and to be mended: the compile ends with an error that is not a refusal."),
+        "Not tried": ("not here", "Not built here, or no model of token ids."),
+    }
+    for title, (verdict, words) in others.items():
+        found = [row for row in rows if row["verdict"] == verdict]
+        if found:
+            parts.append(f"\n## {title}\n\n{words}\n\n" + _table(found))
+    return "".join(parts)
+
+
+def _counts(rows: Sequence[Mapping[str, Any]]) -> str:
+    titles = {"right": "works", "refused": "refused", "WRONG": "wrong", "CRASH": "broken", "not here": "not tried"}
+    shown = [each for each in titles if each in {row["verdict"] for row in rows} | {"right", "refused"}]
+    lines = [
+        f"\n| auto class | architectures | {' | '.join(titles[each] for each in shown)} |",
+        "|---" * (len(shown) + 2) + "|",
+    ]
+    for table in [*dict.fromkeys(row["table"] for row in rows), None]:
+        mine = [row for row in rows if table in (None, row["table"])]
+        found = [sum(row["verdict"] == each for row in mine) for each in shown]
+        lines.append(f"| {f'`{table}`' if table else 'all'} | {len(mine)} | {' | '.join(map(str, found))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _works(rows: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    yield (
+        "\nA share behind a name is that of its linear weights that the recipe quantized, where it is less than "
+        f"{_WHOLE:.0%};\nthe rest is in matrices that belong to no linear, mostly of experts, or in linears whose "
+        "inputs no group divides. Every\ncompile says so.\n"
+    )
+    for table in dict.fromkeys(row["table"] for row in rows):
+        mine = sorted((row for row in rows if row["table"] == table), key=lambda row: str(row["name"]).lower())
+        yield f"\n**`{table}`**: " + " · ".join(map(_named, mine)) + "\n"
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    cls, _, variant = str(row["name"]).partition(" ")
+    share = row["share"]
+    some = "" if share is None or share >= _WHOLE else f" {share:.0%}"
+    return f"`{cls}`{f' {variant}' if variant else ''}{some}"
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    ordered = sorted(rows, key=lambda row: (row["code"], _reason(row), row["name"]))
+    lines = [f"| `{row['name']}` | `{row['code'] or '-'}` | {_reason(row)} |" for row in ordered]
+    return "\n".join(["| class | code | what it says |", "|---|---|---|", *lines]) + "\n"
+
+
+def _reason(row: Mapping[str, Any]) -> str:
+    """What a refusal says first: the line without its code, its place where that is the class, and its rule."""
+    words = str(row["line"]).removeprefix(f"[{row['code']}] ")
+    for known in (f"path:{row['name'].partition(' ')[0]}: ", f"{row['name'].partition(' ')[0]}: "):
+        words = words.removeprefix(known)
+    return words.partition("; ")[0].removeprefix(f"{row['name']} ").replace("|", "\\|")
