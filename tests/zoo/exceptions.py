@@ -31,6 +31,7 @@ _AXIAL = {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 16), "attn_lay
 
 # by model type of the config, or by class
 EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": 160},
     "blt_global_transformer": {"hidden_size": 128},
     "blt_local_decoder": {"hidden_size_global": 128, "vocab_size": 260},
@@ -58,11 +59,28 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {**_SHARED_KEYS, "intermediate_size": 96, "activation_sparsity_pattern": [0.9] + [0.0] * 5},
     "gemma4_text": {**_SHARED_KEYS, "global_head_dim": 32},
     "gemma4_unified_text": {"global_head_dim": 32, "num_hidden_layers": 4},
+    "granitemoe_swa": {"shared_intermediate_size": 32},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        "position_embedding_type": "rope",
+    },
+    "granitemoeshared": {"shared_intermediate_size": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "longformer": {"attention_window": 8},
     "longcat_flash": {"head_dim": 8, "num_layers": 2, "zero_expert_num": 2},
+    "mellum": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "num_hidden_layers": 4},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "num_hidden_layers": 4,
+        "index_block_size": 8,
+        "index_topk_blocks": 2,
+    },
     "mamba2": {"head_dim": 16, "num_heads": 8, "n_groups": 2},
-    "markuplm": {"max_depth": 4, "xpath_unit_hidden_size": 8, "max_xpath_tag_unit_embeddings": 16},
+    "markuplm": {"max_depth": 4, "xpath_unit_hidden_size": 8},
     "qwen2": _HALF_WINDOW,
     "qwen2_moe": {**_HALF_WINDOW, "mlp_only_layers": [1]},
     "qwen3": _HALF_WINDOW,
@@ -108,6 +126,24 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "hunyuan_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}},
     "Gemma4AssistantForCausalLM": {"text_config": _ASSISTANT},
     "Gemma4UnifiedAssistantForCausalLM": {"text_config": _ASSISTANT},
+}
+
+# of a class whose settings make another model of it: (class, what) -> settings
+VARIANTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("DogeForCausalLM", "experts"): {"is_moe": True},
+    ("FalconForCausalLM", "alibi"): {"alibi": True},
+    ("FalconForCausalLM", "new decoder"): {"new_decoder_architecture": True},
+    ("Gemma4ForCausalLM", "experts"): {
+        **{"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
+        **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+    },
+    ("LlamaForCausalLM", "tied"): {"tie_word_embeddings": True},
+    ("LlamaForCausalLM", "biases"): {"attention_bias": True, "mlp_bias": True},
+    ("MptForCausalLM", "no alibi"): {"attn_config": {"alibi": False, "qk_ln": True, "clip_qkv": 2.0}},
+    ("Qwen2MoeForCausalLM", "no window"): {"use_sliding_window": False},
+    ("StableLmForCausalLM", "parallel"): {"use_parallel_residual": True, "qk_layernorm": True},
+    ("T5EncoderModel", "gated"): {"feed_forward_proj": "gated-gelu"},
+    ("Zamba2ForCausalLM", "rope"): {"use_mem_rope": True},
 }
 
 # decoders without their head that are used as encoders

@@ -100,7 +100,7 @@ def _judged(architecture: shrink.Architecture, part: str, look: Callable[[Path],
     if architecture.name in LEFT_OUT:
         return verdict("not here", line=LEFT_OUT[architecture.name])
     with tempfile.TemporaryDirectory(prefix="zoo-") as home:
-        folder = Path(home) / architecture.name
+        folder = Path(home) / architecture.cls
         try:
             shrink.tiny(architecture, folder)
             shrink.tokenizer().save_pretrained(folder)

@@ -23,7 +23,7 @@ from transformers import pytorch_utils
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from zoo.exceptions import BASES, EXCEPTIONS, HEADS
+from zoo.exceptions import BASES, EXCEPTIONS, HEADS, VARIANTS
 
 VOCABULARY = 160
 TOKENS = 32
@@ -74,11 +74,17 @@ _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_
 
 @dataclass(frozen=True)
 class Architecture:
-    """One class that an auto class makes of a model type."""
+    """One class that an auto class makes of a model type; `variant`: under settings of `VARIANTS`."""
 
     table: str
     model_type: str
-    name: str
+    cls: str
+    variant: str = ""
+
+    @property
+    def name(self) -> str:
+        """What stands in a list."""
+        return f"{self.cls} ({self.variant})" if self.variant else self.cls
 
 
 def architectures() -> list[Architecture]:
@@ -97,6 +103,8 @@ def architectures() -> list[Architecture]:
                 if name not in found and (table != "AutoModel" or _encodes(model_type, name)):
                     own = getattr(getattr(transformers, name, None), "config_class", None)
                     found[name] = Architecture(table, own.model_type if own else model_type, name)
+    for name, variant in VARIANTS:
+        found[f"{name} ({variant})"] = dataclasses.replace(found[name], variant=variant)
     return list(found.values())
 
 
@@ -174,22 +182,27 @@ def _layers(config_class: Any, fields: dict[str, Any]) -> dict[str, Any]:
 
 def config_of(architecture: Architecture, **changes: Any) -> Any:
     """The tiny config of a class."""
-    model_class = getattr(transformers, architecture.name)
-    config_class = model_class.config_class
+    config_class = getattr(transformers, architecture.cls).config_class
     settings = shrunk(config_class, config_class.model_type)
     if "is_decoder" in {each.name for each in dataclasses.fields(config_class)}:
         settings["is_decoder"] = architecture.table == "AutoModelForCausalLM"
+    special = {**EXCEPTIONS.get(architecture.cls, {}), **VARIANTS.get((architecture.cls, architecture.variant), {})}
     # a copy, because configs write into what they are given
-    return config_class(**copy.deepcopy({**settings, **EXCEPTIONS.get(architecture.name, {}), **changes}))
+    return config_class(**copy.deepcopy({**settings, **special, **changes}))
+
+
+def named(name: str) -> Architecture:
+    """The architecture of that name."""
+    return next(each for each in architectures() if each.name == name)
 
 
 def tiny(architecture: Architecture | str, folder: Path | None = None, seed: int = 0, **changes: Any) -> nn.Module:
     """A tiny random model of a class, in `folder` if one is given."""
     if isinstance(architecture, str):
-        architecture = next(each for each in architectures() if each.name == architecture)
+        architecture = named(architecture)
     config = config_of(architecture, **changes)
     torch.manual_seed(seed)
-    model: nn.Module = getattr(transformers, architecture.name)(config).eval().float()
+    model: nn.Module = getattr(transformers, architecture.cls)(config).eval().float()
     spread(model, seed)
     if folder is not None:
         model.save_pretrained(folder)
