@@ -1,7 +1,7 @@
 """What settings of a graph's compile are worth: ranges of activations, and the passes that choose codes.
 
     python benchmarks/graph_settings.py fashion-mnist-cnn
-    python benchmarks/graph_settings.py efficientnet-lite0 --set ./.peers/photos-480   # photo_crops.py makes it
+    python benchmarks/graph_settings.py efficientnet-lite0 --set ./.peers/photographs   # photo_crops.py makes it
 
 Recipe `int8-network`, one thing changed at a time. Passes (`rtn`, `gptq`, `gptq` then `round`) are each solved anew, on
 ranges by `mse`. Ranges are compared on one set of codes, those of `gptq`: what differs is where activations saturate.

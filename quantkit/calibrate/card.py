@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import re
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal, Self
 
@@ -68,7 +69,11 @@ class Sampling(Closed):
 
 
 class Card(Closed):
-    """A calibration set's card."""
+    """A calibration set's card.
+
+    `alike`: of image files, the part of a name (a regular expression) by which those of one photograph or scene are
+    known. They are no independent images: intervals count each photograph once. A .npz has an array `clusters` instead.
+    """
 
     schema_: Annotated[Literal[1], Field(alias="schema")]
     summary: str = Field(min_length=1)
@@ -78,12 +83,28 @@ class Card(Closed):
     files: list[SplitFile] = Field(default=[])
     sampling: Sampling = Sampling()
     preprocess: Preprocess | None = None
+    alike: str | None = None
     _folder: Path = PrivateAttr(default=Path())
 
     @model_validator(mode="after")
     def _files_with_data(self) -> Self:
         if (self.kind == "random") == bool(self.files):
             raise ValueError("a set has `files`, unless it is of kind random")
+        return self
+
+    @field_validator("alike")
+    @classmethod
+    def _pattern(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"a regular expression: {error}") from None
+        return value
+
+    @model_validator(mode="after")
+    def _alike_of_images(self) -> Self:
+        if self.alike is not None and self.kind != "images":
+            raise ValueError("`alike` is about image files; this set is of another kind")
         return self
 
     @model_validator(mode="after")

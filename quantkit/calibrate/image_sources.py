@@ -1,12 +1,13 @@
 """Reads images of any accepted kind, and makes of bytes what a network takes.
 
-    .npz            an array `images`, and `labels` where there are some
+    .npz            an array `images`, `labels` where there are some, and `clusters` where images are alike
     .npy            an array of images
     .zip            image files, by their names
     .jpg .png …     one image; a folder of them
 
 An array is [n, height, width] or [n, height, width, channels] of uint8, or floats of the model's own shape that are
-preprocessed already. Of bytes x, in this order:
+preprocessed already. Images of one number in `clusters` were not drawn one by one, such as crops of one photograph:
+they are parted together, and intervals count them together. Of bytes x, in this order:
 
     resize      the shorter side becomes `resize` pixels (bilinear, over all pixels that fall together)
     crop        `crop` x `crop` from the middle
@@ -49,6 +50,8 @@ class Images:
         bytes_: whether they are bytes that need preprocessing, rather than floats that had it.
         read: number -> the image: uint8 [height, width] or [height, width, channels], or float32 as the model takes it.
         where: for errors.
+        clusters: [count], images of one number are alike; None where nothing is said of it.
+        names: [count], of their files; None where they are of arrays.
     """
 
     count: int
@@ -56,6 +59,8 @@ class Images:
     bytes_: bool
     read: Callable[[int], NDArray[Any]]
     where: str
+    clusters: NDArray[np.int64] | None = None
+    names: tuple[str, ...] | None = None
 
 
 def parse(file: Path | bytes, *, suffix: str, where: str) -> Images:
@@ -68,7 +73,8 @@ def parse(file: Path | bytes, *, suffix: str, where: str) -> Images:
 
     Raises:
         InputError: `calibration-suffix`, `calibration-unreadable`, `calibration-pickle`, `calibration-fields`,
-            `calibration-dtype`, `calibration-shape`, `calibration-empty`, `calibration-labels`.
+            `calibration-dtype`, `calibration-shape`, `calibration-empty`, `calibration-labels`,
+            `calibration-clusters`.
     """
     if suffix in ARRAYS:
         return _arrays(file, where)
@@ -95,20 +101,26 @@ def pictures(names: Sequence[str], read: Callable[[str], bytes], *, where: str) 
     """Image files by name. Raises InputError (`calibration-empty`, with no name at all)."""
     if not names:
         raise _empty(where, f"image files are {', '.join(PICTURES)}")
-    kept = list(names)
-    return Images(len(kept), None, True, lambda number: _decode(read(kept[number]), kept[number]), where)
+    kept = tuple(names)
+    return Images(len(kept), None, True, lambda number: _decode(read(kept[number]), kept[number]), where, names=kept)
 
 
 def together(parts: Sequence[Images], where: str) -> Images:
-    """Several files as one; of labels, all have some or none has. Raises InputError (`calibration-mixed`)."""
+    """Several files as one; of labels, and of clusters, all have some or none has.
+
+    Raises:
+        InputError: `calibration-mixed`.
+    """
     if len(parts) == 1:
         return parts[0]
-    if len({part.bytes_ for part in parts}) > 1 or len({part.labels is None for part in parts}) > 1:
+    kinds = {(part.bytes_, part.labels is None, part.clusters is None) for part in parts}
+    if len(kinds) > 1:
         raise InputError(
             "calibration-mixed",
             where=where,
-            value="files with and without labels, or of bytes and of floats",
+            value="files with and without labels, with and without clusters, or of bytes and of floats",
             rule="the files of a split are of one kind",
+            remedy="write them alike, or leave some out",
         )
     ends = np.cumsum([part.count for part in parts])
 
@@ -116,10 +128,15 @@ def together(parts: Sequence[Images], where: str) -> Images:
         place = int(np.searchsorted(ends, number, side="right"))
         return parts[place].read(number - int(ends[place] - parts[place].count))
 
-    labels = None
-    if parts[0].labels is not None:
-        labels = np.concatenate([part.labels for part in parts if part.labels is not None])
-    return Images(int(ends[-1]), labels, parts[0].bytes_, read, where)
+    labels, clusters = (_joined([getattr(part, name) for part in parts]) for name in ("labels", "clusters"))
+    named = [part.names for part in parts if part.names is not None]
+    names = tuple(name for names in named for name in names) if len(named) == len(parts) else None
+    return Images(int(ends[-1]), labels, parts[0].bytes_, read, where, clusters, names)
+
+
+def _joined(arrays: Sequence[NDArray[np.int64] | None]) -> NDArray[np.int64] | None:
+    held = [array for array in arrays if array is not None]
+    return np.concatenate(held) if held else None
 
 
 def preprocess(image: NDArray[np.uint8], how: Preprocess, *, where: str) -> NDArray[np.float32]:
@@ -152,13 +169,13 @@ def _arrays(file: Path | bytes, where: str) -> Images:
             else np.load(file, mmap_mode="r", allow_pickle=False)
         )
         if isinstance(loaded, np.ndarray):
-            images, labels = loaded, None
+            images, labels, clusters = loaded, None, None
         else:
             with loaded:
                 if "images" not in loaded.files:
                     raise _fields(loaded.files, where)
                 images = loaded["images"]
-                labels = loaded["labels"] if "labels" in loaded.files else None
+                labels, clusters = (loaded[name] if name in loaded.files else None for name in ("labels", "clusters"))
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
         if "allow_pickle" in str(error):
             raise pickled(where) from None
@@ -187,7 +204,22 @@ def _arrays(file: Path | bytes, where: str) -> Images:
         with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinity, and is refused
             return np.asarray(images[number], dtype=np.uint8 if bytes_ else np.float32)
 
-    return Images(len(images), None if labels is None else _labels(labels, len(images), where), bytes_, read, where)
+    numbers = None if labels is None else _labels(labels, len(images), where)
+    alike = None if clusters is None else cluster_numbers(clusters, len(images), where)
+    return Images(len(images), numbers, bytes_, read, where, alike)
+
+
+def cluster_numbers(clusters: NDArray[Any], count: int, where: str) -> NDArray[np.int64]:
+    """An array `clusters`, checked. Raises InputError (`calibration-clusters`)."""
+    if clusters.dtype.kind not in "iu" or clusters.shape != (count,):
+        raise InputError(
+            "calibration-clusters",
+            where=where,
+            value=f"clusters {list(clusters.shape)} of {clusters.dtype} for {count} samples",
+            rule="one whole number a sample; samples of one number are alike, such as crops of one photograph",
+            remedy="mend `clusters`, or leave them out",
+        )
+    return clusters.astype(np.int64)
 
 
 def _labels(labels: NDArray[Any], count: int, where: str) -> NDArray[np.int64]:
@@ -286,7 +318,7 @@ def _fields(names: Sequence[str], where: str) -> InputError:
         "calibration-fields",
         where=where,
         value=f"arrays {', '.join(map(repr, list(names)[:6])) or 'none'}",
-        rule="an array `images`, and `labels` where there are some",
+        rule="an array `images`, and `labels` and `clusters` where there are some",
         remedy="numpy.savez_compressed(path, images=..., labels=...)",
     )
 

@@ -5,8 +5,9 @@
     a folder of image files, a .zip of them      bytes
 
 A user's own files have no splits: the last 10 % are kept for `eval` and the 5 % before for `tune`, class by class where
-there are labels, else by their order. What becomes of a user's own bytes is said by a `preprocess.yaml` beside them
-(the card's five keys: resize, crop, mean, std, layout), or known of the model.
+there are labels, else by their order; images that are alike (`clusters`) stay in one split, and are parted as one. What
+becomes of a user's own bytes is said by a `preprocess.yaml` beside them (the card's five keys: resize, crop, mean, std,
+layout), or known of the model.
 
     load_images("fashion-mnist", "eval", samples=None, seed=0, shape=(None, 1, 28, 28), dtype="float32", where="images")
 """
@@ -14,7 +15,9 @@ there are labels, else by their order. What becomes of a user's own bytes is sai
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,7 @@ class ImageSet:
         split: `calib`, `tune` or `eval`.
         sha256: over shape and little-endian bytes of images and labels.
         notes: what was decided on the way, one sentence each; for the manifest.
+        clusters: [n], images of one number are alike, such as crops of one photograph; None: each was drawn alone.
     """
 
     images: NDArray[np.float32]
@@ -55,6 +59,7 @@ class ImageSet:
     split: Split
     sha256: str
     notes: tuple[str, ...] = ()
+    clusters: NDArray[np.int64] | None = None
 
 
 def load_images(
@@ -82,8 +87,8 @@ def load_images(
 
     Raises:
         InputError: `unknown-calibration`, `file-missing`, `card-invalid`, and `calibration-` followed by `checksum`,
-            `split`, `kind`, `suffix`, `empty`, `short`, `mixed`, `unreadable`, `pickle`, `fields`, `labels`, `dtype`,
-            `shape`, `preprocess`, `nonfinite`, `range`, `constant`.
+            `split`, `kind`, `suffix`, `empty`, `short`, `mixed`, `unreadable`, `pickle`, `fields`, `labels`,
+            `clusters`, `dtype`, `shape`, `preprocess`, `nonfinite`, `range`, `constant`.
         MissingDependency: Pillow, where images must be decoded or resized.
     """
     if dtype not in _FLOATS:
@@ -99,11 +104,13 @@ def load_images(
     chosen = drawn(part.members, part.sampling, split, samples, seed)
     images = _read(part.images, chosen, how, shape, where)
     _check_values(images, None if part.images.bytes_ else how, part.images.where)
-    labels = None if part.images.labels is None else part.images.labels[chosen]
+    labels, clusters = (
+        None if array is None else array[chosen] for array in (part.images.labels, part.images.clusters)
+    )
     notes = part.notes
     if samples is not None and len(chosen) < samples:
         notes = (*notes, f"{part.name} has {len(chosen)} images to {split}, {samples} were asked for")
-    return ImageSet(images, labels, part.name, split, _sha256(images, labels), notes)
+    return ImageSet(images, labels, part.name, split, _sha256(images, labels), notes, clusters)
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,7 @@ def _open(reference: str, split: Split) -> _Part:
         found = image_sources.parse(path, suffix=path.suffix.lower(), where=reference)
     stated = _stated(folder / PREPROCESS) if (folder / PREPROCESS).is_file() else None
     name = path.resolve().name
-    members, parted = own_split(found.count, found.labels, split)
+    members, parted = own_split(found.count, found.labels, split, found.clusters)
     if not len(members):
         raise InputError(
             "calibration-short",
@@ -156,8 +163,37 @@ def _from_card(card: Card, split: Split) -> _Part:
             remedy="use another set; see `quantkit list calibrations`",
         )
     parts = [image_sources.parse(data, suffix=path.suffix.lower(), where=str(path)) for path, data in card.read(split)]
+    if card.alike is not None:
+        parts = _alike(parts, card.alike, where)
     found = image_sources.together(parts, where)
     return _Part(found, np.arange(found.count), card.sampling, card.preprocess, card.name)
+
+
+def _alike(parts: Sequence[Images], pattern: str, where: str) -> list[Images]:
+    """Files of images, which of them are alike told by their names; arrays say it themselves. See `Card.alike`."""
+    numbers: dict[str, int] = {}
+    found = []
+    for part in parts:
+        if part.names is None and part.clusters is None:
+            raise _unlike(where, "arrays, whose images have no names", pattern)
+        of = []
+        for name in part.names or ():
+            match = re.search(pattern, Path(name).stem)
+            if match is None:
+                raise _unlike(where, f"an image {Path(name).stem!r}", pattern)
+            of.append(numbers.setdefault(match[0], len(numbers)))
+        found.append(replace(part, clusters=np.array(of)) if of else part)
+    return found
+
+
+def _unlike(where: str, value: str, pattern: str) -> InputError:
+    return InputError(
+        "card-invalid",
+        where=f"{where}: alike",
+        value=value,
+        rule=f"every image file has {pattern} in its name, and every .npz an array `clusters`",
+        remedy="mend `alike`, or leave it out",
+    )
 
 
 def _stated(path: Path) -> Preprocess:
@@ -169,8 +205,19 @@ def _stated(path: Path) -> Preprocess:
         raise from_validation(error, where=str(path), code="calibration-preprocess", known=known) from None
 
 
-def own_split(count: int, labels: NDArray[Any] | None, split: Split) -> tuple[NDArray[np.int64], str]:
-    """The numbers of the samples of a split of what has none, ascending, and by what they were parted."""
+def own_split(
+    count: int, labels: NDArray[Any] | None, split: Split, clusters: NDArray[np.int64] | None = None
+) -> tuple[NDArray[np.int64], str]:
+    """The numbers of the samples of a split of what has none, ascending, and by what they were parted.
+
+    Of samples that are alike (`clusters`) the first decides for all: none is scored on what its like was calibrated on.
+    """
+    if clusters is not None:
+        _, firsts, place = np.unique(clusters, return_index=True, return_inverse=True)
+        # in the order in which they come, not in that of their numbers
+        order = np.argsort(firsts)
+        kept, parted = own_split(firsts.size, None if labels is None else labels[firsts[order]], split)
+        return np.flatnonzero(np.isin(place, order[kept])), f"{parted}, those that are alike together"
     classes = [np.arange(count)]
     if labels is not None:
         classes = [np.flatnonzero(labels == label) for label in np.unique(labels)]

@@ -1,8 +1,8 @@
 """A calibration set's name or path -> what every input of a graph is fed, sample by sample.
 
     one input of floats      images, however they come; see `calibrate.images`
-    any other graph          a .npz with an array [n, ...] for each input, by the input's name, and `labels` where there
-                             are some; a .npy where there is one input
+    any other graph          a .npz with an array [n, ...] for each input, by the input's name, `labels` where there are
+                             some, and `clusters` where samples are alike; a .npy where there is one input
 
 Floats are taken as preprocessed. What is no float (token ids, masks, positions) stays as it is. Arrays have no splits:
 they are parted as a user's own images are. A graph whose batch is fixed is fed that many samples at a time, and what is
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from quantkit import content
 from quantkit.calibrate.card import Sampling, Split
-from quantkit.calibrate.image_sources import pickled, unreadable
+from quantkit.calibrate.image_sources import cluster_numbers, pickled, unreadable
 from quantkit.calibrate.images import check_range, drawn, load_images, own_split
 from quantkit.calibrate.views import views
 from quantkit.errors import InputError
@@ -32,6 +32,7 @@ from quantkit.model.preprocess import Preprocess
 Array = NDArray[Any]
 Feed = Mapping[str, Array]
 LABELS = "labels"
+CLUSTERS = "clusters"
 _IMAGES = "images"
 
 
@@ -66,7 +67,8 @@ class InputSet:
         sha256: over names, types, shapes and little-endian bytes.
         batch: samples of a feed, where the graph takes no other number.
         notes: what was decided on the way, one sentence each; for the manifest.
-        clusters: [n], samples of one number are alike (`views`); None: each was drawn alone.
+        clusters: [n], samples of one number are alike: crops of one photograph, `views` of one image; None: each was
+            drawn alone.
     """
 
     arrays: Feed
@@ -103,7 +105,16 @@ class InputSet:
             return self
         found, numbers = views(np.moveaxis(images, channels, 1), count, seed)
         labels = None if self.labels is None else self.labels[numbers]
-        return replace(self, arrays={name: np.moveaxis(found, 1, channels)}, labels=labels, clusters=numbers)
+        clusters = numbers if self.clusters is None else self.clusters[numbers]
+        return replace(self, arrays={name: np.moveaxis(found, 1, channels)}, labels=labels, clusters=clusters)
+
+    def first_of(self, count: int) -> InputSet:
+        """So many samples; whole feeds of them, where a graph takes no others."""
+        step = self.batch or 1
+        kept = slice(max(step, count - count % step))
+        labels, clusters = (None if each is None else each[kept] for each in (self.labels, self.clusters))
+        arrays = {name: array[kept] for name, array in self.arrays.items()}
+        return replace(self, arrays=arrays, labels=labels, clusters=clusters)
 
     def first(self, size: int) -> Feed:
         """The first feed of these."""
@@ -133,8 +144,8 @@ def load_inputs(
 
     Raises:
         InputError: those of `load_images`; `onnx-inputs`, a graph that takes no samples; of arrays,
-            `calibration-fields`, `-dtype`, `-shape`, `-range`, `-labels`, `-nonfinite`, `-constant`, `-short`,
-            `-pickle`, `-unreadable`, `-kind`.
+            `calibration-fields`, `-dtype`, `-shape`, `-range`, `-labels`, `-clusters`, `-nonfinite`, `-constant`,
+            `-short`, `-pickle`, `-unreadable`, `-kind`.
     """
     batch = _batch(inputs, where)
     path = content.find("calibration", reference)
@@ -151,13 +162,16 @@ def load_inputs(
             preprocess=preprocess,
         )
         arrays = {only.name: found.images.astype(only.dtype, copy=False)}
-        return _whole(arrays, found.labels, batch, found.name, split, found.notes)
+        return _whole(arrays, found.labels, found.clusters, batch, found.name, split, found.notes)
     everything = _read(path, inputs)
-    labels = everything.pop(LABELS, None)
+    named = {each.name for each in inputs}
+    labels, clusters = (None if name in named else everything.pop(name, None) for name in (LABELS, CLUSTERS))
     count = _count(everything, reference)
     if labels is not None:
         labels = _labels(labels, count, reference)
-    members, parted = own_split(count, labels, split)
+    if clusters is not None:
+        clusters = cluster_numbers(clusters, count, reference)
+    members, parted = own_split(count, labels, split, clusters)
     chosen = drawn(members, Sampling(), split, samples, seed)
     if not len(chosen):
         raise _short(reference, f"{count} samples, none of them left for {split}")
@@ -167,7 +181,8 @@ def load_inputs(
     notes = [f"{name} has no splits: {split} is {len(members)} of its {count} samples, parted {parted}"]
     if samples is not None and len(chosen) < samples:
         notes.append(f"{name} has {len(chosen)} samples to {split}, {samples} were asked for")
-    return _whole(arrays, None if labels is None else labels[chosen], batch, name, split, tuple(notes))
+    labels, clusters = (None if each is None else each[chosen] for each in (labels, clusters))
+    return _whole(arrays, labels, clusters, batch, name, split, tuple(notes))
 
 
 def _batch(inputs: Sequence[Input], where: str) -> int | None:
@@ -206,7 +221,7 @@ def _holds(path: Path, name: str) -> bool:
 def _read(path: Path, inputs: Sequence[Input]) -> dict[str, Array]:
     where, suffix = path.name, path.suffix.lower()
     names = [each.name for each in inputs]
-    wanted = f"an array for each input ({', '.join(names)}), and `labels` where there are some"
+    wanted = f"an array for each input ({', '.join(names)}), and `labels` and `clusters` where there are some"
     remedy = f"numpy.savez(path, {', '.join(f'{name}=...' for name in names)})"
     if suffix not in (".npz", ".npy") or not path.is_file() or (suffix == ".npy" and len(inputs) > 1):
         raise InputError(
@@ -227,7 +242,7 @@ def _read(path: Path, inputs: Sequence[Input]) -> dict[str, Array]:
                     rule=wanted,
                     remedy=remedy,
                 )
-            return {name: loaded[name] for name in [*names, LABELS] if name in loaded.files}
+            return {name: loaded[name] for name in [*names, LABELS, CLUSTERS] if name in loaded.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
         raise pickled(where) if "allow_pickle" in str(error) else unreadable(where, error) from None
 
@@ -322,6 +337,7 @@ def _check_constant(floats: Sequence[Array], where: str) -> None:
 def _whole(
     arrays: dict[str, Array],
     labels: NDArray[np.int64] | None,
+    clusters: NDArray[np.int64] | None,
     batch: int | None,
     name: str,
     split: Split,
@@ -335,8 +351,8 @@ def _whole(
     if rest:
         notes = (*notes, f"{name}: {rest} of {count} samples to {split} fill no feed of {batch}, and are left out")
         arrays = {key: array[: count - rest] for key, array in arrays.items()}
-        labels = None if labels is None else labels[: count - rest]
-    return InputSet(arrays, labels, name, split, _sha256(arrays, labels), batch, notes)
+        labels, clusters = (None if each is None else each[: count - rest] for each in (labels, clusters))
+    return InputSet(arrays, labels, name, split, _sha256(arrays, labels), batch, notes, clusters)
 
 
 def _short(where: str, value: str) -> InputError:

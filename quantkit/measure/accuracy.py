@@ -98,7 +98,7 @@ class Items:
 
     def next_word_test(self) -> McNemar:
         """Whether original and candidate differ in how many next words they get right."""
-        return mcnemar(self.right_original, self.right_candidate)
+        return mcnemar(self.right_original, self.right_candidate, self.clusters()[0])
 
     def rows(
         self,

@@ -188,7 +188,7 @@ class Flips:
         lost: A alone has them right.
         gained: B alone has them right.
         n: positions.
-        p: McNemar's exact test, two-sided; each position as one item.
+        p: McNemar's test, two-sided; sequences as clusters.
         agree: share of the positions at which both hold the same word most likely.
         examples: those that moved most, the lost ones first.
     """

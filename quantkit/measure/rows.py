@@ -54,7 +54,7 @@ class Baseline(_Part):
     """What the value is set against; `ratio` above 1: the subject is better.
 
     Of shares of the same items (top-1, recall) also `difference`, value − baseline's value, its paired interval, and
-    the p-value of McNemar's exact test; other rows go without these keys.
+    the p-value of McNemar's test; other rows go without these keys.
     """
 
     subject: str

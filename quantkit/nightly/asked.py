@@ -162,7 +162,10 @@ def _scored(results: Sequence[Result], items: Sequence[Item], other: Side, margi
 
     numbers = np.array([each.item for each in before]), np.array([each.item for each in after])
     labels = [each.sequence for each in after]
-    clusters = None if None in labels else clusters_of(np.array(labels))[0]
+    clusters = None if None in labels else np.array(labels)
+    if clusters is not None and _all_have("logp", before, after):
+        # words, of which those far apart in a text are not alike; the crops of a photograph all are
+        clusters, _ = clusters_of(clusters)
 
     def lost() -> Evidence:
         right = ([bool(each.correct) for each in side] for side in (before, after))

@@ -195,7 +195,8 @@ class Item(Row):
         correct: whether the answer was right.
         kl: divergence from the float model, in nats.
         logp: logarithm of the probability of what is right.
-        sequence: that a next word belongs to; items of one are not independent.
+        sequence: that a next word belongs to, or another cluster (the photograph of a crop); items of one are not
+            independent.
         text: for people, of items whose answer flipped; None for the others.
     """
 

@@ -45,7 +45,7 @@ class Mixed:
             samples: of the `tune` split, at most, that the points of the curve are scored on.
             views: of each image, where samples are images and the model tells classes apart: moved a little, and every
                 other one mirrored. A share of 18 images is known to 5.6 points, of 8 views each to less; intervals are
-                by image.
+                by image, or by what the set says is alike.
             alone: samples that the harm of each product alone is measured on.
         """
 

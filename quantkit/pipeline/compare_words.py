@@ -45,7 +45,7 @@ class Text:
 
 def flips(a: Items, b: Items, text: Text, count: int) -> Flips:
     """What flipped, with `count` examples of each kind: where the chance of what follows has changed most."""
-    test = mcnemar(a.right_candidate, b.right_candidate)
+    test = mcnemar(a.right_candidate, b.right_candidate, b.clusters()[0])
     rise = b.nll_candidate - a.nll_candidate
     moved = flipped(a, b)
     lost, gained = (moved[a.right_candidate[moved] == side] for side in (True, False))

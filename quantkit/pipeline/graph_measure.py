@@ -132,13 +132,15 @@ def agreement(
     )
     name = classes_of(expected, samples)
     if name is None:
-        return outputs(expected, given, about=about)
+        return outputs(expected, given, about=about, clusters=samples.clusters)
     unit = "sample" if samples.channels is None else "image"
     labels, clusters = samples.labels, samples.clusters
     rows = classification(expected[name], given[name], labels, about=about, unit=unit, clusters=clusters)
     # without labels it may be no answer but a vector; and what stands beside the answer may be lost on its own
     others = {each: value for each, value in expected.items() if each != name or samples.labels is None}
-    return rows + (outputs(others, {each: given[each] for each in others}, about=about) if others else [])
+    if not others:
+        return rows
+    return rows + outputs(others, {each: given[each] for each in others}, about=about, clusters=clusters)
 
 
 @dataclass(frozen=True)

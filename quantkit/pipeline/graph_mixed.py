@@ -90,8 +90,8 @@ class _Search:
         self.recipe = quantized.prepared.request.recipe
         self.expected = answers(quantized.prepared.graph.model, held)
         self.classes = classes_of(self.expected, held)
-        self.first = _first(held, settings.alone)
-        self.samples = held
+        self.first = held.first_of(settings.alone)
+        self.samples, self.distinct = held, len(held)
         if self.classes is not None:
             self.samples = held.views(settings.views, self.recipe.seed)
             self.expected = answers(quantized.prepared.graph.model, self.samples)
@@ -191,10 +191,12 @@ class _Search:
         return Mixture(codes, mixed, self._decisions(mixed, layers, kept, best, count is not None))
 
     def _on_what(self) -> str:
-        samples, distinct = self.samples, self.samples.clusters
-        many = len(samples) if distinct is None else int(np.unique(distinct).size)
-        by = f", {len(samples) // many} views of each" if many < len(samples) else ""
-        return f"{words.plural(many, 'sample')} of {samples.name} ({samples.split}){by}"
+        samples, each = self.samples, len(self.samples) // self.distinct
+        by = f", {each} views of each" if each > 1 else ""
+        alike = samples.clusters
+        groups = self.distinct if alike is None else int(np.unique(alike).size)
+        drawn = f", drawn from {groups}" if groups < self.distinct else ""
+        return f"{words.plural(self.distinct, 'sample')} of {samples.name} ({samples.split}){drawn}{by}"
 
     def _decisions(
         self, mixed: Mixed, layers: Sequence[Alone], kept: Sequence[str], count: int, met: bool
@@ -233,11 +235,3 @@ def _told(gate: str, row: Row) -> tuple[float, tuple[float, float] | None]:
     if value is None:
         return 0.0, None
     return harm(value), None if ends is None else (min(map(harm, ends)), max(map(harm, ends)))
-
-
-def _first(held: InputSet, count: int) -> InputSet:
-    """So many samples; whole feeds of them, where a graph takes no others."""
-    step = held.batch or 1
-    count = max(step, count - count % step)
-    labels = None if held.labels is None else held.labels[:count]
-    return replace(held, arrays={name: array[:count] for name, array in held.arrays.items()}, labels=labels)

@@ -216,12 +216,14 @@ def scored(rows: Sequence[Row]) -> str:
     among = f" in {words.plural(sequences, 'sequence')}" if sequences else ""
     what = f"{words.plural(row.data.items, counted(row))} of {row.data.set} ({row.data.split}){among}"
     what += begins(row.data.begins) if sequences else ""
+    groups = (row.shape or {}).get("clusters")
+    over = "" if groups is None else f" over {words.plural(groups, 'group')} of {counted(row)}s that are alike"
     paired = any(row.baseline is not None and row.baseline.difference is not None for row in rows)
     if shares.of_classes(row) or paired:
-        test = f"; changes are paired, {counted(row)} by {counted(row)}, with McNemar's exact test" if paired else ""
-        clustered = ", over those drawn together" if "ci95-by-cluster" in row.flags else ""
-        return f"{what}; intervals 95 %{clustered}{test}"
-    return f"{what}; intervals 95 %{', ± standard error' if sequences else ''}"
+        exact = "McNemar's exact test" if groups is None else "McNemar's test"
+        test = f"; changes are paired, {counted(row)} by {counted(row)}, with {exact}" if paired else ""
+        return f"{what}; intervals 95 %{over}{test}"
+    return f"{what}; intervals 95 %{over}{', ± standard error' if sequences else ''}"
 
 
 def counted(row: Row) -> str:

@@ -146,6 +146,73 @@ def test_own_labels_part_class_by_class(tmp_path: Path) -> None:
         assert found is not None and np.bincount(found).tolist() == [each] * 3
 
 
+def test_own_images_that_are_alike_stay_in_one_split(tmp_path: Path) -> None:
+    clusters = np.repeat([8, 3, 5, 0, 1, 2, 4, 6, 7, 9], 6)
+    values = np.random.default_rng(0).normal(size=(60, 1, 8, 8))
+    path = own(tmp_path, images=values, clusters=clusters)
+    found = {split: load(path, split) for split in ("calib", "tune", "eval")}
+    assert [np.unique(each.clusters).tolist() for each in found.values()] == [[0, 1, 2, 3, 4, 5, 6, 8], [7], [9]]
+    assert "by their order, those that are alike together" in found["eval"].notes[0]
+    # of classes, each has its groups in every split
+    labels = np.repeat(np.arange(2), 120)
+    path = own(tmp_path, images=np.tile(values, (4, 1, 1, 1)), clusters=np.arange(240) // 6, labels=labels)
+    scored = load(path, "eval")
+    assert (np.bincount(scored.labels).tolist(), np.unique(scored.clusters).tolist()) == ([12, 12], [18, 19, 38, 39])
+
+
+def alike(folder: Path, pattern: str, **files: bytes) -> Path:
+    how = {**HOW, "mean": [0.0] * 3, "std": [1.0] * 3}
+    return write_card(folder, {name.replace("_", "."): data for name, data in files.items()}, kind="images",
+                      preprocess=how, alike=pattern)  # fmt: skip
+
+
+def archive(*names: str) -> bytes:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as file:
+        for place, name in enumerate(names):
+            file.writestr(name, picture((place, 0, 255)))
+    return data.getvalue()
+
+
+def test_a_card_says_which_files_are_alike(tmp_path: Path) -> None:
+    files = archive("dog-1.png", "cat-1.png", "dog-2.png", "sub/cat-9.png")
+    card = alike(tmp_path / "set", "^[a-z]+", calib_zip=files, eval_png=picture((1, 2, 3)))
+    found = load(card.parent, shape=(None, 3, 8, 8))
+    assert found.clusters is not None
+    names = sorted(["dog-1.png", "cat-1.png", "dog-2.png", "sub/cat-9.png"])
+    groups = {Path(name).name[:3]: number for name, number in zip(names, found.clusters, strict=True)}
+    assert len(groups) == 2 and [groups[Path(name).name[:3]] for name in names] == found.clusters.tolist()
+    # without a word about it each was drawn alone
+    plain = write_card(tmp_path / "plain", {"calib.zip": files}, kind="images", preprocess={**HOW, "mean": [0.0] * 3, "std": [1.0] * 3})  # fmt: skip # noqa: E501
+    assert load(plain.parent, shape=(None, 3, 8, 8)).clusters is None
+
+
+def test_what_says_nothing_of_what_is_alike_is_refused(tmp_path: Path) -> None:
+    for number, (pattern, data, says) in enumerate(
+        [
+            ("^[a-z]+-", {"calib_zip": archive("dog-1.png", "01.png")}, "'01'"),
+            ("^[a-z]+", {"calib_npz": npz(images=np.zeros((4, 8, 8, 3), np.uint8))}, "no names"),
+        ]
+    ):
+        card = alike(tmp_path / str(number), pattern, **data)
+        with pytest.raises(InputError, match=says) as caught:
+            load(card.parent, shape=(None, 3, 8, 8))
+        assert caught.value.code == "card-invalid"
+    for changes in ({"alike": "(", "kind": "images"}, {"alike": "a"}):
+        with pytest.raises(InputError, match=r"alike|regular"):
+            Card.load(write_card(tmp_path / "bad", **changes))
+
+
+def test_arrays_in_a_set_bring_their_own_clusters(tmp_path: Path) -> None:
+    grouped = npz(images=grey(6), clusters=np.array([4, 4, 4, 9, 9, 9]))
+    path = write_card(tmp_path / "set", {"calib.npz": grouped}, kind="images", preprocess=HOW, alike="x")
+    assert load(path.parent).clusters.tolist() == [4, 4, 4, 9, 9, 9]  # type: ignore[union-attr]
+    path = write_card(
+        tmp_path / "two", {"calib.1.npz": grouped, "calib.2.npz": npz(images=grey(4, seed=9))},
+        kind="images", preprocess=HOW)  # fmt: skip
+    assert "with and without clusters" in refused("mixed", path.parent).value
+
+
 def test_own_bytes_need_a_word_about_them(tmp_path: Path) -> None:
     path = own(tmp_path, images=grey(20))
     assert PREPROCESS in refused("preprocess", path).remedy
@@ -217,6 +284,7 @@ FINE = np.random.default_rng(3).normal(size=(20, 1, 8, 8)).astype(np.float32)
         ("labels", {"images": FINE, "labels": np.zeros(20)}, "float64"),
         ("labels", {"images": FINE, "labels": np.arange(20) - 1}, "label -1"),
         ("labels", {"images": FINE, "labels": np.eye(20, dtype=np.int64)}, r"\[20, 20\]"),
+        ("clusters", {"images": FINE, "clusters": np.zeros((20, 1), np.int64)}, r"clusters \[20, 1\]"),
         ("short", {"images": FINE[:1]}, "none of them left for calib"),
     ],
 )  # fmt: skip
@@ -291,3 +359,13 @@ def test_shipped_images_load(name: str) -> None:
         each = {image.tobytes() for image in found.images}
         assert len(each) >= 16 and not each & seen
         seen |= each
+
+
+def test_crops_of_one_photograph_are_one_to_an_interval() -> None:
+    """The shipped photographs say which crops are of one: 30 to score on are five, 64 to calibrate on six."""
+    shape = (None, 3, 224, 224)
+    counts = [
+        np.unique(load("photos", split, shape=shape).clusters, return_counts=True)[1].tolist()
+        for split in ("calib", "tune", "eval")
+    ]
+    assert [sorted(each) for each in counts] == [[10, 10, 11, 11, 11, 11], [3] * 6, [6] * 5]

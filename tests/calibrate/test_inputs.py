@@ -70,6 +70,32 @@ def test_samples_are_drawn_together_with_their_labels(tmp_path: Path) -> None:
     assert load(tmp_path, **moved).sha256 != load(tmp_path, **held).sha256
 
 
+def test_samples_that_are_alike_stay_together(tmp_path: Path) -> None:
+    clusters = np.repeat(np.arange(20)[::-1], 5)
+    held = arrays(100, clusters=clusters)
+    held["ids"][:, 0] = clusters
+    parts = [load(tmp_path, split, **held) for split in ("calib", "tune", "eval")]
+    for part in parts:
+        assert part.clusters is not None
+        np.testing.assert_array_equal(part.clusters, part.arrays["ids"][:, 0])
+    assert [np.unique(part.clusters).tolist() for part in parts] == [list(range(3, 20)), [2], [0, 1]]
+    assert "alike together" in parts[0].notes[0]
+    images = load(tmp_path, "eval", inputs=[IMAGES], images=held["x"], clusters=clusters)
+    np.testing.assert_array_equal(images.clusters, parts[2].clusters)
+    first = parts[0].first_of(7)
+    assert (len(first), first.clusters.tolist()) == (7, [19] * 5 + [18] * 2)  # type: ignore[union-attr]
+    fixed = [Given(each.name, each.dtype, (8, *each.shape[1:])) for each in ALL]
+    found = load(tmp_path, inputs=fixed, **held)
+    assert found.clusters is not None and len(found) == found.clusters.size == 80
+    assert len(found.first_of(20)) == 16
+
+
+def test_an_input_may_be_called_clusters(tmp_path: Path) -> None:
+    given = Given("clusters", "int64", (None, 5))
+    found = load(tmp_path, inputs=[given], clusters=arrays()["ids"])
+    assert found.clusters is None and found.arrays["clusters"].shape == (34, 5)
+
+
 def test_a_fixed_batch_is_filled(tmp_path: Path) -> None:
     inputs = [Given(each.name, each.dtype, (8, *each.shape[1:])) for each in ALL]
     found = load(tmp_path, inputs=inputs, **arrays())
@@ -101,6 +127,8 @@ def test_one_input_of_floats_takes_images_or_an_array_of_its_name(tmp_path: Path
         ({"x": np.full((40, 3, 4, 4), 1e300)}, "calibration-nonfinite", "infinity"),
         ({"x": np.zeros((40, 3, 4, 4), np.float32)}, "calibration-constant", "one value everywhere"),
         ({"labels": np.arange(40.0)}, "calibration-labels", "float64"),
+        ({"clusters": np.arange(39)}, "calibration-clusters", "[39]"),
+        ({"clusters": np.arange(40.0)}, "calibration-clusters", "float64"),
         ({"ids": np.array([[None] * 5] * 40)}, "calibration-pickle", "objects"),
     ],
 )

@@ -29,6 +29,8 @@ def test_a_set_brings_its_labels_and_says_which_samples_are_alike() -> None:
     given = InputSet({"x": images()}, np.array([4, 5, 6]), "set", "tune", "0" * 64)
     found = given.views(2, seed=0)
     assert (len(found), found.labels.tolist(), found.clusters.tolist()) == (6, [4, 5, 6] * 2, [0, 1, 2] * 2)
+    crops = InputSet({"x": images()}, None, "set", "tune", "0" * 64, clusters=np.array([7, 7, 9]))
+    assert crops.views(2, seed=0).clusters.tolist() == [7, 7, 9] * 2, "views of crops of one photograph are alike too"
     last = InputSet({"x": np.moveaxis(images(), 1, 3)}, None, "set", "tune", "0" * 64).views(2, seed=0)
     assert np.array_equal(np.moveaxis(last.arrays["x"], 3, 1), found.arrays["x"]), "channels may come last"
 

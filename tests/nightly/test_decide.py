@@ -185,6 +185,20 @@ def test_items_of_one_sequence_count_for_less() -> None:
     assert "would have been called worse" in clustered.because
 
 
+def test_crops_of_few_photographs_are_no_more_than_those() -> None:
+    """Words of few texts are told apart by where they stand; crops of a photograph are alike wherever they are."""
+    items = [
+        replace(each, correct=each.side == "baseline" and each.correct, sequence=each.item % 5)
+        if each.item % 5 == 3 and each.item % 7 == 0
+        else replace(each, sequence=each.item % 5)
+        for each in answered(ONE)
+    ]
+    crops = [replace(each, logp=None, kl=None) for each in items]
+    words, photographs = (row(judged([done(ONE)], items=each), "accuracy") for each in (items, crops))
+    assert words.value == photographs.value
+    assert photographs.smallest > words.smallest  # type: ignore[operator]
+
+
 def test_blocks_of_one_round_count_for_less() -> None:
     """A load's luck lasts for its round: as if one round, the same times would seem to say more."""
     luck = np.random.default_rng(5).normal(0, 0.03, ROUNDS)

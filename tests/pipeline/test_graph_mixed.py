@@ -77,6 +77,14 @@ def test_a_gate_that_is_met_keeps_nothing(files: tuple[Path, Path], tmp_path: Pa
     bundle, mixed = compiled(files, tmp_path / "bundle", "gates={agreement_min: 0.5}")
     assert (mixed.chosen, len(mixed.steps), decided(bundle)) == (0, 1, {})
     assert "That meets the gate, so nothing was kept high." in (bundle.path / "report.html").read_text()
+    assert mixed.scored == "12 samples of set.npz (tune), 8 views of each"
+
+
+def test_crops_of_few_photographs_are_said_to_be(files: tuple[Path, Path], tmp_path: Path) -> None:
+    with np.load(files[1]) as held:
+        np.savez(tmp_path / "crops.npz", images=held["images"], clusters=np.arange(240) // 6)
+    _, mixed = compiled((files[0], tmp_path / "crops.npz"), tmp_path / "bundle", "gates={agreement_min: 0.5}")
+    assert mixed.scored == "12 samples of crops.npz (tune), drawn from 2, 8 views of each"
 
 
 def test_without_a_gate_nothing_is_kept(files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import stats
 
-from quantkit.stats.clustered import clustered_mean, student
+from quantkit.stats.clustered import chance, clustered_mean, clustered_ratio, student
 
 finite = st.floats(-1e6, 1e6, allow_nan=False, allow_subnormal=False)
 
@@ -67,3 +67,29 @@ def test_what_does_not_fit_is_refused(values, clusters):
 
 def test_student():
     assert student(0.95, 11) == pytest.approx(stats.t.ppf(0.975, 11), rel=1e-12)
+
+
+def test_the_chance_is_that_of_students_test():
+    values = np.random.default_rng(0).normal(0.4, 1.0, 20)
+    assert chance(clustered_mean(values, np.arange(20))) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
+    repeated = clustered_mean(np.repeat(values, 6), np.repeat(np.arange(20), 6))
+    assert chance(repeated) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
+    assert chance(clustered_mean(values, np.zeros(20))) == 1.0
+    assert chance(clustered_mean(np.array([1.0, -1.0]), np.arange(2))) == 1.0
+
+
+def test_a_ratio_covers_the_truth_as_often_as_it_says():
+    generator = np.random.default_rng(2)
+    clusters, hits = np.repeat(np.arange(12), 20), 0
+    for _ in range(600):
+        size = generator.lognormal(0, 0.3, 12).repeat(20) * generator.lognormal(0, 0.1, 240)
+        harm = 0.01 * generator.lognormal(-0.08, 0.4, 12).repeat(20) * size
+        found = clustered_ratio(harm, size, clusters)
+        hits += found.ci95[0] < 0.01 < found.ci95[1]
+    assert found.value == pytest.approx(harm.sum() / size.sum())
+    # 570 expected, standard deviation 5; few clusters of skewed sizes cost a little
+    assert 545 <= hits <= 590
+    assert clustered_ratio(np.zeros(4), np.ones(4), np.arange(4)).ci95 == (0.0, 0.0)
+    assert clustered_ratio(np.ones(4), np.ones(4), np.zeros(4)).ci95 is None
+    with pytest.raises(ValueError, match="two"):
+        clustered_ratio(np.ones(4), np.zeros(4), np.arange(4))

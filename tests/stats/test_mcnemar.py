@@ -34,3 +34,23 @@ def test_what_does_not_fit_is_refused():
         mcnemar(np.ones(3, bool), np.ones(4, bool))
     with pytest.raises(ValueError, match="negative"):
         from_counts(-1, 2)
+
+
+def test_what_flips_together_counts_for_less():
+    """All 24 that were lost are crops of two photographs of 20."""
+    before, clusters = np.ones(240, bool), np.repeat(np.arange(20), 12)
+    after = before & (clusters >= 2)
+    assert mcnemar(before, after).p < 1e-6
+    moved = np.where(np.arange(20) < 2, -1.0, 0.0)
+    found = mcnemar(before, after, clusters)
+    assert (found.only_first, found.only_second) == (24, 0)
+    assert found.p == pytest.approx(stats.ttest_1samp(moved, 0).pvalue)
+    assert found.p > 0.1
+
+
+def test_clusters_never_make_it_surer():
+    generator = np.random.default_rng(1)
+    for _ in range(50):
+        first, second = (generator.random(60) < 0.9 for _ in range(2))
+        assert mcnemar(first, second, np.arange(60) // 3).p >= mcnemar(first, second).p
+    assert mcnemar(first, first, np.arange(60) // 3).p == 1.0

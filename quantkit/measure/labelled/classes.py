@@ -155,6 +155,8 @@ def _divergence(
     mean = clustered_mean(kl, np.arange(kl.size) if clusters is None else clusters)
     p50, p90, p99 = (float(x) for x in np.quantile(kl, (0.5, 0.9, 0.99)))
     by = unit if clusters is None else "cluster"
+    if clusters is not None:
+        shape = {**shape, "clusters": mean.clusters}
     return Row(
         name="accuracy.kl",
         value=mean.value,

@@ -6,7 +6,8 @@ With y, ŷ an output of the original and of the candidate for one item, taken as
     relative error      sqrt(Σ ‖ŷ − y‖² / Σ ‖y‖²) over all items
 
 Intervals take the item for the unit that was drawn: Student's t for the mean cosine, a bootstrap of the two sums drawn
-together for the relative error.
+together for the relative error. Of items that were drawn in clusters, such as crops of one photograph, the cluster is
+the unit, and both are Student's t (`stats.clustered`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,18 @@ from quantkit.measure.labelled.about import About, demand_alike
 from quantkit.measure.labelled.pairs import cosine_row
 from quantkit.measure.rows import Baseline, Row
 from quantkit.stats.bootstrap import ratio_interval
+from quantkit.stats.clustered import clustered_ratio
 
 Array = NDArray[Any]
 
 
 def outputs(
-    float_outputs: Mapping[str, Array], own_outputs: Mapping[str, Array], *, about: About, seed: int = 0
+    float_outputs: Mapping[str, Array],
+    own_outputs: Mapping[str, Array],
+    *,
+    about: About,
+    clusters: Array | None = None,
+    seed: int = 0,
 ) -> list[Row]:
     """`accuracy.cosine` and `accuracy.relative_error` of each output of floats, its name in `settings.output`.
 
@@ -35,6 +42,7 @@ def outputs(
         float_outputs: name -> `[n, ...]`, of the original.
         own_outputs: the same names and shapes, of the candidate.
         about: what the rows share.
+        clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
         seed: of the resampling.
 
     Raises:
@@ -50,7 +58,7 @@ def outputs(
         if original.dtype.kind != "f":
             continue
         demand_alike(original, candidate, f"output {name}", "outputs")
-        rows += _rows(name, _vectors(original), _vectors(candidate), about, seed)
+        rows += _rows(name, _vectors(original), _vectors(candidate), about, clusters, seed)
     if not rows:
         raise InputError("nothing-scored", where=about.data.set, value="no output of floats", rule="one is scored")
     return rows
@@ -60,7 +68,7 @@ def _vectors(values: Array) -> Array:
     return values.reshape(values.shape[0], -1).astype(np.float64)
 
 
-def _rows(name: str, original: Array, candidate: Array, about: About, seed: int) -> list[Row]:
+def _rows(name: str, original: Array, candidate: Array, about: About, clusters: Array | None, seed: int) -> list[Row]:
     count, width = original.shape
     lengths = np.linalg.norm(original, axis=1) * np.linalg.norm(candidate, axis=1)
     nowhere = bool((lengths == 0).any())
@@ -69,12 +77,17 @@ def _rows(name: str, original: Array, candidate: Array, about: About, seed: int)
         products = (original * candidate).sum(axis=1)
         turned = np.clip(products / np.where(lengths > 0, lengths, 1.0), -1.0, 1.0)
         flags = ["zero-outputs"] if nowhere else []
-        found.append(cosine_row(turned, np.arange(count), about, "item", flags, output=name))
+        each, unit = (np.arange(count), "item") if clusters is None else (clusters, "cluster")
+        found.append(cosine_row(turned, each, about, unit, flags, _shape(clusters), output=name))
     moved, size = ((candidate - original) ** 2).sum(axis=1), (original**2).sum(axis=1)
-    return [*found, _error_row(name, moved, size, about, seed)]
+    return [*found, _error_row(name, moved, size, about, clusters, seed)]
 
 
-def _error_row(name: str, moved: Array, size: Array, about: About, seed: int) -> Row:
+def _shape(clusters: Array | None) -> dict[str, int] | None:
+    return None if clusters is None else {"clusters": int(np.unique(clusters).size)}
+
+
+def _error_row(name: str, moved: Array, size: Array, about: About, clusters: Array | None, seed: int) -> Row:
     count = moved.size
     common: dict[str, Any] = {"name": "accuracy.relative_error", "unit": "1", "better": "lower"}
     total = float(size.sum())
@@ -82,16 +95,21 @@ def _error_row(name: str, moved: Array, size: Array, about: About, seed: int) ->
         return Row(value=None, **common, **about.common(flags=["original-is-zero"], output=name))
     value = float(np.sqrt(moved.sum() / total))
     interval = None
+    if clusters is not None:
+        ends = clustered_ratio(moved, size, clusters).ci95
+        interval = None if ends is None else (float(np.sqrt(ends[0])), float(np.sqrt(ends[1])))
     # an item of zeros has no error relative to itself: together with a neighbour it has
-    if count > 1 and (size > 0).all():
+    elif count > 1 and (size > 0).all():
         low, high = (float(np.sqrt(max(0.0, end))) for end in ratio_interval(moved, size, seed=seed))
         interval = min(low, value), max(high, value)
+    by = "item" if clusters is None else "cluster"
     return Row(
         value=value,
         stat="root_mean_square",
         ci95=interval,
         n=count,
+        shape=_shape(clusters),
         baseline=Baseline(subject=about.baseline, value=0.0),
         **common,
-        **about.common(flags=["ci95-by-item"] if interval else ["no-interval"], output=name),
+        **about.common(flags=[f"ci95-by-{by}"] if interval else ["no-interval"], output=name),
     )

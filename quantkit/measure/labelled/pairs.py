@@ -78,7 +78,13 @@ def found_first(left: Array, right: Array) -> Array:
 
 
 def cosine_row(
-    values: Array, clusters: Array, about: About, unit: str, flags: list[str], **settings: str | float
+    values: Array,
+    clusters: Array,
+    about: About,
+    unit: str,
+    flags: list[str],
+    shape: dict[str, int] | None = None,
+    **settings: str | float,
 ) -> Row:
     """`accuracy.cosine`: the mean of cosines [n] with its interval, the median, and the least as `p0`."""
     mean = clustered_mean(values, clusters)
@@ -91,6 +97,7 @@ def cosine_row(
         quantiles={"p0": float(values.min()), "p50": float(np.median(values))},
         ci95=None if mean.ci95 is None else (max(-1.0, mean.ci95[0]), min(1.0, mean.ci95[1])),
         n=values.size,
+        shape=shape,
         baseline=Baseline(subject=about.baseline, value=1.0),
         **about.common(flags=[f"ci95-by-{unit}", *flags], **settings),
     )

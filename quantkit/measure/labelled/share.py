@@ -4,11 +4,13 @@
     difference      k/n − k₀/n, with a bootstrap interval over items, both sides of an item drawn together
     p               McNemar's exact test, on the items that one side alone gets right
 
-Items that were not drawn one by one (crops of one photograph) come with cluster labels: intervals then are over the
-clusters (`stats.clustered`, `stats.bootstrap`). McNemar's test knows no clusters; its p is somewhat too small on them.
+Items that were not drawn one by one (crops of one photograph) come with cluster labels, and then all three are over the
+clusters: Wilson's interval of the effective number of items, Student's t for the difference, and McNemar's p no less
+than that of Student's t. `shape.clusters` says how many there are: 480 crops of five photographs are five draws, and
+the intervals are as wide as that.
 
 Where no item tells the sides apart, resampling would give an interval without width, as if a sample had proved that
-there is no difference. It is then ± the upper end of Wilson's interval for 0 of n: 3.8/n.
+there is no difference. It is then ± the upper end of Wilson's interval for 0 of n (items or clusters): 3.8/n.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from quantkit.measure.rows import Baseline, Interval, Row
 from quantkit.stats.bootstrap import mean_interval
 from quantkit.stats.clustered import clustered_mean
 from quantkit.stats.mcnemar import mcnemar
-from quantkit.stats.proportion import wilson
+from quantkit.stats.proportion import clustered_share, wilson
 
 Array = NDArray[Any]
 
@@ -51,12 +53,14 @@ def share_row(
         about: what rows share.
         unit: what an item is, `image`.
         clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
-        shape, flags, settings: of the row.
+        shape, flags, settings: of the row; the number of clusters joins `shape`.
         seed: of the resampling.
     """
     n = right.size
     value = float(np.mean(right))
     by = unit if clusters is None else "cluster"
+    if clusters is not None:
+        shape = {**(shape or {}), "clusters": int(np.unique(clusters).size)}
     return Row(
         name=name,
         value=value,
@@ -83,7 +87,7 @@ def _against(
         ratio=value / base if base else None,
         difference=value - base,
         difference_ci95=difference_interval(right, before, clusters, seed=seed),
-        p_value=mcnemar(before, right).p,
+        p_value=mcnemar(before, right, clusters).p,
     )
 
 
@@ -91,11 +95,7 @@ def share_interval(right: Array, clusters: Array | None = None) -> Interval:
     """The 95 % interval of the share of `right` [n] bool, within 0 and 1."""
     if clusters is None:
         return wilson(int(np.sum(right)), right.size)
-    found = clustered_mean(right, clusters)
-    if found.ci95 is None or right.all() or not right.any():
-        # alike throughout: as much as so many independent draws would say
-        return wilson(found.clusters * bool(right.all()), found.clusters) if found.ci95 else (0.0, 1.0)
-    return max(0.0, found.ci95[0]), min(1.0, found.ci95[1])
+    return clustered_share(right, clusters)
 
 
 def difference_interval(
@@ -109,6 +109,9 @@ def difference_interval(
     if not moved.any():
         reach = wilson(0, draws)[1]
         return -reach, reach
-    low, high = mean_interval(moved, clusters, seed=seed)
     value = float(moved.mean())
+    if clusters is not None:
+        low, high = clustered_mean(moved, clusters).ci95 or (-1.0, 1.0)
+        return max(-1.0, low), min(1.0, high)
+    low, high = mean_interval(moved, seed=seed)
     return min(low, value), max(high, value)

@@ -63,3 +63,17 @@ def test_sides_that_do_not_fit_are_the_callers_mistake():
     before, moved = sides()
     with pytest.raises(ValueError, match="same outputs"):
         outputs(before, {"boxes": moved["boxes"]}, about=about())
+
+
+def test_what_was_drawn_together_counts_as_one():
+    before, moved = ({k: np.repeat(v, 12, axis=0) for k, v in side.items()} for side in sides(10))
+    clusters = np.repeat(np.arange(10), 12)
+    alone, together = (
+        {(row.name, row.settings["output"]): row for row in outputs(before, moved, about=about(120), clusters=each)}
+        for each in (None, clusters)
+    )
+    for key, row in together.items():
+        assert row.value == alone[key].value
+        assert np.ptp(row.ci95) > 2.5 * np.ptp(alone[key].ci95), key
+        assert row.ci95[0] < row.value < row.ci95[1]
+        assert (row.flags, row.shape) == (["ci95-by-cluster"], {"clusters": 10})

@@ -74,8 +74,30 @@ def test_what_was_drawn_together_counts_as_one():
     alone, together = share_interval(right), share_interval(right, clusters)
     assert together[1] - together[0] > 2.5 * (alone[1] - alone[0])
     row = share_row("accuracy.top1", right, None, about=about(), unit="image", clusters=clusters)
-    assert row.flags == ["ci95-by-cluster"]
+    assert (row.flags, row.shape) == (["ci95-by-cluster"], {"clusters": 40})
     # all right: as much as 40 draws say
     assert share_interval(np.ones(480, bool), clusters)[0] == pytest.approx(0.9124, abs=1e-3)
     assert share_interval(np.zeros(480, bool), clusters)[1] == pytest.approx(0.0876, abs=1e-3)
     assert share_interval(np.ones(4, bool), np.zeros(4)) == (0.0, 1.0)
+
+
+def test_crops_of_five_photographs_are_five_draws():
+    """96 crops each of five photographs: intervals are those of five numbers, whatever the number of crops."""
+    generator = np.random.default_rng(4)
+    shares = np.array([0.99, 0.97, 0.95, 0.93, 0.88])
+    clusters = np.repeat(np.arange(5), 96)
+    right = (generator.random((5, 96)) < shares[:, None]).ravel()
+    before = np.ones(480, bool)
+    row = share_row("accuracy.top1", right, before, about=about(480), unit="image", clusters=clusters)
+    each = right.reshape(5, 96).mean(axis=1)
+    reach = stats.t.ppf(0.975, 4) * stats.sem(each)
+    assert np.ptp(row.ci95) == pytest.approx(2 * reach, rel=0.15)
+    assert np.ptp(row.ci95) > 2 * np.ptp(share_interval(right))
+    moved = each - 1
+    oracle = stats.t.interval(0.95, 4, loc=moved.mean(), scale=stats.sem(moved))
+    assert row.baseline.difference_ci95 == pytest.approx(oracle)
+    assert row.baseline.p_value == pytest.approx(stats.ttest_1samp(moved, 0).pvalue)
+    assert row.shape == {"clusters": 5}
+    # ten times as many crops of the same five say no more of the next photograph
+    more = share_interval(np.repeat(right, 10), np.repeat(clusters, 10))
+    assert more == pytest.approx(row.ci95)
