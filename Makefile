@@ -16,7 +16,7 @@ export GOMP_SPINCOUNT  ?= 0
 # byte code is kept: without it every worker rewrites and compiles every test file each time, which takes 10 seconds
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo models nightly-demo test test-fast lint types floors pytest bench matrix clean
+.PHONY: help venv demo models nightly-demo test test-fast lint types floors pytest bench matrix zoo clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ floors: venv  ## imports run downward only
 
 matrix: venv  ## docs/matrix.md, from the targets in export/
 	$(BIN)/python -c "from quantkit.plan import matrix; print(matrix.markdown(), end='')" > docs/matrix.md
+
+zoo: venv  ## every text architecture of transformers, tiny, held against transformers itself: a record, docs/models.md
+	$(BIN)/python benchmarks/zoo.py
 
 bench: venv  ## every benchmark script: the figures that the docs quote
 	@set -e; for script in benchmarks/*.py; do \
