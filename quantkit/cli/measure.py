@@ -40,6 +40,7 @@ def measure(
     from quantkit.bundle import Decision
     from quantkit.measure.engine_layers import stored
     from quantkit.measure.latency import Plan
+    from quantkit.passes import NOTE
     from quantkit.pipeline.gates import failed_gate
     from quantkit.pipeline.graph_again import holds_graph
     from quantkit.pipeline.measure import batches_of, default_runtime, measure_bundle, with_changes
@@ -73,7 +74,7 @@ def measure(
         )
     opened = quantkit.load(bundle)
     notes = figures.notes(opened.manifest)
-    notes += [f"{each.where}: {figures.change(each)}; {each.reason}" for each in decisions]
+    notes += [f"{each.where}: {figures.change(each)}; {each.reason}" for each in decisions if each.code != NOTE]
     verdict = opened.manifest.verdict
     result: dict[str, Any] = {
         "bundle": str(opened.path),

@@ -49,6 +49,17 @@ EXAMPLE: dict[str, Any] = {
         {"pass": "gptq", "code": "damping-raised", "where": "q", "from": 0.01, "to": 0.1, "reason": "not positive"}
     ],
     "checks": [{"name": "reload.onnxruntime", "value": 3e-6, "limit": 1e-4, "ok": True}],
+    "weights": [
+        {
+            "state": "carried",
+            "reason": "embeddings",
+            "linear": False,
+            "asked": True,
+            "tensors": 1,
+            "elements": 64,
+            "example": "model.embed_tokens.weight",
+        }
+    ],
     "verdict": {"answer": "ship_up_to", "batch": 8, "format": None, "because": ["faster"], "forecast": False},
 }
 

@@ -57,6 +57,22 @@ def test_bits_are_those_of_bitsandbytes(dtype: torch.dtype, group: int, scale: s
         assert torch.equal(NF4.dequantize(tensor).to(dtype), functional.dequantize_4bit(packed, state))
 
 
+@pytest.mark.parametrize("scale", ["float32", "double"])
+def test_zeros_are_those_of_bitsandbytes(scale: str) -> None:
+    """Blocks, rows and a whole matrix of them, some below scales that are small beside others."""
+    holey = weights(torch.float32, 0.02)
+    holey[3], holey[5, 64:512], holey[7] = 0.0, 0.0, 1e-6 * holey[7]
+    for weight in (holey, torch.zeros(16, 4096)):
+        packed, state = functional.quantize_4bit(
+            weight, quant_type="nf4", blocksize=64, compress_statistics=scale == "double"
+        )
+        tensor = NF4.quantize(weight, WeightScheme.model_validate({"format": "nf4", "scale": scale}))
+        assert torch.equal(NF4.pack(tensor.codes).reshape(-1), packed.reshape(-1))
+        values = NF4.dequantize(tensor)
+        assert torch.equal(values, functional.dequantize_4bit(packed, state))
+        assert not values[weight == 0].any()
+
+
 def test_the_types_are_those_of_bitsandbytes() -> None:
     assert torch.equal(dynamic_values(), functional.create_dynamic_map())
     assert torch.equal(NF4.element.codebook(), functional.get_4bit_type("nf4", device="cpu"))
