@@ -182,8 +182,8 @@ def _token_set(folder: Path, scored: Tensor) -> Path:
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What a bundle says of its accuracy."""
-    found = {row["name"]: row for row in rows}
+    """What a bundle says of the accuracy of its first export, the checkpoint."""
+    found = {row["name"]: row for row in reversed(rows)}
     stated = {}
     if (row := found.get("accuracy.perplexity")) is not None:
         stated = {"float perplexity": row["baseline"]["value"], "perplexity": row["value"]}
