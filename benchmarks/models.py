@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=8, help="calibration sequences; 0: the recipes' own")
     parser.add_argument("--scored", type=int, default=3000, help="positions")
     parser.add_argument("--rows", type=Path, help="file of what was compiled so far")
-    parser.add_argument("--table", action="store_true", help="no compile: the page from the rows")
+    parser.add_argument("--table", action="store_true", help="no compile: the record and the page from the rows")
     parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
 
@@ -126,7 +126,6 @@ def main() -> int:
     claim = f"expected losses of each recipe on three models; gates hold on all, peak memory within {PEAK:.0%}"
     if options.table:
         PAGE.write_text(page(found, options.samples), encoding="utf-8")
-        return 0
     compiles = [{**line, "compile": row} for line, row in zip(found, known, strict=True)]
     record("models", claim, compiles, settings, write=not options.no_record)
     return verdicts(held(found))
@@ -151,10 +150,12 @@ def page(rows: Sequence[Mapping[str, Any]], samples: int) -> str:
     lines = [_HEAD.format(samples=samples)]
     columns = [f"{model}: KL | perplexity ×" for model in MODELS]
     lines += [f"| recipe | bits | {' | '.join(columns)} | gate: KL at most |", "|---" * (3 + 2 * len(MODELS)) + "|"]
+    missing: list[str] = []
     for recipe in RECIPES:
         found = [by.get((model, recipe)) for model in MODELS]
         first = next((row for row in found if row is not None and row["kl"] is not None), None)
         if first is None:
+            missing.append(f"`{recipe}`")
             continue
         cells = [f"`{recipe}`", f"{first['bits']:.2f}" if first["bits"] else ""]
         for row in found:
@@ -169,6 +170,7 @@ def page(rows: Sequence[Mapping[str, Any]], samples: int) -> str:
             ]
         limit = Recipe.load(recipe).gates.kl_max
         lines.append(f"| {' | '.join([*cells, 'none' if limit is None else f'{limit:g}'])} |")
+    lines += ["", f"Not run yet on any of them by this script: {', '.join(missing)}."] if missing else []
     lines += ["", _MEMORY, "| model | recipe | forecast, MB | peak, MB | off | at |", "|---|---|---|---|---|---|"]
     for row in sorted(rows, key=lambda row: (MODELS.index(row["model"]), RECIPES.index(row["recipe"]))):
         figures = f"{row['peak_forecast'] / 1e6:.0f} | {row['peak'] / 1e6:.0f} | {row['peak_error']:+.1%}"
