@@ -353,7 +353,7 @@ def _tokens(tokens: Mapping[str, Any]) -> str:
         return f"{tokens['set']} ({tokens['split']}), {tokens['pairs']} pairs"
     # of a graph, samples are not cut into tokens
     what = f"sequences of {tokens['tokens']} tokens" if "tokens" in tokens else "samples"
-    return f"{tokens['set']} ({tokens['split']}), {tokens['samples']} {what}"
+    return f"{tokens['set']} ({tokens['split']}), {tokens['samples']} {what}{figures.begins(tokens.get('begins'))}"
 
 
 def _pairs() -> Table:
