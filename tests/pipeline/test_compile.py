@@ -202,7 +202,7 @@ def test_padding_that_nobody_reads_is_refused_before_any_work_with_what_helps(
 def test_a_graph_holds_padding(tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     folder = save(tmp_path / "m.odel", byte_tokenizer, "llama", intermediate_size=80, num_hidden_layers=1)
     bundle = run(folder, recipe("gptq", on_indivisible="pad", export=[{"onnx": {}}]), tmp_path / "out", speed=False)
-    assert {decision.code for decision in bundle.manifest.decisions} == {"padded"}
+    assert "padded" in {decision.code for decision in bundle.manifest.decisions}
     assert {check.name: check.ok for check in bundle.manifest.checks}["reload.onnxruntime"]
 
 

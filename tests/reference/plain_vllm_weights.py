@@ -233,9 +233,10 @@ _READERS: dict[str, Callable[[Sequence[Stored], Mapping[str, Any], bool], list[H
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """[N, W] 32-bit words -> [N, 32 W / bits] unsigned codes, least significant first."""
-    shifts = torch.arange(0, 32, bits)
-    return ((words.unsqueeze(2).long() >> shifts) & (2**bits - 1)).flatten(1)
+    """[N, W] 32-bit words -> [N, 32 W / bits] unsigned codes, least significant first; one of 3 bits may lie in two."""
+    each = ((words.unsqueeze(2).long() >> torch.arange(32)) & 1).flatten(1)
+    codes = each[:, : each.shape[1] // bits * bits].unflatten(1, (-1, bits))
+    return (codes << torch.arange(bits)).sum(dim=2)
 
 
 def _e2m1(packed: Tensor, scale: Tensor) -> Tensor:
