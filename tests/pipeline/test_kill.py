@@ -1,4 +1,4 @@
-"""SIGKILL, for real, in three different stages; a resume ends with the content of the undisturbed run."""
+"""SIGKILL, for real, in two different stages; a resume ends with the content of the undisturbed run."""
 
 from __future__ import annotations
 
@@ -42,17 +42,15 @@ def killed(model: Path, out: Path, ripe: Callable[[], bool], *, resume: bool) ->
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starts children by forking after imports")
-def test_three_kills_then_resume_ends_with_the_undisturbed_content(model: Path, tmp_path: Path) -> None:
+def test_two_kills_then_resume_ends_with_the_undisturbed_content(model: Path, tmp_path: Path) -> None:
     whole, out = tmp_path / "whole", tmp_path / "killed"
     partial = tmp_path / "killed.partial"
     process = in_child.start(model, whole)
     process.join()
     assert process.exitcode == 0
 
-    killed(model, out, lambda: committed(partial) >= 2, resume=False)
-    first = committed(partial)
-    killed(model, out, lambda: committed(partial) >= 7, resume=True)
-    assert committed(partial) >= 7 > first
+    killed(model, out, lambda: committed(partial) >= 5, resume=False)
+    assert committed(partial) < 12
     # every block is done; it exports, checks or scores
     killed(model, out, (partial / "bundle" / "model" / "config.json").exists, resume=True)
     assert committed(partial) >= 12

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import inspect
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,24 @@ class Architecture:
 
 def architectures() -> list[Architecture]:
     """Decoders, masked language models, text encoders, heads of some classes and image models, each class once."""
+    found: dict[str, Architecture] = {}
+    for table, model_type, name in entries():
+        if name not in found and (each := _architecture(table, model_type, name)):
+            found[name] = each
+    for name, variant in VARIANTS:
+        found[f"{name} ({variant})"] = dataclasses.replace(found[name], variant=variant)
+    return list(found.values())
+
+
+def named(name: str) -> Architecture:
+    """The architecture of that name; only its own class is imported, where all take ten seconds."""
+    cls, _, variant = name.removesuffix(")").partition(" (")
+    found = (_architecture(*entry) for entry in entries() if entry[2] == cls)
+    return dataclasses.replace(next(each for each in found if each), variant=variant)
+
+
+def entries() -> Iterator[tuple[str, str, str]]:
+    """Auto class, model type and class, of all tables; nothing is imported."""
     tables: list[tuple[str, dict[str, Any]]] = [
         ("AutoModelForCausalLM", auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         ("AutoModelForMaskedLM", auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
@@ -96,16 +115,17 @@ def architectures() -> list[Architecture]:
         ("AutoModel", auto.MODEL_MAPPING_NAMES),
         *HEADS,
     ]
-    found: dict[str, Architecture] = {}
     for table, names in tables:
         for model_type, entry in names.items():
             for name in [entry] if isinstance(entry, str) else entry:
-                if name not in found and (table != "AutoModel" or _encodes(model_type, name)):
-                    own = getattr(getattr(transformers, name, None), "config_class", None)
-                    found[name] = Architecture(table, own.model_type if own else model_type, name)
-    for name, variant in VARIANTS:
-        found[f"{name} ({variant})"] = dataclasses.replace(found[name], variant=variant)
-    return list(found.values())
+                yield table, model_type, name
+
+
+def _architecture(table: str, model_type: str, name: str) -> Architecture | None:
+    if table == "AutoModel" and not _encodes(model_type, name):
+        return None
+    own = getattr(getattr(transformers, name, None), "config_class", None)
+    return Architecture(table, own.model_type if own else model_type, name)
 
 
 def _encodes(model_type: str, name: str) -> bool:
@@ -189,11 +209,6 @@ def config_of(architecture: Architecture, **changes: Any) -> Any:
     special = {**EXCEPTIONS.get(architecture.cls, {}), **VARIANTS.get((architecture.cls, architecture.variant), {})}
     # a copy, because configs write into what they are given
     return config_class(**copy.deepcopy({**settings, **special, **changes}))
-
-
-def named(name: str) -> Architecture:
-    """The architecture of that name."""
-    return next(each for each in architectures() if each.name == name)
 
 
 def tiny(architecture: Architecture | str, folder: Path | None = None, seed: int = 0, **changes: Any) -> nn.Module:
