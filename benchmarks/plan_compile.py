@@ -103,9 +103,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocabulary": 151936,
         "tied": False,
     },
+    # of 20 and 79 M parameters: what plain transformers takes that proves and confirms
+    "g": {
+        "layers": 6,
+        "hidden": 512,
+        "intermediate": 1408,
+        "heads": 8,
+        "kv_heads": 2,
+        "vocabulary": 4096,
+        "tied": True,
+    },
+    "h": {
+        "layers": 12,
+        "hidden": 768,
+        "intermediate": 2048,
+        "heads": 12,
+        "kv_heads": 4,
+        "vocabulary": 8192,
+        "tied": True,
+    },
 }
-# fitted for their memory alone: their seconds are those of one thing, two heads
-VOCABULARIES = ("e", "f")
+# fitted for their memory alone: the seconds of the first two are those of one thing, two heads
+MEMORY_ALONE = ("e", "f", "g", "h")
 # model, recipe, sequences (0: the recipe looks at no data), positions that are scored (0: as a user's)
 FIT = [
     *[("a", "awq-int4", 4, 0), ("b", "int8-weights", 0, 0), ("b", "gptq-int4", 4, 0), ("d", "rtn-int4", 0, 0)],
@@ -127,7 +146,8 @@ FIT = [
     ],
     *[("b", "nvfp4", 4, 1000), ("d", "int8-weights", 0, 1000), ("b", "int4-best", 8, 1000), ("c", "awq-int4", 16, 0)],
     *[("c", "fp8", 4, 1000), ("c", "int8-weights", 0, 1000), ("c", "int4-cpu", 4, 1000), ("c", "int4-best", 8, 1000)],
-    *[("e", "gptq-int4", 2, 500), ("f", "int8-weights", 0, 500)],
+    *[("e", "gptq-int4", 2, 500), ("f", "int8-weights", 0, 500), ("g", "gptq-int4", 2, 500), ("g", "fp8", 2, 500)],
+    *[("h", "rtn-int4", 0, 500), ("h", "int8-weights", 0, 500), ("h", "int4-cpu", 2, 500), ("h", "nf4", 2, 500)],
     *[("a", "int4-tensorrt", 2, 1000), ("b", "int4-tensorrt", 2, 1000), ("d", "int4-tensorrt", 2, 1000)],
 ]
 RECIPES = [
@@ -165,14 +185,14 @@ def fit(
     """The table, with the interval that leaving out one model after another gives."""
     about = {"name": machine.name, "cores": machine.cores, "fp32": machine.fp32, "read": machine.read}
     ratios = []
-    for left_out in sorted({row["model"] for row in rows} - set(VOCABULARIES)):
-        others = fitted([row for row in rows if row["model"] != left_out], machine, memory_alone=VOCABULARIES)
+    for left_out in sorted({row["model"] for row in rows} - set(MEMORY_ALONE)):
+        others = fitted([row for row in rows if row["model"] != left_out], machine, memory_alone=MEMORY_ALONE)
         rates = Rates.from_dict({**others, "interval": (1, 1), "machine": about})
         for row in rows:
             if row["model"] == left_out:
                 expected = compiling(question(row), machine, rates)
                 ratios.append(_seconds(row) / sum(expected.cpu_seconds.values()))
-    table = fitted(rows, machine, memory_alone=VOCABULARIES)
+    table = fitted(rows, machine, memory_alone=MEMORY_ALONE)
     rates = Rates.from_dict({**table, "interval": (1, 1), "machine": about})
     interval = [float(f"{edge:.3g}") for edge in (min(ratios), max(ratios))]
     sharing = 1.0 if busy else shared_out(rows, machine, rates)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import lsq_linear, nnls
 
+from quantkit.pipeline.score import CONFIRMING
 from quantkit.plan import configs
-from quantkit.plan.compile_memory import held
+from quantkit.plan.compile_memory import WHOLE, held
 from quantkit.plan.compile_work import Question, counted
 from quantkit.plan.compiling import SCORED, Machine, asked, of
 from quantkit.recipe import Recipe
@@ -42,6 +43,8 @@ _BOUNDS = {
     "engine": (0.0, 3e8),
     "largest": (0.95, 1.05),
     "ends": (0.95, 1.05),
+    # a file that is read is resident as well; a packed checkpoint is expanded
+    "whole": (1.0, 2.0),
     "states": (1.0, 4.0),
     "logits": (1.0, 6.0),
     "floats": (0.8, 2.2),
@@ -80,6 +83,8 @@ def parts(row: Row) -> list[tuple[str, float, int]]:
             name = f"export {detail}"
         elif stage == "check":
             name = f"check {detail.split()[-1]}"
+        elif stage == "score" and detail == CONFIRMING:
+            name = "confirm"
         elif stage == "score":
             name = f"score {_RUNTIMES.get(detail, 'checkpoint')}"
         found.append((name, part["cpu_seconds"], part["peak_bytes"]))
@@ -139,6 +144,8 @@ def _memory(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
     for row in rows:
         terms, found = held(question(row)), peaks(row)
         for part in terms.keys() & found.keys():
+            if part == "prove" and terms[part]["whole"] >= WHOLE:
+                continue  # as much of a large model is proved as fits into what its other parts take
             # where the ends are more than a block's solve takes, they are the peak, and tell nothing of the solve
             if part != "quantize" or found[part] > _WELL * (
                 found["open"] - terms["open"]["largest"] + terms["begin"]["ends"]

@@ -13,7 +13,6 @@ and all other tensors are compared as well (`reload.own_reader`).
 
 from __future__ import annotations
 
-import gc
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -205,7 +204,7 @@ def reload(
             _quantize_at_run_time(reference, wanted.run_time)
         expected = _run(reference, inputs, cached=cached)
     del reference
-    gc.collect()  # what a library hooks into a model holds it and is held by it: its memory, until somebody looks
+    machine.let_go()
     limit = KERNEL_LIMIT if wanted.layout is not None and wanted.layout.kernels else LIMIT
     return _judge("reload.transformers", _difference(found, expected), "logits", limit)
 

@@ -12,7 +12,6 @@ model of so many layers.
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ from quantkit.model.calls import Given, forward, primary, uncached, unsupported
 from quantkit.model.flow import Flow
 from quantkit.model.open import Source, quiet_loading
 from quantkit.model.stream import StreamedModel, answer
+from quantkit.plan import machine
 
 LIMIT = 1e-4
 NAME = "stream.own_forward"
@@ -145,7 +145,7 @@ def own_forward(source: Source, path: str, flow: Flow, ids: Tensor, blocks: int 
         with torch.no_grad(), uncached(model):
             output = answer(forward(runs(model), ids)).float()
     del model
-    gc.collect()
+    machine.let_go()
     return Own(given, last[0], output)
 
 

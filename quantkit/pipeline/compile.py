@@ -54,13 +54,10 @@ from quantkit.pipeline.strict import refuse
 from quantkit.pipeline.worth import decide, try_to_time
 from quantkit.plan import efficiency, machine
 from quantkit.plan.assigned import takes_head
+from quantkit.plan.compile_memory import WHOLE
 
 if TYPE_CHECKING:
     from quantkit.pipeline.graph_prepared import Prepared as PreparedGraph
-
-
-# a model of so many bytes is held against plain transformers as a whole, whatever its compile takes
-_WHOLE = 640 * 2**20
 
 
 @dataclass(frozen=True)
@@ -324,6 +321,7 @@ class Compilation:
         prepared = self.prepared
         original = prepared.unchanged()
         check = own_forward.demand_equal(original, prepared.scoring.ids, self._fitting_blocks(1))
+        machine.let_go()
         self.progress.at("prove", 1.0)
         return check
 
@@ -339,7 +337,7 @@ class Compilation:
         blocks = [sum(value.numel() for value in block.parameters()) for block in stream.blocks]
         outside = sum(math.prod(weights.entries[name].shape) for name in {stream.files[x] for x in stream.rest_names()})
         used: int = psutil.Process().memory_info().rss
-        small = used + min(_WHOLE, machine.memory_limit() // 4)
+        small = used + min(WHOLE, machine.memory_limit() // 4)
         free = max(self.expected_peak, machine.peak_bytes(), small) - used
         # what lies outside the blocks comes along, and logits of a few tokens
         room = free // (4 * copies) - max(outside, 2 * head_size(self.prepared))

@@ -7,11 +7,11 @@ code of quantkit's.
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.bundle import Check
+from quantkit.plan import machine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +40,7 @@ def confirm(original: StreamedModel, folder: Path | None, ids: Tensor, items: It
         items: of every scored position of a decoder.
     """
     few = ids[:_SEQUENCES, :_TOKENS]
+    machine.let_go()  # embeddings and heads that were scored with
     before = _given(original.source, original, few)
     after = None if folder is None else _reloaded(folder, original, few)
     if items is not None:
@@ -89,7 +90,7 @@ def _given(source: Source, like: StreamedModel, ids: Tensor, *, cached: bool = F
             runs = like.runs(model)
             found = answer(runs(input_ids=ids) if cached else forward(runs, ids)).float()
     del model
-    gc.collect()  # what a library hooks into a model holds it and is held by it
+    machine.let_go()
     return found
 
 

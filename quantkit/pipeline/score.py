@@ -24,6 +24,9 @@ from quantkit.recipe import ExportStep
 if TYPE_CHECKING:
     from quantkit.model.stream import StreamedModel
 
+# how the part that plain transformers does is called
+CONFIRMING = "a few of them by plain transformers"
+
 
 def score_exports(
     prepared: Prepared,
@@ -91,6 +94,7 @@ def score_exports(
             items.save(build.bundle / ("items.safetensors" if number == 0 else f"items-{runtime}.safetensors"))
         rows += score.flagged(found, source.was)
         if whole and (number == 0 or step.name == "checkpoint"):
+            progress.at("score", (number + 0.9) / len(exports), CONFIRMING)
             folder = build.bundle / "model" if step.name == "checkpoint" else None
             checks += confirm(original, folder, scoring.ids, items)
         if number == 0 and layers:

@@ -1,9 +1,11 @@
 """What is in memory at once in each part of a compile, counted in bytes of tensors; `compiling.py` knows how often.
 
+    prove      the model as plain transformers has it, whole or as much of it as fits anyway
     begin      embeddings and head, and the hidden states before the first block
     quantize   a block with what its widest solve holds, hidden states in and out, the activations of one forward
     check      of a checkpoint a few blocks twice; of a graph its session, and one block of what it is held against
     score      both heads, both models' hidden states, a few positions of logits; of a graph its session
+    confirm    of the original and of its export, one after the other, what `prove` has
 
 Embeddings and head, the *ends*, are loaded whole, in 32-bit floats, wherever they are needed: once where a model begins
 and where an export is checked, twice where two heads are compared. With a large vocabulary they are most of what there
@@ -25,6 +27,8 @@ _LOGITS = 1 << 23
 _TOKEN = 1164
 # bytes that what a layout is loaded with takes beyond transformers: importing bitsandbytes 0.50
 _LIBRARY = {"bitsandbytes": 4.8e7}
+# a model of so many bytes is held against plain transformers as a whole, whatever else its compile takes
+WHOLE = 640 * 2**20
 # bytes from which on hidden states lie in a file
 _ON_DISK = 1 << 30
 
@@ -44,6 +48,8 @@ def held(question: Question) -> dict[str, dict[str, float]]:
         "engine": float("tensorrt" in question.exports),
     }
     parts: dict[str, dict[str, float]] = {"open": {**libraries, "largest": _largest(model)}}
+    whole = min(4.0 * model.parameters, WHOLE)
+    parts["prove"] = {**libraries, "whole": whole}
     left: dict[str, float] = {}
     if question.recipe.passes or question.sequences:
         quantized = _quantize(question)
@@ -66,6 +72,8 @@ def held(question: Question) -> dict[str, dict[str, float]]:
                 **session,
                 **left,
             }
+            if 4.0 * model.parameters <= WHOLE:
+                parts["confirm"] = {**libraries, "whole": whole, **left}
     return parts
 
 

@@ -204,6 +204,15 @@ def trim_heap() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
+def let_go() -> None:
+    """Free models that nothing needs any more: what a library hooks into one holds it and is held by it, and glibc's
+    heap holds what was between."""
+    import gc
+
+    gc.collect()
+    trim_heap()
+
+
 def has(package: str) -> bool:
     """Whether a package can be found, without importing it; False too where looking for it fails."""
     try:
