@@ -27,6 +27,7 @@ from quantkit.bundle import Bundle, Check
 from quantkit.errors import GateError, InputError, QuantkitError
 from quantkit.formats._layout import against, split
 from quantkit.model import layouts, run_time
+from quantkit.model.full_memory import is_out_of_memory, out_of_memory
 from quantkit.model.layouts import Layout
 from quantkit.model.names import same
 from quantkit.model.open import cut_config, open_written, quiet_loading
@@ -187,6 +188,8 @@ def reload(
         except QuantkitError:
             raise
         except Exception as trouble:  # whatever another library makes of a file that is wrong
+            if is_out_of_memory(trouble):
+                raise out_of_memory(folder.name, trouble) from trouble
             return _judge(
                 "reload.transformers", None, f"{type(trouble).__name__}: {' '.join(str(trouble).split())[:200]}"
             )
@@ -277,6 +280,8 @@ def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected) 
             found = expansion.weight(dense[tensor], weights.read) if tensor in dense else weights.read(tensor)
             difference = _difference(found, expected) if found.shape == expected.shape else math.inf
         except (RuntimeError, ValueError, AssertionError, KeyError) as trouble:
+            if is_out_of_memory(trouble):
+                raise out_of_memory(f"{folder.name}: {tensor}", trouble) from trouble
             return _judge(name, None, f"{tensor}: {' '.join(str(trouble).split())[:160]}")
         if not difference <= worst:
             worst, place = difference, tensor.removesuffix(".weight")

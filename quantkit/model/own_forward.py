@@ -24,6 +24,7 @@ from quantkit.bundle.disk import is_disk_full
 from quantkit.errors import InputError, QuantkitError
 from quantkit.model.calls import Given, forward, primary, uncached, unsupported
 from quantkit.model.flow import Flow
+from quantkit.model.full_memory import is_out_of_memory, out_of_memory
 from quantkit.model.open import Source, quiet_loading
 from quantkit.model.stream import StreamedModel, answer
 
@@ -57,15 +58,17 @@ def demand_equal(model: StreamedModel, ids: Tensor, blocks: int) -> Check:
         blocks: how many the model's own forward may have in memory.
 
     Raises:
-        InputError: `stream-differs`, naming the first block that departs; `stream-unsupported`.
+        InputError: `stream-differs`, naming the first block that departs; `stream-unsupported`; `out-of-memory`.
     """
     try:
         return _demand_equal(model, few_of(ids), blocks)
-    except (QuantkitError, MemoryError):
+    except QuantkitError:
         raise
     except Exception as problem:  # whatever a class makes of a few sequences, run as a whole or by its blocks
         if is_disk_full(problem):
             raise
+        if is_out_of_memory(problem):
+            raise out_of_memory(model.source.architecture, problem) from problem
         said = " ".join(str(problem).split())[:160]
         raise unsupported(model.source.architecture, f"{type(problem).__name__}: {said}") from problem
 

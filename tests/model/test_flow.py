@@ -114,3 +114,16 @@ def test_a_model_in_memory_is_left_as_it_was() -> None:
     LoadedModel(model).begin(zoo.ids(3, 8), 2)
     assert [type(child) for child in model.modules()] == before
     assert model.config.use_cache is True  # type: ignore[union-attr]
+
+
+class Hungry(Deep):
+    """There is no memory for what it wants."""
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor]:
+        return (self.layers[1](self.layers[0](self.table(input_ids)) + torch.empty(1 << 50)),)
+
+
+def test_no_memory_does_not_make_a_model_live_or_unsupported() -> None:
+    with pytest.raises(InputError) as caught:
+        LoadedModel(Hungry()).begin(torch.arange(8).reshape(2, 4), 2)
+    assert caught.value.code == "out-of-memory"

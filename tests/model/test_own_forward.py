@@ -135,3 +135,11 @@ def test_a_full_disk_is_no_fault_of_the_architecture(folder: Path, monkeypatch: 
     monkeypatch.setattr(own_forward, "_demand_equal", full)
     with pytest.raises(OSError, match="No space"):
         own_forward.demand_equal(stream, zoo.ids(5, 24), 1)
+
+
+def test_no_memory_is_no_fault_of_the_architecture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = StreamedModel(open_model(str(folder)))
+    monkeypatch.setattr(own_forward, "own_forward", lambda *_: torch.empty(1 << 50))
+    with pytest.raises(InputError) as caught:
+        own_forward.demand_equal(stream, zoo.ids(5, 24), 1)
+    assert caught.value.code == "out-of-memory"
