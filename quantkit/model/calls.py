@@ -251,16 +251,29 @@ def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def uncached(model: nn.Module) -> Iterator[None]:
-    """Within it no forward of the model makes a cache, whichever of its classes would by its config."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    before = [(config, config.use_cache) for config in configs.values() if hasattr(config, "use_cache")]
-    for config, _ in before:
-        config.use_cache = False
+    """Within it no forward of the model makes a cache, whichever of its classes would by its config.
+
+    What is put back is what was there when it began: one is left before another that began earlier is.
+    """
+    before = [(config, config.use_cache) for config in _caching(model)]
+    without_cache(model)
     try:
         yield
     finally:
         for config, value in before:
             config.use_cache = value
+
+
+def without_cache(model: nn.Module) -> None:
+    """The same for good, for a model that is nobody else's. A stand-in's config is its block's, which is not asked."""
+    for config in _caching(model):
+        config.use_cache = False
+
+
+def _caching(model: nn.Module) -> list[Any]:
+    modules = (module for module in model.modules() if not isinstance(module, Stand))
+    configs = {id(config): config for module in modules if (config := getattr(module, "config", None))}
+    return [config for config in configs.values() if hasattr(config, "use_cache")]
 
 
 def forward(model: nn.Module, ids: Tensor) -> Any:

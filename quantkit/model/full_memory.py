@@ -27,6 +27,4 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def out_of_memory(where: str, error: BaseException) -> InputError:
     """The error for it: `out-of-memory`."""
     said = " ".join(str(error).split())[:160] or "there is no more memory"
-    return InputError(
-        "out-of-memory", where=where, value=said, remedy="a larger machine, or less beside it on this one"
-    )
+    return InputError("out-of-memory", where=where, value=said, remedy="a larger machine, or less beside it here")

@@ -9,14 +9,13 @@ left cannot be stored, so a compile that is killed begins with the first block a
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from greenlet import greenlet
 from torch import Tensor, nn
 
-from quantkit.model.calls import Call, Calls, Given, forward, gathered, primary, stand_in, uncached, unsupported
+from quantkit.model.calls import Call, Calls, Given, forward, gathered, primary, stand_in, unsupported, without_cache
 
 _ORDER = "calls its blocks in an order that depends on what they put out"
 
@@ -47,8 +46,9 @@ class LiveCalls(Calls):
         super().__init__(torch.empty(0), 1, [])
         self.model, self.visits, self.batch = model, visits, batch
         stand_in(model, path, self._leave)
-        self._uncached = ExitStack()
-        self._uncached.enter_context(uncached(model))  # until nothing refers to it: forwards end in any order
+        # never put back: several of these may be open, and end in any order. The blocks' own configs may be a user's,
+        # and are left alone: a block makes no cache, but writes to one that it is given
+        without_cache(model)
         self._forwards = [greenlet(forward) for _ in ids]
         self._stands: list[tuple[int, Tensor, Given]] = []
         self._returned: list[Any] = [None] * len(ids)
