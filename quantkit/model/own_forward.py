@@ -7,14 +7,14 @@ compared, before and behind it, and after the last one what the model gives:
 
 Nothing of what is compared with comes from quantkit: transformers finds the weights, builds the masks and calls its
 blocks. Where the model does not fit into the memory that a compile takes anyway, its first blocks are compared, as a
-model of so many layers.
+model of so many layers; where its class makes no such model, all of them, left on disk until they are called.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from quantkit.model.calls import Given, forward, primary, uncached, unsupported
 from quantkit.model.flow import Flow
 from quantkit.model.full_memory import is_out_of_memory, out_of_memory
 from quantkit.model.loaded import LoadedModel
+from quantkit.model.offload import on_disk
 from quantkit.model.open import Source, quiet_loading
 from quantkit.model.stream import StreamedModel, answer
 
@@ -136,10 +137,12 @@ def few_of(ids: Tensor) -> Tensor:
 
 def _demand_equal(model: StreamedModel, few: Tensor, blocks: int) -> Check:
     count = len(model.block_names)
-    if blocks < count and not model.source.can_be_cut(blocks):
-        blocks = count
-    whole = blocks >= count
-    own = own_forward(model.source, model.path, model.flow, few, None if whole else blocks, model.runs)
+    fits = blocks >= count
+    whole = fits or not model.source.can_be_cut(blocks)
+    blocks = count if whole else blocks
+    with ExitStack() as stack:
+        placed = stack.enter_context(on_disk(model.skeleton, model.path)) if whole and not fits else None
+        own = own_forward(model.source, model.path, model.flow, few, None if whole else blocks, model.runs, placed)
     stages = [stage for stage, index in enumerate(model.visits) if index < blocks]
     names, architecture = [model.block_names[index] for index in model.visits], model.source.architecture
     worst = 0.0
@@ -168,7 +171,15 @@ def _demand_equal(model: StreamedModel, few: Tensor, blocks: int) -> Check:
     return Check(name=NAME, value=worst, limit=LIMIT, ok=True)
 
 
-def own_forward(source: Source, path: str, flow: Flow, ids: Tensor, blocks: int | None, runs: Any) -> Own:
+def own_forward(
+    source: Source,
+    path: str,
+    flow: Flow,
+    ids: Tensor,
+    blocks: int | None,
+    runs: Any,
+    placed: Mapping[str, object] | None = None,
+) -> Own:
     """The model as plain `from_pretrained` loads it, run on `ids` [samples, tokens] in one batch.
 
     Args:
@@ -178,9 +189,10 @@ def own_forward(source: Source, path: str, flow: Flow, ids: Tensor, blocks: int 
         ids: what it is run on.
         blocks: only the first so many; None is all.
         runs: gives the part of the model whose forward runs.
+        placed: where its blocks are, if not in memory.
     """
     with quiet_loading():
-        model = source.load(blocks)
+        model = source.load(blocks, placed)
         found = _watched(model, path, flow, ids, runs(model))
     del model
     gc.collect()

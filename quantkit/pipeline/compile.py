@@ -339,7 +339,7 @@ class Compilation:
         blocks = [sum(value.numel() for value in block.parameters()) for block in stream.blocks]
         outside = sum(math.prod(weights.entries[name].shape) for name in {stream.files[x] for x in stream.rest_names()})
         used: int = psutil.Process().memory_info().rss
-        small = used + min(_WHOLE, machine.memory_limit() // 4)
+        small = used + min(_WHOLE, machine.memory_limit() // 4, machine.memory_available() // 2)
         free = max(self.expected_peak, machine.peak_bytes(), small) - used
         # what lies outside the blocks comes along, and logits of a few tokens
         room = free // (4 * copies) - max(outside, 2 * head_size(self.prepared))
