@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 
 # a model of so many bytes is held against plain transformers as a whole, whatever its compile takes
 _WHOLE = 640 * 2**20
+# a checkpoint whose tensors were compared, but no logits
+UNRUN = "reload-not-run"
 
 
 @dataclass(frozen=True)
@@ -309,6 +311,9 @@ class Compilation:
         decisions += self._export()
         self.stages.begin("check")
         checks = self._check()
+        decisions += _about_reload(checks)
+        if request.strict:
+            refuse(decisions)
         built = self._build_engines()
         decisions += engine.notes(self.build.bundle, built)
         looked = of_exports(request.recipe.export, self.build.bundle, layers, built, strict=request.strict)
@@ -413,3 +418,16 @@ class Compilation:
         if not (request.speed and exported and self.prepared.layers.schemes):
             return []
         return [decision("measure", NOTE, "speed", f"target {request.target.name} is another machine")]
+
+
+def _about_reload(checks: Sequence[Check]) -> list[Decision]:
+    """That what was written was not run, where it cannot be in the memory that there is."""
+    from quantkit.export._reload import APART
+
+    if not any(check.name == APART for check in checks):
+        return []
+    reason = (
+        "its class makes no model of its first blocks alone, and there is no room for all of it: its tensors were "
+        "compared, and no logits"
+    )
+    return [decision("check", UNRUN, "model/", reason)]

@@ -430,3 +430,21 @@ def test_what_the_class_has_no_place_for_is_carried_and_declared(
     held = {check.name: check.value for check in bundle.manifest.checks}
     assert {"stream.own_forward", "score.loss", "score.kl"} <= set(held)
     assert all(held[name] < 1e-5 for name in ("stream.own_forward", "score.loss", "score.kl"))
+
+
+def test_a_checkpoint_that_there_is_no_room_to_run_is_said_and_refused_by_strict(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantkit.model.open import Source
+    from quantkit.plan import machine
+
+    monkeypatch.setattr(Source, "can_be_cut", lambda *_: False)
+    monkeypatch.setattr(machine, "memory_available", lambda *_: 10**4)
+    monkeypatch.setattr("quantkit.pipeline.compile.Compilation._fitting_blocks", lambda *_: 1)
+    with pytest.raises(GateError, match=r"strict.*reload-not-run"):
+        run(llama, recipe(), tmp_path / "out", strict=True)
+    bundle = run(llama, recipe(), tmp_path / "out", resume=True)
+    assert "reload-not-run" in {each.code for each in bundle.manifest.decisions}
+    held = {check.name for check in bundle.manifest.checks}
+    assert {"stream.own_forward", "reload.tensors"} <= held
+    assert "reload.transformers" not in held
