@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
-from quantkit.model.calls import Calls, Given, forward, gathered, same, stand_in, standing_in, uncached
+from quantkit.model.calls import Calls, Given, Kept, forward, gathered, same, stand_in, standing_in, uncached
 from quantkit.model.flow import Flow, learn
 from quantkit.model.open import Source, parameter_names
 
@@ -112,10 +112,11 @@ def record(model: nn.Module, path: str, flow: Flow, ids: Tensor, chunk: int, run
     notes: list[list[Given]] = []
 
     def parts(size: int) -> Iterator[Tensor]:
+        kept = Kept()
         for part in ids.split(size):
             hidden, given = _record(model, path, flow, part, runs or model)
-            alike = next((each for each in notes[:1] if same(each, given)), given)
-            notes.append(alike)
+            alike = next((each for each in notes[:1] if same(each, given)), None)
+            notes.append(kept.of(given, notes[0] if notes else None) if alike is None else alike)
             yield hidden
 
     hidden = gathered(parts(chunk), ids.shape[0])
