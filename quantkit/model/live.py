@@ -119,7 +119,9 @@ class LiveCalls(Calls):
         found = self._forwards[number].switch(self._output(number, self.hidden[number : number + 1]))
         if not self._forwards[number].dead:
             raise unsupported(type(self.model).__name__, _ORDER)
+        # the variables went with the forward; what it stood at does not
         self._returned[number] = None
+        self._stands[number] = (self.visits[-1], torch.empty(0), Given())
         return found
 
     def _besides(self, returned: Any) -> Any:

@@ -21,6 +21,10 @@ from quantkit.errors import InputError
 from quantkit.model.calls import Calls, Given, Kept, forward, gathered, same, stand_in, standing_in, uncached
 from quantkit.model.flow import Flow, learn
 from quantkit.model.open import Source, parameter_names
+from quantkit.model.shelf import Shelf
+
+# what a live model gives for one sequence is held in a file from so many bytes on: 256 tokens of 262,144 logits
+ANSWERS_ON_DISK = 1 << 28
 
 
 class BlockStream(Protocol):
@@ -355,7 +359,8 @@ def answer(output: Any) -> Tensor:
 class Answers:
     """What a model gives for some ids [samples, tokens]: logits, or an encoder's last hidden states.
 
-    Of a live model a sequence's are computed once, when its first part is asked for, and held until the next one's are.
+    Of a live model a sequence's are computed once, all of them, when its first part is asked for, and held until those
+    of another are: in a file where they are many, since two models are compared.
 
     Args:
         of: a head, or the calls of a live model that have gone through all blocks.
@@ -374,7 +379,10 @@ class Answers:
             assert self._hidden is not None
             return self._of(self._hidden[index : index + 1, part], self._ids[index : index + 1, part])[0]
         if self._held is None or self._held[0] != index:
-            self._held = index, answer(self._of.finish(index))[0]  # type: ignore[attr-defined]
+            self._held = None  # before the next ones are made
+            found = answer(self._of.finish(index))[0]  # type: ignore[attr-defined]
+            large = found.numel() * found.itemsize >= ANSWERS_ON_DISK
+            self._held = index, Shelf().copy(found) if large else found
         return self._held[1][part]
 
     def all(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ import zoo
 from torch import Tensor, nn
 
 from quantkit.model import calls as calling
+from quantkit.model import stream as streaming
 from quantkit.model.calls import Calls
 from quantkit.model.live import LiveCalls
 from quantkit.model.loaded import LoadedModel
 from quantkit.model.shelf import Shelf, held
+from quantkit.model.stream import Answers
 
 
 @pytest.fixture(autouse=True)
@@ -136,3 +139,31 @@ def test_views_stay_views_and_what_somebody_else_sees_too_stays_where_it_is() ->
     assert torch.equal(copied, before[0][:, ::2])
     assert is_in_file(copied)
     assert not is_in_file(Shelf().copy(torch.ones(3)))
+
+
+def test_one_sequences_logits_are_held_at_a_time_and_many_of_them_in_a_file(
+    t5: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, ids = LoadedModel(t5), zoo.ids(3, 24)
+    calls = loaded.begin(ids, 1)
+    calls.hidden = through(loaded, calls)
+    finish, alive, made = calls.finish, [], []  # type: ignore[attr-defined]
+
+    def watched(number: int) -> object:
+        alive.append(sum(each() is not None for each in made))
+        found = finish(number)
+        made.append(weakref.ref(found[0]))
+        return found
+
+    monkeypatch.setattr(calls, "finish", watched)
+    answers = Answers(calls, ids)
+    with torch.no_grad():
+        for row in range(3):
+            if row == 2:
+                monkeypatch.setattr(streaming, "ANSWERS_ON_DISK", 1)
+            found = answers(row, slice(3, 9))
+            assert torch.allclose(found, t5(input_ids=ids[row : row + 1])[0][0, 3:9], atol=1e-5)
+            assert is_in_file(found) == (row == 2)
+            del found
+    assert alive == [0, 0, 0]
+    assert not any(hidden.numel() for _, hidden, _ in calls._stands)  # type: ignore[attr-defined]
