@@ -144,6 +144,8 @@ class LiveCalls(Calls):
 
     def _put_away(self, number: int) -> None:
         """Move what one forward holds in its variables into files, if all of them together hold too much."""
+        if number and not self._on_disk:
+            return
         tensors = held(self._forwards[number].gr_frame)
         if number == 0:  # sequences are of one length
             self._on_disk = size(tensors, self._fixed) * len(self._forwards) >= calls.ON_DISK

@@ -118,4 +118,5 @@ def _is_in_file(tensor: Tensor) -> bool:
 
 
 def _can_move(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and not tensor.requires_grad
+    # one that is conjugated or negated when it is read says so in itself, and not by what it holds
+    return type(tensor) is Tensor and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())

@@ -135,6 +135,10 @@ def test_views_stay_views_and_what_somebody_else_sees_too_stays_where_it_is() ->
     other[7] = -2.0
     assert part[0, 0] == -1.0
     assert unseen[0] == -2.0
+    waves = torch.ones(512, dtype=torch.complex64) * 1j
+    turned = waves.conj()
+    Shelf().move([waves, turned])
+    assert turned[0] == -1j
     copied = Shelf().copy(before[0][:, ::2])
     assert torch.equal(copied, before[0][:, ::2])
     assert is_in_file(copied)
