@@ -31,6 +31,7 @@ from quantkit.cli.tax import tax
 from quantkit.cli.tune import tune
 from quantkit.cli.verify import verify
 from quantkit.errors import InputError, MissingDependency, QuantkitError, Stopped
+from quantkit.model.full_memory import is_out_of_memory, out_of_memory
 
 SCHEMA = "quantkit/1"
 # what the extras bring; a command that misses one says so instead of failing to import
@@ -223,6 +224,8 @@ def _as_error(problem: BaseException, name: str) -> QuantkitError:
         extras = sorted((extra for extra, brought in _OPTIONAL.items() if package in brought), key=group.__ne__)
         if extras:
             return MissingDependency(package, extra=extras[0], purpose=f"`{where}`")
+    if is_out_of_memory(problem):
+        return out_of_memory(where, problem)
     if isinstance(problem, OSError) and problem.strerror:
         place = str(problem.filename or where)
         return InputError("os-error", where=place, value=problem.strerror, remedy="check the path and its permissions")

@@ -6,7 +6,8 @@ of the logits on one batch (2^-7 where the library multiplies in kernels of its 
 plain transformers in the model's own dtype: `loaded` from the folder, with whatever expands it; `expected` from dense
 tensors that are computed from the codes. Missing, unexpected and mismatched keys fail as well. And the same of every
 packed linear, expanded by its library's own code: that takes one tensor at a time, so it covers a model of any size,
-where logits are compared on its first blocks.
+where logits are compared on its first blocks. Of a model that has no first blocks by itself, and that does not fit into
+memory, the other tensors are compared instead (`reload.tensors`).
 Where the library is not installed, transformers cannot load it: then our own reader of the stored files expands them,
 and all other tensors are compared as well (`reload.own_reader`).
 """
@@ -26,6 +27,7 @@ from quantkit.bundle import Bundle, Check
 from quantkit.errors import GateError, InputError, QuantkitError
 from quantkit.formats._layout import against, split
 from quantkit.model import layouts, run_time
+from quantkit.model.full_memory import is_out_of_memory, out_of_memory
 from quantkit.model.layouts import Layout
 from quantkit.model.names import same
 from quantkit.model.open import cut_config, open_written, quiet_loading
@@ -46,6 +48,11 @@ KERNEL_LIMIT = 2**-6
 # memory that the process may have; else those of its first blocks
 WHOLE_BYTES = 640 * 2**20
 FEW = 2
+# a model that cannot be cut is compared as a whole where this share of the free memory holds it as it is loaded, as it
+# should be, and the tensors of that
+_COPIES, _SHARE = 3, 0.75
+# what stands for the logits where it does not
+APART = "reload.tensors"
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
@@ -100,8 +107,26 @@ def check(
             blocks = None if dense <= min(WHOLE_BYTES, machine.memory_limit() // 4) else FEW
         if blocks is not None and not open_written(folder).can_be_cut(blocks):
             blocks = None
+            if _COPIES * _dense_bytes(weights, wanted) > machine.memory_available() * _SHARE:
+                return [*checks, _tensors(weights, wanted)]
         checks.append(reload(folder, wanted, inputs=inputs, blocks=blocks))
     return checks
+
+
+def _tensors(weights: Weights, wanted: Expected) -> Check:
+    """The check `reload.tensors`: what is not packed, one tensor at a time; the packed ones were compared before."""
+    worst, place = 0.0, ""
+    packed = {f"{prefix}.weight" for prefix in wanted.packed}
+    for name in wanted.names:
+        if name in packed:
+            continue
+        if name not in weights.entries:
+            return _judge(APART, None, f"missing {name}")
+        found, expected = weights.read(name), wanted.read(name)
+        difference = _difference(found, expected) if found.shape == expected.shape else math.inf
+        if not difference <= worst:
+            worst, place = difference, name
+    return _judge(APART, worst, place)
 
 
 def check_bundle(
@@ -186,6 +211,8 @@ def reload(
         except QuantkitError:
             raise
         except Exception as trouble:  # whatever another library makes of a file that is wrong
+            if is_out_of_memory(trouble):
+                raise out_of_memory(folder.name, trouble) from trouble
             return _judge(
                 "reload.transformers", None, f"{type(trouble).__name__}: {' '.join(str(trouble).split())[:200]}"
             )
@@ -276,6 +303,8 @@ def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected) 
             found = expansion.weight(dense[tensor], weights.read) if tensor in dense else weights.read(tensor)
             difference = _difference(found, expected) if found.shape == expected.shape else math.inf
         except (RuntimeError, ValueError, AssertionError, KeyError) as trouble:
+            if is_out_of_memory(trouble):
+                raise out_of_memory(f"{folder.name}: {tensor}", trouble) from trouble
             return _judge(name, None, f"{tensor}: {' '.join(str(trouble).split())[:160]}")
         if not difference <= worst:
             worst, place = difference, tensor.removesuffix(".weight")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from quantkit import content
 from quantkit.errors import InputError
+from quantkit.model.shelf import Shelf, in_file
 
 # hidden states of a whole calibration set from this many bytes on lie in a file, and memory stays bounded
 ON_DISK = 1 << 30
@@ -109,6 +108,37 @@ def _equal(one: Any, other: Any) -> bool:
         return bool(one == other)
     except (RuntimeError, ValueError):  # objects that hold tensors and compare them element by element
         return False
+
+
+class Kept:
+    """What blocks are given on chunks whose text matters to it: per-layer embeddings, masks. What is as on the first
+    chunk is kept once; of the rest, what does not fit below `ON_DISK` bytes lies in files, as hidden states do."""
+
+    def __init__(self) -> None:
+        self._shelf = Shelf()
+        self._bytes = 0
+
+    def of(self, given: Sequence[Given], first: Sequence[Given] | None) -> list[Given]:
+        """One chunk's, call by call, with `first` of the first chunk."""
+        mine, shape = tree_flatten([(each.args, each.kwargs) for each in given])
+        theirs, other_shape = tree_flatten([(each.args, each.kwargs) for each in first or ()])
+        if shape != other_shape:
+            theirs = [None] * len(mine)
+        seen: dict[tuple[int, int], Any] = {}  # a mask is given to every block: it is kept once
+        kept = []
+        for one, other in zip(mine, theirs, strict=True):
+            key = (id(one), id(other))
+            if key not in seen:
+                seen[key] = self._kept(one, other) if isinstance(one, Tensor) else one
+            kept.append(seen[key])
+        pairs = tree_unflatten(kept, shape)
+        return [Given(args, kwargs, each.name) for each, (args, kwargs) in zip(given, pairs, strict=True)]
+
+    def _kept(self, one: Tensor, other: Any) -> Tensor:
+        if isinstance(other, Tensor) and _equal(one, other):
+            return other
+        self._bytes += one.numel() * one.itemsize
+        return one if self._bytes < ON_DISK else self._shelf.copy(one)
 
 
 @dataclass(frozen=True)
@@ -242,25 +272,34 @@ def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     count = math.prod(shape)
     if count * dtype.itemsize < ON_DISK:
         return torch.empty(shape, dtype=dtype)
-    folder = content.cache_dir()
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix="hidden-") as file:
-        file.truncate(count * dtype.itemsize)
-        return torch.from_file(file.name, shared=True, size=count, dtype=dtype).reshape(shape)
+    return in_file(count, dtype).reshape(shape)
 
 
 @contextmanager
 def uncached(model: nn.Module) -> Iterator[None]:
-    """Within it no forward of the model makes a cache, whichever of its classes would by its config."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    before = [(config, config.use_cache) for config in configs.values() if hasattr(config, "use_cache")]
-    for config, _ in before:
-        config.use_cache = False
+    """Within it no forward of the model makes a cache, whichever of its classes would by its config.
+
+    What is put back is what was there when it began: one is left before another that began earlier is.
+    """
+    before = [(config, config.use_cache) for config in _caching(model)]
+    without_cache(model)
     try:
         yield
     finally:
         for config, value in before:
             config.use_cache = value
+
+
+def without_cache(model: nn.Module) -> None:
+    """The same for good, for a model that is nobody else's. A stand-in's config is its block's, which is not asked."""
+    for config in _caching(model):
+        config.use_cache = False
+
+
+def _caching(model: nn.Module) -> list[Any]:
+    modules = (module for module in model.modules() if not isinstance(module, Stand))
+    configs = {id(config): config for module in modules if (config := getattr(module, "config", None))}
+    return [config for config in configs.values() if hasattr(config, "use_cache")]
 
 
 def forward(model: nn.Module, ids: Tensor) -> Any:

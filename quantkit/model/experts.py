@@ -139,8 +139,9 @@ def is_merged(module: nn.Module) -> bool:
 
 
 def routers(model: nn.Module) -> set[str]:
-    """Linears that choose or weigh experts: those beside experts, in the module that holds both, and those that by
-    their path are a router or gate and give as many values as the config has experts."""
+    """Linears that choose or weigh experts: those beside experts, in the module that holds both, that give a value for
+    each expert or end in a router's name, and those that by their path are a router or gate and give as many values as
+    the config has experts. Other linears beside experts, such as projections into a latent space, are linears."""
     counts = _counts(getattr(model, "config", None))
     found = {
         path
@@ -149,12 +150,17 @@ def routers(model: nn.Module) -> set[str]:
         and module.out_features in counts
         and not {*path.split(".")[-2:]}.isdisjoint(_ROUTES)
     }
-    for path in found_in(model):
+    for path, beside in found_in(model).items():
         owner = path.rpartition(".")[0]
         for name, child in model.get_submodule(owner).named_children():
-            if isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear) and (child.out_features == len(beside) or _is_named(name)):
                 found.add(f"{owner}.{name}" if owner else name)
     return found
+
+
+def _is_named(name: str) -> bool:
+    """Whether a linear is called a router: `shared_expert_gate`, but not `gate_proj`, which is an expert's own."""
+    return name.rpartition("_")[2] in _ROUTES
 
 
 def _counts(config: Any) -> set[int]:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from quantkit.errors import InputError
 from quantkit.model.calls import Given, Stand, forward, primary, same, standing_in, uncached, unsupported
+from quantkit.model.full_memory import is_out_of_memory, out_of_memory
 
 # of the tokens that it is found out on
 _ROWS, _TOKENS = 2, 8
@@ -63,7 +64,7 @@ def learn(
         runs: the part of the model whose forward runs; all of it by default.
 
     Raises:
-        InputError: `stream-unsupported`, with what the model's class said.
+        InputError: `stream-unsupported`, with what the model's class said; `out-of-memory`.
     """
     few = ids[:_ROWS, :_TOKENS]
     if len(few) < _ROWS:
@@ -74,6 +75,8 @@ def learn(
     except InputError:
         raise
     except Exception as problem:  # whatever a class makes of blocks that are stand-ins
+        if is_out_of_memory(problem):
+            raise out_of_memory(type(model).__name__, problem) from problem
         raise unsupported(type(model).__name__, f"{type(problem).__name__}: {_line(problem)}") from problem
 
 
@@ -85,7 +88,9 @@ def _learn(runner: _Runner) -> Flow:
         runner.run()
         live = runner.departed or [index for index, _ in first] != [index for index, _ in runner.noted]
         live = live or not same([given for _, given in first], [given for _, given in runner.noted])
-    except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
+    except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as problem:
+        if is_out_of_memory(problem):
+            raise
         live = True  # it uses more of what blocks return than their hidden states
     batch = runner.batch() if runner.shape else 0
     live = live or batch != 0

@@ -108,11 +108,12 @@ class Source:
         except Exception as problem:  # whatever a damaged file makes the library raise
             raise InputError("tokenizer-damaged", where=self.ref, value=_first_line(problem)) from problem
 
-    def load(self, blocks: int | None = None) -> PreTrainedModel:
+    def load(self, blocks: int | None = None, placed: Mapping[str, object] | None = None) -> PreTrainedModel:
         """The model as plain `from_pretrained` gives it, float32, eval mode: nothing of it is ours.
 
         Args:
             blocks: only the first so many; None is all.
+            placed: options that leave its blocks on disk: see `model.offload`.
         """
         import torch
 
@@ -122,7 +123,13 @@ class Source:
             cut_config(config, blocks)
         options = {"trust_remote_code": True} if self.trust_remote_code else {}
         found: PreTrainedModel = model_class.from_pretrained(
-            self.path, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True, **options
+            self.path,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            **options,
+            **(placed or {}),
         )
         return found.eval().requires_grad_(False)
 

@@ -18,9 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
-from quantkit.model.calls import Calls, Given, forward, gathered, same, stand_in, standing_in, uncached
+from quantkit.model.calls import Calls, Given, Kept, forward, gathered, same, stand_in, standing_in, uncached
 from quantkit.model.flow import Flow, learn
 from quantkit.model.open import Source, parameter_names
+from quantkit.model.shelf import Shelf
+
+# what a live model gives for one sequence is held in a file from so many bytes on: 256 tokens of 262,144 logits
+ANSWERS_ON_DISK = 1 << 28
 
 
 class BlockStream(Protocol):
@@ -112,10 +116,11 @@ def record(model: nn.Module, path: str, flow: Flow, ids: Tensor, chunk: int, run
     notes: list[list[Given]] = []
 
     def parts(size: int) -> Iterator[Tensor]:
+        kept = Kept()
         for part in ids.split(size):
             hidden, given = _record(model, path, flow, part, runs or model)
-            alike = next((each for each in notes[:1] if same(each, given)), given)
-            notes.append(alike)
+            alike = next((each for each in notes[:1] if same(each, given)), None)
+            notes.append(kept.of(given, notes[0] if notes else None) if alike is None else alike)
             yield hidden
 
     hidden = gathered(parts(chunk), ids.shape[0])
@@ -354,7 +359,8 @@ def answer(output: Any) -> Tensor:
 class Answers:
     """What a model gives for some ids [samples, tokens]: logits, or an encoder's last hidden states.
 
-    Of a live model a sequence's are computed once, when its first part is asked for, and held until the next one's are.
+    Of a live model a sequence's are computed once, all of them, when its first part is asked for, and held until those
+    of another are: in a file where they are many, since two models are compared.
 
     Args:
         of: a head, or the calls of a live model that have gone through all blocks.
@@ -373,7 +379,10 @@ class Answers:
             assert self._hidden is not None
             return self._of(self._hidden[index : index + 1, part], self._ids[index : index + 1, part])[0]
         if self._held is None or self._held[0] != index:
-            self._held = index, answer(self._of.finish(index))[0]  # type: ignore[attr-defined]
+            self._held = None  # before the next ones are made
+            found = answer(self._of.finish(index))[0]  # type: ignore[attr-defined]
+            large = found.numel() * found.itemsize >= ANSWERS_ON_DISK
+            self._held = index, Shelf().copy(found) if large else found
         return self._held[1][part]
 
     def all(self) -> Tensor:

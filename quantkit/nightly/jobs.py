@@ -26,6 +26,7 @@ from typing import Literal, Protocol
 
 from quantkit import content
 from quantkit.errors import InputError, QuantkitError, Stopped
+from quantkit.model.full_memory import is_out_of_memory, out_of_memory
 from quantkit.nightly.records import Cell
 from quantkit.pipeline.progress import Progress
 
@@ -204,10 +205,9 @@ def _done(job: Job, work: Work, messages: Connection) -> tuple[str, QuantkitErro
         return "stopped", Stopped("interrupted", where=job.build)
     except QuantkitError as problem:
         return "failed", problem
-    except MemoryError:
-        value = "there is no more memory"
-        return "failed", InputError("out-of-memory", where=job.build, value=value, remedy="a larger machine")
     except Exception as problem:
+        if is_out_of_memory(problem):
+            return "failed", out_of_memory(job.build, problem)
         traceback.print_exc()
         return "failed", _unexpected(job, problem)
     return None

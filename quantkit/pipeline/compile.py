@@ -60,6 +60,10 @@ if TYPE_CHECKING:
     from quantkit.pipeline.graph_prepared import Prepared as PreparedGraph
 
 
+# a checkpoint whose tensors were compared, but no logits
+UNRUN = "reload-not-run"
+
+
 @dataclass(frozen=True)
 class Compiled:
     """What a compile yields.
@@ -306,6 +310,9 @@ class Compilation:
         decisions += self._export()
         self.stages.begin("check")
         checks = self._check()
+        decisions += _about_reload(checks)
+        if request.strict:
+            refuse(decisions)
         built = self._build_engines()
         decisions += engine.notes(self.build.bundle, built)
         looked = of_exports(request.recipe.export, self.build.bundle, layers, built, strict=request.strict)
@@ -337,7 +344,7 @@ class Compilation:
         blocks = [sum(value.numel() for value in block.parameters()) for block in stream.blocks]
         outside = sum(math.prod(weights.entries[name].shape) for name in {stream.files[x] for x in stream.rest_names()})
         used: int = psutil.Process().memory_info().rss
-        small = used + min(WHOLE, machine.memory_limit() // 4)
+        small = used + min(WHOLE, machine.memory_limit() // 4, machine.memory_available() // 2)
         free = max(self.expected_peak, machine.peak_bytes(), small) - used
         # what lies outside the blocks comes along, and logits of a few tokens
         room = free // (4 * copies) - max(outside, 2 * head_size(self.prepared))
@@ -411,3 +418,16 @@ class Compilation:
         if not (request.speed and exported and self.prepared.layers.schemes):
             return []
         return [decision("measure", NOTE, "speed", f"target {request.target.name} is another machine")]
+
+
+def _about_reload(checks: Sequence[Check]) -> list[Decision]:
+    """That what was written was not run, where it cannot be in the memory that there is."""
+    from quantkit.export._reload import APART
+
+    if not any(check.name == APART for check in checks):
+        return []
+    reason = (
+        "its class makes no model of its first blocks alone, and there is no room for all of it: its tensors were "
+        "compared, and no logits"
+    )
+    return [decision("check", UNRUN, "model/", reason)]

@@ -22,6 +22,7 @@ from quantkit.report import words
 from quantkit.target import Target
 
 if TYPE_CHECKING:
+    from quantkit.model.stream import StreamedModel
     from quantkit.pipeline.prepared import Prepared
     from quantkit.recipe import ExportStep
     from quantkit.scheme import WeightScheme
@@ -75,7 +76,21 @@ def question(prepared: Prepared) -> Question:
         cached=states.place(original, prepared.scoring.sha256).exists(),
         timed=quick(prepared.source.kind).seconds if timed else 0.0,
         baseline=timed and not place(prepared.original, graph(prepared).options).exists(),
+        beside=_beside(prepared.stream, model.hidden),
     )
+
+
+def _beside(stream: StreamedModel, hidden: int) -> int:
+    """Values of a token that are looked up for blocks beside its hidden states: an embedding outside the blocks that is
+    wider than those has a part for each block."""
+    from torch import nn
+
+    tables = [
+        module
+        for name, module in stream.skeleton.named_modules()
+        if isinstance(module, nn.Embedding) and not name.startswith(f"{stream.path}.")
+    ]
+    return sum(table.embedding_dim for table in tables if table.embedding_dim > hidden)
 
 
 def architecture(prepared: Prepared) -> Architecture:

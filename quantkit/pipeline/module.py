@@ -70,14 +70,20 @@ class Pipeline:
 
         Returns:
             the same module. `self.tensors` holds the codes by layer, `self.decisions` what was done otherwise.
+
+        Raises:
+            InputError: `stream-differs` and `stream-unsupported`, before anything of it is changed: run block by block,
+                a transformer does not give what it gives as a whole; those of the recipe and of the passes.
         """
         import torch
 
+        from quantkit.model import own_forward
         from quantkit.model.loaded import LoadedModel
         from quantkit.pipeline.layers import lay_out
         from quantkit.pipeline.work import Step, check_order, work
 
         stream = LoadedModel(model)
+        own_forward.demand_equal_in_memory(stream, inputs)
         dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
         layers = lay_out(self.recipe, model, stream.block_names, str(dtype).removeprefix("torch."))
         steps = [Step(registry.load("passes", step.name), step.settings) for step in self.recipe.passes]

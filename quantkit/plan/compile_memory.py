@@ -2,7 +2,8 @@
 
     prove      the model as plain transformers has it, whole or as much of it as fits anyway
     begin      embeddings and head, and the hidden states before the first block
-    quantize   a block with what its widest solve holds, hidden states in and out, the activations of one forward
+    quantize   a block with what its widest solve holds, hidden states in and out, what blocks are given beside them,
+               the activations of one forward
     check      of a checkpoint a few blocks twice; of a graph its session, and one block of what it is held against
     score      both heads, both models' hidden states, a few positions of logits; of a graph its session
     confirm    of the original and of its export, one after the other, what `prove` has
@@ -53,7 +54,7 @@ def held(question: Question) -> dict[str, dict[str, float]]:
     left: dict[str, float] = {}
     if question.recipe.passes or question.sequences:
         quantized = _quantize(question)
-        parts["begin"] = {**libraries, "ends": ends, "hidden": quantized["hidden"]}
+        parts["begin"] = {**libraries, "ends": ends, "hidden": quantized["hidden"], "beside": quantized["beside"]}
         parts["quantize"] = {**libraries, **quantized}
         left = {f"left {name}": amount for name, amount in quantized.items()}
     for step in question.recipe.export:
@@ -107,7 +108,13 @@ def _quantize(question: Question) -> dict[str, float]:
         "hidden": 0.0 if hidden > _ON_DISK else hidden * (2 if question.corrected else 1),
         "activations": 4.0 * at_once * features,
         "originals": 4.0 * at_once * kept,
+        "beside": _beside(question, question.tokens),
     }
+
+
+def _beside(question: Question, tokens: int) -> float:
+    """What blocks are given besides hidden states, of all tokens: from `_ON_DISK` bytes on, the rest lies in files."""
+    return min(4.0 * tokens * question.beside, _ON_DISK)
 
 
 def _scored(question: Question, *, cache: bool) -> dict[str, float]:
@@ -119,7 +126,11 @@ def _scored(question: Question, *, cache: bool) -> dict[str, float]:
         tokens = max(tokens, LONG_SEQUENCES * length)
     widest = max((sum(matrix.N for matrix in group) for layer in model.layers for group in shared(layer)), default=0)
     together = min(SCORED_TOGETHER * length, tokens)
-    return {"states": 4.0 * tokens * model.hidden, "forward": 4.0 * together * widest}
+    return {
+        "states": 4.0 * tokens * model.hidden,
+        "forward": 4.0 * together * widest,
+        "beside": _beside(question, tokens),
+    }
 
 
 def _session(question: Question) -> dict[str, float]:

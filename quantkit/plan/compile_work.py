@@ -73,6 +73,7 @@ class Question:
         cached: whether what the original puts out on them is known from before.
         timed: seconds that timing may take; 0 where nothing is timed.
         baseline: whether the float model has to be made as a graph, to be timed against.
+        beside: values that blocks are given for a token besides its hidden states: per-layer embeddings.
     """
 
     architecture: Architecture
@@ -85,6 +86,7 @@ class Question:
     cached: bool = False
     timed: float = 0.0
     baseline: bool = False
+    beside: int = 0
 
     @property
     def tokens(self) -> int:

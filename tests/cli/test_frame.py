@@ -125,6 +125,7 @@ def test_wrong_use_is_one_line_and_exit_2(arguments: list[str], code: str, part:
     [
         (KeyboardInterrupt(), "interrupted", 75),
         (RuntimeError("a bug"), "internal-error", 2),
+        (MemoryError(), "out-of-memory", 2),
         (PermissionError(13, "Permission denied", "/a/file"), "os-error", 2),
         (ModuleNotFoundError("No module named 'torch'", name="torch.nn"), "missing-dependency", 2),
         (ModuleNotFoundError("No module named 'quantkit.x'", name="quantkit.x"), "internal-error", 2),

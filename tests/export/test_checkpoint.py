@@ -573,3 +573,26 @@ def test_a_model_that_memory_has_no_room_for_is_compared_on_its_first_blocks(
         # the rest of the model is still covered, linear by linear
         assert "reload.compressed_tensors" in by_name(checks)
     assert asked == [None, 2]
+
+
+def test_a_model_that_is_not_cut_and_does_not_fit_is_compared_tensor_by_tensor(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = export(tiny, tmp_path / "out", scheme())
+    monkeypatch.setattr(Source, "can_be_cut", lambda *_: False)
+    assert "reload.transformers" in by_name(exported.check(blocks=1))
+    monkeypatch.setattr(_reload.machine, "memory_available", lambda: 10**4)
+    monkeypatch.setattr(_reload, "reload", lambda *_, **__: pytest.fail("it was loaded as a whole"))
+    checks = by_name(exported.check(blocks=1))
+    assert checks["reload.compressed_tensors"].ok
+    assert checks["reload.tensors"].ok
+    path = exported.model / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.input_layernorm.weight"] *= 1.01
+    save_file(tensors, path, metadata={"format": "pt"})
+    wrong = by_name(exported.check(blocks=1))["reload.tensors"]
+    assert not wrong.ok
+    assert wrong.where == "model.layers.1.input_layernorm.weight"
+    tensors.pop("model.layers.1.input_layernorm.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert "missing" in by_name(exported.check(blocks=1))["reload.tensors"].where

@@ -8,6 +8,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
+from zoo import shrink
 
 from quantkit.errors import InputError
 from quantkit.model import experts, fold, structure
@@ -69,6 +70,25 @@ def test_what_has_biases_or_no_rule_is_left_as_it_is() -> None:
 def test_a_gate_that_is_a_linear_beside_experts_is_a_router(tmp_path: Path) -> None:
     _, streamed = stream("qwen2", tmp_path)
     assert experts.routers(streamed.skeleton) == {f"model.layers.{i}.mlp.shared_expert_gate" for i in range(2)}
+
+
+def test_a_linear_beside_experts_that_chooses_none_is_no_router(tmp_path: Path) -> None:
+    """Projections into and out of a latent space are large, and as good to quantize as any linear."""
+    shrink.tiny("NemotronHForCausalLM", tmp_path, moe_latent_size=32)
+    skeleton = open_model(str(tmp_path)).skeleton()
+    beside = {name for name, _ in skeleton.named_modules() if name.endswith("_latent_proj")}
+    assert beside
+    assert all(isinstance(skeleton.get_submodule(name), nn.Linear) for name in beside)
+    assert not beside & experts.routers(skeleton)
+
+
+def test_a_linear_with_a_value_for_each_expert_beside_them_is_a_router_whatever_its_name(tmp_path: Path) -> None:
+    _, streamed = stream("mixtral", tmp_path)
+    mlp = streamed.skeleton.get_submodule("model.layers.0.mlp")
+    mlp.chooses, mlp.mixes, mlp.expert_router = nn.Linear(64, 4), nn.Linear(64, 64), nn.Linear(64, 2)
+    names = {name.rpartition(".")[2] for name in experts.routers(streamed.skeleton) if ".0.mlp." in name}
+    assert {"chooses", "expert_router"} <= names
+    assert "mixes" not in names
 
 
 def test_every_expert_is_traced_with_an_input_of_its_own_and_folds_stay_inside_it(tmp_path: Path) -> None:

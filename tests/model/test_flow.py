@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,3 +116,44 @@ def test_a_model_in_memory_is_left_as_it_was() -> None:
     LoadedModel(model).begin(zoo.ids(3, 8), 2)
     assert [type(child) for child in model.modules()] == before
     assert model.config.use_cache is True  # type: ignore[union-attr]
+
+
+class Hungry(Deep):
+    """There is no memory for what it wants."""
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor]:
+        return (self.layers[1](self.layers[0](self.table(input_ids)) + torch.empty(1 << 50)),)
+
+
+def test_no_memory_does_not_make_a_model_live_or_unsupported() -> None:
+    with pytest.raises(InputError) as caught:
+        LoadedModel(Hungry()).begin(torch.arange(8).reshape(2, 4), 2)
+    assert caught.value.code == "out-of-memory"
+
+
+class Configured(Deep):
+    """Its blocks hold the user's config, as those of many classes do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=True)
+        for block in self.layers:
+            block.config = self.config
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_users_config_is_left_alone_in_whatever_order_live_calls_end(first: int) -> None:
+    model = Configured().eval()
+    ids = torch.arange(12).reshape(3, 4)
+    begun = [LoadedModel(model).begin(ids, 2) for _ in range(2)]
+    assert all(calls.live for calls in begun)
+    for calls in begun:  # whoever runs the model meanwhile finds it as it was
+        assert calls.model.config.use_cache is False  # type: ignore[attr-defined]
+        assert model.config.use_cache is True
+    del calls
+    del begun[first]
+    gc.collect()
+    assert model.config.use_cache is True
+    begun.clear()
+    gc.collect()
+    assert model.config.use_cache is True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from zoo import shrink
 
 from quantkit.errors import InputError
 from quantkit.model import own_forward
-from quantkit.model.open import open_model
+from quantkit.model.open import Source, open_model
 from quantkit.model.stream import StreamedModel
 
 
@@ -116,14 +117,33 @@ def test_one_long_sequence_is_taken_for_several() -> None:
 
 
 @pytest.mark.parametrize("name", ["Gemma4ForCausalLM", "Gemma3nForCausalLM"])
-def test_a_model_whose_parts_depend_on_how_many_blocks_there_are_is_not_cut(tmp_path: Path, name: str) -> None:
-    """Its tables of per-layer embeddings have a part for each block."""
+def test_a_model_whose_parts_depend_on_how_many_blocks_there_are_is_not_cut(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tables of per-layer embeddings have a part for each block. All of it is compared, and its blocks stay on
+    disk: it never is in memory as a whole."""
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     shrink.tiny(name, tmp_path / "model")
     source = open_model(str(tmp_path / "model"))
     stream = StreamedModel(source)
     count = len(stream.block_names)
     assert not any(source.can_be_cut(blocks) for blocks in range(1, count))
+    where: list[set[str]] = []
+
+    def load(self: Source, blocks: int | None = None, placed: Any = None) -> Any:
+        model = whole(self, blocks, placed)
+        parts = model.get_submodule(stream.path).parameters(), model.get_input_embeddings().parameters()
+        where.extend({value.device.type for value in part} for part in parts)
+        return model
+
+    whole = Source.load
+    monkeypatch.setattr(Source, "load", load)
     assert own_forward.demand_equal(stream, shrink.ids(5), count - 1).ok
+    assert where == [{"meta"}, {"cpu"}]
+    assert not list((tmp_path / "cache").glob("*")), "nothing is left of what was put there"
+    if name.startswith("Gemma4"):
+        with pytest.raises(InputError, match="stream-differs"):
+            own_forward.demand_equal(Wrong(source), shrink.ids(5), 1)
 
 
 def test_a_full_disk_is_no_fault_of_the_architecture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,3 +155,11 @@ def test_a_full_disk_is_no_fault_of_the_architecture(folder: Path, monkeypatch: 
     monkeypatch.setattr(own_forward, "_demand_equal", full)
     with pytest.raises(OSError, match="No space"):
         own_forward.demand_equal(stream, zoo.ids(5, 24), 1)
+
+
+def test_no_memory_is_no_fault_of_the_architecture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = StreamedModel(open_model(str(folder)))
+    monkeypatch.setattr(own_forward, "own_forward", lambda *_: torch.empty(1 << 50))
+    with pytest.raises(InputError) as caught:
+        own_forward.demand_equal(stream, zoo.ids(5, 24), 1)
+    assert caught.value.code == "out-of-memory"

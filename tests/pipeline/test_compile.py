@@ -253,6 +253,39 @@ def test_resume_after_an_error_in_the_middle_gives_the_same_content(
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_a_live_model_resumed_after_an_error_in_the_middle_has_the_same_content(
+    tmp_path: Path, bos_tokenizer: transformers.PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its forwards cannot be stored: what finished blocks make of the sequences is computed again, in both streams."""
+    from quantkit.passes.gptq import Gptq
+
+    model = tmp_path / "t5"
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 3, "num_heads": 4}
+    config = transformers.T5Config(vocab_size=len(bos_tokenizer), **sizes)
+    zoo.filled(transformers.T5EncoderModel, config).save_pretrained(model)
+    bos_tokenizer.save_pretrained(model)
+    calibration = {"set": "prose-en", "samples": 3, "tokens": 16}
+    chosen = recipe({"gptq": {"correction": 0.5}}, calibration=calibration)
+    plain, solved, cut = Gptq.run, [], [2]
+
+    def failing(self: Gptq, block, stats, settings):  # type: ignore[no-untyped-def]
+        if block.index in cut:
+            cut.clear()
+            raise KeyboardInterrupt
+        solved.append(block.index)
+        assert stats.calls.live
+        return plain(self, block, stats, settings)
+
+    monkeypatch.setattr(Gptq, "run", failing)
+    with pytest.raises(QuantkitError, match="interrupted"):
+        run(model, chosen, tmp_path / "resumed")
+    resumed = run(model, chosen, tmp_path / "resumed", resume=True)
+    assert solved == [0, 1, 2], "a block that was committed is not solved again"
+    whole = run(model, chosen, tmp_path / "whole")
+    assert solved == [0, 1, 2, 0, 1, 2]
+    assert resumed.manifest.content_sha256 == whole.manifest.content_sha256
+
+
 def test_a_transform_of_scope_model_is_exact_and_exported(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,3 +430,21 @@ def test_what_the_class_has_no_place_for_is_carried_and_declared(
     held = {check.name: check.value for check in bundle.manifest.checks}
     assert {"stream.own_forward", "score.loss", "score.kl"} <= set(held)
     assert all(held[name] < 1e-5 for name in ("stream.own_forward", "score.loss", "score.kl"))
+
+
+def test_a_checkpoint_that_there_is_no_room_to_run_is_said_and_refused_by_strict(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantkit.model.open import Source
+    from quantkit.plan import machine
+
+    monkeypatch.setattr(Source, "can_be_cut", lambda *_: False)
+    monkeypatch.setattr(machine, "memory_available", lambda *_: 10**4)
+    monkeypatch.setattr("quantkit.pipeline.compile.Compilation._fitting_blocks", lambda *_: 1)
+    with pytest.raises(GateError, match=r"strict.*reload-not-run"):
+        run(llama, recipe(), tmp_path / "out", strict=True)
+    bundle = run(llama, recipe(), tmp_path / "out", resume=True)
+    assert "reload-not-run" in {each.code for each in bundle.manifest.decisions}
+    held = {check.name for check in bundle.manifest.checks}
+    assert {"stream.own_forward", "reload.tensors"} <= held
+    assert "reload.transformers" not in held

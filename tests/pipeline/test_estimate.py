@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import zoo
 from pipeline.conftest import recipe
 
@@ -73,3 +74,12 @@ def test_a_disk_that_does_not_hold_it_is_refused(
     assert refused.value.code == "disk-space"
     free[0] += 2
     demand_disk(expected, tmp_path / "out")
+
+
+def test_tables_for_each_block_are_given_beside_hidden_states(byte_tokenizer: Any, tmp_path: Path) -> None:
+    from quantkit.pipeline.estimate import _beside
+
+    found = prepared("llama-tied", byte_tokenizer, tmp_path)
+    assert question(found).beside == 0
+    found.stream.skeleton.add_module("tables", torch.nn.Embedding(258, 3 * 96, device="meta"))
+    assert _beside(found.stream, 64) == 3 * 96

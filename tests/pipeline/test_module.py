@@ -180,3 +180,33 @@ def test_linears_see_quantized_inputs_from_then_on(fixed: bool) -> None:
     rows = found.reshape(1, -1) if fixed else found.reshape(-1, found.shape[-1])
     assert all(row.unique().numel() <= 256 for row in rows)
     assert any(hook.waits is False for hook in linear._forward_pre_hooks.values() if hasattr(hook, "waits"))
+
+
+class Departing(nn.Module):
+    """Its blocks look as if each read what the one before put out; of longer sequences they do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(32, 32)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2)])
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor]:
+        hidden = self.layers[0](self.table(input_ids))
+        return (self.layers[1](2 * hidden if input_ids.shape[1] > 8 else hidden),)
+
+
+def test_a_model_that_is_not_its_blocks_is_refused_before_it_is_changed() -> None:
+    model = Departing()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(InputError) as caught:
+        quantkit.Pipeline(["rtn"], weights=GROUPED).apply(model, torch.arange(96).remainder(32).reshape(4, 24))
+    assert caught.value.code == "stream-differs"
+    assert "layers.0" in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_is_its_blocks(dtype: torch.dtype) -> None:
+    quantkit.Pipeline(["rtn"], weights=GROUPED).apply(zoo.tiny("llama").to(dtype), zoo.ids(5, 24))

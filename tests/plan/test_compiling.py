@@ -216,3 +216,12 @@ def test_every_exporter_is_known() -> None:
         if name in ("checkpoint", "tensorrt"):
             assert f"export {name}" in work
     assert "build" in work
+
+
+def test_what_blocks_are_given_beside_hidden_states_is_counted_up_to_what_lies_in_files() -> None:
+    few, many = (replace(question(), beside=count) for count in (1000, 10**9))
+    plain = compiling(question(), HERE).memory
+    for part in ("begin", "quantize"):
+        grown = compiling(few, HERE).memory[part] - plain[part]
+        assert grown == pytest.approx(4 * few.tokens * 1000)
+        assert compiling(many, HERE).memory[part] - plain[part] == pytest.approx(1 << 30)
