@@ -187,6 +187,11 @@ def other_rules(model: nn.Module, rules: Sequence[Any]) -> list[Any]:
     return [rule for rule in rules if not any(_makes(rule, name) for name in merged)]
 
 
+def stacks(rule: Any) -> bool:
+    """Whether a rule stacks linears to one parameter."""
+    return all(_PLACE in source and source.endswith(_WEIGHT) for source in rule.source_patterns)
+
+
 def prove(experts: Experts) -> float:
     """How far our form is from transformers': the largest difference over the largest value, in float64.
 
@@ -263,6 +268,4 @@ def _names(path: str, module: nn.Module, rules: Sequence[Any]) -> tuple[list[str
 
 def _makes(rule: Any, name: str) -> bool:
     """Whether a rule stacks the linears of experts to the parameter of that name (with a dot in front)."""
-    sources = rule.source_patterns
-    stacks = all(_PLACE in source and source.endswith(_WEIGHT) for source in sources)
-    return stacks and any(name.endswith("." + target.lstrip(".")) for target in rule.target_patterns)
+    return stacks(rule) and any(name.endswith("." + target.lstrip(".")) for target in rule.target_patterns)
