@@ -26,6 +26,8 @@ class Asked:
         partly: whether calibration may leave some experts in high precision.
         activations: linear -> how its input is quantized.
         cache: how keys and values are quantized.
+        replaced: module -> the libraries with which transformers puts another one in its place where it loads a
+            checkpoint that they wrote.
     """
 
     schemes: Mapping[str, WeightScheme] = field(default_factory=dict)
@@ -37,6 +39,7 @@ class Asked:
     partly: bool = False
     activations: Mapping[str, ActivationScheme] = field(default_factory=dict)
     cache: CacheScheme | None = None
+    replaced: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     def demand_no_experts(self, export: str) -> None:
         """Raises InputError `layout-unsupported` for a mixture of experts, of which no one graph can be traced."""

@@ -16,7 +16,7 @@ from pydantic import field_validator
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, did_you_mean
-from quantkit.export import _experts, _reload
+from quantkit.export import _experts, _loadable, _reload
 from quantkit.export._asked import Asked
 from quantkit.export._checkpoint_writer import Writer
 from quantkit.model import converted, layouts, run_time
@@ -101,6 +101,7 @@ class Checkpoint:
         if layout is None or not schemes:
             return
         _experts.demand_loadable(CheckpointOptions(**options).layout, schemes, asked.merged, asked.partly)
+        _loadable.demand_loadable(layout.libraries, schemes, asked.replaced)
         for linear, scheme in schemes.items():
             if linear in asked.padded:
                 raise padded(linear, scheme, asked.shapes[linear][1] if linear in asked.shapes else None)
