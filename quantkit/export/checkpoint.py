@@ -16,7 +16,7 @@ from pydantic import field_validator
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, did_you_mean
-from quantkit.export import _experts, _loadable, _reload
+from quantkit.export import _experts, _reload
 from quantkit.export._asked import Asked
 from quantkit.export._checkpoint_writer import Writer
 from quantkit.model import converted, layouts, run_time
@@ -101,7 +101,15 @@ class Checkpoint:
         if layout is None or not schemes:
             return
         _experts.demand_loadable(CheckpointOptions(**options).layout, schemes, asked.merged, asked.partly)
-        _loadable.demand_loadable(layout.libraries, schemes, asked.replaced)
+        for obstacle in asked.obstacles:
+            if obstacle.hinders(schemes, layout.libraries):
+                raise InputError(
+                    "layout-unsupported",
+                    where=obstacle.where,
+                    value=obstacle.why,
+                    rule="what is written, plain transformers loads",
+                    remedy="export: checkpoint: {layout: dense}",
+                )
         for linear, scheme in schemes.items():
             if linear in asked.padded:
                 raise padded(linear, scheme, asked.shapes[linear][1] if linear in asked.shapes else None)

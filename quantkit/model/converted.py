@@ -4,8 +4,8 @@
     attn.Wqkv.weight                                 ->  self_attn.q_proj.weight, k_proj, v_proj  (cut)
 
 Here they are seen under the names of the model's parameters, each made when it is read, by transformers' own rules
-(`WeightConverter`s). What is written then has these names too. That is right only if loading leaves them alone, which is
-looked at first; the experts that `model.experts` takes apart are not among them. Nothing is known of any model.
+(`WeightConverter`s). What is written then has these names too. That is right only if loading leaves them alone, which
+is looked at first; the experts that `model.experts` takes apart are not among them. Nothing is known of any model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import copy
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
@@ -84,7 +84,7 @@ class Converted(Weights):
 
 
 def may_apply(model_class: type[PreTrainedModel], config: Any) -> bool:
-    """Whether transformers knows any such rule for a class, or for a class that it may be made of; without building it."""
+    """Whether transformers knows any such rule for a class or for what it may be made of, without building it."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
@@ -165,8 +165,8 @@ def _made(rule: Any, name: str, parts: Sequence[tuple[str, Entry]], model: PreTr
     found = []
     for target, tensor in results.items():
         size = math.prod(tensor.shape) * tensor.dtype.itemsize
-        entry = replace(first, name=target, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), start=0, end=size)
-        found.append(Made(**vars(entry), rule=rule, group=name, target=target, parts=tuple(parts)))
+        told = (target, dtype_name(tensor.dtype), tuple(tensor.shape), first.shard, 0, size)
+        found.append(Made(*told, rule=rule, group=name, target=target, parts=tuple(parts)))
     return found
 
 

@@ -138,19 +138,6 @@ def is_merged(module: nn.Module) -> bool:
     return len(stacked) > 1
 
 
-def replaced(model: nn.Module) -> dict[str, frozenset[str]]:
-    """Path -> the libraries, by import names, with which transformers puts another class in a module's place where it
-    loads a checkpoint that they wrote; by its own table, which is of experts."""
-    from transformers.quantizers import base
-
-    table: Mapping[str, Any] = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})
-    return {
-        path: frozenset(each.value.replace("-", "_") for each in table[name]["quantization_methods"])
-        for path, module in model.named_modules()
-        if (name := type(module).__name__) in table
-    }
-
-
 def routers(model: nn.Module) -> set[str]:
     """Linears that choose or weigh experts: those beside experts, in the module that holds both, and those that by
     their path are a router or gate and give as many values as the config has experts."""

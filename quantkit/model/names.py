@@ -1,9 +1,10 @@
 """Which tensor of the files fills which parameter of the skeleton.
 
-Names differ for three reasons (a fourth, tensors that are joined or cut, is `model.converted`'s): the class has the base model under a prefix that the file lacks, or lacks it where the
+Names differ for three reasons: the class has the base model under a prefix that the file lacks, or lacks it where the
 file has it (`h.0.ln_1.weight` and `transformer.h.0.ln_1.weight`); a name was changed since the file was written
 (`LayerNorm.gamma`); a tied parameter is stored once. The first two are transformers' own rules, applied by its own
-function; the third follows the skeleton, in which tied parameters are one object.
+function; the third follows the skeleton, in which tied parameters are one object. Tensors that loading joins or cuts
+have the parameters' names already: `model.converted`.
 
 What is left over must not matter: a tensor inside a block, or of a module that the skeleton has, means that the config
 describes another model (a bias that would silently be dropped), and is an error; a pooler or head that the class does

@@ -32,7 +32,6 @@ class Layers:
         tied: the head again, if it shares its weight with the embedding.
         activations: full name -> how its input is quantized, of those in `schemes` whose input is; never the head's.
         merged: those of experts, which transformers merges while it loads them.
-        replaced: see `Asked`.
     """
 
     shapes: Mapping[str, tuple[int, int]]
@@ -43,7 +42,6 @@ class Layers:
     tied: frozenset[str] = frozenset()
     activations: Mapping[str, ActivationScheme] = field(default_factory=dict)
     merged: frozenset[str] = frozenset()
-    replaced: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def inside(self) -> Mapping[str, tuple[int, int]]:
@@ -71,7 +69,6 @@ class Layers:
             partly,
             self.activations,
             cache,
-            self.replaced,
         )
 
     def entry(
@@ -154,7 +151,6 @@ def lay_out(
         tied if found.head is not None else frozenset(),
         found.activations,
         frozenset(merged),
-        experts.replaced(model),
     )
 
 
