@@ -250,6 +250,8 @@ def _names(path: str, module: nn.Module, rules: Sequence[Any]) -> tuple[list[str
     stacked = _stacked(module)
     if len(stacked) != 2 or any(value.dim() != 3 for _, value in stacked):
         return None
+    if stacked[0][1].shape[0] != stacked[1][1].shape[0]:  # experts without weights are among them
+        return None
     odd = ("is_transposed", "has_bias", "has_post_expert_norm")
     if any(getattr(module, name, False) for name in odd) or not getattr(module, "is_concatenated", True):
         return None
