@@ -1,4 +1,4 @@
-"""Tensors that loading joins or cuts: as plain `from_pretrained` has them, read late, and not made again when reloaded."""
+"""Tensors that loading joins or cuts: as plain `from_pretrained` has them, read late, and left alone when reloaded."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
+from zoo import shrink
 
 from quantkit.errors import InputError
 from quantkit.model.converted import NOTE, Converted, Made, may_apply
 from quantkit.model.open import Source, open_model
 from quantkit.model.stream import StreamedModel
 from quantkit.model.weights import Weights, torch_dtype
-from zoo import shrink
 
 # class -> how many tensors of the files become how many parameters, in the first layer that has such
 CASES = {
@@ -105,7 +105,9 @@ def test_equal_is_equal_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
     shrink.tiny("OlmoHybridForCausalLM", tmp_path)
-    edited(tmp_path, lambda tensors: {name: each for name, each in tensors.items() if "0.linear_attn.k_conv" not in name})
+    edited(
+        tmp_path, lambda tensors: {name: each for name, each in tensors.items() if "0.linear_attn.k_conv" not in name}
+    )
     with pytest.raises(InputError, match=r"weights-shape.*conv1d"):
         StreamedModel(open_model(str(tmp_path)))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from zoo import shrink
 
 from quantkit.model.open import open_model
 from quantkit.model.stream import StreamedModel
 from quantkit.model.unloadable import Obstacle, obstacles
-from zoo import shrink
 
 # class -> (what is in the way, why)
 CASES = {
