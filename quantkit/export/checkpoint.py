@@ -108,7 +108,10 @@ class Checkpoint:
                     where=obstacle.where,
                     value=obstacle.why,
                     rule="what is written, plain transformers loads",
-                    remedy="export: checkpoint: {layout: dense}",
+                    remedy=(
+                        "" if obstacle.always else "an override that leaves it in high precision (weights: null), or "
+                    )
+                    + "export: checkpoint: {layout: dense}",
                 )
         for linear, scheme in schemes.items():
             if linear in asked.padded:

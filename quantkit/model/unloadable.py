@@ -14,7 +14,7 @@ Found in its own rules and tables, before any work. Nothing is known of any mode
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,8 @@ def obstacles(skeleton: PreTrainedModel, files: Mapping[str, str]) -> list[Obsta
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
+    from quantkit.model.structure import is_linear
+
     mapping = get_model_conversion_mapping(skeleton)
     found = _replaced(skeleton)
     for rule in mapping:
@@ -67,10 +69,10 @@ def obstacles(skeleton: PreTrainedModel, files: Mapping[str, str]) -> list[Obsta
         if gathers and len(targets) > 1:
             why = f"transformers has a rule that cuts {sources[0]}, which takes no packed linears of the model"
             found.append(Obstacle(type(skeleton).__name__, why, _COMPRESSED, always=True))
-    linears = [name.removesuffix(_WEIGHT) for name in files if name.endswith(_WEIGHT)]
+    linears = [name for name, module in skeleton.named_modules() if is_linear(module)]
     why = "transformers does not find a packed linear whose name ends in `weight`"
     found += [Obstacle(linear, why, _COMPRESSED) for linear in linears if _CALLED_WEIGHT.search(linear)]
-    return found + _misnamed(skeleton, files, mapping)
+    return found + _misnamed(skeleton, files, linears, mapping)
 
 
 def _replaced(skeleton: PreTrainedModel) -> list[Obstacle]:
@@ -90,21 +92,23 @@ def _library(method: Any) -> str:
     return str(method.value).replace("-", "_")
 
 
-def _misnamed(skeleton: PreTrainedModel, files: Mapping[str, str], mapping: list[Any]) -> list[Obstacle]:
+def _misnamed(
+    skeleton: PreTrainedModel, files: Mapping[str, str], linears: Iterable[str], mapping: Sequence[Any]
+) -> list[Obstacle]:
     """Linears whose parts loading would give other names than the weight; asked in the order of all files, since some
     rules remember what they have seen."""
     from quantkit.model.names import rename, same
 
-    owners: dict[str, str] = {}
+    owners: dict[str, list[str]] = {}
     for name, file in files.items():
-        owners.setdefault(file, name)
+        owners.setdefault(file, []).append(name)
+    weights = {linear + _WEIGHT for linear in linears}
     found, wanted = [], skeleton.state_dict(keep_vars=True)
-    for file, name in sorted(owners.items()):
-        linear = name.removesuffix(_WEIGHT)
-        if linear == name:
-            rename(file, mapping, [], skeleton.base_model_prefix, wanted)
-            continue
-        part = file.removesuffix(_WEIGHT) + _PART
-        if not same(rename(part, mapping, [], skeleton.base_model_prefix, wanted)[0], linear + _PART):
+    for file, names in sorted(owners.items()):
+        packs = len(names) == 1 and names[0] in weights  # what is shared is not packed
+        part = file.removesuffix(_WEIGHT) + _PART if packs else file
+        loaded = rename(part, mapping, [], skeleton.base_model_prefix, wanted)[0]
+        linear = names[0].removesuffix(_WEIGHT)
+        if packs and not same(loaded, linear + _PART):
             found.append(Obstacle(linear, f"transformers loads {file}, but nothing packed under that name"))
     return found
