@@ -355,7 +355,9 @@ def answer(output: Any) -> Tensor:
 class Answers:
     """What a model gives for some ids [samples, tokens]: logits, or an encoder's last hidden states.
 
-    Of a live model a sequence's are computed once, when its first part is asked for, and held until the next one's are.
+    Of a live model a sequence's are computed once, when its first part is asked for, and held until the next one's are;
+    so they are where hidden states are not of one token each (a prompt of the model's own before the text, several
+    streams, patches), because what follows the blocks then needs all of them.
 
     Args:
         of: a head, or the calls of a live model that have gone through all blocks.
@@ -372,9 +374,12 @@ class Answers:
         """Of some positions of one sequence: [P, vocabulary or width]."""
         if isinstance(self._of, Head):
             assert self._hidden is not None
-            return self._of(self._hidden[index : index + 1, part], self._ids[index : index + 1, part])[0]
+            row, ids = self._hidden[index : index + 1], self._ids[index : index + 1]
+            if row.shape[1] == ids.shape[1]:
+                return self._of(row[:, part], ids[:, part])[0]
         if self._held is None or self._held[0] != index:
-            self._held = index, answer(self._of.finish(index))[0]  # type: ignore[attr-defined]
+            whole = self._of(row, ids) if isinstance(self._of, Head) else answer(self._of.finish(index))  # type: ignore[attr-defined]
+            self._held = index, whole[0]
         return self._held[1][part]
 
     def all(self) -> Tensor:
