@@ -163,7 +163,19 @@ class InputStats:
 
     @property
     def hessian(self) -> Tensor:
-        """`Xᵀ X / tokens`, [K, K] float32; only where products are summed."""
+        """`Xᵀ X / tokens`, [K, K] float32; only where products are summed.
+
+        Raises:
+            InputError: `calibration-unreached`.
+        """
+        if self.tokens == 0:  # a part for another kind of input, as the audio layers of a model that reads text too
+            raise InputError(
+                "calibration-unreached",
+                where=self._name,
+                value="no token of the calibration text reaches it",
+                rule="a layer is calibrated on what it will see",
+                remedy="leave it in high precision with an override (weights: null), or calibrate on what reaches it",
+            )
         if self._hessian is None:
             upper = (self._halves[0] + self._halves[1]).triu_()
             self._hessian = upper.add_(upper.triu(1).T).div_(self.tokens)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quantkit.errors import InputError
 
 if TYPE_CHECKING:
+    from quantkit.model.unloadable import Obstacle
     from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 
@@ -26,6 +27,7 @@ class Asked:
         partly: whether calibration may leave some experts in high precision.
         activations: linear -> how its input is quantized.
         cache: how keys and values are quantized.
+        obstacles: what transformers would not load of it packed.
     """
 
     schemes: Mapping[str, WeightScheme] = field(default_factory=dict)
@@ -37,6 +39,7 @@ class Asked:
     partly: bool = False
     activations: Mapping[str, ActivationScheme] = field(default_factory=dict)
     cache: CacheScheme | None = None
+    obstacles: Sequence[Obstacle] = ()
 
     def demand_no_experts(self, export: str) -> None:
         """Raises InputError `layout-unsupported` for a mixture of experts, of which no one graph can be traced."""

@@ -19,7 +19,7 @@ from quantkit.errors import InputError, did_you_mean
 from quantkit.export import _experts, _reload
 from quantkit.export._asked import Asked
 from quantkit.export._checkpoint_writer import Writer
-from quantkit.model import layouts, run_time
+from quantkit.model import converted, layouts, run_time
 from quantkit.model.layouts import Layout
 from quantkit.passes import decision
 from quantkit.plan.assigned import padded
@@ -101,6 +101,18 @@ class Checkpoint:
         if layout is None or not schemes:
             return
         _experts.demand_loadable(CheckpointOptions(**options).layout, schemes, asked.merged, asked.partly)
+        for obstacle in asked.obstacles:
+            if obstacle.hinders(schemes, layout.libraries):
+                raise InputError(
+                    "layout-unsupported",
+                    where=obstacle.where,
+                    value=obstacle.why,
+                    rule="what is written, plain transformers loads",
+                    remedy=(
+                        "" if obstacle.always else "an override that leaves it in high precision (weights: null), or "
+                    )
+                    + "export: checkpoint: {layout: dense}",
+                )
         for linear, scheme in schemes.items():
             if linear in asked.padded:
                 raise padded(linear, scheme, asked.shapes[linear][1] if linear in asked.shapes else None)
@@ -183,6 +195,8 @@ class Checkpoint:
                 "transformers expands packed weights as it loads them, and then leaves the cache alone; vLLM does not"
             )
             taken.append(decision("checkpoint", "cache-elsewhere", "scheme.kv_cache", reason))
+        if any(isinstance(entry, converted.Made) for entry in source.weights.entries.values()):
+            taken.append(decision("checkpoint", "converted-names", "model/", converted.NOTE))
         absent = layouts.missing(writer.layout) if writer.layout is not None else []
         if not absent:
             return taken

@@ -62,7 +62,7 @@ def write(path: Path, hidden: Tensor) -> None:
     with contextlib.suppress(OSError):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({"hidden": hidden}, temporary)
+            save_file({"hidden": hidden.contiguous()}, temporary)
             temporary.replace(path)
         except (OSError, SafetensorError):  # the library says so of a full disk
             temporary.unlink(missing_ok=True)

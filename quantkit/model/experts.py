@@ -193,6 +193,11 @@ def other_rules(model: nn.Module, rules: Sequence[Any]) -> list[Any]:
     return [rule for rule in rules if not any(_makes(rule, name) for name in merged)]
 
 
+def stacks(rule: Any) -> bool:
+    """Whether a rule stacks linears to one parameter."""
+    return all(_PLACE in source and source.endswith(_WEIGHT) for source in rule.source_patterns)
+
+
 def prove(experts: Experts) -> float:
     """How far our form is from transformers': the largest difference over the largest value, in float64.
 
@@ -251,6 +256,8 @@ def _names(path: str, module: nn.Module, rules: Sequence[Any]) -> tuple[list[str
     stacked = _stacked(module)
     if len(stacked) != 2 or any(value.dim() != 3 for _, value in stacked):
         return None
+    if stacked[0][1].shape[0] != stacked[1][1].shape[0]:  # experts without weights are among them
+        return None
     odd = ("is_transposed", "has_bias", "has_post_expert_norm")
     if any(getattr(module, name, False) for name in odd) or not getattr(module, "is_concatenated", True):
         return None
@@ -269,6 +276,4 @@ def _names(path: str, module: nn.Module, rules: Sequence[Any]) -> tuple[list[str
 
 def _makes(rule: Any, name: str) -> bool:
     """Whether a rule stacks the linears of experts to the parameter of that name (with a dot in front)."""
-    sources = rule.source_patterns
-    stacks = all(_PLACE in source and source.endswith(_WEIGHT) for source in sources)
-    return stacks and any(name.endswith("." + target.lstrip(".")) for target in rule.target_patterns)
+    return stacks(rule) and any(name.endswith("." + target.lstrip(".")) for target in rule.target_patterns)

@@ -1,12 +1,14 @@
 """Which class a config means, and what kind of model that is: decoder, encoder or vision.
 
 The class is the first of `architectures`; where a config does not say, transformers' own table from `model_type` does.
-The kind follows from what the class takes (`input_modalities`) and gives (a language-model head or not).
+The kind follows from what the class takes (`input_modalities`, as far as its forward has arguments for it) and gives (a
+language-model head or not).
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
 from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.errors import InputError
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Kind = Literal["decoder", "encoder", "vision"]
+# arguments of a forward: text, what a decoder is given beside its encoder, and words in the names of all else
+_IDS, _DECODER_IDS = "input_ids", "decoder_input_ids"
+_NO_TEXT = ("pixel", "image", "video", "audio", "input_features", "input_values", "bbox", "speech", "spectrogram")
 
 
 def class_name(config: dict[str, Any], where: str) -> str:
@@ -76,9 +81,9 @@ def kind_of(model_class: type[PreTrainedModel], config: dict[str, Any], where: s
         InputError: `architecture-unsupported`: encoder-decoders, models of several modalities, of sound.
     """
     name = model_class.__name__
-    takes = model_class.input_modalities
-    takes = {takes} if isinstance(takes, str) else set(takes)
+    takes = _takes(model_class)
     both = config.get("is_encoder_decoder", getattr(model_class.config_class, "is_encoder_decoder", False))
+    both = both and _DECODER_IDS in inspect.signature(model_class.forward).parameters
     if takes == {"image"}:
         return "vision"
     if name.endswith(("ForCausalLM", "LMHeadModel")) and not {"vision_config", "audio_config"} & set(config):
@@ -92,6 +97,16 @@ def kind_of(model_class: type[PreTrainedModel], config: dict[str, Any], where: s
         rule="a decoder, an encoder or an image model",
         remedy="open one of its parts, saved as a model of its own",
     )
+
+
+def _takes(model_class: type[PreTrainedModel]) -> set[str]:
+    """What goes into a class. The text part of a model of several modalities inherits a claim to all of them."""
+    claimed = model_class.input_modalities
+    claimed = {claimed} if isinstance(claimed, str) else set(claimed)
+    given = inspect.signature(model_class.forward).parameters
+    if _IDS in given and not any(word in name for name in given for word in _NO_TEXT):
+        return {"text"}
+    return claimed
 
 
 def _unknown(value: str, word: str, known: dict[str, Any], where: str) -> InputError:

@@ -3,7 +3,8 @@
 Names differ for three reasons: the class has the base model under a prefix that the file lacks, or lacks it where the
 file has it (`h.0.ln_1.weight` and `transformer.h.0.ln_1.weight`); a name was changed since the file was written
 (`LayerNorm.gamma`); a tied parameter is stored once. The first two are transformers' own rules, applied by its own
-function; the third follows the skeleton, in which tied parameters are one object.
+function; the third follows the skeleton, in which tied parameters are one object. Tensors that loading joins or cuts
+have the parameters' names already: `model.converted`.
 
 What is left over must not matter: a tensor inside a block, or of a module that the skeleton has, means that the config
 describes another model (a bias that would silently be dropped), and is an error; a pooler or head that the class does
@@ -13,6 +14,7 @@ not have is listed as unused.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +47,7 @@ def match_names(weights: Weights, skeleton: PreTrainedModel) -> Names:
 
     Raises:
         InputError: `weights-missing`, `weights-shape`, `weights-dtype`, `weights-unexpected`, `weights-ambiguous`,
-            `weights-tied`, `architecture-unsupported` (tensors that transformers merges while loading).
+            `weights-tied`, `architecture-unsupported` (stacked experts that cannot be taken apart).
     """
     wanted = skeleton.state_dict(keep_vars=True)
     stored = _renamed(weights, skeleton, wanted)
@@ -84,27 +86,48 @@ def merging_rules(skeleton: PreTrainedModel) -> list[Any]:
     return [each for each in get_model_conversion_mapping(skeleton) if not isinstance(each, WeightRenaming)]
 
 
+def rename(
+    file: str, mapping: Sequence[Any], rules: Sequence[Any], prefix: str, wanted: Mapping[str, Tensor]
+) -> tuple[str, str | None]:
+    """The name in the skeleton's terms of a tensor of the files, and the pattern of the rule that applies, as loading
+    does it.
+
+    Args:
+        file: its name in the files.
+        mapping: transformers' rules for the skeleton, of which those that only rename are used.
+        rules: the `WeightConverter`s that count.
+        prefix: of the base model.
+        wanted: the skeleton's parameters and persistent buffers.
+    """
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    found: tuple[str, str | None] = rename_source_key(file, renamings, rules, prefix, wanted)
+    if found[0] not in wanted and file in wanted:  # a renaming that is for another part of the model, as when loading
+        found = rename_source_key(file, [], [], prefix, wanted)
+    return found
+
+
 def _renamed(weights: Weights, skeleton: PreTrainedModel, wanted: dict[str, Tensor]) -> dict[str, str]:
     """Name in the skeleton's terms -> name in the file, for all tensors of the files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
 
     from quantkit.model.experts import other_rules
 
-    renamings = [each for each in get_model_conversion_mapping(skeleton) if isinstance(each, WeightRenaming)]
+    mapping, prefix = get_model_conversion_mapping(skeleton), skeleton.base_model_prefix
     converters = other_rules(skeleton, merging_rules(skeleton))
     stored: dict[str, str] = {}
     for file in sorted(weights.entries):  # some renamings depend on the order
-        name, converted = rename_source_key(file, renamings, converters, skeleton.base_model_prefix, wanted)
-        if name not in wanted and file in wanted:  # a renaming that is for another part of the model, as when loading
-            name, converted = rename_source_key(file, [], [], skeleton.base_model_prefix, wanted)
-        if converted is not None:
+        name, converted = rename(file, mapping, converters, prefix, wanted)
+        if converted is not None and name in wanted:
             raise InputError(
                 "architecture-unsupported",
                 where=file,
                 value=f"becomes part of {name} while loading",
-                rule="a parameter is one tensor of the files (of what is merged, only gated experts are handled)",
+                rule="a parameter is one tensor of the files (of stacked experts, only gated ones are taken apart)",
             )
+        if converted is not None:  # of no parameter: several would have one name
+            name, _ = rename(file, mapping, [], prefix, wanted)
         if name in stored:
             raise InputError(
                 "weights-ambiguous", where=name, value=f"both {stored[name]} and {file} fill it", rule="one tensor does"

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.content import is_path
 from quantkit.errors import InputError, MissingDependency, unknown_name
+from quantkit.model import converted
 from quantkit.model.alias import ALIASES, materialize
 from quantkit.model.hashes import file_sha256
 from quantkit.model.kinds import Kind, class_name, kind_of, native_class, unknown_architecture
@@ -337,7 +338,7 @@ def _open_folder(
     for tensor in weights.entries:
         if tensor.endswith(_QUANTIZED_NAMES) and not written:
             raise _already_quantized(ref, f"a tensor {tensor}")
-    return Source(
+    source = Source(
         ref=ref,
         path=path,
         name=name,
@@ -353,6 +354,11 @@ def _open_folder(
         trust_remote_code=trust,
         architecture=model_class.__name__,
     )
+    if kind != "vision" and converted.may_apply(model_class, loaded):
+        seen = converted.converted(weights, source.skeleton())
+        if seen is not weights:
+            return replace(source, weights=seen, notes=[*notes, converted.NOTE])
+    return source
 
 
 def _from_path(ref: str) -> Path:

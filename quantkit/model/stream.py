@@ -267,7 +267,8 @@ class StreamedModel:
         if self._flow is None:
             if ids is None:
                 size = self.source.config.get("vocab_size")
-                ids = torch.arange(16).reshape(2, 8).remainder(size if isinstance(size, int) else 16)
+                # the first ids are mostly padding and the like, by which some classes count positions
+                ids = torch.arange(5, 21).reshape(2, 8).remainder(size if isinstance(size, int) else 16)
             self._flow = learn(model, self.path, self.load, ids, self.runs(model))
         return self._flow
 
@@ -360,7 +361,9 @@ class Answers:
     """What a model gives for some ids [samples, tokens]: logits, or an encoder's last hidden states.
 
     Of a live model a sequence's are computed once, all of them, when its first part is asked for, and held until those
-    of another are: in a file where they are many, since two models are compared.
+    of another are: in a file where they are many, since two models are compared. So they are where hidden states are
+    not of one token each (a prompt of the model's own before the text, several streams, patches), because what follows
+    the blocks then needs all of them.
 
     Args:
         of: a head, or the calls of a live model that have gone through all blocks.
@@ -377,12 +380,14 @@ class Answers:
         """Of some positions of one sequence: [P, vocabulary or width]."""
         if isinstance(self._of, Head):
             assert self._hidden is not None
-            return self._of(self._hidden[index : index + 1, part], self._ids[index : index + 1, part])[0]
+            row, ids = self._hidden[index : index + 1], self._ids[index : index + 1]
+            if row.shape[1] == ids.shape[1]:
+                return self._of(row[:, part], ids[:, part])[0]
         if self._held is None or self._held[0] != index:
             self._held = None  # before the next ones are made
-            found = answer(self._of.finish(index))[0]  # type: ignore[attr-defined]
-            large = found.numel() * found.itemsize >= ANSWERS_ON_DISK
-            self._held = index, Shelf().copy(found) if large else found
+            whole = self._of(row, ids) if isinstance(self._of, Head) else answer(self._of.finish(index))  # type: ignore[attr-defined]
+            large = whole.numel() * whole.itemsize >= ANSWERS_ON_DISK
+            self._held = index, Shelf().copy(whole[0]) if large else whole[0]
         return self._held[1][part]
 
     def all(self) -> Tensor:

@@ -40,6 +40,8 @@ def account(
         decisions: taken so far; those on a linear are its reason.
         head: whether the recipe stores the head in its scheme.
     """
+    from torch import nn
+
     modules = dict(stream.skeleton.named_modules())
     reasons = {each.where: each for each in decisions}
     users: dict[str, list[str]] = {}
@@ -56,7 +58,8 @@ def account(
         names = users.get(file, [])
         owners = {name.rpartition(".")[0]: name for name in reversed(names)}
         wanted = [owner for owner in owners if owner in quantized or (head and owner == stream.head)]
-        # of a tensor that several parameters share, the one that the recipe is about
+        # of a tensor that several parameters share, the one that the recipe is about; else the embedding
+        wanted += [owner for owner in owners if isinstance(modules[owner], nn.Embedding)]
         chosen = owners[wanted[0]] if wanted else next(iter(names), "")
         if chosen:
             key = _one(chosen, modules, quantized, reasons, stream, head=head)

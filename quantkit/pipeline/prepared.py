@@ -6,7 +6,7 @@ request -> opened model -> model as passes of scope `model` will have it -> laye
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +78,7 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     """
     from quantkit.model.open import open_model
     from quantkit.model.stream import StreamedModel
+    from quantkit.model.unloadable import obstacles
     from quantkit.pipeline.work import Step, check_order, looks_at_data
 
     recipe = request.recipe
@@ -121,7 +122,9 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     original, source = source, stream.source
     layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head)
     partly = looks_at_data(steps) and recipe.calibration.experts == "keep"
-    asked = layers.asked(partly=partly, cache=recipe.scheme.kv_cache)
+    asked = replace(
+        layers.asked(partly=partly, cache=recipe.scheme.kv_cache), obstacles=obstacles(stream.skeleton, stream.files)
+    )
     for step in recipe.export:
         registry.load("export", step.name).accepts(step.options, asked)
     decisions = [*computed_in_floats(request, source.kind), *taken, *layers.decisions]

@@ -80,7 +80,7 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
         if worked.hidden is not None:
             outputs = {"hidden": worked.hidden, "original": worked.original}
             kept = build.temporary("hidden.safetensors")
-            save_file({name: value for name, value in outputs.items() if value is not None}, kept)
+            save_file({name: value.contiguous() for name, value in outputs.items() if value is not None}, kept)
             files[kept] = build.steps / f"hidden-{index:04}.safetensors"
         before = build.steps / f"hidden-{index - 1:04}.safetensors"
         remove = [before] if before.exists() else []

@@ -199,6 +199,13 @@ def test_what_no_input_reaches_is_not_visited(chunk: int) -> None:
     assert list(collected(Stats(module, groups, calls, 0, x))) == ["always"]
 
 
+def test_what_runs_without_a_token_is_named() -> None:
+    """As the audio layers of a model that is calibrated on text."""
+    seen = InputStats([torch.ones(0, 4)], "audio_mlp.up_proj")
+    with pytest.raises(InputError, match=r"calibration-unreached.*audio_mlp.up_proj"):
+        _ = seen.hessian
+
+
 def test_settled_runs_the_block_when_its_output_is_not_known() -> None:
     found = stats("llama", 2)
     assert found.outputs is None

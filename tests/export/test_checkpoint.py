@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from zoo import shrink
 
 from quantkit import registry
 from quantkit.bundle import Bundle, Check, LayerEntry, Manifest, ModelEntry, SourceEntry, content_sha256, inventory
@@ -23,6 +24,7 @@ from quantkit.model import finished
 from quantkit.model.finished import Finished
 from quantkit.model.open import Source, open_model
 from quantkit.model.stream import StreamedModel
+from quantkit.model.unloadable import Obstacle
 from quantkit.scheme import WeightScheme
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -327,6 +329,10 @@ def test_what_the_layout_cannot_hold_is_refused_before_any_work() -> None:
             EXPORT.accepts({}, Asked(schemes, plain, padded))
         EXPORT.accepts({"layout": "dense"}, Asked(schemes, plain, padded))
     EXPORT.accepts({}, Asked({"a": scheme()}, {"a"}, []))
+    hindered = Asked({"a": scheme()}, {"a"}, [], obstacles=[Obstacle("a", "it has a strange name")])
+    with pytest.raises(InputError, match=r"layout-unsupported.*strange name"):
+        EXPORT.accepts({}, hindered)
+    EXPORT.accepts({"layout": "dense"}, hindered)
     with pytest.raises(ValueError, match="layout"):
         EXPORT.Options(layout="packed")
     with pytest.raises(ValueError, match="Extra inputs"):
@@ -375,6 +381,21 @@ def test_dense_of_families_that_store_otherwise(tmp_path: Path, family: str) -> 
     if family == "bert":
         packed = export(tmp_path / "source", tmp_path / "packed", scheme())
         assert all(check.ok for check in packed.check())
+
+
+@pytest.mark.parametrize("layout", ["pack-quantized", "dense"])
+def test_what_loading_cuts_is_written_as_it_is_then_called(tmp_path: Path, layout: str) -> None:
+    """NomicBert's files hold query, key and value as one; each is a linear, and has codes of its own."""
+    shrink.tiny("NomicBertModel", tmp_path / "source")
+    how = scheme(granularity="group", group=32, symmetric=True)
+    exported = export(tmp_path / "source", tmp_path / "out", how, layout=layout)
+    stored = load_file(exported.model / "model.safetensors")
+    suffix = ".weight" if layout == "dense" else ".weight_packed"
+    assert {f"layers.0.self_attn.{each}_proj{suffix}" for each in "qkv"} < stored.keys()
+    assert not any("Wqkv" in name for name in stored)
+    assert all(check.ok for check in exported.check())
+    taken = EXPORT.write(exported.folder, exported.source, exported.stream, exported.results, exported.options)
+    assert [each.code for each in taken if each.code == "converted-names"] == ["converted-names"]
 
 
 def _spoil(exported: Exported, change: Any) -> dict[str, Check]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import zoo
 from torch import nn
+from zoo import shrink
 
 from quantkit.errors import InputError
 from quantkit.model.calls import primary
@@ -172,3 +173,18 @@ def test_small_helpers() -> None:
     assert isinstance(module[0].weight, nn.Parameter)
     assert module.state_dict()["0.weight"].tolist() == [3.0, 3.0]
     assert module.state_dict()["0.running_mean"].tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("name", ["CpmAntForCausalLM", "ProphetNetForCausalLM"])
+def test_parts_of_an_answer_where_hidden_states_are_not_of_one_token_each(name: str, tmp_path: Path) -> None:
+    """A prompt of the model's own before the text; a stream more for each n-gram."""
+    shrink.tiny(name, tmp_path)
+    ids = shrink.ids(2)
+    streamed = StreamedModel(open_model(str(tmp_path)))
+    calls = streamed.through(ids, 2)
+    assert calls.hidden.shape[1] > ids.shape[1]
+    answers = streamed.answers_of(calls, ids)
+    true = shrink.truth(tmp_path, ids)
+    for row in range(2):
+        found = torch.cat([answers(row, part) for part in (slice(0, 7), slice(7, None))])
+        assert float((found - true[row]).abs().max()) < 1e-4

@@ -75,3 +75,13 @@ def test_a_tied_head_that_the_recipe_stores_but_nothing_quantized_is_a_linear(tm
     assert sum(each.elements for each in asked) == sum(each.elements for each in kept)
     quantized = account(stream, {*linears(stream), stream.head}, [], head=True)
     assert not about(quantized)
+
+
+def test_a_table_that_a_head_shares_is_an_embedding_whichever_comes_first(tmp_path: Path) -> None:
+    """JinaEmbeddingsV3ForMaskedLM makes its head before its base."""
+    stream = stream_of("JinaEmbeddingsV3ForMaskedLM", tmp_path)
+    assert next(iter(stream.files)).startswith("lm_head")
+    entries = {each.reason: each for each in account(stream, linears(stream), [], head=False)}
+    outside = entries["it lies outside the blocks"]
+    assert (outside.tensors, outside.elements, outside.example) == (1, 64 * 64, "lm_head.dense.weight")
+    assert entries["embeddings"].tensors == 2

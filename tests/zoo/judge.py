@@ -219,6 +219,9 @@ def linears(folder: Path) -> int:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     apart = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     others = {id(each.weight) for each in model.modules() if isinstance(each, apart) or each is head}
+    # tables that are no `nn.Embedding`: the classes that hold them say what they are
+    tables = [each for each in model.modules() if type(each).__name__.endswith("Embedding")]
+    others |= {id(value) for each in tables for value in each.parameters(recurse=False)}
     found = {id(each): each.numel() for each in model.parameters() if each.dim() > 1 and id(each) not in others}
     return sum(found.values())
 

@@ -7,7 +7,17 @@ import pytest
 from zoo import judge, shrink
 
 
-@pytest.mark.parametrize("name", ["DebertaV2Model", "Gemma4ForCausalLM", "GraniteMoeForCausalLM"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CpmAntForCausalLM",
+        "DebertaV2Model",
+        "Gemma4ForCausalLM",
+        "GraniteMoeForCausalLM",
+        "Llama4TextModel",
+        "OlmoHybridForCausalLM",
+    ],
+)
 def test_a_manifest_says_what_plain_transformers_finds(name: str) -> None:
     found = judge.whole_compile(shrink.named(name))
     assert found.verdict == "right", found
