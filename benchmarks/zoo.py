@@ -2,6 +2,7 @@
 
     python benchmarks/zoo.py
     python benchmarks/zoo.py --only llama AutoModelForMaskedLM --no-record
+    python benchmarks/zoo.py --half                                         # decoders stored in bfloat16
     python benchmarks/zoo.py --page
 
 A model of each class is shrunk by what its config class says (`tests/zoo/shrink.py`) and goes through a whole compile;
@@ -31,6 +32,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="classes, model types or auto classes")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--lines", type=Path, help="verdicts as they come; a run goes on where they end")
+    parser.add_argument("--half", action="store_true", help="decoders alone, stored in bfloat16, compiled and no more")
     parser.add_argument("--no-record", action="store_true")
     parser.add_argument("--page", action="store_true", help="write docs/models.md from the newest record, and no more")
     options = parser.parse_args()
@@ -40,9 +42,11 @@ def main() -> int:
         page.PAGE.write_text(page.markdown(page.newest()), encoding="utf-8")
         return 0
     began = time.monotonic()
-    wanted = campaign.chosen(options.only)
+    wanted = campaign.chosen([DECODERS] if options.half and not options.only else options.only)
     with tempfile.TemporaryDirectory(prefix="zoo-") as home:
-        found = campaign.run("both", wanted, options.lines or Path(home) / "lines.jsonl", options.workers)
+        found = campaign.run(
+            "half" if options.half else "both", wanted, options.lines or Path(home) / "lines.jsonl", options.workers
+        )
     order = {each.name: number for number, each in enumerate(wanted)}
     rows = sorted(found, key=lambda row: order[row["name"]])
     show(
@@ -66,8 +70,9 @@ def main() -> int:
     claim = (
         "a tiny model of every text architecture is compiled to figures that plain transformers finds too, or refused"
     )
-    path = record("zoo", claim, rows, settings, write=not (options.no_record or options.only))
-    if path is not None:
+    name = "zoo_half" if options.half else "zoo"
+    path = record(name, claim, rows, settings, write=not (options.no_record or options.only))
+    if path is not None and not options.half:
         page.PAGE.write_text(page.markdown(path), encoding="utf-8")
     return status
 

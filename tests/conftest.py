@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 # the matrices are tiny: more threads would only wait for one another; read when torch is first imported
@@ -19,6 +20,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # kernels run in Triton's interpreter, which has to be chosen before anything imports Triton
 os.environ.setdefault("TRITON_INTERPRET", "1")
 _CACHE = "QUANTKIT_CACHE"
+
+
+# how long an example takes says how busy the machine is
+hypothesis.settings.register_profile("quantkit", deadline=None)
+hypothesis.settings.load_profile("quantkit")
 
 
 def pytest_configure(config: pytest.Config) -> None:

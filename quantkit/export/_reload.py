@@ -30,7 +30,7 @@ from quantkit.model import layouts, run_time
 from quantkit.model.full_memory import is_out_of_memory, out_of_memory
 from quantkit.model.layouts import Layout
 from quantkit.model.names import same
-from quantkit.model.open import cut_config, open_written, quiet_loading
+from quantkit.model.open import cut_config, in_float32, open_written, quiet_loading
 from quantkit.model.run_time import RunTime
 from quantkit.model.weights import Weights, strict_json
 from quantkit.plan import machine
@@ -190,6 +190,9 @@ def reload(
 ) -> Check:
     """The check `reload.transformers`: logits of what `from_pretrained` gives against those of the expected model.
 
+    Both are loaded in the checkpoint's dtype and run in float32: some classes keep modules in float32, which
+    transformers does of a dense model and not of a packed one.
+
     Args:
         folder: the checkpoint.
         wanted: the expected model.
@@ -206,7 +209,8 @@ def reload(
             if problem:
                 return _judge("reload.transformers", None, problem)
             inputs = inputs or _batch(loaded.config)
-            found, dtype = _run(loaded, inputs, cached=cached), loaded.dtype
+            dtype = loaded.dtype
+            found = _run(in_float32(loaded), inputs, cached=cached)
             del loaded
         except QuantkitError:
             raise
@@ -225,6 +229,7 @@ def reload(
             output_loading_info=True,
         )
         del state
+        in_float32(reference)
         if info["missing_keys"]:
             return _judge("reload.transformers", None, f"missing {sorted(info['missing_keys'])[0]}")
         if not forgets:
@@ -329,12 +334,12 @@ def _judge(name: str, value: float | None, where: str, limit: float = LIMIT) -> 
 
 
 def _dense_bytes(weights: Weights, wanted: Expected) -> int:
-    """Of the model in 32-bit floats, where it is packed."""
+    """Of the model in 32-bit floats."""
     layout = wanted.layout
+    parts = {prefix + part for prefix in wanted.packed for part in layout.parts} if layout is not None else set()
+    rest = sum(4 * math.prod(entry.shape) for name, entry in weights.entries.items() if name not in parts)
     if layout is None:
-        return weights.total_bytes()
-    parts = {prefix + part for prefix in wanted.packed for part in layout.parts}
-    rest = sum(entry.bytes for name, entry in weights.entries.items() if name not in parts)
+        return rest
     return rest + sum(4 * math.prod(layout.shape(prefix, weights.read)) for prefix in wanted.packed)
 
 

@@ -277,7 +277,8 @@ class _Encoder(nn.Module):
         memory = _Memory(mask=attention_mask)
         token = _memory.set(memory)
         try:
-            hidden: Tensor = self.model(
+            # a head behind it is not scored: what is exported are hidden states
+            hidden: Tensor = getattr(self.model, "base_model", self.model)(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 **dict(zip(self.extra, others, strict=True)),

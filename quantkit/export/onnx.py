@@ -263,10 +263,10 @@ def _work(model: ir.Model) -> dict[str, str]:
             assert past is not None and past.shape is not None
             attention += 4 * node.attributes["num_heads"].as_int() * int(past.shape[3])  # type: ignore[arg-type]
         if node.op_type == "MultiHeadAttention":
-            query = node.inputs[0]
-            assert query is not None and query.shape is not None
+            # queries that were rotated have no shape; values are as wide
+            shapes = [value.shape for value in node.inputs[:3] if value is not None and value.shape is not None]
             # no mask hides what comes after a token: twice of what a decoder has
-            attention += 2 * 4 * int(query.shape[-1])  # type: ignore[arg-type]
+            attention += 2 * 4 * int(shapes[-1][-1])  # type: ignore[arg-type]
         if node.op_type in ("Gather", "GroupQueryAttention", "MultiHeadAttention"):
             continue
         for value in node.inputs:

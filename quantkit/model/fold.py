@@ -53,15 +53,24 @@ class Fold:
 
 
 class InDouble(TorchDispatchMode):
-    """Casts to a shorter float become casts to float64: models compute norms and softmax in an explicit float32."""
+    """What asks for a shorter float gets float64: models compute norms, softmax and sums in an explicit float32."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace the target dtype of a cast."""
+        """Replace the dtype that is asked for."""
         kwargs = dict(kwargs or {})
         dtype = kwargs.get("dtype")
-        if func is torch.ops.aten._to_copy.default and dtype is not None and dtype.is_floating_point:
+        if dtype is not None and dtype.is_floating_point:
             kwargs["dtype"] = torch.float64
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64:
+            return _grouped(*args)
         return func(*args, **kwargs)
+
+
+def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """[S, K] x [experts, K, N] -> [S, N], where expert e has the rows up to `ends`[e]; torch has no float64 of it."""
+    starts = [0, *ends.tolist()]
+    parts = [rows[starts[e] : starts[e + 1]] @ weight for e, weight in enumerate(weights)]
+    return torch.cat([*parts, rows.new_zeros(len(rows) - starts[-1], weights.shape[-1])])
 
 
 def apply(block: nn.Module, fold: Fold, group: SharedInput, scales: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -132,7 +132,7 @@ class Source:
             **options,
             **(placed or {}),
         )
-        return found.eval().requires_grad_(False)
+        return in_float32(found).eval().requires_grad_(False)
 
     def can_be_cut(self, blocks: int) -> bool:
         """Whether its class makes the first so many blocks of it alone: some configs name later ones, and in some what
@@ -231,6 +231,17 @@ def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True
             remedy=f"{error.remedy}; a folder is written ./{ref}, a hub model hf:org/name",
         )
     return _open_folder(path, full, name, trust_remote_code, was=was, notes=notes, hashed=hashed)
+
+
+def in_float32(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, its floats of 16 bits in 32: where a checkpoint is packed, transformers leaves some parameters in
+    the dtype of the files, whatever it is asked for, and such a model computes in both."""
+    import torch
+
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            tensor.data = tensor.data.float()
+    return model
 
 
 def untied(source: Source, files: Mapping[str, str]) -> Source:

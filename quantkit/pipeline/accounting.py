@@ -90,6 +90,7 @@ def _one(
     """(state, reason, whether it is a linear weight, whether the recipe asked for it) of a parameter."""
     from torch import nn
 
+    from quantkit.model.stream import find_head
     from quantkit.model.structure import is_linear
 
     owner, _, leaf = name.rpartition(".")
@@ -103,7 +104,7 @@ def _one(
         return CARRIED, "embeddings", False, True
     if type(module).__name__.startswith("Conv") and not is_linear(module):
         return CARRIED, "convolutions", False, True
-    if owner == stream.head and not head:
+    if not head and owner == find_head(stream.skeleton):  # a masked language model's too, which no recipe quantizes
         return CARRIED, _HEAD, False, True
     taken = reasons.get(owner)
     if taken is not None:

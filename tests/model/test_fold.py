@@ -11,6 +11,7 @@ import torch
 import zoo
 from torch import Tensor, nn
 from torch.nn import functional
+from zoo import shrink
 
 from quantkit.model import fold
 from quantkit.model.calls import Call, primary
@@ -181,6 +182,25 @@ def test_a_planted_wrong_fold_is_rejected(
     # among right ones as well
     assert fold.prove_all(block, structure, {**folds, planted.group: planted}, call) > 1e-3
     assert fold.prove_all(block, structure, folds, call) <= TOLERANCE
+
+
+def test_folds_beside_experts_that_run_together_are_proved_in_double() -> None:
+    """torch's product of groups has no float64: GPT-OSS, whose experts are not taken apart."""
+    model = shrink.tiny("GptOssForCausalLM")
+    assert model.config._experts_implementation == "grouped_mm"  # type: ignore[union-attr]
+    loaded = LoadedModel(model)
+    calls = loaded.begin(shrink.ids(2, 12), 2)
+    block, call = loaded.load(0), calls.call(0)
+    structure = traced(block, call)
+    folds, _ = fold.find(block, structure, call)
+    assert "self_attn.q_proj" in folds
+    assert fold.prove_all(block, structure, folds, call) <= TOLERANCE
+    exact = call.double()
+    with fold.InDouble():  # type: ignore[no-untyped-call]
+        together = exact(copy.deepcopy(block).double())
+        model.set_experts_implementation("eager")  # type: ignore[operator]
+        alone = exact(copy.deepcopy(block).double())
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
 
 
 def test_the_weaker_form_of_a_gemma_norm_is_rejected() -> None:

@@ -23,7 +23,7 @@ import transformers
 
 from zoo import judge, shrink
 
-PARTS = {"stream": judge.float_stream, "compile": judge.whole_compile, "both": judge.both}
+PARTS = {"stream": judge.float_stream, "compile": judge.whole_compile, "both": judge.both, "half": judge.half}
 SECONDS = 300
 # between two looks at what runs; a clock would go on while the machine is suspended
 _LOOK = 0.02

@@ -79,9 +79,14 @@ def float_stream(architecture: shrink.Architecture) -> Verdict:
     return _judged(architecture, "stream", _stream)
 
 
-def whole_compile(architecture: shrink.Architecture) -> Verdict:
+def whole_compile(architecture: shrink.Architecture, dtype: torch.dtype = torch.float32) -> Verdict:
     """A whole compile: its manifest's figures against what plain transformers makes of source and bundle."""
-    return _judged(architecture, "compile", _compile)
+    return _judged(architecture, "compile", _compile, dtype)
+
+
+def half(architecture: shrink.Architecture) -> Verdict:
+    """The same of a model whose weights are stored in bfloat16, as most are."""
+    return whole_compile(architecture, torch.bfloat16)
 
 
 def both(architecture: shrink.Architecture) -> Verdict:
@@ -93,7 +98,12 @@ def both(architecture: shrink.Architecture) -> Verdict:
     return found if stream.verdict == "right" else stream
 
 
-def _judged(architecture: shrink.Architecture, part: str, look: Callable[[Path], dict[str, Any]]) -> Verdict:
+def _judged(
+    architecture: shrink.Architecture,
+    part: str,
+    look: Callable[[Path], dict[str, Any]],
+    dtype: torch.dtype = torch.float32,
+) -> Verdict:
     from quantkit.errors import InputError
 
     verdict = partial(Verdict.on, architecture, part)
@@ -102,7 +112,7 @@ def _judged(architecture: shrink.Architecture, part: str, look: Callable[[Path],
     with tempfile.TemporaryDirectory(prefix="zoo-") as home:
         folder = Path(home) / architecture.cls
         try:
-            shrink.tiny(architecture, folder)
+            shrink.tiny(architecture, folder, dtype=dtype)
             shrink.tokenizer().save_pretrained(folder)
         except Exception as problem:
             return verdict("not here", line=_first_line(problem))

@@ -25,6 +25,7 @@ held against plain transformers, which knows nothing of quantkit.
   forward; and what the manifest says of the weights agrees with a count of the parameters.
 - **refused**: one line with a code, and no bundle.
 
+{half}\
 What this does not show: how well an architecture's real models stand quantization, other recipes and exports, and what
 another program makes of a bundle. A real model of an architecture that works is held against its own forward all the
 same, in every compile, before the first block is touched.
@@ -42,7 +43,7 @@ def markdown(record: Path) -> str:
     rows = content["rows"]
     right = [row for row in rows if row["verdict"] == "right"]
     version = content["machine"]["packages"]["transformers"]
-    head = _HEAD.format(record=record.name, version=version, error=max(row["error"] for row in right))
+    head = _HEAD.format(record=record.name, version=version, error=max(row["error"] for row in right), half=_half())
     parts = [head, _counts(rows), "\n## Works\n", *_works(right)]
     others = {
         "Refused": ("refused", "With the code, and what the line says."),
@@ -55,6 +56,16 @@ def markdown(record: Path) -> str:
         if found:
             parts.append(f"\n## {title}\n\n{words}\n\n" + _table(found))
     return "".join(parts)
+
+
+def _half() -> str:
+    """How many decoders are right that are stored as most are; nothing where no such campaign is recorded."""
+    record = max((ROOT / "benchmarks" / "results").glob("zoo_half-*.json"), default=None)
+    if record is None:
+        return ""
+    made = [row for row in json.loads(record.read_text())["rows"] if row["verdict"] != "not here"]
+    right = sum(row["verdict"] == "right" for row in made)
+    return f"Stored in bfloat16 instead of float32, {right} of {len(made)} decoders are right (`{record.name}`).\n\n"
 
 
 def _counts(rows: Sequence[Mapping[str, Any]]) -> str:

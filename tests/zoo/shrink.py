@@ -211,8 +211,14 @@ def config_of(architecture: Architecture, **changes: Any) -> Any:
     return config_class(**copy.deepcopy({**settings, **special, **changes}))
 
 
-def tiny(architecture: Architecture | str, folder: Path | None = None, seed: int = 0, **changes: Any) -> nn.Module:
-    """A tiny random model of a class, in `folder` if one is given."""
+def tiny(
+    architecture: Architecture | str,
+    folder: Path | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> nn.Module:
+    """A tiny random model of a class, in `folder` if one is given, stored there in a dtype."""
     if isinstance(architecture, str):
         architecture = named(architecture)
     config = config_of(architecture, **changes)
@@ -220,7 +226,7 @@ def tiny(architecture: Architecture | str, folder: Path | None = None, seed: int
     model: nn.Module = getattr(transformers, architecture.cls)(config).eval().float()
     spread(model, seed)
     if folder is not None:
-        model.save_pretrained(folder)
+        model.to(dtype).save_pretrained(folder)
     return model
 
 
@@ -253,10 +259,10 @@ def ids(samples: int = 5, tokens: int = TOKENS, seed: int = 0) -> Tensor:
 
 
 def loaded(folder: Path) -> nn.Module:
-    """A folder's model as anyone loads it, float32."""
+    """A folder's model as anyone loads it, float32; what transformers leaves in 16 bits of a packed checkpoint too."""
     config = transformers.AutoConfig.from_pretrained(folder)
     model: nn.Module = getattr(transformers, config.architectures[0]).from_pretrained(folder, dtype=torch.float32)
-    return model.eval()
+    return model.eval().float()
 
 
 @torch.no_grad()

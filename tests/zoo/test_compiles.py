@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import quantkit
 from zoo import judge, shrink
 
 
@@ -21,6 +24,26 @@ from zoo import judge, shrink
 def test_a_manifest_says_what_plain_transformers_finds(name: str) -> None:
     found = judge.whole_compile(shrink.named(name))
     assert found.verdict == "right", found
+
+
+@pytest.mark.parametrize("name", ["BailingHybridForCausalLM", "Qwen3NextForCausalLM"])
+def test_a_model_in_half_precision_is_right_too(name: str) -> None:
+    """One has modules that transformers keeps in float32 unless it loads a packed checkpoint; of the other it leaves
+    experts in bfloat16 whatever it is asked for."""
+    found = judge.half(shrink.named(name))
+    assert found.verdict == "right", found
+
+
+def test_a_graph_of_a_masked_language_model_gives_its_hidden_states(tmp_path: Path) -> None:
+    """What is scored of it; and queries that are rotated, in an encoder, have no shape in the graph."""
+    shrink.tiny("GteForMaskedLM", tmp_path / "model", num_hidden_layers=1)
+    shrink.tokenizer().save_pretrained(tmp_path / "model")
+    tokens = judge._token_set(tmp_path / "ids", shrink.ids(4, seed=2))
+    changes = [f"calibration.set={tokens}", "scheme.weights.group=32", "export=[{onnx: {}}]"]
+    bundle = quantkit.compile(str(tmp_path / "model"), "rtn-int4", changes=changes, out=tmp_path / "out", speed=False)
+    checks = {check.name: check.ok for check in bundle.manifest.checks}
+    assert checks["reload.onnxruntime"]
+    assert checks["score.original"]
 
 
 def test_what_stays_in_floats_is_said() -> None:
