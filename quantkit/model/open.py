@@ -238,6 +238,8 @@ def in_float32(model: PreTrainedModel) -> PreTrainedModel:
     the dtype of the files, whatever it is asked for, and such a model computes in both."""
     import torch
 
+    if hasattr(model, "ct_decompress_hook"):  # before its scales change, and not when the first forward begins
+        model.hf_quantizer.compressor.decompress_model(model)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dtype in (torch.float16, torch.bfloat16):
             tensor.data = tensor.data.float()
