@@ -1,135 +1,29 @@
-"""The checkpoint: what is written, what transformers and compressed-tensors make of it, what the checks catch."""
+"""The checkpoint: what is written, and what transformers and compressed-tensors make of it."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from exported import SCHEMES, by_name, export, llama, scheme
+from safetensors.torch import load_file
 from zoo import shrink
 
 from quantkit import registry
-from quantkit.bundle import Bundle, Check, LayerEntry, Manifest, ModelEntry, SourceEntry, content_sha256, inventory
-from quantkit.errors import GateError, InputError
-from quantkit.export import _reload
+from quantkit.bundle import inventory
+from quantkit.errors import InputError
 from quantkit.export._asked import Asked
 from quantkit.export.checkpoint import EXPORT
-from quantkit.formats import QuantTensor
-from quantkit.model import finished
 from quantkit.model.finished import Finished
-from quantkit.model.open import Source, open_model
+from quantkit.model.open import open_model
 from quantkit.model.stream import StreamedModel
 from quantkit.model.unloadable import Obstacle
 from quantkit.scheme import WeightScheme
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-ASYMMETRIC = {"granularity": "group", "group": 32, "symmetric": False}
-
-
-def scheme(form: str = "int4", **fields: Any) -> WeightScheme:
-    return WeightScheme(format=form, **{**({} if fields else ASYMMETRIC), **fields})
-
-
-def quantize(weight: Tensor, how: WeightScheme) -> QuantTensor:
-    found: QuantTensor = registry.load("formats", how.format).quantize(weight.float(), how)
-    return found
-
-
-def llama(
-    folder: Path, dtype: torch.dtype = torch.float32, *, tied: bool = True, shards: int = 1, **changes: Any
-) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        **{
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 128,
-            "tie_word_embeddings": tied,
-            **changes,
-        }
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(dtype)
-    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    model.save_pretrained(folder, max_shard_size=size // shards + 20_000 if shards > 1 else "1GB")
-    return folder
-
-
-@dataclass
-class Exported:
-    folder: Path
-    source: Source
-    stream: StreamedModel
-    results: Finished
-    options: dict[str, Any]
-
-    @property
-    def model(self) -> Path:
-        return self.folder / "model"
-
-    def check(self, **settings: Any) -> list[Check]:
-        return EXPORT.check(self.folder, self.source, self.stream, self.results, self.options, **settings)
-
-    def weight(self, linear: str) -> Tensor:
-        return self.source.weights.read(self.stream.files[f"{linear}.weight"])
-
-
-def export(path: Path, folder: Path, schemes: Any, *, head: bool = False, **options: Any) -> Exported:
-    """Round every linear of the blocks (all by one scheme, or by a function of the name), and change a norm."""
-    source = open_model(str(path))
-    stream = StreamedModel(source)
-    blocks = tuple(f"{name}." for name in stream.block_names) + (("lm_head",) if head else ())
-    from quantkit.model.structure import is_linear, is_transposed
-
-    tensors, chosen = {}, {}
-    for name, module in stream.skeleton.named_modules():
-        how = schemes(name) if callable(schemes) else schemes
-        if name.startswith(blocks) and is_linear(module) and how is not None:
-            weight = source.weights.read(stream.files[f"{name}.weight"])
-            tensors[name] = quantize(weight.T if is_transposed(module) else weight, how)
-            chosen[name] = how
-    changed = {}
-    for name in stream.files:
-        if name.endswith("post_attention_layernorm.weight"):
-            changed[name] = source.weights.read(stream.files[name]) * 1.5
-    file = folder.parent / f"{folder.name}-block.safetensors"
-    folder.mkdir()
-    finished.save(file, tensors, changed)
-    exported = Exported(folder, source, stream, Finished([file], chosen), options)
-    EXPORT.write(folder, source, stream, exported.results, options)
-    return exported
-
-
-def by_name(checks: list[Check]) -> dict[str, Check]:
-    return {check.name: check for check in checks}
-
-
-SCHEMES = {
-    "group-asymmetric": scheme(),
-    "group-symmetric": scheme(granularity="group", group=32, symmetric=True),
-    "channel-asymmetric": scheme(granularity="channel", symmetric=False),
-    "channel-symmetric": scheme(granularity="channel"),
-    "tensor-asymmetric": scheme(granularity="tensor", symmetric=False),
-    "tensor-symmetric": scheme(granularity="tensor"),
-    "int8-channel": scheme("int8", granularity="channel"),
-    "int8-group-asymmetric": scheme("int8", **ASYMMETRIC),
-    "float32-scales": scheme(scale="float32", **ASYMMETRIC),
-}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(tmp_path_factory.mktemp("source") / "tiny")
 
 
 @pytest.mark.parametrize("how", SCHEMES.values(), ids=SCHEMES)
@@ -398,144 +292,6 @@ def test_what_loading_cuts_is_written_as_it_is_then_called(tmp_path: Path, layou
     assert [each.code for each in taken if each.code == "converted-names"] == ["converted-names"]
 
 
-def _spoil(exported: Exported, change: Any) -> dict[str, Check]:
-    path = exported.model / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-    return by_name(exported.check())
-
-
-UP = "model.layers.1.mlp.up_proj"
-
-
-def test_a_wrong_scale_is_found(tmp_path: Path, tiny: Path) -> None:
-    def change(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{UP}.weight_scale"][3, 1] *= 1.01
-
-    checks = _spoil(export(tiny, tmp_path / "out", scheme()), change)
-    assert not checks["reload.compressed_tensors"].ok
-    assert checks["reload.compressed_tensors"].where == UP
-    with pytest.raises(GateError, match=f"reload-mismatch.*{UP}"):
-        _reload.demand(list(checks.values()))
-
-
-def test_the_logits_find_it_too(tmp_path: Path, tiny: Path) -> None:
-    exported = export(tiny, tmp_path / "out", scheme())
-    path = exported.model / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.1.input_layernorm.weight"] *= 1.01
-    save_file(tensors, path, metadata={"format": "pt"})
-    checks = by_name(exported.check())
-    assert checks["reload.compressed_tensors"].ok
-    assert not checks["reload.transformers"].ok
-    # the first block alone is as it should be
-    assert by_name(exported.check(blocks=1))["reload.transformers"].value == 0
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
-def test_a_scale_that_is_no_scale_is_found(tmp_path: Path, tiny: Path, value: float) -> None:
-    def change(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{UP}.weight_scale"][3, 1] = value
-
-    checks = _spoil(export(tiny, tmp_path / "out", scheme()), change)
-    assert not checks["scales.finite"].ok
-    assert checks["scales.finite"].where == UP
-
-
-def test_missing_and_unexpected_tensors_are_found(tmp_path: Path, tiny: Path) -> None:
-    exported = export(tiny, tmp_path / "out", scheme())
-    checks = _spoil(exported, lambda tensors: tensors.pop("model.layers.0.input_layernorm.weight"))
-    assert not checks["reload.transformers"].ok
-    assert "missing" in checks["reload.transformers"].where
-    EXPORT.write(exported.folder, exported.source, exported.stream, exported.results, {})
-    checks = _spoil(exported, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.bias": torch.ones(96)}))
-    assert "unexpected" in checks["reload.transformers"].where
-
-
-def test_swapped_codes_are_found(tmp_path: Path, tiny: Path) -> None:
-    def change(tensors: dict[str, Tensor]) -> None:
-        packed = tensors[f"{UP}.weight_packed"]
-        tensors[f"{UP}.weight_packed"] = packed.flip(0).contiguous()
-
-    assert not _spoil(export(tiny, tmp_path / "out", scheme()), change)["reload.compressed_tensors"].ok
-
-
-@pytest.mark.parametrize("how", ["group-asymmetric", "group-symmetric"])
-def test_only_the_first_blocks(tmp_path: Path, how: str) -> None:
-    path = llama(tmp_path / "source", num_hidden_layers=4, shards=3)
-    exported = export(path, tmp_path / "out", SCHEMES[how])
-    check = by_name(exported.check(blocks=2))["reload.transformers"]
-    assert (check.ok, check.value) == (True, 0)
-
-
-def test_of_several_schemes_the_first_blocks_are_compared_without_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from compressed_tensors.utils import match
-
-    said: list[str] = []
-    monkeypatch.setattr(match._LOGGER, "warning", said.append)
-
-    def mixed(name: str) -> WeightScheme:
-        # a scheme whose linears are all in later blocks, too
-        late = "layers.3." in name
-        bits = "int8" if late or "mlp" in name else "int4"
-        return scheme(bits, granularity="channel", group=None, symmetric=True) if late else scheme(bits, symmetric=True)
-
-    exported = export(llama(tmp_path / "source", num_hidden_layers=4), tmp_path / "out", mixed)
-    check = by_name(exported.check(blocks=2))["reload.transformers"]
-    assert (check.ok, check.value) == (True, 0)
-    assert said == []
-
-
-def _bundle(exported: Exported) -> Bundle:
-    files = inventory(exported.folder)
-    layers = [
-        LayerEntry(name=name, shape=list(exported.weight(name).shape), scheme=how.model_dump(), bits_per_weight=4.0)
-        for name, how in exported.results.schemes.items()
-    ]
-    source = SourceEntry(ref="path:tiny", sha256="0" * 64, dtype="float32")
-    manifest = Manifest(
-        quantkit="0.1.0",
-        content_sha256=content_sha256(files),
-        state="complete",
-        model=ModelEntry(name="tiny", kind="decoder", source=source),
-        recipe={},
-        target=None,
-        calibration=None,
-        seed=0,
-        threads=1,
-        isa="",
-        device={},
-        versions={},
-        created="",
-        layers=layers,
-        files=files,
-        decisions=[],
-        checks=[],
-        verdict=None,
-    )
-    (exported.folder / "manifest.json").write_bytes(manifest.as_bytes())
-    return Bundle.load(exported.folder)
-
-
-@pytest.mark.parametrize("options", [{}, {"layout": "dense"}], ids=["packed", "dense"])
-def test_a_finished_bundle_is_checked_without_its_source(tmp_path: Path, tiny: Path, options: dict[str, str]) -> None:
-    bundle = _bundle(export(tiny, tmp_path / "out", scheme(), **options))
-    assert all(check.ok for check in bundle.verify())
-    checks = by_name(EXPORT.check(bundle.path))
-    assert all(check.ok for check in checks.values())
-    assert checks["reload.transformers"].value == 0
-    if options:
-        return
-    path = bundle.path / "model/config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 16
-    path.write_text(json.dumps(config))
-    assert not all(check.ok for check in EXPORT.check(bundle.path))
-
-
 def test_writing_twice_gives_the_same_bytes(tmp_path: Path, tiny: Path) -> None:
     first = inventory(export(tiny, tmp_path / "one", scheme()).folder)
     second = inventory(export(tiny, tmp_path / "two", scheme()).folder)
@@ -573,47 +329,3 @@ def test_torch_free_at_import() -> None:
     code = "import sys\nfrom quantkit import registry\nregistry.load('export', 'checkpoint').Options()\n"
     code += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'compressed_tensors')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_model_that_memory_has_no_room_for_is_compared_on_its_first_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exported = export(llama(tmp_path / "source", num_hidden_layers=3), tmp_path / "out", scheme())
-    asked: list[int | None] = []
-    real = _reload.reload
-
-    def spy(folder: Path, wanted: Any, *, inputs: Any, blocks: int | None) -> Check:
-        asked.append(blocks)
-        return real(folder, wanted, inputs=inputs, blocks=blocks)
-
-    monkeypatch.setattr(_reload, "reload", spy)
-    for limit in (10**12, 10**6):
-        monkeypatch.setattr(_reload.machine, "memory_limit", lambda limit=limit: limit)
-        checks = exported.check()
-        assert all(check.ok for check in checks)
-        # the rest of the model is still covered, linear by linear
-        assert "reload.compressed_tensors" in by_name(checks)
-    assert asked == [None, 2]
-
-
-def test_a_model_that_is_not_cut_and_does_not_fit_is_compared_tensor_by_tensor(
-    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exported = export(tiny, tmp_path / "out", scheme())
-    monkeypatch.setattr(Source, "can_be_cut", lambda *_: False)
-    assert "reload.transformers" in by_name(exported.check(blocks=1))
-    monkeypatch.setattr(_reload.machine, "memory_available", lambda: 10**4)
-    monkeypatch.setattr(_reload, "reload", lambda *_, **__: pytest.fail("it was loaded as a whole"))
-    checks = by_name(exported.check(blocks=1))
-    assert checks["reload.compressed_tensors"].ok
-    assert checks["reload.tensors"].ok
-    path = exported.model / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.layers.1.input_layernorm.weight"] *= 1.01
-    save_file(tensors, path, metadata={"format": "pt"})
-    wrong = by_name(exported.check(blocks=1))["reload.tensors"]
-    assert not wrong.ok
-    assert wrong.where == "model.layers.1.input_layernorm.weight"
-    tensors.pop("model.layers.1.input_layernorm.weight")
-    save_file(tensors, path, metadata={"format": "pt"})
-    assert "missing" in by_name(exported.check(blocks=1))["reload.tensors"].where

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import pytorch_utils
 from transformers.models.auto import modeling_auto as auto
@@ -178,7 +179,7 @@ def _layers(config_class: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Lists with an entry a layer, cut to few layers of every kind that the default has, in its order."""
     try:
         whole = config_class()
-    except Exception:
+    except (ValueError, StrictDataclassError):  # classes that refuse their own defaults: gemma4_assistant, nougat
         return {}
     count = whole.__dict__.get("num_hidden_layers")
     if not isinstance(count, int) or count < 2:

@@ -1,0 +1,13 @@
+"""What tests of exports share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from exported import llama
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("source") / "tiny")
