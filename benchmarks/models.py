@@ -39,12 +39,13 @@ RECIPES = [
 FREE = ("float", "rtn-int4", "int4-fast", "int8-weights", "fp8-block")
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models-measured.md"
 PEAK = 0.06
+_SAMPLES = "calibration.samples="
 
 
 def measured(place: Path, model: str, recipe: str, samples: int, scored: int) -> dict[str, Any] | None:
     """One compile; None where it was refused, with the reason printed."""
     source, stated = open_model(model, hashed=False), Recipe.load(recipe)
-    changes = [f"calibration.samples={samples}"] if samples and recipe not in FREE else []
+    changes = [f"{_SAMPLES}{samples}"] if samples and recipe not in FREE else []
     kept = [{step.name: dict(step.options)} for step in stated.export if step.name == "checkpoint"]
     if kept and len(stated.export) > 1:
         changes.append(f"export={json.dumps(kept)}")
@@ -62,6 +63,8 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
     found = {
         "model": row["model"],
         "recipe": row["recipe"],
+        "samples": next((int(each.rpartition("=")[2]) for each in row["changes"] if each.startswith(_SAMPLES)), None),
+        "scored": row["scored"],
         "bits": (rows.get("size.bits_per_weight") or {}).get("value"),
         "kl": kl and kl["value"],
         "kl_ci95": kl and kl["ci95"],
@@ -125,7 +128,7 @@ def main() -> int:
     settings = {"threads": THREADS, "samples": options.samples, "scored": options.scored, "set": "prose-en"}
     claim = f"expected losses of each recipe on three models; gates hold on all, peak memory within {PEAK:.0%}"
     if options.table:
-        PAGE.write_text(page(found, options.samples), encoding="utf-8")
+        PAGE.write_text(page(found), encoding="utf-8")
     compiles = [{**line, "compile": row} for line, row in zip(found, known, strict=True)]
     record("models", claim, compiles, settings, write=not options.no_record)
     return verdicts(held(found))
@@ -144,10 +147,17 @@ def held(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
     }
 
 
-def page(rows: Sequence[Mapping[str, Any]], samples: int) -> str:
+def _taken(model: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """How many sequences calibrated a model, and how many positions scored it."""
+    counts = {(row["samples"], row["scored"]) for row in rows if row["model"] == model and row["samples"]}
+    each = [f"{samples} sequences calibrate, {scored} positions score" for samples, scored in sorted(counts)]
+    return f"- {model}: {' or '.join(each) or 'not run yet'}"
+
+
+def page(rows: Sequence[Mapping[str, Any]]) -> str:
     """docs/models-measured.md."""
     by = {(row["model"], row["recipe"]): row for row in rows}
-    lines = [_HEAD.format(samples=samples)]
+    lines = [_HEAD.format(taken="\n".join(_taken(model, rows) for model in MODELS))]
     columns = [f"{model}: KL | perplexity ×" for model in MODELS]
     lines += [f"| recipe | bits | {' | '.join(columns)} | gate: KL at most |", "|---" * (3 + 2 * len(MODELS)) + "|"]
     missing: list[str] = []
@@ -195,9 +205,11 @@ conversions compute what llama.cpp computes on the same files is checked by `pyt
 
 ## Expected losses
 
-KL from the original in nats a token, ± half the 95 % interval, and its perplexity over the original's; {samples}
-calibration sequences of 512 tokens of the shipped prose, scored on text of its kind that calibrated nothing. Sequences
-begin as prompts do: with BOS where the tokenizer adds one. Few sequences were scored: intervals are wide.
+KL from the original in nats a token, ± half the 95 % interval, and its perplexity over the original's. Calibrated on
+sequences of 512 tokens of the shipped prose, scored on text of its kind that calibrated nothing. Sequences begin as
+prompts do: with BOS where the tokenizer adds one. Few were taken, so intervals are wide:
+
+{taken}
 """
 _MEMORY = """## Memory, forecast and real
 
