@@ -213,8 +213,9 @@ prompts do: with BOS where the tokenizer adds one. Few were taken, so intervals 
 """
 _MEMORY = """## Memory, forecast and real
 
-The most that a compile had resident, and what its plan says (`plan/compile_memory.py`). Nothing was fitted on these
-models.
+The most that a compile had resident, and what its plan says (`plan/compile_memory.py`), whose figures of memory are
+fitted on these compiles and on those of random models (`python benchmarks/plan_compile.py --fit --again`): the errors
+below are those of the fit, not of a prediction.
 """
 
 

@@ -7,8 +7,9 @@
     python benchmarks/plan_compile.py --fit --rows rows.json   # goes on where a run with this file was stopped
     python benchmarks/plan_compile.py --fit --again --doctor   # and on figures of their machine that are measured now
 
-The efficiencies are fitted on random Llamas, 3 to 50 M parameters, 4 to 12 layers of widths 256 to 768, and memory on
-two more that are all vocabulary; smollm2-135m is not among them. Each compile runs in a process of its own
+The efficiencies are fitted on random Llamas, 3 to 50 M parameters, 4 to 12 layers of widths 256 to 768; smollm2-135m is
+not among them. Memory is fitted on more of those, with large vocabularies, and on the compiles of real models that
+`models.py` recorded last, whose figures say nothing new of it therefore. Each compile runs in a process of its own
 (`harness/compile_side.py`), with a cache in which nothing is known of its text; processor seconds are of all its
 threads and children, the peak is the kernel's high-water mark. Wall time is what a quiet machine shows: beside other
 work set processor seconds against each other.
@@ -124,7 +125,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 # fitted for their memory alone: the seconds of the first two are those of one thing, two heads
-MEMORY_ALONE = ("e", "f", "g", "h")
+MEMORY_ALONE = frozenset("efgh")
 # model, recipe, sequences (0: the recipe looks at no data), positions that are scored (0: as a user's)
 FIT = [
     *[("a", "awq-int4", 4, 0), ("b", "int8-weights", 0, 0), ("b", "gptq-int4", 4, 0), ("d", "rtn-int4", 0, 0)],
@@ -180,19 +181,23 @@ def known() -> dict[str, Any]:
 
 
 def fit(
-    rows: Sequence[Mapping[str, Any]], machine: Machine, provenance: Mapping[str, Any], busy: bool
+    rows: Sequence[Mapping[str, Any]],
+    real: Sequence[Mapping[str, Any]],
+    machine: Machine,
+    provenance: Mapping[str, Any],
+    busy: bool,
 ) -> dict[str, Any]:
-    """The table, with the interval that leaving out one model after another gives."""
+    """The table, with the interval that leaving out one random model after another gives; `real` ones say of memory."""
     about = {"name": machine.name, "cores": machine.cores, "fp32": machine.fp32, "read": machine.read}
     ratios = []
-    for left_out in sorted({row["model"] for row in rows} - set(MEMORY_ALONE)):
-        others = fitted([row for row in rows if row["model"] != left_out], machine, memory_alone=MEMORY_ALONE)
+    for left_out in sorted({row["model"] for row in rows} - MEMORY_ALONE):
+        others = fitted([row for row in rows if row["model"] != left_out], real, machine, MEMORY_ALONE)
         rates = Rates.from_dict({**others, "interval": (1, 1), "machine": about})
         for row in rows:
             if row["model"] == left_out:
                 expected = compiling(question(row), machine, rates)
                 ratios.append(_seconds(row) / sum(expected.cpu_seconds.values()))
-    table = fitted(rows, machine, memory_alone=MEMORY_ALONE)
+    table = fitted(rows, real, machine, MEMORY_ALONE)
     rates = Rates.from_dict({**table, "interval": (1, 1), "machine": about})
     interval = [float(f"{edge:.3g}") for edge in (min(ratios), max(ratios))]
     sharing = 1.0 if busy else shared_out(rows, machine, rates)
@@ -300,6 +305,8 @@ def learn(options: argparse.Namespace) -> int:
         record("plan_compile-fit", claim, rows, {"figures": figures, "models": MODELS}, write=not options.no_record)
     shutil.rmtree(place, ignore_errors=True)
     machine = Machine(about["device"]["name"], THREADS, figures["fp32"], figures["read"])
+    measured = max(RESULTS.glob("models-*.json"), default=None)
+    real = [row["compile"] for row in json.loads(measured.read_text())["rows"]] if measured else []
     source = {
         "script": "benchmarks/plan_compile.py --fit",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -307,11 +314,13 @@ def learn(options: argparse.Namespace) -> int:
         "figures": figures.get("note", "quantkit doctor"),
         "versions": {name: version for name, version in about["packages"].items() if version},
         "compiles": len(rows),
+        "compiles of real models, for memory": len(real),
         "stated": "timed, fixed:speed: by the clock",
     }
-    table = fit(rows, machine, source, bool(figures.get("busy", True)))
+    table = fit(rows, real, machine, source, bool(figures.get("busy", True)))
     RATES.write_text(json.dumps(table, indent=1) + "\n")
-    print(f"{len(rows)} compiles; real over predicted, of models left out: {table['interval']}")
+    counted = f"{len(rows)} compiles, {len(real)} of real models"
+    print(f"{counted}; real over predicted, of models left out: {table['interval']}")
     assumed = " (assumed)" if figures.get("busy", True) else ""
     print(f"parallel work keeps {table['sharing']:.0%} of the cores busy{assumed}")
     return 0

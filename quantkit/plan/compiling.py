@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 from quantkit.errors import InputError
 from quantkit.plan.architecture import Architecture
 from quantkit.plan.assigned import assign, takes_head
-from quantkit.plan.compile_memory import held, packed_bytes
+from quantkit.plan.compile_memory import CONFIRMED, WHOLE, held, packed_bytes
 from quantkit.plan.compile_work import Question, counted, elements, needs
 from quantkit.recipe import Recipe
 from quantkit.target import Target
@@ -292,11 +292,15 @@ def of(kind: str) -> tuple[Of, bool]:
 def peaks(question: Question, rates: Rates | None = None) -> dict[str, float]:
     """Part -> bytes resident at its peak."""
     table = (rates or shipped()).memory
-    return {
+    found = {
         part: sum(amount * table[part].get(term, 0.0) for term, amount in terms.items())
         for part, terms in held(question).items()
         if part in table
     }
+    others = max((peak for part, peak in found.items() if part != "confirm"), default=0.0)
+    if 4.0 * question.architecture.parameters > WHOLE and found.get("confirm", 0.0) > CONFIRMED * others:
+        del found["confirm"]
+    return found
 
 
 def disk(question: Question) -> Disk:
