@@ -56,7 +56,7 @@ def accuracy(quantized: Quantized, made: Any, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=[name for name, alias in ALIASES.items() if alias.kind == "vision"])
+    parser.add_argument("model", choices=[name for name, alias in ALIASES.items() if alias.kind == "network"])
     parser.add_argument("--set", help="of images; the model's own")
     parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()

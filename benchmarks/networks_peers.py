@@ -124,7 +124,7 @@ def speeds(files: dict[str, Path], shape: tuple[int, ...], seconds: float) -> di
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=[name for name, alias in ALIASES.items() if alias.kind == "vision"])
+    parser.add_argument("model", choices=[name for name, alias in ALIASES.items() if alias.kind == "network"])
     parser.add_argument("--set", help="of images; the model's own")
     parser.add_argument("--scored", nargs="+", default=[], metavar="SET", help="others to score on as well, untimed")
     parser.add_argument(

@@ -31,7 +31,7 @@ from quantkit.recipe import Recipe
 TARGET = "rtx-4090"
 EXPORT = "export=[{tensorrt: {}}]"
 STATIC_FP8 = "scheme.activations={format: fp8_e4m3, granularity: tensor, dynamic: false}"
-KINDS = "models=[decoder, encoder, vision]"
+KINDS = "models=[decoder, encoder, network]"
 FORMS: dict[str, tuple[str, list[str]]] = {
     "float16": ("float", [KINDS]),
     "int8": ("int8-tensorrt", [KINDS]),

@@ -25,10 +25,10 @@ from pydantic import (
 from quantkit import content, registry
 from quantkit.content import Closed, known_keys, read_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
+from quantkit.kinds import Kind, Said, today
 from quantkit.recipe_changes import apply_change, steps_of
 from quantkit.scheme import ActivationScheme, Scheme, WeightScheme
 
-ModelKind = Literal["decoder", "encoder", "vision"]
 Document = TypeVar("Document", bound=BaseModel)
 SchemeKind = TypeVar("SchemeKind", WeightScheme, ActivationScheme)
 
@@ -185,7 +185,7 @@ class Recipe(Closed):
     schema_: Annotated[Literal[1], Field(alias="schema")] = 1
     name: str = ""
     summary: str
-    models: list[ModelKind] = Field(default=["decoder", "encoder"], min_length=1)
+    models: list[Said] = Field(default=["decoder", "encoder"], min_length=1)
     seed: int = Field(default=0, ge=0)
     calibration: CalibrationChoice = CalibrationChoice()
     scheme: Scheme = Scheme()
@@ -195,6 +195,12 @@ class Recipe(Closed):
     passes: list[PassStep] = Field(default=[])
     export: list[ExportStep] = Field(default=[ExportStep(name="checkpoint")], min_length=1)
     gates: Gates = Gates()
+
+    @field_validator("models", mode="after")
+    @classmethod
+    def _each_once(cls, value: list[Kind]) -> list[Kind]:
+        """One of before, `vision`, and its own of today are one."""
+        return list(dict.fromkeys(value))
 
     @field_validator("passes", mode="before")
     @classmethod
@@ -366,6 +372,6 @@ def _laid_over(data: Any, addition: Any, name: str) -> Any:
     for key in ("scheme", "gates"):
         found[key] = {**(data.get(key) or {}), **(addition.get(key) or {})}
     default = ["decoder", "encoder"]
-    both = addition.get("models", default)
-    found["models"] = [kind for kind in data.get("models", default) if kind in both]
+    both = [today(kind) for kind in addition.get("models", default)]
+    found["models"] = [kind for kind in data.get("models", default) if today(kind) in both]
     return found

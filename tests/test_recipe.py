@@ -10,7 +10,7 @@ import yaml
 
 from quantkit import content
 from quantkit.errors import InputError
-from quantkit.recipe import Recipe, assigners
+from quantkit.recipe import Recipe, _laid_over, assigners
 
 BASE: dict[str, Any] = {
     "schema": 1,
@@ -42,6 +42,16 @@ def test_every_shipped_recipe_loads_and_comes_back_whole(name: str) -> None:
     # a pass by its name in a path of --set, and every key of the contract
     assert set(found.as_dict()) >= {"schema", "summary", "models", "calibration", "scheme", "passes", "export", "gates"}
     assert sum(step.name in assigners() for step in found.passes) == (0 if found.scheme.weights is None else 1)
+
+
+def test_a_recipe_of_before_is_for_networks() -> None:
+    """`vision` was the word; a recipe of a user's own goes on to be taken, and says today's."""
+    assert recipe(models=["vision"]).models == ["network"]
+    assert recipe(models=["decoder", "vision", "network"]).as_dict()["models"] == ["decoder", "network"]
+    assert Recipe.load("int8", ["models=[vision]"]).models == Recipe.load("int8-network").models
+    addition = {"summary": "x", "models": ["decoder", "vision"]}
+    assert _laid_over({"models": ["encoder", "network"]}, addition, "more")["models"] == ["network"]
+    assert _laid_over({"models": ["vision"]}, {**addition, "models": ["network"]}, "more")["models"] == ["vision"]
 
 
 def test_all_settings_are_written_out() -> None:

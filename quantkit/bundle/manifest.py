@@ -28,6 +28,7 @@ from pydantic import (
 
 from quantkit.bundle.disk import sha256, walk
 from quantkit.errors import InputError, from_validation
+from quantkit.kinds import Said
 
 MANIFEST = "manifest.json"
 MEASUREMENTS = "measurements.jsonl"
@@ -60,7 +61,7 @@ class ModelEntry(_Closed):
     """Which model."""
 
     name: str
-    kind: Literal["decoder", "encoder", "vision"]
+    kind: Said
     source: SourceEntry
 
 

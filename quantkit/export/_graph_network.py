@@ -73,6 +73,7 @@ def network(model: ir.Model, products: Mapping[str, Product], pairs: Mapping[str
     _name_batch(graph)
     halved(made)
     made.metadata_props.clear()
+    # a bundle is known by the bytes of this file, so the word that stood here before `network` stays
     made.metadata_props.update({"quantkit.kind": "vision", "quantkit.type": "float16"})
     for node in graph:
         node.metadata_props.clear()

@@ -45,7 +45,7 @@ def fitted(profiles: Sequence[Profile], *, kind: str, context: int) -> tuple[lis
 
     Args:
         profiles: of the target or the recipe.
-        kind: decoder, encoder or vision: only the first has tokens before the new ones.
+        kind: decoder, encoder or network: only the first has tokens before the new ones.
         context: tokens that the model can have.
 
     Raises:

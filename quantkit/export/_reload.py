@@ -2,12 +2,13 @@
 
     max |loaded - expected| / max |expected| <= 1e-4
 
-of the logits on one batch (2^-7 where the library multiplies in kernels of its own), both sides by the same class of
-plain transformers in the model's own dtype: `loaded` from the folder, with whatever expands it; `expected` from dense
-tensors that are computed from the codes. Missing, unexpected and mismatched keys fail as well. And the same of every
-packed linear, expanded by its library's own code: that takes one tensor at a time, so it covers a model of any size,
-where logits are compared on its first blocks. Of a model that has no first blocks by itself, and that does not fit into
-memory, the other tensors are compared instead (`reload.tensors`).
+of the logits on one batch (where the library multiplies in kernels of its own 2^-6 of two blocks, and more of more:
+`model/kernel_limit.py`), both sides by the same class of plain transformers in the model's own dtype: `loaded` from the
+folder, with whatever expands it; `expected` from dense tensors that are computed from the codes. Missing, unexpected
+and mismatched keys fail as well. And the same of every packed linear, expanded by its library's own code: that takes
+one tensor at a time, so it covers a model of any size, where logits are compared on its first blocks. Of a model that
+has no first blocks by itself, and that does not fit into memory, the other tensors are compared instead
+(`reload.tensors`).
 Where the library is not installed, transformers cannot load it: then our own reader of the stored files expands them,
 and all other tensors are compared as well (`reload.own_reader`).
 """
@@ -28,6 +29,7 @@ from quantkit.errors import GateError, InputError, QuantkitError
 from quantkit.formats._layout import against, split
 from quantkit.model import layouts, run_time
 from quantkit.model.full_memory import is_out_of_memory, out_of_memory
+from quantkit.model.kernel_limit import kernel_limit
 from quantkit.model.layouts import Layout
 from quantkit.model.names import same
 from quantkit.model.open import cut_config, in_float32, open_written, quiet_loading
@@ -40,10 +42,6 @@ if TYPE_CHECKING:
     import torch
 
 LIMIT = 1e-4
-# where a library multiplies in kernels of its own, of half precision on some processors: two units of bfloat16 at the
-# logits, since each product before them rounds (on AVX512-BF16 bitsandbytes' nf4 leaves 0.009 after two blocks). That
-# the values are the right ones is checked apart, and exactly
-KERNEL_LIMIT = 2**-6
 # logits of the whole model are compared if its dense weights take no more than this, and no more than a quarter of the
 # memory that the process may have; else those of its first blocks
 WHOLE_BYTES = 640 * 2**20
@@ -235,9 +233,10 @@ def reload(
         if not forgets:
             _quantize_at_run_time(reference, wanted.run_time)
         expected = _run(reference, inputs, cached=cached)
+    depth = getattr(reference.config.get_text_config(), "num_hidden_layers", FEW)
     del reference
     machine.let_go()
-    limit = KERNEL_LIMIT if wanted.layout is not None and wanted.layout.kernels else LIMIT
+    limit = kernel_limit(depth) if wanted.layout is not None and wanted.layout.kernels else LIMIT
     return _judge("reload.transformers", _difference(found, expected), "logits", limit)
 
 

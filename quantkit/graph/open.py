@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantkit.errors import InputError, MissingDependency
+from quantkit.kinds import Kind
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -31,6 +32,9 @@ _QUANTIZED = (
     "ConvInteger",
     "MatMulNBits",
 )
+# what leaves every number what it is
+_SAME_NUMBERS = ("Cast", "Identity")
+_IDS, _WHOLE = "input_ids", ("INT64", "INT32")
 _SUFFIX = ".onnx"
 
 
@@ -52,6 +56,7 @@ class FloatGraph:
         path: of the file.
         name: what a bundle is named after.
         inputs: that are not weights.
+        kind: `encoder` where they are token ids; else `network`.
         sha256: over the file and those beside it.
         bytes: of the file and those beside it.
         notes: sentences for the reader of its figures.
@@ -63,6 +68,7 @@ class FloatGraph:
     inputs: tuple[Input, ...]
     sha256: str
     bytes: int
+    kind: Kind
     notes: tuple[str, ...] = field(default=())
 
 
@@ -115,7 +121,7 @@ def open_graph(path: Path, name: str = "") -> FloatGraph:
     inputs = tuple(inputs_of(model, where))
     if not list(model.graph.outputs):
         raise _refused(where, "unreadable", "no outputs")
-    return FloatGraph(model, path, name or path.stem, inputs, digest.hexdigest(), size)
+    return FloatGraph(model, path, name or path.stem, inputs, digest.hexdigest(), size, kind_of(model))
 
 
 def _external(model: ir.Model, folder: Path, where: str) -> Iterator[Path]:
@@ -202,6 +208,32 @@ def _check_weights(model: ir.Model, where: str) -> None:
             )
         if kind == "FLOAT" and not np.isfinite(tensor.numpy()).all():
             raise _refused(where, "weights", f"NaN or infinity in {value.name}", "weights are finite")
+
+
+def kind_of(model: ir.Model) -> Kind:
+    """`encoder` of a graph that takes token ids, and nothing of more sizes than those (images, sound); else `network`.
+
+    Token ids are whole numbers [samples, tokens] by which rows of a table in the graph are looked up, as by positions
+    and sizes they are not; or that are called `input_ids`, where what is done with them is not to be seen.
+    """
+    given = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
+    if any(value.shape is None or len(value.shape) > 2 for value in given):
+        return "network"
+    whole = [value for value in given if len(value.shape or ()) == 2 and str(value.dtype) in _WHOLE]
+    return "encoder" if any(value.name == _IDS or _looks_up(value) for value in whole) else "network"
+
+
+def _looks_up(ids: ir.Value) -> bool:
+    """Whether rows of a matrix that is in the graph are gathered by these numbers, one a number."""
+    for node, index in ids.uses():
+        if node.op_type in _SAME_NUMBERS and node.outputs and _looks_up(node.outputs[0]):
+            return True
+        table = node.inputs[0] if node.op_type == "Gather" and index == 1 else None
+        axis = node.attributes.get("axis")
+        rows = axis is None or axis.as_int() == 0
+        if table is not None and rows and table.is_initializer() and table.shape is not None and len(table.shape) == 2:
+            return True
+    return False
 
 
 def inputs_of(model: ir.Model, where: str) -> Iterator[Input]:

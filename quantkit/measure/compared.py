@@ -290,7 +290,7 @@ class Compared:
 
     Args:
         model: its name.
-        kind: `decoder`, `encoder` or `vision`.
+        kind: `decoder`, `encoder` or `network`.
         a: what B is set against.
         b: what is judged.
         verdict: see the module.

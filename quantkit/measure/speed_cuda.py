@@ -9,7 +9,7 @@ cache for the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -145,7 +145,7 @@ def run(
         device=identity,
         versions={**machine.versions(), "driver": str(device.describe().get("driver", ""))},
         plan=plan,
-        ceilings=lambda: [ceiling(row) for row in limits.measured(device, _BLOCKS, generator)],
+        ceilings=lambda: ceilings(device, generator),
         progress=progress,
     )
     said = " ".join(part for part in (reason, packed.said()) if part)
@@ -224,8 +224,13 @@ def format_of(bundle: Bundle) -> str:
     return max(forms, key=forms.count, default="float")
 
 
-def ceiling(row: Mapping[str, Any]) -> Ceiling:
-    """A GPU's ceiling as `latency.measure` takes it: its interval and median stand for its samples."""
-    value, ends = row["value"], row.get("ci95") or ()
-    samples: Sequence[float] = () if value is None else sorted([value, *ends])
-    return Ceiling(row["name"], row["unit"], tuple(samples), dict(row["settings"]), {}, "; ".join(row["flags"]))
+def ceilings(device: Device, generator: np.random.Generator) -> list[Ceiling]:
+    """A GPU's ceilings as `latency.measure` takes them, each with all that was taken of it."""
+    return [ceiling(found) for found in limits.sampled(device, _BLOCKS, generator)]
+
+
+def ceiling(found: limits.Measured) -> Ceiling:
+    """One of them: its samples in the order in which they were taken, none where the device lacks it."""
+    samples = () if found.taken is None else tuple(float(each) for each in found.taken.ravel())
+    reason = f"not measured: {found.reason}" if found.reason else ""
+    return Ceiling(found.name, found.unit, samples, found.settings, {}, reason)

@@ -14,12 +14,11 @@ import numpy as np
 import torch
 
 from quantkit.bundle import Bundle
-from quantkit.measure.cuda import ceilings as limits
 from quantkit.measure.cuda.device import Device
 from quantkit.measure.cuda.memory import fitting
 from quantkit.measure.latency import Entry, Plan, measure
 from quantkit.measure.rows import Row
-from quantkit.measure.speed_cuda import Decoder, ceiling, cost, described, format_of
+from quantkit.measure.speed_cuda import Decoder, ceilings, cost, described, format_of
 from quantkit.measure.tax import Cost
 from quantkit.plan import machine
 from quantkit.runtimes._classes import built
@@ -27,8 +26,6 @@ from quantkit.runtimes._classes import built
 if TYPE_CHECKING:
     from quantkit.model.open import Source
     from quantkit.runtimes._tensorrt_decode import Loaded
-
-_BLOCKS = 4
 
 
 def run(
@@ -74,7 +71,7 @@ def run(
         device=device.identity(),
         versions={**machine.versions(), "driver": str(device.describe().get("driver", ""))},
         plan=within,
-        ceilings=lambda: [ceiling(row) for row in limits.measured(device, _BLOCKS, generator)],
+        ceilings=lambda: ceilings(device, generator),
         progress=progress,
     )
 

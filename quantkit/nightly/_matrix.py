@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.content import is_path
 from quantkit.errors import InputError, unknown_name
+from quantkit.graph.open import is_graph
+from quantkit.kinds import one
 from quantkit.model.alias import ALIASES
 from quantkit.nightly.records import Cell
 from quantkit.pipeline.request import Request, kind_of, with_own_runtime
@@ -83,10 +85,12 @@ def _runtimes(config: Nightly, where: str) -> RuntimeOf:
             changes=config.set_,
         )
         if kind is not None:
-            if kind not in request.recipe.models:
+            # which of the two a graph is, its file says, and that is opened by the compile
+            able = {kind, "encoder"} if is_graph(model) else {kind}
+            if not able & set(request.recipe.models):
                 raise InputError(
                     "model-kind",
-                    value=f"{model} is of kind {kind}",
+                    value=f"{model} is {one(kind)}",
                     rule=f"recipe {request.recipe.name} is for {', '.join(request.recipe.models)}",
                 )
             request = with_own_runtime(request, kind)

@@ -145,7 +145,7 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
 def takes_graph(model: str) -> bool:
     """Whether a model is compiled as a float ONNX graph: a file of one, or a shipped network."""
     alias = ALIASES.get(model)
-    return is_graph(model) or (alias is not None and alias.kind == "vision")
+    return is_graph(model) or (alias is not None and alias.kind == "network")
 
 
 def prepare_graph(request: Request) -> PreparedGraph:

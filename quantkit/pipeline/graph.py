@@ -197,7 +197,7 @@ def _entries(prepared: Prepared) -> tuple[ModelEntry, CalibrationEntry]:
     origin = SourceEntry(ref=prepared.ref, sha256=graph.sha256, dtype="float32", was=None)
     seen = {"set": calib.name, "split": calib.split, "ids_sha256": calib.sha256}
     return (
-        ModelEntry(name=graph.name, kind="vision", source=origin),
+        ModelEntry(name=graph.name, kind=graph.kind, source=origin),
         # samples of a graph are not cut into tokens
         CalibrationEntry(**seen, samples=len(calib), tokens=0),
     )

@@ -13,6 +13,7 @@ from quantkit import content
 from quantkit.bundle import Bundle, Check
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError
+from quantkit.graph.open import is_graph
 from quantkit.measure.latency import Plan
 from quantkit.measure.rows import Row
 from quantkit.measure.size import size_rows
@@ -36,8 +37,12 @@ _CODES = ".weight.codes"
 
 
 def holds_graph(bundle: Bundle) -> bool:
-    """Whether a bundle was compiled from a float ONNX graph."""
-    return bundle.manifest.model.kind == "vision" and not (bundle.model_folder / "config.json").is_file()
+    """Whether a bundle was compiled from a float ONNX graph: every network was, and an encoder that came as a file of
+    one or as a module."""
+    model = bundle.manifest.model
+    if model.kind == "encoder":
+        return is_graph(model.source.ref) or model.source.ref.startswith(REF)
+    return model.kind == "network" and not (bundle.model_folder / "config.json").is_file()
 
 
 def file_of(bundle: Bundle) -> Path:
@@ -127,7 +132,7 @@ def measure_graph(
     graph = open_graph(file)
     _demand_inputs(bundle, graph)
     data = _scoring(bundle, graph.inputs, calibration, alias)
-    progress.plan({"score": 10.0, **({"speed": (plan or worth.quick("vision")).seconds} if timed else {})})
+    progress.plan({"score": 10.0, **({"speed": (plan or worth.quick("network")).seconds} if timed else {})})
     path, subject = file_of(bundle), manifest.content_sha256
     folder = path.parent.name
     rows = scored(
@@ -147,7 +152,7 @@ def measure_graph(
         folder=folder,
     )
     if timed:
-        chosen = plan or worth.quick("vision")
+        chosen = plan or worth.quick("network")
         size = sum(entry.bytes for entry in manifest.files if entry.path.startswith(f"{folder}/"))
         rows += speed(
             Timed(path, subject, worth.format_of(manifest.layers), size),
@@ -179,7 +184,7 @@ def _float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | Non
             remedy="--baseline ./model.onnx",
         )
     alias = ALIASES.get(baseline)
-    if alias is not None and alias.kind == "vision":
+    if alias is not None and alias.kind == "network":
         return materialize(alias) / MODEL, alias
     path = Path(baseline).expanduser()
     if path.suffix.lower() != ".onnx" or (path / MANIFEST).exists():

@@ -70,7 +70,7 @@ def planned_graph(prepared: Prepared) -> dict[str, Any]:
         "model": {
             "name": graph.name,
             "ref": prepared.ref,
-            "kind": "graph",
+            "kind": graph.kind,
             "dtype": "float32",
             "was": None,
             "bytes": graph.bytes,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit import registry
 from quantkit.bundle import Decision
 from quantkit.errors import InputError, did_you_mean
+from quantkit.kinds import one
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import graph_engine, tokens
 from quantkit.pipeline.graph_measure import Cost, cost
@@ -67,23 +68,24 @@ def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | No
     from quantkit.graph.sites import sites
 
     recipe = request.recipe
-    if "vision" not in recipe.models:
+    graph = open_graph(path, name)
+    # an encoder is a graph all the same, and compiled as networks are
+    if not {graph.kind, "network"} & set(recipe.models):
         raise InputError(
             "model-kind",
             where=ref,
-            value="an ONNX graph",
+            value=f"{one(graph.kind)}, as an ONNX graph",
             rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
             remedy="choose another recipe: int8",
         )
-    tokens.demand_talking(recipe.calibration, "vision")
+    tokens.demand_talking(recipe.calibration, graph.kind)
     engine = graph_engine.wanted(recipe)
     as_asked = recipe
     if graph_engine.EXPORT in request.left_out:
         as_asked = recipe.model_copy(update={"export": [ExportStep(name=graph_engine.EXPORT)]})
-    check_target(as_asked, request.target, "vision")
+    check_target(as_asked, request.target, "network")
     weights, activations = (recipe.scheme.weights, recipe.scheme.activations) if engine else graph_schemes(recipe)
-    graph = open_graph(path, name)
-    decisions = computed_in_floats(request, "vision")
+    decisions = computed_in_floats(request, "network")
     calib = inputs_of(request, graph, "calib", alias, recipe.calibration.images)
     scoring = inputs_of(request, graph, "eval", alias, None)
     feed = calib.first(2)

@@ -46,7 +46,7 @@ class Pipeline:
         data = {
             "schema": 1,
             "summary": "a pipeline",
-            "models": ["decoder", "encoder", "vision"],
+            "models": ["decoder", "encoder", "network"],
             "passes": [dict(step) if isinstance(step, Mapping) else step for step in passes],
             "scheme": {
                 "weights": dict(weights or {"format": "int8"}),

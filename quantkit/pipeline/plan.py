@@ -125,7 +125,7 @@ def _workload(question: Question, architecture: Architecture, target: Target) ->
         # what is assumed has to fit into the model
         usual = (PROMPT, OUTPUT) if decodes else (_TEXT, 1)
         most = limit or _TEXT
-        if prompt is None and architecture.kind == "vision":
+        if prompt is None and architecture.kind == "network":
             prompt = most  # an image has as many patches as it has
         if prompt is None:
             prompt = max(min(usual[0], most // 2 if decodes else most), 1)
@@ -163,7 +163,7 @@ def _refuse_unused(question: Question, architecture: Architecture) -> None:
     asked: dict[str, object] = {"--output": question.output, "--requests": question.mix}
     asked |= {"--variation": question.variation or None, "--rate": question.rate}
     rule = f"{architecture.name} does not decode"
-    if architecture.kind == "vision":
+    if architecture.kind == "network":
         asked |= {"--prompt": question.prompt, "--context": question.context}
         rule = f"{architecture.name} takes whole images"
     for name, value in asked.items():

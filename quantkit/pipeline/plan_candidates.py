@@ -8,19 +8,20 @@ from functools import cache
 
 from quantkit import content, registry
 from quantkit.errors import InputError, unknown_name
+from quantkit.kinds import Kind
 from quantkit.pipeline.request import check_target, for_target
 from quantkit.plan.support import stored_formats
-from quantkit.recipe import ModelKind, Recipe
+from quantkit.recipe import Recipe
 from quantkit.target import Target
 
 # how people spell the floats that weights are left in
 _FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _UNQUANTIZED = ("bfloat16", "float16", "float32")
 # what is compared where nothing is asked for: a recipe of each width, the first of them that the target runs natively
-_DEFAULTS: dict[ModelKind, Sequence[Sequence[str]]] = {
+_DEFAULTS: dict[Kind, Sequence[Sequence[str]]] = {
     "decoder": (("fp8",), ("int8-dynamic",), ("awq-int4", "int4-tensorrt")),
     "encoder": (("fp8",), ("int8-dynamic", "int8-tensorrt"), ("awq-int4",)),
-    "vision": (("int8-tensorrt",),),
+    "network": (("int8-tensorrt",),),
 }
 # they run language models and, some of them, encoders of text
 _TEXT_ALONE = ("vllm", "llama_cpp")
@@ -41,7 +42,7 @@ class Chosen:
     runtime: str
 
 
-def labels(asked: Sequence[str], kind: ModelKind, target: Target) -> list[str]:
+def labels(asked: Sequence[str], kind: Kind, target: Target) -> list[str]:
     """What to plan: what was asked for, else the usual ones that the target runs."""
     if asked:
         return list(dict.fromkeys(asked))
@@ -50,7 +51,7 @@ def labels(asked: Sequence[str], kind: ModelKind, target: Target) -> list[str]:
 
 
 def choose(
-    label: str, kind: ModelKind, target: Target, *, changes: Sequence[str] = (), runtime: str | None = None
+    label: str, kind: Kind, target: Target, *, changes: Sequence[str] = (), runtime: str | None = None
 ) -> Chosen:
     """A recipe (`awq-int4`, `./mine.yaml`, `awq-int4+kv-fp8`) or a format (`int4`, `fp8_e4m3`, `bf16`) by its label.
 
@@ -81,7 +82,7 @@ def float_of(label: str) -> str | None:
     return name if name in _UNQUANTIZED else None
 
 
-def _recipe(label: str, kind: ModelKind, target: Target, changes: Sequence[str]) -> Recipe:
+def _recipe(label: str, kind: Kind, target: Target, changes: Sequence[str]) -> Recipe:
     name = _FLOATS.get(label, label)
     first = name.partition("+")[0]
     if content.is_path(first) or first in content.names("recipes"):
@@ -104,7 +105,7 @@ def _shipped(name: str) -> Recipe:
     return Recipe.load(name)
 
 
-def _storing(form: str, kind: ModelKind) -> list[Recipe]:
+def _storing(form: str, kind: Kind) -> list[Recipe]:
     """The shipped recipes whose weights are of that format, the default one first."""
     found = [_shipped(name) for name in content.names("recipes")]
     fitting = [each for each in found if each.scheme.weights is not None and each.scheme.weights.format == form]
@@ -112,7 +113,7 @@ def _storing(form: str, kind: ModelKind) -> list[Recipe]:
     return sorted(fitting, key=lambda each: (each.name != "awq-int4", each.name))
 
 
-def _runs(name: str, kind: ModelKind, target: Target, *, native: bool = False) -> bool:
+def _runs(name: str, kind: Kind, target: Target, *, native: bool = False) -> bool:
     try:
         recipe, _ = for_target(_shipped(name), target)
         check_target(recipe, target)
@@ -122,7 +123,7 @@ def _runs(name: str, kind: ModelKind, target: Target, *, native: bool = False) -
     return not native or all(target.use(each, runtime).state == "native" for each in stored_formats(recipe))
 
 
-def _runtime(recipe: Recipe, kind: ModelKind, target: Target, asked: str | None) -> str:
+def _runtime(recipe: Recipe, kind: Kind, target: Target, asked: str | None) -> str:
     """The target's first runtime that reads an export and computes natively in what it stores; else the first that
     runs it at all.
     """
@@ -141,7 +142,7 @@ def _runtime(recipe: Recipe, kind: ModelKind, target: Target, asked: str | None)
         target.check(stored_formats(recipe), asked)
         return asked
     reading = [name for name in target.runtimes if name in readers] or list(target.runtimes)
-    if kind == "vision":
+    if kind == "network":
         reading = [name for name in reading if name not in _TEXT_ALONE] or reading
     stored = stored_formats(recipe)
 

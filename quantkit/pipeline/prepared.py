@@ -14,6 +14,7 @@ import quantkit
 from quantkit import registry
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
+from quantkit.kinds import one
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import tokens
 from quantkit.pipeline.accounting import about, account
@@ -87,7 +88,7 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
         raise InputError(
             "model-kind",
             where=source.ref,
-            value=f"a {source.kind}",
+            value=one(source.kind),
             rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
             remedy="choose another recipe, or add the kind to its `models`",
         )
@@ -95,11 +96,11 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
         raise InputError(
             "cache-unknown",
             where=source.ref,
-            value=f"a {source.kind}",
+            value=one(source.kind),
             rule="only a decoder has a KV cache",
             remedy="--set scheme.kv_cache=null",
         )
-    if source.kind == "vision":
+    if source.kind == "network":
         raise InputError(
             "model-graph",
             where=source.ref,

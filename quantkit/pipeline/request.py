@@ -13,10 +13,11 @@ from quantkit import content, registry
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.graph.open import is_graph
+from quantkit.kinds import Kind
 from quantkit.model.alias import ALIASES
 from quantkit.passes import decision
 from quantkit.plan import machine, support
-from quantkit.recipe import CalibrationChoice, ExportStep, ModelKind, Recipe
+from quantkit.recipe import CalibrationChoice, ExportStep, Recipe
 from quantkit.target import Target
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -156,10 +157,11 @@ def runs_here(target: Target) -> bool:
     return target.kind == "cpu" and _TIMED in target.runtimes and able
 
 
-def kind_of(model: str) -> ModelKind | None:
-    """What its name alone says of a model; None where it has to be opened."""
+def kind_of(model: str) -> Kind | None:
+    """What its name alone says of a model; None where it has to be opened. A graph, whatever it takes, is compiled as
+    networks are."""
     alias = ALIASES.get(model)
-    return "vision" if is_graph(model) else None if alias is None else alias.kind
+    return "network" if is_graph(model) else None if alias is None else alias.kind
 
 
 def for_target(recipe: Recipe, target: Target) -> tuple[Recipe, tuple[str, ...]]:
@@ -210,7 +212,7 @@ def with_own_runtime(request: Request, kind: str) -> Request:
     return replace(request, recipe=completed)
 
 
-def check_target(recipe: Recipe, target: Target, kind: ModelKind | None = None) -> None:
+def check_target(recipe: Recipe, target: Target, kind: Kind | None = None) -> None:
     """Refuse a recipe that none of the runtimes which read its exports can run on the target.
 
     Raises:
@@ -222,7 +224,7 @@ def check_target(recipe: Recipe, target: Target, kind: ModelKind | None = None) 
         raise support.refusal(problem, recipe, target, kind) from None
 
 
-def computed_in_floats(request: Request, kind: ModelKind) -> list[Decision]:
+def computed_in_floats(request: Request, kind: Kind) -> list[Decision]:
     """What the target's runtimes only emulate, where none of them computes in all that the recipe stores."""
     recipe, target = request.recipe, request.target
     words = support.slower(recipe, target, support.readers(recipe, target, kind), kind)

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from quantkit.kinds import Kind
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -95,7 +97,7 @@ class Architecture:
 
     Args:
         name: shipped name, folder's or file's.
-        kind: `decoder`, `encoder` or `vision`.
+        kind: `decoder`, `encoder` or `network`.
         model_type: as transformers calls it.
         dtype: what the source stores: `bfloat16`.
         hidden: features of a token between blocks.
@@ -111,7 +113,7 @@ class Architecture:
     """
 
     name: str
-    kind: Literal["decoder", "encoder", "vision"]
+    kind: Kind
     model_type: str
     dtype: str
     hidden: int

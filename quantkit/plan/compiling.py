@@ -36,7 +36,7 @@ Of = Literal["fp32", "read", "clock"]
 # positions that a compile scores at least, and tokens of a sequence where the calibration set says nothing of them
 SCORED, LENGTH = 6000, 512
 # seconds that a compile's timing has for its cells: of decoders, and of what does not decode
-TIMED = {"decoder": 40.0, "encoder": 60.0, "vision": 60.0}
+TIMED = {"decoder": 40.0, "encoder": 60.0, "network": 60.0}
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def compiling(question: Question, machine: Machine, rates: Rates | None = None) 
     Raises:
         InputError: `compile-unknown`, a graph of images, whose compile is another.
     """
-    if question.architecture.kind == "vision":
+    if question.architecture.kind == "network":
         raise InputError(
             "compile-unknown",
             where=question.architecture.name,

@@ -92,7 +92,7 @@ def vision_encoder(figures: Figures, class_name: str, name: str) -> Architecture
     base = f"{figures.model_type}." if head else ""
     return Architecture(
         name=name,
-        kind="vision",
+        kind="network",
         model_type=figures.model_type,
         dtype=figures.dtype("float32"),
         hidden=hidden,

@@ -21,7 +21,7 @@ from quantkit.recipe import Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 # bytes of an ONNX graph, of a block and of the rest, by the model's kind: read off exports (benchmarks/plan_storage.py)
-_GRAPH = {"decoder": (6_200, 3_000), "encoder": (5_000, 6_500), "vision": (5_000, 6_500)}
+_GRAPH = {"decoder": (6_200, 3_000), "encoder": (5_000, 6_500), "network": (5_000, 6_500)}
 
 
 @dataclass(frozen=True)

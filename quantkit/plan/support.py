@@ -16,7 +16,8 @@ import yaml
 
 from quantkit import content, registry
 from quantkit.errors import InputError
-from quantkit.recipe import ExportStep, ModelKind, Recipe
+from quantkit.kinds import Kind
+from quantkit.recipe import ExportStep, Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import State, Stored, Target
 
@@ -80,7 +81,7 @@ def stored_formats(recipe: Recipe) -> list[Stored]:
     return list(found)
 
 
-def readers(recipe: Recipe, target: Target, kind: ModelKind | None = None) -> list[Reader]:
+def readers(recipe: Recipe, target: Target, kind: Kind | None = None) -> list[Reader]:
     """Who reads each export of a recipe on a target.
 
     Args:
@@ -178,7 +179,7 @@ def best(found: Sequence[Reader]) -> Reader:
     return min(found, key=lambda each: each.rank)
 
 
-def slower(recipe: Recipe, target: Target, found: Sequence[Reader], kind: ModelKind | None = None) -> str:
+def slower(recipe: Recipe, target: Target, found: Sequence[Reader], kind: Kind | None = None) -> str:
     """What is only emulated, whoever reads it, and what to do about it; "" where a runtime computes in all of it."""
     chosen = best(found)
     if chosen.state != "emulated":
@@ -189,7 +190,7 @@ def slower(recipe: Recipe, target: Target, found: Sequence[Reader], kind: ModelK
     return f"{reason}; {remedy}" if remedy else reason
 
 
-def refusal(error: InputError, recipe: Recipe, target: Target, kind: ModelKind | None = None) -> InputError:
+def refusal(error: InputError, recipe: Recipe, target: Target, kind: Kind | None = None) -> InputError:
     """A refusal that names the nearest recipe or target that can, and the settings that it named itself."""
     kind = kind or recipe.models[0]
     remedy = _either(instead(recipe, target, kind), _elsewhere(recipe, target, kind))
@@ -201,7 +202,7 @@ def refusal(error: InputError, recipe: Recipe, target: Target, kind: ModelKind |
     return _instead(error, _either(own, remedy))
 
 
-def instead(recipe: Recipe, target: Target, kind: ModelKind | None = None, *, native: bool = False) -> str:
+def instead(recipe: Recipe, target: Target, kind: Kind | None = None, *, native: bool = False) -> str:
     """What to ask for instead: the nearest shipped recipe, or another export; "" without either.
 
     Args:
@@ -220,7 +221,7 @@ def instead(recipe: Recipe, target: Target, kind: ModelKind | None = None, *, na
     return _either(*parts)
 
 
-def _elsewhere(recipe: Recipe, target: Target, kind: ModelKind) -> str:
+def _elsewhere(recipe: Recipe, target: Target, kind: Kind) -> str:
     """The nearest target that computes in all that a recipe stores."""
     wanted = {runtime for step in _steps(recipe, kind) for runtime in registry.load("export", step.name).runtimes}
     for name in sorted(content.names("export"), key=lambda name: _apart(_outline(name), target)):
@@ -264,14 +265,14 @@ def _schemes(recipe: Recipe) -> Iterator[tuple[str, WeightScheme, ActivationSche
             yield f"overrides: {each.match}", own, fed
 
 
-def _steps(recipe: Recipe, kind: ModelKind | None) -> list[ExportStep]:
+def _steps(recipe: Recipe, kind: Kind | None) -> list[ExportStep]:
     """The exports of a recipe; of a graph the one that it becomes."""
-    if kind != "vision":
+    if kind != "network":
         return recipe.export
     return [step for step in recipe.export if step.name == _ENGINE] or [_GRAPH]
 
 
-def _read(recipe: Recipe, target: Target, kind: ModelKind | None) -> list[ExportStep]:
+def _read(recipe: Recipe, target: Target, kind: Kind | None) -> list[ExportStep]:
     """The exports that a runtime of the target reads; all of them where it reads none."""
     steps = _steps(recipe, kind)
     kept = [step for step in steps if set(registry.load("export", step.name).runtimes) & set(target.runtimes)]
@@ -308,7 +309,7 @@ def _read_by(recipe: Recipe, step: ExportStep, exporter: Any, target: Target, ru
     return Reader(step.name, runtime, taken)
 
 
-def _exports(recipe: Recipe, target: Target, kind: ModelKind) -> Iterator[tuple[str, str]]:
+def _exports(recipe: Recipe, target: Target, kind: Kind) -> Iterator[tuple[str, str]]:
     """(export, runtime): the first export that the recipe could have, and that is computed in as it is stored."""
     for name in sorted({*registry.names("export")} - {step.name for step in recipe.export}):
         changed = recipe.model_copy(update={"export": [ExportStep(name=name)]})
@@ -326,15 +327,15 @@ def _shipped(name: str) -> Recipe:
     return Recipe.load(name)
 
 
-def _alike(recipe: Recipe, kind: ModelKind) -> list[Recipe]:
+def _alike(recipe: Recipe, kind: Kind) -> list[Recipe]:
     """The other shipped recipes for that kind of model."""
     others = [_shipped(name) for name in content.names("recipes") if name != recipe.name]
     # an add-on is no recipe by itself, and a graph is quantized or left alone
-    quantized = [each for each in others if each.scheme.weights or (each.scheme.kv_cache is None and kind != "vision")]
+    quantized = [each for each in others if each.scheme.weights or (each.scheme.kv_cache is None and kind != "network")]
     return [each for each in quantized if kind in each.models]
 
 
-def _others(recipe: Recipe, target: Target, kind: ModelKind) -> Iterator[tuple[tuple[Any, ...], Recipe, Reader]]:
+def _others(recipe: Recipe, target: Target, kind: Kind) -> Iterator[tuple[tuple[Any, ...], Recipe, Reader]]:
     """Shipped recipes that a target runs, with how far they are from another one."""
     asked = {step.name for step in recipe.export}
     for other in _alike(recipe, kind):

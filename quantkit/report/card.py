@@ -128,6 +128,8 @@ def _task(kind: str, rows: Sequence[Row]) -> str | None:
     """What the hub calls the model's task; None of a graph that was not scored as one that tells images apart."""
     if kind == "decoder":
         return "text-generation"
+    if kind == "encoder" and any(row.name == "accuracy.top1" for row in rows):
+        return "text-classification"
     if kind == "encoder":
         return "sentence-similarity" if any(row.name in shares.RECALL for row in rows) else "feature-extraction"
     return "image-classification" if any(figures.counted(row) == "image" for row in rows) else None

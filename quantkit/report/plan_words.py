@@ -23,7 +23,7 @@ NONE = "–"
 _BOUND = "≥ and ≤ mark bounds, which no runtime beats."
 _FORECAST = "What has an interval behind it, like 19 ms (15–26), is a forecast from measurements."
 # what a model puts out, and what one step of it is called
-_OUTPUT = {"decoder": "tokens", "encoder": "sequences", "vision": "images"}
+_OUTPUT = {"decoder": "tokens", "encoder": "sequences", "network": "images"}
 # factor, unit, and the seconds from which on a long time is said in it
 _LONG = ((1 / 3600, "h", 5400.0), (1 / 60, "min", 90.0), (1.0, "s", 0.0))
 _WORST: Sequence[State] = ("native", "emulated", "absent")

@@ -14,7 +14,7 @@ from quantkit.model.layouts import Layout
 from quantkit.scheme import WeightScheme
 
 PROMPT = "The capital of France is"
-_CLASSES = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel", "vision": "AutoModelForImageClassification"}
+_CLASSES = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel", "network": "AutoModelForImageClassification"}
 _GENAI = f"""# pip install onnxruntime-genai
 import onnxruntime_genai as og
 

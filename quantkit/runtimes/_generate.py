@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
+from quantkit.kinds import one
 from quantkit.runtimes._text import Tokenizer
 
 Array = NDArray[Any]
@@ -85,7 +86,7 @@ def generated(
         raise InputError(
             "not-a-decoder",
             where=str(bundle.path),
-            value=f"{bundle.manifest.model.kind}",
+            value=one(bundle.manifest.model.kind),
             rule="only decoders generate text",
         )
     tokenizer = Tokenizer(folder)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
+from quantkit.kinds import one
 from quantkit.model import layouts
 from quantkit.runtimes._classes import built, described
 
@@ -164,7 +165,7 @@ class TorchRuntime:
             raise InputError(
                 "not-a-decoder",
                 where=str(bundle.path),
-                value={"encoder": "an encoder"}.get(kind, f"a {kind}"),
+                value=one(kind),
                 rule="only decoders generate text",
             )
         tokenizer = AutoTokenizer.from_pretrained(self.folder(bundle), local_files_only=True)

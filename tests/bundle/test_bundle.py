@@ -69,6 +69,15 @@ def bundle(tmp_path: Path) -> Bundle:
     return compile_fake(tmp_path / "out", resume=False, steps=2, size=50)
 
 
+def test_a_manifest_of_before_is_read_in_the_words_of_today(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(EXAMPLE | {"model": EXAMPLE["model"] | {"kind": "vision"}}))
+    assert Manifest.read(path).model.kind == "network"
+    path.write_text(json.dumps(EXAMPLE | {"model": EXAMPLE["model"] | {"kind": "graph"}}))
+    with pytest.raises(InputError, match="'decoder', 'encoder' or 'network'"):
+        Manifest.read(path)
+
+
 def test_the_contract_round_trips_key_by_key(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     path.write_text(json.dumps(EXAMPLE))

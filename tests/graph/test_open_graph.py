@@ -9,9 +9,10 @@ import networks
 import numpy as np
 import onnx_ir as ir
 import pytest
+from small_graph import Small
 
 from quantkit.errors import InputError
-from quantkit.graph.open import is_graph, open_graph
+from quantkit.graph.open import is_graph, kind_of, open_graph
 
 HEAD = '<ir_version: 10, opset_import: ["" : {opset}{more}]> g (float[N,4] x) => (float[N,4] y) {{ {body} }}'
 
@@ -40,6 +41,33 @@ def test_a_networks_inputs_and_identity(tmp_path: Path) -> None:
     assert len(graph.sha256) == 64
     assert is_graph("a/b.ONNX")
     assert not is_graph("smollm2-135m")
+
+
+def looked_up(*others: tuple[str, ir.DataType, int], name: str = "ids", cast: bool = False, **more: Any) -> str:
+    """The kind of a graph that reads rows of a table by whole numbers, beside other inputs of so many sizes."""
+    small = Small()
+    ids = small.input(name, "N", "T", dtype=ir.DataType.INT64)
+    for other, dtype, sizes in others:
+        small.input(other, *["N", "T", 3, 4][:sizes], dtype=dtype)
+    which = small.op("Cast", ids, to=ir.DataType.INT32) if cast else ids
+    read = small.op("Gather", small.constant(small.normal(9, 4), "table"), which, **more)
+    return kind_of(small.model(small.op("ReduceMean", read, np.array([1]), keepdims=0)))
+
+
+def test_what_takes_token_ids_is_an_encoder(tmp_path: Path) -> None:
+    floats, whole = ir.DataType.FLOAT, ir.DataType.INT64
+    assert looked_up() == looked_up(cast=True) == "encoder"
+    assert looked_up(("attention_mask", whole, 2), ("token_type_ids", whole, 2)) == "encoder"
+    assert looked_up(("mask", floats, 2)) == "encoder"
+    # images beside them, or what is looked up is no row
+    assert looked_up(("images", floats, 4)) == "network"
+    assert looked_up(axis=1) == "network"
+    assert looked_up(axis=1, name="input_ids") == "encoder"
+    assert open_graph(networks.write(tmp_path / "tiny.onnx")).kind == "network"
+    # the size of each image, in whole numbers, looks nothing up
+    small = Small()
+    sizes = small.input("sizes", "N", 2, dtype=whole)
+    assert kind_of(small.model(small.op("Cast", sizes, to=floats))) == "network"
 
 
 def test_what_is_no_float_graph(tmp_path: Path) -> None:

@@ -61,6 +61,9 @@ def test_rows_are_those_of_measurements(found: dict[str, Any]) -> None:
     sides = {row.runtime for row in timed}
     assert {"torch.linear", "quantkit", "quantkit raw twin", "dequantize_matmul", "torch._int_mm"} <= sides
     assert all("dry-run" in row.flags for row in timed)
+    # a dry run takes one block of two samples: nothing can be drawn again, so no interval is stated
+    assert {(row.n, row.ci95) for row in rows if row.quantiles is not None} == {(2, None)}
+    assert {row.baseline.ratio_ci95 for row in timed if row.baseline is not None} == {None}
 
 
 def test_steps_of_a_whole_model_stand_beside_the_sum_of_its_linears(found: dict[str, Any]) -> None:

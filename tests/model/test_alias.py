@@ -135,7 +135,7 @@ def test_what_is_no_model_of_transformers_says_so() -> None:
 def test_an_alias_has_a_calibration_set_of_its_kind(name: str) -> None:
     alias = ALIASES[name]
     card = Card.load(content.find("calibration", alias.calibration))
-    assert card.kind == {"decoder": "text", "encoder": "pairs", "vision": "images"}[alias.kind]
+    assert card.kind == {"decoder": "text", "encoder": "pairs", "network": "images"}[alias.kind]
     assert card.preprocess == alias.preprocess
 
 

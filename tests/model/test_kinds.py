@@ -17,7 +17,7 @@ from quantkit.model.kinds import kind_of
         ("Emu3TextModel", "encoder"),  # the text part of a model of images
         ("Molmo2TextModel", "encoder"),
         ("UMT5EncoderModel", "encoder"),  # its config is that of an encoder and a decoder
-        ("ViTForImageClassification", "vision"),
+        ("ViTForImageClassification", "network"),
     ],
 )
 def test_the_kind(name: str, kind: str) -> None:

@@ -94,7 +94,7 @@ def test_shards_give_the_same_model(tmp_path: Path) -> None:
     assert one.sha256 != many.sha256
 
 
-def test_an_image_model_is_vision(tmp_path: Path) -> None:
+def test_an_image_model_is_a_network(tmp_path: Path) -> None:
     config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=16, patch_size=8
     )
@@ -102,7 +102,7 @@ def test_an_image_model_is_vision(tmp_path: Path) -> None:
     model = transformers.ViTForImageClassification(config).eval()
     model.save_pretrained(tmp_path / "vit")
     source = open_model(str(tmp_path / "vit"))
-    assert source.kind == "vision"
+    assert source.kind == "network"
     images = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
         assert torch.equal(filled(source)(images).logits, model(images).logits)

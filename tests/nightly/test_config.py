@@ -57,8 +57,8 @@ def test_without_runtimes_a_build_runs_in_the_one_that_computes_in_it() -> None:
     assert named(made(recipes=["rtn-int4"], set=[], batches=[1])) == ["rtn-int4:torch:1"]
     config = made(recipes=["awq-int4"], set=[], runtimes=["torch", "onnxruntime"], batches=[1])
     assert named(config) == ["awq-int4:torch:1", "awq-int4:onnxruntime:1"]
-    vision = made(models=["fashion-mnist-cnn"], recipes=["int8-network"], set=[], batches=[1])
-    assert named(vision) == ["int8-network:onnxruntime:1"]
+    network = made(models=["fashion-mnist-cnn"], recipes=["int8-network"], set=[], batches=[1])
+    assert named(network) == ["int8-network:onnxruntime:1"]
 
 
 def test_cells_are_left_out_and_added() -> None:
@@ -130,7 +130,7 @@ def test_a_budget_is_blocks_or_seconds() -> None:
         ({"models": ["a|b"]}, "nightly-invalid", "pattern"),
         ({"recipes": ["rtn-int5"]}, "unknown-recipe", "did you mean 'rtn-int4'"),
         ({"recipes": ["rtn-int4", "rtn-int4"]}, "nightly-invalid", "rtn-int4 is there twice"),
-        ({"recipes": ["int8-network"]}, "model-kind", "is for vision"),
+        ({"recipes": ["int8-network"]}, "model-kind", "is for network"),
         ({"targets": ["cpu-x85"]}, "unknown-target", "did you mean 'cpu-x86'"),
         ({"runtimes": ["onnxrunntime"]}, "target-cannot-run", "did you mean 'onnxruntime'"),
         (

@@ -307,7 +307,7 @@ def test_a_nan_is_named(home: Path, tmp_path: Path) -> None:
 
 
 def labelled(home: Path, name: str, top1: float, *, difference: float, sha256: str = "e" * 64) -> Path:
-    model = {"name": "net", "kind": "vision", "source": {"ref": "path:net", "sha256": "b" * 64, "dtype": "float32"}}
+    model = {"name": "net", "kind": "network", "source": {"ref": "path:net", "sha256": "b" * 64, "dtype": "float32"}}
     recipe = {"name": "int8-network", "export": [{"onnx": {}}]}
     plant = Plant(name, changes={"model": model, "recipe": recipe})
     subject = read_rows(write(home / "x", plant) / MEASUREMENTS)[0].subject

@@ -10,6 +10,7 @@ import torch
 import zoo
 
 from quantkit.measure.accuracy import Accuracy, Items
+from quantkit.model.kernel_limit import kernel_limit
 from quantkit.model.open import open_model
 from quantkit.model.stream import StreamedModel
 from quantkit.pipeline import confirm as confirming
@@ -73,3 +74,17 @@ def test_the_loss_and_the_divergence_are_those_of_plain_transformers(tmp_path: P
     assert all(each.ok and each.value is not None and each.value < 1e-5 for each in held.values())
     held = {each.name: each for each in confirm(stream, tmp_path / "llama", ids, items)}
     assert held[LOSS].ok and not held[KL].ok
+
+
+def test_kernels_of_a_library_have_the_room_that_their_rounding_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, ids = stream_of("bert", tmp_path / "bert"), zoo.ids(2, 24)
+    monkeypatch.setattr(confirming, "_has_kernels", lambda folder: True)
+    held = {each.name: each.limit for each in confirm(stream, tmp_path / "bert", ids, None)}
+    # the original is run by torch alone
+    assert held == {ORIGINAL: confirming.LIMIT, OUTPUT: kernel_limit(len(stream.visits))}
+    stream = stream_of("llama", tmp_path / "llama")
+    logits = stream.answers(ids).all()
+    checks = confirm(stream, tmp_path / "llama", ids, scored(logits, logits, ids))
+    assert {each.name: each.limit for each in checks} == {LOSS: confirming.LIMIT, KL: 2**-6}

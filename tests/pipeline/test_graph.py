@@ -31,7 +31,7 @@ def test_a_graph_becomes_a_verified_bundle(files: tuple[Path, Path], tmp_path: P
     bundle = compiled(files, tmp_path / "bundle")
     manifest = bundle.manifest
     assert all(check.ok for check in bundle.verify())
-    assert (manifest.model.kind, manifest.model.source.ref) == ("vision", "path:tiny.onnx")
+    assert (manifest.model.kind, manifest.model.source.ref) == ("network", "path:tiny.onnx")
     assert {check.name for check in manifest.checks if check.ok} >= {"reload.onnxruntime", "integer.macs"}
     assert len(manifest.layers) == 4
     assert all(8 < layer.bits_per_weight < 20 and layer.input_scale for layer in manifest.layers)

@@ -11,11 +11,13 @@ import networks
 import numpy as np
 import onnx_ir as ir
 import pytest
+from small_graph import Small
 
 import quantkit
 from quantkit import cli
 from quantkit.errors import InputError
 from quantkit.pipeline.compare import compare_bundles
+from quantkit.pipeline.graph_again import holds_graph
 from quantkit.pipeline.reload import reload
 
 
@@ -106,6 +108,65 @@ def test_another_graph_is_no_baseline(made: Path, bundle: Path, tmp_path: Path) 
     ir.save(model, tmp_path / "other.onnx")
     with pytest.raises(InputError, match="baseline-inputs"):
         quantkit.measure(bundle, str(tmp_path / "other.onnx"), speed=False)
+
+
+def test_a_bundle_of_before_is_verified_measured_and_compared(made: Path, bundle: Path) -> None:
+    path = bundle / "manifest.json"
+    assert json.loads(path.read_text())["model"]["kind"] == "network"
+    path.write_text(path.read_text().replace('"network"', '"vision"'))
+    old = quantkit.load(bundle)
+    assert json.loads(path.read_text())["recipe"]["models"] == ["decoder", "encoder", "vision"]
+    assert all(check.ok for check in (*old.verify(), *reload(old)[0]))
+    found = compare_bundles(made / "bundle", bundle)
+    assert found.kind == "network"
+    assert all(cell.answer != "worse" for cell in found.cells)
+    rows = quantkit.measure(bundle, str(made / "tiny.onnx"), calibration=str(made / "set.npz"), speed=False)
+    assert "accuracy.top1" in {row["name"] for row in rows}
+    assert quantkit.load(bundle).manifest.model.kind == "network"
+    assert '"vision"' not in (bundle / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a sentence encoder in small: rows of a table, a linear of them, their mean; and a set for it."""
+    folder = tmp_path_factory.mktemp("reader")
+    small = Small()
+    ids, mask = (small.input(name, "N", 6, dtype=ir.DataType.INT64) for name in ("input_ids", "attention_mask"))
+    read = small.op("Gather", small.constant(small.normal(20, 16)), ids)
+    counted = small.op("Unsqueeze", small.op("Cast", mask, to=ir.DataType.FLOAT), np.array([-1]))
+    linear = small.op("MatMul", small.op("Mul", read, counted), small.normal(16, 8))
+    ir.save(small.model(small.op("ReduceMean", linear, np.array([1]), keepdims=0)), folder / "reader.onnx")
+    given = np.random.default_rng(0).integers(0, 20, (80, 6))
+    np.savez(folder / "set.npz", input_ids=given, attention_mask=np.ones_like(given))
+    return folder
+
+
+def test_a_graph_of_token_ids_is_an_encoder_from_beginning_to_end(
+    reader: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, data = str(reader / "reader.onnx"), str(reader / "set.npz")
+    # a recipe for networks goes on to take it, and one for encoders does too
+    for recipe in ("int8-network", "int8-encoder"):
+        command = ["compile", model, "--recipe", recipe, "--calibration", data, "--no-speed", "--dry-run", "--json"]
+        assert cli.run(command) == 0
+        assert json.loads(capfd.readouterr().out)["result"]["model"]["kind"] == "encoder"
+    with pytest.raises(InputError, match=r"model-kind.*an encoder, as an ONNX graph.*is for decoder"):
+        quantkit.compile(model, "int8", calibration=data, out=tmp_path / "no", changes=["models=[decoder]"])
+    # a recipe of one's own, as it was written before
+    changes = ["models=[vision]", "gates={}"]
+    made = quantkit.compile(model, "int8", calibration=data, out=tmp_path / "new", changes=changes, speed=False)
+    assert made.manifest.model.kind == "encoder"
+    assert holds_graph(made)
+    assert all(check.ok for check in (*made.verify(), *reload(made)[0]))
+    assert "pipeline_tag: feature-extraction" in (made.path / "README.md").read_text()
+    # an older bundle of it says network, and is compared all the same
+    shutil.copytree(made.path, tmp_path / "old")
+    path = tmp_path / "old" / "manifest.json"
+    path.write_text(path.read_text().replace('"kind": "encoder"', '"kind": "vision"'))
+    assert quantkit.load(tmp_path / "old").manifest.model.kind == "network"
+    assert all(cell.answer != "worse" for cell in compare_bundles(tmp_path / "old", made.path).cells)
+    rows = quantkit.measure(made.path, model, calibration=data, speed=False)
+    assert "accuracy.cosine" in {row["name"] for row in rows}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from quantkit.pipeline.reload import reload
 
 EXPORT = "export=[{tensorrt: {}}]"
 STATIC = "scheme.activations={format: fp8_e4m3, granularity: tensor, dynamic: false}"
-KINDS = "models=[vision]"
+KINDS = "models=[network]"
 NETWORK = "engine/network.onnx"
 # form -> recipe and changes
 FORMS: dict[str, tuple[str, list[str]]] = {

@@ -207,7 +207,7 @@ def test_without_figures_of_the_doctor_it_says_whose_are_taken() -> None:
 
 def test_a_network_of_images_is_another_compile() -> None:
     with pytest.raises(InputError) as refused:
-        compiling(replace(question(), architecture=replace(model(), kind="vision")), HERE)
+        compiling(replace(question(), architecture=replace(model(), kind="network")), HERE)
     assert refused.value.code == "compile-unknown"
 
 

@@ -78,7 +78,7 @@ def config(dtype: str) -> dict[str, Any]:
 
 
 def test_every_shipped_recipe_has_a_size_or_a_reason() -> None:
-    models = {"decoder": "llama-3-8b", "encoder": "minilm-l6", "vision": "vit-b-16"}
+    models = {"decoder": "llama-3-8b", "encoder": "minilm-l6", "network": "vit-b-16"}
     for name in content.names("recipes"):
         asked = Recipe.load(name)
         architecture = configs.read(models[asked.models[0]])

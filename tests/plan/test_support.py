@@ -11,8 +11,9 @@ import pytest
 
 from quantkit import content
 from quantkit.errors import InputError
+from quantkit.kinds import Kind
 from quantkit.plan.support import Reader, best, caveats, reader, readers, refusal, slower, stored_formats
-from quantkit.recipe import ModelKind, Recipe
+from quantkit.recipe import Recipe
 from quantkit.target import Stored, Target
 
 RECIPES, TARGETS = content.names("recipes"), content.names("export")
@@ -82,7 +83,7 @@ def test_every_recipe_is_computed_in_somewhere() -> None:
         assert "native" in states, name
 
 
-def state(name: str, where: str, kind: ModelKind | None = None) -> Reader:
+def state(name: str, where: str, kind: Kind | None = None) -> Reader:
     return best(readers(recipe(name), target(where), kind))
 
 
@@ -105,13 +106,13 @@ def state(name: str, where: str, kind: ModelKind | None = None) -> Reader:
         ("int3", "v100", None, "torch", "emulated"),
         ("nf4", "l4", None, "torch", "native"),
         ("nf4", "cpu-x86-vnni", None, "torch", "emulated"),
-        ("int4-tensorrt", "rtx-4090", "vision", "tensorrt_rtx", "native"),
-        ("int8-tensorrt", "t4", "vision", "tensorrt", "native"),  # of two libraries, the one that computes in it
-        ("int8", "cpu-x86", "vision", "onnxruntime", "native"),
+        ("int4-tensorrt", "rtx-4090", "network", "tensorrt_rtx", "native"),
+        ("int8-tensorrt", "t4", "network", "tensorrt", "native"),  # of two libraries, the one that computes in it
+        ("int8", "cpu-x86", "network", "onnxruntime", "native"),
         ("float", "v100", None, "torch", "native"),
     ],
 )
-def test_who_reads_what(name: str, where: str, kind: ModelKind | None, runtime: str, expected: str) -> None:
+def test_who_reads_what(name: str, where: str, kind: Kind | None, runtime: str, expected: str) -> None:
     found = state(name, where, kind)
     assert (found.runtime, found.state) == (runtime, expected)
 
@@ -126,7 +127,7 @@ def test_who_reads_what(name: str, where: str, kind: ModelKind | None, runtime: 
             "target-cannot-run",
             ["below SM 8.0", "leave `tensorrt` out", "int4-symmetric"],
         ),
-        (["int8-network"], "v100", "vision", "target-cannot-run", ["runtime onnxruntime", "--target apple-m3"]),
+        (["int8-network"], "v100", "network", "target-cannot-run", ["runtime onnxruntime", "--target apple-m3"]),
         (["awq-int4+kv-fp8"], "cpu-x86", None, "target-cannot-run", ["KV cache does not run", "leave `onnx` out"]),
         (
             ["gptq-int4", "export=[{onnx: {}}]", "scheme.weights.format=int3"],
@@ -156,12 +157,18 @@ def test_who_reads_what(name: str, where: str, kind: ModelKind | None, runtime: 
             "layout-unsupported",
             ["MatMulNBits holds", "--recipe int4-best"],
         ),
-        (["int4-best", "models=[vision]"], "cpu-x86", "vision", "scheme-unsupported", ["a graph is", "--recipe int8"]),
+        (
+            ["int4-best", "models=[network]"],
+            "cpu-x86",
+            "network",
+            "scheme-unsupported",
+            ["a graph is", "--recipe int8"],
+        ),
         (["int8-encoder", "export=[{checkpoint: {}}]"], "cpu-x86", "encoder", "layout-unsupported", ["center moves"]),
     ],
 )
 def test_refusals_say_why_and_what_instead(
-    asked: list[str], where: str, kind: ModelKind | None, code: str, says: list[str]
+    asked: list[str], where: str, kind: Kind | None, code: str, says: list[str]
 ) -> None:
     chosen = changed(*asked)
     with pytest.raises(InputError) as caught:

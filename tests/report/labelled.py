@@ -39,7 +39,7 @@ def classifier(**gates: float) -> Manifest:
     """A classifier's bundle, its gate on top-1 met."""
     check = {"name": "gate.top1_drop_max", "value": 0.14, "limit": 0.3, "ok": True}
     gates = gates or {"top1_drop_max": 0.3, "agreement_min": 0.97}
-    return _bundle("fashion-mnist-cnn", "vision", {"set": "fashion-mnist", "samples": 512}, gates, [check])
+    return _bundle("fashion-mnist-cnn", "network", {"set": "fashion-mnist", "samples": 512}, gates, [check])
 
 
 def encoder() -> Manifest:

@@ -26,8 +26,8 @@ def bundle(kind: str, *paths: str, **options: Any) -> Any:
         ("decoder", ["engine/sm89.engine"], {}, "quantkit measure . --runtime tensorrt_rtx"),
         ("decoder", ["engine/sm89.engine"], {"library": "tensorrt"}, "quantkit measure . --runtime tensorrt"),
         ("decoder", ["engine/sm89.engine", "onnx/model.onnx"], {}, "quantkit measure . --runtime onnxruntime"),
-        ("vision", ["engine/sm89.engine"], {}, "tensorrt_rtx --loadEngine=engine/sm89.engine"),
-        ("vision", ["engine/sm89.engine"], {"library": "tensorrt"}, "trtexec --loadEngine=engine/sm89.engine"),
+        ("network", ["engine/sm89.engine"], {}, "tensorrt_rtx --loadEngine=engine/sm89.engine"),
+        ("network", ["engine/sm89.engine"], {"library": "tensorrt"}, "trtexec --loadEngine=engine/sm89.engine"),
     ],
 )
 def test_what_measures_speed_is_what_the_bundle_holds(kind: str, paths: Any, options: Any, last: str) -> None:
@@ -37,7 +37,7 @@ def test_what_measures_speed_is_what_the_bundle_holds(kind: str, paths: Any, opt
 
 
 def test_a_network_without_an_engine_is_built_first() -> None:
-    found = usage.measure(bundle("vision", "engine/network.onnx"), "'a place'")
+    found = usage.measure(bundle("network", "engine/network.onnx"), "'a place'")
     assert found[1:] == [
         "quantkit export 'a place' --to tensorrt",
         "tensorrt_rtx --loadEngine='a place'/engine/smNN.engine",
@@ -45,6 +45,6 @@ def test_a_network_without_an_engine_is_built_first() -> None:
 
 
 def test_an_engine_of_a_graph_is_run_by_its_own_tool() -> None:
-    (command,) = [each for each in usage.commands(bundle("vision", "engine/sm89.engine")) if each.label == "TensorRT"]
+    (command,) = [each for each in usage.commands(bundle("network", "engine/sm89.engine")) if each.label == "TensorRT"]
     assert "tensorrt_rtx --loadEngine=engine/sm89.engine" in command.text
     assert "generate" not in command.text

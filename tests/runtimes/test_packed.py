@@ -186,6 +186,8 @@ def test_steps_on_the_kernels_are_timed_against_sixteen_bits(
     assert step.settings["linears_s"] == pytest.approx(linears)
     assert step.settings["residual_s"] == pytest.approx((step.value or 0) - linears)
     assert {"latency.prefill", "tax.total", "tax.break_even", "ceiling.read"} <= {row.name for row in rows}
+    # four blocks of two before, and as many after
+    assert {row.n for row in rows if row.name.startswith("ceiling.") and row.value is not None} == {16}
     (tax,) = [row for row in rows if row.name == "tax.total" and row.shape == step.shape]
     # 16 bits read more than 4 do
     assert tax.op.hp_bound_s > tax.op.bound_s  # type: ignore[union-attr, operator]

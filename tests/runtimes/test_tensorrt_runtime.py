@@ -368,7 +368,7 @@ def test_an_engine_of_a_graph_is_not_for_tokens(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "engine" / "network.onnx")
     fake_tensorrt.engine(tmp_path / "engine", PROFILES)
     with pytest.raises(InputError, match="engine-of-graph") as caught:
-        runtime().load(small_onnx.bundle(tmp_path, "vision"))
+        runtime().load(small_onnx.bundle(tmp_path, "network"))
     assert "an engine of images" in caught.value.line()
 
 

@@ -201,9 +201,10 @@ class Sweep:
         moved = stored + batch * (each * shape[1] + 2.0 * shape[0])
         return max(moved / read, 2.0 * batch * shape[0] * shape[1] / compute)
 
-    def _flags(self, name: str, interval: Sequence[float]) -> list[str]:
+    def _flags(self, name: str, interval: Sequence[float] | None) -> list[str]:
         flags = ["dry-run"] if self.device.dry else []
-        return flags + (["interval-spans-1"] if name != "torch.linear" and interval[0] <= 1 <= interval[1] else [])
+        spans = interval is not None and interval[0] <= 1 <= interval[1]
+        return flags + (["interval-spans-1"] if name != "torch.linear" and spans else [])
 
     def _late(self, where: dict[str, Any]) -> bool:
         if time.monotonic() < self.deadline:

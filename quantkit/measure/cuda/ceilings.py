@@ -9,6 +9,7 @@ launch    an addition to one number, eager and in a graph
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 
 from quantkit.measure.cuda.device import DRIFT, Device
-from quantkit.measure.cuda.timing import Side, interleaved, summary
+from quantkit.measure.cuda.timing import Array, Side, interleaved, summary
 
 
 @triton.jit
@@ -31,8 +32,27 @@ def _read(x_ptr, y_ptr, steps, BLOCK: tl.constexpr):
     tl.store(y_ptr + tl.program_id(0), tl.max(most, axis=0))
 
 
-def measured(device: Device, blocks: int, generator: np.random.Generator) -> list[dict[str, Any]]:
-    """Rows `ceiling.*`; what the device lacks has no value and says why."""
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """One ceiling of the device, with every figure that was taken of it.
+
+    Args:
+        name: `ceiling.read`, `ceiling.copy`, `ceiling.compute` or `ceiling.launch`.
+        unit: `B/s`, `op/s` or `s`.
+        taken: [blocks, 2] in `unit`, in the order in which they were taken; None: the device lacks it.
+        settings: how it was measured.
+        reason: why there is nothing.
+    """
+
+    name: str
+    unit: str
+    taken: Array | None
+    settings: dict[str, Any]
+    reason: str = ""
+
+
+def sampled(device: Device, blocks: int, generator: np.random.Generator) -> list[Measured]:
+    """All ceilings; those that the device lacks are empty and say why."""
     at = device.torch_device
     block, programs = (4096, 4096) if not device.dry else (256, 2)
     count = 64 * block * programs if not device.dry else 2 * block * programs
@@ -45,25 +65,26 @@ def measured(device: Device, blocks: int, generator: np.random.Generator) -> lis
         ("ceiling.copy", "B/s", 8.0 * count, lambda: z.copy_(x), {}),
     ]
     side = 8192 if not device.dry else 32
-    rows = []
+    found = []
     for name, make in products(side, at).items():
         try:
             step = make()
             step()
         except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
-            rows.append(
-                _row(device, "ceiling.compute", "op/s", None, {"compute_type": name}, str(error).splitlines()[0])
-            )
+            found.append(Measured("ceiling.compute", "op/s", None, {"compute_type": name}, str(error).splitlines()[0]))
             continue
         kernels.append(("ceiling.compute", "op/s", 2.0 * side**3, step, {"compute_type": name}))
     for name, unit, work, step, settings in kernels:
         times = interleaved([Side(name, [step], 0, {}, least=2).ready()], blocks, generator)[0]
-        found = _row(device, name, unit, summary(work / times, generator), settings)
-        rows.append({**found, "better": "higher"})
+        found.append(Measured(name, unit, work / times, settings))
     alone = Side("launch", [lambda: small.add_(1)] * 64, 0, {}).ready()
     times = interleaved([alone], blocks, generator)[0]
-    rows.append(_row(device, "ceiling.launch", "s", summary(times, generator), {"graph": at == "cuda"}))
-    return rows
+    return [*found, Measured("ceiling.launch", "s", times, {"graph": at == "cuda"})]
+
+
+def measured(device: Device, blocks: int, generator: np.random.Generator) -> list[dict[str, Any]]:
+    """Rows `ceiling.*` of what `sampled` found; what the device lacks has no value and says why."""
+    return [_row(device, each, generator) for each in sampled(device, blocks, generator)]
 
 
 def products(side: int, at: str) -> dict[str, Callable[[], Callable[[], object]]]:
@@ -105,18 +126,16 @@ def slower(before: list[dict[str, Any]], again: list[dict[str, Any]]) -> bool:
     return any(last < (1 - DRIFT) * first for first, last in pairs if first and last)
 
 
-def _row(
-    device: Device, name: str, unit: str, found: dict[str, Any] | None, settings: dict[str, Any], reason: str = ""
-) -> dict[str, Any]:
+def _row(device: Device, found: Measured, generator: np.random.Generator) -> dict[str, Any]:
     return {
         "schema": 1,
-        "name": name,
-        "unit": unit,
+        "name": found.name,
+        "unit": found.unit,
         "stat": "median",
-        "better": "lower",
-        **(found or {"value": None}),
+        "better": "lower" if found.unit == "s" else "higher",
+        **({"value": None} if found.taken is None else summary(found.taken, generator)),
         "subject": device.identity()["id"],
-        "settings": settings,
+        "settings": found.settings,
         "device": device.identity(),
-        "flags": [f"not measured: {reason}"] if reason else [],
+        "flags": [f"not measured: {found.reason}"] if found.reason else [],
     }

@@ -94,22 +94,27 @@ def interleaved(samplers: Sequence[Callable[[], float]], blocks: int, generator:
 
 
 def summary(times: Array, generator: np.random.Generator) -> dict[str, Any]:
-    """Median, quantiles, its interval over resampled blocks, A/A spread."""
+    """Median, quantiles, its interval over resampled blocks (None of one block), A/A spread."""
     drawn = times[generator.integers(0, len(times), (_RESAMPLES, len(times)))].reshape(_RESAMPLES, -1)
     low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
     return {
         "value": float(np.median(times)),
         "quantiles": {f"p{q}": float(np.percentile(times, q)) for q in (50, 90, 99)},
-        "ci95": [float(low), float(high)],
+        "ci95": [float(low), float(high)] if len(times) > 1 else None,
         "n": int(times.size),
         "aa_spread": aa_spread(times[:, :, None], generator),
     }
 
 
-def ratio(baseline: Array, subject: Array, generator: np.random.Generator) -> tuple[float, list[float]]:
-    """How many times as fast the subject is, and the 95 % interval over blocks drawn for both sides together."""
+def ratio(baseline: Array, subject: Array, generator: np.random.Generator) -> tuple[float, list[float] | None]:
+    """How many times as fast the subject is, and the 95 % interval over blocks drawn for both sides together.
+
+    One block alone has no interval: nothing can be drawn again.
+    """
     index = generator.integers(0, len(subject), (_RESAMPLES, len(subject)))
     draws = [np.median(side[index].reshape(_RESAMPLES, -1), axis=1) for side in (baseline, subject)]
     point = float(np.median(baseline) / np.median(subject))
+    if len(subject) < 2:
+        return point, None
     low, high = np.quantile(draws[0] / draws[1], (0.025, 0.975))
     return point, [min(float(low), point), max(float(high), point)]
