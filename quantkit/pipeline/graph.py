@@ -45,6 +45,7 @@ from quantkit.pipeline.graph_quantized import MODEL, Quantized
 from quantkit.pipeline.manifest import manifest_of, with_documents
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, runs_here
+from quantkit.pipeline.resume import given_back, stopping_when_interrupted
 from quantkit.pipeline.strict import refuse
 from quantkit.pipeline.worth import HARM, decide
 from quantkit.plan import machine
@@ -87,10 +88,10 @@ def compile_graph(
         refuse(prepared.decisions)
     build = Build.open(prepared.out, _fingerprint(prepared), resume=request.resume)
     if build.finished is not None:
-        rows = [Row.model_validate(row) for row in build.finished.measurements]
-        notes = [*prepared.graph.notes, *warnings(build.finished.manifest.decisions)]
-        return Outcome(build.finished, rows, {"quantize_cpu": None, "total": 0.0}, notes)
-    with build, stopping_when_full(build.folder):
+        source, calib = prepared.graph.sha256, prepared.calib.sha256
+        rows, notes = given_back(build.finished, request, source=source, calibration=calib)
+        return Outcome(build.finished, rows, {"quantize_cpu": None, "total": 0.0}, [*prepared.graph.notes, *notes])
+    with stopping_when_interrupted(build, prepared.out), build, stopping_when_full(build.folder):
         quantized: Network | Quantized
         if wanted(request.recipe) is not None:
             quantized = Network(prepared, progress)
@@ -152,7 +153,11 @@ def compile_graph(
 
 
 def _fingerprint(prepared: Prepared) -> dict[str, Any]:
-    versions = machine.versions()
+    """Everything that a bundle's content depends on, and what its choices were made on."""
+    import torch
+
+    versions, target = machine.versions(), prepared.request.target
+    relevant = ("python", "torch", "onnx", "onnx-ir", "onnxruntime", "numpy", "safetensors")
     return {
         "quantkit": quantkit.__version__,
         "source": prepared.graph.sha256,
@@ -160,8 +165,11 @@ def _fingerprint(prepared: Prepared) -> dict[str, Any]:
         "calibration": prepared.calib.sha256,
         "scoring": prepared.scoring.sha256,
         "held": prepared.held.sha256 if prepared.held is not None else None,
+        # kinds of codes are the target's
+        "target": {"name": target.name, "build": target.build},
+        "threads": torch.get_num_threads(),
         "isa": machine.isa(),
-        "versions": {name: versions[name] for name in ("torch", "onnx", "onnx-ir", "onnxruntime") if name in versions},
+        "versions": {name: versions[name] for name in relevant if name in versions},
     }
 
 
