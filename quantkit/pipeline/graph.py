@@ -1,6 +1,10 @@
 """A float ONNX graph + recipe + target -> bundle: the compile of what is no transformers model.
 
-    open -> fuse -> ranges -> codes -> biases -> pairs -> onnx/ -> reload and check -> score -> gates -> page -> bundle
+    open -> fuse -> ranges -> [product: codes, bias -> commit] -> pairs -> onnx/ -> reload and check -> score -> gates
+         -> page -> bundle
+
+Ranges and every product that is solved are committed, so a killed compile solves the others and ends with the same
+`content_sha256` (`graph_steps.py`).
 
 What a recipe's passes mean here: `gptq`, `rtn` and `hqq` choose codes (convolutions as products of patches), `round`
 moves them, biases are always corrected, whether `bias_correct` stands there or not. The others are declined, each with
@@ -42,6 +46,7 @@ from quantkit.pipeline.graph_network import Network
 from quantkit.pipeline.graph_plan import seconds as seconds_of
 from quantkit.pipeline.graph_prepared import Prepared, prepare
 from quantkit.pipeline.graph_quantized import MODEL, Quantized
+from quantkit.pipeline.graph_steps import Steps
 from quantkit.pipeline.manifest import manifest_of, with_documents
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, runs_here
@@ -79,6 +84,7 @@ def compile_graph(
 
     Raises:
         InputError: anything that would make it fail later; GateError: a check failed, or `--strict`.
+        Stopped: interrupted or disk full; what is done is kept.
     """
     started, begun = time.perf_counter(), time.process_time()
     prepared = prepare(request, path, ref, name, alias)
@@ -92,12 +98,13 @@ def compile_graph(
         rows, notes = given_back(build.finished, request, source=source, calibration=calib)
         return Outcome(build.finished, rows, {"quantize_cpu": None, "total": 0.0}, [*prepared.graph.notes, *notes])
     with stopping_when_interrupted(build, prepared.out), build, stopping_when_full(build.folder):
+        steps = Steps(build)
         quantized: Network | Quantized
         if wanted(request.recipe) is not None:
-            quantized = Network(prepared, progress)
+            quantized = Network(prepared, progress, steps)
             taken = quantized.decisions
         else:
-            quantized = Quantized(prepared, progress)
+            quantized = Quantized(prepared, progress, steps)
             taken = _mixed(prepared, quantized, build.bundle, progress)
             taken = [*quantized.decisions, *taken]
         if request.strict:
@@ -105,7 +112,7 @@ def compile_graph(
         file = build.bundle / quantized.file
         file.parent.mkdir(parents=True, exist_ok=True)
         quantized.save(file)
-        cpu = time.process_time() - begun
+        cpu = steps.cpu_before + time.process_time() - begun
         checks = quantized.checks(file)
         taken = [*taken, *engine.notes(build.bundle, quantized.build(build.bundle))]
         files = inventory(build.bundle)
@@ -179,7 +186,7 @@ def _mixed(prepared: Prepared, quantized: Quantized, folder: Path, progress: Pro
     if settings is None or prepared.held is None:
         return []
     found = mix(quantized, prepared.held, settings, progress)
-    quantized.take(found.codes)
+    quantized.take(found.solved)
     (folder / HARM).write_text(Harm(mixed=found.mixed).model_dump_json() + "\n", encoding="utf-8")
     return found.decisions
 

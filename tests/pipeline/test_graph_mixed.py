@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.errors import InputError
+from quantkit.errors import InputError, QuantkitError
+from quantkit.graph import solve
 from quantkit.measure.mixed import Mixed
 from quantkit.model.to_onnx import write_onnx
+from quantkit.pipeline import graph_mixed
 from quantkit.pipeline.worth import read_harm
 
 STEM = "node_conv2d"
@@ -39,10 +42,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "fragile.onnx", folder / "set.npz"
 
 
-def compiled(files: tuple[Path, Path], out: Path, *changes: str) -> tuple[Any, Mixed]:
-    bundle = quantkit.compile(
-        str(files[0]), recipe="int8-mixed", calibration=files[1], out=out, speed=False, changes=list(changes)
-    )
+def compiled(files: tuple[Path, Path], out: Path, *changes: str, resume: bool = False) -> tuple[Any, Mixed]:
+    asked: dict[str, Any] = {"calibration": files[1], "out": out, "speed": False, "resume": resume}
+    bundle = quantkit.compile(str(files[0]), recipe="int8-mixed", changes=list(changes), **asked)
     harm = read_harm(bundle.path)
     assert harm is not None
     assert harm.mixed is not None
@@ -71,6 +73,42 @@ def test_the_fragile_product_is_found_and_it_alone_is_kept(files: tuple[Path, Pa
     assert "Mixed precision" in page
     assert "Keeping 1 layer high" in page
     assert all(check.ok for check in bundle.verify())
+
+
+class Interrupted:
+    """Stands where something is computed: counts, and is interrupted before each of some calls."""
+
+    def __init__(self, plain: Callable[..., Any]) -> None:
+        self.plain, self.calls, self.stops = plain, 0, set[int]()
+
+    def __call__(self, *given: Any, **more: Any) -> Any:
+        if self.calls in self.stops:
+            self.stops.remove(self.calls)
+            raise KeyboardInterrupt
+        self.calls += 1
+        return self.plain(*given, **more)
+
+
+def test_an_interrupted_search_goes_on_where_it_was(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out_of_reach = "gates={kl_max: 0.0}"
+    solved, measured = Interrupted(solve.assigned), Interrupted(graph_mixed.agreement)
+    monkeypatch.setattr(solve, "assigned", solved)
+    monkeypatch.setattr(graph_mixed, "agreement", measured)
+    whole, mixed = compiled(files, tmp_path / "whole", out_of_reach)
+    # four of all, then three, two and one with others kept; four alone, and four points
+    assert (solved.calls, measured.calls) == (10, 8)
+    solved.calls = measured.calls = 0
+    solved.stops, measured.stops = {8}, {2, 7}
+    for _ in range(3):
+        with pytest.raises(QuantkitError, match="interrupted"):
+            compiled(files, tmp_path / "out", out_of_reach, resume=True)
+    again, found = compiled(files, tmp_path / "out", out_of_reach, resume=True)
+    assert (solved.calls, measured.calls) == (10, 8)
+    assert found == mixed
+    assert again.manifest.content_sha256 == whole.manifest.content_sha256
+    assert again.manifest.decisions == whole.manifest.decisions
 
 
 def test_a_gate_that_is_met_keeps_nothing(files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A resume of a graph: another bundle is never given back, and an interrupt leaves nothing half-written."""
+"""A resume of a graph: another bundle is never given back, an interrupt says what to do."""
 
 from __future__ import annotations
 
@@ -75,6 +75,28 @@ def test_bits_depend_on_threads(made: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_strict_looks_at_what_is_finished(made: Path) -> None:
     with pytest.raises(GateError, match=r"strict.*gate-not-judged"):
         compiled(made, made / "bundle", resume=True, strict=True)
+
+
+def test_an_interrupt_says_what_is_kept_and_what_to_do(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("quantkit.graph.solve.solved", interrupted)
+        with pytest.raises(QuantkitError) as caught:
+            compiled(made, tmp_path / "out")
+    assert (caught.value.code, caught.value.exit) == ("interrupted", 75)
+    assert (caught.value.where, caught.value.value) == (str(tmp_path / "out"), "1 steps are kept")
+    assert "--resume" in str(caught.value.remedy)
+    with pytest.raises(InputError, match="unfinished-build"):
+        compiled(made, tmp_path / "out")
+    for asked, key in (({"recipe": "int8-network"}, "recipe"), ({"target": "cpu-arm"}, "target.name")):
+        with pytest.raises(InputError, match="resume-mismatch") as caught:
+            compiled(made, tmp_path / "out", resume=True, **asked)
+        assert f": {key}" in str(caught.value.where)
+    assert (tmp_path / "out.partial").exists()
 
 
 def test_before_anything_is_kept_an_interrupt_leaves_nothing(
