@@ -38,11 +38,13 @@ from quantkit.measure.rows import Row, write_rows
 from quantkit.measure.size import size_rows
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import engine
+from quantkit.pipeline.estimate import demand_space
 from quantkit.pipeline.gates import judge, warnings
 from quantkit.pipeline.graph_engine import wanted
 from quantkit.pipeline.graph_measure import Timed, scored, speed
 from quantkit.pipeline.graph_mixed import NAME, mix
 from quantkit.pipeline.graph_network import Network
+from quantkit.pipeline.graph_plan import disk
 from quantkit.pipeline.graph_plan import seconds as seconds_of
 from quantkit.pipeline.graph_prepared import Prepared, prepare
 from quantkit.pipeline.graph_quantized import MODEL, Quantized
@@ -92,6 +94,8 @@ def compile_graph(
     progress.plan(seconds_of(prepared))
     if request.strict:
         refuse(prepared.decisions)
+    if not request.resume:
+        demand_space(sum(disk(prepared).values()), prepared.out)
     build = Build.open(prepared.out, _fingerprint(prepared), resume=request.resume)
     if build.finished is not None:
         source, calib = prepared.graph.sha256, prepared.calib.sha256

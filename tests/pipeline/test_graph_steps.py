@@ -18,8 +18,11 @@ from quantkit.errors import QuantkitError
 from quantkit.formats import QuantTensor
 from quantkit.graph import solve, solve_codes
 from quantkit.graph.qdq import Codes, Range
+from quantkit.pipeline.compile import prepare_graph
+from quantkit.pipeline.graph_plan import disk
 from quantkit.pipeline.graph_quantized import Quantized
 from quantkit.pipeline.graph_steps import IntegerForm, Steps, WeightForm
+from quantkit.pipeline.request import Request
 from quantkit.scheme import WeightScheme
 
 NETWORK = {"target": "rtx-4090", "changes": ["export=[{tensorrt: {engine: false}}]"]}
@@ -102,6 +105,9 @@ def test_with_all_products_solved_nothing_runs_through_the_graph(
     monkeypatch.setattr(Quantized, "save", Solver(Quantized.save, 0))
     with pytest.raises(QuantkitError, match="5 steps are kept"):
         compiled(files["chain"], tmp_path / "out", recipe="int8")
+    kept = sum(path.stat().st_size for path in (tmp_path / "out.partial" / "steps").rglob("*") if path.is_file())
+    request = Request.of(str(files["chain"][0]), recipe="int8", calibration=files["chain"][1])
+    assert disk(prepare_graph(request))["work"] == pytest.approx(kept, rel=0.3), "as was reckoned before"
     monkeypatch.undo()
     monkeypatch.setattr(solve, "Stepwise", None)
     monkeypatch.setattr(solve, "Runner", None)

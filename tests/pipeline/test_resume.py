@@ -1,4 +1,4 @@
-"""A resume of a graph: another bundle is never given back, an interrupt says what to do."""
+"""A resume of a graph: another bundle is never given back, an interrupt says what to do, a full disk is told before."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from small_graph import chain
 
 import quantkit
 from quantkit.errors import GateError, InputError, QuantkitError
+from quantkit.pipeline.compile import prepare_graph
+from quantkit.pipeline.graph_plan import disk
+from quantkit.pipeline.request import Request
 
 # nothing is declined, but samples without labels cannot judge the gate, which is a decision
 ASKED = ["passes=[gptq]", "gates={recall_drop_max: 1.0}"]
@@ -107,5 +110,14 @@ def test_before_anything_is_kept_an_interrupt_leaves_nothing(
 
     monkeypatch.setattr("quantkit.graph.solve.ranges", interrupted)
     with pytest.raises(QuantkitError, match="interrupted"):
+        compiled(made, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_does_not_hold_it_is_refused(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request.of(str(made / "graph.onnx"), recipe="int8", target="cpu-x86", calibration=made / "set.npz")
+    free = sum(disk(prepare_graph(request)).values()) - 1
+    monkeypatch.setattr("quantkit.pipeline.estimate.shutil.disk_usage", lambda _: type("Usage", (), {"free": free})())
+    with pytest.raises(InputError, match="disk-space"):
         compiled(made, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
