@@ -21,6 +21,7 @@ from quantkit.pipeline.worth import read_harm
 
 STEM = "node_conv2d"
 TINY = 1e-3
+UNMET = "gates={kl_max: 0.0}"
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         labels = model(torch.from_numpy(values)).argmax(dim=1).numpy()
     np.savez(folder / "set.npz", images=values, labels=labels)
     return folder / "fragile.onnx", folder / "set.npz"
+
+
+@pytest.fixture(scope="module")
+def unmet(files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Mixed]:
+    """What a search comes to that was not interrupted, and whose gate nothing meets."""
+    return compiled(files, tmp_path_factory.mktemp("unmet") / "bundle", UNMET)
 
 
 def compiled(files: tuple[Path, Path], out: Path, *changes: str, resume: bool = False) -> tuple[Any, Mixed]:
@@ -90,25 +97,21 @@ class Interrupted:
 
 
 def test_an_interrupted_search_goes_on_where_it_was(
-    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: tuple[Path, Path], unmet: tuple[Any, Mixed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out_of_reach = "gates={kl_max: 0.0}"
     solved, measured = Interrupted(solve.assigned), Interrupted(graph_mixed.agreement)
     monkeypatch.setattr(solve, "assigned", solved)
     monkeypatch.setattr(graph_mixed, "agreement", measured)
-    whole, mixed = compiled(files, tmp_path / "whole", out_of_reach)
-    # four of all, then three, two and one with others kept; four alone, and four points
-    assert (solved.calls, measured.calls) == (10, 8)
-    solved.calls = measured.calls = 0
     solved.stops, measured.stops = {8}, {2, 7}
     for _ in range(3):
         with pytest.raises(QuantkitError, match="interrupted"):
-            compiled(files, tmp_path / "out", out_of_reach, resume=True)
-    again, found = compiled(files, tmp_path / "out", out_of_reach, resume=True)
+            compiled(files, tmp_path / "out", UNMET, resume=True)
+    again, found = compiled(files, tmp_path / "out", UNMET, resume=True)
+    # four of all, then three, two and one with others kept; four alone, and four points
     assert (solved.calls, measured.calls) == (10, 8)
-    assert found == mixed
-    assert again.manifest.content_sha256 == whole.manifest.content_sha256
-    assert again.manifest.decisions == whole.manifest.decisions
+    assert found == unmet[1]
+    assert again.manifest.content_sha256 == unmet[0].manifest.content_sha256
+    assert again.manifest.decisions == unmet[0].manifest.decisions
 
 
 def test_a_gate_that_is_met_keeps_nothing(files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -133,8 +136,8 @@ def test_without_a_gate_nothing_is_kept(files: tuple[Path, Path], tmp_path: Path
     assert decided(bundle) == {"fragile": "note"}
 
 
-def test_a_gate_out_of_reach_is_said_and_then_fails(files: tuple[Path, Path], tmp_path: Path) -> None:
-    bundle, mixed = compiled(files, tmp_path / "bundle", "gates={kl_max: 0.0}")
+def test_a_gate_out_of_reach_is_said_and_then_fails(unmet: tuple[Any, Mixed]) -> None:
+    bundle, mixed = unmet
     assert mixed.chosen is None
     assert bundle.manifest.layers, "something is quantized, whatever the gate asks for"
     assert decided(bundle)["gates.kl_max"] == "gate-out-of-reach"
