@@ -18,6 +18,7 @@ from quantkit.pipeline.gates import warnings
 from quantkit.pipeline.request import Request
 from quantkit.pipeline.strict import refuse
 from quantkit.plan import machine
+from quantkit.report import words
 
 
 def given_back(
@@ -82,6 +83,6 @@ def stopping_when_interrupted(build: Build, out: Path) -> Iterator[None]:
         raise Stopped(
             "interrupted",
             where=str(out),
-            value=f"{len(build.done())} steps are kept",
+            value=f"{words.plural(len(build.done()), 'step')} kept",
             remedy="the same command with --resume goes on",
         ) from None

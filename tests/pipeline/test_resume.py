@@ -91,7 +91,7 @@ def test_an_interrupt_says_what_is_kept_and_what_to_do(
         with pytest.raises(QuantkitError) as caught:
             compiled(made, tmp_path / "out")
     assert (caught.value.code, caught.value.exit) == ("interrupted", 75)
-    assert (caught.value.where, caught.value.value) == (str(tmp_path / "out"), "1 steps are kept")
+    assert (caught.value.where, caught.value.value) == (str(tmp_path / "out"), "1 step kept")
     assert "--resume" in str(caught.value.remedy)
     with pytest.raises(InputError, match="unfinished-build"):
         compiled(made, tmp_path / "out")
