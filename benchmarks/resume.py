@@ -1,12 +1,15 @@
 """kill -9 at random moments, then --resume: the same content as the run that nothing disturbed.
 
     python benchmarks/resume.py                                             20 trials on a small random model
-    python benchmarks/resume.py --kills 5 --model smollm2-135m --recipe gptq-int4
+    python benchmarks/resume.py --trials 5 --model smollm2-135m --recipe gptq-int4
+    python benchmarks/resume.py --trials 20 --model efficientnet-lite0 --recipe int8-network
+    python benchmarks/resume.py --trials 20 --model random-encoder --recipe int8        a float ONNX graph
 
 A trial starts `quantkit compile` and sends SIGKILL after a random time, drawn evenly over the time that an undisturbed
 compile takes from its first write to its end (a tenth strike while it is still starting). Then `--resume`; with one
 chance in three that is killed as well, and so on, until a resume is left to finish. What decides is `content_sha256`,
-and `quantkit verify`. Two undisturbed runs must agree too. Linux only.
+and `quantkit verify`. Two undisturbed runs must agree too. The last resume's processor seconds say how much of the work
+was not done again. Speed is not measured. Linux only.
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.process import THREADS, compiled, envelope, environment, helper, quantkit, run
+from harness.random_encoder import SIZES
 from harness.random_model import SMALL
 from harness.record import record, show, verdicts
 
 AGAIN = 1 / 3
 EARLY = 0.1
 POLL = 0.002
+ENCODER = "random-encoder"
 
 
 def committed(partial: Path) -> int:
@@ -117,6 +122,7 @@ class Trials:
         verified = run(quantkit("verify", out, "--json"), env=self.env).status if digest else None
         return {
             "trial": number,
+            "resume_cpu_s": done.cpu,
             "kills": sum(strike["status"] < 0 for strike in strikes),
             "strikes": strikes,
             "struck": ", ".join(f"{strike['where']} ({strike['steps']})" for strike in strikes),
@@ -130,8 +136,9 @@ class Trials:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="trials; each is killed at least once")
-    parser.add_argument("--model", help="default: a random Llama of 16 small layers")
+    parser.add_argument("--trials", "--kills", type=int, default=20, help="each is killed at least once")
+    parser.add_argument("--model", help=f"or {ENCODER}; default: a random Llama of 16 small layers")
+    parser.add_argument("--calibration", help="of a float ONNX graph: its samples")
     parser.add_argument("--recipe", default="gptq-int4")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-record", action="store_true")
@@ -145,45 +152,57 @@ def main() -> int:
             helper("random_model.py", {"folder": model, "layers": 16, **SMALL})
             changes = ["calibration.samples=8", "calibration.tokens=64", "scheme.weights.group=32", "gates={}"]
             env = environment(QUANTKIT_CACHE=str(place / "cache"))
-        command = [model, "--recipe", options.recipe, *(f"--set={change}" for change in changes)]
+        given = [] if options.calibration is None else ["--calibration", options.calibration]
+        if model == ENCODER:
+            model, samples = str(place / "encoder.onnx"), str(place / "samples.npz")
+            helper("random_encoder.py", {"file": model, "samples": samples})
+            given = ["--calibration", samples]
+        command = [model, "--recipe", options.recipe, "--no-speed", *given, *(f"--set={change}" for change in changes)]
         trials = Trials(place, command, env)
-        first, _ = compiled(model, options.recipe, place / "first", *command[3:], env=env)
+        first, took = compiled(model, options.recipe, place / "first", *command[3:], env=env)
         before, after = trials.timed(place / "second")
         second = json.loads((place / "second" / "manifest.json").read_bytes())["content_sha256"]
         expected = first["content_sha256"]
-        print(f"undisturbed: {before:.1f} s to the first write, {after:.1f} s of work; content {expected[:16]}")
+        print(f"undisturbed: {before:.1f} s to the first write, {after:.1f} s of work, {took.cpu:.0f} CPU s")
+        print(f"content {expected}", flush=True)
         rows = []
-        for number in range(options.kills):
+        for number in range(options.trials):
             rows.append(trials.trial(number, options.seed, before, after))
             rows[-1]["same"] = rows[-1]["content_sha256"] == expected
-            print(f"{number + 1}/{options.kills} {rows[-1]['struck']}: {'same' if rows[-1]['same'] else 'DIFFERS'}")
+            same = "same" if rows[-1]["same"] else "DIFFERS"
+            last = f"{rows[-1]['resume_cpu_s']:.0f} CPU s to its end"
+            print(f"{number + 1}/{options.trials} {rows[-1]['struck']}, {last}: {same}", flush=True)
     columns = {
         "trial": "trial",
         "kills": "kills",
         "struck": "where it struck (committed steps)",
+        "resume_cpu_s": "CPU s of the last resume:.0f",
         "exit": "exit",
         "same": "same content",
     }
-    show(f"{options.kills} trials, {options.recipe}, {THREADS} threads", rows, columns)
+    show(f"{options.trials} trials, {options.recipe}, {THREADS} threads", rows, columns)
     kills = sum(row["kills"] for row in rows)
     where = Counter(strike["where"] for row in rows for strike in row["strikes"])
     steps = sorted({strike["steps"] for row in rows for strike in row["strikes"]})
     print(f"{kills} kills: {dict(where)}; with {steps} steps committed")
+    llama = f"random Llama, 16 layers, {SMALL}"
     settings = {
-        "model": options.model or f"random Llama, 16 layers, {SMALL}",
+        "model": f"random BERT as ONNX, {SIZES}" if options.model == ENCODER else options.model or llama,
         "recipe": options.recipe,
         "changes": changes,
         "seed": options.seed,
         "threads": THREADS,
         "seconds_to_first_write": before,
         "seconds_of_work": after,
+        "undisturbed_cpu_s": took.cpu,
         "kills": kills,
         "where": dict(where),
         "content_sha256": expected,
         "second_run_same": second == expected,
     }
     claim = "killed at random moments and resumed, the same content_sha256 as undisturbed; two runs the same"
-    record(f"resume-{options.model}" if options.model else "resume", claim, rows, settings, write=not options.no_record)
+    name = f"resume-{Path(options.model).stem}" if options.model else "resume"
+    record(name, claim, rows, settings, write=not options.no_record)
     same = sum(row["same"] for row in rows)
     return verdicts(
         {

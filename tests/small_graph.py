@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,3 +70,13 @@ class Small:
 def operators(model: ir.Model) -> list[str]:
     """Operators in order, those of subgraphs included."""
     return [node.op_type for node in ir.traversal.RecursiveGraphIterator(model.graph)]
+
+
+def chain(path: Path, samples: Path, links: int = 4, seed: int = 0) -> None:
+    """A graph of so many linears with what they read between, and 60 samples of it, as files."""
+    small = Small(seed=seed)
+    x = small.input("x", "n", 16)
+    for _ in range(links - 1):
+        x = small.op("Relu", small.op("Gemm", x, small.normal(16, 16) / 4, small.normal(16)))
+    ir.save(small.model(small.op("Gemm", x, small.normal(16, 6), small.normal(6))), path)
+    np.savez(samples, x=np.random.default_rng(seed).standard_normal((60, 16)).astype(np.float32))

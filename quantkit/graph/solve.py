@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 Report = Callable[[float, str], None]
+Keep = Callable[[str, Codes, Sequence[Decision]], None]
 # rows of a Hessian from one batch at most: evenly spaced, they say as much
 _ROWS = 4096
 
@@ -112,12 +113,17 @@ def solved(
     *,
     passes: Passes | None = None,
     seed: int = 0,
-    decisions: list[Decision] | None = None,
     unsaturated: bool = False,
     known: Mapping[str, Codes] | None = None,
+    again: Mapping[str, Codes] | None = None,
+    keep: Keep | None = None,
     report: Report | None = None,
 ) -> dict[str, Codes]:
     """Codes and biases of every chosen site, in the order in which the graph runs.
+
+    A piece of a graph that is run apart has not the bits that it has inside of a larger one: ONNX Runtime fuses what it
+    is given. So sites that were solved before an interruption are run piece by piece again, as they were then, as long
+    as any site is still to be solved.
 
     Args:
         model: float, of the sites.
@@ -129,31 +135,40 @@ def solved(
         placement: of the pairs.
         passes: the recipe's, name -> settings; those that choose codes are read. None: `gptq` with its correction.
         seed: of which samples `round` learns from when.
-        decisions: added to, where `round` finds nothing better.
         unsaturated: bound neighbouring codes (`passes.solvers.unsaturated`).
         known: codes of sites that come first, which are taken as they are.
+        again: codes of the sites after those, solved by a call just like this one that did not get to its end.
+        keep: given the codes of each site once it is solved, and what was decided: where `round` finds nothing better.
         report: told the share of sites that is done.
     """
     passes = {"gptq": Gptq.Settings(correction=1.0)} if passes is None else passes
+    known, again = known or {}, again or {}
+    if all(site.name in known or site.name in again for site in chosen):
+        return {site.name: (known if site.name in known else again)[site.name] for site in chosen}
     found: dict[str, Codes] = {}
     plain, rounding = Stepwise(feeds), Stepwise(feeds)
     for done, site in enumerate(chosen):
-        if known is not None and site.name in known:
+        if site.name in known:
             found[site.name] = known[site.name]
             continue
         own = ranges_.get(placement.same.get(site.input, site.input))
         made, rest = quantized(found), chosen[done + 1 :]
         given = plain.value(model, site.input, [later.input for later in rest])
         behind = rounding.value(made, _input(made, site), [_input(made, later) for later in rest])
-        rows = Rows([], []) if "round" in passes else None
-        seen = _seen(site, own, given, behind, rows)
-        other = neighbours(site) if unsaturated else None
-        tensor = assigned(site, seen, scheme, passes, other)
-        if rows is not None:
-            tensor, reason = _learned(site, seen, tensor, rows, passes["round"], other, seed + done)
-            if reason and decisions is not None:
-                decisions.append(decision("round", "no-better", site.name, reason))
-        found[site.name] = _with_bias(site, seen, tensor, own)
+        if site.name in again:
+            found[site.name] = again[site.name]
+        else:
+            rows = Rows([], []) if "round" in passes else None
+            seen = _seen(site, own, given, behind, rows)
+            other = neighbours(site) if unsaturated else None
+            tensor, taken = assigned(site, seen, scheme, passes, other), []
+            if rows is not None:
+                tensor, reason = _learned(site, seen, tensor, rows, passes["round"], other, seed + done)
+                if reason:
+                    taken.append(decision("round", "no-better", site.name, reason))
+            found[site.name] = _with_bias(site, seen, tensor, own)
+            if keep is not None:
+                keep(site.name, found[site.name], taken)
         if report is not None:
             report((done + 1) / len(chosen), site.name)
     return found

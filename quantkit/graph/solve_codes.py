@@ -35,6 +35,8 @@ def rounded(
     settings: Mapping[str, Any] | None,
     *,
     search: bool = True,
+    again: Mapping[str, QuantTensor] | None = None,
+    keep: Callable[[str, QuantTensor], None] | None = None,
     report: Report | None = None,
 ) -> dict[str, QuantTensor]:
     """Site -> its weight [N, K] in codes.
@@ -46,12 +48,19 @@ def rounded(
         scheme: of weights.
         settings: `damping` and `shrink` of `passes.solvers.gptq`; None rounds to nearest, without a look at the feeds.
         search: whether rounding to nearest searches its ranges (`range: mse`), or spans all of a weight (`minmax`).
+        again: site -> its codes, of those that a call just like this one had come to before it was interrupted.
+        keep: given the codes of each site once they are chosen.
         report: told the share of sites that is done.
     """
     form = registry.load("formats", scheme.format)
-    hessians = _hessians(model, sites, feeds) if settings is not None else {}
+    again = again or {}
+    left = [site for site in sites if site.name not in again]
+    hessians = _hessians(model, sites, left, feeds) if left and settings is not None else {}
     found = {}
     for done, site in enumerate(sites):
+        if site.name in again:
+            found[site.name] = again[site.name]
+            continue
         matrix = torch.from_numpy(site.matrix().copy())
         if site.name not in hessians or (site.group > 1 and not scheme.rows_apart):
             found[site.name] = (
@@ -65,19 +74,26 @@ def rounded(
             found[site.name] = joined(
                 [gptq(part, own[at], scheme, **(settings or {})).tensor for at, part in enumerate(parts)]
             )
+        if keep is not None:
+            keep(site.name, found[site.name])
         if report is not None:
             report((done + 1) / len(sites), site.name)
     return found
 
 
-def _hessians(model: ir.Model, sites: Sequence[Site], feeds: Iterable[Feed]) -> dict[str, torch.Tensor]:
-    """Site -> E[x xᵀ] [groups, K, K]; none for products that nothing but zeros came to."""
+def _hessians(
+    model: ir.Model, sites: Sequence[Site], left: Sequence[Site], feeds: Iterable[Feed]
+) -> dict[str, torch.Tensor]:
+    """Site -> E[x xᵀ] [groups, K, K] of those that are left; none for products that nothing but zeros came to.
+
+    The inputs of all sites are shown all the same: a graph that shows fewer is fused otherwise, and has other bits.
+    """
     given = {str(value.name) for value in model.graph.inputs}
     runner = Runner(model, [site.input for site in sites if site.input not in given])
     sums: dict[str, torch.Tensor] = {}
     for feed in feeds:
         seen = {**feed, **runner(feed)}
-        for site in sites:
+        for site in left:
             rows = torch.from_numpy(np.ascontiguousarray(patches(site, seen[site.input])))
             part = (rows.transpose(1, 2) @ rows).double() / rows.shape[1]
             sums[site.name] = sums[site.name] + part if site.name in sums else part

@@ -29,13 +29,12 @@ from quantkit.bundle import (
     stopping_when_full,
 )
 from quantkit.bundle.manifest import MEASUREMENTS
-from quantkit.errors import InputError, Stopped
 from quantkit.graph.open import is_graph
 from quantkit.measure.rows import Row, write_rows
 from quantkit.measure.size import folder_of
 from quantkit.model.alias import ALIASES, Alias, materialize
 from quantkit.passes import NOTE, decision
-from quantkit.pipeline import engine, tokens
+from quantkit.pipeline import engine
 from quantkit.pipeline.accounting import account
 from quantkit.pipeline.checks import demand
 from quantkit.pipeline.confirm import KL, OUTPUT
@@ -48,6 +47,7 @@ from quantkit.pipeline.prepared import Prepared, fingerprint, prepare
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.quantize import quantize, results
 from quantkit.pipeline.request import Request
+from quantkit.pipeline.resume import given_back, stopping_when_interrupted
 from quantkit.pipeline.score import score_exports, unscored
 from quantkit.pipeline.stages import Stage, Stages
 from quantkit.pipeline.strict import refuse
@@ -130,16 +130,8 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
     build = Build.open(prepared.out, fingerprint(prepared), resume=request.resume)
     if build.finished is not None:
         return _finished(build.finished, prepared)
-    try:
-        with build:
-            return Compilation(prepared, build, progress, stages, int(expected.peak)).run()
-    except KeyboardInterrupt:
-        raise Stopped(
-            "interrupted",
-            where=str(prepared.out),
-            value=f"{len(build.done())} steps are kept",
-            remedy="the same command with --resume goes on",
-        ) from None
+    with stopping_when_interrupted(build, prepared.out), build:
+        return Compilation(prepared, build, progress, stages, int(expected.peak)).run()
 
 
 def takes_graph(model: str) -> bool:
@@ -175,27 +167,10 @@ def located(request: Request) -> tuple[Path, str, str, Alias | None]:
 
 def _finished(bundle: Bundle, prepared: Prepared) -> Compiled:
     """A resume of what had been finished already."""
-    import torch
-
-    manifest = bundle.manifest
-    asked = tokens.without_paths(prepared.request.recipe.as_dict())
     ids = prepared.calibration.sha256 if prepared.calibration else None
-    seen = manifest.calibration.ids_sha256 if manifest.calibration else None
-    made = (manifest.recipe, manifest.model.source.sha256, seen, manifest.threads, manifest.isa)
-    if made != (asked, prepared.source.sha256, ids, torch.get_num_threads(), machine.isa()):
-        raise InputError(
-            "out-exists",
-            where=str(bundle.path),
-            value="a finished bundle of another model, recipe, calibration or machine",
-            rule="nothing is overwritten",
-            remedy="choose another --out, or delete it",
-        )
-    if prepared.request.strict:
-        refuse(manifest.decisions)
-    rows = [Row.model_validate(row) for row in bundle.measurements]
+    rows, notes = given_back(bundle, prepared.request, source=prepared.source.sha256, calibration=ids)
     seconds = {"quantize_cpu": None, "total": 0.0}
-    notes = [*prepared.source.notes, *warnings(manifest.decisions)]
-    return Compiled(bundle, rows, seconds, machine.peak_bytes(), notes)
+    return Compiled(bundle, rows, seconds, machine.peak_bytes(), [*prepared.source.notes, *notes])
 
 
 @dataclass(frozen=True)

@@ -153,13 +153,18 @@ def _scheme(prepared: Prepared, name: str) -> WeightScheme | None:
 
 
 def demand_disk(expected: Compiling, out: Path) -> None:
-    """Refuse a build that cannot end.
+    """Refuse a build that cannot end. Raises InputError `disk-space`."""
+    demand_space(expected.disk.most, out)
+
+
+def demand_space(need: float, out: Path) -> None:
+    """Refuse a build that takes more bytes than are free.
 
     Raises:
         InputError: `disk-space`.
     """
     place = next((folder for folder in (out, *out.absolute().parents) if folder.is_dir()), Path())
-    free, need = shutil.disk_usage(place).free, expected.disk.most
+    free = shutil.disk_usage(place).free
     if need > free:
         raise InputError(
             "disk-space",

@@ -1,6 +1,10 @@
 """A float ONNX graph + recipe + target -> bundle: the compile of what is no transformers model.
 
-    open -> fuse -> ranges -> codes -> biases -> pairs -> onnx/ -> reload and check -> score -> gates -> page -> bundle
+    open -> fuse -> ranges -> [product: codes, bias -> commit] -> pairs -> onnx/ -> reload and check -> score -> gates
+         -> page -> bundle
+
+Ranges and every product that is solved are committed, so a killed compile solves the others and ends with the same
+`content_sha256` (`graph_steps.py`).
 
 What a recipe's passes mean here: `gptq`, `rtn` and `hqq` choose codes (convolutions as products of patches), `round`
 moves them, biases are always corrected, whether `bias_correct` stands there or not. The others are declined, each with
@@ -34,17 +38,21 @@ from quantkit.measure.rows import Row, write_rows
 from quantkit.measure.size import size_rows
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import engine
+from quantkit.pipeline.estimate import demand_space
 from quantkit.pipeline.gates import judge, warnings
 from quantkit.pipeline.graph_engine import wanted
 from quantkit.pipeline.graph_measure import Timed, scored, speed
 from quantkit.pipeline.graph_mixed import NAME, mix
 from quantkit.pipeline.graph_network import Network
+from quantkit.pipeline.graph_plan import disk
 from quantkit.pipeline.graph_plan import seconds as seconds_of
 from quantkit.pipeline.graph_prepared import Prepared, prepare
 from quantkit.pipeline.graph_quantized import MODEL, Quantized
+from quantkit.pipeline.graph_steps import Steps
 from quantkit.pipeline.manifest import manifest_of, with_documents
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, runs_here
+from quantkit.pipeline.resume import given_back, stopping_when_interrupted
 from quantkit.pipeline.strict import refuse
 from quantkit.pipeline.worth import HARM, decide
 from quantkit.plan import machine
@@ -78,6 +86,7 @@ def compile_graph(
 
     Raises:
         InputError: anything that would make it fail later; GateError: a check failed, or `--strict`.
+        Stopped: interrupted or disk full; what is done is kept.
     """
     started, begun = time.perf_counter(), time.process_time()
     prepared = prepare(request, path, ref, name, alias)
@@ -85,18 +94,21 @@ def compile_graph(
     progress.plan(seconds_of(prepared))
     if request.strict:
         refuse(prepared.decisions)
+    if not request.resume:
+        demand_space(sum(disk(prepared).values()), prepared.out)
     build = Build.open(prepared.out, _fingerprint(prepared), resume=request.resume)
     if build.finished is not None:
-        rows = [Row.model_validate(row) for row in build.finished.measurements]
-        notes = [*prepared.graph.notes, *warnings(build.finished.manifest.decisions)]
-        return Outcome(build.finished, rows, {"quantize_cpu": None, "total": 0.0}, notes)
-    with build, stopping_when_full(build.folder):
+        source, calib = prepared.graph.sha256, prepared.calib.sha256
+        rows, notes = given_back(build.finished, request, source=source, calibration=calib)
+        return Outcome(build.finished, rows, {"quantize_cpu": None, "total": 0.0}, [*prepared.graph.notes, *notes])
+    with stopping_when_interrupted(build, prepared.out), build, stopping_when_full(build.folder):
+        steps = Steps(build)
         quantized: Network | Quantized
         if wanted(request.recipe) is not None:
-            quantized = Network(prepared, progress)
+            quantized = Network(prepared, progress, steps)
             taken = quantized.decisions
         else:
-            quantized = Quantized(prepared, progress)
+            quantized = Quantized(prepared, progress, steps)
             taken = _mixed(prepared, quantized, build.bundle, progress)
             taken = [*quantized.decisions, *taken]
         if request.strict:
@@ -104,7 +116,7 @@ def compile_graph(
         file = build.bundle / quantized.file
         file.parent.mkdir(parents=True, exist_ok=True)
         quantized.save(file)
-        cpu = time.process_time() - begun
+        cpu = steps.cpu_before + time.process_time() - begun
         checks = quantized.checks(file)
         taken = [*taken, *engine.notes(build.bundle, quantized.build(build.bundle))]
         files = inventory(build.bundle)
@@ -152,7 +164,11 @@ def compile_graph(
 
 
 def _fingerprint(prepared: Prepared) -> dict[str, Any]:
-    versions = machine.versions()
+    """Everything that a bundle's content depends on, and what its choices were made on."""
+    import torch
+
+    versions, target = machine.versions(), prepared.request.target
+    relevant = ("python", "torch", "onnx", "onnx-ir", "onnxruntime", "numpy", "safetensors")
     return {
         "quantkit": quantkit.__version__,
         "source": prepared.graph.sha256,
@@ -160,8 +176,11 @@ def _fingerprint(prepared: Prepared) -> dict[str, Any]:
         "calibration": prepared.calib.sha256,
         "scoring": prepared.scoring.sha256,
         "held": prepared.held.sha256 if prepared.held is not None else None,
+        # kinds of codes are the target's
+        "target": {"name": target.name, "build": target.build},
+        "threads": torch.get_num_threads(),
         "isa": machine.isa(),
-        "versions": {name: versions[name] for name in ("torch", "onnx", "onnx-ir", "onnxruntime") if name in versions},
+        "versions": {name: versions[name] for name in relevant if name in versions},
     }
 
 
@@ -171,7 +190,7 @@ def _mixed(prepared: Prepared, quantized: Quantized, folder: Path, progress: Pro
     if settings is None or prepared.held is None:
         return []
     found = mix(quantized, prepared.held, settings, progress)
-    quantized.take(found.codes)
+    quantized.take(found.solved)
     (folder / HARM).write_text(Harm(mixed=found.mixed).model_dump_json() + "\n", encoding="utf-8")
     return found.decisions
 

@@ -24,6 +24,7 @@ from quantkit.measure.rows import Row
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.gates import judge, measured
 from quantkit.pipeline.graph_measure import agreement, answers, classes_of
+from quantkit.pipeline.graph_quantized import Quantized, Solved, stem
 from quantkit.pipeline.progress import Progress
 from quantkit.plan.assigned import MIXED
 from quantkit.report import words
@@ -31,7 +32,6 @@ from quantkit.report import words
 if TYPE_CHECKING:
     from quantkit.calibrate.inputs import InputSet
     from quantkit.graph.qdq import Codes
-    from quantkit.pipeline.graph_quantized import Quantized
 
 Array = NDArray[Any]
 NAME = "mixed"
@@ -44,12 +44,12 @@ class Mixture:
     """What was found.
 
     Args:
-        codes: of the products that are quantized; the others stay in floats.
+        solved: the products that are quantized; the others stay in floats.
         mixed: the search, for the page.
         decisions: why each is kept.
     """
 
-    codes: Mapping[str, Codes]
+    solved: Solved
     mixed: Mixed
     decisions: list[Decision]
 
@@ -76,7 +76,7 @@ def mix(quantized: Quantized, held: InputSet, settings: Any, progress: Progress)
     """Search.
 
     Args:
-        quantized: with codes for every product.
+        quantized: with codes for every product. What the search has measured and solved stands in its steps.
         held: the samples to measure on.
         settings: of the pass.
         progress: told how far it is.
@@ -96,7 +96,8 @@ class _Search:
             self.samples = held.views(settings.views, self.recipe.seed)
             self.expected = answers(quantized.prepared.graph.model, self.samples)
         self.steps: dict[int, Step] = {}
-        self.codes: dict[int, Mapping[str, Codes]] = {}
+        # of all quantized, and of the point that would be taken if the search ended now
+        self.solved: dict[int, Solved] = {0: quantized.found}
         self.met: dict[int, bool] = {}
         self.gate = ""
 
@@ -132,9 +133,14 @@ class _Search:
         every = sum(saved.values()), sum(macs[name] for name in saved) or 1
         ranked = []
         for done, (name, codes) in enumerate(quantized.codes.items()):
-            alone = replace(codes, bias=codes.bias if codes.alone is None else codes.alone)
-            given = answers(quantized.assembled({name: alone}), self.first)
-            harm = self._plain(agreement(expected, given, self.first, subject="", baseline=""))
+
+            def measured(name: str = name, codes: Codes = codes) -> dict[str, Any]:
+                alone = replace(codes, bias=codes.bias if codes.alone is None else codes.alone)
+                given = answers(quantized.assembled({name: alone}), self.first)
+                rows = agreement(expected, given, self.first, subject="", baseline="")
+                return {"product": name, "harm": self._plain(rows)}
+
+            harm = quantized.steps.once(f"alone-{done:04}", measured)["harm"]
             share = saved[name] / every[0] + macs[name] / every[1]
             ranked.append((harm / share, Alone(name=name, harm=harm, bytes=saved[name])))
             self.progress.at(NAME, 0.6 * (done + 1) / len(saved), f"{name} alone")
@@ -151,10 +157,30 @@ class _Search:
         """Compile and score the graph with so many kept."""
         if count in self.met:
             return
-        kept = order[:count]
-        self.codes[count] = self.quantized.solved(kept) if kept else self.quantized.codes
-        self.steps[count], self.met[count] = self._scored(kept, self.codes[count])
+        kept, steps = order[:count], self.quantized.steps
+
+        def measured() -> dict[str, Any]:
+            if count not in self.solved:
+                self.solved[count] = self.quantized.solved(kept)
+            step, met = self._scored(kept, self.solved[count].codes)
+            return {"step": step.model_dump(mode="json"), "met": met, "gate": self.gate}
+
+        found = steps.once(f"point-{count:04}", measured)
+        self.steps[count], self.met[count] = Step.model_validate(found["step"]), found["met"]
+        self.gate = found["gate"]
+        best = self._best()
+        for each in self.met:
+            if each not in (0, best):
+                self.solved.pop(each, None)
+                steps.drop(f"dropped-{each:04}", stem(order[:each]))
         self.progress.at(NAME, min(0.99, 0.6 + 0.04 * len(self.steps)), f"{words.plural(count, 'layer')} kept high")
+
+    def _best(self) -> int:
+        """The point that is taken if no other is measured: the first that meets the gate, else the nearest to it."""
+        if not self.gate:
+            return 0
+        met = [count for count in self.met if self.met[count]]
+        return min(met) if met else min(self.steps, key=lambda each: (self.steps[each].harm, each))
 
     def _scored(self, kept: Sequence[str], codes: Mapping[str, Codes]) -> tuple[Step, bool]:
         given = answers(self.quantized.assembled(codes), self.samples)
@@ -177,8 +203,10 @@ class _Search:
         gate = self.gate or _DEFAULT[self.classes is not None]
         limit = getattr(self.recipe.gates, gate) if self.gate else None
         # what meets no gate is compiled as near to it as the curve comes, and the gates then judge it
-        best = count if count is not None else min(steps, key=lambda each: (self.steps[each].harm, each))
-        kept, codes = order[:best], self.codes[best]
+        best = self._best()
+        kept = order[:best]
+        # a point that was measured before an interruption is read from its steps, where all of it is
+        solved = self.solved[best] if best in self.solved else self.quantized.solved(kept)
         mixed = Mixed(
             what=_HARMS[gate].what,
             alone=_HARMS[_DEFAULT[self.classes is not None]].what,
@@ -188,7 +216,7 @@ class _Search:
             chosen=None if count is None else steps.index(count),
             limit=None if limit is None else limit if gate.endswith("_max") else _HARMS[gate].of(limit),
         )
-        return Mixture(codes, mixed, self._decisions(mixed, layers, kept, best, count is not None))
+        return Mixture(solved, mixed, self._decisions(mixed, layers, kept, best, count is not None))
 
     def _on_what(self) -> str:
         samples, each = self.samples, len(self.samples) // self.distinct

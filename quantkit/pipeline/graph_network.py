@@ -16,6 +16,7 @@ from quantkit.pipeline.checks import demand
 from quantkit.pipeline.graph_engine import EXPORT, wanted
 from quantkit.pipeline.graph_prepared import Prepared
 from quantkit.pipeline.graph_quantized import BATCH, SOLVING
+from quantkit.pipeline.graph_steps import IntegerForm, Steps, WeightForm
 from quantkit.pipeline.progress import Progress
 from quantkit.runtimes._tensorrt_file import DATA, FOLDER, NETWORK
 
@@ -31,12 +32,18 @@ _LEAST = 2.0**-24
 
 
 class Network:
-    """A graph on its way to an engine."""
+    """A graph on its way to an engine.
+
+    Args:
+        prepared: what to quantize.
+        progress: told how far it is.
+        steps: where what is done is kept.
+    """
 
     file = Path(FOLDER) / NETWORK
 
-    def __init__(self, prepared: Prepared, progress: Progress) -> None:
-        self.prepared, self.progress = prepared, progress
+    def __init__(self, prepared: Prepared, progress: Progress, steps: Steps) -> None:
+        self.prepared, self.progress, self.steps = prepared, progress, steps
         recipe = prepared.request.recipe
         step = wanted(recipe)
         assert step is not None
@@ -145,18 +152,22 @@ class Network:
         assert self.weights is not None and self.activations is not None
         placement = before(model, sites)
         feeds = list(prepared.calib.feeds(BATCH))
-        ranges = solve.ranges(
-            model,
-            placement,
-            feeds,
-            self.activations,
-            report=lambda done, words: progress.at("ranges", done, words),
-            total=len(feeds),
+        activations = self.activations
+        ranges = self.steps.ranges(
+            lambda: solve.ranges(
+                model,
+                placement,
+                feeds,
+                activations,
+                report=lambda done, words: progress.at("ranges", done, words),
+                total=len(feeds),
+            )
         )
         self.pairs = {name: max(float(np.float16(own.scale)), _LEAST) for name, own in ranges.items()}
         if self.activations.format != "int8":
             return self._rounded()
         kept = {name: qdq.Range(scale, 0, signed=True) for name, scale in self.pairs.items()}
+        products = self.steps.products("codes", list(self.sites), IntegerForm())
         codes = solve.solved(
             model,
             lambda found: qdq.insert(model, placement, kept, found, self.sites, weight_type="int8"),
@@ -167,9 +178,11 @@ class Network:
             placement,
             passes={step.name: step.settings for step in prepared.request.recipe.passes},
             seed=prepared.request.recipe.seed,
-            decisions=self.decisions,
+            again=products.again,
+            keep=products.keep,
             report=lambda done, words: progress.at("codes", done, words),
         )
+        self.decisions += [each for taken in products.decisions.values() for each in taken]
         return self._products({name: self._tensor(found) for name, found in codes.items()}, codes)
 
     def _rounded(self) -> dict[str, Product]:
@@ -178,6 +191,7 @@ class Network:
 
         assert self.weights is not None
         feeds = list(self.prepared.calib.feeds(BATCH))
+        products = self.steps.products("codes", list(self.sites), WeightForm(self.weights))
         tensors = rounded(
             self.prepared.graph.model,
             self.prepared.sites,
@@ -187,6 +201,8 @@ class Network:
             search=all(
                 step.settings.range != "minmax" for step in self.prepared.request.recipe.passes if step.name == "rtn"
             ),
+            again=products.again,
+            keep=products.keep,
             report=lambda done, words: self.progress.at("codes", done, words),
         )
         return self._products(tensors, {})

@@ -32,6 +32,8 @@ _COPIES = 5
 _CEILINGS = 12.0
 # bytes of a node in a file; of a product's quantizers and their names
 _NODE, _SITE = 200, 1500
+# of a product's step: its line in the journal, its file's head
+_STEP = 600
 
 
 def seconds(prepared: Prepared) -> dict[str, float]:
@@ -59,13 +61,7 @@ def planned_graph(prepared: Prepared) -> dict[str, Any]:
     graph, recipe = prepared.graph, prepared.request.recipe
     weights, activations = recipe.scheme.weights, recipe.scheme.activations
     macs, chosen = prepared.cost.macs, {site.name: site for site in prepared.sites}
-    numbers = sum(site.weight.size for site in chosen.values())
-    by_channel = weights is not None and weights.granularity == "channel"
-    scales = sum(site.weight.shape[site.rows] if by_channel else 1 for site in chosen.values())
-    # codes are bytes, whatever they hold; of each row a scale and a sum of biases
-    stored = [value.const_value for value in graph.model.graph.initializers.values() if value.const_value is not None]
-    bundle = sum(tensor.nbytes for tensor in stored) - 3 * numbers + 12 * scales
-    bundle += _NODE * len(graph.model.graph) + _SITE * len(chosen)
+    numbers, scales = _numbers(prepared)
     return {
         "model": {
             "name": graph.name,
@@ -95,12 +91,36 @@ def planned_graph(prepared: Prepared) -> dict[str, Any]:
         "scoring": _samples(prepared.scoring),
         "seconds": seconds(prepared),
         "memory_bytes": round(_INTERPRETER + _COPIES * graph.bytes + _inputs(prepared) + _activations(prepared)),
-        "disk_bytes": {"bundle": round(bundle), "work": 0, "cache": 0},
+        "disk_bytes": {**disk(prepared), "cache": 0},
         "out": str(prepared.out),
         "runtime": RUNTIME,
         "decisions": [each.model_dump(mode="json", by_alias=True) for each in prepared.decisions],
         "notes": list(graph.notes),
     }
+
+
+def disk(prepared: Prepared) -> dict[str, int]:
+    """Bytes on disk: of the bundle, and of what stands beside it until it is finished."""
+    graph, sites = prepared.graph.model.graph, list(prepared.sites)
+    weights = prepared.request.recipe.scheme.weights
+    stored = sum(value.const_value.nbytes for value in graph.initializers.values() if value.const_value is not None)
+    if weights is None:
+        return {"bundle": stored + _NODE * len(graph), "work": 0}
+    # codes are bytes, whatever they hold; of each row a scale and a sum of biases
+    numbers, scales = _numbers(prepared)
+    bundle = stored - 3 * numbers + 12 * scales + _NODE * len(graph) + _SITE * len(sites)
+    # in steps a second sum of biases, and where products may be kept, two more solves
+    rows = sum(site.weight.shape[site.rows] for site in sites)
+    step = numbers + 4 * scales + 8 * rows + _STEP * len(sites)
+    return {"bundle": bundle, "work": step if prepared.held is None else 3 * step}
+
+
+def _numbers(prepared: Prepared) -> tuple[int, int]:
+    """Of the products that are quantized: weights, and scales."""
+    weights = prepared.request.recipe.scheme.weights
+    by_channel = weights is not None and weights.granularity == "channel"
+    scales = sum(site.weight.shape[site.rows] if by_channel else 1 for site in prepared.sites)
+    return sum(site.weight.size for site in prepared.sites), scales
 
 
 def _inputs(prepared: Prepared) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from quantkit.bundle import Check, Decision, LayerEntry
 from quantkit.errors import GateError
 from quantkit.pipeline.checks import demand
 from quantkit.pipeline.graph_prepared import Prepared
+from quantkit.pipeline.graph_steps import IntegerForm, Steps
 from quantkit.pipeline.progress import Progress
 from quantkit.plan.support import graph_schemes
 
@@ -36,16 +38,41 @@ _INTEGER_SHARE = 0.95
 _INLINE = 1 << 28
 
 
+@dataclass(frozen=True)
+class Solved:
+    """What one solve has come to.
+
+    Args:
+        codes: of the products that are quantized, in the order in which the graph runs.
+        decisions: by product, those that choosing its codes took.
+    """
+
+    codes: Mapping[str, Codes]
+    decisions: Mapping[str, list[Decision]]
+
+
+def stem(kept: Collection[str]) -> str:
+    """Of the steps in which a graph is solved with so many products kept."""
+    return f"kept-{len(kept):04}" if kept else "codes"
+
+
 class Quantized:
-    """A graph while it is quantized; `decisions` are those that choosing its codes took."""
+    """A graph while it is quantized; `decisions` are those that choosing its codes took.
+
+    Args:
+        prepared: what to quantize.
+        progress: told how far it is.
+        steps: where what is done is kept; None: nowhere.
+    """
 
     file = Path("onnx") / MODEL
 
-    def __init__(self, prepared: Prepared, progress: Progress) -> None:
+    def __init__(self, prepared: Prepared, progress: Progress, steps: Steps | None = None) -> None:
         from quantkit.graph import placement, qdq, solve
         from quantkit.passes.gptq import bounded
 
         self.prepared, self.progress = prepared, progress
+        self.steps = steps or Steps()
         self.weights, self.activations = graph_schemes(prepared.request.recipe)
         model, sites = prepared.graph.model, prepared.sites
         feeds = list(prepared.calib.feeds(BATCH))
@@ -53,7 +80,6 @@ class Quantized:
         build = prepared.request.target.build.get("onnxruntime", {})
         asked = build.get("weight_codes", "uint8")
         self._passes = {step.name: step.settings for step in prepared.request.recipe.passes}
-        self.decisions: list[Decision] = []
         bound = "gptq" in self._passes and self._passes["gptq"].unsaturated and bounded(self.weights)
         # ConvInteger sums in another order, in which others are neighbours
         bound = bound and not self.activations.dynamic
@@ -65,24 +91,27 @@ class Quantized:
         self.ranges: dict[str, Range] = {}
         if not self.activations.dynamic:
             self.placement = placement.place(model, sites, self.sites, absorbing=not self.activations.symmetric)
-            self.ranges = solve.ranges(
-                model,
-                self.placement,
-                feeds,
-                self.activations,
-                signed=build.get("activation_codes") == "int8",
-                report=lambda done, words: progress.at("ranges", done, words),
-                total=len(feeds),
+            self.ranges = self.steps.ranges(
+                lambda: solve.ranges(
+                    model,
+                    self.placement,
+                    feeds,
+                    self.activations,
+                    signed=build.get("activation_codes") == "int8",
+                    report=lambda done, words: progress.at("ranges", done, words),
+                    total=len(feeds),
+                )
             )
         self._feeds = feeds
-        self.codes = self.solved(report=lambda done, words: progress.at("codes", done, words))
-        self.model = self.assembled(self.codes)
+        self.found, self.codes = Solved({}, {}), dict[str, qdq.Codes]()
+        self.take(self.solved(report=lambda done, words: progress.at("codes", done, words)))
 
-    def solved(
-        self,
-        kept: Collection[str] = (),
-        report: Callable[[float, str], None] | None = None,
-    ) -> dict[str, Codes]:
+    @property
+    def decisions(self) -> list[Decision]:
+        """Of the codes that are taken."""
+        return [each for found in self.found.decisions.values() for each in found]
+
+    def solved(self, kept: Collection[str] = (), report: Callable[[float, str], None] | None = None) -> Solved:
         """Codes of all products but those kept, each solved on what the ones before it make of the calibration set.
 
         Args:
@@ -91,12 +120,13 @@ class Quantized:
         """
         from quantkit.graph import solve
 
-        self.decisions = []
         first = next((place for place, name in enumerate(self.sites) if name in kept), 0)
-        known = {name: self.codes[name] for name in list(self.sites)[:first]}
+        before = list(self.sites)[:first]
+        known = {name: self.codes[name] for name in before}
         names = {name for name in self.sites if name not in kept}
         place, ranges = self._placed(names)
-        return solve.solved(
+        products = self.steps.products(stem(kept), list(self.sites), IntegerForm())
+        codes = solve.solved(
             self.prepared.graph.model,
             lambda found: self.assembled(found, names),
             [self.sites[name] for name in self.sites if name in names],
@@ -106,11 +136,14 @@ class Quantized:
             place,
             passes=self._passes,
             seed=self.prepared.request.recipe.seed,
-            decisions=self.decisions,
             unsaturated=self._unsaturated,
             known=known,
+            again=products.again,
+            keep=products.keep,
             report=report,
         )
+        said = {name: self.found.decisions.get(name, []) for name in before} | products.decisions
+        return Solved(codes, said)
 
     def _placed(self, names: Collection[str]) -> tuple[Placement, dict[str, Range]]:
         """Where pairs go, and their ranges, when these products are quantized."""
@@ -139,9 +172,9 @@ class Quantized:
         place, ranges = self._placed(codes if names is None else names)
         return qdq.insert(model, place, ranges, codes, self.sites, weight_type=self.kind)
 
-    def take(self, codes: Mapping[str, Codes]) -> None:
+    def take(self, found: Solved) -> None:
         """Have these products quantized, and no others."""
-        self.codes = dict(codes)
+        self.found, self.codes = found, dict(found.codes)
         self.model = self.assembled(self.codes)
 
     def low_bytes(self, name: str) -> int:

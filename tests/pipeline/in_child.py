@@ -13,6 +13,7 @@ from importlib import import_module
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 _IMPORTED = [
     "torch",
@@ -23,6 +24,12 @@ _IMPORTED = [
     "quantkit.pipeline.work",
     "quantkit.measure.score",
     "quantkit.report.page",
+]
+_IMPORTED_OF_GRAPHS = [
+    "onnxruntime",
+    "quantkit.graph.fuse",
+    "quantkit.graph.solve",
+    "quantkit.pipeline.graph",
 ]
 
 RECIPE = {
@@ -37,21 +44,32 @@ RECIPE = {
 
 def context() -> ForkServerContext:
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(_IMPORTED)
+    found.set_forkserver_preload([*_IMPORTED, *_IMPORTED_OF_GRAPHS])
     return found
 
 
-def start(model: Path, out: Path, *, resume: bool = False) -> BaseProcess:
-    """Begin a compile of a folder with `RECIPE`.
+def start(model: Path, out: Path, *, resume: bool = False, graph: dict[str, Any] | None = None) -> BaseProcess:
+    """Begin a compile of a folder with `RECIPE`, or of a graph.
 
     Args:
-        model: folder.
+        model: folder or file.
         out: the bundle's name; its cache stands beside it.
         resume: go on.
+        graph: its recipe and what else is asked.
     """
-    process = context().Process(target=_compile, args=(str(model), str(out), resume))
+    run = (
+        (_compile, (str(model), str(out), resume)) if graph is None else (_graph, (str(model), str(out), resume, graph))
+    )
+    process = context().Process(target=run[0], args=run[1])
     process.start()
     return process
+
+
+def _graph(model: str, out: str, resume: bool, asked: dict[str, Any]) -> None:
+    os.environ["QUANTKIT_CACHE"] = f"{out}.cache"
+    import quantkit
+
+    quantkit.compile(model, out=out, resume=resume, speed=False, **asked)
 
 
 def _compile(model: str, out: str, resume: bool) -> None:

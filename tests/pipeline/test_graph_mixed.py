@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.errors import InputError
+from quantkit.errors import InputError, QuantkitError
+from quantkit.graph import solve
 from quantkit.measure.mixed import Mixed
 from quantkit.model.to_onnx import write_onnx
+from quantkit.pipeline import graph_mixed
 from quantkit.pipeline.worth import read_harm
 
 STEM = "node_conv2d"
 TINY = 1e-3
+UNMET = "gates={kl_max: 0.0}"
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +43,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "fragile.onnx", folder / "set.npz"
 
 
-def compiled(files: tuple[Path, Path], out: Path, *changes: str) -> tuple[Any, Mixed]:
-    bundle = quantkit.compile(
-        str(files[0]), recipe="int8-mixed", calibration=files[1], out=out, speed=False, changes=list(changes)
-    )
+@pytest.fixture(scope="module")
+def unmet(files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Mixed]:
+    """What a search comes to that was not interrupted, and whose gate nothing meets."""
+    return compiled(files, tmp_path_factory.mktemp("unmet") / "bundle", UNMET)
+
+
+def compiled(files: tuple[Path, Path], out: Path, *changes: str, resume: bool = False) -> tuple[Any, Mixed]:
+    asked: dict[str, Any] = {"calibration": files[1], "out": out, "speed": False, "resume": resume}
+    bundle = quantkit.compile(str(files[0]), recipe="int8-mixed", changes=list(changes), **asked)
     harm = read_harm(bundle.path)
     assert harm is not None
     assert harm.mixed is not None
@@ -73,6 +82,38 @@ def test_the_fragile_product_is_found_and_it_alone_is_kept(files: tuple[Path, Pa
     assert all(check.ok for check in bundle.verify())
 
 
+class Interrupted:
+    """Stands where something is computed: counts, and is interrupted before each of some calls."""
+
+    def __init__(self, plain: Callable[..., Any]) -> None:
+        self.plain, self.calls, self.stops = plain, 0, set[int]()
+
+    def __call__(self, *given: Any, **more: Any) -> Any:
+        if self.calls in self.stops:
+            self.stops.remove(self.calls)
+            raise KeyboardInterrupt
+        self.calls += 1
+        return self.plain(*given, **more)
+
+
+def test_an_interrupted_search_goes_on_where_it_was(
+    files: tuple[Path, Path], unmet: tuple[Any, Mixed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solved, measured = Interrupted(solve.assigned), Interrupted(graph_mixed.agreement)
+    monkeypatch.setattr(solve, "assigned", solved)
+    monkeypatch.setattr(graph_mixed, "agreement", measured)
+    solved.stops, measured.stops = {8}, {2, 7}
+    for _ in range(3):
+        with pytest.raises(QuantkitError, match="interrupted"):
+            compiled(files, tmp_path / "out", UNMET, resume=True)
+    again, found = compiled(files, tmp_path / "out", UNMET, resume=True)
+    # four of all, then three, two and one with others kept; four alone, and four points
+    assert (solved.calls, measured.calls) == (10, 8)
+    assert found == unmet[1]
+    assert again.manifest.content_sha256 == unmet[0].manifest.content_sha256
+    assert again.manifest.decisions == unmet[0].manifest.decisions
+
+
 def test_a_gate_that_is_met_keeps_nothing(files: tuple[Path, Path], tmp_path: Path) -> None:
     bundle, mixed = compiled(files, tmp_path / "bundle", "gates={agreement_min: 0.5}")
     assert (mixed.chosen, len(mixed.steps), decided(bundle)) == (0, 1, {})
@@ -95,8 +136,8 @@ def test_without_a_gate_nothing_is_kept(files: tuple[Path, Path], tmp_path: Path
     assert decided(bundle) == {"fragile": "note"}
 
 
-def test_a_gate_out_of_reach_is_said_and_then_fails(files: tuple[Path, Path], tmp_path: Path) -> None:
-    bundle, mixed = compiled(files, tmp_path / "bundle", "gates={kl_max: 0.0}")
+def test_a_gate_out_of_reach_is_said_and_then_fails(unmet: tuple[Any, Mixed]) -> None:
+    bundle, mixed = unmet
     assert mixed.chosen is None
     assert bundle.manifest.layers, "something is quantized, whatever the gate asks for"
     assert decided(bundle)["gates.kl_max"] == "gate-out-of-reach"

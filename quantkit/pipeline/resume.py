@@ -1,0 +1,88 @@
+"""Resuming: what is finished is given back only if it is what is asked for; an interrupt says what is kept.
+
+Of transformers models and of graphs alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from quantkit.bundle import Build, Bundle
+from quantkit.errors import InputError, Stopped
+from quantkit.measure.rows import Row
+from quantkit.pipeline import tokens
+from quantkit.pipeline.gates import warnings
+from quantkit.pipeline.request import Request
+from quantkit.pipeline.strict import refuse
+from quantkit.plan import machine
+from quantkit.report import words
+
+
+def given_back(
+    bundle: Bundle, request: Request, *, source: str, calibration: str | None
+) -> tuple[list[Row], list[str]]:
+    """The measurements of a bundle that had been finished already, and what its decisions warn of.
+
+    Args:
+        bundle: that lies where one is asked for.
+        request: what is asked for, its recipe as it is compiled.
+        source: hash of the model.
+        calibration: hash of what calibrates; None where nothing does.
+
+    Raises:
+        InputError: `out-exists`: it is another one.
+        GateError: `--strict`, and a decision was taken.
+    """
+    import torch
+
+    manifest = bundle.manifest
+    found = {
+        "model": manifest.model.source.sha256,
+        "recipe": manifest.recipe,
+        "calibration": manifest.calibration.ids_sha256 if manifest.calibration else None,
+        "target": _target(manifest.target),
+        "number of threads": manifest.threads,
+        "instruction set": manifest.isa,
+    }
+    asked = {
+        "model": source,
+        "recipe": tokens.without_paths(request.recipe.as_dict()),
+        "calibration": calibration,
+        "target": _target(request.target.as_dict()),
+        "number of threads": torch.get_num_threads(),
+        "instruction set": machine.isa(),
+    }
+    other = [what for what in found if found[what] != asked[what]]
+    if other:
+        raise InputError(
+            "out-exists",
+            where=str(bundle.path),
+            value=f"a finished bundle of another {' and '.join(other)}",
+            rule="nothing is overwritten",
+            remedy="choose another --out, or delete it",
+        )
+    if request.strict:
+        refuse(manifest.decisions)
+    return [Row.model_validate(row) for row in bundle.measurements], warnings(manifest.decisions)
+
+
+def _target(target: dict[str, Any] | None) -> tuple[Any, Any] | None:
+    """What of a target does not change when it is measured: its name and what its exports are built with."""
+    return None if target is None else (target["name"], target["build"])
+
+
+@contextmanager
+def stopping_when_interrupted(build: Build, out: Path) -> Iterator[None]:
+    """Turns an interrupt in the body into `Stopped("interrupted")`, which says how much is kept and what to do next."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Stopped(
+            "interrupted",
+            where=str(out),
+            value=f"{words.plural(len(build.done()), 'step')} kept",
+            remedy="the same command with --resume goes on",
+        ) from None
