@@ -116,13 +116,15 @@ class Trials:
         strikes = [first]
         while strikes[-1]["status"] < 0 and not out.exists() and dice.random() < AGAIN:
             strikes.append(self.strike(out, dice, before, after, resume=True))
+        ended = out.exists()
         done = run(quantkit("compile", *self.command, "--out", out, "--resume", "--json"), env=self.env)
         answer = envelope(done)
         digest = (answer["result"] or {}).get("content_sha256")
         verified = run(quantkit("verify", out, "--json"), env=self.env).status if digest else None
         return {
             "trial": number,
-            "resume_cpu_s": done.cpu,
+            # none where there was nothing left to do
+            "resume_cpu_s": None if ended else done.cpu,
             "kills": sum(strike["status"] < 0 for strike in strikes),
             "strikes": strikes,
             "struck": ", ".join(f"{strike['where']} ({strike['steps']})" for strike in strikes),
@@ -170,8 +172,8 @@ def main() -> int:
             rows.append(trials.trial(number, options.seed, before, after))
             rows[-1]["same"] = rows[-1]["content_sha256"] == expected
             same = "same" if rows[-1]["same"] else "DIFFERS"
-            last = f"{rows[-1]['resume_cpu_s']:.0f} CPU s to its end"
-            print(f"{number + 1}/{options.trials} {rows[-1]['struck']}, {last}: {same}", flush=True)
+            last = "" if rows[-1]["resume_cpu_s"] is None else f", {rows[-1]['resume_cpu_s']:.0f} CPU s to its end"
+            print(f"{number + 1}/{options.trials} {rows[-1]['struck']}{last}: {same}", flush=True)
     columns = {
         "trial": "trial",
         "kills": "kills",
