@@ -149,9 +149,11 @@ def held(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
 
 def _taken(model: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """How many sequences calibrated a model, and how many positions scored it."""
-    counts = {(row["samples"], row["scored"]) for row in rows if row["model"] == model and row["samples"]}
-    each = [f"{samples} sequences calibrate, {scored} positions score" for samples, scored in sorted(counts)]
-    return f"- {model}: {' or '.join(each) or 'not run yet'}"
+    mine = [row for row in rows if row["model"] == model]
+    samples, scored = ({row[key] for row in mine if row[key]} for key in ("samples", "scored"))
+    each = [f"{' or '.join(map(str, sorted(samples)))} sequences calibrate"] if samples else []
+    each += [f"{' or '.join(map(str, sorted(scored)))} positions score"] if scored else []
+    return f"- {model}: {', '.join(each) or 'not run yet'}"
 
 
 def page(rows: Sequence[Mapping[str, Any]]) -> str:

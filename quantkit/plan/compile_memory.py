@@ -29,7 +29,7 @@ _TOKEN = 1164
 # bytes that what a layout is loaded with takes beyond transformers: importing bitsandbytes 0.50
 _LIBRARY = {"bitsandbytes": 4.8e7}
 # a model of so many bytes is held against plain transformers as a whole, whatever else its compile takes
-WHOLE = 1280 * 2**20
+WHOLE = 640 * 2**20
 # a larger one is confirmed where that takes so much of what its other parts take
 CONFIRMED = 1.25
 # bytes from which on hidden states lie in a file
