@@ -1,6 +1,6 @@
 """The bundle: its manifest, its crash-safe building, its verification. Torch-free."""
 
-from quantkit.bundle.build import Build
+from quantkit.bundle.build import Build, exists_already
 from quantkit.bundle.bundle import Bundle
 from quantkit.bundle.disk import stopping_when_full
 from quantkit.bundle.manifest import (
@@ -35,6 +35,7 @@ __all__ = [
     "WeightsEntry",
     "content_sha256",
     "decision",
+    "exists_already",
     "inventory",
     "role_of",
     "stopping_when_full",

@@ -94,7 +94,7 @@ class Build:
     def _open(cls, out: Path, fingerprint: Any, resume: bool) -> Build:
         folder = _partial(out)
         if os.path.lexists(out) and not resume:
-            raise _exists(out)
+            raise exists_already(out)
         if os.path.lexists(out) and not folder.exists():
             return cls(out, -1, _finished(out))
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ class Build:
             self._remove()
             self._release()
             if finished is None:
-                raise _exists(self.out)
+                raise exists_already(self.out)
             self.finished = finished
         elif begun.exists():
             self._recover()
@@ -236,7 +236,7 @@ class Build:
             write_atomic(self.bundle / MANIFEST, manifest.as_bytes())
             fsync_tree(self.bundle)
             if os.path.lexists(self.out):
-                raise _exists(self.out)
+                raise exists_already(self.out)
             self.bundle.rename(self.out)
             fsync(self.out.parent)
         self._remove()
@@ -328,11 +328,17 @@ def _partial(out: Path) -> Path:
     return out.with_name(f"{out.name}.partial")
 
 
-def _exists(out: Path) -> InputError:
+def exists_already(out: Path, value: str = "exists already") -> InputError:
+    """The error `out-exists`.
+
+    Args:
+        out: the name that is taken.
+        value: what stands there, in the error's words.
+    """
     return InputError(
         "out-exists",
         where=str(out),
-        value="exists already",
+        value=value,
         rule="nothing is overwritten",
         remedy="choose another --out, or delete it",
     )
@@ -342,7 +348,7 @@ def _finished(out: Path) -> Bundle:
     try:
         return Bundle.load(out)
     except InputError:
-        raise _exists(out) from None
+        raise exists_already(out) from None
 
 
 def _acquire(folder: Path) -> int:

@@ -8,7 +8,7 @@ code of quantkit's.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Check
 from quantkit.model.kernel_limit import kernel_limit
@@ -47,25 +47,27 @@ def confirm(original: StreamedModel, folder: Path | None, ids: Tensor, items: It
     before = _given(original.source, original, few)
     after = None if folder is None else _reloaded(folder, original, few)
     if items is not None:
-        again = None
-        if after is not None and folder is not None and _rounds_inputs(folder):
-            from quantkit.runtimes._reloaded import reloaded
-
-            again = reloaded(folder).answers(few).all()
+        again = _streamed(folder, few) if after is not None and folder is not None and _rounds_inputs(folder) else None
         return _decoder(before, after, few, items, KERNEL_KL_LIMIT if _has_kernels(folder) else LIMIT, again)
     checks = [_check(ORIGINAL, _apart(original.answers(few).all(), before), LIMIT)]
     if after is not None and folder is not None:
-        from quantkit.runtimes._reloaded import reloaded
-
         limit = kernel_limit(len(original.visits)) if _has_kernels(folder) else LIMIT
-        checks.append(_check(OUTPUT, _apart(reloaded(folder).answers(few).all(), after), limit))
+        checks.append(_check(OUTPUT, _apart(_streamed(folder, few), after), limit))
     return checks
 
 
 def _decoder(
     before: Tensor, after: Tensor | None, ids: Tensor, items: Items, limit: float, again: Tensor | None
 ) -> list[Check]:
-    """`again`: what was scored gives on `ids` alone; None takes what was scored, of whole sequences."""
+    """Loss of the original and KL of the candidate, in nats, against what was scored.
+
+    Args:
+        before, after: logits [samples, tokens, vocabulary] of plain transformers, of the original and of the export.
+        ids: [samples, tokens].
+        items: of every scored position, of whole sequences.
+        limit: nats, of the KL.
+        again: logits of the scored candidate on `ids` alone, taken instead of its items; None takes those.
+    """
     import numpy as np
     import torch
 
@@ -119,8 +121,7 @@ def _reloaded(folder: Path, like: StreamedModel, ids: Tensor) -> Tensor | None:
     from quantkit.model import layouts, run_time
     from quantkit.model.open import open_written
 
-    source = open_written(folder)
-    config = source.config.get("quantization_config")
+    source, config = open_written(folder), _quantization(folder)
     if config is not None and not run_time.weights_are_dense(config) and layouts.missing(layouts.of(config)):
         return None
     if run_time.expands_at_load(folder) and run_time.is_named(config):
@@ -128,29 +129,39 @@ def _reloaded(folder: Path, like: StreamedModel, ids: Tensor) -> Tensor | None:
     return _given(source, like, ids, cached=bool((config or {}).get("kv_cache_scheme")))
 
 
+def _streamed(folder: Path, ids: Tensor) -> Tensor:
+    """What the stream that scores a written checkpoint gives for ids [samples, tokens]."""
+    from quantkit.runtimes._reloaded import reloaded
+
+    return reloaded(folder).answers(ids).all()
+
+
+def _quantization(folder: Path) -> dict[str, Any] | None:
+    """The `quantization_config` of a written checkpoint."""
+    from quantkit.model.open import open_written
+
+    found: dict[str, Any] | None = open_written(folder).config.get("quantization_config")
+    return found
+
+
 def _rounds_inputs(folder: Path) -> bool:
     """Whether inputs or the cache are rounded as the model runs.
 
     A number between two codes then goes either way by the last bit of a sum, which the length of a sequence changes:
     plain transformers run on 96 tokens departs from itself, run on 512, by 0.012 nats where one fixed scale is coarse
-    (SmolLM2-135M, `int8`). So both sides see the same tokens.
+    (SmolLM2-135M, `int8`; `benchmarks/rounded_inputs.py`). So both sides see the same tokens.
     """
-    from quantkit.model.open import open_written
+    from quantkit.model import run_time
 
-    config = open_written(folder).config.get("quantization_config") or {}
-    groups = (config.get("config_groups") or {}).values()
-    return bool(config.get("kv_cache_scheme")) or any(group.get("input_activations") for group in groups)
+    return run_time.is_named(_quantization(folder))
 
 
 def _has_kernels(folder: Path | None) -> bool:
     """Whether a written checkpoint is multiplied in kernels of its library."""
     from quantkit.model import layouts, run_time
-    from quantkit.model.open import open_written
 
-    config = None if folder is None else open_written(folder).config.get("quantization_config")
-    if config is None or run_time.weights_are_dense(config):
-        return False
-    return layouts.of(config).kernels
+    config = None if folder is None else _quantization(folder)
+    return config is not None and not run_time.weights_are_dense(config) and layouts.of(config).kernels
 
 
 def _apart(found: Tensor, expected: Tensor) -> float:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quantkit.bundle import Build, Bundle
-from quantkit.errors import InputError, Stopped
+from quantkit.bundle import Build, Bundle, exists_already
+from quantkit.errors import Stopped
 from quantkit.measure.rows import Row
 from quantkit.pipeline import tokens
 from quantkit.pipeline.gates import warnings
@@ -57,13 +57,7 @@ def given_back(
     }
     other = [what for what in found if found[what] != asked[what]]
     if other:
-        raise InputError(
-            "out-exists",
-            where=str(bundle.path),
-            value=f"a finished bundle of another {' and '.join(other)}",
-            rule="nothing is overwritten",
-            remedy="choose another --out, or delete it",
-        )
+        raise exists_already(bundle.path, f"a finished bundle of another {' and '.join(other)}")
     if request.strict:
         refuse(manifest.decisions)
     return [Row.model_validate(row) for row in bundle.measurements], warnings(manifest.decisions)
