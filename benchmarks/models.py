@@ -196,8 +196,8 @@ What each recipe loses on three models of different families, what its gate asks
 `python benchmarks/models.py` makes this page and its record in `benchmarks/results/`; `make models` fetches the two
 models that do not come with `make venv`.
 
-- `smollm2-135m` (Apache-2.0): a Llama, grouped heads, one matrix for embedding and head. From GGUF Q4_1. Groups of 128 do
-  not divide its 576 channels: `fp8-block` is refused.
+- `smollm2-135m` (Apache-2.0): a Llama, grouped heads, one matrix for embedding and head. From GGUF Q4_1. Groups of 128
+  do not divide its 576 channels: `fp8-block` is refused.
 - `gemma-3-270m` (Gemma terms of use: for tests and records, not shipped): norms times 1 + w, norms of queries and keys,
   sliding windows, 262,144 tokens, BOS in front of every prompt. From GGUF Q4_K_M.
 - `qwen2.5-coder-0.5b` (Apache-2.0): biases of queries, keys and values, 151,936 tokens, linears of 4,864 inputs. From
