@@ -22,8 +22,8 @@ from collections.abc import Callable
 import numpy as np
 from harness.record import record, show, verdicts
 
-from quantkit.measure.ops_onnxruntime import OnnxRuntimeBench
-from quantkit.plan.shapes import Linear
+from quantkit.measurement.operators.onnxruntime import OnnxRuntimeBench
+from quantkit.planning.model.shapes import Linear
 from quantkit.stats.abba import Comparison, compare, interleave
 
 LINEAR = Linear(name="product", K=256, N=256)

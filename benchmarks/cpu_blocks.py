@@ -26,7 +26,7 @@ from harness.process import THREADS
 from harness.record import record, show, verdicts
 from onnx import TensorProto, helper, numpy_helper
 
-from quantkit.plan import machine
+from quantkit import machine
 from quantkit.stats.abba import compare, interleave
 from quantkit.target import Target
 

@@ -41,8 +41,8 @@ from harness.record import command, record, show, verdicts
 from numpy.typing import NDArray
 from scipy import stats
 
-from quantkit.model.alias import ALIASES
-from quantkit.plan import machine
+from quantkit import machine
+from quantkit.model.source.alias import ALIASES
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".peers" / "decode"

@@ -33,10 +33,10 @@ from onnxruntime.quantization import (
 )
 
 import quantkit
-from quantkit.calibrate.pairs import load_pairs
-from quantkit.model.open import open_model
+from quantkit.calibrate.sets.pairs import load_pairs
+from quantkit.model.source.open import open_model
 from quantkit.pipeline.baseline import float_onnx
-from quantkit.runtimes._onnx_session import Loaded
+from quantkit.runtimes.onnxruntime.session import Loaded
 from quantkit.stats.abba import compare, interleave
 from quantkit.stats.proportion import wilson
 

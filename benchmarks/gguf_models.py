@@ -21,7 +21,7 @@ from decode_peers import PYTHON
 from harness.process import helper
 from harness.record import record, show, verdicts
 
-from quantkit.model.alias import ALIASES, materialize
+from quantkit.model.source.alias import ALIASES, materialize
 
 MODELS = ["smollm2-135m", "gemma-3-270m", "qwen2.5-coder-0.5b"]
 EVERY, NORM, KL = 16, 1e-3, 1e-5

@@ -37,15 +37,15 @@ def write(layout: str, fields: dict[str, Any], folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from quantkit import registry
+    from quantkit import plugins
     from quantkit.model import finished
     from quantkit.model.finished import Finished
-    from quantkit.model.open import open_model
-    from quantkit.model.stream import StreamedModel
+    from quantkit.model.source.open import open_model
+    from quantkit.model.streaming.stream import StreamedModel
     from quantkit.scheme import WeightScheme
 
     how = WeightScheme(**fields)
-    form = registry.load("formats", how.format)
+    form = plugins.load("formats", how.format)
     source = open_model("smollm2-135m")
     stream = StreamedModel(source)
     model = AutoModelForCausalLM.from_pretrained(source.path).eval()
@@ -56,7 +56,7 @@ def write(layout: str, fields: dict[str, Any], folder: Path) -> Any:
             module.weight.data.copy_(form.dequantize(tensors[name]))
     finished.save(folder / "codes", tensors, {})
     results = Finished([folder / "codes"], dict.fromkeys(tensors, how))
-    registry.load("export", "checkpoint").write(folder, source, stream, results, {"layout": layout})
+    plugins.load("export", "checkpoint").write(folder, source, stream, results, {"layout": layout})
     return model
 
 

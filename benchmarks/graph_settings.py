@@ -20,11 +20,12 @@ from typing import Any, get_args
 
 from harness.record import record, show, verdicts
 
-from quantkit.graph import qdq, solve
-from quantkit.model.alias import ALIASES, materialize
-from quantkit.pipeline.graph_measure import scored
-from quantkit.pipeline.graph_prepared import prepare
-from quantkit.pipeline.graph_quantized import BATCH, MODEL, Quantized
+from quantkit.graph.codes import solve
+from quantkit.graph.pairs import qdq
+from quantkit.model.source.alias import ALIASES, materialize
+from quantkit.pipeline.graphs.measure import scored
+from quantkit.pipeline.graphs.prepared import prepare
+from quantkit.pipeline.graphs.quantized import BATCH, MODEL, Quantized
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request
 from quantkit.scheme import Range

@@ -32,11 +32,11 @@ from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, Q
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 import quantkit
-from quantkit.calibrate.images import ImageSet, load_images
+from quantkit import machine
+from quantkit.calibrate.sets.images import ImageSet, load_images
 from quantkit.graph.open import open_graph
-from quantkit.measure.labelled.share import difference_interval, share_interval
-from quantkit.model.alias import ALIASES, materialize
-from quantkit.plan import machine
+from quantkit.measurement.accuracy.labelled.share import difference_interval, share_interval
+from quantkit.model.source.alias import ALIASES, materialize
 from quantkit.stats.abba import compare, interleave
 from quantkit.stats.mcnemar import mcnemar
 

@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 from harness.record import record, show
 
-from quantkit.model.alias import ALIASES, materialize
+from quantkit.model.source.alias import ALIASES, materialize
 from quantkit.stats.abba import interleave
-from quantkit.stats.slowdown import BLOCKS, BURST, ROUNDS, SETTLE
+from quantkit.stats.deciding.slowdown import BLOCKS, BURST, ROUNDS, SETTLE
 
 Step = Callable[[], object]
 NETWORK = "fashion-mnist-cnn"

@@ -5,8 +5,8 @@
     python benchmarks/nightly_power.py
     python benchmarks/nightly_power.py --nights 50 --no-record
 
-The decisions are those of `quantkit/stats/decision.py`, on the default budget of `stats/slowdown.py`; an alarm on times
-is run again before it is raised. A night has 16 cells.
+The decisions are those of `quantkit/stats/deciding/decision.py`, on the default budget of `stats/deciding/slowdown.py`;
+an alarm on times is run again before it is raised. A night has 16 cells.
 
 1. Nothing changed, on a real machine: the nights of `nightly_noise.py` as they were, and nights put together from them:
    each cell takes a night of its own at random, its rounds drawn with replacement, its sides exchanged or not. Target:
@@ -35,11 +35,11 @@ from typing import Any
 import numpy as np
 from harness.record import RESULTS, record, show, verdicts
 
-from quantkit.stats.decision import ALPHA, Decision, confirm, decide
-from quantkit.stats.evidence import Resampled
-from quantkit.stats.flips import Flips
+from quantkit.stats.deciding.decision import ALPHA, Decision, confirm, decide
+from quantkit.stats.deciding.evidence import Resampled
+from quantkit.stats.deciding.flips import Flips
+from quantkit.stats.deciding.slowdown import BLOCKS, BURST, ROUNDS, SETTLE, slowdown
 from quantkit.stats.noise import Noise
-from quantkit.stats.slowdown import BLOCKS, BURST, ROUNDS, SETTLE, slowdown
 
 Array = Any
 CELLS, MANY = 16, 400

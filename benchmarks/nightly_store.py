@@ -31,7 +31,7 @@ from harness.record import record, show, verdicts
 from harness.year import STEPS, synthesise
 
 from quantkit.nightly.page import write
-from quantkit.nightly.store import Store
+from quantkit.nightly.store.parquet import Store
 
 TRIES = 5
 SECOND, WEIGHT, OPENED = 1.0, 5e6, 2.0

@@ -15,13 +15,13 @@ from pathlib import Path
 from harness.record import record, show, verdicts
 
 from quantkit.bundle import Bundle
-from quantkit.measure import score
-from quantkit.measure.rows import Row
-from quantkit.model.open import open_model
-from quantkit.model.stream import StreamedModel
-from quantkit.pipeline import tokens
+from quantkit.measurement.accuracy import score
+from quantkit.measurement.rows import Row
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.stream import StreamedModel
+from quantkit.pipeline.blocks import tokens
 from quantkit.recipe import Recipe
-from quantkit.runtimes._onnx_session import Loaded
+from quantkit.runtimes.onnxruntime.session import Loaded
 
 _LIMIT = 1e-3
 

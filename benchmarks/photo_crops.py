@@ -30,7 +30,7 @@ from harness.photos import PEERS, PHOTOGRAPHS, Crop, Split, crops
 from harness.record import verdicts
 
 from quantkit import content
-from quantkit.calibrate.card import Card
+from quantkit.calibrate.sets.card import Card
 
 COUNTS: dict[Split, int] = {"calib": 64, "tune": 18, "eval": 30}
 QUALITY = 90

@@ -2,7 +2,7 @@
 
     python benchmarks/plan_compile.py                       # smollm2-135m by every recipe; about half an hour
     python benchmarks/plan_compile.py --recipes awq-int4 nf4 --set calibration.samples=4 --scored 1000
-    python benchmarks/plan_compile.py --fit                 # random models -> quantkit/plan/compile_rates.json
+    python benchmarks/plan_compile.py --fit                 # random models -> quantkit/planning/compiling/rates.json
     python benchmarks/plan_compile.py --fit --again         # from the compiles that were recorded last, and new
     python benchmarks/plan_compile.py --fit --rows rows.json   # goes on where a run with this file was stopped
     python benchmarks/plan_compile.py --fit --again --doctor   # and on figures of their machine that are measured now
@@ -34,9 +34,9 @@ from harness.process import THREADS, envelope, environment, quantkit, run
 from harness.random_model import make
 from harness.record import RESULTS, record, show, verdicts
 
-from quantkit.plan import machine as host
-from quantkit.plan import shipped as shipped_models
-from quantkit.plan.compiling import RATES, SCORED, Machine, Rates, compiling
+from quantkit import machine as host
+from quantkit.planning.compiling.forecast import RATES, SCORED, Machine, Rates, compiling
+from quantkit.planning.model import shipped as shipped_models
 
 COLUMNS = {
     "recipe": "recipe",
@@ -301,7 +301,7 @@ def learn(options: argparse.Namespace) -> int:
                 options.rows.write_text(json.dumps([each for each in rows if each["name"] not in recorded_before]))
             added = True
     if added or options.rows or not options.again:
-        claim = "compiles of random models, part by part: what plan/compile_rates.json is fitted to"
+        claim = "compiles of random models, part by part: what planning/compiling/rates.json is fitted to"
         record("plan_compile-fit", claim, rows, {"figures": figures, "models": MODELS}, write=not options.no_record)
     shutil.rmtree(place, ignore_errors=True)
     machine = Machine(about["device"]["name"], THREADS, figures["fp32"], figures["read"])

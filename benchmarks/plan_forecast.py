@@ -1,6 +1,6 @@
 """How far off are the forecasts of `quantkit plan`? Efficiencies from other models, held against a model of its own.
 
-    python benchmarks/plan_forecast.py --fit     # times random models, writes quantkit/plan/efficiencies.jsonl
+    python benchmarks/plan_forecast.py --fit     # times random models, writes planning/bound/efficiencies.jsonl
     python benchmarks/plan_forecast.py           # forecasts smollm2-135m from those, then times it
 
 Random models of four sizes are rounded to each format, exported to ONNX and timed against float32 as
@@ -27,18 +27,19 @@ from harness.process import helper
 from harness.record import record, show, verdicts
 
 import quantkit
+from quantkit import machine
 from quantkit.bundle import Build
 from quantkit.errors import QuantkitError
-from quantkit.pipeline import Request, worth
+from quantkit.pipeline import Request, verdict
 from quantkit.pipeline.baseline import float_onnx
+from quantkit.pipeline.blocks.prepared import fingerprint, prepare
 from quantkit.pipeline.compile import Compilation
-from quantkit.pipeline.plan import Question, plan
-from quantkit.pipeline.prepared import fingerprint, prepare
+from quantkit.pipeline.plan.plan import Question, plan
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.stages import Stages
-from quantkit.plan import efficiency, machine, steps
-from quantkit.plan.efficiency import Sample, samples
-from quantkit.plan.roofline import Step
+from quantkit.planning.bound import efficiency, steps
+from quantkit.planning.bound.efficiency import Sample, samples
+from quantkit.planning.bound.roofline import Step
 from quantkit.target import Target
 
 # 41, 69, 113 and 71 million weights in their blocks; what steps are made of differs: layers, heads of attention, and
@@ -54,7 +55,7 @@ RECIPES = {
     "int4": ("rtn-int4", []),
     "int8": ("int8-weights", []),
 }
-QUICK = replace(worth.QUICK, seconds=30.0)
+QUICK = replace(verdict.QUICK, seconds=30.0)
 EXPORT = "export=[{onnx: {dialect: onnxruntime, accuracy_level: 4}}]"
 NEAR, WITHIN = 0.25, 0.8
 
@@ -75,7 +76,7 @@ def taught(model: str, name: str, folder: Path) -> list[dict[str, Any]]:
         made = Compilation(prepared, build, Progress(), Stages("open")).made()
         baseline = float_onnx(prepared.original, request.recipe.export[0].options)
         source = prepared.original.sha256
-        rows = worth.time_it(build.bundle / "onnx", f"{source} {name}", list(made.layers), baseline, source, QUICK)
+        rows = verdict.time_it(build.bundle / "onnx", f"{source} {name}", list(made.layers), baseline, source, QUICK)
     return [row.as_dict() for row in rows]
 
 

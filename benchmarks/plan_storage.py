@@ -22,9 +22,9 @@ from harness.process import compiled
 from harness.record import record, show, verdicts
 
 from quantkit.bundle import Bundle
-from quantkit.measure.size import folder_of, weight_bytes
-from quantkit.plan import configs
-from quantkit.plan.storage import storage
+from quantkit.measurement.size import folder_of, weight_bytes
+from quantkit.planning.model import configs
+from quantkit.planning.model.storage import storage
 from quantkit.recipe import Recipe
 
 MODEL, LIMIT = "smollm2-135m", 0.005

@@ -17,9 +17,9 @@ from pathlib import Path
 from harness.record import record, show, verdicts
 
 from quantkit.bundle import Bundle
-from quantkit.measure.rows import Row
-from quantkit.model.open import open_model
-from quantkit.pipeline import worth
+from quantkit.measurement.rows import Row
+from quantkit.model.source.open import open_model
+from quantkit.pipeline import verdict
 from quantkit.pipeline.baseline import float_onnx
 
 _LEAST = 0.9
@@ -29,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--times", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=worth.QUICK.seconds)
+    parser.add_argument("--seconds", type=float, default=verdict.QUICK.seconds)
     parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     bundle = Bundle.load(options.bundle)
@@ -37,8 +37,8 @@ def main() -> int:
     baseline = float_onnx(source, {})
     runs = []
     for number in range(options.times):
-        plan = replace(worth.QUICK, seconds=options.seconds, seed=number)
-        rows = worth.time_it(
+        plan = replace(verdict.QUICK, seconds=options.seconds, seed=number)
+        rows = verdict.time_it(
             bundle.path / "onnx",
             bundle.manifest.content_sha256,
             bundle.manifest.layers,

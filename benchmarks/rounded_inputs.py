@@ -6,7 +6,7 @@
 The same tokens, by themselves and at the beginning of longer sequences: a decoder gives the same logits for both, but
 for the last bits of its sums. Where inputs are rounded as the model runs, a number between two codes goes either way by
 them. What is compared is one checkpoint with itself, in float32; beside it stands what it loses from its original on
-each. That is why a compile confirms such a score on the very tokens (`quantkit/pipeline/confirm.py`).
+each. That is why a compile confirms such a score on the very tokens (`quantkit/pipeline/blocks/confirm.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def compared(folder: Path, model: str, ids: list[list[int]]) -> dict[str, float]
     import torch
     from transformers import AutoModelForCausalLM
 
-    from quantkit.model.open import open_model
+    from quantkit.model.source.open import open_model
 
     def logits(path: Path, tokens: torch.Tensor) -> torch.Tensor:
         network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

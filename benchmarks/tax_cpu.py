@@ -21,9 +21,9 @@ from typing import Any
 from harness.record import record, show, verdicts
 
 from quantkit.errors import QuantkitError
-from quantkit.measure.rows import Row
-from quantkit.pipeline.tax import Answer, measure_tax
-from quantkit.pipeline.tax_question import Question, prepare
+from quantkit.measurement.rows import Row
+from quantkit.pipeline.tax.question import Question, prepare
+from quantkit.pipeline.tax.tax import Answer, measure_tax
 
 # a small model's, a square of a 1B model, and one of a 3B model
 SHAPES = ["576x1536", "2048x2048", "3072x8192"]

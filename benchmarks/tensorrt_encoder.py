@@ -19,8 +19,8 @@ import onnxruntime
 from harness.record import record, show, verdicts
 
 import quantkit
-from quantkit.calibrate.pairs import load_pairs
-from quantkit.model.open import open_model
+from quantkit.calibrate.sets.pairs import load_pairs
+from quantkit.model.source.open import open_model
 from quantkit.stats.proportion import wilson
 
 ALIAS, TARGET, LONGEST = "minilm-l6", "rtx-4090", 128

@@ -2,8 +2,8 @@
 
     python benchmarks/tensorrt_formats.py
 
-A Llama of one layer (128 wide, two heads of 64) in every form that `quantkit/export/_tensorrt_weights.py` writes is
-checked in ONNX Runtime (or onnx's reference evaluator) and built for every GPU that the library lists. The cells
+A Llama of one layer (128 wide, two heads of 64) in every form that `quantkit/export/tensorrt/network/weights.py` writes
+is checked in ONNX Runtime (or onnx's reference evaluator) and built for every GPU that the library lists. The cells
 `tensorrt_rtx` of `export/*.yaml` rest on what is recorded here. No GPU is needed; nothing is timed.
 """
 
@@ -17,19 +17,20 @@ from typing import Any
 
 from harness.record import record, show
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.errors import InputError
-from quantkit.export import _check_network, _engine
-from quantkit.export._network import NETWORK, write_network
-from quantkit.export._profiles import inputs_of, shapes
-from quantkit.export._values import Values
-from quantkit.export.tensorrt import TensorrtOptions
-from quantkit.formats._activation import InputScale
-from quantkit.model.open import open_model
+from quantkit.export.tensorrt import engine as _engine
+from quantkit.export.tensorrt.exporter import TensorrtOptions
+from quantkit.export.tensorrt.network import check as check_network
+from quantkit.export.tensorrt.network.folder import NETWORK, write_network
+from quantkit.export.tensorrt.profiles import inputs_of, shapes
+from quantkit.export.values import Values
+from quantkit.formats.base.activation import InputScale
 from quantkit.model.run_time import RunTime
-from quantkit.model.stream import StreamedModel
-from quantkit.model.structure import is_linear
-from quantkit.runtimes._tensorrt_library import load
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.stream import StreamedModel
+from quantkit.model.structure.traced import is_linear
+from quantkit.runtimes.tensorrt.library import load
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import Profile
 
@@ -82,7 +83,7 @@ def values(folder: Path, weights: dict[str, Any] | None, inputs: str | None) -> 
 
     import torch
 
-    from quantkit.model.weights import Weights
+    from quantkit.model.source.weights import Weights
 
     source = open_model(str(folder))
     stream = StreamedModel(source)
@@ -93,7 +94,7 @@ def values(folder: Path, weights: dict[str, Any] | None, inputs: str | None) -> 
     scheme = None if weights is None else WeightScheme(**weights)
     tensors = {}
     if scheme is not None:
-        form = registry.load("formats", scheme.format)
+        form = plugins.load("formats", scheme.format)
         tensors = {name: form.quantize(stream.tensor(f"{name}.weight"), scheme) for name in linears}
 
     class Dense(Weights):
@@ -124,7 +125,7 @@ def main() -> None:
             folder = Path(place) / form.replace(" ", "-").replace(",", "")
             given = values(model, weights, inputs)
             write_network(folder, given, TensorrtOptions(), PROFILES)
-            checks = {check.name: check.value for check in _check_network.check(folder / NETWORK, given)}
+            checks = {check.name: check.value for check in check_network.check(folder / NETWORK, given)}
             for sm in library.capabilities():
                 begun = time.perf_counter()
                 job = _engine.Job(

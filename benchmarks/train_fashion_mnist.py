@@ -22,7 +22,7 @@ import torch
 from harness.record import record, show, verdicts
 from torch import Tensor, nn
 
-from quantkit.calibrate.images import load_images
+from quantkit.calibrate.sets.images import load_images
 from quantkit.model import cnn
 
 FOLDER = Path(cnn.__file__).parent / "networks" / "fashion-mnist-cnn"
@@ -42,7 +42,7 @@ def images(split: str) -> tuple[Tensor, Tensor]:
 def training_images(data: Path) -> tuple[Tensor, Tensor]:
     """Normalised as the set's card says, without those of its tune split."""
     from quantkit import content
-    from quantkit.calibrate.card import Card
+    from quantkit.calibrate.sets.card import Card
 
     how = Card.load(content.find("calibration", SET)).preprocess
     assert how is not None

@@ -23,12 +23,12 @@ import onnxruntime
 import torch
 from harness.record import record, show, verdicts
 
-from quantkit.export._dialect_ort import Dialect
-from quantkit.export._nbits import Input, Linear, Weights
-from quantkit.export._single_op import EXACT_SUMS
-from quantkit.export._trace import DOMAIN, Traced
-from quantkit.formats import _activation
-from quantkit.plan import machine
+from quantkit import machine
+from quantkit.export.onnx.dialect import Dialect
+from quantkit.export.onnx.nbits import Input, Linear, Weights
+from quantkit.export.onnx.single_op import EXACT_SUMS
+from quantkit.export.trace.transformer import DOMAIN, Traced
+from quantkit.formats.base import activation
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.stats.abba import compare, interleave
 from quantkit.target import Target
@@ -91,8 +91,8 @@ def session(proto: bytes, *, exact: bool) -> onnxruntime.InferenceSession:
 def error(found: Any, x: Any, weight: Any, how: Input, stored: str) -> float:
     """Relative, in the median of the rows, against exact sums of the rounded numbers."""
     codes, scale = rounded(weight, stored)
-    static = None if how.scale is None else _activation.InputScale(torch.tensor(how.scale, dtype=torch.float32))
-    inputs = _activation.fake_quantize(torch.from_numpy(x), how.scheme, static).double().numpy()
+    static = None if how.scale is None else activation.InputScale(torch.tensor(how.scale, dtype=torch.float32))
+    inputs = activation.fake_quantize(torch.from_numpy(x), how.scheme, static).double().numpy()
     expected = inputs @ (codes * scale.astype(np.float64)).T + 0.1
     return float(np.median(np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)))
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from quantkit.bundle import Bundle
     from quantkit.errors import QuantkitError
-    from quantkit.measure.compared import Compared
+    from quantkit.measurement.compared import Compared
     from quantkit.pipeline import Pipeline
-    from quantkit.plan.outlook import Outlook
+    from quantkit.planning.outlook import Outlook
     from quantkit.recipe import Recipe
     from quantkit.target import Target
 
@@ -104,7 +104,7 @@ def compile(  # noqa: A001 (the word of the command line)
         speed=speed,
     )
     if not isinstance(model, str):
-        from quantkit.pipeline.exported_module import with_module
+        from quantkit.pipeline.graphs.exported_module import with_module
 
         request = with_module(request, model, example_inputs)
     return compile_model(request).bundle
@@ -148,7 +148,7 @@ def plan_model(
         QuantkitError: with code, where, value, rule and remedy.
     """
     # `quantkit.plan` is the package of what plans are made of, hence this name
-    from quantkit.pipeline.plan import Question, plan
+    from quantkit.pipeline.plan.plan import Question, plan
 
     return plan(
         Question(
@@ -228,7 +228,7 @@ def compare(
     Raises:
         QuantkitError: `models-differ`, `items-differ`, `items-missing`, `hash-mismatch`, ...
     """
-    from quantkit.pipeline.compare import Margins, compare_bundles
+    from quantkit.pipeline.compare.compare import Margins, compare_bundles
 
     return compare_bundles(
         a,

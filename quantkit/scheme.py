@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.content import Closed
 from quantkit.errors import did_you_mean
 
 
 def _known_format(name: str) -> str:
-    if name not in registry.names("formats"):
-        raise ValueError(f"no format is called {name!r}; {did_you_mean(name, registry.names('formats'))}")
+    if name not in plugins.names("formats"):
+        raise ValueError(f"no format is called {name!r}; {did_you_mean(name, plugins.names('formats'))}")
     return name
 
 
@@ -54,9 +54,9 @@ class WeightScheme(Closed):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_format(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or data.get("format") not in registry.names("formats"):
+        if not isinstance(data, dict) or data.get("format") not in plugins.names("formats"):
             return data
-        rules = registry.load("formats", data["format"]).rules
+        rules = plugins.load("formats", data["format"]).rules
         filled = {"granularity": next(iter(rules.granularities)), "symmetric": rules.symmetric[0]}
         filled |= {"scale": rules.scales[0], **data}
         if filled.get("group") is None and isinstance(filled["granularity"], str):
@@ -71,7 +71,7 @@ class WeightScheme(Closed):
 
     @model_validator(mode="after")
     def _what_the_format_has(self) -> Self:
-        rules = registry.load("formats", self.format).rules
+        rules = plugins.load("formats", self.format).rules
         if self.granularity not in rules.granularities:
             raise ValueError(f"{self.format} has granularity {_either(rules.granularities)}, not {self.granularity}")
         if rules.groups and self.group not in (None, *rules.groups):
@@ -100,7 +100,7 @@ def _either(names: Iterable[object]) -> str:
 
 
 class ActivationScheme(Closed):
-    """How the input [..., K] of a linear is quantized before it is multiplied: `formats/_activation.py`.
+    """How the input [..., K] of a linear is quantized before it is multiplied: `formats/base/activation.py`.
 
     Args:
         format: one that computes: `int8`, `fp8_e4m3`.
@@ -110,10 +110,10 @@ class ActivationScheme(Closed):
             by calibration.
         symmetric: without a zero point.
         group: features per group; only with `granularity: group`.
-        range: how far a fixed scale reaches over what calibration saw (`calibrate/observed.py`): all of it (`minmax`),
-            the average of its samples' extremes (`moving-average`, in which the order of more than a hundred samples
-            matters), 99.99 % of it (`percentile`), where its distribution changes least (`entropy`), or where the
-            squared error is least (`mse`). What lies beyond saturates.
+        range: how far a fixed scale reaches over what calibration saw (`calibrate/statistics/observed.py`): all of it
+            (`minmax`), the average of its samples' extremes (`moving-average`, in which the order of more than a
+            hundred samples matters), 99.99 % of it (`percentile`), where its distribution changes least (`entropy`), or
+            where the squared error is least (`mse`). What lies beyond saturates.
     """
 
     format: FormatName
@@ -179,7 +179,7 @@ class CacheScheme(Closed):
 
 def _bounded(name: str, what: str) -> str:
     """A format that activations can have (`formats._activation.Bounded`). Raises ValueError."""
-    able = [each for each in registry.names("formats") if hasattr(registry.load("formats", each), "low")]
+    able = [each for each in plugins.names("formats") if hasattr(plugins.load("formats", each), "low")]
     if name not in able:
         raise ValueError(f"{what} cannot be in {name}; use {_either(able)}")
     return name

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
-from quantkit import content, registry
+from quantkit import content, plugins
 from quantkit.bundle.disk import write_atomic
 from quantkit.content import Closed, known_keys, read_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
@@ -36,12 +36,12 @@ _RUNTIMES = ("torch", "onnxruntime", "tensorrt", "tensorrt_rtx", "vllm", "llama_
 
 def known_formats() -> list[str]:
     """Formats that a target may speak of."""
-    return sorted({*_FLOATS, *_INTEGERS, *registry.names("formats")})
+    return sorted({*_FLOATS, *_INTEGERS, *plugins.names("formats")})
 
 
 def known_runtimes() -> list[str]:
     """Runtimes that a target may speak of."""
-    return sorted({*_RUNTIMES, *registry.names("runtimes")})
+    return sorted({*_RUNTIMES, *plugins.names("runtimes")})
 
 
 class Figure(Closed):

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.bundle import Check
-from quantkit.export.checkpoint import EXPORT
+from quantkit.export.checkpoint.exporter import EXPORT
 from quantkit.formats import QuantTensor
 from quantkit.model import finished
 from quantkit.model.finished import Finished
-from quantkit.model.open import Source, open_model
-from quantkit.model.stream import StreamedModel
+from quantkit.model.source.open import Source, open_model
+from quantkit.model.streaming.stream import StreamedModel
 from quantkit.scheme import WeightScheme
 
 ASYMMETRIC = {"granularity": "group", "group": 32, "symmetric": False}
@@ -27,7 +27,7 @@ def scheme(form: str = "int4", **fields: Any) -> WeightScheme:
 
 
 def quantize(weight: Tensor, how: WeightScheme) -> QuantTensor:
-    found: QuantTensor = registry.load("formats", how.format).quantize(weight.float(), how)
+    found: QuantTensor = plugins.load("formats", how.format).quantize(weight.float(), how)
     return found
 
 
@@ -79,7 +79,7 @@ def export(path: Path, folder: Path, schemes: Any, *, head: bool = False, **opti
     source = open_model(str(path))
     stream = StreamedModel(source)
     blocks = tuple(f"{name}." for name in stream.block_names) + (("lm_head",) if head else ())
-    from quantkit.model.structure import is_linear, is_transposed
+    from quantkit.model.structure.traced import is_linear, is_transposed
 
     tensors, chosen = {}, {}
     for name, module in stream.skeleton.named_modules():

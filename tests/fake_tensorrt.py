@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.export._check_network import _Running
-from quantkit.export._profiles import Shapes, inputs_of, shapes
-from quantkit.runtimes._tensorrt_library import Library, Name
+from quantkit.export.tensorrt.network.check import _Running
+from quantkit.export.tensorrt.profiles import Shapes, inputs_of, shapes
+from quantkit.runtimes.tensorrt.library import Library, Name
 from quantkit.target import Profile
 
 VERSION = "1.7.1.116"

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from quantkit.model.source.weights import write_atomic
 from quantkit.model.to_onnx import write_onnx
-from quantkit.model.weights import write_atomic
 
 SIDE, CLASSES = 12, 6
 

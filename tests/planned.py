@@ -7,12 +7,13 @@ from typing import Any
 
 from quantkit import content
 from quantkit.errors import InputError
-from quantkit.plan import configs, roofline
-from quantkit.plan.architecture import Architecture, Attention
-from quantkit.plan.forecast import Timed
-from quantkit.plan.outlook import Candidate, Cell, Memory, Outlook, Recommendation, Row, Workload
-from quantkit.plan.roofline import Cache, Product, Step
-from quantkit.plan.traffic import Kind, Traffic
+from quantkit.planning.bound import roofline
+from quantkit.planning.bound.forecast import Timed
+from quantkit.planning.bound.roofline import Cache, Product, Step
+from quantkit.planning.model import configs
+from quantkit.planning.model.architecture import Architecture, Attention
+from quantkit.planning.outlook import Candidate, Cell, Memory, Outlook, Recommendation, Row, Workload
+from quantkit.planning.serving.traffic import Kind, Traffic
 from quantkit.target import ComputeType, Target
 
 BITS = {"bf16": 16.0, "fp8": 8.0, "int4": 4.3125}

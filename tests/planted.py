@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quantkit.bundle import Manifest
-from quantkit.measure.rows import Row
+from quantkit.measurement.rows import Row
 
 CONTENT = "a" * 64
 NOTE = "converted from GGUF Q4_1; no claim may rest on that scheme"

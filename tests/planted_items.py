@@ -12,8 +12,8 @@ import planted
 
 from quantkit.bundle import content_sha256, inventory
 from quantkit.bundle.manifest import MANIFEST, MEASUREMENTS
-from quantkit.measure.accuracy import Items
-from quantkit.measure.rows import Row, write_rows
+from quantkit.measurement.accuracy.positions import Items
+from quantkit.measurement.rows import Row, write_rows
 
 ORIGINAL = "b" * 64
 DATA = {"set": "prose-en", "split": "eval", "sha256": "e" * 64, "items": 5000}

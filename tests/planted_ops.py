@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from quantkit.errors import InputError
-from quantkit.measure import ops, ops_rows
-from quantkit.measure.ceilings import Ceiling
-from quantkit.measure.ops import Plan
-from quantkit.measure.ops_rows import Setting
-from quantkit.measure.rows import Row
-from quantkit.measure.tax import Cost, Limits
-from quantkit.plan.shapes import Linear
+from quantkit.measurement.operators import products as ops
+from quantkit.measurement.operators import rows as ops_rows
+from quantkit.measurement.operators.ceilings import Ceiling
+from quantkit.measurement.operators.products import Plan
+from quantkit.measurement.operators.rows import Setting
+from quantkit.measurement.operators.tax import Cost, Limits
+from quantkit.measurement.rows import Row
+from quantkit.planning.model.shapes import Linear
 
 READ, FP32, INT8, LAUNCH = 10e9, 100e9, 400e9, 8e-6
 LIMITS = Limits(READ, {"fp32": FP32, "int8": INT8})

@@ -22,16 +22,16 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.bundle import Bundle, Check, Decision, Manifest, ModelEntry, SourceEntry, content_sha256, inventory
 from quantkit.formats import QuantTensor
-from quantkit.formats._activation import InputScale
+from quantkit.formats.base.activation import InputScale
 from quantkit.model import finished
 from quantkit.model.finished import Finished
-from quantkit.model.open import Source, open_model
-from quantkit.model.stream import StreamedModel
-from quantkit.model.structure import is_linear, is_transposed
-from quantkit.model.weights import write_atomic
+from quantkit.model.source.open import Source, open_model
+from quantkit.model.source.weights import write_atomic
+from quantkit.model.streaming.stream import StreamedModel
+from quantkit.model.structure.traced import is_linear, is_transposed
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 Schemes = WeightScheme | Callable[[str], WeightScheme | None] | None
@@ -39,7 +39,7 @@ Schemes = WeightScheme | Callable[[str], WeightScheme | None] | None
 TEXT = {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 128, "eos_token_id": 257}
 # of networks for TensorRT: two alternate where blocks do
 LAYERS = {"num_hidden_layers": 2}
-EXPORT = registry.load("export", "onnx")
+EXPORT = plugins.load("export", "onnx")
 
 
 def scheme(form: str = "int4", **fields: Any) -> WeightScheme:
@@ -69,7 +69,7 @@ class Small:
         return {check.name: check for check in found}
 
     def load(self, **settings: Any) -> Any:
-        from quantkit.runtimes._onnx_session import Loaded
+        from quantkit.runtimes.onnxruntime.session import Loaded
 
         return Loaded(self.onnx, **{"threads": 1, "accuracy_level": 0, **settings})
 
@@ -141,7 +141,7 @@ def _first(trace: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
 @contextmanager
 def traced_once(name: str, changes: Mapping[str, Any]) -> Iterator[None]:
     """The exporter gets a copy of what was traced before, by whichever worker."""
-    from quantkit.export._trace import trace
+    from quantkit.export.trace.transformer import trace
 
     key = (name, *sorted(changes.items()))
     folder = Path(os.environ["QUANTKIT_TESTS_SHARED"])
@@ -154,14 +154,14 @@ def traced_once(name: str, changes: Mapping[str, Any]) -> Iterator[None]:
                 write_atomic(path, [_written(_first(trace, skeleton, kind, **how))])
             return _read(path.read_bytes())
 
-        patch.setattr("quantkit.export._trace.trace", once)
+        patch.setattr("quantkit.export.trace.transformer.trace", once)
         yield
 
 
 def quantized(weight: Tensor, how: WeightScheme) -> QuantTensor:
     """[N, K] rounded to nearest; filled up with zeros to whole groups, as `on_indivisible: pad` does."""
     missing = -weight.shape[1] % (how.group or 1)
-    found: QuantTensor = registry.load("formats", how.format).quantize(
+    found: QuantTensor = plugins.load("formats", how.format).quantize(
         nn.functional.pad(weight.float(), (0, missing)), how
     )
     return found
@@ -209,7 +209,7 @@ def export(
         weight = source.weights.read(stream.files[f"{linear}.weight"])
         turned = is_transposed(module)
         tensors[linear], chosen[linear] = quantized(weight.T if turned else weight, how), how
-        values = registry.load("formats", how.format).dequantize(tensors[linear])
+        values = plugins.load("formats", how.format).dequantize(tensors[linear])
         target: Any = model.get_submodule(linear).weight
         with torch.no_grad():
             target.copy_(values[:, : target.shape[0]].T if turned else values[:, : target.shape[1]])

@@ -278,7 +278,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path:
 
 @pytest.fixture
 def given(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Given:
-    monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 300)
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     recipe = tmp_path / "small.yaml"
     recipe.write_text(RECIPE)

@@ -23,11 +23,11 @@ import torch
 import zoo
 
 import quantkit
-from quantkit import cli, content
-from quantkit.measure import doctor, ops_run
-from quantkit.pipeline import tokens
+from quantkit import cli, content, machine
+from quantkit.measurement import doctor
+from quantkit.measurement.operators import run as ops_run
+from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.compile import takes_graph
-from quantkit.plan import machine
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -58,7 +58,7 @@ def test_generate_gives_what_transformers_gives(small: Small, without: Without) 
             *("--prompt", "The state", "--runtime", "onnxruntime", "--new-tokens", 8, "--json"),
         )
     )
-    from quantkit.runtimes._text import Tokenizer
+    from quantkit.runtimes.text import Tokenizer
 
     tokenizer = Tokenizer(small.onnx)
     ids = torch.tensor([tokenizer.encode("The state")])
@@ -77,10 +77,10 @@ def test_a_bundle_s_onnx_is_loaded_checked_and_run(small: Small, without: Withou
     ran(
         without,
         "import sys, numpy as np, quantkit\n"
-        + "from quantkit import registry\n"
+        + "from quantkit import plugins\n"
         + "bundle = quantkit.load(sys.argv[1])\n"
         + "assert all(check.ok for check in bundle.verify())\n"
-        + "model = registry.load('runtimes', 'onnxruntime').load(bundle, threads=1)\n"
+        + "model = plugins.load('runtimes', 'onnxruntime').load(bundle, threads=1)\n"
         + "state = model.state(2, 5)\n"
         + "ids = np.arange(3, 13).reshape(2, 5)\n"
         + "parts = [model.run(state, ids[:, :3]), model.run(state, ids[:, [3]]), model.run(state, ids[:, [4]])]\n"

@@ -59,7 +59,7 @@ class Without:
 
 def _serve(missing: Missing) -> None:
     sys.meta_path.insert(0, missing)
-    for module in ("quantkit.cli", "quantkit.report.catalog", "quantkit.report.terminal", "quantkit.pipeline.worth"):
+    for module in ("quantkit.cli", "quantkit.report.catalog", "quantkit.report.terminal", "quantkit.pipeline.verdict"):
         import_module(module)
     for line in sys.stdin:
         job = json.loads(line)

@@ -39,8 +39,8 @@ from parts.sweep import Sweep  # noqa: E402
 
 import quantkit  # noqa: E402
 from quantkit.kernels.dispatch import fastest  # noqa: E402
-from quantkit.measure.cuda import ceilings  # noqa: E402
-from quantkit.measure.cuda.device import Device, versions  # noqa: E402
+from quantkit.measurement.cuda import ceilings  # noqa: E402
+from quantkit.measurement.cuda.device import Device, versions  # noqa: E402
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 # formats in the order in which time runs out
@@ -159,8 +159,8 @@ def compile_part(part: int, device: Device, dtype: torch.dtype, deadline: float)
     """One process's share: each kernel run once on a weight of a real shape."""
     from quantkit.kernels.configs import candidates
     from quantkit.kernels.workspace import Workspace
-    from quantkit.measure.cuda import sides
-    from quantkit.measure.cuda.weights import weight
+    from quantkit.measurement.cuda import sides
+    from quantkit.measurement.cuda.weights import weight
 
     shape, memory, place = LLAMA_3_8B[2], Workspace(), 0
     for variant in VARIANTS[:_SWEPT]:

@@ -36,10 +36,10 @@ from parts import decoder  # noqa: E402
 from parts.end_to_end import BASELINE, _dense, _step  # noqa: E402
 
 import quantkit  # noqa: E402
-from quantkit import registry  # noqa: E402
+from quantkit import plugins  # noqa: E402
 from quantkit.bundle import Bundle  # noqa: E402
-from quantkit.measure.cuda.device import Device, versions  # noqa: E402
-from quantkit.measure.cuda.timing import Side, interleaved, ratio, summary  # noqa: E402
+from quantkit.measurement.cuda.device import Device, versions  # noqa: E402
+from quantkit.measurement.cuda.timing import Side, interleaved, ratio, summary  # noqa: E402
 
 # this file is called like a library: its folder must not be where that is looked for
 sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != HERE]
@@ -76,7 +76,7 @@ def main() -> int:
     device = Device("cuda", dry=False)
     found = run(
         args.bundles,
-        registry.load("runtimes", args.runtime).load,
+        plugins.load("runtimes", args.runtime).load,
         device,
         expectations={path.stem: dict(np.load(path)) for path in args.expected},
         batches=[int(size) for size in args.batches.split(",")],
@@ -262,8 +262,8 @@ def expected(folder: Path) -> dict[str, np.ndarray]:
     """`ids` [1, 16] and `logits` [1, 16, V] of `network.onnx`, on the CPU, as the exporter checks it."""
     import onnx_ir as ir
 
-    from quantkit.export._check_network import _Running, in_floats
-    from quantkit.export._check_network import _step as step
+    from quantkit.export.tensorrt.network.check import _Running, in_floats
+    from quantkit.export.tensorrt.network.check import _step as step
 
     running = _Running(in_floats(ir.load(folder / "network.onnx")), folder)
     vocabulary = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
@@ -285,7 +285,7 @@ def correct(model: Any, wanted: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 def layers_of(model: Any, bundle: Bundle) -> dict[str, Any]:
     """What `quantkit measure` would keep of the engine's layers."""
-    from quantkit.pipeline.inspect_engine import look
+    from quantkit.pipeline.finished.inspect_engine import look
 
     try:
         return dict(look(model, bundle.manifest.layers).model_dump(mode="json"))

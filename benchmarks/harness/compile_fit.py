@@ -1,4 +1,4 @@
-"""Efficiencies and copies of `quantkit/plan/compile_rates.json`, fitted to compiles that were taken part by part.
+"""Efficiencies and copies of `quantkit/planning/compiling/rates.json`, fitted to compiles that were taken part by part.
 
 Seconds: one efficiency for each kind of work, all parts of all compiles at once, none below zero, errors relative to
 what a part took. Memory: how often each thing that a part holds is there at once, part by part, within bounds that
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from scipy.optimize import lsq_linear, nnls
 
-from quantkit.pipeline.score import CONFIRMING
-from quantkit.plan import configs
-from quantkit.plan.compile_memory import WHOLE, held
-from quantkit.plan.compile_work import Question, counted
-from quantkit.plan.compiling import SCORED, Machine, asked, of
+from quantkit.pipeline.blocks.score import CONFIRMING
+from quantkit.planning.compiling.forecast import SCORED, Machine, asked, of
+from quantkit.planning.compiling.memory import WHOLE, held
+from quantkit.planning.compiling.work import Question, counted
+from quantkit.planning.model import configs
 from quantkit.recipe import Recipe
 
 Row = Mapping[str, Any]

@@ -19,10 +19,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quantkit.pipeline import Request, compile_model, tokens
+from quantkit import machine
+from quantkit.pipeline import Request, compile_model
+from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.progress import Progress
-from quantkit.plan import machine
-from quantkit.report import figures
+from quantkit.report.bundle import figures
 
 FIGURES = ("accuracy.", "size.bits_per_weight")
 

@@ -37,10 +37,10 @@ def versions(*packages: str) -> Json:
 
 
 class Quantkit:
-    """A bundle through `quantkit.runtimes.onnxruntime`, as a user of quantkit runs it."""
+    """A bundle through `quantkit.runtimes.onnxruntime.runtime`, as a user of quantkit runs it."""
 
     def __init__(self, path: Path, threads: int) -> None:
-        from quantkit.runtimes.onnxruntime import RUNTIME
+        from quantkit.runtimes.onnxruntime.runtime import RUNTIME
 
         self.model = RUNTIME.open(path, threads)
         self.versions = versions("quantkit", "onnxruntime", "numpy")

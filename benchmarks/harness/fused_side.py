@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from quantkit.bundle import Bundle
 from quantkit.model import layouts
-from quantkit.model.open import open_model
+from quantkit.model.source.open import open_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tests"))
 from reference import plain_vllm_weights

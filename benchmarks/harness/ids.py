@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quantkit.calibrate.sets import load_tokens
-from quantkit.model.open import open_model
+from quantkit.calibrate.tokens.ids import load_tokens
+from quantkit.model.source.open import open_model
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:

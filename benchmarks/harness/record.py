@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import quantkit
-from quantkit.plan import machine
+from quantkit import machine
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 

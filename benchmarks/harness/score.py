@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import transformers
 
-from quantkit.calibrate.frame import frame
-from quantkit.calibrate.sets import ids_sha256, load_tokens
-from quantkit.measure.accuracy import Accuracy, Items
-from quantkit.model.open import open_model
+from quantkit.calibrate.tokens.frame import frame
+from quantkit.calibrate.tokens.ids import ids_sha256, load_tokens
+from quantkit.measurement.accuracy.positions import Accuracy, Items
+from quantkit.model.source.open import open_model
 
 
 def token_ids(text: dict[str, Any], tokenizer: Any, vocabulary: int, samples: int, tokens: int) -> torch.Tensor:

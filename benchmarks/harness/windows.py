@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quantkit.model.open import open_model
+from quantkit.model.source.open import open_model
 
 # more than any tokenizer here needs for one token
 CHARACTERS = 12

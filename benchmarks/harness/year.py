@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from quantkit.nightly import _files
-from quantkit.nightly.records import Cell, Decision, Item, Night, Result, Row, Time, schema, to_table
-from quantkit.nightly.store import Store
-from quantkit.stats.slowdown import BLOCKS, BURST, ROUNDS
+from quantkit.nightly.store import files
+from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store.records import Cell, Decision, Item, Night, Result, Row, Time, schema, to_table
+from quantkit.stats.deciding.slowdown import BLOCKS, BURST, ROUNDS
 
 MODELS = ["smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.2-3b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"]
 MODELS += ["gemma-3-1b", "phi-4-mini", "minilm-l6"]
@@ -94,19 +94,19 @@ class _Year:
         name = f"{started:%Y%m%dT%H%M%SZ}-{number:06x}"
         matrix = tuple(self.keys.tolist())
         row = Night(name, started, f"{number:040x}", hashlib.sha256(b"year").hexdigest(), "builder-1", matrix)
-        data = _files.pack(Night, to_table(Night, [row]))
-        _files.put(_files.folder(root, Night.table, name) / f"{_files.digest(data)}.parquet", data)
+        data = files.pack(Night, to_table(Night, [row]))
+        files.put(files.folder(root, Night.table, name) / f"{files.digest(data)}.parquet", data)
         done = self.state[:, number] == "done"
         self._whole(root, Time, name, self._times(name, number, np.flatnonzero(done), steps, started.timestamp()))
         self._whole(root, Item, name, self._items(name, np.unique(self.build_of[done]), items))
         self._whole(root, Result, name, self._results(name, number, done))
-        data = _files.pack(Decision, self._decisions(name, number, done))
-        _files.put(_files.folder(root, Decision.table, name) / f"000001-{_files.digest(data)}.parquet", data)
+        data = files.pack(Decision, self._decisions(name, number, done))
+        files.put(files.folder(root, Decision.table, name) / f"000001-{files.digest(data)}.parquet", data)
 
     def _whole(self, root: Path, kind: type[Row], name: str, table: pa.Table) -> None:
-        replaces = [f"{_files.key(key, 1)}-{'0' * 16}" for key in self.keys]
-        data = _files.pack(kind, table, replaces)
-        _files.put(_files.folder(root, kind.table, name) / f"{_files.WHOLE}{_files.digest(data)}.parquet", data)
+        replaces = [f"{files.key(key, 1)}-{'0' * 16}" for key in self.keys]
+        data = files.pack(kind, table, replaces)
+        files.put(files.folder(root, kind.table, name) / f"{files.WHOLE}{files.digest(data)}.parquet", data)
 
     def _times(self, name: str, number: int, done: Array, steps: int, start: float) -> pa.Table:
         each = np.arange(steps)

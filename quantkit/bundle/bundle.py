@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.bundle.disk import fsync_tree, sha256, stopping_when_full, write_atomic
 from quantkit.bundle.manifest import (
     MANIFEST,
@@ -98,7 +98,7 @@ class Bundle:
 
     def model(self, **settings: Any) -> Any:
         """The quantized model as torch runs it; needs the `compile` extra."""
-        return registry.load("runtimes", "torch").load(self, **settings)
+        return plugins.load("runtimes", "torch").load(self, **settings)
 
     def demand_writable(self) -> None:
         """Refuse a bundle that nothing can be put into, before hours of work end there.

@@ -16,20 +16,20 @@ from typing import IO, Annotated, Any
 import typer
 
 import quantkit
-from quantkit.cli import nightly
 from quantkit.cli.answer import Answer
-from quantkit.cli.compare import compare
-from quantkit.cli.compile import compile  # noqa: A004 (the word of the command line)
-from quantkit.cli.doctor import doctor
-from quantkit.cli.export import export
-from quantkit.cli.generate import generate
-from quantkit.cli.list import list_
-from quantkit.cli.measure import measure
-from quantkit.cli.plan import plan
-from quantkit.cli.show import show
-from quantkit.cli.tax import tax
-from quantkit.cli.tune import tune
-from quantkit.cli.verify import verify
+from quantkit.cli.commands import nightly
+from quantkit.cli.commands.compare import compare
+from quantkit.cli.commands.compile import compile  # noqa: A004 (the word of the command line)
+from quantkit.cli.commands.doctor import doctor
+from quantkit.cli.commands.export import export
+from quantkit.cli.commands.generate import generate
+from quantkit.cli.commands.list import list_
+from quantkit.cli.commands.measure import measure
+from quantkit.cli.commands.plan import plan
+from quantkit.cli.commands.show import show
+from quantkit.cli.commands.tax import tax
+from quantkit.cli.commands.tune import tune
+from quantkit.cli.commands.verify import verify
 from quantkit.errors import InputError, MissingDependency, QuantkitError, Stopped
 from quantkit.model.full_memory import is_out_of_memory, out_of_memory
 

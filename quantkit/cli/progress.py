@@ -12,7 +12,7 @@ from typing import Any
 def showing() -> Iterator[Any]:
     """A progress that shows itself on stderr."""
     from quantkit.pipeline.progress import Progress
-    from quantkit.report.progress import Display
+    from quantkit.report.kit.progress import Display
 
     class Shown(Display, Progress):
         """The display, as the pipeline knows it."""

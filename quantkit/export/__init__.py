@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit import registry
+from quantkit import plugins
 
 
 def reader(name: str, options: Mapping[str, Any]) -> str:
     """The runtime that reads what an exporter writes: the library that its options name, else its first."""
-    runtimes = registry.load("export", name).runtimes
+    runtimes = plugins.load("export", name).runtimes
     asked = options.get("library")
     return str(asked if asked in runtimes else runtimes[0])

@@ -1,5 +1,5 @@
 """Brain floating point: the exponent of float32 with 8 bits of precision."""
 
-from quantkit.formats._float import FloatFormat
+from quantkit.formats.base.floats import FloatFormat
 
 FORMAT = FloatFormat("bfloat16", 16)

@@ -1,5 +1,5 @@
 """IEEE single precision."""
 
-from quantkit.formats._float import FloatFormat
+from quantkit.formats.base.floats import FloatFormat
 
 FORMAT = FloatFormat("float32", 32)

@@ -1,5 +1,5 @@
 """3-bit integers, per tensor, channel or group, with or without a zero point."""
 
-from quantkit.formats._integer import IntegerFormat
+from quantkit.formats.base.integers import IntegerFormat
 
 FORMAT = IntegerFormat("int3", 3)

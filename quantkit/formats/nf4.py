@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit.formats import Nested, Rules
-from quantkit.formats._scaled import ScaledFormat
+from quantkit.formats.base.scaled import ScaledFormat
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit.formats import Rules
-from quantkit.formats._elements import FP4_E2M1, FP8_E4M3
-from quantkit.formats._scaled import ScaledFormat
+from quantkit.formats.base.elements import FP4_E2M1, FP8_E4M3
+from quantkit.formats.base.scaled import ScaledFormat
 
 if TYPE_CHECKING:
     import torch

@@ -27,9 +27,9 @@ import triton
 import triton.language as tl
 
 from quantkit.errors import InputError
-from quantkit.kernels import fp8_e4m3, int4, int8, nf4
 from quantkit.kernels.configs import Config
-from quantkit.kernels.fragment import undecoded
+from quantkit.kernels.decoders import fp8_e4m3, int4, int8, nf4
+from quantkit.kernels.decoders.fragment import undecoded
 from quantkit.kernels.layout import KINDS, PackedWeight
 from quantkit.kernels.workspace import Workspace, interpreted
 

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from quantkit.errors import InputError
 from quantkit.kernels.configs import Config
-from quantkit.kernels.fragment import bytes_of
+from quantkit.kernels.decoders.fragment import bytes_of
 from quantkit.kernels.layout import PackedWeight
 from quantkit.kernels.matmul import finish, place_of_weight, prepared
 from quantkit.kernels.workspace import Workspace

@@ -3,8 +3,8 @@
     int8       step = max|x| / 127.5     code = round(clip(x / step, -128, 127)), ties to even
     fp8_e4m3   step = max|x| / 448       code = nearest element to clip(x / step, -448, 448)
 
-computed in the dtype of x, as `formats/_activation.py` does, bit for bit; a token of zeros takes the dtype's epsilon
-for its step. One program a token; x is read twice, the second time out of the cache.
+computed in the dtype of x, as `formats/base/activation.py` does, bit for bit; a token of zeros takes the dtype's
+epsilon for its step. One program a token; x is read twice, the second time out of the cache.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from quantkit.content import Closed, known_keys
 from quantkit.errors import InputError, from_validation
-from quantkit.model.weights import SINGLE, Weights, dtype_name, strict_json, write_safetensors
+from quantkit.model.source.weights import SINGLE, Weights, dtype_name, strict_json, write_safetensors
 
 CONFIG = "config.json"
 # how often a norm was trained: nothing computes with it

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.formats import Nested, QuantTensor
-from quantkit.formats._activation import InputScale, Moved
+from quantkit.formats.base.activation import InputScale, Moved
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 # a linear's tensors are stored as NAME::FIELD; what has no field is a parameter

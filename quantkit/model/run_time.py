@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
-from quantkit.model.names import same
-from quantkit.model.weights import strict_json
+from quantkit.model.source.weights import strict_json
+from quantkit.model.structure.names import same
 from quantkit.scheme import ActivationScheme, CacheScheme
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from quantkit.formats._activation import InputScale
+    from quantkit.formats.base.activation import InputScale
     from quantkit.model.finished import Finished
-    from quantkit.model.stream import Transform
+    from quantkit.model.streaming.stream import Transform
 
 INPUT_SCALE, INPUT_ZERO = ".input_scale", ".input_zero_point"
 KEY_SCALE, VALUE_SCALE = ".k_scale", ".v_scale"
@@ -55,8 +55,8 @@ class RunTime:
 
     def transforms(self, block_names: Sequence[str], dtype: torch.dtype) -> list[Transform]:
         """What puts it into the blocks of a model whose stored dtype is `dtype`."""
-        from quantkit.model.cache import QuantizedCaches
-        from quantkit.model.inputs import QuantizedInputs
+        from quantkit.model.streaming.cache import QuantizedCaches
+        from quantkit.model.streaming.inputs import QuantizedInputs
 
         found: list[Transform] = []
         if self.activations:
@@ -204,7 +204,7 @@ def read(
         entries: names of all stored tensors.
         tensor: reads one of them.
     """
-    from quantkit.formats._activation import InputScale
+    from quantkit.formats.base.activation import InputScale
 
     if not config or config.get("quant_method") != "compressed-tensors":
         return RunTime()

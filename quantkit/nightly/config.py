@@ -18,9 +18,9 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, field
 
 from quantkit.content import Closed, is_path, known_keys, read_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
-from quantkit.nightly.records import SEPARATOR, BaselineKind, Cell
-from quantkit.stats.decision import ALPHA
-from quantkit.stats.slowdown import BLOCKS, MARGIN, ROUNDS
+from quantkit.nightly.store.records import SEPARATOR, BaselineKind, Cell
+from quantkit.stats.deciding.decision import ALPHA
+from quantkit.stats.deciding.slowdown import BLOCKS, MARGIN, ROUNDS
 
 NAME = "nightly.yaml"
 Name = Annotated[str, Field(min_length=1, pattern=rf"^[^{SEPARATOR}]+$")]
@@ -260,7 +260,7 @@ class Nightly(Closed):
     @classmethod
     def from_dict(cls, data: Any, *, folder: Path = Path(), where: str = NAME, look: bool = True) -> Nightly:
         """Check a mapping. `folder` is where its relative paths begin; `look`: see `load`."""
-        from quantkit.nightly import _matrix
+        from quantkit.nightly import matrix
 
         if not isinstance(data, dict):
             raise InputError("nightly-invalid", where=where, value="not a mapping", rule="it is a YAML mapping")
@@ -271,7 +271,7 @@ class Nightly(Closed):
             raise from_validation(error, where=where, code="nightly-invalid", known=known) from None
         found._folder = folder.absolute()
         if look:
-            found._cells = _matrix.checked(found, where)
+            found._cells = matrix.checked(found, where)
         return found
 
     def cells(self) -> tuple[Cell, ...]:

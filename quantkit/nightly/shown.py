@@ -8,11 +8,11 @@ import typing
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from quantkit.nightly._write import plain
-from quantkit.nightly.gate import Gated, count, title
-from quantkit.nightly.records import Decision, Result, What
-from quantkit.nightly.store import Rows
-from quantkit.report import words
+from quantkit.nightly.gating.gate import Gated, count, title
+from quantkit.nightly.store.parquet import Rows
+from quantkit.nightly.store.records import Decision, Result, What
+from quantkit.nightly.store.write import plain
+from quantkit.report.kit import words
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -14,9 +14,9 @@ from quantkit.bundle import Decision
 from quantkit.bundle import decision as decision
 
 if TYPE_CHECKING:
-    from quantkit.calibrate.statistics import Stats
-    from quantkit.model.block import Block
-    from quantkit.model.stream import Transform, Whole
+    from quantkit.calibrate.statistics.collected import Stats
+    from quantkit.model.streaming.stream import Transform, Whole
+    from quantkit.model.structure.block import Block
 
 # a decision with this code tells how an input was read; it is no fallback
 NOTE = "note"

@@ -26,9 +26,9 @@ from quantkit.passes import Outcome, decision, declined
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantkit.calibrate.statistics import InputStats, Stats
-    from quantkit.model.block import Block
-    from quantkit.model.structure import SharedInput
+    from quantkit.calibrate.statistics.collected import InputStats, Stats
+    from quantkit.model.structure.block import Block
+    from quantkit.model.structure.traced import SharedInput
 
 
 def shift(error: Tensor, mean: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ from quantkit.passes import Outcome, decision, declined
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantkit.calibrate.statistics import InputStats, Stats
-    from quantkit.model.block import Block
-    from quantkit.model.structure import SharedInput
+    from quantkit.calibrate.statistics.collected import InputStats, Stats
+    from quantkit.model.structure.block import Block
+    from quantkit.model.structure.traced import SharedInput
 
 
 def moves(low: Tensor, high: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ class Center:
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Measure, and move every shared input that will have a fixed scale."""
-        from quantkit.formats._activation import Moved
+        from quantkit.formats.base.activation import Moved
 
         groups = [group for group in block.groups() if _fixed(block, group)]
         if not groups:

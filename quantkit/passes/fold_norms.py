@@ -14,8 +14,8 @@ from quantkit.content import Closed
 from quantkit.passes import Outcome, decision, declined
 
 if TYPE_CHECKING:
-    from quantkit.calibrate.statistics import Stats
-    from quantkit.model.block import Block
+    from quantkit.calibrate.statistics.collected import Stats
+    from quantkit.model.structure.block import Block
 
 _SMALLEST = 1e-4
 

@@ -17,9 +17,9 @@ from quantkit.passes import Outcome, decision, declined
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from quantkit.calibrate.statistics import Stats
+    from quantkit.calibrate.statistics.collected import Stats
     from quantkit.formats import QuantTensor
-    from quantkit.model.block import Block
+    from quantkit.model.structure.block import Block
 
 
 def fuse(tensors: Sequence[QuantTensor]) -> QuantTensor:

@@ -19,9 +19,9 @@ from quantkit.scheme import WeightScheme
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantkit.calibrate.statistics import InputStats, Stats
-    from quantkit.model.block import Block
-    from quantkit.model.structure import SharedInput
+    from quantkit.calibrate.statistics.collected import InputStats, Stats
+    from quantkit.model.structure.block import Block
+    from quantkit.model.structure.traced import SharedInput
 
 
 class Gptq:

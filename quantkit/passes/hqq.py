@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.content import Closed
 from quantkit.passes import Outcome
 
 if TYPE_CHECKING:
-    from quantkit.calibrate.statistics import Stats
-    from quantkit.model.block import Block
+    from quantkit.calibrate.statistics.collected import Stats
+    from quantkit.model.structure.block import Block
 
 
 class Hqq:
@@ -58,7 +58,7 @@ class Hqq:
         for linear in block.linears():
             scheme, weight = block.scheme(linear), block.weight(linear)
             scale, zero = half_quadratic(weight, scheme, **settings.model_dump())
-            tensor = registry.load("formats", scheme.format).nearest(weight, scale, zero, scheme)
+            tensor = plugins.load("formats", scheme.format).nearest(weight, scale, zero, scheme)
             outcome.errors[linear] = block.assign(linear, tensor)
         stats.outputs = None
         return outcome

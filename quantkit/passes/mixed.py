@@ -10,7 +10,7 @@ because a layer that is kept costs both; and harms do not add up, so each point 
 would be. Which point is taken follows from the recipe's gates alone, on the `tune` split: as many are kept as meet all
 of them, and with one fewer in that order they are not met. Points are doubled and then halved between, not all tried:
 where keeping more once does worse, a smaller number may have met them too. Without gates nothing is kept. It is
-`pipeline/graph_mixed.py` that does this; the blocks of a transformer are mixed by `quantkit tune`.
+`pipeline/graphs/mixed.py` that does this; the blocks of a transformer are mixed by `quantkit tune`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from quantkit.content import Closed
 from quantkit.passes import Outcome, declined
 
 if TYPE_CHECKING:
-    from quantkit.calibrate.statistics import Stats
-    from quantkit.model.block import Block
+    from quantkit.calibrate.statistics.collected import Stats
+    from quantkit.model.structure.block import Block
 
 
 class Mixed:

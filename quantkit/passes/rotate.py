@@ -2,9 +2,10 @@
 
 Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", 2024, arXiv 2404.00456, of which this is the
 part that costs nothing at run time: the rotation is folded into the weights. The matrices are in `solvers/rotate.py`;
-`model/residual.py` finds by running a model what reads from and writes to the stream, `model/turn.py` turns it. Every
-block, the embedding and the head are proved in float64 before any work begins: outputs within 1e-10 of the original's.
-Where that fails the model stays as it is, with the reason: norms behind the linears (Gemma 2 and 3, BERT) do not turn.
+`model/structure/residual.py` finds by running a model what reads from and writes to the stream,
+`model/structure/turn.py` turns it. Every block, the embedding and the head are proved in float64 before any work
+begins: outputs within 1e-10 of the original's. Where that fails the model stays as it is, with the reason: norms behind
+the linears (Gemma 2 and 3, BERT) do not turn.
 
 A norm's weight goes into the linears that read it, the last norm's into the head, which then differs from an embedding
 that it was tied to: the model is untied, and larger by one table.
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from quantkit.model.ends import Ends
-    from quantkit.model.stream import Whole
-    from quantkit.model.turn import Residual
+    from quantkit.model.streaming.stream import Whole
+    from quantkit.model.structure.ends import Ends
+    from quantkit.model.structure.turn import Residual
     from quantkit.passes.solvers.rotate import Rotation
 
 # tokens to trace and prove on
@@ -56,13 +57,13 @@ class Turning:
 
     def block(self, index: int, block: nn.Module) -> None:
         """Turn a block in place."""
-        from quantkit.model.turn import turn
+        from quantkit.model.structure.turn import turn
 
         turn(block, self.blocks[index], self.rotation, self.heads)
 
     def rest(self, model: nn.Module) -> None:
         """Turn embedding and head in place."""
-        from quantkit.model.turn import turn
+        from quantkit.model.structure.turn import turn
 
         turn(model, self.outside, self.rotation)
 
@@ -93,7 +94,7 @@ class Rotate:
 
     def transform(self, model: Whole, settings: Settings, seed: int) -> ModelOutcome:
         """Find what touches the residual stream, and prove that all of it turns."""
-        from quantkit.model.residual import Unturnable
+        from quantkit.model.structure.residual import Unturnable
         from quantkit.passes.solvers import rotate as solver
 
         try:
@@ -116,11 +117,11 @@ def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
     """
     import torch
 
-    from quantkit.model.calls import Call
-    from quantkit.model.ends import Ends
-    from quantkit.model.fold import TOLERANCE
-    from quantkit.model.residual import Unturnable, find, find_heads
-    from quantkit.model.turn import Part, Residual, prove
+    from quantkit.model.streaming.calls import Call
+    from quantkit.model.structure.ends import Ends
+    from quantkit.model.structure.fold import TOLERANCE
+    from quantkit.model.structure.residual import Unturnable, find, find_heads
+    from quantkit.model.structure.turn import Part, Residual, prove
     from quantkit.passes.solvers import rotate as solver
 
     if not model.path:
@@ -171,9 +172,9 @@ def _prove_ends(ends: Ends, outside: Residual, rotation: Rotation, hidden: Tenso
     Raises:
         Unturnable: they do not turn.
     """
-    from quantkit.model.fold import TOLERANCE, disagreement
-    from quantkit.model.residual import Unturnable
-    from quantkit.model.turn import Part, prove
+    from quantkit.model.structure.fold import TOLERANCE, disagreement
+    from quantkit.model.structure.residual import Unturnable
+    from quantkit.model.structure.turn import Part, prove
 
     before, given = ends.start()
     error = prove(Part(ends.model, ends.finish, hidden, turns_output=False), outside, rotation)

@@ -25,16 +25,16 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.content import Closed
 from quantkit.passes import Outcome, declined
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor, nn
 
-    from quantkit.calibrate.statistics import Stats
+    from quantkit.calibrate.statistics.collected import Stats
     from quantkit.formats import QuantTensor
-    from quantkit.model.block import Block
+    from quantkit.model.structure.block import Block
     from quantkit.passes.solvers.round import LearnedRounding
 
 
@@ -73,7 +73,7 @@ class Round:
         """Assign codes to every linear of the block, or improve those that it has."""
         import torch
 
-        from quantkit.model.structure import weight_of
+        from quantkit.model.structure.traced import weight_of
         from quantkit.passes.solvers.round import LearnedRounding
 
         given = {name: block.tensors[name] for name in block.linears() if name in block.tensors}
@@ -111,13 +111,13 @@ def _nearest(block: Block, name: str) -> QuantTensor:
 
     scheme, weight = block.scheme(name), block.weight(name)
     scale, zero = ranges.searched(weight, scheme)
-    tensor: QuantTensor = registry.load("formats", scheme.format).nearest(weight, scale, zero, scheme)
+    tensor: QuantTensor = plugins.load("formats", scheme.format).nearest(weight, scale, zero, scheme)
     return tensor
 
 
 def _put(block: Block, learned: dict[str, LearnedRounding]) -> None:
     """Let the block compute with the present codes."""
-    from quantkit.model.structure import weight_of
+    from quantkit.model.structure.traced import weight_of
 
     for name, each in learned.items():
         width = weight_of(block.module.get_submodule(name)).shape[1]
@@ -166,7 +166,7 @@ def _gradients(block: Block, stats: Stats, targets: Tensor, rows: list[int], nam
     """Of the loss on some sequences, one after the other, by the weights, [N, K + padding]."""
     import torch
 
-    from quantkit.model.structure import is_transposed
+    from quantkit.model.structure.traced import is_transposed
 
     modules: dict[str, nn.Module] = {name: block.module.get_submodule(name) for name in names}
     parameters = [module.get_parameter("weight").requires_grad_() for module in modules.values()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.content import Closed
 from quantkit.formats import QuantTensor, apart
 from quantkit.passes import Outcome, decision
@@ -18,9 +18,9 @@ from quantkit.passes import Outcome, decision
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantkit.calibrate.statistics import InputStats, Stats
-    from quantkit.model.block import Block
-    from quantkit.model.structure import SharedInput
+    from quantkit.calibrate.statistics.collected import InputStats, Stats
+    from quantkit.model.structure.block import Block
+    from quantkit.model.structure.traced import SharedInput
     from quantkit.scheme import WeightScheme
 
 # smallest, steps, refinements. Where nothing else makes an error good, looking further for the grid pays: 8 % of the KL
@@ -82,7 +82,7 @@ def _rounded(
 
     for names in block.alike(linears):
         scheme = block.scheme(names[0])
-        together = registry.load("formats", scheme.format).shares_scale(scheme)
+        together = plugins.load("formats", scheme.format).shares_scale(scheme)
         for some in [names] if together else [[name] for name in names]:
             weights = [block.weight(name) for name in some]
             tensor = _nearest(torch.cat(weights), scheme, importance, minmax)
@@ -94,7 +94,7 @@ def _nearest(weight: Tensor, scheme: WeightScheme, importance: Tensor | None, mi
 
     from quantkit.passes.solvers import ranges
 
-    form = registry.load("formats", scheme.format)
+    form = plugins.load("formats", scheme.format)
     if minmax:
         tensor = form.quantize(weight, scheme)
     else:

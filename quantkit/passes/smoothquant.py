@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.content import Closed
 from quantkit.passes import Outcome, decision
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from quantkit.calibrate.statistics import InputStats, Stats
-    from quantkit.model.block import Block
-    from quantkit.model.structure import SharedInput
+    from quantkit.calibrate.statistics.collected import InputStats, Stats
+    from quantkit.model.structure.block import Block
+    from quantkit.model.structure.traced import SharedInput
 
 
 class SmoothQuant:
@@ -108,7 +108,7 @@ def _rounded(block: Block, linear: str) -> Callable[[Tensor], Tensor]:
     import torch
 
     scheme = block.scheme(linear)
-    form = registry.load("formats", scheme.format)
+    form = plugins.load("formats", scheme.format)
 
     def rounded(weight: Tensor) -> Tensor:
         padded = torch.nn.functional.pad(weight, (0, scheme.padding(weight.shape[1])))
@@ -120,10 +120,10 @@ def _rounded(block: Block, linear: str) -> Callable[[Tensor], Tensor]:
 
 def _seen(block: Block, linear: str) -> Callable[[Tensor], Tensor]:
     """An input -> what the linear's kernel sees of it; a scale that will be fixed is the sample's for now."""
-    from quantkit.formats import _activation
+    from quantkit.formats.base import activation
 
     hook = block.inputs.get(linear)
-    return (lambda x: x) if hook is None else lambda x: _activation.fake_quantize(x, hook.scheme)
+    return (lambda x: x) if hook is None else lambda x: activation.fake_quantize(x, hook.scheme)
 
 
 PASS = SmoothQuant()

@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quantkit.pipeline.blocks.module import Pipeline
+    from quantkit.pipeline.blocks.prepared import Prepared, fingerprint, prepare
     from quantkit.pipeline.compile import Compiled, compile_model
-    from quantkit.pipeline.measure import measure_bundle
-    from quantkit.pipeline.module import Pipeline
-    from quantkit.pipeline.prepared import Prepared, fingerprint, prepare
+    from quantkit.pipeline.finished.measure import measure_bundle
     from quantkit.pipeline.progress import Progress
     from quantkit.pipeline.request import DEFAULT_MODEL, Request
 
@@ -32,14 +32,14 @@ __all__ = [
 _HOMES = {
     "DEFAULT_MODEL": "request",
     "Compiled": "compile",
-    "Pipeline": "module",
-    "Prepared": "prepared",
+    "Pipeline": "blocks.module",
+    "Prepared": "blocks.prepared",
     "Progress": "progress",
     "Request": "request",
     "compile_model": "compile",
-    "fingerprint": "prepared",
-    "measure_bundle": "measure",
-    "prepare": "prepared",
+    "fingerprint": "blocks.prepared",
+    "measure_bundle": "finished.measure",
+    "prepare": "blocks.prepared",
 }
 
 

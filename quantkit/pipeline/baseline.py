@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import quantkit
-from quantkit import content, registry
+from quantkit import content, machine, plugins
 from quantkit.bundle.disk import fsync_tree, is_disk_full
 from quantkit.errors import InputError, Stopped
 from quantkit.pipeline.checks import demand
-from quantkit.plan import machine
-from quantkit.report import words
+from quantkit.report.kit import words
 
 if TYPE_CHECKING:
-    from quantkit.model.open import Source
+    from quantkit.model.source.open import Source
 
 # options that a float graph does not depend on
 _QUANTIZED = ("accuracy_level", "weight_codes")
@@ -94,7 +93,7 @@ def _alone(home: Path) -> Iterator[None]:
 
 def _make(folder: Path, source: Source, options: dict[str, Any]) -> None:
     from quantkit.model.finished import Finished
-    from quantkit.model.stream import StreamedModel
+    from quantkit.model.streaming.stream import StreamedModel
 
     home = folder.parent
     for left in home.glob("*-*"):  # by a process that was killed: nobody else makes anything now
@@ -102,7 +101,7 @@ def _make(folder: Path, source: Source, options: dict[str, Any]) -> None:
     need = 4 * sum(entry.bytes for entry in source.weights.entries.values()) // _width(source.dtype)
     if shutil.disk_usage(home).free < 1.1 * need:
         raise OSError(errno.ENOSPC, f"it takes {words.size(need)}, which are not free")
-    exporter = registry.load("export", "onnx")
+    exporter = plugins.load("export", "onnx")
     with tempfile.TemporaryDirectory(dir=home, prefix=f"{folder.name}-") as temporary:
         build = Path(temporary) / "bundle"
         build.mkdir()
@@ -121,17 +120,17 @@ def _files() -> list[Path]:
     """The exporter's own code, as far as it shapes a float graph."""
     folder = Path(__file__).parent.parent / "export"
     names = (
-        "onnx",
-        "_trace",
-        "_traced",
-        "_repeat",
-        "_rewrite",
-        "_dialect_ort",
-        "_keep_few",
-        "_rotary",
-        "_nbits",
-        "_pack",
-        "_values",
+        "onnx/exporter",
+        "trace/transformer",
+        "trace/traced",
+        "trace/repeat",
+        "trace/rewrite",
+        "onnx/dialect",
+        "onnx/keep_few",
+        "trace/rotary",
+        "onnx/nbits",
+        "onnx/pack",
+        "values",
     )
     return [folder / f"{name}.py" for name in names]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit import registry
+from quantkit import machine, plugins
 from quantkit.bundle import (
     Build,
     Bundle,
@@ -30,34 +30,34 @@ from quantkit.bundle import (
 )
 from quantkit.bundle.manifest import MEASUREMENTS
 from quantkit.graph.open import is_graph
-from quantkit.measure.rows import Row, write_rows
-from quantkit.measure.size import folder_of
-from quantkit.model.alias import ALIASES, Alias, materialize
+from quantkit.measurement.rows import Row, write_rows
+from quantkit.measurement.size import folder_of
+from quantkit.model.source.alias import ALIASES, Alias, materialize
 from quantkit.passes import NOTE, decision
-from quantkit.pipeline import engine
-from quantkit.pipeline.accounting import account
+from quantkit.pipeline.blocks.accounting import account
+from quantkit.pipeline.blocks.confirm import KL, OUTPUT
+from quantkit.pipeline.blocks.prepared import Prepared, fingerprint, prepare
+from quantkit.pipeline.blocks.quantize import quantize, results
+from quantkit.pipeline.blocks.score import score_exports, unscored
 from quantkit.pipeline.checks import demand
-from quantkit.pipeline.confirm import KL, OUTPUT
 from quantkit.pipeline.estimate import demand_disk, estimate, head_size, line, times
-from quantkit.pipeline.exported_module import REF
+from quantkit.pipeline.finished import engine
+from quantkit.pipeline.finished.inspect_engine import of_exports
 from quantkit.pipeline.gates import judge, warnings
-from quantkit.pipeline.inspect_engine import of_exports
+from quantkit.pipeline.graphs.exported_module import REF
 from quantkit.pipeline.manifest import entries_of, manifest_of, with_documents
-from quantkit.pipeline.prepared import Prepared, fingerprint, prepare
 from quantkit.pipeline.progress import Progress
-from quantkit.pipeline.quantize import quantize, results
 from quantkit.pipeline.request import Request
 from quantkit.pipeline.resume import given_back, stopping_when_interrupted
-from quantkit.pipeline.score import score_exports, unscored
 from quantkit.pipeline.stages import Stage, Stages
 from quantkit.pipeline.strict import refuse
-from quantkit.pipeline.worth import decide, try_to_time
-from quantkit.plan import efficiency, machine
-from quantkit.plan.assigned import takes_head
-from quantkit.plan.compile_memory import WHOLE
+from quantkit.pipeline.verdict import decide, try_to_time
+from quantkit.planning.bound import efficiency
+from quantkit.planning.compiling.memory import WHOLE
+from quantkit.planning.model.assigned import takes_head
 
 if TYPE_CHECKING:
-    from quantkit.pipeline.graph_prepared import Prepared as PreparedGraph
+    from quantkit.pipeline.graphs.prepared import Prepared as PreparedGraph
 
 
 # a checkpoint whose tensors were compared, but no logits
@@ -142,13 +142,13 @@ def takes_graph(model: str) -> bool:
 
 def prepare_graph(request: Request) -> PreparedGraph:
     """What is no transformers model, opened and found good: a float ONNX graph. Raises InputError."""
-    from quantkit.pipeline.graph_prepared import prepare
+    from quantkit.pipeline.graphs.prepared import prepare
 
     return prepare(request, *located(request))
 
 
 def _compile_graph(request: Request, progress: Progress) -> Compiled:
-    from quantkit.pipeline.graph import compile_graph
+    from quantkit.pipeline.graphs.compile import compile_graph
 
     path, ref, name, alias = located(request)
     found = compile_graph(request, path, ref, name, progress, alias)
@@ -297,7 +297,7 @@ class Compilation:
 
     def _prove(self) -> Check:
         """That the stream, which calibrates and scores, is the model: before the first block is touched."""
-        from quantkit.model import own_forward
+        from quantkit.model.streaming import own_forward
 
         self.progress.at("prove", 0.0, "the stream against the model's own forward")
         prepared = self.prepared
@@ -331,7 +331,7 @@ class Compilation:
         for number, step in enumerate(self.prepared.request.recipe.export):
             self.progress.at("export", number / len(self.prepared.request.recipe.export), step.name)
             before = time.process_time()
-            exporter = registry.load("export", step.name)
+            exporter = plugins.load("export", step.name)
             taken += (
                 exporter.write(self.build.bundle, self.prepared.source, self.prepared.stream, stored, step.options)
                 or []
@@ -347,7 +347,7 @@ class Compilation:
         stored = results(self.prepared, self.build)
         for step in self.prepared.request.recipe.export:
             self.progress.at("check", 0.0, f"reloading the {step.name}")
-            checks += registry.load("export", step.name).check(
+            checks += plugins.load("export", step.name).check(
                 self.build.bundle,
                 self.prepared.source,
                 self.prepared.stream,
@@ -363,7 +363,7 @@ class Compilation:
         """What is compiled from a checked export, where one is: its hashes by path in the bundle."""
         made: dict[str, str] = {}
         for step in self.prepared.request.recipe.export:
-            exporter = registry.load("export", step.name)
+            exporter = plugins.load("export", step.name)
             if hasattr(exporter, "build"):
                 self.stages.begin("build")
                 made |= exporter.build(
@@ -397,7 +397,7 @@ class Compilation:
 
 def _about_reload(checks: Sequence[Check]) -> list[Decision]:
     """That what was written was not run, where it cannot be in the memory that there is."""
-    from quantkit.export._reload import APART
+    from quantkit.export.checkpoint.reload import APART
 
     if not any(check.name == APART for check in checks):
         return []

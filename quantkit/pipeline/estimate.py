@@ -1,4 +1,4 @@
-"""What a compile will take, said before it begins: `plan/compiling.py`, of a model that is open and a set that is read.
+"""What a compile will take, said before it begins: `planning/compiling/forecast.py` of an open model and a read set.
 
 Nothing is assumed of the model here: its linears are those that will be quantized, its tokens those that were loaded.
 """
@@ -13,24 +13,25 @@ from typing import TYPE_CHECKING
 from quantkit.errors import InputError
 from quantkit.pipeline.baseline import place
 from quantkit.pipeline.request import runs_here
-from quantkit.pipeline.worth import quick
-from quantkit.plan import compiling, configs
-from quantkit.plan.architecture import Architecture, Layer, Matrix
-from quantkit.plan.compile_work import Question
-from quantkit.plan.compiling import Compiling, Machine
-from quantkit.report import words
+from quantkit.pipeline.verdict import quick
+from quantkit.planning.compiling import forecast
+from quantkit.planning.compiling.forecast import Compiling, Machine
+from quantkit.planning.compiling.work import Question
+from quantkit.planning.model import configs
+from quantkit.planning.model.architecture import Architecture, Layer, Matrix
+from quantkit.report.kit import words
 from quantkit.target import Target
 
 if TYPE_CHECKING:
-    from quantkit.model.stream import StreamedModel
-    from quantkit.pipeline.prepared import Prepared
+    from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.pipeline.blocks.prepared import Prepared
     from quantkit.recipe import ExportStep
     from quantkit.scheme import WeightScheme
 
 
 def estimate(prepared: Prepared) -> Compiling:
     """For a request whose inputs were opened, on this machine."""
-    return compiling.compiling(question(prepared), here())
+    return forecast.compiling(question(prepared), here())
 
 
 def line(expected: Compiling) -> str:
@@ -52,8 +53,8 @@ def here() -> Machine:
 
 def question(prepared: Prepared) -> Question:
     """What is asked, in sizes."""
-    from quantkit.measure import states
-    from quantkit.model.stream import StreamedModel
+    from quantkit.measurement.accuracy import states
+    from quantkit.model.streaming.stream import StreamedModel
 
     model = architecture(prepared)
     named = {matrix.name: _scheme(prepared, matrix.name) for matrix in _all(model)}

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from quantkit.bundle import Check, Decision, Manifest
 from quantkit.errors import GateError
-from quantkit.measure.rows import Row
+from quantkit.measurement.rows import Row
 from quantkit.passes import NOTE, decision
-from quantkit.plan.assigned import FLOATS
-from quantkit.plan.support import EMULATED
+from quantkit.planning.model.assigned import FLOATS
+from quantkit.planning.support import EMULATED
 from quantkit.recipe import Gates
-from quantkit.report import figures
+from quantkit.report.bundle import figures
 
 UNJUDGED = "gate-not-judged"
 _WHERE = "gates."

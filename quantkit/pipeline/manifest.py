@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import quantkit
+from quantkit import machine
 from quantkit.bundle import (
     CalibrationEntry,
     Check,
@@ -18,13 +19,12 @@ from quantkit.bundle import (
     WeightsEntry,
     inventory,
 )
-from quantkit.measure.engine_layers import NAME
-from quantkit.measure.rows import Row
-from quantkit.pipeline import tokens
-from quantkit.pipeline.prepared import Prepared
+from quantkit.measurement.engine_layers import NAME
+from quantkit.measurement.rows import Row
+from quantkit.pipeline.blocks import tokens
+from quantkit.pipeline.blocks.prepared import Prepared
 from quantkit.pipeline.request import Request
-from quantkit.pipeline.worth import REPORT, page
-from quantkit.plan import machine
+from quantkit.pipeline.verdict import REPORT, page
 
 
 def manifest_of(
@@ -83,7 +83,7 @@ def entries_of(prepared: Prepared) -> tuple[ModelEntry, CalibrationEntry | None]
 
 def with_documents(manifest: Manifest, rows: list[Row], notes: Sequence[str], folder: Path) -> Manifest:
     """Write page and card into a bundle; the manifest that lists them."""
-    from quantkit.report.card import card
+    from quantkit.report.bundle.card import card
 
     if manifest.layers or manifest.verdict is not None or any(row.runtime == "onnxruntime" for row in rows):
         made, missing = page(manifest, rows, notes, folder)

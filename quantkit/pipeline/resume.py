@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quantkit import machine
 from quantkit.bundle import Build, Bundle, exists_already
 from quantkit.errors import Stopped
-from quantkit.measure.rows import Row
-from quantkit.pipeline import tokens
+from quantkit.measurement.rows import Row
+from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.gates import warnings
 from quantkit.pipeline.request import Request
 from quantkit.pipeline.strict import refuse
-from quantkit.plan import machine
-from quantkit.report import words
+from quantkit.report.kit import words
 
 
 def given_back(

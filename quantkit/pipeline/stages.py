@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from quantkit.plan import machine
+from quantkit import machine
 
 
 @dataclass(frozen=True)

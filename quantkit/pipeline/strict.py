@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from quantkit.bundle import Decision
 from quantkit.errors import GateError
 from quantkit.passes import NOTE
-from quantkit.plan.assigned import ASKED
+from quantkit.planning.model.assigned import ASKED
 
 
 def refuse(decisions: Sequence[Decision]) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from quantkit import content, registry
+from quantkit import content, plugins
 from quantkit.errors import InputError, unknown_name
-from quantkit.plan import configs, shipped
-from quantkit.report import words
+from quantkit.planning.model import configs, shipped
+from quantkit.report.kit import words
 
 _UNMEASURED = "not measured; `quantkit doctor --write` does it"
 
@@ -106,7 +106,7 @@ def _calibrations() -> dict[str, str]:
 
 
 def _models() -> dict[str, str]:
-    from quantkit.model.alias import ALIASES
+    from quantkit.model.source.alias import ALIASES
 
     found = {}
     for name, alias in ALIASES.items():
@@ -123,13 +123,13 @@ def _models() -> dict[str, str]:
 
 _LISTS: dict[str, Callable[[], dict[str, str]]] = {
     "recipes": _recipes,
-    "passes": lambda: registry.summaries("passes"),
-    "formats": lambda: registry.summaries("formats"),
-    "exporters": lambda: registry.summaries("export"),
+    "passes": lambda: plugins.summaries("passes"),
+    "formats": lambda: plugins.summaries("formats"),
+    "exporters": lambda: plugins.summaries("export"),
     "targets": _targets,
     "calibrations": _calibrations,
     "models": _models,
-    "runtimes": lambda: registry.summaries("runtimes"),
+    "runtimes": lambda: plugins.summaries("runtimes"),
 }
 KINDS = tuple(_LISTS)
 
@@ -144,20 +144,20 @@ def _summary(path: Path) -> str:
 
 
 def _model_names() -> list[str]:
-    from quantkit.model.alias import ALIASES
+    from quantkit.model.source.alias import ALIASES
 
     return sorted({*ALIASES, *shipped.names()})
 
 
 _NAMES: dict[str, Callable[[], list[str]]] = {
     "recipes": lambda: content.names("recipes"),
-    "passes": lambda: registry.names("passes"),
-    "formats": lambda: registry.names("formats"),
-    "exporters": lambda: registry.names("export"),
+    "passes": lambda: plugins.names("passes"),
+    "formats": lambda: plugins.names("formats"),
+    "exporters": lambda: plugins.names("export"),
     "targets": lambda: content.names("export"),
     "calibrations": lambda: content.names("calibration"),
     "models": _model_names,
-    "runtimes": lambda: registry.names("runtimes"),
+    "runtimes": lambda: plugins.names("runtimes"),
 }
 
 
@@ -208,7 +208,7 @@ def _calibration(name: str) -> Entry:
 
 
 def _card_entry(name: str, path: Path) -> Entry:
-    from quantkit.calibrate.card import Card
+    from quantkit.calibrate.sets.card import Card
 
     card = Card.load(path)
     facts = [("kind", card.kind), ("licence", card.licence), ("source", card.source.title)]
@@ -235,7 +235,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _pass(name: str) -> Entry:
-    found = registry.load("passes", name)
+    found = plugins.load("passes", name)
     facts = [("paper", found.paper)] if found.paper else []
     facts += [("scope", found.scope), ("looks at", ", ".join(sorted(found.needs)) or "no data")]
     facts += [(label, ", ".join(sorted(value))) for label, value in _facts_of(found) if value]
@@ -245,7 +245,7 @@ def _pass(name: str) -> Entry:
         about = _described(found.Settings.__doc__ or "", key)
         facts.append((f"{name}.{key}", _setting(field.default, about)))
     data = {"paper": found.paper, "scope": found.scope, "needs": sorted(found.needs), "settings": settings}
-    return Entry("pass", name, registry.summaries("passes")[name], facts, "", data)
+    return Entry("pass", name, plugins.summaries("passes")[name], facts, "", data)
 
 
 def _facts_of(found: Any) -> Iterator[tuple[str, frozenset[str]]]:
@@ -274,7 +274,7 @@ def _described(docstring: str, key: str) -> str:
 
 
 def _format(name: str) -> Entry:
-    found = registry.load("formats", name)
+    found = plugins.load("formats", name)
     rules = found.rules
     sizes = f"{', '.join(str(size) for size in rules.groups)}" if rules.groups else ""
     facts = [
@@ -283,7 +283,7 @@ def _format(name: str) -> Entry:
         ("zero points", {(True,): "never", (False,): "always"}.get(rules.symmetric, "without, or with")),
         ("scale", ", ".join(rules.scales)),
     ]
-    from quantkit.plan import matrix
+    from quantkit.planning import matrix
 
     cells = [each for each in matrix.entries(form=name) if each.part == "weights"]
     for target in dict.fromkeys(each.target for each in cells):
@@ -296,7 +296,7 @@ def _format(name: str) -> Entry:
         "symmetric": list(rules.symmetric),
         "scales": list(rules.scales),
     }
-    return Entry("format", name, registry.summaries("formats")[name], facts, "", stated)
+    return Entry("format", name, plugins.summaries("formats")[name], facts, "", stated)
 
 
 def _sharing(name: str, group: int | None, sizes: str) -> str:
@@ -306,22 +306,22 @@ def _sharing(name: str, group: int | None, sizes: str) -> str:
 
 
 def _exporter(name: str) -> Entry:
-    found = registry.load("export", name)
+    found = plugins.load("export", name)
     options = {key: field.default for key, field in found.Options.model_fields.items()}
     facts = [("read by", ", ".join(found.runtimes))]
     for key, default in options.items():
         about = _described(found.Options.__doc__ or "", key)
         facts.append((key, _setting(default, about)))
     data = {"runtimes": list(found.runtimes), "options": options}
-    return Entry("exporter", name, registry.summaries("export")[name], facts, "", data)
+    return Entry("exporter", name, plugins.summaries("export")[name], facts, "", data)
 
 
 def _runtime(name: str) -> Entry:
-    return Entry("runtime", name, registry.summaries("runtimes")[name], [], "", {})
+    return Entry("runtime", name, plugins.summaries("runtimes")[name], [], "", {})
 
 
 def _model(name: str) -> Entry:
-    from quantkit.model.alias import ALIASES
+    from quantkit.model.source.alias import ALIASES
 
     if name not in ALIASES:
         return _sizes(name)

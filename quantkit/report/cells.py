@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from quantkit.plan import matrix
+from quantkit.planning import matrix
 
 DIM = "dim"
 

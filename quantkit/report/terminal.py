@@ -18,10 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from quantkit.bundle import Check, Decision, Manifest
-from quantkit.measure.rows import Row
-from quantkit.report import curves, figures, usage, words
+from quantkit.measurement.rows import Row
+from quantkit.report.bundle import curves, figures, usage
+from quantkit.report.bundle.curves import Series
 from quantkit.report.catalog import Entry
-from quantkit.report.curves import Series
+from quantkit.report.kit import words
 
 _MARK = {True: ("✓", "green"), False: ("✗", "bold red")}
 _DIM = "dim"

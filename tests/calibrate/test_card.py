@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from quantkit import content
-from quantkit.calibrate.card import Card
+from quantkit.calibrate.sets.card import Card
 from quantkit.errors import InputError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.calibrate import chat
+from quantkit.calibrate.tokens import chat
 from quantkit.errors import InputError
 
 TALK = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]

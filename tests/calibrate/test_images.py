@@ -15,8 +15,8 @@ from PIL import Image
 from test_card import write_card
 
 from quantkit import content
-from quantkit.calibrate.card import Card
-from quantkit.calibrate.images import PREPROCESS, ImageSet, load_images
+from quantkit.calibrate.sets.card import Card
+from quantkit.calibrate.sets.images import PREPROCESS, ImageSet, load_images
 from quantkit.errors import InputError
 from quantkit.model.preprocess import Preprocess
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_card import write_card
 
-from quantkit.calibrate.inputs import InputSet, load_inputs
+from quantkit.calibrate.sets.inputs import InputSet, load_inputs
 from quantkit.errors import InputError
 
 

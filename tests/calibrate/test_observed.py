@@ -13,7 +13,7 @@ from onnxruntime.quantization.calibrate import HistogramCollector
 from reference import plain_ranges
 from torch.ao.quantization.observer import MovingAverageMinMaxObserver
 
-from quantkit.calibrate.observed import AVERAGING, COVERED, Observed
+from quantkit.calibrate.statistics.observed import AVERAGING, COVERED, Observed
 from quantkit.errors import InputError
 from quantkit.scheme import ActivationScheme, CacheScheme
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.calibrate.pack import filled, sample, sample_documents, sections
+from quantkit.calibrate.tokens.pack import filled, sample, sample_documents, sections
 
 
 def words(count: int) -> str:

@@ -10,8 +10,8 @@ import pytest
 from test_card import write_card
 
 from quantkit import content
-from quantkit.calibrate.card import Card
-from quantkit.calibrate.pairs import PairSet, load_pairs
+from quantkit.calibrate.sets.card import Card
+from quantkit.calibrate.sets.pairs import PairSet, load_pairs
 from quantkit.errors import InputError
 
 

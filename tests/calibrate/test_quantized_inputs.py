@@ -10,13 +10,13 @@ import torch
 import zoo
 from torch import Tensor
 
-from quantkit.calibrate.scales import Scales
-from quantkit.calibrate.statistics import InputStats, Stats
-from quantkit.formats import _activation
-from quantkit.model import cache as caches
-from quantkit.model import inputs
-from quantkit.model.loaded import LoadedModel
-from quantkit.model.structure import SharedInput, trace
+from quantkit.calibrate.statistics.collected import InputStats, Stats
+from quantkit.calibrate.statistics.scales import Scales
+from quantkit.formats.base import activation
+from quantkit.model.streaming import cache as caches
+from quantkit.model.streaming import inputs
+from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.structure.traced import SharedInput, trace
 from quantkit.scheme import ActivationScheme, CacheScheme
 
 STATIC = ActivationScheme(format="int8", granularity="tensor", dynamic=False)
@@ -67,7 +67,7 @@ def test_the_hessian_is_of_what_the_kernels_multiply(scheme: ActivationScheme, n
         assert found.outputs is not None
         assert torch.allclose(found.settled(), whole, atol=1e-5)
         for key, parts in raw.items():
-            seen = _activation.fake_quantize(torch.cat(parts), scheme, found.scales.inputs[key].static)
+            seen = activation.fake_quantize(torch.cat(parts), scheme, found.scales.inputs[key].static)
             expected = seen.T @ seen / seen.shape[0]
             assert torch.allclose(results[chunk][key].hessian, expected, rtol=1e-3, atol=1e-4 * float(expected.max()))
     for key, one in results[5].items():

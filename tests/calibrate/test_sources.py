@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from quantkit.calibrate.sources import Conversations, Ids, Texts, parse, read_dataset
+from quantkit.calibrate.tokens.sources import Conversations, Ids, Texts, parse, read_dataset
 from quantkit.errors import InputError
 
 

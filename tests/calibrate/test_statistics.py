@@ -9,11 +9,11 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from quantkit.calibrate.statistics import InputStats, Original, Stats
+from quantkit.calibrate.statistics.collected import InputStats, Original, Stats
 from quantkit.errors import InputError
-from quantkit.model import skip
-from quantkit.model.loaded import LoadedModel
-from quantkit.model.structure import SharedInput, trace
+from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.structure import skip
+from quantkit.model.structure.traced import SharedInput, trace
 
 
 def stats(name: str, chunk: int, samples: int = 5, tokens: int = 12) -> Stats:

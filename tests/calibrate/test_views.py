@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.calibrate.inputs import InputSet
-from quantkit.calibrate.views import views
+from quantkit.calibrate.sets.inputs import InputSet
+from quantkit.calibrate.sets.views import views
 
 
 def images(count: int = 3) -> np.ndarray:

@@ -16,7 +16,7 @@ from without import CLI, Without
 from quantkit import cli
 from quantkit.bundle import content_sha256, inventory
 from quantkit.bundle.manifest import MANIFEST, MEASUREMENTS
-from quantkit.measure.rows import write_rows
+from quantkit.measurement.rows import write_rows
 
 _ABSENT = {"torch", "transformers", "scipy", "datasets", "compressed_tensors", "pandas", "onnx", "accelerate", "gguf"}
 

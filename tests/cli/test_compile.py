@@ -35,7 +35,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path:
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Small groups, a small calibration set, few scored positions."""
-    monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 300)
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
     path = tmp_path / "small.yaml"
     path.write_text(
         "schema: 1\nsummary: small\ncalibration: {set: prose-en, samples: 4, tokens: 32}\n"

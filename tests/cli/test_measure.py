@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zoo
 
-from quantkit.calibrate.sets import ids_sha256
+from quantkit.calibrate.tokens.ids import ids_sha256
 
 TOKENS = 32
 
@@ -31,7 +31,7 @@ def tiny(tmp_path: Path, byte_tokenizer: Any) -> Path:
 def test_measure_scores_on_what_was_asked_for_or_says_what_instead(
     quantkit: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 300)
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
     recipe, own, out = tmp_path / "small.yaml", ids_file(tmp_path / "own.jsonl", 12, 1), tmp_path / "out"
     recipe.write_text(
         f"schema: 1\nsummary: small\ncalibration: {{set: {own}, samples: 4, tokens: {TOKENS}}}\n"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from quantkit.nightly import shown
-from quantkit.nightly.records import Cell, Decision, Night, Result
-from quantkit.nightly.store import Rows, Store
+from quantkit.nightly.store.parquet import Rows, Store
+from quantkit.nightly.store.records import Cell, Decision, Night, Result
 
 NIGHT = "20260101T030000Z-000001"
 CELL = Cell("tiny", "a", "cpu-x86", "onnxruntime", 1)
@@ -225,7 +225,7 @@ def test_a_night_says_what_was_answered_and_exits_0_whatever_that_is(
     config: Path, quantkit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quantkit.nightly.executors import local
-    from quantkit.nightly.jobs import Job, Outcome
+    from quantkit.nightly.running.jobs import Job, Outcome
 
     class Failing:
         def ready(self) -> None: ...

@@ -8,8 +8,9 @@ from typing import Any
 import planted_ops
 import pytest
 
-from quantkit.measure import ops_rows, ops_run
-from quantkit.measure.rows import read_rows
+from quantkit.measurement.operators import rows as ops_rows
+from quantkit.measurement.operators import run as ops_run
+from quantkit.measurement.rows import read_rows
 
 
 @pytest.fixture(autouse=True)

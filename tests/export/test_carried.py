@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantkit.export._carried import carried
+from quantkit.export.carried import carried
 
 
 def put(folder: Path, *names: str) -> None:

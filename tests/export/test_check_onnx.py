@@ -12,7 +12,7 @@ import onnx
 import pytest
 from small_onnx import EXPORT, Small, export, kept, scheme
 
-from quantkit.export import _check_onnx
+from quantkit.export.onnx import check as check_onnx
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -171,7 +171,7 @@ def test_a_wrong_graph_is_found(small: Small, change: Callable[[Any], None], whe
 
 def test_int8_rounding_of_activations_is_not_taken_for_a_fault(good: Small) -> None:
     """The file says level 4, the check computes at 0: 1e-4 would not hold otherwise, and a fault could hide in it."""
-    from quantkit.runtimes._onnx_session import Loaded
+    from quantkit.runtimes.onnxruntime.session import Loaded
 
     levels = {
         attribute.i
@@ -188,9 +188,9 @@ def test_int8_rounding_of_activations_is_not_taken_for_a_fault(good: Small) -> N
 
 def test_one_nan_among_good_runs_is_not_lost() -> None:
     nan = float("nan")
-    assert _check_onnx._worst({"prompt": 1e-7, "steps": 3e-7, "padded row": 2e-7}) == (3e-7, "steps")
+    assert check_onnx._worst({"prompt": 1e-7, "steps": 3e-7, "padded row": 2e-7}) == (3e-7, "steps")
     for runs in ({"prompt": 1e-7, "steps": nan}, {"prompt": nan, "steps": 1e-7}, {"a": 1.0, "steps": nan, "b": 2.0}):
-        value, where = _check_onnx._worst(runs)
+        value, where = check_onnx._worst(runs)
         assert value is None
         assert "not finite" in where
 
@@ -258,7 +258,7 @@ def test_data_that_is_not_a_file_of_the_folder_is_never_opened(
 ) -> None:
     change(small)
     monkeypatch.setattr(onnx.checker, "check_model", lambda *_: pytest.fail("the checker opens the files"))
-    monkeypatch.setattr(_check_onnx, "Loaded", lambda *_, **__: pytest.fail("the runtime opens the files"))
+    monkeypatch.setattr(check_onnx, "Loaded", lambda *_, **__: pytest.fail("the runtime opens the files"))
     checks = small.check()
     assert list(checks) == ["onnx.contained", "onnx.operators"]
     assert not checks["onnx.contained"].ok

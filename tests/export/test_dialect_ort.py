@@ -18,10 +18,10 @@ from reference import plain_matmulnbits
 from small_onnx import scheme
 
 from quantkit.errors import InputError
-from quantkit.export._dialect_ort import Dialect
-from quantkit.export._nbits import Linear, Weights, block_size
-from quantkit.export._pack import pack
-from quantkit.export._traced import DOMAIN, Traced
+from quantkit.export.onnx.dialect import Dialect
+from quantkit.export.onnx.nbits import Linear, Weights, block_size
+from quantkit.export.onnx.pack import pack
+from quantkit.export.trace.traced import DOMAIN, Traced
 from quantkit.scheme import WeightScheme
 
 GROUP = {"granularity": "group"}
@@ -366,7 +366,7 @@ def test_what_an_encoder_s_operator_has_not_is_refused(changes: dict[str, Any]) 
 
 def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
     """16 linears of 1 MB: while the file is written, none but the one that is being written is alive."""
-    from quantkit.export.onnx import _save
+    from quantkit.export.onnx.exporter import _save
 
     rows, columns, count = 512, 512, 16
     seen: list[weakref.ref[Any]] = []

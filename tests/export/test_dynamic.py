@@ -10,12 +10,12 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from quantkit.export._dynamic import activations_of, insert
+from quantkit.export.onnx.dynamic import activations_of, insert
 from quantkit.graph import integer
-from quantkit.graph.qdq import Codes, stem_of
+from quantkit.graph.pairs.qdq import Codes, stem_of
 from quantkit.graph.run import Runner
 from quantkit.graph.sites import sites
-from quantkit.runtimes._onnx_open import write_optimized
+from quantkit.runtimes.onnxruntime.open import write_optimized
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 RNG = np.random.default_rng(0)

@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 from small_graph import Small
 
-from quantkit.export._halves import HALF, WIDE, halved
+from quantkit.export.tensorrt.network.halves import HALF, WIDE, halved
 from quantkit.graph.run import Runner
 
 

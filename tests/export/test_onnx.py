@@ -18,7 +18,7 @@ from small_onnx import EXPORT, TEXT, Small, expected, export, relative, scheme
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.export._asked import Asked
+from quantkit.export.layer_spec import Asked
 from quantkit.model.finished import Finished
 from quantkit.scheme import WeightScheme
 
@@ -333,8 +333,8 @@ def test_two_exports_are_the_same_bytes(tmp_path: Path, small: Any) -> None:
 
     program = (
         "import sys; from pathlib import Path; import torch; torch.set_num_threads(1)\n"
-        "from quantkit.export.onnx import EXPORT; from quantkit.model.open import open_model\n"
-        "from quantkit.model.stream import StreamedModel; from quantkit.model.finished import Finished\n"
+        "from quantkit.export.onnx.exporter import EXPORT; from quantkit.model.source.open import open_model\n"
+        "from quantkit.model.streaming.stream import StreamedModel; from quantkit.model.finished import Finished\n"
         "source = open_model(sys.argv[1])\n"
         "EXPORT.write(Path(sys.argv[2]), source, StreamedModel(source), Finished([], {}), {})\n"
     )
@@ -424,13 +424,13 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Small]:
     """A bundle with a packed checkpoint, and the ONNX file that the same compile made."""
-    from quantkit import registry
+    from quantkit import plugins
     from quantkit.bundle import LayerEntry
 
     found = export(tmp_path_factory.mktemp("finished"), "llama", scheme())
     folder = tmp_path_factory.mktemp("finished") / "b"
     folder.mkdir()
-    registry.load("export", "checkpoint").write(folder, found.source, found.stream, found.results, {})
+    plugins.load("export", "checkpoint").write(folder, found.source, found.stream, found.results, {})
     layers = [
         LayerEntry(name=name, shape=[1, 1], scheme=how.model_dump(), bits_per_weight=4.5)
         for name, how in found.results.schemes.items()
@@ -448,7 +448,7 @@ def test_a_finished_bundle_s_export_is_the_same_file(tmp_path: Path, finished: t
 
 
 def test_a_bundle_that_has_no_codes_is_refused(tmp_path: Path, finished: tuple[Bundle, Small]) -> None:
-    from quantkit import registry
+    from quantkit import plugins
 
     bundle, found = finished
     (tmp_path / "none").mkdir()
@@ -458,7 +458,7 @@ def test_a_bundle_that_has_no_codes_is_refused(tmp_path: Path, finished: tuple[B
     assert caught.value.code == "bundle-without-checkpoint"
     (tmp_path / "dense").mkdir()
     dense = {"layout": "dense"}
-    registry.load("export", "checkpoint").write(tmp_path / "dense", found.source, found.stream, found.results, dense)
+    plugins.load("export", "checkpoint").write(tmp_path / "dense", found.source, found.stream, found.results, dense)
     small_onnx.bundle(tmp_path / "dense", layers=bundle.manifest.layers)
     with pytest.raises(InputError) as caught:
         EXPORT.add(tmp_path / "dense", tmp_path / "onnx", {})

@@ -10,8 +10,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from quantkit.export._parser_errors import Refused, of_parser, refusal, unknown
-from quantkit.runtimes._tensorrt_library import Said, load
+from quantkit.export.tensorrt.parser_errors import Refused, of_parser, refusal, unknown
+from quantkit.runtimes.tensorrt.library import Said, load
 
 pytest.importorskip("tensorrt_rtx")
 LIBRARY = load("tensorrt_rtx")

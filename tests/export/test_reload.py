@@ -14,10 +14,10 @@ from torch import Tensor
 
 from quantkit.bundle import Bundle, Check, LayerEntry, Manifest, ModelEntry, SourceEntry, content_sha256, inventory
 from quantkit.errors import GateError
-from quantkit.export import _reload
-from quantkit.export.checkpoint import EXPORT
+from quantkit.export.checkpoint import reload as _reload
+from quantkit.export.checkpoint.exporter import EXPORT
 from quantkit.model import layouts
-from quantkit.model.open import Source
+from quantkit.model.source.open import Source
 from quantkit.scheme import WeightScheme
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quantkit.errors import InputError
-from quantkit.export import _single_op as single
+from quantkit.export.onnx import single_op as single
 
 K, N, M = 256, 96, 3
 COPIES = (0, 1, 5)

@@ -11,18 +11,18 @@ import onnx_ir as ir
 import pytest
 from small_onnx import LAYERS, Small, export
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.errors import InputError
-from quantkit.export import _engine
-from quantkit.export._asked import Asked
-from quantkit.export._profiles import Shapes, capacity, fitted, inputs_of, shapes
-from quantkit.export._traced import DOMAIN, Traced
+from quantkit.export.layer_spec import Asked
+from quantkit.export.tensorrt import engine as _engine
+from quantkit.export.tensorrt.profiles import Shapes, capacity, fitted, inputs_of, shapes
+from quantkit.export.trace.traced import DOMAIN, Traced
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 from quantkit.target import Profile, Target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-EXPORT = registry.load("export", "tensorrt")
+EXPORT = plugins.load("export", "tensorrt")
 DECODE = Profile(name="decode", batch=(1, 2, 4), length=(1, 1, 1), context=(1, 16, 60))
 PREFILL = Profile(name="prefill", batch=(1, 1, 2), length=(1, 16, 48), context=(0, 0, 0))
 PROFILES = [DECODE.model_dump(), PREFILL.model_dump()]
@@ -103,7 +103,7 @@ def test_a_network_that_does_not_run_is_one_line_with_its_node(tmp_path: Path) -
 
 
 def test_a_window_in_an_encoder_is_refused() -> None:
-    from quantkit.export._dialect_tensorrt import Dialect
+    from quantkit.export.tensorrt.network.dialect import Dialect
 
     x = ir.Value(name="x", shape=ir.Shape([1, 4, 8, 16]), type=ir.TensorType(ir.DataType.FLOAT16))
     attributes = {"window": 8, "heads": 4, "kv_heads": 4, "scale": 1.0, "softcap": 0.0}
@@ -192,14 +192,14 @@ def spoil(made: Small, end: str, change: Any) -> None:
 
 
 def _values(made: Small) -> Any:
-    from quantkit.export._values import Values
+    from quantkit.export.values import Values
 
     return Values.of_results(made.source, made.stream, made.results)
 
 
 def test_small_scales_stay_exact(tmp_path: Path) -> None:
     """float16 has no normal numbers below 6e-5."""
-    from quantkit.export._tensorrt_weights import fitting
+    from quantkit.export.tensorrt.network.weights import fitting
 
     tiny, usual = np.array([3e-6, 1e-2], np.float32), np.array([3e-3, 1e-2], np.float32)
     assert fitting(tiny, np.dtype(np.float16)).dtype == np.float32

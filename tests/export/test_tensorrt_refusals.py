@@ -6,8 +6,8 @@ import pytest
 
 from quantkit import content
 from quantkit.errors import InputError
-from quantkit.export._tensorrt_refusals import FIRST_SM, FORMATS, refuse_gpu
-from quantkit.export._tensorrt_weights import TYPES
+from quantkit.export.tensorrt.network.weights import TYPES
+from quantkit.export.tensorrt.refusals import FIRST_SM, FORMATS, refuse_gpu
 from quantkit.target import Target
 
 # compute capabilities that each library builds for; TensorRT-RTX has its list, TensorRT begins with Turing

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.export import _engine, _timings
+from quantkit.export.tensorrt import engine as _engine
+from quantkit.export.tensorrt import timings
 
 pytestmark = pytest.mark.usefixtures("fake_builder")
 
@@ -42,12 +43,12 @@ def test_the_second_build_says_what_the_first_one_has_saved_it(tmp_path: Path) -
     assert again.cache_hit and again.first_seconds == first.seconds
     assert again.saved_seconds == pytest.approx(first.seconds - again.seconds)
     assert again.saved_seconds is not None and again.saved_seconds > 0.1
-    said = _timings.said(again.model_dump())
+    said = timings.said(again.model_dump())
     assert f"the timing cache saved {again.saved_seconds:.1f} s" in said
     # of another network that shares layers nobody knows how long it would have taken
     other = build(tmp_path, *layers, "one more", name="two")
     assert (other.cache_hit, other.saved_seconds) == (True, None)
-    assert "not known" in _timings.said(other.model_dump())
+    assert "not known" in timings.said(other.model_dump())
     # a cache that is damaged is begun anew, and what was noted of it holds no longer
     (tmp_path / "t.cache").write_bytes(b"{")
     anew = build(tmp_path, *layers)
@@ -99,8 +100,8 @@ def test_two_builds_that_share_a_cache_add_to_it_both(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written_is_said_and_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     made = build(tmp_path, "a", timing_cache=str(tmp_path / "file" / "t.cache"))
-    assert made.bytes and "could not be kept" in _timings.said(made.model_dump())
+    assert made.bytes and "could not be kept" in timings.said(made.model_dump())
 
 
 def test_ahead_of_time_there_is_none() -> None:
-    assert _timings.said({"seconds": 3.0, "cache_hit": None}) == ""
+    assert timings.said({"seconds": 3.0, "cache_hit": None}) == ""

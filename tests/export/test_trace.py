@@ -15,11 +15,11 @@ from small_onnx import EXPORT, copied, expected, relative
 from torch import nn
 
 from quantkit.errors import InputError
-from quantkit.export import _repeat, _trace
-from quantkit.export._traced import DOMAIN
+from quantkit.export.trace import repeat, transformer
+from quantkit.export.trace.traced import DOMAIN
 from quantkit.model.finished import Finished
-from quantkit.model.open import open_model
-from quantkit.model.stream import StreamedModel
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.stream import StreamedModel
 
 LIMIT = 5e-6
 LLAMA = {**zoo.ARCHITECTURES["llama"][2], "num_hidden_layers": 2}
@@ -36,7 +36,7 @@ def architecture(name: str, **settings: Any) -> nn.Module:
 
 def exported(folder: Path, model: nn.Module) -> tuple[Any, Any, list[Any]]:
     """The model in ONNX Runtime, the exporter's checks of it, and its decisions."""
-    from quantkit.runtimes._onnx_session import Loaded
+    from quantkit.runtimes.onnxruntime.session import Loaded
 
     model.save_pretrained(folder / "m")  # type: ignore[operator]
     source = open_model(str(folder / "m"))
@@ -89,14 +89,14 @@ class Norm(nn.Module):
 def test_a_norm_is_known_by_what_it_computes(kind: str, wanted: Any) -> None:
     module = Norm(kind)
     before = module.weight.clone()
-    assert _trace.rms_norm(module) == wanted
+    assert transformer.rms_norm(module) == wanted
     assert torch.equal(module.weight, before)
 
 
 def test_other_modules_are_no_norms() -> None:
     for module in (nn.LayerNorm(8), nn.LayerNorm(8, bias=False), nn.Linear(8, 8, bias=False), nn.Embedding(8, 8)):
-        assert _trace.rms_norm(module) is None
-    assert _trace.rms_norm(nn.RMSNorm(8, eps=1e-6)) == (1e-6, 0.0)
+        assert transformer.rms_norm(module) is None
+    assert transformer.rms_norm(nn.RMSNorm(8, eps=1e-6)) == (1e-6, 0.0)
 
 
 # --- which blocks are alike -------------------------------------------------------------------------------------------
@@ -148,15 +148,15 @@ CONFIG = object()
 )
 def test_alike(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
     first, second = Block(**one), Block(**other)
-    assert _repeat.alike(first, second) is same
-    assert _repeat.alike(second, first) is same
+    assert repeat.alike(first, second) is same
+    assert repeat.alike(second, first) is same
 
 
 def test_a_buffer_s_values_are_a_copy_s_own_but_not_its_shape() -> None:
     blocks = [Block() for _ in range(3)]
     for block, size in zip(blocks, (3, 3, 4), strict=True):
         block.register_buffer("table", torch.randn(size))
-    assert _repeat.kinds(nn.ModuleList(blocks)) == [0, 0, 2]
+    assert repeat.kinds(nn.ModuleList(blocks)) == [0, 0, 2]
 
 
 @pytest.mark.parametrize(
@@ -165,21 +165,21 @@ def test_a_buffer_s_values_are_a_copy_s_own_but_not_its_shape() -> None:
 )
 def test_kinds_of_blocks(name: str, kinds: list[int]) -> None:
     model = zoo.tiny(name)
-    assert _repeat.kinds(model.get_submodule(_trace.find_blocks(model))) == kinds
+    assert repeat.kinds(model.get_submodule(transformer.find_blocks(model))) == kinds
 
 
 def test_a_call_is_the_same_only_with_the_same_tensors() -> None:
     one, other = torch.ones(2), torch.ones(2)
-    call = _repeat._Call.of((one,), {"window": 8, "mask": None})
-    assert call.same(_repeat._Call.of((one,), {"window": 8, "mask": None}))
-    assert not call.same(_repeat._Call.of((other,), {"window": 8, "mask": None}))
-    assert not call.same(_repeat._Call.of((one,), {"window": 9, "mask": None}))
-    assert not call.same(_repeat._Call.of((one,), {"window": True, "mask": None}))
-    assert not call.same(_repeat._Call.of((one,), {"window": 8}))
-    assert not call.same(_repeat._Call.of((one, one), {"window": 8, "mask": None}))
+    call = repeat._Call.of((one,), {"window": 8, "mask": None})
+    assert call.same(repeat._Call.of((one,), {"window": 8, "mask": None}))
+    assert not call.same(repeat._Call.of((other,), {"window": 8, "mask": None}))
+    assert not call.same(repeat._Call.of((one,), {"window": 9, "mask": None}))
+    assert not call.same(repeat._Call.of((one,), {"window": True, "mask": None}))
+    assert not call.same(repeat._Call.of((one,), {"window": 8}))
+    assert not call.same(repeat._Call.of((one, one), {"window": 8, "mask": None}))
     # a tensor that is gone is kept by the call, so that no other one can come to lie where it lay
-    kept = _repeat._Call.of((torch.ones(3),), {})
-    assert not any(kept.same(_repeat._Call.of((torch.ones(3),), {})) for _ in range(10))
+    kept = repeat._Call.of((torch.ones(3),), {})
+    assert not any(kept.same(repeat._Call.of((torch.ones(3),), {})) for _ in range(10))
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def traced() -> tuple[nn.Module, Any]:
         skeleton = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).eval()
     before = copy.deepcopy(dict(vars(skeleton.config)))
     types = [type(module) for module in skeleton.modules()]
-    found = _trace.trace(skeleton, "decoder")
+    found = transformer.trace(skeleton, "decoder")
     assert [type(module) for module in skeleton.modules()] == types
     assert vars(skeleton.config) == before
     assert all(parameter.is_meta for parameter in skeleton.parameters())

@@ -8,7 +8,7 @@ import pytest
 from reference import plain_vllm
 
 from quantkit import content
-from quantkit.export.checkpoint import CheckpointOptions
+from quantkit.export.checkpoint.exporter import CheckpointOptions
 from quantkit.model import layouts
 from quantkit.recipe import Recipe
 from quantkit.scheme import WeightScheme

@@ -18,7 +18,7 @@ from reference.plain_vllm import Refused
 from safetensors.torch import load_file
 
 from quantkit import content
-from quantkit.export.checkpoint import CheckpointOptions
+from quantkit.export.checkpoint.exporter import CheckpointOptions
 from quantkit.model import layouts
 from quantkit.pipeline import Request, compile_model
 from quantkit.recipe import Recipe
@@ -69,7 +69,7 @@ Made = Callable[[Recipe], Path]
 @pytest.fixture
 def compiled(tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Made:
     """A compile of a small Llama whose linears are of very different sizes; the folder of its checkpoint."""
-    monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 60)
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 60)
     model = zoo.tiny(
         "llama", vocab_size=258, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_key_value_heads=4
     )

@@ -18,17 +18,16 @@ from small_onnx import EXPORT, Small, expected, export, kept, relative, traced_o
 from test_check_onnx import spoil  # type: ignore[import-not-found]
 from test_dialect_ort import Graph, dense, run, weights  # type: ignore[import-not-found]
 
-from quantkit import registry
+from quantkit import machine, plugins
 from quantkit.errors import InputError
-from quantkit.export import _check_w8a8
-from quantkit.export._asked import Asked
-from quantkit.export._dialect_ort import Dialect
-from quantkit.export._nbits import Input, Linear, Weights
-from quantkit.export._single_op import EXACT_SUMS
-from quantkit.export._values import Values
+from quantkit.export.layer_spec import Asked
+from quantkit.export.onnx import check_w8a8
+from quantkit.export.onnx.dialect import Dialect
+from quantkit.export.onnx.nbits import Input, Linear, Weights
+from quantkit.export.onnx.single_op import EXACT_SUMS
+from quantkit.export.values import Values
 from quantkit.graph import integer
-from quantkit.plan import machine
-from quantkit.runtimes._onnx_open import write_optimized
+from quantkit.runtimes.onnxruntime.open import write_optimized
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -146,7 +145,7 @@ def test_inputs_are_quantized_once_and_fused(made: Any, tmp_path: Path, how: str
     kinds = Counter(node.op_type for node in fused.graph)
     assert kinds[KERNEL[how]] == 12
     assert not {"MatMul", "Gemm", "FusedMatMul", "DequantizeLinear"} & set(kinds)
-    sites = [integer.Site(each.name, each.weight, 1.0, each.output) for each in _check_w8a8.products(small.onnx)]
+    sites = [integer.Site(each.name, each.weight, 1.0, each.output) for each in check_w8a8.products(small.onnx)]
     assert integer.found(fused, sites).kernels == {KERNEL[how]: 12}
 
 
@@ -193,7 +192,7 @@ def test_a_wrong_number_of_a_weight_is_found(made: Any, tmp_path: Path, part: st
 def test_a_wrong_scale_of_an_input_is_found_and_named(made: Any, tmp_path: Path) -> None:
     """In float32 it does not show."""
     small = kept(made("bert", "fixed"), tmp_path / "b")
-    product = next(each for each in _check_w8a8.products(small.onnx) if "layer.1.output" in each.name)
+    product = next(each for each in check_w8a8.products(small.onnx) if "layer.1.output" in each.name)
     spoil(small, f"{product.source}.scale", lambda values: values.__setitem__((), 0.06))
     checks = small.check()
     assert checks["reload.onnxruntime"].ok
@@ -265,7 +264,7 @@ def test_sums_that_saturate_are_found(tmp_path: Path, form: str, codes: str) -> 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_no_two_products_of_7_bits_leave_16_bits(sign: int) -> None:
     """The largest there are, in ONNX Runtime without any option."""
-    form = registry.load("formats", "int7")
+    form = plugins.load("formats", "int7")
     code = form.high if sign > 0 else form.low
     assert 2 * 255 * abs(code) < 2**15
     stored = Weights(

@@ -10,8 +10,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import compute_dynamic_scales_and_zp
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize as theirs
 
-from quantkit.calibrate.observed import Observed
-from quantkit.formats._activation import InputScale, fake_quantize, parameters
+from quantkit.calibrate.statistics.observed import Observed
+from quantkit.formats.base.activation import InputScale, fake_quantize, parameters
 from quantkit.scheme import ActivationScheme
 
 

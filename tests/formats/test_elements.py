@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.formats import _elements
-from quantkit.formats._elements import FP4_E2M1, FP8_E4M3, FP8_E5M2, Fp4, Fp8
+from quantkit.formats.base import elements
+from quantkit.formats.base.elements import FP4_E2M1, FP8_E4M3, FP8_E5M2, Fp4, Fp8
 
 ELEMENTS: dict[str, tuple[Fp8 | Fp4, type]] = {
     "fp8_e4m3": (FP8_E4M3, ml_dtypes.float8_e4m3fn),
@@ -65,7 +65,7 @@ def test_nan_stays_nan(name: str) -> None:
 def test_the_codebook_of_fp4_is_that_of_ml_dtypes() -> None:
     theirs = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     assert np.array_equal(FP4_E2M1.codebook().numpy().view(np.uint32), theirs.view(np.uint32))
-    assert tuple(theirs[:8].tolist()) == _elements.FP4_VALUES
+    assert tuple(theirs[:8].tolist()) == elements.FP4_VALUES
 
 
 @pytest.mark.parametrize("columns", [1, 2, 7, 32])

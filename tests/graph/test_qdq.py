@@ -12,14 +12,16 @@ import pytest
 import torch
 
 from quantkit.errors import InputError
-from quantkit.graph import integer, placement, qdq, solve
+from quantkit.graph import integer
+from quantkit.graph.codes import solve
 from quantkit.graph.fuse import fuse
 from quantkit.graph.open import open_graph
-from quantkit.graph.placement import MOVING, THROUGH
-from quantkit.graph.qdq import Codes, Range
+from quantkit.graph.pairs import placement, qdq
+from quantkit.graph.pairs.placement import MOVING, THROUGH
+from quantkit.graph.pairs.qdq import Codes, Range
 from quantkit.graph.run import Runner
 from quantkit.graph.sites import Site, patches, sites
-from quantkit.runtimes._onnx_open import write_optimized
+from quantkit.runtimes.onnxruntime.open import write_optimized
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 ACTIVATIONS = ActivationScheme(format="int8", granularity="tensor", dynamic=False, symmetric=False)

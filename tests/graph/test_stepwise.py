@@ -8,10 +8,10 @@ import networks
 import numpy as np
 import pytest
 
+from quantkit.graph.codes.stepwise import Stepwise
 from quantkit.graph.open import open_graph
 from quantkit.graph.run import Runner
 from quantkit.graph.sites import patches, sites
-from quantkit.graph.stepwise import Stepwise
 
 
 def test_every_value_is_that_of_the_whole_graph(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from quantkit.graph import placement, qdq, solve
+from quantkit.graph.codes import solve
 from quantkit.graph.open import open_graph
+from quantkit.graph.pairs import placement, qdq
 from quantkit.graph.run import Runner
 from quantkit.graph.sites import sites
 from quantkit.model.to_onnx import write_onnx

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.formats import QuantTensor
 from quantkit.scheme import WeightScheme
 
@@ -14,7 +14,7 @@ from quantkit.scheme import WeightScheme
 def quantized(rows: int, columns: int, seed: int = 0, **scheme: Any) -> QuantTensor:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     made = WeightScheme(**scheme)
-    found: QuantTensor = registry.load("formats", made.format).quantize(weight, made)
+    found: QuantTensor = plugins.load("formats", made.format).quantize(weight, made)
     return found
 
 

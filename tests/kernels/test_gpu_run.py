@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("triton")  # Linux alone has it
 
 from quantkit.kernels.dispatch import Table, Timing
-from quantkit.measure.rows import Row
+from quantkit.measurement.rows import Row
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/gpu/run_all.py"
 PROGRAM = """

@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("triton")  # Linux alone has it
 from kernel_tools import bound, quantized
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.errors import InputError
-from quantkit.formats import _activation
+from quantkit.formats.base import activation
 from quantkit.kernels.configs import Config
 from quantkit.kernels.layout import pack
 from quantkit.kernels.native import native, require
@@ -26,7 +26,7 @@ SPLIT = Config(block_n=64, block_m=16, unroll=4, split=3, warps=4, stages=3)
 @pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3"])
 def test_products_equal_float64(fmt: str, M: int, N: int, K: int, config: Config) -> None:
     tensor = quantized(N, K, format=fmt, granularity="channel")
-    weight = registry.load("formats", fmt).dequantize(tensor).double()
+    weight = plugins.load("formats", fmt).dequantize(tensor).double()
     x = torch.randn(M, K, generator=torch.Generator().manual_seed(5)).half()
     codes, step = quantize_tokens(x, fmt)
     y = native(codes, step, pack(tensor, native=True), config)
@@ -50,7 +50,7 @@ def test_tokens_are_quantized_as_activations_are(fmt: str) -> None:
     x[2] *= 2.0**-14
     x[3, 7] = 6e4
     codes, step = quantize_tokens(x, fmt)
-    want = _activation.fake_quantize(x, ActivationScheme(format=fmt))
+    want = activation.fake_quantize(x, ActivationScheme(format=fmt))
     assert torch.equal((codes.float() * step[:, None]).half(), want)
     if fmt == "fp8_e4m3":
         units = (x / step.half()[:, None]).clamp(-448, 448)

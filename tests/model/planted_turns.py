@@ -6,8 +6,8 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from quantkit.model.calls import Call
-from quantkit.model.loaded import LoadedModel
+from quantkit.model.streaming.calls import Call
+from quantkit.model.streaming.loaded import LoadedModel
 
 
 class Matrix:

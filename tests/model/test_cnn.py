@@ -13,7 +13,7 @@ from torch import nn
 
 from quantkit.errors import InputError
 from quantkit.model import cnn
-from quantkit.model.packaged import NETWORKS
+from quantkit.model.source.packaged import NETWORKS
 
 PLAIN: dict[str, Any] = {
     "channels": 2,

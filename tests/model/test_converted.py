@@ -15,10 +15,10 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from zoo import shrink
 
 from quantkit.errors import InputError
-from quantkit.model.converted import NOTE, Converted, Made, may_apply
-from quantkit.model.open import Source, open_model
-from quantkit.model.stream import StreamedModel
-from quantkit.model.weights import Weights, torch_dtype
+from quantkit.model.source.converted import NOTE, Converted, Made, may_apply
+from quantkit.model.source.open import Source, open_model
+from quantkit.model.source.weights import Weights, torch_dtype
+from quantkit.model.streaming.stream import StreamedModel
 
 # class -> how many tensors of the files become how many parameters, in the first layer that has such
 CASES = {

@@ -6,10 +6,10 @@ import pytest
 import torch
 import zoo
 
-from quantkit.model import ends
-from quantkit.model.ends import Ends
-from quantkit.model.fold import InDouble
-from quantkit.model.loaded import LoadedModel
+from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.structure import ends
+from quantkit.model.structure.ends import Ends
+from quantkit.model.structure.fold import InDouble
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2", "opt"])

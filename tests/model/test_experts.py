@@ -11,9 +11,10 @@ from torch import nn
 from zoo import shrink
 
 from quantkit.errors import InputError
-from quantkit.model import experts, fold, structure
-from quantkit.model.open import open_model
-from quantkit.model.stream import StreamedModel
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.stream import StreamedModel
+from quantkit.model.structure import experts, fold
+from quantkit.model.structure import traced as structure
 
 NAMES = {
     "mixtral": ("block_sparse_moe.experts", ["w1", "w3", "w2"]),

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from zoo import shrink
 
 from quantkit.errors import InputError
-from quantkit.model.loaded import LoadedModel
-from quantkit.model.open import open_model
-from quantkit.model.stream import StreamedModel
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.stream import StreamedModel
 
 # class -> whether its forward has to run itself
 CLASSES = {

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from zoo import shrink
 
-from quantkit.model import fold
-from quantkit.model.calls import Call, primary
-from quantkit.model.fold import TOLERANCE, Fold
-from quantkit.model.loaded import LoadedModel
-from quantkit.model.open import open_model
-from quantkit.model.stream import StreamedModel
-from quantkit.model.structure import SharedInput, Structure, trace
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.calls import Call, primary
+from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.stream import StreamedModel
+from quantkit.model.structure import fold
+from quantkit.model.structure.fold import TOLERANCE, Fold
+from quantkit.model.structure.traced import SharedInput, Structure, trace
 
 _IDENTITY = list(range(64))
 # two heads of queries share one head of keys and values: [4, 16] inputs come from [2, 16] channels

@@ -14,8 +14,8 @@ import torch
 from zoo import ids, tiny
 
 from quantkit.errors import InputError
-from quantkit.model.gguf import convert_gguf
-from quantkit.model.open import open_model
+from quantkit.model.source.gguf import convert_gguf
+from quantkit.model.source.open import open_model
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["1 2", "Ġ a", "a b"]

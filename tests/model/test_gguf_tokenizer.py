@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from quantkit.errors import InputError
-from quantkit.model.gguf_tokenizer import tokenizer_config, tokenizer_json
+from quantkit.model.source.gguf_tokenizer import tokenizer_config, tokenizer_json
 
 TEXTS = [
     "",

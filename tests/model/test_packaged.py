@@ -17,10 +17,11 @@ import torch
 from test_cnn import PLAIN, built
 
 from quantkit.errors import InputError
-from quantkit.model import cnn, packaged
-from quantkit.model.alias import ALIASES
-from quantkit.model.gguf import PROVENANCE
+from quantkit.model import cnn
 from quantkit.model.preprocess import Preprocess
+from quantkit.model.source import packaged
+from quantkit.model.source.alias import ALIASES
+from quantkit.model.source.gguf import PROVENANCE
 
 HOW = Preprocess(resize=11, crop=11, mean=[0.5, 0.5], std=[0.25, 0.25])
 convert = partial(packaged.convert_network, network="tiny", licence="MIT", preprocess=HOW)

@@ -9,10 +9,10 @@ import torch
 from planted_turns import block_of, orthogonal
 from torch import Tensor, nn
 
-from quantkit.model.calls import Call
-from quantkit.model.fold import TOLERANCE
-from quantkit.model.residual import Unturnable, find, find_heads
-from quantkit.model.turn import Part, prove
+from quantkit.model.streaming.calls import Call
+from quantkit.model.structure.fold import TOLERANCE
+from quantkit.model.structure.residual import Unturnable, find, find_heads
+from quantkit.model.structure.turn import Part, prove
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 

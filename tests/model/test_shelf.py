@@ -11,13 +11,13 @@ import transformers
 import zoo
 from torch import Tensor, nn
 
-from quantkit.model import calls as calling
-from quantkit.model import stream as streaming
-from quantkit.model.calls import Calls
-from quantkit.model.live import LiveCalls
-from quantkit.model.loaded import LoadedModel
-from quantkit.model.shelf import Shelf, held
-from quantkit.model.stream import Answers
+from quantkit.model.streaming import calls as calling
+from quantkit.model.streaming import stream as streaming
+from quantkit.model.streaming.calls import Calls
+from quantkit.model.streaming.live import LiveCalls
+from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.shelf import Shelf, held
+from quantkit.model.streaming.stream import Answers
 
 
 @pytest.fixture(autouse=True)

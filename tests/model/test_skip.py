@@ -7,8 +7,8 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from quantkit.model.loaded import LoadedModel
-from quantkit.model.skip import skips
+from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.structure.skip import skips
 
 LLAMA = {"self_attn.o_proj": "input_layernorm", "mlp.down_proj": "post_attention_layernorm"}
 

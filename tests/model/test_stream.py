@@ -11,10 +11,10 @@ from torch import nn
 from zoo import shrink
 
 from quantkit.errors import InputError
-from quantkit.model.calls import primary
-from quantkit.model.loaded import LoadedModel
-from quantkit.model.open import open_model
-from quantkit.model.stream import Head, StreamedModel, find_blocks, set_tensor
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.calls import primary
+from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.stream import Head, StreamedModel, find_blocks, set_tensor
 
 
 @pytest.fixture(scope="module", params=zoo.ARCHITECTURES)

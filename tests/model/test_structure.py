@@ -8,8 +8,8 @@ import transformers
 import zoo
 from torch import nn
 
-from quantkit.model.loaded import LoadedModel
-from quantkit.model.structure import is_linear, is_transposed, set_weight, trace, weight_of
+from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.structure.traced import is_linear, is_transposed, set_weight, trace, weight_of
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATED = [_QKV, ("self_attn.o_proj",), ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)]

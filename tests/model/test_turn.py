@@ -9,10 +9,10 @@ import torch
 from planted_turns import Matrix, block_of, orthogonal
 from torch import nn
 
-from quantkit.model.fold import TOLERANCE
-from quantkit.model.residual import find, find_heads
-from quantkit.model.structure import weight_of
-from quantkit.model.turn import Heads, Part, Residual, prove, turn
+from quantkit.model.structure.fold import TOLERANCE
+from quantkit.model.structure.residual import find, find_heads
+from quantkit.model.structure.traced import weight_of
+from quantkit.model.structure.turn import Heads, Part, Residual, prove, turn
 
 
 def test_a_turned_block_is_the_plain_product_of_matrices() -> None:

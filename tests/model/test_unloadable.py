@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from zoo import shrink
 
-from quantkit.model.open import open_model
-from quantkit.model.stream import StreamedModel
-from quantkit.model.unloadable import Obstacle, obstacles
+from quantkit.model.source.open import open_model
+from quantkit.model.source.unloadable import Obstacle, obstacles
+from quantkit.model.streaming.stream import StreamedModel
 
 # class -> (what is in the way, why)
 CASES = {

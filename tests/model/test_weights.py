@@ -18,7 +18,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import InputError, QuantkitError, Stopped
-from quantkit.model.weights import HEADER_LIMIT, Weights, dtype_name, torch_dtype, write_atomic, write_safetensors
+from quantkit.model.source.weights import (
+    HEADER_LIMIT,
+    Weights,
+    dtype_name,
+    torch_dtype,
+    write_atomic,
+    write_safetensors,
+)
 
 
 def craft(path: Path, header: Any, data: bytes) -> None:
@@ -391,7 +398,7 @@ def test_reading_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:
     headers = [(f"w{i}", "F32", (1024, 1024)) for i in range(32)]
     write_safetensors(path, headers, lambda name: torch.full((1024, 1024), float(name[1:])))
     code = (
-        "import resource, sys, torch; from pathlib import Path; from quantkit.model.weights import Weights\n"
+        "import resource, sys, torch; from pathlib import Path; from quantkit.model.source.weights import Weights\n"
         "weights = Weights.open(Path(sys.argv[1])); weights.read('w0')\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "for name in weights.entries: assert weights.read(name)[0, 0] == float(name[1:])\n"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from quantkit.nightly.records import Cell, Decision, Item, Night, Result, Time
-from quantkit.nightly.store import Store
+from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store.records import Cell, Decision, Item, Night, Result, Time
 
 FIRST, SECOND, THIRD = (f"202601{day:02d}T030000Z-{day:06x}" for day in (1, 2, 3))
 CELLS = tuple(Cell("tiny", recipe, "cpu-x86", "onnxruntime", batch) for recipe in ("a", "b") for batch in (1, 8))

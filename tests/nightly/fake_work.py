@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 from quantkit.errors import InputError
-from quantkit.nightly.jobs import Job
-from quantkit.nightly.records import Cell, Result, Time
-from quantkit.nightly.store import Store
+from quantkit.nightly.running.jobs import Job
+from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store.records import Cell, Result, Time
 from quantkit.pipeline.progress import Progress
 
 

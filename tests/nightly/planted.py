@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.nightly.records import Cell, Item, Side, Time
-from quantkit.stats.slowdown import BLOCKS, BURST, ROUNDS
+from quantkit.nightly.store.records import Cell, Item, Side, Time
+from quantkit.stats.deciding.slowdown import BLOCKS, BURST, ROUNDS
 
 from .conftest import FIRST
 

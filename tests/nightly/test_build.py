@@ -17,13 +17,13 @@ import zoo
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.nightly import bundles, timing
-from quantkit.nightly.build import build, request_of, why_not_here
-from quantkit.nightly.bundles import Bundles, inputs_sha256
 from quantkit.nightly.config import Nightly
-from quantkit.nightly.jobs import Job
-from quantkit.nightly.records import Night, Result, Time
-from quantkit.nightly.store import Store
+from quantkit.nightly.running import bundles, timing
+from quantkit.nightly.running.build import build, request_of, why_not_here
+from quantkit.nightly.running.bundles import Bundles, inputs_sha256
+from quantkit.nightly.running.jobs import Job
+from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store.records import Night, Result, Time
 from quantkit.pipeline.progress import Progress
 from quantkit.target import Target
 
@@ -96,7 +96,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, bare_tokenizer: Any) -> Any:
     home.write()
     with pytest.MonkeyPatch.context() as patch, small_onnx.traced_once("llama", CHANGES):
         patch.setenv("QUANTKIT_CACHE", str(path / "cache"))
-        patch.setattr("quantkit.pipeline.tokens.SCORED", 300)
+        patch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
         home.night(FIRST)
         yield path
 
@@ -270,7 +270,7 @@ def test_everything_that_decides_the_numbers_makes_another_bundle(home: Home, mo
     known.add(key())
     monkeypatch.setattr(bundles, "_code", lambda: "other code")
     known.add(key())
-    monkeypatch.setattr("quantkit.plan.machine.versions", lambda: {"torch": "0"})
+    monkeypatch.setattr("quantkit.machine.versions", lambda: {"torch": "0"})
     known.add(key())
     assert len(known) == 6
 
@@ -292,7 +292,7 @@ def test_targets_that_are_not_here() -> None:
 
 
 def test_importing_a_night_does_not_import_torch() -> None:
-    program = "import quantkit.nightly.run, sys; print({'torch', 'onnx', 'duckdb', 'ray'} & set(sys.modules))"
+    program = "import quantkit.nightly.running.run, sys; print({'torch', 'onnx', 'duckdb', 'ray'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

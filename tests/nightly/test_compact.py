@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from quantkit.bundle import disk
-from quantkit.nightly import _compact, _files
-from quantkit.nightly.store import Store
+from quantkit.nightly.store import compact as _compact
+from quantkit.nightly.store import files as _files
+from quantkit.nightly.store.parquet import Store
 
 from .conftest import CELLS, FIRST, SECOND, files, fill, items, result, times
 

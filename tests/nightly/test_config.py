@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from quantkit.errors import InputError
-from quantkit.nightly import expect
 from quantkit.nightly.config import Baseline, Nightly
-from quantkit.nightly.records import Cell
+from quantkit.nightly.running import expect
+from quantkit.nightly.store.records import Cell
 
 ONNX = "export=[{onnx: {dialect: onnxruntime}}]"
 SHIPPED = Path(__file__).parents[2] / "docs" / "nightly" / "nightly.yaml"

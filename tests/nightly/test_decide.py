@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.nightly.asked import FIRST as NEW
 from quantkit.nightly.config import Nightly
-from quantkit.nightly.decide import Judged, decide_night, judge
-from quantkit.nightly.records import Cell, Decision, Item, Result, Time
-from quantkit.nightly.store import Store
-from quantkit.stats.slowdown import BLOCKS, ROUNDS
+from quantkit.nightly.gating.decide import Judged, decide_night, judge
+from quantkit.nightly.gating.evidence import FIRST as NEW
+from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store.records import Cell, Decision, Item, Result, Time
+from quantkit.stats.deciding.slowdown import BLOCKS, ROUNDS
 
 from .conftest import CELLS, FIRST, SECOND, night
 from .planted import STEP, answered, timed

@@ -13,10 +13,10 @@ import pytest
 
 from quantkit import cli
 from quantkit.errors import GateError, Inconclusive, InputError
-from quantkit.nightly import gate_files
-from quantkit.nightly.gate import Gated, error, gate
-from quantkit.nightly.records import Cell, Decision
-from quantkit.nightly.store import Store
+from quantkit.nightly.gating import files as gate_files
+from quantkit.nightly.gating.gate import Gated, error, gate
+from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store.records import Cell, Decision
 
 from .conftest import CELLS, FIRST, SECOND, decision, fill, night, result
 

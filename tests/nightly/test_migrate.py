@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.nightly import _files
-from quantkit.nightly.records import Decision, Item, Night, Result, Row, Time, to_table
-from quantkit.nightly.store import Store
+from quantkit.nightly.store import files as _files
+from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store.records import Decision, Item, Night, Result, Row, Time, to_table
 
 from .conftest import CELLS, FIRST, SECOND, decision, files, items, night, result, times
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.nightly import records
-from quantkit.nightly.records import Row
-from quantkit.nightly.store import Store
+from quantkit.nightly.store import records
+from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store.records import Row
 
 from .conftest import CELLS, FIRST, SECOND, fill, result, times
 

@@ -6,8 +6,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from quantkit.nightly import records
-from quantkit.nightly.records import NIGHT_ID, Cell, Decision, Item, Night, Result, Row, Time
+from quantkit.nightly.store import records
+from quantkit.nightly.store.records import NIGHT_ID, Cell, Decision, Item, Night, Result, Row, Time
 
 CELL = Cell("smollm2-135m", "awq-int4", "cpu-x86", "onnxruntime", 8)
 NIGHT = "20260102T030405Z-3f2a81"

@@ -19,10 +19,10 @@ import yaml
 from quantkit.errors import InputError, Stopped
 from quantkit.nightly.config import Nightly
 from quantkit.nightly.executors.local import Local
-from quantkit.nightly.jobs import Job, Outcome, Work
-from quantkit.nightly.records import Cell
-from quantkit.nightly.run import KEPT, Summary, run_night
-from quantkit.nightly.store import Store
+from quantkit.nightly.running.jobs import Job, Outcome, Work
+from quantkit.nightly.running.run import KEPT, Summary, run_night
+from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store.records import Cell
 from quantkit.pipeline.progress import Progress
 
 from .conftest import files

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from quantkit.errors import InputError, Stopped
-from quantkit.nightly import _files
-from quantkit.nightly.records import Result
-from quantkit.nightly.store import Store
+from quantkit.nightly.store import files as _files
+from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store.records import Result
 
 from .conftest import CELLS, FIRST, SECOND, THIRD, decision, files, fill, items, night, result, times
 
@@ -127,12 +127,12 @@ def test_the_last_night_that_passed_is_accepted(store: Store, monkeypatch: pytes
     assert {each.night for each in store.accepted(before=SECOND).values()} == {FIRST}
     assert store.accepted(before=FIRST) == {}
     # nights that lie far back are looked at last
-    monkeypatch.setattr("quantkit.nightly.store._RECENT", 1)
+    monkeypatch.setattr("quantkit.nightly.store.parquet._RECENT", 1)
     assert [store.last_accepted(each).night for each in (cell, other)] == [SECOND, THIRD]  # type: ignore[union-attr]
     assert store.last_accepted(cell, before=SECOND).night == FIRST  # type: ignore[union-attr]
     assert store.last_accepted(cell, before=FIRST) is None
     for named in (16, 0):
-        monkeypatch.setattr("quantkit.nightly.store._NAMED", named)
+        monkeypatch.setattr("quantkit.nightly.store.parquet._NAMED", named)
         assert store.accepted(cells=[cell.key, other.key]) == found
         assert store.accepted(cells=[cell.key, "no|such|cell|there|1"]) == {cell.key: found[cell.key]}
 
@@ -177,8 +177,8 @@ def test_a_commit_that_is_killed_between_files_never_was(
 _WRITER = """
 import os, sys
 from quantkit.nightly import _files
-from quantkit.nightly.records import Cell, Result, Time
-from quantkit.nightly.store import Store
+from quantkit.nightly.store.records import Cell, Result, Time
+from quantkit.nightly.store.parquet import Store
 path, way, night, *cells = sys.argv[1:]
 store = Store.open(path)
 def commit(key, attempt):

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.measure.clocks import Clocks
-from quantkit.nightly.asked import paired
+from quantkit.measurement.timing.clocks import Clocks
 from quantkit.nightly.config import Budget
-from quantkit.nightly.records import Time
-from quantkit.nightly.timing import Iteration, Task, measure
-from quantkit.stats.slowdown import BURST, SETTLE
+from quantkit.nightly.gating.evidence import paired
+from quantkit.nightly.running.timing import Iteration, Task, measure
+from quantkit.nightly.store.records import Time
+from quantkit.stats.deciding.slowdown import BURST, SETTLE
 
 from .conftest import CELLS, FIRST
 

@@ -15,7 +15,7 @@ import typer
 import yaml
 
 from quantkit.cli.frame import app
-from quantkit.model.alias import ALIASES
+from quantkit.model.source.alias import ALIASES
 
 DOCS = Path(__file__).parents[2] / "docs" / "nightly"
 GITHUB, GITLAB = DOCS / "github-actions.yml", DOCS / "gitlab-ci.yml"

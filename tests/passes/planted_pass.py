@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantkit.model.block import Block
-from quantkit.model.loaded import LoadedModel
+from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.structure.block import Block
 from quantkit.passes import Outcome
-from quantkit.pipeline.layers import lay_out
-from quantkit.pipeline.work import Step, work
+from quantkit.pipeline.blocks.layers import lay_out
+from quantkit.pipeline.blocks.work import Step, work
 from quantkit.recipe import Recipe
 
 GROUPED = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}

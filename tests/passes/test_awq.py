@@ -9,9 +9,9 @@ from planted_pass import GROUPED, run
 from torch import nn
 from zoo import outputs
 
-from quantkit import Pipeline, registry
+from quantkit import Pipeline, plugins
 
-AWQ = registry.load("passes", "awq")
+AWQ = plugins.load("passes", "awq")
 
 
 def spiky(name: str) -> nn.Module:

@@ -10,12 +10,12 @@ import zoo
 from planted_pass import run
 from torch import Tensor, nn
 
-from quantkit import Pipeline, registry
+from quantkit import Pipeline, plugins
 from quantkit.errors import InputError
-from quantkit.model.structure import weight_of
+from quantkit.model.structure.traced import weight_of
 from quantkit.passes.bias_correct import shift
 
-CORRECT, RTN, GPTQ = (registry.load("passes", name) for name in ("bias_correct", "rtn", "gptq"))
+CORRECT, RTN, GPTQ = (plugins.load("passes", name) for name in ("bias_correct", "rtn", "gptq"))
 FOUR = {"format": "int4", "granularity": "channel", "symmetric": True}
 TOKENS = {"format": "int8", "granularity": "token"}
 
@@ -73,7 +73,7 @@ def test_the_blocks_output_is_the_corrected_one() -> None:
     expected = None
     for chunk in (1 << 30, 1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("quantkit.plan.compile_work.ACTIVATION_BYTES", chunk)
+            patch.setattr("quantkit.planning.compiling.work.ACTIVATION_BYTES", chunk)
             model = zoo.tiny("bert")
             run(model, zoo.ids(4, 16), GPTQ, CORRECT, weights=FOUR)
         biases = torch.cat([value.flatten() for key, value in model.named_parameters() if key.endswith("bias")])

@@ -7,10 +7,10 @@ import torch
 import zoo
 from planted_pass import run
 
-from quantkit import registry
-from quantkit.model.structure import weight_of
+from quantkit import plugins
+from quantkit.model.structure.traced import weight_of
 
-FOLD = registry.load("passes", "fold_norms")
+FOLD = plugins.load("passes", "fold_norms")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from planted_pass import GROUPED
 from torch import Tensor, nn
 from zoo import outputs
 
-from quantkit import Pipeline, registry
+from quantkit import Pipeline, plugins
 from quantkit.passes import gptq
 from quantkit.passes.gptq import padded
 from quantkit.passes.solvers import factor as solver
@@ -115,7 +115,7 @@ def test_inputs_that_are_always_zero_get_the_nearest_codes() -> None:
     pipeline = Pipeline([{"gptq": {"range": "minmax"}}], weights=GROUPED)
     model = pipeline.apply(Correlated(), x)
     tensor = pipeline.tensors["up"]
-    form = registry.load("formats", "int4")
+    form = plugins.load("formats", "int4")
     nearest = form.nearest(original.up.weight.detach(), tensor.scale, tensor.zero, tensor.scheme)
     assert torch.equal(tensor.codes[:, :5], nearest.codes[:, :5])
     assert not torch.equal(tensor.codes, nearest.codes)
@@ -125,7 +125,7 @@ def test_inputs_that_are_always_zero_get_the_nearest_codes() -> None:
 def test_nothing_but_zeros_is_plain_rounding() -> None:
     pipeline = Pipeline([{"gptq": {"range": "minmax"}}], weights=GROUPED)
     pipeline.apply(Correlated(), torch.zeros(16, 32))
-    expected = registry.load("formats", "int4").quantize(Correlated().up.weight.detach(), pipeline.tensors["up"].scheme)
+    expected = plugins.load("formats", "int4").quantize(Correlated().up.weight.detach(), pipeline.tensors["up"].scheme)
     assert torch.equal(pipeline.tensors["up"].codes, expected.codes)
 
 
@@ -142,7 +142,7 @@ def test_padded_columns_are_zero_and_cost_nothing() -> None:
     assert pipeline.tensors["up"].shape == (64, 48)
     assert pipeline.tensors["down"].shape == (32, 72)
     assert [each.code for each in pipeline.decisions] == ["padded", "padded"]
-    values = registry.load("formats", "int4").dequantize(pipeline.tensors["up"])
+    values = plugins.load("formats", "int4").dequantize(pipeline.tensors["up"])
     assert not values[:, 32:].any()
     assert torch.equal(model.up.weight, values[:, :32])
 

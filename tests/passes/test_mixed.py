@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from quantkit import registry
+from quantkit import plugins
 
-MIXED = registry.load("passes", "mixed")
+MIXED = plugins.load("passes", "mixed")
 
 
 def test_a_transformers_block_is_declined() -> None:

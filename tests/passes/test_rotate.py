@@ -10,15 +10,15 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from quantkit import Pipeline, registry
+from quantkit import Pipeline, plugins
 from quantkit.errors import InputError
-from quantkit.model.fold import InDouble
-from quantkit.model.loaded import LoadedModel
-from quantkit.model.turn import Part, Residual, prove
+from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.structure.fold import InDouble
+from quantkit.model.structure.turn import Part, Residual, prove
 from quantkit.passes import ModelOutcome
 from quantkit.passes.solvers import rotate as solver
 
-ROTATE = registry.load("passes", "rotate")
+ROTATE = plugins.load("passes", "rotate")
 EIGHT = {"format": "int8", "granularity": "channel", "scale": "float32"}
 
 

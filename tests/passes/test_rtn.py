@@ -6,8 +6,8 @@ import pytest
 import torch
 import zoo
 
-from quantkit import Pipeline, registry
-from quantkit.model.structure import weight_of
+from quantkit import Pipeline, plugins
+from quantkit.model.structure.traced import weight_of
 from quantkit.scheme import WeightScheme
 
 GROUPED = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
@@ -20,7 +20,7 @@ def test_minmax_is_the_formats_own_rounding(name: str, weights: dict[str, object
     pipeline = Pipeline([{"rtn": {"range": "minmax"}}], weights=weights)
     model = pipeline.apply(zoo.tiny(name), zoo.ids(2, 8))
     scheme = WeightScheme.model_validate(weights)
-    form = registry.load("formats", scheme.format)
+    form = plugins.load("formats", scheme.format)
     assert len(pipeline.tensors) == (12 if name == "gpt2" else 21)
     for linear, tensor in pipeline.tensors.items():
         expected = form.quantize(weight_of(original.get_submodule(linear)), scheme)
@@ -68,19 +68,19 @@ def test_importance_spends_the_grid_where_inputs_are_large() -> None:
         error = weight_of(model.get_submodule(linear)) - weight_of(original.get_submodule(linear))
         costs[kind] = float((error.square() @ power).sum())
     assert costs["importance"] < 0.9 * costs["mse"]
-    step = registry.load("passes", "rtn").Settings
+    step = plugins.load("passes", "rtn").Settings
     assert step(range="importance").needs == {"mean_square"}
     assert not step(range="mse").needs
 
 
 def test_what_no_token_reaches_is_rounded_all_the_same() -> None:
-    from quantkit.calibrate.statistics import Stats
+    from quantkit.calibrate.statistics.collected import Stats
 
     class Nothing(Stats):
         def staged(self, visit, **_):  # type: ignore[no-untyped-def]
             """As if no token reached anything."""
 
-    import quantkit.pipeline.work as module
+    import quantkit.pipeline.blocks.work as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "Stats", Nothing)

@@ -11,9 +11,9 @@ from planted_pass import run
 from torch import Tensor, nn
 from zoo import outputs
 
-from quantkit import registry
+from quantkit import plugins
 
-SMOOTH, RTN = (registry.load("passes", name) for name in ("smoothquant", "rtn"))
+SMOOTH, RTN = (plugins.load("passes", name) for name in ("smoothquant", "rtn"))
 EIGHT = {"format": "int8", "granularity": "channel", "scale": "float32"}
 TOKENS = {"format": "int8", "granularity": "token"}
 

@@ -9,14 +9,14 @@ import torch
 import zoo
 from torch import nn
 
-from quantkit import Pipeline, registry
-from quantkit.formats._grid import GridFormat
-from quantkit.formats._integer import IntegerFormat
-from quantkit.model.structure import weight_of
+from quantkit import Pipeline, plugins
+from quantkit.formats.base.grid import GridFormat
+from quantkit.formats.base.integers import IntegerFormat
+from quantkit.model.structure.traced import weight_of
 
 LAYER, ALL = "model.layers.0", (slice(None), slice(None))
 FORMATS = {
-    name: form for name in registry.names("formats") if isinstance(form := registry.load("formats", name), GridFormat)
+    name: form for name in plugins.names("formats") if isinstance(form := plugins.load("formats", name), GridFormat)
 }
 ASSIGNERS: list[Any] = [{"rtn": {"range": "minmax"}}, "rtn", {"rtn": {"range": "importance"}}, "gptq", "hqq"]
 

@@ -58,7 +58,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Made:
     found = Made(model, home / "packed", home / "both", home / "floating")
     with pytest.MonkeyPatch.context() as patch, small_onnx.traced_once("llama", CHANGES):
         patch.setenv("QUANTKIT_CACHE", str(home / "cache"))
-        patch.setattr("quantkit.pipeline.tokens.SCORED", 300)
+        patch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
         for out, chosen in (
             (found.packed, recipe("checkpoint")),
             (found.both, recipe("checkpoint", "onnx")),

@@ -21,15 +21,15 @@ _IMPORTED = [
     "compressed_tensors",
     "scipy.optimize",
     "quantkit.pipeline.compile",
-    "quantkit.pipeline.work",
-    "quantkit.measure.score",
-    "quantkit.report.page",
+    "quantkit.pipeline.blocks.work",
+    "quantkit.measurement.accuracy.score",
+    "quantkit.report.bundle.page",
 ]
 _IMPORTED_OF_GRAPHS = [
     "onnxruntime",
     "quantkit.graph.fuse",
-    "quantkit.graph.solve",
-    "quantkit.pipeline.graph",
+    "quantkit.graph.codes.solve",
+    "quantkit.pipeline.graphs.compile",
 ]
 
 RECIPE = {
@@ -76,7 +76,8 @@ def _compile(model: str, out: str, resume: bool) -> None:
     os.environ["QUANTKIT_CACHE"] = f"{out}.cache"
     import torch
 
-    from quantkit.pipeline import Request, compile_model, tokens
+    from quantkit.pipeline import Request, compile_model
+    from quantkit.pipeline.blocks import tokens
     from quantkit.recipe import Recipe
 
     torch.set_num_threads(1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from quantkit.measure.rows import Row
-from quantkit.measure.speed import Job
-from quantkit.plan import machine
+from quantkit import machine
+from quantkit.measurement.rows import Row
+from quantkit.measurement.timing.speed import Job
 
 Ratio = Callable[[int], float]
 

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from zoo import shrink
 
 from quantkit.errors import GateError
-from quantkit.model.experts import routers
-from quantkit.model.open import open_model
-from quantkit.model.stream import StreamedModel
-from quantkit.pipeline.accounting import about, account, left_in_floats
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.stream import StreamedModel
+from quantkit.model.structure.experts import routers
+from quantkit.pipeline.blocks.accounting import about, account, left_in_floats
 
 
 def stream_of(name: str, tmp_path: Path) -> StreamedModel:
@@ -21,7 +21,7 @@ def stream_of(name: str, tmp_path: Path) -> StreamedModel:
 
 
 def linears(stream: StreamedModel) -> set[str]:
-    from quantkit.model.structure import is_linear
+    from quantkit.model.structure.traced import is_linear
 
     inside = tuple(f"{block}." for block in stream.block_names)
     return {name for name, module in stream.skeleton.named_modules() if is_linear(module) and name.startswith(inside)}

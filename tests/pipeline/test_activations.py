@@ -15,12 +15,12 @@ from conftest import recipe  # type: ignore[import-not-found]
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.export._values import Values
-from quantkit.export.checkpoint import EXPORT
-from quantkit.model.stream import Head
+from quantkit.export.checkpoint.exporter import EXPORT
+from quantkit.export.values import Values
+from quantkit.model.streaming.stream import Head
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.compile import Compiled
-from quantkit.runtimes._reloaded import reloaded
+from quantkit.runtimes.torch.reloaded import reloaded
 
 INT8 = {"format": "int8", "granularity": "channel", "scale": "float32"}
 
@@ -36,8 +36,8 @@ def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 300)
-    monkeypatch.setattr("quantkit.measure.long_context.SAMPLES", 2)
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
+    monkeypatch.setattr("quantkit.measurement.accuracy.long_context.SAMPLES", 2)
 
 
 def compiled(model: Path, out: Path, layout: str, scheme: dict[str, Any], **changes: Any) -> Compiled:

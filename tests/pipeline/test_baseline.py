@@ -13,7 +13,7 @@ from small_onnx import EXPORT
 
 from quantkit.bundle import Check
 from quantkit.errors import GateError, InputError, Stopped
-from quantkit.model.open import Source, open_model
+from quantkit.model.source.open import Source, open_model
 from quantkit.pipeline import baseline
 from quantkit.pipeline.baseline import float_onnx
 
@@ -47,7 +47,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def test_it_is_the_float_model_in_float(source: Source, made: Made) -> None:
     folder = float_onnx(source, OPTIONS)
-    from quantkit.runtimes._onnx_session import Loaded
+    from quantkit.runtimes.onnxruntime.session import Loaded
 
     model = Loaded(folder, threads=1)
     assert model.accuracy_level == 0
@@ -80,7 +80,7 @@ def test_another_source_exporter_or_version_gets_another(
     elif change == "code":
         monkeypatch.setattr(baseline, "_code", lambda: "other")
     else:
-        monkeypatch.setattr("quantkit.plan.machine.versions", lambda: {"onnxruntime": "0.1"})
+        monkeypatch.setattr("quantkit.machine.versions", lambda: {"onnxruntime": "0.1"})
     assert baseline.place(source, OPTIONS) != before
 
 

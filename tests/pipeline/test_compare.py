@@ -17,14 +17,14 @@ from planted_items import Plant, scores, times, write
 
 from quantkit.bundle import Bundle, content_sha256, inventory
 from quantkit.bundle.manifest import MEASUREMENTS
-from quantkit.calibrate.sets import load_tokens
+from quantkit.calibrate.tokens.ids import load_tokens
 from quantkit.errors import InputError
-from quantkit.measure.compared import Cell, Compared
-from quantkit.measure.rounds import Job, Taken
-from quantkit.measure.rows import Row, read_rows, write_rows
-from quantkit.pipeline.compare import Margins, compare_bundles
-from quantkit.pipeline.compare_sides import open_sides
-from quantkit.report.compare import terminal
+from quantkit.measurement.compared import Cell, Compared
+from quantkit.measurement.rows import Row, read_rows, write_rows
+from quantkit.measurement.timing.rounds import Job, Taken
+from quantkit.pipeline.compare.compare import Margins, compare_bundles
+from quantkit.pipeline.compare.sides import open_sides
+from quantkit.report.compare.screen import terminal
 
 if TYPE_CHECKING:
     from conftest import Made
@@ -413,7 +413,7 @@ def test_flipped_words_are_shown_in_their_text(
     assert "--calibration" not in refused("items-differ", *paths, calibration=str(tmp_path / "other.txt"))
     refused("file-missing", *paths, calibration=str(tmp_path / "nowhere.txt"))
     # the small install has the words, and not the text
-    monkeypatch.setattr("quantkit.plan.machine.has", lambda package: package != "torch")
+    monkeypatch.setattr("quantkit.machine.has", lambda package: package != "torch")
     found = compare_bundles(*paths, speed=False, examples=1)
     assert any("torch is not installed" in note and "--calibration" in note for note in found.notes)
     assert found.flips is not None
@@ -449,7 +449,7 @@ class Timer:
 
 def test_real_bundles_are_compared_and_timed_in_turns(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = Timer(lambda batch: 1.0 if batch == 1 else 2.0)
-    monkeypatch.setattr("quantkit.measure.rounds.run", timer)
+    monkeypatch.setattr("quantkit.measurement.timing.rounds.run", timer)
     options: dict[str, Any] = {"measure": True, "margins": Margins(accuracy=0.05)}
     found = compare_bundles(made.both, made.both, batches=[1, 2], **options)
     assert [

@@ -46,7 +46,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: transformers.
 
 @pytest.fixture(autouse=True)
 def few_scored_positions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 300)
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
 
 
@@ -59,7 +59,7 @@ def by_gptq(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """What `gptq` alone makes of the llama; nobody may change it."""
     home = tmp_path_factory.mktemp("gptq")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantkit.pipeline.tokens.SCORED", 300)
+        patch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
         patch.setenv("QUANTKIT_CACHE", str(home / "cache"))
         return run(llama, recipe("gptq"), home / "bundle")
 
@@ -290,7 +290,7 @@ def test_a_transform_of_scope_model_is_exact_and_exported(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reordering the hidden features of a whole model changes no output: a stand-in for rotations."""
-    from quantkit.model.stream import StreamedModel
+    from quantkit.model.streaming.stream import StreamedModel
     from quantkit.pipeline import compile as module
 
     class Reorder:
@@ -391,9 +391,9 @@ def test_what_does_not_fit_into_one_forward_goes_in_chunks_and_large_states_to_d
 ) -> None:
     fixed = recipe({"gptq": {"shrink": 0.25}})
     whole = run(llama, fixed, tmp_path / "whole")
-    monkeypatch.setattr("quantkit.plan.compile_work.ACTIVATION_BYTES", 1)
+    monkeypatch.setattr("quantkit.planning.compiling.work.ACTIVATION_BYTES", 1)
     chunked = run(llama, fixed, tmp_path / "chunked")
-    monkeypatch.setattr("quantkit.model.calls.ON_DISK", 1)
+    monkeypatch.setattr("quantkit.model.streaming.calls.ON_DISK", 1)
     on_disk = run(llama, fixed, tmp_path / "disk")
     assert on_disk.manifest.content_sha256 == chunked.manifest.content_sha256
     rows = [{row["name"]: row["value"] for row in bundle.measurements} for bundle in (whole, chunked)]
@@ -435,8 +435,8 @@ def test_what_the_class_has_no_place_for_is_carried_and_declared(
 def test_a_checkpoint_that_there_is_no_room_to_run_is_said_and_refused_by_strict(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quantkit.model.open import Source
-    from quantkit.plan import machine
+    from quantkit import machine
+    from quantkit.model.source.open import Source
 
     monkeypatch.setattr(Source, "can_be_cut", lambda *_: False)
     monkeypatch.setattr(machine, "memory_available", lambda *_: 10**4)

@@ -9,12 +9,12 @@ import pytest
 import torch
 import zoo
 
-from quantkit.measure.accuracy import Accuracy, Items
+from quantkit.measurement.accuracy.positions import Accuracy, Items
 from quantkit.model.kernel_limit import kernel_limit
-from quantkit.model.open import open_model
-from quantkit.model.stream import StreamedModel
-from quantkit.pipeline import confirm as confirming
-from quantkit.pipeline.confirm import KL, LOSS, ORIGINAL, OUTPUT, confirm
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.stream import StreamedModel
+from quantkit.pipeline.blocks import confirm as confirming
+from quantkit.pipeline.blocks.confirm import KL, LOSS, ORIGINAL, OUTPUT, confirm
 
 
 def stream_of(name: str, folder: Path) -> StreamedModel:

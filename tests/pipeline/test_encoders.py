@@ -11,10 +11,10 @@ import small_onnx
 import zoo
 
 from quantkit.bundle import Bundle
-from quantkit.calibrate.pairs import PairSet, load_pairs
+from quantkit.calibrate.sets.pairs import PairSet, load_pairs
 from quantkit.errors import InputError
 from quantkit.pipeline import Request, compile_model
-from quantkit.pipeline.measure import measure_bundle
+from quantkit.pipeline.finished.measure import measure_bundle
 
 CHANGES = {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 64}
 FEW = ["calibration.samples=2", "calibration.tokens=32"]
@@ -76,7 +76,7 @@ def test_a_bundle_measured_again_has_the_same_rows(
         whole = load_pairs(*args, **settings)
         return replace(whole, left=whole.left[:24], right=whole.right[:24])
 
-    monkeypatch.setattr("quantkit.calibrate.pair_tokens.load_pairs", few)
+    monkeypatch.setattr("quantkit.calibrate.tokens.pairs.load_pairs", few)
     changes = [*FEW, "gates={}", "calibration.set=verse-pairs", "export=[{checkpoint: {layout: int-quantized}}]"]
     result = compile_model(
         Request.of(str(encoder), recipe="int8", target="cpu-x86", changes=changes, out=tmp_path / "out", speed=False)

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import small_onnx
 
-from quantkit import registry
+from quantkit import machine, plugins
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.pipeline import engine
-from quantkit.pipeline.export import export_bundle
-from quantkit.plan import machine
-from quantkit.runtimes._tensorrt_file import verified
+from quantkit.pipeline.finished import engine
+from quantkit.pipeline.finished.export import export_bundle
+from quantkit.runtimes.tensorrt.file import verified
 from quantkit.target import Profile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory.mktemp("engine"),
         "llama",
         None,
-        exporter=registry.load("export", "tensorrt"),
+        exporter=plugins.load("export", "tensorrt"),
         engine=False,
         changes=small_onnx.LAYERS,
         profiles=[PROFILE.model_dump()],

@@ -12,9 +12,9 @@ from pipeline.conftest import recipe
 
 from quantkit.errors import InputError
 from quantkit.pipeline import Request
+from quantkit.pipeline.blocks.prepared import Prepared, prepare
 from quantkit.pipeline.estimate import architecture, demand_disk, estimate, line, question
-from quantkit.pipeline.prepared import Prepared, prepare
-from quantkit.plan import compiling
+from quantkit.planning.compiling import forecast
 
 
 def prepared(name: str, byte_tokenizer: Any, tmp_path: Path, **changes: Any) -> Prepared:
@@ -49,7 +49,7 @@ def test_every_linear_counts_once(name: str, byte_tokenizer: Any, tmp_path: Path
 
 def test_it_is_what_a_plan_says_of_the_config(byte_tokenizer: Any, tmp_path: Path) -> None:
     found = prepared("llama-tied", byte_tokenizer, tmp_path, passes=("gptq",))
-    mine, plans = question(found), compiling.asked(architecture(found), found.request.recipe)
+    mine, plans = question(found), forecast.asked(architecture(found), found.request.recipe)
     assert (mine.sequences, mine.length, mine.schemes) == (plans.sequences, plans.length, plans.schemes)
     assert (mine.scored, mine.scored_length) == (plans.scored, plans.scored_length)
 

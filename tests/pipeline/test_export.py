@@ -13,7 +13,7 @@ from small_onnx import EXPORT
 
 from quantkit.bundle import Bundle, Check
 from quantkit.errors import GateError, InputError
-from quantkit.pipeline.export import export_bundle
+from quantkit.pipeline.finished.export import export_bundle
 
 if TYPE_CHECKING:
     from conftest import Made
@@ -54,7 +54,7 @@ def test_options_come_from_the_target_and_from_who_asks(made: Made, copied: Copy
     assert stored["accuracy_level"] == 4
     done = export_bundle(copied(made.packed), "onnx", ["accuracy_level=0"])
     assert done.bundle.manifest.recipe["export"][1]["onnx"]["accuracy_level"] == 0
-    from quantkit.runtimes._onnx_session import Loaded
+    from quantkit.runtimes.onnxruntime.session import Loaded
 
     assert Loaded(done.bundle.path / "onnx", threads=1).accuracy_level == 0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.measure.rows import Baseline, Row
+from quantkit.measurement.rows import Baseline, Row
 from quantkit.pipeline.gates import judge, still_unjudged, warnings
 from quantkit.recipe import Gates
 

@@ -13,7 +13,7 @@ import pytest
 import quantkit
 from quantkit.errors import GateError, InputError
 from quantkit.graph.run import Runner
-from quantkit.runtimes._onnx_open import write_optimized
+from quantkit.runtimes.onnxruntime.open import write_optimized
 
 
 @pytest.fixture(scope="module")

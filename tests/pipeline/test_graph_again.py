@@ -16,9 +16,9 @@ from small_graph import Small
 import quantkit
 from quantkit import cli
 from quantkit.errors import InputError
-from quantkit.pipeline.compare import compare_bundles
-from quantkit.pipeline.graph_again import holds_graph
-from quantkit.pipeline.reload import reload
+from quantkit.pipeline.compare.compare import compare_bundles
+from quantkit.pipeline.finished.reload import reload
+from quantkit.pipeline.graphs.remeasure import holds_graph
 
 
 @pytest.fixture(scope="module")

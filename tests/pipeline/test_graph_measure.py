@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from quantkit.calibrate.inputs import load_inputs
+from quantkit.calibrate.sets.inputs import load_inputs
 from quantkit.graph.open import Input
-from quantkit.pipeline.graph_measure import agreement
-from quantkit.report import figures
+from quantkit.pipeline.graphs.measure import agreement
+from quantkit.report.bundle import figures
 from quantkit.stats.proportion import wilson
 
 

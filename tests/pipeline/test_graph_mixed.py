@@ -13,11 +13,11 @@ import torch
 
 import quantkit
 from quantkit.errors import InputError, QuantkitError
-from quantkit.graph import solve
-from quantkit.measure.mixed import Mixed
+from quantkit.graph.codes import solve
+from quantkit.measurement.accuracy.mixed import Mixed
 from quantkit.model.to_onnx import write_onnx
-from quantkit.pipeline import graph_mixed
-from quantkit.pipeline.worth import read_harm
+from quantkit.pipeline.graphs import mixed as graph_mixed
+from quantkit.pipeline.verdict import read_harm
 
 STEM = "node_conv2d"
 TINY = 1e-3

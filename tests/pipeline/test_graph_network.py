@@ -14,12 +14,13 @@ from small_graph import Small
 
 import quantkit
 from quantkit.errors import GateError, InputError
-from quantkit.export import _check_graph_network, _graph_network
+from quantkit.export.tensorrt.network import check_graph
+from quantkit.export.tensorrt.network import graph as _graph_network
 from quantkit.graph.open import open_graph
 from quantkit.graph.run import Runner
-from quantkit.pipeline import graph_network
-from quantkit.pipeline.measure import measure_bundle
-from quantkit.pipeline.reload import reload
+from quantkit.pipeline.finished.measure import measure_bundle
+from quantkit.pipeline.finished.reload import reload
+from quantkit.pipeline.graphs import network as graph_network
 
 EXPORT = "export=[{tensorrt: {}}]"
 STATIC = "scheme.activations={format: fp8_e4m3, granularity: tensor, dynamic: false}"
@@ -226,7 +227,7 @@ def test_a_network_may_be_off_by_what_sixteen_bits_are(
     ir.save(_graph_network.network(more, {}, {}, "int8"), tmp_path / "network.onnx")
     with np.load(files["vit"][1]) as arrays:
         feed = {"images": arrays["images"][:4]}
-    checks = _check_graph_network.check(tmp_path / "network.onnx", model, {}, {}, "int8", feed)
+    checks = check_graph.check(tmp_path / "network.onnx", model, {}, {}, "int8", feed)
     (outputs,) = [check for check in checks if check.name == "network.outputs"]
     assert outputs.ok == ok, outputs
     assert outputs.value == pytest.approx(times - 1, rel=0.2)

@@ -16,12 +16,12 @@ import quantkit
 from quantkit.bundle import Build
 from quantkit.errors import QuantkitError
 from quantkit.formats import QuantTensor
-from quantkit.graph import solve, solve_codes
-from quantkit.graph.qdq import Codes, Range
+from quantkit.graph.codes import solve, weights_only
+from quantkit.graph.pairs.qdq import Codes, Range
 from quantkit.pipeline.compile import prepare_graph
-from quantkit.pipeline.graph_plan import disk
-from quantkit.pipeline.graph_quantized import Quantized
-from quantkit.pipeline.graph_steps import IntegerForm, Steps, WeightForm
+from quantkit.pipeline.graphs.plan import disk
+from quantkit.pipeline.graphs.quantized import Quantized
+from quantkit.pipeline.graphs.steps import IntegerForm, Steps, WeightForm
 from quantkit.pipeline.request import Request
 from quantkit.scheme import WeightScheme
 
@@ -90,8 +90,8 @@ def test_of_weights_alone_too(
 ) -> None:
     asked = {"recipe": "int4-tensorrt", **NETWORK, "changes": [*NETWORK["changes"], "scheme.weights.group=16"]}
     whole = compiled(files["chain"], tmp_path / "whole", **asked)
-    solver = Solver(solve_codes.gptq, 2)
-    monkeypatch.setattr(solve_codes, "gptq", solver)
+    solver = Solver(weights_only.gptq, 2)
+    monkeypatch.setattr(weights_only, "gptq", solver)
     with pytest.raises(QuantkitError, match="2 steps kept"):
         compiled(files["chain"], tmp_path / "out", **asked)
     resumed = compiled(files["chain"], tmp_path / "out", resume=True, **asked)

@@ -9,17 +9,17 @@ import pytest
 import torch
 import zoo
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.errors import InputError
-from quantkit.export._values import Values
+from quantkit.export.values import Values
 from quantkit.model import finished
 from quantkit.model.finished import Finished
-from quantkit.model.open import open_model
-from quantkit.model.stream import Head, StreamedModel
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.stream import Head, StreamedModel
 from quantkit.passes.solvers import ranges
-from quantkit.pipeline import head as heads
-from quantkit.pipeline.head import quantize_head, rounded
-from quantkit.pipeline.layers import Layers, lay_out
+from quantkit.pipeline.blocks import head as heads
+from quantkit.pipeline.blocks.head import quantize_head, rounded
+from quantkit.pipeline.blocks.layers import Layers, lay_out
 from quantkit.recipe import Recipe
 from quantkit.scheme import WeightScheme
 
@@ -40,7 +40,7 @@ SCHEMES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pieces_make_the_whole(scheme: WeightScheme, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(101, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
-    form = registry.load("formats", scheme.format)
+    form = plugins.load("formats", scheme.format)
     whole = form.nearest(weight, *ranges.searched(weight, scheme), scheme)
     monkeypatch.setattr(heads, "_PIECE", 96 * 7)
     tensor, error = rounded(weight, scheme)
@@ -99,7 +99,7 @@ def test_only_the_product_of_the_head_uses_the_codes(name: str, tmp_path: Path) 
     results = Finished([tmp_path / "head"], layers.schemes)
     assert list(results.schemes) == ["lm_head"]
     values = Values.of_results(stream.source, stream, results)
-    dense = registry.load("formats", "int8").dequantize(tensor)
+    dense = plugins.load("formats", "int8").dequantize(tensor)
     assert torch.equal(values.tensor("lm_head.weight"), dense)
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     path = next(path for path, module in model.named_modules() if module is model.get_input_embeddings())  # type: ignore[operator]
@@ -142,7 +142,7 @@ def test_an_encoder_has_no_head(tmp_path: Path) -> None:
 
 
 def test_a_tied_head_and_a_checkpoint_are_refused_before_any_work(tmp_path: Path) -> None:
-    from quantkit.export.checkpoint import EXPORT
+    from quantkit.export.checkpoint.exporter import EXPORT
 
     zoo.tiny("llama-tied").save_pretrained(tmp_path / "model")  # type: ignore[operator]
     _, layers = laid(tmp_path / "model", overrides=[])

@@ -10,11 +10,11 @@ import torch
 import zoo
 from conftest import recipe  # type: ignore[import-not-found]
 
-from quantkit.calibrate.sets import load_tokens
-from quantkit.measure.rows import Row
+from quantkit.calibrate.tokens.ids import load_tokens
+from quantkit.measurement.rows import Row
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.compile import Compiled
-from quantkit.pipeline.measure import measure_bundle
+from quantkit.pipeline.finished.measure import measure_bundle
 
 BOS, LENGTH, SAMPLES = 256, 64, 2
 FIXED = {"format": "int8", "granularity": "tensor", "dynamic": False, "symmetric": True, "range": "minmax"}
@@ -41,8 +41,8 @@ def model(tmp_path_factory: pytest.TempPathFactory, chat_tokenizer: Any) -> Path
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 300)
-    monkeypatch.setattr("quantkit.measure.long_context.SAMPLES", 1)
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
+    monkeypatch.setattr("quantkit.measurement.accuracy.long_context.SAMPLES", 1)
 
 
 def compiled(model: Path, out: Path, template: str | None = None) -> Compiled:

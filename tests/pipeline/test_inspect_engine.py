@@ -10,15 +10,15 @@ import pytest
 import small_onnx
 from fake_tensorrt import GPU
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.bundle import Bundle, LayerEntry
 from quantkit.errors import GateError
-from quantkit.measure.engine_layers import stored
-from quantkit.pipeline import inspect_engine
-from quantkit.pipeline.measure import _with_engine
+from quantkit.measurement.engine_layers import stored
+from quantkit.pipeline.finished import inspect_engine
+from quantkit.pipeline.finished.measure import _with_engine
 from quantkit.pipeline.strict import refuse
 from quantkit.recipe import Recipe
-from quantkit.runtimes.tensorrt import Tensorrt
+from quantkit.runtimes.tensorrt.runtime import Tensorrt
 from quantkit.scheme import WeightScheme
 from quantkit.target import Profile
 
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory.mktemp("look"),
         "llama",
         SCHEME,
-        exporter=registry.load("export", "tensorrt"),
+        exporter=plugins.load("export", "tensorrt"),
         engine=False,
         changes=small_onnx.LAYERS,
         profiles=[PROFILE.model_dump()],
@@ -93,17 +93,17 @@ def test_measure_scores_an_engine_and_keeps_what_it_says(
 ) -> None:
     from conftest import CHANGES, recipe
 
-    from quantkit.measure import speed_engine
-    from quantkit.measure.cuda.device import Device
-    from quantkit.measure.latency import Plan
-    from quantkit.model.open import open_model
+    from quantkit.measurement.cuda.device import Device
+    from quantkit.measurement.timing import engine as speed_engine
+    from quantkit.measurement.timing.latency import Plan
+    from quantkit.model.source.open import open_model
     from quantkit.pipeline import Request, compile_model, measure_bundle
     from quantkit.runtimes import tensorrt_rtx
 
     scheme = {"weights": {"format": "int4", "granularity": "group", "group": 32, "symmetric": True}}
     options = {"engine": False, "profiles": [PROFILE.model_dump(mode="json")]}
     exports = [{"checkpoint": {}}, {"tensorrt": options}]
-    monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 60)
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 60)
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     chosen = recipe("checkpoint", scheme=scheme).as_dict() | {"export": exports}
     request = Request.of(

@@ -10,14 +10,13 @@ import onnx_ir as ir
 import pytest
 import small_onnx
 
-from quantkit import registry
+from quantkit import machine, plugins
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.measure import layerwise
-from quantkit.pipeline.layerwise import compare_layers, fed
-from quantkit.plan import machine
-from quantkit.report.layers import layers as shown
-from quantkit.runtimes import _tensorrt_library
+from quantkit.measurement.accuracy import layerwise
+from quantkit.pipeline.finished.layerwise import compare_layers, fed
+from quantkit.report.bundle.layers import layers as shown
+from quantkit.runtimes.tensorrt import library as tensorrt_library
 from quantkit.scheme import WeightScheme
 from quantkit.target import Profile
 
@@ -30,7 +29,7 @@ HARMED = "model.layers.1.mlp.up_proj"
 
 def made(folder: Path, how: Any, **more: Any) -> Bundle:
     options = {"engine": False, "profiles": [PROFILE], "changes": small_onnx.LAYERS, **more}
-    small = small_onnx.export(folder, "llama", how, exporter=registry.load("export", "tensorrt"), **options)
+    small = small_onnx.export(folder, "llama", how, exporter=plugins.load("export", "tensorrt"), **options)
     return small_onnx.bundle(small.folder)
 
 
@@ -109,7 +108,7 @@ def test_polygraphy_builds_the_marked_network_without_a_gpu(tmp_path: Path, monk
     network = made(tmp_path / "grown", INT4, cache="grown").path / "engine" / "network.onnx"
     feed, _ = fed(network)
     tensors = [tensor for tensor, _ in layerwise.layers(ir.load(network)).values()]
-    library = _tensorrt_library.load("tensorrt_rtx")
+    library = tensorrt_library.load("tensorrt_rtx")
     (tmp_path / "place").mkdir()
     loaders = layerwise.prepared(network, tmp_path / "place", tensors, feed, library, sm="8.9")
     assert EngineBytesFromNetwork(*loaders)().nbytes > 10_000

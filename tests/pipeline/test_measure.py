@@ -14,10 +14,10 @@ from planted_times import Timer, rows
 
 from quantkit.bundle import Bundle, Verdict
 from quantkit.errors import InputError, MissingDependency
-from quantkit.measure.latency import Plan
-from quantkit.measure.rows import Row
-from quantkit.pipeline import worth
-from quantkit.pipeline.measure import batches_of, default_runtime, measure_bundle, with_changes
+from quantkit.measurement.rows import Row
+from quantkit.measurement.timing.latency import Plan
+from quantkit.pipeline import verdict as worth
+from quantkit.pipeline.finished.measure import batches_of, default_runtime, measure_bundle, with_changes
 from quantkit.pipeline.progress import Progress
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class Notes(Progress):
 def timer(made: Made, monkeypatch: pytest.MonkeyPatch) -> Timer:
     found = Timer()
     monkeypatch.setenv("QUANTKIT_CACHE", str(made.model.parent / "cache"))
-    monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 300)
-    monkeypatch.setattr("quantkit.measure.speed.run", found)
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
+    monkeypatch.setattr("quantkit.measurement.timing.speed.run", found)
     monkeypatch.setattr("quantkit.pipeline.baseline.float_onnx", lambda source, options: made.floating / "onnx")
     return found
 
@@ -56,7 +56,7 @@ def sound(bundle: Bundle) -> bool:
 
 
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.plan.machine.has", lambda package: package != "torch")
+    monkeypatch.setattr("quantkit.machine.has", lambda package: package != "torch")
 
 
 # --- what it does -----------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_a_shape_that_did_not_fit_once_gives_way_when_it_does(
 
     bundle = copied(made.both)
     with monkeypatch.context() as patched:
-        patched.setattr("quantkit.measure.speed.run", half)
+        patched.setattr("quantkit.measurement.timing.speed.run", half)
         measure_bundle(bundle, str(made.model), plan=PLAN)
     lost = Bundle.load(bundle.path).manifest.verdict
     assert lost is not None
@@ -207,7 +207,7 @@ def test_a_gate_that_only_the_added_graph_fails_is_judged_when_it_is_measured(ma
 def test_times_taken_here_are_no_verdict_on_a_target_elsewhere(
     made: Made, copied: Copy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.pipeline.measure.runs_here", lambda target: False)
+    monkeypatch.setattr("quantkit.pipeline.finished.measure.runs_here", lambda target: False)
     bundle, notes = copied(made.both), Notes()
     measure_bundle(bundle, str(made.model), notes, plan=PLAN)
     assert Bundle.load(bundle.path).manifest.verdict is None
@@ -223,7 +223,7 @@ def test_accuracy_measured_elsewhere_leaves_the_verdict_of_the_target(
     bundle = copied(made.both)
     measure_bundle(bundle, str(made.model), plan=PLAN)
     before = Bundle.load(bundle.path).manifest.verdict
-    monkeypatch.setattr("quantkit.pipeline.measure.runs_here", lambda target: False)
+    monkeypatch.setattr("quantkit.pipeline.finished.measure.runs_here", lambda target: False)
     measure_bundle(bundle, str(made.model), runtime="torch")
     assert Bundle.load(bundle.path).manifest.verdict == before
 
@@ -236,7 +236,7 @@ def refused(code: str, *arguments: Any, **options: Any) -> str:
         raise AssertionError("it is refused before it is scored")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantkit.measure.score.rows", never)
+        patch.setattr("quantkit.measurement.accuracy.score.rows", never)
         with pytest.raises((InputError, MissingDependency)) as caught:
             measure_bundle(*arguments, **options)
     assert caught.value.code == code
@@ -302,7 +302,7 @@ def test_without_torch_what_can_be_measured_is_said(made: Made, monkeypatch: pyt
 def test_what_timing_needs_is_looked_for_before_it_begins(
     package: str, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.plan.machine.has", lambda name: name != package)
+    monkeypatch.setattr("quantkit.machine.has", lambda name: name != package)
     said = refused("missing-dependency", Bundle.load(made.both), str(made.model), runtime="onnxruntime", plan=PLAN)
     assert package in said
 
@@ -319,7 +319,7 @@ def test_what_was_measured_before_the_timing_failed_is_kept(
     bundle, notes = copied(made.both), Notes()
     kept = [row for row in bundle.measurements if row["runtime"] != "onnxruntime"]
     bundle = bundle.put("measurements.jsonl", "".join(f"{Row.model_validate(row).line()}\n" for row in kept).encode())
-    monkeypatch.setattr("quantkit.measure.speed.run", fail)
+    monkeypatch.setattr("quantkit.measurement.timing.speed.run", fail)
     with pytest.raises(InputError, match="speed-failed"):
         measure_bundle(bundle, str(made.model), notes, plan=PLAN)
     assert {row.runtime for row in stored(bundle, "accuracy.kl")} == {"torch", "onnxruntime"}
@@ -334,7 +334,7 @@ def test_a_stop_while_timing_leaves_the_bundle_as_it_was(
         raise KeyboardInterrupt
 
     bundle = copied(made.both)
-    monkeypatch.setattr("quantkit.measure.speed.run", stop)
+    monkeypatch.setattr("quantkit.measurement.timing.speed.run", stop)
     with pytest.raises(KeyboardInterrupt):
         measure_bundle(bundle, str(made.model), plan=PLAN)
     assert Bundle.load(bundle.path) == bundle
@@ -351,7 +351,7 @@ def test_a_bundle_that_changed_meanwhile_is_left_alone(
         Bundle.load(bundle.path).add_content("gguf", tmp_path / "gguf")
         return timer(job)
 
-    monkeypatch.setattr("quantkit.measure.speed.run", change)
+    monkeypatch.setattr("quantkit.measurement.timing.speed.run", change)
     with pytest.raises(InputError, match="bundle-changed"):
         measure_bundle(bundle, str(made.model), plan=PLAN)
     assert sound(bundle)
@@ -363,7 +363,7 @@ def test_an_old_page_does_not_outlive_its_figures(made: Made, copied: Copy, monk
 
     bundle, notes = copied(made.both), Notes()
     assert (bundle.path / worth.REPORT).is_file()
-    monkeypatch.setattr("quantkit.report.page.page", fail)
+    monkeypatch.setattr("quantkit.report.bundle.page.page", fail)
     measure_bundle(bundle, str(made.model), notes, plan=PLAN)
     assert not (bundle.path / worth.REPORT).exists()
     assert any("plotly" in line for line in notes.lines)

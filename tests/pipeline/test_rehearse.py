@@ -14,9 +14,10 @@ import zoo
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import InputError
-from quantkit.pipeline import Request, one_block
-from quantkit.pipeline.prepared import prepare
-from quantkit.pipeline.rehearse import Rehearsal, rehearse
+from quantkit.pipeline import Request
+from quantkit.pipeline.blocks.prepared import prepare
+from quantkit.pipeline.rehearsal import one_block
+from quantkit.pipeline.rehearsal.rehearse import Rehearsal, rehearse
 from quantkit.recipe import Recipe
 
 
@@ -111,7 +112,7 @@ def test_a_disk_that_is_too_small(folder: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_process_that_may_not_have_the_memory(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.plan.machine.memory_limit", lambda *_: 10**8)
+    monkeypatch.setattr("quantkit.machine.memory_limit", lambda *_: 10**8)
     codes = {finding.code for finding in rehearsed(folder, tmp_path).findings if finding.fails}
     assert codes == {"out-of-memory"}
 
@@ -134,7 +135,7 @@ def test_an_export_that_cannot_be_made(folder: Path, tmp_path: Path, monkeypatch
     def fails(*_: Any) -> None:
         raise RuntimeError("an operator that nobody has")
 
-    monkeypatch.setattr("quantkit.export.checkpoint.Checkpoint.write", fails)
+    monkeypatch.setattr("quantkit.export.checkpoint.exporter.Checkpoint.write", fails)
     rehearsal = rehearsed(folder, tmp_path)
     (finding,) = rehearsal.findings
     assert finding.code == "rehearsal-failed" and "an operator that nobody has" in finding.line
@@ -154,7 +155,7 @@ def test_a_place_that_cannot_be_written(folder: Path, tmp_path: Path, monkeypatc
     def refuses(**_: Any) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("quantkit.pipeline.rehearse.tempfile.mkdtemp", refuses)
+    monkeypatch.setattr("quantkit.pipeline.rehearsal.rehearse.tempfile.mkdtemp", refuses)
     (finding,) = rehearsed(folder, tmp_path).findings
     assert finding.code == "out-not-writable"
 

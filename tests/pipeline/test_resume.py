@@ -13,7 +13,7 @@ from small_graph import chain
 import quantkit
 from quantkit.errors import GateError, InputError, QuantkitError
 from quantkit.pipeline.compile import prepare_graph
-from quantkit.pipeline.graph_plan import disk
+from quantkit.pipeline.graphs.plan import disk
 from quantkit.pipeline.request import Request
 
 # nothing is declined, but samples without labels cannot judge the gate, which is a decision
@@ -37,7 +37,7 @@ def compiled(made: Path, out: Path, **more: Any) -> quantkit.Bundle:
 
 
 def test_what_is_finished_is_given_back(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.pipeline.graph.Quantized", None)
+    monkeypatch.setattr("quantkit.pipeline.graphs.compile.Quantized", None)
     before = quantkit.Bundle.load(made / "bundle")
     again = compiled(made, made / "bundle", resume=True)
     assert again.manifest == before.manifest
@@ -87,7 +87,7 @@ def test_an_interrupt_says_what_is_kept_and_what_to_do(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("quantkit.graph.solve.solved", interrupted)
+        patched.setattr("quantkit.graph.codes.solve.solved", interrupted)
         with pytest.raises(QuantkitError) as caught:
             compiled(made, tmp_path / "out")
     assert (caught.value.code, caught.value.exit) == ("interrupted", 75)
@@ -108,7 +108,7 @@ def test_before_anything_is_kept_an_interrupt_leaves_nothing(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("quantkit.graph.solve.ranges", interrupted)
+    monkeypatch.setattr("quantkit.graph.codes.solve.ranges", interrupted)
     with pytest.raises(QuantkitError, match="interrupted"):
         compiled(made, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -11,17 +11,17 @@ import zoo
 from pipeline.conftest import recipe
 from torch import Tensor, nn
 
-from quantkit import registry
-from quantkit.calibrate.statistics import InputStats
+from quantkit import plugins
+from quantkit.calibrate.statistics.collected import InputStats
 from quantkit.errors import InputError
-from quantkit.model import experts
-from quantkit.model.open import open_model
-from quantkit.model.stream import StreamedModel
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.stream import StreamedModel
+from quantkit.model.structure import experts
 from quantkit.passes.solvers.gptq import factor, gptq_shared
 from quantkit.pipeline import Request, compile_model
-from quantkit.pipeline.layers import lay_out
-from quantkit.pipeline.route import Rare
-from quantkit.pipeline.work import Step, Worked, work
+from quantkit.pipeline.blocks.layers import lay_out
+from quantkit.pipeline.blocks.rare_experts import Rare
+from quantkit.pipeline.blocks.work import Step, Worked, work
 from quantkit.scheme import WeightScheme
 
 SCHEME = {"format": "int4", "granularity": "group", "group": 32, "symmetric": True, "scale": "float32"}
@@ -52,7 +52,7 @@ def worked(
     stream = StreamedModel(open_model(str(folder)))
     chosen = recipe("checkpoint", passes=("gptq",), scheme={"weights": scheme})
     layers = lay_out(chosen, stream.skeleton, stream.block_names, "float32")
-    gptq = registry.load("passes", "gptq")
+    gptq = plugins.load("passes", "gptq")
     found = work(
         stream,
         [Step(gptq, gptq.Settings(**{**PLAIN, **settings}))],
@@ -99,7 +99,7 @@ def codes(done: Worked, number: int) -> dict[str, Tensor]:
 def test_experts_are_quantized_on_their_own_tokens_and_a_rare_one_on_all(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.pipeline.work.chunk_size", lambda *_: chunk)
+    monkeypatch.setattr("quantkit.pipeline.blocks.work.chunk_size", lambda *_: chunk)
     stream, done = worked(tmp_path, lopsided(), Rare(8, "force"))
     routed = {number: done.routed[f"model.layers.0.{EXPERTS}.{number}.w2"] for number in range(4)}
     assert routed[3] == 0
@@ -142,7 +142,7 @@ def test_the_original_stream_runs_forced_experts_too(tmp_path: Path) -> None:
 @pytest.fixture
 def small_scores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 100)
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 100)
 
 
 def folder_of(model: nn.Module, folder: Path, tokenizer: Any) -> str:

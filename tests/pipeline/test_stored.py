@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from quantkit.bundle import Bundle
-from quantkit.measure.size import folder_of, weight_bytes
-from quantkit.plan import configs
-from quantkit.plan.storage import Storage, storage
+from quantkit.measurement.size import folder_of, weight_bytes
+from quantkit.planning.model import configs
+from quantkit.planning.model.storage import Storage, storage
 from quantkit.recipe import Recipe
 
 

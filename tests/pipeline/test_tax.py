@@ -12,15 +12,15 @@ import pytest
 import zoo
 from safetensors.torch import save_file
 
+from quantkit import machine
 from quantkit.bundle import Bundle, content_sha256
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError
 from quantkit.kernels.recorded import Recorded
-from quantkit.measure import ops_run
-from quantkit.pipeline.tax import Answer, judge, measure_tax, record
-from quantkit.pipeline.tax_cuda import Graphics
-from quantkit.pipeline.tax_question import Question, batch_range, prepare
-from quantkit.plan import machine
+from quantkit.measurement.operators import run as ops_run
+from quantkit.pipeline.tax.cuda import Graphics
+from quantkit.pipeline.tax.question import Question, batch_range, prepare
+from quantkit.pipeline.tax.tax import Answer, judge, measure_tax, record
 
 
 def refused(code: str, **asked: Any) -> str:

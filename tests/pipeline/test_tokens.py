@@ -12,7 +12,7 @@ import torch
 
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
-from quantkit.pipeline import tokens
+from quantkit.pipeline.blocks import tokens
 from quantkit.recipe import Recipe
 
 

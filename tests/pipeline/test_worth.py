@@ -11,11 +11,11 @@ from planted_times import Timer, rows
 
 from quantkit.bundle import Bundle, Check, LayerEntry
 from quantkit.errors import GateError, InputError, MissingDependency
-from quantkit.measure.latency import Plan
-from quantkit.measure.rows import Row
-from quantkit.measure.speed import Job, Part
-from quantkit.model.open import open_model
-from quantkit.pipeline import worth
+from quantkit.measurement.rows import Row
+from quantkit.measurement.timing.latency import Plan
+from quantkit.measurement.timing.speed import Job, Part
+from quantkit.model.source.open import open_model
+from quantkit.pipeline import verdict
 from quantkit.pipeline.request import runs_here, this_machine
 from quantkit.target import Target
 
@@ -48,8 +48,8 @@ def test_only_a_processor_of_this_kind_can_be_timed_here() -> None:
 
 
 def test_the_format_of_a_bundle_is_that_of_most_layers() -> None:
-    assert worth.format_of(LAYERS) == "int4"
-    assert worth.format_of([]) == "float32"
+    assert verdict.format_of(LAYERS) == "int4"
+    assert verdict.format_of([]) == "float32"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_shapes_that_a_model_does_not_have_are_shortened(
     context: int, contexts: tuple[int, ...], prefills: tuple[int, ...]
 ) -> None:
     """A step needs room for its own token as well."""
-    found = worth.fitting(Plan(), context)
+    found = verdict.fitting(Plan(), context)
     assert (found.contexts, found.prefills) == (contexts, prefills)
     assert found.batches == Plan().batches
 
@@ -76,7 +76,7 @@ def test_shapes_that_a_model_does_not_have_are_shortened(
 )
 def test_the_context_is_the_config_s(config: dict[str, Any], context: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert worth.context_of(tmp_path) == context
+    assert verdict.context_of(tmp_path) == context
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------
@@ -86,10 +86,10 @@ def test_a_compile_times_what_fits_against_the_same_export_of_the_source(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timer = Timer()
-    monkeypatch.setattr("quantkit.measure.speed.run", timer)
+    monkeypatch.setattr("quantkit.measurement.timing.speed.run", timer)
     monkeypatch.setattr("quantkit.pipeline.baseline.float_onnx", lambda source, options: made.floating / "onnx")
     source = open_model(str(made.model))
-    found, decisions = worth.try_to_time(made.both / "onnx", "ours", LAYERS, source, {})
+    found, decisions = verdict.try_to_time(made.both / "onnx", "ours", LAYERS, source, {})
     assert decisions == []
     assert {row.subject for row in found if row.baseline} == {"ours"}
     (asked,) = timer.jobs
@@ -114,7 +114,7 @@ def test_what_prevents_timing_is_a_decision_and_not_the_end_of_a_compile(
         raise problem
 
     monkeypatch.setattr("quantkit.pipeline.baseline.float_onnx", fail)
-    found, decisions = worth.try_to_time(made.both / "onnx", "ours", LAYERS, open_model(str(made.model)), {})
+    found, decisions = verdict.try_to_time(made.both / "onnx", "ours", LAYERS, open_model(str(made.model)), {})
     assert found == []
     assert [each.code for each in decisions] == ["speed-not-measured"]
     assert problem.code in decisions[0].reason  # type: ignore[attr-defined]
@@ -124,42 +124,42 @@ def test_what_prevents_timing_is_a_decision_and_not_the_end_of_a_compile(
 
 
 def test_a_verdict_is_on_the_batches_of_the_target_that_were_measured() -> None:
-    found = worth.decide(rows(job(), lambda batch: 2.0 if batch < 8 else 0.5), [], LAYERS, HERE)
+    found = verdict.decide(rows(job(), lambda batch: 2.0 if batch < 8 else 0.5), [], LAYERS, HERE)
     assert found is not None
     assert (found.answer, found.batch) == ("ship_up_to", 2)
     data = {key: value for key, value in HERE.as_dict().items() if key != "name"}
     small = Target.from_dict({**data, "batches": [1, 2]}, name="own")
-    whole = worth.decide(rows(job(), lambda batch: 2.0 if batch < 8 else 0.5), [], LAYERS, small)
+    whole = verdict.decide(rows(job(), lambda batch: 2.0 if batch < 8 else 0.5), [], LAYERS, small)
     assert whole is not None
     assert whole.answer == "ship_it"
     none = Target.from_dict({**data, "batches": [64]}, name="own")
-    instead = worth.decide(rows(job(), lambda batch: 2.0), [], LAYERS, none)
+    instead = verdict.decide(rows(job(), lambda batch: 2.0), [], LAYERS, none)
     assert instead is not None, "none of its batches: of those that there are"
     assert instead.answer == "ship_it"
 
 
 def test_without_times_or_without_codes_there_is_no_verdict() -> None:
-    assert worth.decide([], [], LAYERS, HERE) is None
-    assert worth.decide(rows(job(), lambda batch: 2.0), [], [], HERE) is None
+    assert verdict.decide([], [], LAYERS, HERE) is None
+    assert verdict.decide(rows(job(), lambda batch: 2.0), [], [], HERE) is None
     torch = [row.model_copy(update={"runtime": "torch"}) for row in rows(job(), lambda batch: 2.0)]
-    assert worth.decide(torch, [], LAYERS, HERE) is None
+    assert verdict.decide(torch, [], LAYERS, HERE) is None
 
 
 def test_a_failed_gate_decides_alone() -> None:
     failed = Check(name="gate.onnxruntime.kl_max", value=0.3, limit=0.25, ok=False)
     for timed in ([], rows(job(), lambda batch: 2.0)):
-        found = worth.decide(timed, [failed], LAYERS, HERE)
+        found = verdict.decide(timed, [failed], LAYERS, HERE)
         assert found is not None
         assert found.answer == "do_not_quantize"
         assert "gate.onnxruntime.kl_max" in found.because[0]
 
 
 def test_a_model_that_does_not_decode_is_judged_by_its_passes() -> None:
-    plan = worth.fitting(worth.quick("encoder"), 100, "encoder")
+    plan = verdict.fitting(verdict.quick("encoder"), 100, "encoder")
     assert (plan.batches, plan.contexts) == ((), ())
     assert (plan.prefill_batches, plan.prefills) == ((1, 32), (32, 100))
     timed = rows(Job(Part("a", "ours", "int8"), Part("b", "source", "float32"), 2, plan), lambda b: 2.0 / b)
-    found = worth.decide(timed, [], LAYERS, HERE)
+    found = verdict.decide(timed, [], LAYERS, HERE)
     assert found is not None
     assert (found.answer, found.batch) == ("ship_up_to", 1)
 
@@ -169,7 +169,7 @@ def test_rows_against_others_are_not_about_the_original() -> None:
     against = {"subject": "other", "value": 30.0}
     foreign = Row(name="accuracy.perplexity", value=33.0, unit="1", subject="ours", baseline=against)
     mine, theirs = rows(job(), lambda batch: 2.0), rows(job("other"), lambda batch: 0.5)
-    found = worth.of_original([accuracy, *mine, foreign, *theirs], "source")
+    found = verdict.of_original([accuracy, *mine, foreign, *theirs], "source")
     assert {row.baseline.subject for row in found if row.baseline} == {"source"}
     assert accuracy in found
     assert foreign not in found
@@ -178,10 +178,10 @@ def test_rows_against_others_are_not_about_the_original() -> None:
 def test_of_two_machines_times_those_of_the_last_count() -> None:
     accuracy = Row(name="accuracy.kl", value=0.1, unit="nat", subject="ours", device=ELSEWHERE)
     before, now = rows(job(), lambda batch: 0.5, device=ELSEWHERE), rows(job(), lambda batch: 2.0)
-    found = worth.of_original([accuracy, *before, *now], "source")
+    found = verdict.of_original([accuracy, *before, *now], "source")
     assert accuracy in found, "is no matter of the machine"
-    assert [row for row in found if worth.is_timing(row)] == now
-    assert worth.of_original([accuracy], "source") == [accuracy]
+    assert [row for row in found if verdict.is_timing(row)] == now
+    assert verdict.of_original([accuracy], "source") == [accuracy]
 
 
 # --- page and card ----------------------------------------------------------------------------------------------------
@@ -189,17 +189,17 @@ def test_of_two_machines_times_those_of_the_last_count() -> None:
 
 def test_the_documents_of_a_bundle(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = Bundle.load(made.both)
-    files, decisions = worth.documents(bundle.manifest, rows(job(), lambda batch: 2.0), bundle.path)
+    files, decisions = verdict.documents(bundle.manifest, rows(job(), lambda batch: 2.0), bundle.path)
     assert decisions == []
     assert bundle.manifest.content_sha256.encode() in (files["README.md"] or b"")
-    assert (files[worth.REPORT] or b"").startswith(b"<!")
+    assert (files[verdict.REPORT] or b"").startswith(b"<!")
 
     def fail(*_: object, **__: object) -> str:
         raise MissingDependency("plotly", extra="report", purpose="the report page")
 
-    monkeypatch.setattr("quantkit.report.page.page", fail)
-    files, decisions = worth.documents(bundle.manifest, [], bundle.path)
-    assert files[worth.REPORT] is None
+    monkeypatch.setattr("quantkit.report.bundle.page.page", fail)
+    files, decisions = verdict.documents(bundle.manifest, [], bundle.path)
+    assert files[verdict.REPORT] is None
     assert [each.code for each in decisions] == ["page-not-made"]
     assert "plotly" in decisions[0].reason
 
@@ -207,12 +207,12 @@ def test_the_documents_of_a_bundle(made: Made, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("text", [None, "", "{", "[1, 2]", '{"blocks": 1}', "null"])
 def test_a_harm_that_is_missing_or_damaged_is_none(text: str | None, tmp_path: Path) -> None:
     if text is not None:
-        (tmp_path / worth.HARM).write_text(text)
-    assert worth.read_harm(tmp_path) is None
+        (tmp_path / verdict.HARM).write_text(text)
+    assert verdict.read_harm(tmp_path) is None
 
 
 def test_the_harm_is_read_as_it_was_written(made: Made) -> None:
-    found = worth.read_harm(made.both)
+    found = verdict.read_harm(made.both)
     assert found is not None
     assert [block.name for block in found.blocks] == ["model.layers.0"]
     assert 0 < found.blocks[0].error < 1

@@ -1,4 +1,4 @@
-"""The formulas of `quantkit.measure.accuracy`, one position at a time, in float64."""
+"""The formulas of `quantkit.measurement.accuracy.positions`, one position at a time, in float64."""
 
 from __future__ import annotations
 

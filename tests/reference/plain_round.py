@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.formats import QuantTensor
 
 
@@ -15,7 +15,7 @@ def slopes(
 
     One group after the other, from the definition: `c = clip(round(w / s + t + v), low - z, high - z)`.
     """
-    form = registry.load("formats", start.scheme.format)
+    form = plugins.load("formats", start.scheme.format)
     rows, columns = weight.shape
     groups = start.scale.shape[1]
     length = columns // groups

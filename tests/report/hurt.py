@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.measure.harm import BlockHarm, Harm, InputHarm, LayerHarm, Position
+from quantkit.measurement.accuracy.harm import BlockHarm, Harm, InputHarm, LayerHarm, Position
 
 
 def hurt(prefix: str = "model.layers") -> Harm:

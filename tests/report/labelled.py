@@ -7,7 +7,7 @@ from typing import Any
 import planted
 
 from quantkit.bundle import Manifest
-from quantkit.measure.rows import Row
+from quantkit.measurement.rows import Row
 
 _SCHEME = {"format": "int8", "granularity": "channel", "group": None, "symmetric": True, "scale": "float32"}
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from plotly import graph_objects
 
-from quantkit.measure.labelled import About, classification, outputs, retrieval
-from quantkit.measure.rows import Data, Row
-from quantkit.report import figures, terminal
-from quantkit.report.accuracy import accuracy
-from quantkit.report.card import card
-from quantkit.report.page import page
+from quantkit.measurement.accuracy.labelled import About, classification, outputs, retrieval
+from quantkit.measurement.rows import Data, Row
+from quantkit.report import terminal
+from quantkit.report.bundle import figures
+from quantkit.report.bundle.accuracy import accuracy
+from quantkit.report.bundle.card import card
+from quantkit.report.bundle.page import page
 from report import labelled
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from quantkit.report import axes
+from quantkit.report.kit import axes
 
 
 @pytest.mark.parametrize("low", [3e-7, 0.0113, 0.93, 1.0, 47.0, 612.0])

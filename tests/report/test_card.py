@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from quantkit.bundle import Manifest
-from quantkit.measure.rows import Row
-from quantkit.report.card import card, escape, fenced
+from quantkit.measurement.rows import Row
+from quantkit.report.bundle.card import card, escape, fenced
 from report import labelled
 from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 from plotly import graph_objects
 
-from quantkit.report import axes, charts
-from quantkit.report.charts import ORIGINAL, QUANTIZED, Curve, Figure, Mark, Part, Point
+from quantkit.report.kit import axes, charts
+from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve, Figure, Mark, Part, Point
 
 ACROSS = axes.points_axis("batch", [1, 2, 4])
 UP = axes.log_axis("ms", [1.0, 4.0])

@@ -13,9 +13,10 @@ from plotly import graph_objects
 
 from quantkit.bundle import LayerEntry
 from quantkit.errors import InputError
-from quantkit.measure.compared import Flip, Flips, LayerPair
-from quantkit.report import compare_page, words
-from quantkit.report import compare_words as say
+from quantkit.measurement.compared import Flip, Flips, LayerPair
+from quantkit.report.compare import page as compare_page
+from quantkit.report.compare import words as say
+from quantkit.report.kit import words
 
 from .test_compare import DATA, cell
 

@@ -8,8 +8,8 @@ import planted
 import pytest
 
 from quantkit.bundle import Manifest
-from quantkit.measure.rows import Row
-from quantkit.report import curves
+from quantkit.measurement.rows import Row
+from quantkit.report.bundle import curves
 from report.timed import judged, timed_rows
 
 

@@ -7,9 +7,9 @@ import io
 import planted
 from rich.console import Console, Group
 
-from quantkit.measure.engine_layers import Costly, Inspected, Product
-from quantkit.report import engine
-from quantkit.report.page import page
+from quantkit.measurement.engine_layers import Costly, Inspected, Product
+from quantkit.report.bundle import engine
+from quantkit.report.bundle.page import page
 from report.timed import everything, judged
 
 FALLEN = Product(

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from quantkit.report import front, terminal
+from quantkit.report import terminal
+from quantkit.report.tune import page as front
 
 NAMES = ("int4 g32", "int8 g32", "float")
 BITS = (4.5, 8.5, 32.0)

@@ -8,10 +8,10 @@ import pytest
 from plotly import graph_objects
 from pydantic import ValidationError
 
-from quantkit.measure.harm import Harm
-from quantkit.measure.mixed import Mixed
-from quantkit.report.mixed import said, sections
-from quantkit.report.page import page
+from quantkit.measurement.accuracy.harm import Harm
+from quantkit.measurement.accuracy.mixed import Mixed
+from quantkit.report.bundle.mixed import said, sections
+from quantkit.report.bundle.page import page
 from report import labelled
 
 NAMES = [f"features.{i}.conv" for i in range(12)]

@@ -18,10 +18,10 @@ import pytest
 from plotly import graph_objects
 
 from quantkit.errors import MissingDependency
-from quantkit.measure.rows import Row
-from quantkit.report import speed
-from quantkit.report.accuracy import traps
-from quantkit.report.page import page
+from quantkit.measurement.rows import Row
+from quantkit.report.bundle import speed
+from quantkit.report.bundle.accuracy import traps
+from quantkit.report.bundle.page import page
 from report.hurt import hurt
 from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
 

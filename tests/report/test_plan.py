@@ -13,8 +13,11 @@ from typing import Any
 import planned
 import pytest
 
-from quantkit.plan.outlook import Memory, Outlook, Recommendation
-from quantkit.report import plan, plan_words, terminal, words
+from quantkit.planning.outlook import Memory, Outlook, Recommendation
+from quantkit.report import terminal
+from quantkit.report.kit import words
+from quantkit.report.plan import screen
+from quantkit.report.plan import words as plan_words
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,7 @@ def one() -> Outlook:
 def text(outlook: Outlook, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("COLUMNS", "80")
     stream = io.StringIO()
-    terminal.write(plan.terminal(outlook), stream)
+    terminal.write(screen.terminal(outlook), stream)
     return stream.getvalue()
 
 
@@ -197,7 +200,7 @@ def test_nobodys_text_is_markup_and_long_names_wrap(monkeypatch: pytest.MonkeyPa
 
 
 def test_json_has_units_in_its_names_and_no_nan(three: Outlook) -> None:
-    found = plan.as_dict(three)
+    found = screen.as_dict(three)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["model"]["parameters"] == 8_030_261_248
     fp8, nvfp4 = found["candidates"][1], found["candidates"][3]
@@ -215,10 +218,10 @@ def test_json_has_units_in_its_names_and_no_nan(three: Outlook) -> None:
 
 def test_json_has_null_for_what_is_not_known(one: Outlook) -> None:
     broken = planned.with_first(one, bits=math.nan, cost={"usd": math.inf})
-    (found,) = plan.as_dict(broken)["candidates"]
+    (found,) = screen.as_dict(broken)["candidates"]
     assert found["bits_per_weight"] is None
     assert found["cost"] == {"usd": None}
-    (bounds,) = plan.as_dict(planned.outlook("int4", efficiency=None))["candidates"]
+    (bounds,) = screen.as_dict(planned.outlook("int4", efficiency=None))["candidates"]
     assert bounds["rows"][0]["step"]["forecast_s"] is None
     assert bounds["rows"][0]["forecast_per_s"] is None
     assert bounds["forecast"] is False
@@ -227,6 +230,6 @@ def test_json_has_null_for_what_is_not_known(one: Outlook) -> None:
 def test_nothing_heavy_is_imported() -> None:
     """A plan answers in a second: neither torch nor what draws pages."""
     heavy = ("torch", "scipy", "plotly", "transformers", "jinja2")
-    code = f"import sys, quantkit.report.plan; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, quantkit.report.plan.screen; print([name for name in {heavy} if name in sys.modules])"
     done: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

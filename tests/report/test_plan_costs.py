@@ -11,12 +11,15 @@ from typing import Any
 import planned
 import pytest
 
-from quantkit.plan.compiling import Compiling, Disk, Machine
-from quantkit.plan.cost import Work, bill
-from quantkit.plan.load import Load
-from quantkit.plan.outlook import Candidate, Outlook
-from quantkit.plan.prices import Prices
-from quantkit.report import plan, plan_costs, plan_figures, plan_page, terminal
+from quantkit.planning.compiling.forecast import Compiling, Disk, Machine
+from quantkit.planning.outlook import Candidate, Outlook
+from quantkit.planning.serving.cost import Work, bill
+from quantkit.planning.serving.load import Load
+from quantkit.planning.serving.prices import Prices
+from quantkit.report import terminal
+from quantkit.report.plan import costs as plan_costs
+from quantkit.report.plan import figures, screen
+from quantkit.report.plan import page as plan_page
 from quantkit.stats.clustered import Estimate
 
 PRICES = Prices.from_dict(
@@ -78,7 +81,7 @@ def loaded(found: Outlook) -> Outlook:
 def text(found: Outlook, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("COLUMNS", "80")
     stream = io.StringIO()
-    terminal.write(plan.terminal(found), stream)
+    terminal.write(screen.terminal(found), stream)
     return stream.getvalue()
 
 
@@ -170,11 +173,11 @@ def test_on_the_page() -> None:
         assert said in page
     assert "a &lt;cloud&gt;" in page and "<cloud>" not in page
     assert "The compile itself" not in page
-    panel = plan_figures.costs(priced("bf16", "int4"))
+    panel = figures.costs(priced("bf16", "int4"))
     assert panel is not None
     names = [each.get("name") for each in panel.figure["data"] if each.get("name")]
     assert names == ["bf16", "int4"]
-    assert plan_figures.costs(planned.outlook("bf16")) is None
+    assert figures.costs(planned.outlook("bf16")) is None
 
 
 def test_an_encoder_pays_by_the_pass() -> None:
@@ -216,11 +219,11 @@ def test_what_the_compile_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     page = plan_page.page(found)
     assert "The compile itself" in page
     assert "On a processor, 2 cores." in page
-    assert plan.as_dict(found)["candidates"][0]["compiling"]["total_seconds"] == 7200.0
+    assert screen.as_dict(found)["candidates"][0]["compiling"]["total_seconds"] == 7200.0
 
 
 def test_json_has_the_bills_and_the_load() -> None:
-    found = plan.as_dict(loaded(priced("bf16", "int4")))
+    found = screen.as_dict(loaded(priced("bf16", "int4")))
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     first, second = found["candidates"]
     assert first["rows"][0]["cost"]["rented"][0]["per_hour"] == 3.6

@@ -13,11 +13,14 @@ import planned
 import pytest
 from plotly import graph_objects
 
+from quantkit import machine
 from quantkit.errors import InputError, MissingDependency
-from quantkit.plan import machine
-from quantkit.plan.outlook import Outlook, Recommendation
-from quantkit.report import page as pages
-from quantkit.report import plan_figures, plan_page, plan_words, words
+from quantkit.planning.outlook import Outlook, Recommendation
+from quantkit.report.bundle import page as pages
+from quantkit.report.kit import words
+from quantkit.report.plan import figures as plan_figures
+from quantkit.report.plan import page as plan_page
+from quantkit.report.plan import words as plan_words
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from quantkit.recipe import Recipe
-from quantkit.report.progress import Display, Estimate, first_guess
+from quantkit.report.kit.progress import Display, Estimate, first_guess
 
 
 class Clock:

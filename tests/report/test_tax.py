@@ -12,10 +12,12 @@ import pytest
 
 from quantkit.bundle import Verdict
 from quantkit.errors import InputError
-from quantkit.measure.ops_run import Job
-from quantkit.plan import shapes
-from quantkit.report import tax, tax_page, terminal
-from quantkit.report.tax import Taxed
+from quantkit.measurement.operators.run import Job
+from quantkit.planning.model import shapes
+from quantkit.report import terminal
+from quantkit.report.tax import page as tax_page
+from quantkit.report.tax import screen
+from quantkit.report.tax.screen import Taxed
 from quantkit.target import Target
 
 GOOD = Verdict(answer="ship_up_to", batch=8, format="int4.g64.level4", because=["batch 8: <b>fast</b>"])
@@ -38,12 +40,12 @@ def data() -> Taxed:
 
 def text(data: Taxed) -> str:
     out = StringIO()
-    terminal.write(tax.terminal(data, Path("page.html"), Path("rows.jsonl")), out)
+    terminal.write(screen.terminal(data, Path("page.html"), Path("rows.jsonl")), out)
     return out.getvalue()
 
 
 def test_the_sum_comes_first_then_each_shape(data: Taxed) -> None:
-    found = tax.groups(data)
+    found = screen.groups(data)
     assert [group.whole for group in found] == [True, False, False]
     assert found[0].title == "vit-b-16, 2 threads"
     assert found[1].title.startswith("768x768: q_proj, k_proj, v_proj, o_proj, 48 times")
@@ -56,8 +58,8 @@ def test_the_sum_comes_first_then_each_shape(data: Taxed) -> None:
 
 
 def test_a_line_has_both_times_the_ratio_the_promise_and_the_tax(data: Taxed) -> None:
-    (cell,) = [each for each in tax.groups(data)[1].series[0].cells if each.x == 8]
-    batch, times, ratio, _, ideal, gain, excess, share, slack, spread = tax.line(cell, 1e3)
+    (cell,) = [each for each in screen.groups(data)[1].series[0].cells if each.x == 8]
+    batch, times, ratio, _, ideal, gain, excess, share, slack, spread = screen.line(cell, 1e3)
     own = planted_ops.falling(8) * 1e3
     assert batch == "8"
     assert times.startswith("1.00 → 0.6") or times.startswith("0.99")
@@ -84,9 +86,9 @@ def test_the_screen_fits_and_says_what_was_found(data: Taxed) -> None:
 
 
 def test_where_it_wins_with_the_intervals_of_the_ends(data: Taxed) -> None:
-    first, second = tax.groups(data)[1].series
-    assert re.fullmatch(r"1, where measuring began to 1\d(\.\d+)? \(1\d(\.\d+)?–1\d(\.\d+)?\)", tax.wins(first))
-    assert tax.wins(second) == "nowhere"
+    first, second = screen.groups(data)[1].series
+    assert re.fullmatch(r"1, where measuring began to 1\d(\.\d+)? \(1\d(\.\d+)?–1\d(\.\d+)?\)", screen.wins(first))
+    assert screen.wins(second) == "nowhere"
 
 
 def test_typed_shapes_have_their_lines_on_the_screen() -> None:
@@ -117,7 +119,7 @@ def test_the_page_is_one_offline_file_with_all_figures(data: Taxed, tmp_path: Pa
 
 
 def test_bars_are_shares_of_the_originals_time(data: Taxed) -> None:
-    series = tax.groups(data)[1].series[0]
+    series = screen.groups(data)[1].series[0]
     figure = tax_page._split(series).figure
     for i, cell in enumerate(series.cells):
         total = sum(part["x"][i] for part in figure["data"])
@@ -135,7 +137,7 @@ def test_bars_are_shares_of_the_originals_time(data: Taxed) -> None:
     ],
 )
 def test_answers_in_words(verdict: Verdict, words: str) -> None:
-    assert tax.said(verdict)[0] == words
+    assert screen.said(verdict)[0] == words
 
 
 def test_a_folder_that_is_not_there(data: Taxed, tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ def test_on_a_gpu_the_tax_is_split(tmp_path: Path) -> None:
     assert "bfloat16 → this" in said
     assert "float32" not in said
     assert "black box" not in said
-    (cell, _) = tax.groups(data)[0].series[0].cells
+    (cell, _) = screen.groups(data)[0].series[0].cells
     shares = tax_page._shares(cell)
     assert sum(shares.values()) == pytest.approx((cell.row.value or 0) / (cell.original or 1))
     assert shares["decode"] == pytest.approx(0.25 * (cell.row.value or 0) / (cell.original or 1), rel=0.05)

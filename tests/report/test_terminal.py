@@ -9,7 +9,7 @@ import planted
 import pytest
 
 from quantkit.bundle import Check, Manifest
-from quantkit.measure.rows import Row
+from quantkit.measurement.rows import Row
 from quantkit.report import terminal
 from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
 

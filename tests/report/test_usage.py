@@ -7,7 +7,7 @@ from typing import Any
 import planted
 import pytest
 
-from quantkit.report import usage
+from quantkit.report.bundle import usage
 
 
 def bundle(kind: str, *paths: str, **options: Any) -> Any:

@@ -6,7 +6,7 @@ import doctest
 
 import pytest
 
-from quantkit.report import words
+from quantkit.report.kit import words
 
 
 def test_examples_in_the_docstrings() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import planted
 
 from quantkit.bundle import Manifest
-from quantkit.measure.rows import Row
+from quantkit.measurement.rows import Row
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 DEVICE = {"id": "cpu-1", "kind": "cpu", "name": "A Processor"}

@@ -17,17 +17,16 @@ import torch
 import zoo
 from small_onnx import TEXT, Small, export, scheme
 
-from quantkit import registry
+from quantkit import machine, plugins
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError, MissingDependency
-from quantkit.plan import machine
-from quantkit.runtimes._onnx_session import Loaded
-from quantkit.runtimes._text import Tokenizer
-from quantkit.runtimes.onnxruntime import Sampling, stream
+from quantkit.runtimes.onnxruntime.runtime import Sampling, stream
+from quantkit.runtimes.onnxruntime.session import Loaded
+from quantkit.runtimes.text import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RUNTIME = registry.load("runtimes", "onnxruntime")
+RUNTIME = plugins.load("runtimes", "onnxruntime")
 GREEDY = Sampling()
 
 
@@ -224,7 +223,7 @@ def test_without_drawing_it_is_the_most_likely() -> None:
 
 
 def test_the_model_s_own_settings_hold(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quantkit.runtimes import _generate
+    from quantkit.runtimes import generate as _generate
 
     seen: list[Sampling] = []
 

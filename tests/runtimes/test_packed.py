@@ -13,18 +13,18 @@ import transformers
 import zoo
 
 import quantkit
-from quantkit import registry
+from quantkit import plugins
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.kernels.dispatch import Choice, Table
 from quantkit.kernels.recorded import FILE, Recorded
 from quantkit.recipe import Recipe
-from quantkit.runtimes._decode_graph import DecodeGraph
+from quantkit.runtimes.torch.decode_graph import DecodeGraph
 
 pytest.importorskip("triton")  # Linux alone has it
 from quantkit.kernels.linear import QuantLinear
 
-RUNTIME = registry.load("runtimes", "torch")
+RUNTIME = plugins.load("runtimes", "torch")
 GROUPS = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
 BYTES = {"format": "int8", "granularity": "channel"}
 
@@ -32,7 +32,7 @@ BYTES = {"format": "int8", "granularity": "channel"}
 @pytest.fixture
 def compiled(tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Bundle]:
     """A bundle of a tiny Llama, whose weights are rounded as the scheme says."""
-    monkeypatch.setattr("quantkit.pipeline.tokens.SCORED", 300)
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
 
     def make(weights: dict[str, Any], layout: str = "pack-quantized", **scheme: Any) -> Bundle:
@@ -165,10 +165,10 @@ def test_steps_on_the_kernels_are_timed_against_sixteen_bits(
     compiled: Callable[..., Bundle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quantkit.kernels import linear
-    from quantkit.measure import speed_cuda
-    from quantkit.measure.cuda.device import Device
-    from quantkit.measure.latency import Plan
-    from quantkit.model.open import open_model
+    from quantkit.measurement.cuda.device import Device
+    from quantkit.measurement.timing import cuda as speed_cuda
+    from quantkit.measurement.timing.latency import Plan
+    from quantkit.model.source.open import open_model
 
     # half a second each in the interpreter, a hundred times over: what they take is not what is looked at
     monkeypatch.setattr(linear, "dequantize", functools.cache(linear.dequantize))

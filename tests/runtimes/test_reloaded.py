@@ -11,13 +11,13 @@ import zoo
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.model import finished
 from quantkit.model.finished import Finished
-from quantkit.model.open import open_model
-from quantkit.model.stream import Head, StreamedModel
-from quantkit.model.structure import is_linear, is_transposed
-from quantkit.runtimes._reloaded import ExpandedWeights, reloaded
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.stream import Head, StreamedModel
+from quantkit.model.structure.traced import is_linear, is_transposed
+from quantkit.runtimes.torch.reloaded import ExpandedWeights, reloaded
 from quantkit.scheme import WeightScheme
 
 
@@ -33,11 +33,11 @@ def export(model: nn.Module, folder: Path, scheme: Any, **options: Any) -> Path:
             continue
         weight = source.weights.read(stream.files[f"{name}.weight"]).float()
         weight = weight.T if is_transposed(module) else weight
-        tensors[name] = registry.load("formats", chosen.format).quantize(weight, chosen)
+        tensors[name] = plugins.load("formats", chosen.format).quantize(weight, chosen)
         schemes[name] = chosen
     finished.save(folder / "block", tensors, {})
     (folder / "bundle").mkdir()
-    registry.load("export", "checkpoint").write(
+    plugins.load("export", "checkpoint").write(
         folder / "bundle", source, stream, Finished([folder / "block"], schemes), options
     )
     return folder / "bundle" / "model"

@@ -14,10 +14,10 @@ import pytest
 import small_onnx
 from fake_tensorrt import GPU
 
-from quantkit import registry
-from quantkit.measure.cuda.device import Device
-from quantkit.measure.rows import Row
-from quantkit.runtimes.tensorrt import Tensorrt
+from quantkit import plugins
+from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.rows import Row
+from quantkit.runtimes.tensorrt.runtime import Tensorrt
 from quantkit.target import Profile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,7 +44,7 @@ def test_engines_are_checked_and_timed_beside_torch(bench: Any, tmp_path: Path) 
         tmp_path,
         "llama",
         None,
-        exporter=registry.load("export", "tensorrt"),
+        exporter=plugins.load("export", "tensorrt"),
         engine=False,
         changes=small_onnx.LAYERS,
         profiles=[each.model_dump() for each in PROFILES],

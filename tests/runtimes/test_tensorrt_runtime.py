@@ -17,12 +17,12 @@ import torch
 from fake_tensorrt import GPU
 from small_onnx import LAYERS, TEXT, Small, expected, export, relative
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.runtimes._tensorrt_decode import Loaded
-from quantkit.runtimes._tensorrt_library import Library
-from quantkit.runtimes.tensorrt import Tensorrt
+from quantkit.runtimes.tensorrt.decode import Loaded
+from quantkit.runtimes.tensorrt.library import Library
+from quantkit.runtimes.tensorrt.runtime import Tensorrt
 from quantkit.scheme import WeightScheme
 from quantkit.target import Profile
 
@@ -50,7 +50,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Smal
         WeightScheme(format="int4", granularity="group", group=32, symmetric=True),
         tokenizer=byte_tokenizer,
         changes=TEXT,
-        exporter=registry.load("export", "tensorrt"),
+        exporter=plugins.load("export", "tensorrt"),
         engine=False,
         profiles=[each.model_dump() for each in PROFILES],
     )
@@ -200,7 +200,7 @@ def test_an_engine_of_another_card_of_the_same_kind(small: Small, tmp_path: Path
     ],
 )
 def test_what_is_compatible_is_so_with_what_came_later(described: Any, here: dict[str, str], ok: bool) -> None:
-    from quantkit.runtimes._tensorrt_file import Description, choose
+    from quantkit.runtimes.tensorrt.file import Description, choose
 
     record = Description(**{"library": "tensorrt", "version": "10.13.0", "sm": ["8.9"], **described})
     library = fake_tensorrt.library(record.library, version=here.get("version", "10.13.0"))  # type: ignore[arg-type]
@@ -377,7 +377,7 @@ def test_settings_are_plain(loaded: Loaded) -> None:
 
 
 def test_an_encoder_encodes(tmp_path: Path) -> None:
-    exporter = registry.load("export", "tensorrt")
+    exporter = plugins.load("export", "tensorrt")
     made = export(tmp_path, "bert", changes=LAYERS, exporter=exporter, engine=False, profiles=[])
     profile = Profile(name="any", batch=(1, 2, 4), length=(1, 8, 32), context=(0, 0, 0))
     fake_tensorrt.engine(made.folder / "engine", [profile])

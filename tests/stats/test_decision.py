@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quantkit.stats.decision import ALPHA, confirm, decide
-from quantkit.stats.evidence import Resampled
-from quantkit.stats.flips import Flips
-from quantkit.stats.increase import increase
+from quantkit.stats.deciding.decision import ALPHA, confirm, decide
+from quantkit.stats.deciding.evidence import Resampled
+from quantkit.stats.deciding.flips import Flips
+from quantkit.stats.deciding.increase import increase
+from quantkit.stats.deciding.slowdown import BLOCKS, BURST, ROUNDS, slowdown
 from quantkit.stats.noise import Noise
-from quantkit.stats.slowdown import BLOCKS, BURST, ROUNDS, slowdown
 
 DEFAULT = [BLOCKS] * ROUNDS
 OPPOSITE = {"better": "worse", "worse": "better", "same": "same", "inconclusive": "inconclusive"}

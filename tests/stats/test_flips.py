@@ -8,7 +8,7 @@ from scipy import stats
 
 from quantkit.errors import InputError
 from quantkit.stats import tango
-from quantkit.stats.flips import Flips, flips
+from quantkit.stats.deciding.flips import Flips, flips
 
 
 @settings(deadline=None, max_examples=60)

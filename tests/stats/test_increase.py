@@ -5,9 +5,9 @@ import pytest
 from reference import plain_decisions as plain
 
 from quantkit.errors import InputError
-from quantkit.stats import increase as module
 from quantkit.stats.clustered import clustered_mean
-from quantkit.stats.increase import increase
+from quantkit.stats.deciding import increase as module
+from quantkit.stats.deciding.increase import increase
 
 
 def texts(seed, clusters=30, rise=0.02):

@@ -128,8 +128,8 @@ def _judged(
 
 def _stream(folder: Path) -> dict[str, Any]:
     """Sequences of different content, in chunks of which the last is smaller than the others."""
-    from quantkit.model.open import open_model
-    from quantkit.model.stream import StreamedModel
+    from quantkit.model.source.open import open_model
+    from quantkit.model.streaming.stream import StreamedModel
 
     source, tokens = open_model(str(folder)), shrink.ids()
     found = StreamedModel(source).answers(tokens, chunk=2).all()
@@ -169,7 +169,7 @@ def _compiled(folder: Path, tokens: Path) -> Bundle:
         recipe = folder.parent / f"{layout}.yaml"
         recipe.write_text(_RECIPE % (tokens, shrink.TOKENS, layout))
         try:
-            with patch("quantkit.pipeline.tokens.SCORED", _SCORED * (shrink.TOKENS - 1)):
+            with patch("quantkit.pipeline.blocks.tokens.SCORED", _SCORED * (shrink.TOKENS - 1)):
                 return quantkit.compile(str(folder), recipe, out=folder.parent / layout, speed=False)
         except InputError as problem:
             if problem.code != "layout-unsupported" or layout == _LAYOUTS[-1]:

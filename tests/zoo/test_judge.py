@@ -11,7 +11,7 @@ from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
 from quantkit.errors import InputError
-from quantkit.model.stream import StreamedModel
+from quantkit.model.streaming.stream import StreamedModel
 from zoo import judge, shrink
 from zoo.exceptions import LEFT_OUT
 

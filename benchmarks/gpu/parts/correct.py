@@ -16,10 +16,10 @@ from quantkit.kernels.matmul import weight_only
 from quantkit.kernels.native import native
 from quantkit.kernels.quantize import quantize_tokens
 from quantkit.kernels.workspace import Workspace
-from quantkit.measure.cuda.check import error
-from quantkit.measure.cuda.device import Device
-from quantkit.measure.cuda.sides import inputs
-from quantkit.measure.cuda.weights import Variant, values, weight
+from quantkit.measurement.cuda.check import error
+from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.cuda.sides import inputs
+from quantkit.measurement.cuda.weights import Variant, values, weight
 
 _BATCHES = (1, 3, 16, 17, 64, 200)
 

@@ -18,10 +18,10 @@ from parts.decoder import Decoder, MakeLinear, Sizes
 from quantkit.kernels.dispatch import EXPANDED, OURS, Choice, Table, Timing, fastest
 from quantkit.kernels.linear import QuantLinear
 from quantkit.kernels.workspace import Workspace
-from quantkit.measure.cuda.device import Device
-from quantkit.measure.cuda.memory import allocated
-from quantkit.measure.cuda.timing import Side, interleaved, ratio, summary
-from quantkit.measure.cuda.weights import Variant, weight
+from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.cuda.memory import allocated
+from quantkit.measurement.cuda.timing import Side, interleaved, ratio, summary
+from quantkit.measurement.cuda.weights import Variant, weight
 
 BASELINE = "16 bits"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from quantkit.measure.cuda.device import Device
-from quantkit.measure.cuda.timing import Side, copies
-from quantkit.measure.cuda.weights import Variant
+from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.cuda.timing import Side, copies
+from quantkit.measurement.cuda.weights import Variant
 
 Shape = tuple[int, int]
 

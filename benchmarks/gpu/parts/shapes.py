@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.measure.cuda.weights import known
+from quantkit.measurement.cuda.weights import known
 
 # out x in of the linears of Llama-3-8B, the largest first; fused ones are what runtimes run
 LLAMA_3_8B = (

@@ -14,11 +14,11 @@ from parts import peers
 from quantkit.kernels.configs import Config, candidates, width
 from quantkit.kernels.dispatch import Timing
 from quantkit.kernels.workspace import Workspace
-from quantkit.measure.cuda import sides
-from quantkit.measure.cuda.ceilings import of
-from quantkit.measure.cuda.device import Device
-from quantkit.measure.cuda.timing import Side, interleaved, ratio, summary
-from quantkit.measure.cuda.weights import Variant
+from quantkit.measurement.cuda import sides
+from quantkit.measurement.cuda.ceilings import of
+from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.cuda.timing import Side, interleaved, ratio, summary
+from quantkit.measurement.cuda.weights import Variant
 
 
 @dataclass

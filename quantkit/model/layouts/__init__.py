@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.errors import InputError, unknown_name
 from quantkit.formats import QuantTensor
 from quantkit.scheme import WeightScheme
@@ -125,7 +125,7 @@ class Layout(Protocol):
 
 def names() -> list[str]:
     """What recipes may call for, sorted."""
-    return [name.replace("_", "-") for name in registry.names(KIND)]
+    return [name.replace("_", "-") for name in plugins.names(KIND)]
 
 
 def load(name: str) -> Layout:
@@ -136,7 +136,7 @@ def load(name: str) -> Layout:
     """
     if name not in names():
         raise unknown_name("layout", name, names())
-    found: Layout = registry.load(KIND, name.replace("-", "_"))
+    found: Layout = plugins.load(KIND, name.replace("-", "_"))
     return found
 
 

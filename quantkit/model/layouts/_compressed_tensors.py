@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from quantkit.errors import InputError, MissingDependency
 from quantkit.formats import QuantTensor
 from quantkit.model.layouts import Expansion, Read, stored_with
-from quantkit.model.names import same
+from quantkit.model.structure.names import same
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:

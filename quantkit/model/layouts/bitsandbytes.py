@@ -19,7 +19,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.formats import Nested, QuantTensor
 from quantkit.model.layouts import Expansion, Header, Read, missing, stored_with
 from quantkit.model.layouts._refusals import check_format
@@ -155,7 +155,7 @@ class BitsAndBytes:
 
     def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
         """The product in float32, rounded once."""
-        values: torch.Tensor = registry.load("formats", "nf4").dequantize(tensor)
+        values: torch.Tensor = plugins.load("formats", "nf4").dequantize(tensor)
         return values.to(dtype)
 
     def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.formats import QuantTensor
 from quantkit.model.layouts import MARLIN_GROUPS, Expansion, Header, Read, missing, stored_with
 from quantkit.model.layouts._refusals import unsupported
@@ -164,7 +164,7 @@ class Gptq:
 
     def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
         """Code and scale are multiplied in the dtype of the scale."""
-        values: torch.Tensor = registry.load("formats", tensor.scheme.format).dequantize(tensor)
+        values: torch.Tensor = plugins.load("formats", tensor.scheme.format).dequantize(tensor)
         return values.to(tensor.scale.dtype).to(dtype)
 
     def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:

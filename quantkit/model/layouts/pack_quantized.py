@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.formats import QuantTensor
 from quantkit.model.layouts import MARLIN_GROUPS, Header, Read
 from quantkit.model.layouts._compressed_tensors import SCALE, CompressedTensors, exact_scale
@@ -152,7 +152,7 @@ class PackQuantized(CompressedTensors):
         dtype the scale is stored in, else in the model's. The two differ where float16 scales stand in a float32 model,
         by one rounding to 11 bits.
         """
-        values: torch.Tensor = registry.load("formats", tensor.scheme.format).dequantize(tensor)
+        values: torch.Tensor = plugins.load("formats", tensor.scheme.format).dequantize(tensor)
         # codes and scales are short enough for their product to be exact in float32: what follows is the only rounding
         return values.to(tensor.scale.dtype).to(dtype) if config.get("dequantize") else values.to(dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quantkit.errors import InputError, did_you_mean
-from quantkit.nightly.jobs import Executor
+from quantkit.nightly.running.jobs import Executor
 
 NAMES = ("local", "ray")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from quantkit.nightly.jobs import Job, Outcome, Work, contained
+from quantkit.nightly.running.jobs import Job, Outcome, Work, contained
 from quantkit.pipeline.progress import Progress
 
 

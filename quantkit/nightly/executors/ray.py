@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import InputError, MissingDependency, Stopped
-from quantkit.nightly.jobs import Job, Outcome, Work, contained
+from quantkit.nightly.running.jobs import Job, Outcome, Work, contained
 from quantkit.pipeline.progress import Progress
 
 # seconds between two looks at which nodes are left

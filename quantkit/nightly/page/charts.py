@@ -11,8 +11,8 @@ from markupsafe import Markup
 from quantkit.nightly.page import drawing, say
 from quantkit.nightly.page.drawing import TALL, Chart, Label
 from quantkit.nightly.page.history import ANSWERS, NONE
-from quantkit.nightly.records import What
-from quantkit.report import words
+from quantkit.nightly.store.records import What
+from quantkit.report.kit import words
 from quantkit.stats.changes import Change
 
 Array = Any

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from quantkit.nightly.asked import is_first
+from quantkit.nightly.gating.evidence import is_first
 from quantkit.nightly.page import charts, say
 from quantkit.nightly.page.detail import Detail
 from quantkit.nightly.page.drawing import Chart
@@ -28,8 +28,8 @@ from quantkit.nightly.page.history import (
     History,
     parts,
 )
-from quantkit.nightly.records import Cell, What
-from quantkit.report import words
+from quantkit.nightly.store.records import Cell, What
+from quantkit.report.kit import words
 
 Array = Any
 # alarms that are spelled out above the grid

@@ -6,7 +6,7 @@ import math
 from datetime import UTC
 
 from quantkit.nightly.page.history import ANSWERS
-from quantkit.nightly.records import NIGHT_ID, Cell, Night, What
+from quantkit.nightly.store.records import NIGHT_ID, Cell, Night, What
 
 TITLES: dict[What, str] = {
     "latency": "Latency",

@@ -23,8 +23,8 @@ import quantkit
 from quantkit.bundle.disk import stopping_when_full
 from quantkit.errors import InputError
 from quantkit.nightly.page import cell, detail, history, index, say
-from quantkit.nightly.store import Store
-from quantkit.report import words
+from quantkit.nightly.store.parquet import Store
+from quantkit.report.kit import words
 
 if TYPE_CHECKING:
     from jinja2 import Environment

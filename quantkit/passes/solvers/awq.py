@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit.formats._layout import groups_of
+from quantkit.formats.base.layout import groups_of
 from quantkit.passes.solvers import one_thread, ranges
 from quantkit.passes.solvers.factor import check_finite
 

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from quantkit.formats import QuantTensor
-from quantkit.formats._grid import GridFormat, effective
-from quantkit.formats._integer import IntegerFormat
-from quantkit.formats._layout import by_row, groups_of
-from quantkit.formats._scaled import ScaledFormat
+from quantkit.formats.base.grid import GridFormat, effective
+from quantkit.formats.base.integers import IntegerFormat
+from quantkit.formats.base.layout import by_row, groups_of
+from quantkit.formats.base.scaled import ScaledFormat
 from quantkit.passes.solvers import one_thread, ranges, unsaturated
 from quantkit.passes.solvers.factor import Factor, factor
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.errors import InputError
-from quantkit.formats._grid import GridFormat
-from quantkit.formats._integer import IntegerFormat
-from quantkit.formats._layout import groups_of, tiles
+from quantkit.formats.base.grid import GridFormat
+from quantkit.formats.base.integers import IntegerFormat
+from quantkit.formats.base.layout import groups_of, tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +55,7 @@ def grid_format(scheme: WeightScheme) -> GridFormat:
     Raises:
         InputError: `format-without-scale`.
     """
-    found = registry.load("formats", scheme.format)
+    found = plugins.load("formats", scheme.format)
     if not isinstance(found, GridFormat):
         raise InputError(
             "format-without-scale",
@@ -72,7 +72,7 @@ def integer_format(scheme: WeightScheme) -> IntegerFormat:
     Raises:
         InputError: `format-not-integer`.
     """
-    found = registry.load("formats", scheme.format)
+    found = plugins.load("formats", scheme.format)
     if not isinstance(found, IntegerFormat):
         raise InputError(
             "format-not-integer",

@@ -12,9 +12,9 @@ import pytest
 
 from quantkit.errors import Stopped
 from quantkit.nightly.executors.local import Local
-from quantkit.nightly.jobs import Job, Outcome
-from quantkit.nightly.records import Cell
-from quantkit.nightly.store import Store
+from quantkit.nightly.running.jobs import Job, Outcome
+from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store.records import Cell
 from quantkit.pipeline.progress import Progress
 
 from .. import fake_work

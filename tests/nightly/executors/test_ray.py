@@ -14,9 +14,9 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.nightly.executors.ray import Ray
-from quantkit.nightly.jobs import Job
-from quantkit.nightly.records import Cell
-from quantkit.nightly.store import Store
+from quantkit.nightly.running.jobs import Job
+from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store.records import Cell
 from quantkit.pipeline.progress import Progress
 
 from .. import fake_work

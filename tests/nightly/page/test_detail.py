@@ -10,8 +10,8 @@ import pytest
 
 from quantkit.nightly.page import detail, history
 from quantkit.nightly.page.detail import Detail
-from quantkit.nightly.records import Cell, Item
-from quantkit.nightly.store import Store
+from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store.records import Cell, Item
 
 from ..conftest import CELLS, FIRST, SECOND, THIRD, night, result
 from ..planted import timed

@@ -10,7 +10,7 @@ import numpy as np
 
 from quantkit.nightly.page import history
 from quantkit.nightly.page.history import ANSWERS, NONE
-from quantkit.nightly.store import Store
+from quantkit.nightly.store.parquet import Store
 
 from ..conftest import CELLS, FIRST, SECOND, THIRD, fill, night, result
 from .conftest import AWAY, BROKEN, FINE, HOSTILE, NOW, RETIRED, SLOW

@@ -12,7 +12,7 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.nightly.page import Written, index, write
-from quantkit.nightly.store import Store
+from quantkit.nightly.store.parquet import Store
 
 from ..conftest import CELLS, FIRST, SECOND, THIRD, files, fill, night, result
 from .conftest import AWAY, BROKEN, EVIL, FINE, HOSTILE, RETIRED, SLOW, Page, decided, done

@@ -2,7 +2,7 @@ import pytest
 import torch
 from reference.gptq_oracle import cost
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.errors import InputError
 from quantkit.passes.solvers import awq as solver
 from quantkit.passes.solvers.awq import clip, search_scales, transformed
@@ -10,7 +10,7 @@ from quantkit.passes.solvers.factor import factor
 from quantkit.passes.solvers.gptq import gptq
 from quantkit.scheme import WeightScheme
 
-INT4 = registry.load("formats", "int4")
+INT4 = plugins.load("formats", "int4")
 
 
 def scheme(granularity="group", symmetric=False, group=16):

@@ -2,17 +2,17 @@ import pytest
 import torch
 from reference.gptq_oracle import cost, wanted
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.errors import InputError
-from quantkit.formats._grid import GridFormat
-from quantkit.formats._integer import IntegerFormat
+from quantkit.formats.base.grid import GridFormat
+from quantkit.formats.base.integers import IntegerFormat
 from quantkit.passes.solvers import gptq as solver
 from quantkit.passes.solvers import one_thread
 from quantkit.passes.solvers.factor import factor
 from quantkit.passes.solvers.gptq import gptq, gptq_shared
 from quantkit.scheme import WeightScheme
 
-INT4 = registry.load("formats", "int4")
+INT4 = plugins.load("formats", "int4")
 
 
 def scheme(granularity="group", group=16, symmetric=False, name="int4", scale="float16"):
@@ -35,7 +35,7 @@ def problem(rows, columns, tokens=256, seed=0, outlier=True):
 
 
 def read(result):
-    return registry.load("formats", result.tensor.scheme.format).dequantize(result.tensor)
+    return plugins.load("formats", result.tensor.scheme.format).dequantize(result.tensor)
 
 
 SCHEMES = [
@@ -57,7 +57,7 @@ def test_each_code_is_the_nearest_to_what_its_column_asked_for(choice, act_order
     solved = factor(hessian, damping=0.02, act_order=act_order)
     result = gptq(weight, solved, choice)
     asked = wanted(weight, read(result), solved.hessian, solved.order)
-    form = registry.load("formats", choice.format)
+    form = plugins.load("formats", choice.format)
     groups = result.tensor.scale.shape[1]
     step = result.tensor.scale.double().repeat_interleave(shape[1] // groups, dim=1)
     zero = 0 if result.tensor.zero is None else result.tensor.zero.double().repeat_interleave(shape[1] // groups, dim=1)
@@ -268,7 +268,7 @@ SCALED = {
 @pytest.mark.parametrize("sweeps", [0, 1])
 def test_any_grid_makes_up_for_errors(name, sweeps):
     choice = WeightScheme(format=name, symmetric=True, **SCALED[name])
-    form = registry.load("formats", name)
+    form = plugins.load("formats", name)
     weight, hessian = problem(20, 192)
     other = 5 * weight[:7].flip(0)
     other[:, :64] = 0  # groups without a range

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from quantkit import registry
+from quantkit import plugins
 from quantkit.passes.solvers.gptq import gptq
 from quantkit.passes.solvers.unsaturated import LIMIT, neighbours, scales
 from quantkit.scheme import WeightScheme
@@ -43,7 +43,7 @@ def test_it_costs_far_less_than_the_eighth_bit() -> None:
     weight, hessian = problem(64, 96)
 
     def error(scheme: WeightScheme, other: torch.Tensor | None = None) -> float:
-        found = registry.load("formats", scheme.format).dequantize(
+        found = plugins.load("formats", scheme.format).dequantize(
             gptq(weight, hessian, scheme, neighbours=other).tensor
         )
         return float(((found - weight) @ hessian * (found - weight)).sum())
@@ -66,4 +66,4 @@ def test_a_row_without_large_neighbours_keeps_its_scale() -> None:
 
 def test_sweeps_would_undo_the_bounds() -> None:
     with pytest.raises(ValidationError, match="sweeps"):
-        registry.load("passes", "gptq").Settings(unsaturated=True, sweeps=1)
+        plugins.load("passes", "gptq").Settings(unsaturated=True, sweeps=1)

@@ -1,0 +1,340 @@
+"""Reads images of any accepted kind, and makes of bytes what a network takes.
+
+    .npz            an array `images`, `labels` where there are some, and `clusters` where images are alike
+    .npy            an array of images
+    .zip            image files, by their names
+    .jpg .png …     one image; a folder of them
+
+An array is [n, height, width] or [n, height, width, channels] of uint8, or floats of the model's own shape that are
+preprocessed already. Images of one number in `clusters` were not drawn one by one, such as crops of one photograph:
+they are parted together, and intervals count them together. Of bytes x, in this order:
+
+    resize      the shorter side becomes `resize` pixels (bilinear, over all pixels that fall together)
+    crop        `crop` x `crop` from the middle
+    normalise   (x / 255 - mean) / std, channel by channel
+
+An image of exactly crop x crop is taken as cut, and then nothing but numpy is needed. Nothing is ever unpickled, an
+archive is never unpacked to disk, and an image is decoded when it is drawn.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.calibrate.sets.card import read_bytes
+from quantkit.errors import InputError, MissingDependency
+from quantkit.model.preprocess import Preprocess
+
+ARRAYS = (".npz", ".npy")
+PICTURES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+SUFFIXES = (*ARRAYS, ".zip", *PICTURES)
+# what a picture inside an archive may claim to unpack to
+_PICTURE_LIMIT = 1 << 28
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images of one file or folder, none of them decoded.
+
+    Args:
+        count: how many.
+        labels: [count], of each image its class; None where there are none.
+        bytes_: whether they are bytes that need preprocessing, rather than floats that had it.
+        read: number -> the image: uint8 [height, width] or [height, width, channels], or float32 as the model takes it.
+        where: for errors.
+        clusters: [count], images of one number are alike; None where nothing is said of it.
+        names: [count], of their files; None where they are of arrays.
+    """
+
+    count: int
+    labels: NDArray[np.int64] | None
+    bytes_: bool
+    read: Callable[[int], NDArray[Any]]
+    where: str
+    clusters: NDArray[np.int64] | None = None
+    names: tuple[str, ...] | None = None
+
+
+def parse(file: Path | bytes, *, suffix: str, where: str) -> Images:
+    """The images of one file.
+
+    Args:
+        file: its path, or its bytes where they were read to be checked.
+        suffix: lower case.
+        where: for errors.
+
+    Raises:
+        InputError: `calibration-suffix`, `calibration-unreadable`, `calibration-pickle`, `calibration-fields`,
+            `calibration-dtype`, `calibration-shape`, `calibration-empty`, `calibration-labels`,
+            `calibration-clusters`.
+    """
+    if suffix in ARRAYS:
+        return _arrays(file, where)
+    if suffix == ".zip":
+        return _archive(file, where)
+    if suffix in PICTURES:
+        return pictures([where], lambda _: file if isinstance(file, bytes) else read_bytes(file), where=where)
+    raise InputError(
+        "calibration-suffix",
+        where=where,
+        value=f"cannot read {suffix or 'a file without a suffix'}",
+        rule=f"images come as {', '.join(SUFFIXES)}, or as a folder of such",
+        remedy="rename or convert it",
+    )
+
+
+def is_picture(name: str) -> bool:
+    """Whether a file is an image by its name; the hidden ones that file managers leave behind are not."""
+    path = Path(name)
+    return path.suffix.lower() in PICTURES and not path.name.startswith(".")
+
+
+def pictures(names: Sequence[str], read: Callable[[str], bytes], *, where: str) -> Images:
+    """Image files by name. Raises InputError (`calibration-empty`, with no name at all)."""
+    if not names:
+        raise _empty(where, f"image files are {', '.join(PICTURES)}")
+    kept = tuple(names)
+    return Images(len(kept), None, True, lambda number: _decode(read(kept[number]), kept[number]), where, names=kept)
+
+
+def together(parts: Sequence[Images], where: str) -> Images:
+    """Several files as one; of labels, and of clusters, all have some or none has.
+
+    Raises:
+        InputError: `calibration-mixed`.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    kinds = {(part.bytes_, part.labels is None, part.clusters is None) for part in parts}
+    if len(kinds) > 1:
+        raise InputError(
+            "calibration-mixed",
+            where=where,
+            value="files with and without labels, with and without clusters, or of bytes and of floats",
+            rule="the files of a split are of one kind",
+            remedy="write them alike, or leave some out",
+        )
+    ends = np.cumsum([part.count for part in parts])
+
+    def read(number: int) -> NDArray[Any]:
+        place = int(np.searchsorted(ends, number, side="right"))
+        return parts[place].read(number - int(ends[place] - parts[place].count))
+
+    labels, clusters = (_joined([getattr(part, name) for part in parts]) for name in ("labels", "clusters"))
+    named = [part.names for part in parts if part.names is not None]
+    names = tuple(name for names in named for name in names) if len(named) == len(parts) else None
+    return Images(int(ends[-1]), labels, parts[0].bytes_, read, where, clusters, names)
+
+
+def _joined(arrays: Sequence[NDArray[np.int64] | None]) -> NDArray[np.int64] | None:
+    held = [array for array in arrays if array is not None]
+    return np.concatenate(held) if held else None
+
+
+def preprocess(image: NDArray[np.uint8], how: Preprocess, *, where: str) -> NDArray[np.float32]:
+    """One image, uint8 [height, width] or [height, width, channels], as the network takes it: float32 [C, H, W] or
+    [H, W, C]; see the module.
+
+    Raises:
+        InputError: `calibration-shape` where the channels are not those of `mean`; MissingDependency: Pillow.
+    """
+    if image.ndim == 2:
+        image = image[:, :, None]
+    channels = len(how.mean)
+    if image.shape[2] != channels:
+        if image.shape[2] not in (1, 3, 4) or channels not in (1, 3):
+            raise _channels(image.shape[2], channels, where)
+        image = _converted(image, channels)
+    if image.shape[:2] != (how.crop, how.crop):
+        image = _cut(image, how)
+    mean, std = (np.asarray(values, dtype=np.float32) for values in (how.mean, how.std))
+    normal = (image.astype(np.float32) / np.float32(255) - mean) / std
+    return np.ascontiguousarray(normal.transpose(2, 0, 1) if how.layout == "NCHW" else normal)
+
+
+def _arrays(file: Path | bytes, where: str) -> Images:
+    try:
+        # a .npy is mapped, so that only what is drawn is read
+        loaded = (
+            np.load(io.BytesIO(file), allow_pickle=False)
+            if isinstance(file, bytes)
+            else np.load(file, mmap_mode="r", allow_pickle=False)
+        )
+        if isinstance(loaded, np.ndarray):
+            images, labels, clusters = loaded, None, None
+        else:
+            with loaded:
+                if "images" not in loaded.files:
+                    raise _fields(loaded.files, where)
+                images = loaded["images"]
+                labels, clusters = (loaded[name] if name in loaded.files else None for name in ("labels", "clusters"))
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
+        if "allow_pickle" in str(error):
+            raise pickled(where) from None
+        raise unreadable(where, error) from None
+    if images.ndim == 0 or len(images) == 0:
+        raise _empty(where, "images are [n, …], n at least 1")
+    bytes_ = images.dtype == np.uint8
+    if not bytes_ and images.dtype.kind != "f":
+        raise InputError(
+            "calibration-dtype",
+            where=where,
+            value=f"images of {images.dtype}",
+            rule="bytes (uint8) that get preprocessed, or floats that were",
+            remedy="images.astype('uint8') or images.astype('float32')",
+        )
+    if bytes_ and images.ndim not in (3, 4):
+        raise InputError(
+            "calibration-shape",
+            where=where,
+            value=f"uint8 {list(images.shape)}",
+            rule="bytes are [n, height, width] or [n, height, width, channels]",
+            remedy="transpose them, or give floats of the model's own shape",
+        )
+
+    def read(number: int) -> NDArray[Any]:
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinity, and is refused
+            return np.asarray(images[number], dtype=np.uint8 if bytes_ else np.float32)
+
+    numbers = None if labels is None else _labels(labels, len(images), where)
+    alike = None if clusters is None else cluster_numbers(clusters, len(images), where)
+    return Images(len(images), numbers, bytes_, read, where, alike)
+
+
+def cluster_numbers(clusters: NDArray[Any], count: int, where: str) -> NDArray[np.int64]:
+    """An array `clusters`, checked. Raises InputError (`calibration-clusters`)."""
+    if clusters.dtype.kind not in "iu" or clusters.shape != (count,):
+        raise InputError(
+            "calibration-clusters",
+            where=where,
+            value=f"clusters {list(clusters.shape)} of {clusters.dtype} for {count} samples",
+            rule="one whole number a sample; samples of one number are alike, such as crops of one photograph",
+            remedy="mend `clusters`, or leave them out",
+        )
+    return clusters.astype(np.int64)
+
+
+def _labels(labels: NDArray[Any], count: int, where: str) -> NDArray[np.int64]:
+    wrong = ""
+    if labels.dtype.kind not in "iu":
+        wrong = f"labels of {labels.dtype}"
+    elif labels.shape != (count,):
+        wrong = f"labels {list(labels.shape)} for {count} images"
+    elif int(labels.min()) < 0:
+        wrong = f"a label {int(labels.min())}"
+    if wrong:
+        raise InputError(
+            "calibration-labels",
+            where=where,
+            value=wrong,
+            rule="one whole number an image, the index of its class in the model's output, from 0",
+            remedy="mend `labels`, or leave them out",
+        )
+    return labels.astype(np.int64)
+
+
+def _archive(file: Path | bytes, where: str) -> Images:
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(file) if isinstance(file, bytes) else file)
+        entries = [entry for entry in archive.infolist() if is_picture(entry.filename)]
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        raise unreadable(where, error) from None
+    for entry in entries:
+        if entry.file_size > _PICTURE_LIMIT:
+            raise unreadable(f"{where}: {entry.filename}", ValueError(f"an image file of {entry.file_size} bytes"))
+
+    def read(name: str) -> bytes:
+        try:
+            return archive.read(name)
+        except Exception as error:  # zlib's, RuntimeError where it is encrypted, …: one remedy
+            raise unreadable(f"{where}: {name}", error) from None
+
+    return pictures(sorted(entry.filename for entry in entries), read, where=where)
+
+
+def _decode(data: bytes, where: str) -> NDArray[np.uint8]:
+    """An image file as [height, width, 3], upright."""
+    image, ops = _pillow()
+    try:
+        with image.open(io.BytesIO(data)) as opened:
+            return np.asarray(ops.exif_transpose(opened).convert("RGB"), dtype=np.uint8)
+    except Exception as error:  # Pillow's plugins raise what they like
+        raise unreadable(where, error) from None
+
+
+def _converted(image: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
+    """Grey, colour or colour with transparency to grey or colour."""
+    if image.shape[2] == 1:
+        return np.repeat(image, 3, axis=2)
+    if channels == 3:
+        return image[:, :, :3]
+    module, _ = _pillow()
+    return np.asarray(module.fromarray(image[:, :, :3]).convert("L"), dtype=np.uint8)[:, :, None]
+
+
+def _cut(image: NDArray[np.uint8], how: Preprocess) -> NDArray[np.uint8]:
+    module, _ = _pillow()
+    picture = module.fromarray(image[:, :, 0] if image.shape[2] == 1 else image)
+    scale = how.resize / min(picture.size)
+    width, height = (max(how.resize, round(side * scale)) for side in picture.size)
+    picture = picture.resize((width, height), module.Resampling.BILINEAR)
+    left, top = (width - how.crop) // 2, (height - how.crop) // 2
+    found = np.asarray(picture.crop((left, top, left + how.crop, top + how.crop)), dtype=np.uint8)
+    return found[:, :, None] if found.ndim == 2 else found
+
+
+def _pillow() -> tuple[Any, Any]:
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise MissingDependency("PIL", extra="compile", purpose="reading and resizing image files (Pillow)") from None
+    return Image, ImageOps
+
+
+def _channels(found: int, wanted: int, where: str) -> InputError:
+    return InputError(
+        "calibration-shape",
+        where=where,
+        value=f"images of {found} channels",
+        rule=f"`preprocess` states {wanted} means",
+        remedy="bytes are [n, height, width, channels], channels last",
+    )
+
+
+def _empty(where: str, rule: str) -> InputError:
+    return InputError("calibration-empty", where=where, value="no image in it", rule=rule, remedy="give another one")
+
+
+def _fields(names: Sequence[str], where: str) -> InputError:
+    return InputError(
+        "calibration-fields",
+        where=where,
+        value=f"arrays {', '.join(map(repr, list(names)[:6])) or 'none'}",
+        rule="an array `images`, and `labels` and `clusters` where there are some",
+        remedy="numpy.savez_compressed(path, images=..., labels=...)",
+    )
+
+
+def pickled(where: str) -> InputError:
+    """Arrays of Python objects."""
+    return InputError(
+        "calibration-pickle",
+        where=where,
+        value="it holds Python objects, or is no file of arrays",
+        rule="a file of objects runs code when it is read, so none is read",
+        remedy="save plain arrays: numpy.savez_compressed(path, images=..., labels=...)",
+    )
+
+
+def unreadable(where: str, error: Exception) -> InputError:
+    """What cannot be read, whoever says so."""
+    reason = str(error).split("\n", 1)[0][:200] or type(error).__name__
+    return InputError("calibration-unreadable", where=where, value=reason, remedy="check the file, or write it anew")

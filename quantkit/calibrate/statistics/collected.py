@@ -1,0 +1,481 @@
+"""What the passes see of real life: the inputs of each shared input, while a block runs on the calibration set.
+
+A run is *staged*: when execution reaches the first linear of a shared input, its statistics are complete and the pass
+may change the linears before they run, so that what follows in the block already sees quantized linears. If all
+sequences fit into one forward, the forward simply pauses there, and one run serves all stages and yields the block's
+output as well. Else every stage replays the block up to its point, chunk by chunk, so that memory stays bounded.
+
+The *original stream* is what the unquantized model would feed the block. If a pass asks for it, the block's original
+weights run on it in step, and the statistics also say how far the inputs have drifted from the original ones, and how
+far what a linear's output is added to lags behind; there, tokens count by how much an error of theirs matters to it.
+
+Sums are deterministic: a fixed number of partials, in a fixed order, whatever the number of workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from quantkit.calibrate.statistics.scales import Scales, samples_of
+from quantkit.errors import InputError
+from quantkit.model.streaming.calls import Calls
+from quantkit.model.structure.traced import SharedInput
+
+# columns of a Hessian that are summed at a time; only the part on and above the diagonal is
+_PANEL = 256
+# inputs that are kept as they are: so many in all, and of one sequence, evenly spaced
+_SAMPLE, _SAMPLE_EACH = 512, 16
+
+
+class InputStats:
+    """The inputs of one shared input, as sums over two halves: every other sequence, so that chunks do not matter.
+
+    Args:
+        inputs: chunks [sequences, tokens, K] in order; or [tokens, K], of which every other token counts as a sequence.
+        name: of the shared input, for errors.
+        products: whether products of two inputs are summed, without which there is no Hessian; they take the time.
+    """
+
+    def __init__(self, inputs: Iterable[Tensor] = (), name: str = "", *, products: bool = True) -> None:
+        self._name = name
+        self._products = products
+        self.tokens = 0
+        self._squares = torch.zeros(0, dtype=torch.float64)
+        self._halves: list[Tensor] = []
+        self._drift: Tensor | None = None
+        self._lags: dict[str, Tensor] = {}
+        self._counts = [0, 0]
+        self._sequences = 0
+        self._hessian: Tensor | None = None
+        self._sum = torch.zeros(0, dtype=torch.float64)
+        self._low, self._high = torch.zeros(0), torch.zeros(0)
+        self._sample: list[Tensor] = []
+        for part in inputs:
+            self.add(part)
+
+    def add(
+        self,
+        part: Tensor,
+        original: Tensor | None = None,
+        lags: Mapping[str, Tensor] | None = None,
+        stream: Tensor | None = None,
+    ) -> None:
+        """Add a chunk [sequences, tokens, K] or [tokens, K].
+
+        Args:
+            part: what the linears receive.
+            original: what they would in the unquantized model, token by token; what some chunk has not is not known.
+            lags: linear -> [..., N], what its output is added to in the original stream less what it is here.
+            stream: [..., N], what outputs are added to. The next norm brings it to one size, so an error counts
+                relative to it: in products, tokens weigh by the inverse of its mean square.
+
+        Raises:
+            InputError: `activations-nonfinite`.
+        """
+        # sums of half-precision products lose what they are for
+        part = part.float()
+        width = part.shape[-1]
+        flat = part.reshape(-1, width)
+        share = None if stream is None else _inverse_size(stream.float()).reshape(*part.shape[:-1], 1)
+        weighed = part if share is None else part * share
+        if not self.tokens:
+            self._halves = [torch.zeros(width, width) for _ in range(2)] if self._products else []
+            self._squares = self._squares.new_zeros(width)
+            self._drift = torch.zeros(width, width) if original is not None else None
+            self._sum = self._sum.new_zeros(width)
+            self._low, self._high = torch.full((width,), math.inf), torch.full((width,), -math.inf)
+        if original is None:
+            self._drift = None
+        elif self._drift is not None:
+            moved = original.float().reshape(part.shape) - part
+            moved = moved if share is None else moved * share
+            self._drift.addmm_(moved.reshape(-1, width).T, weighed.reshape(-1, width))
+        for half, products in enumerate(self._halves):
+            piece = weighed[(half + self._sequences) % 2 :: 2].reshape(-1, width)
+            for left in range(0, width, _PANEL):
+                panel = products[left : left + _PANEL, left:]
+                panel.addmm_(piece[:, left : left + _PANEL].T, piece[:, left:])
+            self._counts[half] += piece.shape[0]
+        for linear, lag in (lags or {}).items():
+            behind = lag.float() if share is None else lag.float() * share
+            if linear not in self._lags:
+                self._lags[linear] = torch.zeros(lag.shape[-1], width)
+            self._lags[linear].addmm_(behind.reshape(-1, lag.shape[-1]).T, weighed.reshape(-1, width))
+        self.tokens += part.numel() // width
+        self._sequences += part.shape[0]
+        self._squares += weighed.reshape(-1, width).square().sum(dim=0).double()
+        # a square is finite if its root is, and there are far fewer of them
+        if not bool(torch.isfinite(self._squares).all()):
+            raise InputError(
+                "activations-nonfinite",
+                where=self._name,
+                value=f"{int((~torch.isfinite(part)).sum())} NaN or infinite inputs",
+                rule="calibration needs finite activations",
+                remedy="check the model with another text, or leave this layer in high precision",
+            )
+        self._hessian = None
+        self._sum += flat.sum(dim=0).double()
+        # in pieces that a cache holds, and not by torch.aminmax, which takes ten times as long across rows
+        for piece in flat.split(_PANEL) if flat.shape[0] else ():
+            self._low = torch.minimum(self._low, piece.amin(dim=0))
+            self._high = torch.maximum(self._high, piece.amax(dim=0))
+        for sequence in part[: max(0, _SAMPLE - len(self._sample))]:
+            rows = sequence.reshape(-1, width)
+            self._sample += rows[:: max(1, -(-rows.shape[0] // _SAMPLE_EACH))].clone().unbind()
+
+    @property
+    def sample(self) -> Tensor:
+        """Some inputs, [at most 512, K] float32: up to 16 of each of the first sequences."""
+        return torch.stack(self._sample[:_SAMPLE])
+
+    @property
+    def absmax(self) -> Tensor:
+        """`max |x_k|` over all tokens, [K] float32."""
+        return torch.maximum(-self._low, self._high).clamp(min=0)
+
+    @property
+    def low(self) -> Tensor:
+        """`min x_k` over all tokens, [K] float32."""
+        return self._low
+
+    @property
+    def high(self) -> Tensor:
+        """`max x_k` over all tokens, [K] float32."""
+        return self._high
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean input, [K] float32."""
+        return (self._sum / max(self.tokens, 1)).float()
+
+    @property
+    def mean_square(self) -> Tensor:
+        """The (weighed) mean of `x_k²`, [K] float32: the diagonal of the Hessian."""
+        return (self._squares / max(self.tokens, 1)).float()
+
+    @property
+    def hessian(self) -> Tensor:
+        """`Xᵀ X / tokens`, [K, K] float32; only where products are summed.
+
+        Raises:
+            InputError: `calibration-unreached`.
+        """
+        if self.tokens == 0:  # a part for another kind of input, as the audio layers of a model that reads text too
+            raise InputError(
+                "calibration-unreached",
+                where=self._name,
+                value="no token of the calibration text reaches it",
+                rule="a layer is calibrated on what it will see",
+                remedy="leave it in high precision with an override (weights: null), or calibrate on what reaches it",
+            )
+        if self._hessian is None:
+            upper = (self._halves[0] + self._halves[1]).triu_()
+            self._hessian = upper.add_(upper.triu(1).T).div_(self.tokens)
+        return self._hessian
+
+    @property
+    def drift(self) -> Tensor | None:
+        """`ΔᵀX / tokens`, [K, K] float32, with Δ the original inputs less these; None where those are not known."""
+        return None if self._drift is None else self._drift / self.tokens
+
+    def lag(self, linear: str) -> Tensor | None:
+        """`RᵀX / tokens`, [N, K] float32, with R how far what the linear's output is added to lags behind the original.
+
+        None where the output is added to nothing, or that is not known.
+        """
+        found = self._lags.get(linear)
+        return None if found is None else found / self.tokens
+
+    @property
+    def noise(self) -> float:
+        """How much of the Hessian beside its diagonal is chance: 0..1, the best share to take off.
+
+            λ = sum of the variances of r_ij / sum of r_ij²,   i ≠ j,   estimated as  ¼ ||R₁ - R₂||² / ||R||²
+
+        with R₁, R₂ the correlations in two halves of the tokens and R in all of them. (Schäfer and Strimmer, "A
+        Shrinkage Approach to Large-Scale Covariance Matrix Estimation", 2005, for shrinking towards the diagonal.)
+        """
+        if min(self._counts) == 0:
+            return 1.0
+        size = self.hessian.diagonal().clamp(min=0).sqrt()
+        size = torch.where(size > 0, size, torch.inf)
+        both, apart = 0.0, 0.0
+        for left in range(0, size.numel(), _PANEL):
+            rows = slice(left, left + _PANEL)
+            scale = size[rows].unsqueeze(1) * size[left:]
+            first, second = (
+                (half[rows, left:] / count / scale).triu_(1)
+                for half, count in zip(self._halves, self._counts, strict=True)
+            )
+            apart += float((first - second).square().sum())
+            both += float((self.hessian[rows, left:] / scale).triu_(1).square().sum())
+        return min(1.0, apart / 4 / both) if both > 0 else 1.0
+
+
+def _inverse_size(stream: Tensor) -> Tensor:
+    """One over the root mean square of each token, [..., 1]; 0 where it is 0, since nothing is relative to that."""
+    size = stream.square().mean(dim=-1, keepdim=True).sqrt()
+    return torch.where(size > 0, size.reciprocal(), 0.0)
+
+
+class _Reached(Exception):
+    """Ends a replay at the shared input it was for."""
+
+
+Visit = Callable[[SharedInput, InputStats], None]
+Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
+
+
+def _first(module: nn.Module, group: SharedInput, hook: Hook) -> RemovableHandle:
+    """A pre-hook of a group's first linear, before the one that quantizes its input."""
+    return module.get_submodule(group.name).register_forward_pre_hook(hook, prepend=True)
+
+
+@dataclass
+class Original:
+    """A block as it came, on what the unquantized model feeds it.
+
+    Args:
+        module: with its original weights, up to exact folds.
+        hidden: [samples, tokens, width], its input.
+        calls: how it is called.
+        skips: linear -> the module whose input its output is added to (`model/structure/skip.py`).
+        outputs: its output, once it has run.
+    """
+
+    module: nn.Module
+    hidden: Tensor
+    calls: Calls
+    skips: Mapping[str, str] = field(default_factory=dict)
+    outputs: Tensor | None = None
+
+
+@dataclass
+class Stats:
+    """A block together with what it is run on.
+
+    Args:
+        module: the block.
+        groups: its shared inputs, in the order they run.
+        calls: how the block is called.
+        stage: which of the calls.
+        hidden: [samples, tokens, width], the block's input.
+        outputs: the block's output, once a staged run has ended; passes that change weights afterwards reset it.
+        original: the block in the original stream; None unless a pass asked for it.
+        scales: what quantizes the block's inputs and its cache.
+    """
+
+    module: nn.Module
+    groups: tuple[SharedInput, ...]
+    calls: Calls
+    stage: int
+    hidden: Tensor
+    outputs: Tensor | None = None
+    original: Original | None = None
+    scales: Scales = field(default_factory=Scales)
+
+    @torch.no_grad()
+    def staged(
+        self, visit: Visit | None, *, products: bool = True, drift: bool = False, quantized: bool = False
+    ) -> None:
+        """Run the block on everything; at each shared input call `visit(group, statistics)` before its linears run.
+
+        Args:
+            visit: may change the linears of the group; None only runs the block.
+            products: whether the statistics are to hold a Hessian.
+            drift: whether the statistics are to hold how far inputs, and what outputs are added to, are from the
+                original ones.
+            quantized: the statistics are of the inputs as the group's kernels will see them, keys and values go through
+                the cache's format, and fixed scales that are missing are found on the way. It is for the pass that
+                assigns codes: others look at what they may still change.
+
+        Raises:
+            InputError: `activations-nonfinite`, naming the linear.
+        """
+        self.outputs = None
+        self.scales.use_cache(quantized)
+        if self.hidden.shape[0] <= self.calls.chunk:
+            self._pausing(visit, products, drift, quantized)
+        else:
+            self._replaying(visit, products, drift, quantized)
+
+    def settled(self) -> Tensor:
+        """The block's output with its present weights, [samples, tokens, width], inputs and cache quantized."""
+        if self.scales.waits:
+            self.staged(None, quantized=True)
+        if self.scales.use_cache(True) or self.outputs is None or self.calls.live:
+            # a live model's next block is given what this very run leaves behind
+            self.outputs = self.calls.run_all(self.module, self.stage, self.hidden)
+        return self.outputs
+
+    def original_outputs(self) -> Tensor:
+        """What the block puts out in the unquantized model, [samples, tokens, width]."""
+        original = self._original()
+        if original.outputs is None:
+            original.outputs = original.calls.run_all(original.module, self.stage, original.hidden)
+        return original.outputs
+
+    def _pausing(self, visit: Visit | None, products: bool, drift: bool, quantized: bool) -> None:
+        waiting = {group.name: group for group in self.groups}
+        sources = self._sources() if drift else ()
+        before = self._originals() if drift else {}
+        seen: dict[str, Tensor] = {}
+
+        def pause(group: SharedInput) -> Hook:
+            def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+                if waiting.pop(group.name, None) is None:
+                    return
+                found = args[0]
+                if quantized:
+                    self.scales.at_once(group, found)
+                    found = self.scales.seen(group, found)
+                if visit is not None:
+                    sums = InputStats(name=group.name, products=products)
+                    self._add(sums, group, self.hidden, {**seen, group.name: found}, before)
+                    if group.name not in sources:  # as soon as it is not needed
+                        before.pop(group.name, None)
+                    visit(group, sums)
+
+            return hook
+
+        hooks = self._keeping(self.module, seen, sources)
+        hooks += [_first(self.module, group, pause(group)) for group in self.groups]
+        try:
+            with self.scales.watching_cache(whole=True) if quantized else nullcontext():
+                self.outputs = self.calls.run(self.module, self.stage, self.hidden)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _originals(self) -> dict[str, Tensor]:
+        """What each shared input, and whatever outputs are added to, hold in the original stream: one forward."""
+        original, kept = self._original(), dict[str, Tensor]()
+        hooks = self._keeping(original.module, kept, (*(group.name for group in self.groups), *self._sources()))
+        try:
+            original.outputs = original.calls.run(original.module, self.stage, original.hidden)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return kept
+
+    def _replaying(self, visit: Visit | None, products: bool, drift: bool, quantized: bool) -> None:
+        befores: Iterable[Tensor | None]
+        for group in self.groups:
+            if quantized:
+                self._find_scales(group)
+            if visit is None:
+                continue
+            sums = InputStats(name=group.name, products=products)
+            befores = self._original().calls.chunks(self._original().hidden) if drift else itertools.repeat(None)
+            for number, (part, before) in enumerate(zip(self.calls.chunks(self.hidden), befores, strict=False)):
+                reached = self._reach(self.module, group, part, number, drift)
+                if group.name in reached:
+                    if quantized:
+                        reached[group.name] = self.scales.seen(group, reached[group.name])
+                    others = {} if before is None else self._reach_original(group, before, number, drift)
+                    self._add(sums, group, part, reached, others)
+            if sums.tokens:  # as when pausing: what nothing reaches is not visited
+                visit(group, sums)
+        if quantized and self.scales.cache_waits:  # no linear comes after the cache
+            with self.scales.watching_cache(whole=False):
+                self.calls.run_all(self.module, self.stage, self.hidden)
+        self.outputs = self.calls.run_all(self.module, self.stage, self.hidden)
+
+    def _find_scales(self, group: SharedInput) -> None:
+        """The fixed scales that are missing up to a group, by replays: of the cache, then of the group's inputs."""
+        if self.scales.cache_waits:
+            with self.scales.watching_cache(whole=False):
+                for number, part in enumerate(self.calls.chunks(self.hidden)):
+                    self._reach(self.module, group, part, number, False)
+        if self.scales.waiting(group):
+            observed = self.scales.observed(group)
+            for number, part in enumerate(self.calls.chunks(self.hidden)):
+                reached = self._reach(self.module, group, part, number, False)
+                if group.name in reached:
+                    values = self.scales.moved(group, reached[group.name])
+                    observed.add(values.reshape(1, -1), samples_of(values))
+            self.scales.settle(group, observed)
+
+    def _reach_original(self, group: SharedInput, part: Tensor, number: int, drift: bool) -> dict[str, Tensor]:
+        return self._reach(self._original().module, group, part, number, drift, self._original().calls)
+
+    def _reach(
+        self,
+        module: nn.Module,
+        group: SharedInput,
+        part: Tensor,
+        number: int,
+        drift: bool,
+        calls: Calls | None = None,
+    ) -> dict[str, Tensor]:
+        """What a shared input, and what runs before it, hold when one chunk runs, up to there."""
+        found: dict[str, Tensor] = {}
+
+        def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            found[group.name] = args[0]
+            raise _Reached
+
+        hooks = self._keeping(module, found, self._sources() if drift else ())
+        hooks.append(_first(module, group, stop))
+        try:
+            (calls or self.calls).run(module, self.stage, part, number)
+        except _Reached:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+    def _add(
+        self,
+        sums: InputStats,
+        group: SharedInput,
+        part: Tensor,
+        here: Mapping[str, Tensor],
+        before: Mapping[str, Tensor],
+    ) -> None:
+        """Add what a shared input holds in both streams; `part` is the block's input that led to it.
+
+        Only tensors that hold every token of it are compared: an expert's are other tokens in each stream.
+        """
+
+        def whole(name: str) -> bool:
+            both = name in here and name in before and here[name].shape == before[name].shape
+            return both and here[name].numel() // here[name].shape[-1] == part.numel() // part.shape[-1]
+
+        original = self.scales.moved(group, before[group.name]) if whole(group.name) else None
+        sources = {} if original is None or self.original is None else self.original.skips
+        added = {linear: sources[linear] for linear in group.members if linear in sources and whole(sources[linear])}
+        lags = {linear: before[name] - here[name] for linear, name in added.items()}
+        stream = here[next(iter(added.values()))] if added else None
+        sums.add(here[group.name], original, lags, stream)
+
+    def _sources(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self._original().skips.values()))
+
+    def _keeping(self, module: nn.Module, kept: dict[str, Tensor], names: Iterable[str]) -> list[RemovableHandle]:
+        """Hooks that keep what the modules are given first."""
+
+        def keep(name: str) -> Hook:
+            def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+                kept.setdefault(name, args[0])
+
+            return hook
+
+        # before what quantizes an input, or moves its channels: the residual stream is not quantized
+        return [
+            module.get_submodule(name).register_forward_pre_hook(keep(name), prepend=True)
+            for name in dict.fromkeys(names)
+        ]
+
+    def _original(self) -> Original:
+        assert self.original is not None, "a pass that looks at the original stream says so in `needs`"
+        return self.original

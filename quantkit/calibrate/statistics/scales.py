@@ -1,0 +1,146 @@
+"""The fixed scales of a block: found while it runs on the calibration set, each from what comes when all before it is
+quantized already. Linears that share an input get one scale, so that they can be served as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quantkit.calibrate.statistics.observed import Observed
+from quantkit.model.streaming.cache import QuantizedCache, rows_of, shaped
+from quantkit.model.streaming.inputs import QuantizedInput
+from quantkit.model.structure.traced import SharedInput
+
+
+@dataclass(frozen=True)
+class Saturation:
+    """Values that calibration saw beyond the reach of a fixed scale.
+
+    Args:
+        name: of the linear, or `keys`, `values`.
+        beyond: how many.
+        total: of how many.
+    """
+
+    name: str
+    beyond: int
+    total: int
+
+
+@dataclass
+class Scales:
+    """What quantizes the inputs and the cache of one block.
+
+    Args:
+        inputs: linear -> the hook that quantizes its input.
+        cache: the hook that quantizes keys and values.
+        dtype: what fixed scales are stored in.
+        saturated: what lies beyond one of them.
+    """
+
+    inputs: Mapping[str, QuantizedInput] = field(default_factory=dict)
+    cache: QuantizedCache | None = None
+    dtype: torch.dtype = torch.float32
+    saturated: list[Saturation] = field(default_factory=list)
+
+    def waiting(self, group: SharedInput) -> list[str]:
+        """The linears of a group whose scale is still to be found."""
+        return [name for name in group.members if name in self.inputs and self.inputs[name].waits]
+
+    @property
+    def cache_waits(self) -> bool:
+        """Whether the cache's scales are still to be found."""
+        return self.cache is not None and self.cache.waits
+
+    @property
+    def waits(self) -> bool:
+        """Whether any scale is still to be found."""
+        return self.cache_waits or any(hook.waits for hook in self.inputs.values())
+
+    def use_cache(self, quantized: bool) -> bool:
+        """Have keys and values quantized from now on, or not; whether that is a change."""
+        if self.cache is None or self.cache.on == quantized:
+            return False
+        self.cache.on = quantized
+        return True
+
+    def observed(self, group: SharedInput) -> Observed:
+        """Where to collect a group's inputs, [1, n]."""
+        counted = any(self.inputs[name].scheme.range != "minmax" for name in self.waiting(group))
+        return Observed(counted=counted, name=group.name)
+
+    def settle(self, group: SharedInput, observed: Observed) -> None:
+        """Fix the scale of a group's linears; nothing, where nothing was observed."""
+        for name in self.waiting(group) if observed.seen else []:
+            found, beyond, total = observed.settle(self.inputs[name].scheme, self.dtype)
+            self.inputs[name].settle(found)
+            if beyond:
+                self.saturated.append(Saturation(name, beyond, total))
+
+    def at_once(self, group: SharedInput, found: Tensor) -> None:
+        """Fix the scale of a group's linears from all the inputs there will be."""
+        if self.waiting(group):
+            observed = self.observed(group)
+            values = self.moved(group, found)
+            observed.add(values.reshape(1, -1), samples_of(values))
+            self.settle(group, observed)
+
+    def moved(self, group: SharedInput, found: Tensor) -> Tensor:
+        """An input as its group's kernels quantize it: with its channels moved, where a pass said so."""
+        hook = self.inputs.get(group.members[0])
+        return found if hook is None else hook.move(found)
+
+    def seen(self, group: SharedInput, found: Tensor) -> Tensor:
+        """An input as a group's kernels see it; as it is, where they differ in that."""
+        hooks = [self.inputs[name] for name in group.members if name in self.inputs]
+        if not hooks or any(hook.scheme != hooks[0].scheme for hook in hooks):
+            return found
+        return hooks[0].quantize(found)
+
+    @contextmanager
+    def watching_cache(self, *, whole: bool) -> Iterator[None]:
+        """Find the cache's scales, if they are missing, from the keys and values that come meanwhile.
+
+        Args:
+            whole: whether they come in one piece, and are to be quantized by what is found in it.
+        """
+        cache = self.cache
+        if cache is None or not cache.waits:
+            yield
+            return
+        pair = [Observed(counted=cache.scheme.range != "minmax", name=name) for name in ("keys", "values")]
+        heads = [0, 0]
+
+        def observe(keys: Tensor, values: Tensor) -> None:
+            for place, states in enumerate((keys, values)):
+                pair[place].add(rows_of(states, cache.scheme), states.shape[0])
+                heads[place] = states.shape[1]
+            if whole:
+                self._settle_cache(cache, pair, heads)
+
+        cache.observer = observe
+        try:
+            yield
+        finally:
+            cache.observer = None
+        if cache.waits and pair[0].seen:
+            self._settle_cache(cache, pair, heads)
+
+    def _settle_cache(self, cache: QuantizedCache, pair: list[Observed], heads: list[int]) -> None:
+        found = []
+        for observed, count, name in zip(pair, heads, ("keys", "values"), strict=True):
+            scale, beyond, total = observed.settle(cache.scheme, self.dtype)
+            found.append(shaped(scale, cache.scheme, count))
+            if beyond:
+                self.saturated.append(Saturation(name, beyond, total))
+        cache.keys, cache.values = found
+
+
+def samples_of(found: Tensor) -> int:
+    """How many sequences [B, T, K] holds; tokens that came to an expert [n, K] are not told apart."""
+    return found.shape[0] if found.dim() > 2 else 1

@@ -1,0 +1,1 @@
+"""Texts and conversations to sequences of token ids."""

@@ -1,0 +1,298 @@
+"""A calibration set's name or path -> the token ids that passes see and measures score.
+
+Which part of it is which split, `parts.py` says. Token ids are used as given, in order. A set of kind `random` is no
+data at all: ids drawn from the vocabulary, each as likely as the next, to calibrate on and for nothing else.
+
+**Every sequence begins as a prompt does**: with the tokens that the tokenizer puts before a text (`<bos>`), or with
+what the model's chat template writes, where `template` is `chat`. To a model that was trained with it the first token
+is like no other: much of attention rests on it, and its activations are often the largest there are. What the tokenizer
+puts after a text closes an encoder's sequences alone: a decoder's are beginnings of texts that go on, as prompts are.
+
+    load_tokens("prose-en", "calib", tokenizer=..., samples=16, tokens=512, seed=0, vocab_size=49152).ids   # [16, 512]
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.calibrate.sets import parts
+from quantkit.calibrate.sets.card import Split
+from quantkit.calibrate.sets.pairs import PairSet
+from quantkit.calibrate.tokens import chat, pack, sources
+from quantkit.calibrate.tokens.frame import begins, frame, named
+from quantkit.calibrate.tokens.sources import Conversations, Ids, Texts
+from quantkit.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+# which of the tokens that a tokenizer puts before and after a text a sequence has
+Special = Literal["none", "before", "around"]
+Template = Literal["chat"]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSet:
+    """What the passes and the measures see.
+
+    Args:
+        ids: `[samples, tokens]`, int64.
+        name: of the set: the folder or file name.
+        split: `calib`, `tune` or `eval`.
+        sha256: over shape and little-endian int64 bytes of the ids.
+        notes: what was decided on the way, one sentence each; for the manifest.
+        pairs: of the texts that the ids are of, where embeddings are scored; `sha256` is then theirs.
+        begins: the special tokens that every sequence begins with, as text: `<bos>`; None where there are none.
+    """
+
+    ids: torch.Tensor
+    name: str
+    split: Split
+    sha256: str
+    notes: tuple[str, ...] = ()
+    pairs: PairSet | None = None
+    begins: str | None = None
+
+    @property
+    def items(self) -> int:
+        """Positions with a next token to predict, samples · (tokens − 1); of pairs, how many."""
+        if self.pairs is not None:
+            return len(self.pairs.left)
+        samples, tokens = self.ids.shape
+        return int(samples * (tokens - 1))
+
+    @property
+    def unit(self) -> str:
+        """What `items` counts."""
+        return "position" if self.pairs is None else "pair"
+
+
+def ids_sha256(ids: NDArray[Any]) -> str:
+    """The hash of ids `[samples, tokens]`: the same on every machine, whatever the integer type they came in."""
+    head = f"int64 {'x'.join(str(size) for size in ids.shape)}\n".encode()
+    return hashlib.sha256(head + np.ascontiguousarray(ids, dtype="<i8").tobytes()).hexdigest()
+
+
+def load_tokens(
+    reference: str,
+    split: Split,
+    *,
+    tokenizer: Any,
+    samples: int,
+    tokens: int,
+    seed: int,
+    vocab_size: int,
+    special: Special = "before",
+    template: Template | None = None,
+) -> TokenSet:
+    """Read, sample and check a calibration set.
+
+    Args:
+        reference: a shipped name, or the path of a folder with `card.yaml`, a `.txt`, `.jsonl`, `.json` or `.parquet`
+            file, or a `datasets` folder.
+        split: which part; only `tune` may guide a choice, `eval` is for scoring.
+        tokenizer: of the model, from transformers; may be None where the set holds ids.
+        samples: sequences.
+        tokens: ids in each, those of the tokenizer's own included.
+        seed: of the recipe. It moves what `calib` draws; `tune` and `eval` stay, or no two runs could be compared.
+        vocab_size: ids lie below it.
+        special: the tokenizer's own tokens that sequences have: those before a text, as a decoder's prompts; those
+            around it, as an encoder's inputs; or none, as older bundles were scored.
+        template: `chat` has the model's own chat template write them; `special` then says nothing.
+
+    Raises:
+        InputError: `unknown-calibration`, `file-missing`, `card-invalid`, and `calibration-` followed by `checksum`,
+            `split`, `kind`, `folder`, `suffix`, `empty`, `short`, `not-text`, `json`, `fields`, `mixed`, `unreadable`,
+            `ids`, `messages`, `tokenizer`, `template`, `random`.
+    """
+    part = parts.read(reference, split, chat=template is not None)
+    asked = _Asked(part, split, tokenizer, samples, tokens, seed)
+    before, after = frame(tokenizer)
+    notes = list(part.notes)
+    if template is not None and not isinstance(part.content, Texts | Conversations):
+        notes.append(f"{part.name} holds ids, which no chat template writes")
+    if isinstance(part.content, Ids):
+        ids = _as_given(asked, part.content, vocab_size)
+        notes += _not_as_prompts(ids, before, tokenizer, part.name) if special != "none" else []
+    elif template is not None and part.content is not None:
+        ids = _from_chat(asked, part.content, before)
+        notes.append(f"{part.name} is written as conversations by the model's chat template")
+    else:
+        before = before if special != "none" else []
+        if special == "before" and after and not part.sampling.special_tokens:
+            notes.append(f"no text ends inside a sequence, so none has the {named(after, tokenizer)} of the tokenizer")
+        after = after if special == "around" else []
+        room = max(1, tokens - len(before) - len(after))
+        ids = _drawn(asked, room, vocab_size) if part.content is None else _from_text(asked, part.content, room, before)
+        ids = np.pad(ids, ((0, 0), (len(before), len(after))))
+        ids[:, : len(before)], ids[:, ids.shape[1] - len(after) :] = before, after
+    _check_vocabulary(ids, vocab_size, part.where)
+
+    import torch
+
+    return TokenSet(
+        ids=torch.from_numpy(ids),
+        name=part.name,
+        split=split,
+        sha256=ids_sha256(ids),
+        notes=tuple(notes),
+        begins=begins(ids, tokenizer),
+    )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is made of which data."""
+
+    part: parts.Part
+    split: Split
+    tokenizer: Any
+    samples: int
+    tokens: int
+    seed: int
+
+    @property
+    def generator(self) -> np.random.Generator | None:
+        """Draws the places; None takes the text from its beginning."""
+        sampling, seed = self.part.sampling, self.seed if self.split == "calib" else 0
+        return np.random.default_rng([sampling.seed, seed]) if sampling.shuffle else None
+
+    def demand(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As many as were asked for. Raises InputError `calibration-short`."""
+        if len(ids) < self.samples:
+            raise _short(self.part.where, len(ids), self.samples, self.tokens)
+        return ids
+
+    def demand_tokenizer(self) -> None:
+        """Raises InputError `calibration-tokenizer`."""
+        if self.tokenizer is None:
+            raise InputError(
+                "calibration-tokenizer",
+                where=self.part.where,
+                value="the model has no tokenizer",
+                rule="text has to be tokenized",
+                remedy="give a .jsonl with `input_ids`",
+            )
+
+
+def _drawn(asked: _Asked, room: int, vocab_size: int) -> NDArray[np.int64]:
+    if asked.split != "calib":
+        raise InputError(
+            "calibration-random",
+            where=asked.part.where,
+            value=f"the split {asked.split!r} of a set without text",
+            rule="random tokens say how large activations are, and nothing about how good a model is",
+            remedy="score on a set of text",
+        )
+    generator = np.random.default_rng([asked.part.sampling.seed, asked.seed])
+    return generator.integers(0, vocab_size, (asked.samples, room), dtype=np.int64)
+
+
+def _as_given(asked: _Asked, found: Ids, vocab_size: int) -> NDArray[np.int64]:
+    if len(found.rows) < asked.samples:
+        raise _short(asked.part.where, len(found.rows), asked.samples, asked.tokens)
+    rows = found.rows[: asked.samples]
+    for row, place in zip(rows, found.places, strict=False):
+        if len(row) < asked.tokens:
+            raise InputError(
+                "calibration-short",
+                where=place,
+                value=f"{len(row)} ids",
+                rule=f"{asked.tokens} tokens a sequence were asked for",
+                remedy=f"calibration.tokens={len(row)}, or longer lists" if row else "longer lists",
+            )
+        # before numpy, which has no place for an int of 30 digits
+        _check_range(min(row), max(row), vocab_size, place)
+    return np.asarray([row[: asked.tokens] for row in rows], dtype=np.int64)
+
+
+def _not_as_prompts(ids: NDArray[np.int64], before: Sequence[int], tokenizer: Any, name: str) -> list[str]:
+    """What there is to say of ids that were given, where prompts begin otherwise."""
+    others = sum(row[: len(before)] != list(before) for row in ids.tolist())
+    if not others:
+        return []
+    which = "no sequence" if others == len(ids) else f"{len(ids) - others} of {len(ids)} sequences"
+    verb = "begins" if others == len(ids) else "begin"
+    every = f"{which} of {name} {verb} with {named(before, tokenizer)}, as the model's inputs in use do"
+    return [f"{every}: the ids are used as given"]
+
+
+def _from_text(asked: _Asked, found: Texts | Conversations, room: int, before: Sequence[int]) -> NDArray[np.int64]:
+    """What comes after `before` in each sequence, `[samples, room]`."""
+    asked.demand_tokenizer()
+    part = asked.part
+    if isinstance(found, Conversations):
+        raise InputError(
+            chat.CODE,
+            where=part.where,
+            value=f"conversations (`{sources.MESSAGES}`)",
+            rule="conversations are written by the model's chat template, where the recipe says so",
+            remedy="--set calibration.template=chat",
+        )
+    how: dict[str, Any] = {"samples": asked.samples, "tokens": room, "generator": asked.generator}
+    encode = _encoder(asked.tokenizer, special_tokens=part.sampling.special_tokens)
+    if part.sampling.special_tokens:
+        return asked.demand(pack.sample_documents(found.documents, encode, before=before, **how))
+    return asked.demand(pack.sample(found.joiner.join(found.documents), encode, **how))
+
+
+def _from_chat(asked: _Asked, found: Texts | Conversations, before: Sequence[int]) -> NDArray[np.int64]:
+    """Sequences that begin with a conversation, and go on with others until they are full."""
+    asked.demand_tokenizer()
+    render = chat.renderer(asked.tokenizer)
+    if isinstance(found, Texts):
+        talks = [(chat.exchange(piece), asked.part.where) for piece in _pieces(asked, found) if piece.strip()]
+    else:
+        talks = list(zip(found.items, found.places, strict=True))
+    generator = asked.generator
+    order = range(len(talks)) if generator is None else generator.permutation(len(talks)).tolist()
+    return asked.demand(pack.filled((render(*talks[at]) for at in order), asked.tokens, asked.samples, before))
+
+
+def _pieces(asked: _Asked, found: Texts) -> list[str]:
+    """The text in pieces of about as many tokens as a sequence has, by how many its beginning has."""
+    whole = found.joiner.join(found.documents)
+    beginning = whole[: pack.CHARACTERS_A_TOKEN * asked.tokens]
+    counted = len(_encoder(asked.tokenizer, special_tokens=False)(beginning))
+    return pack.sections(whole, max(1, len(beginning) * asked.tokens // max(1, counted)))
+
+
+def _encoder(tokenizer: Any, *, special_tokens: bool) -> Callable[[str], Sequence[int]]:
+    def encode(text: str) -> Sequence[int]:
+        # not verbose: a text longer than the model's context is what we cut up, no reason to warn
+        ids: Sequence[int] = tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
+        return ids
+
+    return encode
+
+
+def _short(where: str, found: int, samples: int, tokens: int) -> InputError:
+    if found:
+        remedy = f"calibration.samples={found}, fewer tokens each, or more text"
+    else:
+        remedy = "fewer tokens each, or more text"
+    return InputError(
+        "calibration-short",
+        where=where,
+        value=f"{found} sequence{'' if found == 1 else 's'} of {tokens} tokens in it",
+        rule=f"{samples} were asked for",
+        remedy=remedy,
+    )
+
+
+def _check_vocabulary(ids: NDArray[np.int64], vocab_size: int, where: str) -> None:
+    if ids.size:
+        _check_range(int(ids.min()), int(ids.max()), vocab_size, where, remedy="this tokenizer is of another model")
+
+
+def _check_range(low: int, high: int, vocab_size: int, where: str, remedy: str = "tokenize for this model") -> None:
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        rule = f"ids lie in 0..{vocab_size - 1}, the vocabulary"
+        raise InputError("calibration-ids", where=where, value=f"id {wrong}", rule=rule, remedy=remedy)

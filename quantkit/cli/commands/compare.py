@@ -1,0 +1,87 @@
+"""`quantkit compare`: two bundles against each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import quantkit
+from quantkit.cli.answer import Answer
+from quantkit.cli.options import Json, batches
+from quantkit.cli.progress import showing
+from quantkit.errors import GateError, Inconclusive, QuantkitError
+
+_SIDE = "A bundle, or the model that the other one was made from."
+
+
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help=_SIDE, show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="What is judged against it.", show_default=False)],
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time both in one run; default: by what each recorded.")
+    ] = False,
+    batch: Annotated[str | None, typer.Option(metavar="N,N,…", help="Batches to time; with --measure.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, metavar="S", help="How long to time all shapes; with --measure.")
+    ] = None,
+    speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Compare times.")] = True,
+    runtime: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Whose scores are compared; default: one that both have.")
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="The text that was scored, if it was a file: to show flipped words."),
+    ] = None,
+    examples: Annotated[int, typer.Option(min=0, metavar="N", help="Flipped words of each kind to show.")] = 5,
+    accuracy_margin: Annotated[
+        float, typer.Option(metavar="X", help="0.01: one item in a hundred, 0.01 nats, a perplexity 1 % higher.")
+    ] = 0.01,
+    latency_margin: Annotated[float, typer.Option(metavar="X", help="0.05: 5 % slower.")] = 0.05,
+    size_margin: Annotated[float, typer.Option(metavar="X", help="0.01: 1 % larger.")] = 0.01,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the figures.")] = None,
+    as_json: Json = False,
+) -> Answer:
+    """Set one bundle against another: by token, batch, size and layer."""
+    from quantkit.bundle.disk import check_place
+    from quantkit.pipeline.compare.compare import Margins, compare_bundles
+    from quantkit.report.compare.screen import terminal
+    from quantkit.report.compare.words import because
+
+    check_place(html)
+    if html is not None:
+        from quantkit.report.bundle import page as pages
+        from quantkit.report.compare import page as compare_page
+
+        pages.demand()
+    with showing() as progress:
+        progress.begin(f"comparing {a} and {b}", 5.0 + (60.0 + (seconds or 60.0) if measure and speed else 0.0))
+        found = compare_bundles(
+            a,
+            b,
+            progress,
+            margins=Margins(accuracy_margin, latency_margin, size_margin),
+            runtime=runtime,
+            calibration=calibration,
+            measure=measure,
+            batches=batches(batch),
+            seconds=seconds,
+            speed=speed,
+            examples=examples,
+        )
+    if html is not None:
+        compare_page.write(html, found, quantkit.__version__)
+    error: QuantkitError | None = None
+    answer = {GateError.exit: "worse", Inconclusive.exit: "inconclusive"}.get(found.exit)
+    said = "; ".join(because([cell for cell in found.cells if cell.answer == answer], found.kind))
+    if answer == "worse":
+        rule = "it is no worse than A by more than the margins"
+        remedy = "keep A, or allow more: --accuracy-margin, --latency-margin, --size-margin"
+        error = GateError("worse", where=b, value=said, rule=rule, remedy=remedy)
+    elif answer is not None:
+        rule = "a 95 % interval lies within the margin"
+        longer = "time both for longer (--seconds)" if measure else "time both in one run (--measure)"
+        remedy = f"{longer}, or score more text; or compare with --no-speed"
+        error = Inconclusive("inconclusive", where=b, value=said, rule=rule, remedy=remedy)
+    return Answer(found.as_dict(), terminal(found, html), warnings=list(found.notes), error=error)

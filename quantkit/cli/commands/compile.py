@@ -1,0 +1,81 @@
+"""`quantkit compile`: a model into a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantkit.cli.answer import Answer
+from quantkit.cli.options import Calibration, Changes, Json, Model, Target, TrustRemoteCode
+from quantkit.cli.progress import showing
+
+
+def compile(  # noqa: A001 (the word of the command line)
+    model: Model = "smollm2-135m",
+    recipe: Annotated[str, typer.Option(metavar="NAME|PATH", help="A shipped recipe or a path.")] = "awq-int4",
+    target: Target = None,
+    calibration: Calibration = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The bundle's folder; default: ./MODEL--RECIPE, then -2, ...")
+    ] = None,
+    set_: Changes = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a build that was stopped.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Any decision beyond the recipe is an error.")] = False,
+    build_timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Give up on an engine after so long.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    speed: Annotated[
+        bool, typer.Option("--speed/--no-speed", help="Time the result against the float model, if the target is here.")
+    ] = True,
+    as_json: Json = False,
+) -> Answer:
+    """Quantize a model into a bundle, load it again, score it, time it."""
+    from quantkit import machine
+    from quantkit.pipeline import Request
+    from quantkit.pipeline.gates import failed_gate
+    from quantkit.report import terminal
+    from quantkit.report.kit import progress as display
+
+    request = Request.of(
+        model,
+        recipe=recipe,
+        target=target,
+        calibration=calibration,
+        out=out,
+        changes=[*(set_ or ()), *([f"tensorrt.build_timeout={build_timeout}"] if build_timeout is not None else [])],
+        resume=resume,
+        strict=strict,
+        trust_remote_code=trust_remote_code,
+        speed=speed,
+    )
+    with showing() as progress:
+        progress.begin(f"opening {model}", display.first_guess(model, request.recipe, machine.cores()))
+        from quantkit.pipeline import compile_model, prepare
+
+        if dry_run:
+            from quantkit.pipeline.compile import prepare_graph, takes_graph
+            from quantkit.pipeline.graphs.plan import planned_graph
+            from quantkit.pipeline.plan.dry_run import planned
+
+            if takes_graph(model):
+                plan = planned_graph(prepare_graph(request))
+                return Answer(plan, terminal.planned(plan), plan["decisions"], plan["notes"])
+            prepared = prepare(request)
+            plan = planned(prepared)
+            return Answer(plan, terminal.planned(plan), plan["decisions"], list(prepared.source.notes))
+        compiled = compile_model(request, progress)
+    manifest = compiled.bundle.manifest
+    shown = terminal.summary(
+        compiled.bundle.path,
+        manifest,
+        compiled.rows,
+        compiled.warnings,
+        seconds=compiled.seconds,
+        memory_peak_bytes=compiled.memory_peak_bytes,
+    )
+    taken = [decision.model_dump(mode="json", by_alias=True) for decision in compiled.decisions]
+    return Answer(compiled.as_dict(), shown, taken, compiled.warnings, failed_gate(manifest))

@@ -1,0 +1,38 @@
+"""`quantkit generate`: text out of a bundle."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import quantkit
+from quantkit.cli.answer import Answer
+from quantkit.cli.options import BundlePath, Json, Runtime
+from quantkit.cli.progress import showing
+
+
+def generate(
+    bundle: BundlePath,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="The text to go on from.", show_default=False)],
+    runtime: Runtime = None,
+    new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to add at most.")] = 64,
+    sample: Annotated[bool, typer.Option("--sample", help="Draw, instead of the most likely token.")] = False,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the drawing.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    as_json: Json = False,
+) -> Answer:
+    """Let a bundle's model go on from a prompt."""
+    from rich.text import Text
+
+    from quantkit import plugins
+    from quantkit.pipeline.finished.measure import default_runtime
+
+    opened = quantkit.load(bundle)
+    runner = plugins.load("runtimes", runtime or default_runtime(opened), where="--runtime")
+    with showing() as progress:
+        progress.begin(f"loading {bundle}", 15.0)
+        made = runner.generate(opened, prompt, new_tokens=new_tokens, sample=sample, seed=seed, chat=chat)
+    text = made["text"] if chat else f"{prompt}{made['text']}"
+    notes = made.pop("notes", [])
+    return Answer({"prompt": prompt, **made}, [Text(text), *(Text(f"! {note}") for note in notes)], warnings=notes)

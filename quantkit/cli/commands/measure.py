@@ -1,0 +1,106 @@
+"""`quantkit measure`: a bundle again."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+import quantkit
+from quantkit.cli.answer import Answer
+from quantkit.cli.options import BundlePath, Json, Runtime, batches
+from quantkit.cli.progress import showing
+from quantkit.errors import Inconclusive, InputError, QuantkitError
+
+
+def measure(
+    bundle: BundlePath,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL|BUNDLE", help="A model or a bundle to compare with; default: what it was made from."
+        ),
+    ] = None,
+    runtime: Runtime = None,
+    calibration: Annotated[
+        str | None, typer.Option(metavar="NAME|PATH", help="The set to score on; default: the bundle's own.")
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="N,N,…", help="Batches to time; default: the target's, up to 32.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, metavar="S", help="How long to time all shapes; default: 300.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Time the few shapes that a compile does.")] = False,
+    speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Time it against the float model.")] = True,
+    as_json: Json = False,
+) -> Answer:
+    """Score, weigh and time a bundle again."""
+    from quantkit import plugins
+    from quantkit.bundle import Decision
+    from quantkit.measurement.engine_layers import stored
+    from quantkit.measurement.timing.latency import Plan
+    from quantkit.passes import NOTE
+    from quantkit.pipeline.finished.measure import batches_of, default_runtime, measure_bundle, with_changes
+    from quantkit.pipeline.gates import failed_gate
+    from quantkit.pipeline.graphs.remeasure import holds_graph
+    from quantkit.pipeline.verdict import RUNTIME
+    from quantkit.pipeline.verdict import quick as few
+    from quantkit.report import terminal
+    from quantkit.report.bundle import engine, figures
+
+    opened = quantkit.load(bundle)
+    chosen = runtime or default_runtime(opened)
+    if not hasattr(plugins.load("runtimes", chosen, where="--runtime"), "open") or (
+        holds_graph(opened) and chosen != RUNTIME
+    ):
+        rule = "it is a runtime that bundles are scored in"
+        raise InputError(
+            "runtime-unsupported", where="--runtime", value=chosen, rule=rule, remedy=f"use {default_runtime(opened)}"
+        )
+    plan = few(opened.manifest.model.kind) if quick else Plan(batches=batches_of(opened))
+    plan = with_changes(plan, batches(batch), seconds)
+    decisions: list[Decision] = []
+    with showing() as progress:
+        progress.begin(f"measuring {bundle}", 60.0)
+        rows = measure_bundle(
+            opened,
+            baseline,
+            progress,
+            runtime=chosen,
+            calibration=calibration,
+            plan=plan,
+            speed=speed,
+            decisions=decisions,
+        )
+    opened = quantkit.load(bundle)
+    notes = figures.notes(opened.manifest)
+    notes += [f"{each.where}: {figures.change(each)}; {each.reason}" for each in decisions if each.code != NOTE]
+    verdict = opened.manifest.verdict
+    result: dict[str, Any] = {
+        "bundle": str(opened.path),
+        "content_sha256": opened.manifest.content_sha256,
+        "verdict": verdict.model_dump(mode="json") if verdict else None,
+        "measurements": [row.as_dict() for row in rows],
+    }
+    error: QuantkitError | None = failed_gate(opened.manifest)
+    if (
+        error is None
+        and verdict is not None
+        and verdict.answer == "inconclusive"
+        and any(row.name.startswith("latency.") for row in rows)
+    ):
+        error = Inconclusive(
+            "inconclusive",
+            where=str(bundle),
+            value="; ".join(verdict.because),
+            rule="an interval lies above or below 1",
+            remedy="measure again on a quieter machine, or for longer: --seconds 900",
+        )
+    shown = terminal.measured(opened.path, opened.manifest, rows, notes)
+    if chosen.startswith("tensorrt"):
+        for each in stored(opened.path):
+            result.setdefault("engines", []).append(each.model_dump(mode="json"))
+            shown += engine.table(each)
+    taken = [each.model_dump(mode="json", by_alias=True) for each in decisions]
+    return Answer(result, shown, taken, notes, error)

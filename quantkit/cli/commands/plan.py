@@ -1,0 +1,149 @@
+"""`quantkit plan`: what a recipe would cost and gain, from the model's sizes alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantkit.cli.answer import Answer
+from quantkit.cli.options import Changes, Json, Target
+from quantkit.cli.progress import showing
+from quantkit.content import is_path
+from quantkit.errors import InputError
+
+if TYPE_CHECKING:
+    from quantkit.pipeline.plan.plan import Question
+    from quantkit.pipeline.rehearsal.rehearse import Rehearsal
+    from quantkit.planning.outlook import Outlook
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A name (llama-3-8b, qwen3-30b-a3b, …), a folder or a config.json (./config.json), or a bundle.",
+        ),
+    ] = "smollm2-135m",
+    recipe: Annotated[
+        list[str] | None, typer.Option(metavar="NAME|PATH", help="A recipe, or a format: int4, fp8_e4m3, bf16.")
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option(metavar="R,R,…", help="Recipes or formats side by side; default: the usual ones.")
+    ] = None,
+    target: Target = None,
+    runtime: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What would run it; default: the one that computes natively.")
+    ] = None,
+    batch: Annotated[str | None, typer.Option(metavar="N,N,…", help="Sequences at once: 1,8,64.")] = None,
+    prompt: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="That come in with a request; default: 1,024.")
+    ] = None,
+    output: Annotated[int | None, typer.Option(metavar="TOKENS", help="That go out; default: 256.")] = None,
+    requests: Annotated[
+        str | None, typer.Option(metavar="PxO:SHARE,…", help="Several lengths instead: 2000x300:0.7,8000x500:0.3.")
+    ] = None,
+    variation: Annotated[
+        float, typer.Option(metavar="SHARE", help="How much lengths vary: 0 not at all, about 1 for chats.")
+    ] = 0.0,
+    context: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="To make room for; default: the longest request.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(metavar="REQUESTS/S", help="Simulate this load, with continuous batching.")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(metavar="N", help="That share the model; default: as few as hold it.")
+    ] = None,
+    prices: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Your prices; default: those that ship, with their date.")
+    ] = None,
+    measured: Annotated[
+        list[Path] | None, typer.Option(metavar="BUNDLE|FILE", help="Learn efficiencies from these measurements too.")
+    ] = None,
+    set_: Changes = None,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Run the recipe on the largest block: half a minute, on real weights.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the pictures.")] = None,
+    as_json: Json = False,
+) -> Answer:
+    """Say what will fit, how fast it can be, what it costs, and what the compile will take: before anything is done."""
+    import quantkit
+    from quantkit.bundle.disk import check_place
+    from quantkit.cli.options import batches
+    from quantkit.pipeline.plan.plan import Question
+    from quantkit.pipeline.plan.plan import plan as answer
+    from quantkit.report.plan import screen as report
+
+    asked = [*(recipe or ()), *(name.strip() for name in (compare or "").split(",") if name.strip())]
+    question = Question(
+        model,
+        tuple(asked),
+        target,
+        runtime,
+        tuple(batches(batch) or ()),
+        prompt,
+        output,
+        requests,
+        variation,
+        context,
+        rate,
+        devices,
+        prices,
+        tuple(measured or ()),
+        tuple(set_ or ()),
+    )
+    check_place(html)
+    if html is not None:
+        from quantkit.report.bundle import page as pages
+        from quantkit.report.plan import page as plan_page
+
+        pages.demand()
+    outlook = answer(question)
+    rehearsal = _rehearsed(question, outlook) if rehearse else None
+    if rehearsal is not None and rehearsal.compiling is not None:
+        outlook = replace(outlook, candidates=[replace(outlook.candidates[0], compiling=rehearsal.compiling)])
+    if html is not None:
+        plan_page.write(html, outlook, quantkit.__version__)
+    result, shown = report.as_dict(outlook), report.terminal(outlook, html)
+    if rehearsal is None:
+        return Answer(result, shown, warnings=list(outlook.notes))
+    result["rehearsal"] = rehearsal.as_dict()
+    lines = [(each.line, each.fails) for each in rehearsal.findings]
+    shown += report.rehearsed(rehearsal.block, rehearsal.seconds, lines)
+    failing = next((each for each in rehearsal.findings if each.fails), None)
+    error = None
+    if failing is not None:
+        line = failing.line.removeprefix(f"[{failing.code}] ")
+        error = InputError(failing.code, where="the rehearsal", value=line)
+    return Answer(result, shown, warnings=list(outlook.notes), error=error)
+
+
+def _rehearsed(question: Question, outlook: Outlook) -> Rehearsal:
+    """The recipe of the one candidate, run on the model's largest block.
+
+    Raises:
+        InputError: `usage`, where there are several.
+    """
+    from quantkit.pipeline.rehearsal.rehearse import rehearse
+    from quantkit.pipeline.request import Request
+
+    if len(outlook.candidates) != 1:
+        raise InputError(
+            "usage", where="--rehearse", value=f"{len(outlook.candidates)} recipes", rule="it runs one: --recipe"
+        )
+    chosen = outlook.candidates[0]
+    request = Request.of(
+        question.model,
+        recipe=chosen.label if is_path(chosen.label) else chosen.recipe,
+        target=outlook.target,
+        changes=question.changes,
+        speed=False,
+    )
+    with showing() as progress:
+        progress.begin(f"rehearsing {question.model}", 45.0)
+        return rehearse(request, progress)

@@ -1,0 +1,38 @@
+"""`quantkit show`: one thing in full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import quantkit
+from quantkit.cli.answer import Answer
+from quantkit.cli.options import Json
+
+
+def show(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A name from `quantkit list`, or a path (./...).", show_default=False)
+    ],
+    as_json: Json = False,
+) -> Answer:
+    """One thing in full: whatever `list` names, or a bundle."""
+    from quantkit import content
+    from quantkit.bundle.manifest import MANIFEST
+    from quantkit.measurement.rows import Row
+    from quantkit.pipeline.verdict import of_original
+    from quantkit.report import catalog, terminal
+    from quantkit.report.bundle import figures
+
+    if content.is_path(name) and (Path(name).expanduser() / MANIFEST).is_file():
+        opened = quantkit.load(name)
+        notes = figures.notes(opened.manifest)
+        measured = [Row.model_validate(row) for row in opened.measurements]
+        rows = of_original(measured, opened.manifest.model.source.sha256)
+        result = {"kind": "bundle", "manifest": opened.manifest.as_dict(), "measurements": opened.measurements}
+        return Answer(result, terminal.summary(opened.path, opened.manifest, rows, notes), warnings=notes)
+    entries = [catalog.find_file(Path(name).expanduser())] if content.is_path(name) else catalog.find(name)
+    shown = [part for entry in entries for part in terminal.entry(entry)]
+    return Answer([{"kind": entry.kind, "name": entry.name, **entry.data} for entry in entries], shown)

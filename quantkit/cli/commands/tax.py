@@ -1,0 +1,110 @@
+"""`quantkit tax`: what unpacking costs, batch by batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantkit.cli.answer import Answer
+from quantkit.cli.options import Json, Target
+from quantkit.cli.progress import showing
+from quantkit.errors import Inconclusive, QuantkitError
+
+
+def tax(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[BUNDLE|MODEL]",
+            help="A bundle, a folder with a config.json, or a name: llama-3-8b, qwen2.5-7b, smollm2-135m, ...",
+            show_default=False,
+        ),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KxN", help="Inputs by outputs of a linear instead: 4096x14336; may be repeated."),
+    ] = None,
+    formats: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="F,F,…",
+            help="int4, nf4, int8.dynamic, int4.g32.level0, 'int4*' or all; default: int4,int8,int8.dynamic,nf4.",
+        ),
+    ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(metavar="N,N:N,…", help="Rows of the activation; 1:4096 doubles; default: the target's batches."),
+    ] = None,
+    traffic: Annotated[
+        str | None, typer.Option(metavar="N:SHARE,…", help="How often each batch occurs: 1:0.7,8:0.2,64:0.1.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda", help="What to time on; default: what the target is.", show_default=False)
+    ] = "",
+    runtime: Annotated[
+        str, typer.Option(metavar="NAME", help="onnxruntime on a CPU, torch on a GPU.", show_default=False)
+    ] = "",
+    threads: Annotated[
+        str | None, typer.Option(metavar="N,N,…", help="Threads, one run for each; default: all cores.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, metavar="S", help="How long to time everything.")] = 300.0,
+    target: Target = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the figures.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows as JSON lines.")] = None,
+    as_json: Json = False,
+) -> Answer:
+    """Time quantized linears against float ones, with what the machine could do at best, and say what to do."""
+    from quantkit.bundle.disk import check_place
+    from quantkit.cli.options import batches
+    from quantkit.measurement.rows import write_rows
+    from quantkit.pipeline.tax.question import Question, batch_range, prepare
+    from quantkit.pipeline.tax.tax import measure_tax, record
+    from quantkit.planning.serving.traffic import traffic_of
+    from quantkit.report.bundle import page as pages
+    from quantkit.report.tax import page as tax_page
+    from quantkit.report.tax import screen as report
+
+    plan = prepare(
+        Question(
+            model,
+            tuple(shape or ()),
+            [name.strip() for name in (formats or "").split(",") if name.strip()],
+            batch_range(batch) if batch is not None else (),
+            traffic_of(traffic) if traffic is not None else None,
+            device,
+            runtime,
+            batches(threads, "--threads") or (),
+            seconds,
+            target,
+        )
+    )
+    # before minutes of timing, not after them
+    for path in (html, out):
+        check_place(path)
+    if plan.records and plan.bundle is not None:
+        plan.bundle.demand_writable()
+    if html is not None:
+        pages.demand()
+    with showing() as progress:
+        progress.begin(f"timing the linears of {model or ', '.join(shape or ())}", 1.6 * seconds)
+        progress.plan({"timing": 1.6 * seconds})
+        found = measure_tax(plan, lambda share, words: progress.at("timing", share, words))
+    if out is not None:
+        write_rows(out, found.rows)
+    data = found.reported()
+    if html is not None:
+        tax_page.write(html, data)
+    record(found)
+    error: QuantkitError | None = None
+    if found.inconclusive:
+        error = Inconclusive(
+            "inconclusive",
+            where="quantkit tax",
+            value="; ".join(reason for advice in found.advice.values() for reason in advice.because),
+            rule="an interval lies above or below 1",
+            remedy=f"time it again on a quieter machine, or for longer: --seconds {3 * seconds:g}",
+        )
+    return Answer(found.as_dict(), report.terminal(data, html, out), warnings=list(found.notes), error=error)

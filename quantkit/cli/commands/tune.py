@@ -1,0 +1,108 @@
+"""`quantkit tune`: a format for every layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantkit.cli.answer import Answer
+from quantkit.cli.options import Calibration, Changes, Json, Model, Target, TrustRemoteCode, batches
+from quantkit.cli.progress import showing
+from quantkit.errors import GateError, InputError
+
+
+def tune(
+    model: Model,
+    budget: Annotated[
+        list[str],
+        typer.Option(metavar="KIND=N", help="bits=4.25, bytes=100MB, kl=0.05 or latency=12ms; several may hold."),
+    ],
+    recipe: Annotated[str, typer.Option(metavar="NAME|PATH", help="The recipe to start from.")] = "gptq-int4",
+    formats: Annotated[
+        str | None,
+        typer.Option(metavar="F,F,…", help="Formats to choose from, and float; default: int3,int4,int8,float."),
+    ] = None,
+    scheme: Annotated[
+        list[str] | None,
+        typer.Option("--scheme", metavar="YAML", help="A candidate more: '{format: int4, group: 32}'."),
+    ] = None,
+    target: Target = None,
+    batch: Annotated[str | None, typer.Option(metavar="N,N,…", help="Batches of the timings that count.")] = None,
+    timings: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measurements with `latency.op` rows, for latency budgets.")
+    ] = None,
+    calibration: Calibration = None,
+    samples: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Sequences of 128 tokens that each harm is measured on.")
+    ] = 2,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The folder to write; default: ./MODEL--tuned, then -2, ...")
+    ] = None,
+    set_: Changes = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Measure every candidate at the output; else one, and the others by it.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Compile and score the choice, and one scheme for all beside it.")
+    ] = True,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> Answer:
+    """Choose a format for every layer within a budget; write the recipe."""
+    from quantkit.measurement.rows import read_rows
+    from quantkit.pipeline import Request
+    from quantkit.report.tune import page
+    from quantkit.tuning import Budget, Question
+
+    allowed = Budget.parse(budget)
+    request = Request.of(
+        model,
+        recipe=recipe,
+        target=target,
+        calibration=calibration,
+        out=out,
+        changes=set_ or (),
+        trust_remote_code=trust_remote_code,
+    )
+    question = Question(
+        request,
+        allowed,
+        formats=None if formats is None else [name.strip() for name in formats.split(",") if name.strip()],
+        schemes=[_scheme(text) for text in scheme or ()],
+        samples=samples,
+        exact=exact,
+        check=check,
+        timings=read_rows(timings) if timings else (),
+        batches=batches(batch) or (),
+    )
+    with showing() as progress:
+        progress.begin(f"opening {model}", 300.0)
+        from quantkit.tuning import tune as search
+
+        tuned = search(question, progress)
+    taken = [decision.model_dump(mode="json", by_alias=True) for decision in tuned.decisions]
+    error = None
+    limit, found = allowed.kl, tuned.front["chosen"]["measured"]
+    if limit is not None and found is not None and found > limit:
+        error = GateError(
+            "budget-missed",
+            where="--budget",
+            value=f"KL {found:.4g} measured",
+            rule=f"at most {limit:g}",
+            remedy="allow more, or add candidates (--formats, --scheme)",
+        )
+    return Answer(tuned.as_dict(), page.terminal(tuned.front, str(tuned.out)), taken, tuned.warnings, error)
+
+
+def _scheme(text: str) -> dict[str, Any]:
+    """A candidate's fields."""
+    from quantkit.content import parse_yaml
+
+    found = parse_yaml(text, where="--scheme")
+    if not isinstance(found, dict):
+        raise InputError(
+            "usage", where="--scheme", value=text, rule="a YAML mapping", remedy="'{format: int4, group: 32}'"
+        )
+    return found

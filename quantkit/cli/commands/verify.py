@@ -1,0 +1,78 @@
+"""`quantkit verify`: whether a bundle is what it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import quantkit
+from quantkit.cli.answer import Answer
+from quantkit.cli.options import BundlePath, Json
+from quantkit.cli.progress import showing
+from quantkit.errors import GateError, InputError
+
+if TYPE_CHECKING:
+    from quantkit.bundle import Bundle
+
+
+def verify(
+    bundle: BundlePath,
+    layers: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="BUNDLE", help="Compare its TensorRT network with this float bundle's, layer by layer, instead."
+        ),
+    ] = None,
+    inputs: Annotated[
+        Path | None, typer.Option(metavar="FILE.npz", help="With --layers, what a graph is fed with.")
+    ] = None,
+    runtime: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --layers, tensorrt_rtx or tensorrt: an engine as well.")
+    ] = None,
+    as_json: Json = False,
+) -> Answer:
+    """Check every file of a bundle, then load it again."""
+    from quantkit.pipeline.finished.reload import reload
+    from quantkit.report import terminal
+
+    opened = quantkit.load(bundle)
+    if layers is not None:
+        return _layers(opened, quantkit.load(layers), inputs, runtime)
+    if inputs is not None or runtime is not None:
+        said = "--inputs" if inputs is not None else "--runtime"
+        raise InputError("usage", where=said, value="without --layers", rule="it says how layers are compared")
+    with showing() as progress:
+        progress.begin(f"verifying {bundle}")
+        found = opened.verify()
+        reloaded, notes = reload(opened) if all(check.ok for check in found) else ([], ["not loaded: files differ"])
+    found = [*found, *reloaded]
+    failed = next((check for check in found if not check.ok), None)
+    error = None
+    if failed is not None:
+        error = GateError(
+            "verify-failed",
+            where=failed.where or str(bundle),
+            value=f"{failed.name} is {failed.value}",
+            rule=f"it is {failed.limit}" if failed.limit == 0 else f"at most {failed.limit}",
+            remedy="fetch or compile the bundle again",
+        )
+    result = {
+        "bundle": str(opened.path),
+        "content_sha256": opened.manifest.content_sha256,
+        "checks": [{**check.model_dump(mode="json"), "where": check.where} for check in found],
+    }
+    return Answer(result, terminal.verified(opened.path, opened.manifest, found, notes), warnings=notes, error=error)
+
+
+def _layers(bundle: Bundle, floats: Bundle, inputs: Path | None, runtime: str | None) -> Answer:
+    """Layer by layer, by Polygraphy."""
+    from quantkit.pipeline.finished.layerwise import compare_layers
+    from quantkit.report.bundle.layers import layers
+
+    with showing() as progress:
+        progress.begin(f"comparing the layers of {bundle.path} and {floats.path}")
+        found, notes = compare_layers(bundle, floats, inputs=inputs, runtime=runtime)
+    result = {"bundle": str(bundle.path), "floats": str(floats.path), "layers": [each.as_dict() for each in found]}
+    return Answer(result, layers(found, notes), warnings=notes)

@@ -1,0 +1,111 @@
+"""What TensorRT's parser cannot import, in one line: the nodes with their operators, and what would remove them.
+
+`OnnxParser.parse` goes on behind a node that it refuses and reports every one, so its errors are all that there is to
+know; `supports_model_v2` adds the nodes around them, which it does take. `supports_operator` knows the names of ONNX's
+operators without a network (of contrib operators it does not: it calls MatMulNBits supported, for which no plugin is
+there). TensorRT-RTX 1.7.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.errors import InputError
+from quantkit.runtimes.tensorrt.library import Library, Said
+
+_SHOWN = 4
+# how quantized models are written for others: (operators, what makes a graph without them)
+_REMEDIES = (
+    (
+        ("DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"),
+        "--set scheme.activations.dynamic=false --set scheme.activations.granularity=tensor, "
+        "or give the float graph, if this one was quantized before",
+    ),
+    (("TensorScatter",), "--set tensorrt.cache=grown"),
+)
+_ZERO_POINT = "--set scheme.weights.symmetric=true --set scheme.activations.symmetric=true"
+_CONTRIB = "export the graph without the optimizations of a runtime: TensorRT has operators of ONNX itself"
+_ELSEWHERE = "no pass replaces it: another export ('export=[{onnx: {}}]'), or a graph that does without"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A node that the parser does not take.
+
+    Args:
+        operator: its kind: `Det`.
+        node: its name.
+        said: by the parser.
+        domain: of the operator; "" is ONNX's own.
+    """
+
+    operator: str
+    node: str = ""
+    said: str = ""
+    domain: str = ""
+
+
+def of_parser(parser: Any) -> list[Refused]:
+    """All that a parser has refused."""
+    errors = [parser.get_error(place) for place in range(parser.num_errors)]
+    # TensorRT 10 before 10.1 names no nodes
+    named = [(getattr(each, "node_operator", str)(), getattr(each, "node_name", str)(), each.desc()) for each in errors]
+    return [Refused(operator or "a node", node, " ".join(said.split())[:240]) for operator, node, said in named]
+
+
+def unknown(library: Library, operators: Iterable[str]) -> set[str]:
+    """Those of ONNX's operators that a library's parser has no importer for; none where asking it takes a GPU."""
+    if not library.ahead_of_time:
+        return set()
+    said = Said(library.api)
+    # all of them named: a parser does not keep alive what it was made of
+    builder = library.api.Builder(said.logger)
+    network = library.network(builder)
+    parser = library.api.OnnxParser(network, said.logger)
+    return {name for name in operators if not parser.supports_operator(name)}
+
+
+def refusal(where: str, library: str, refused: Sequence[Refused]) -> InputError:
+    """InputError `network-unsupported`.
+
+    Args:
+        where: the file.
+        library: with its version.
+        refused: in the order of the graph; the first one decides what to do.
+    """
+    if not refused:
+        refused = [Refused("a node", said="no word why")]
+    first = refused[0]
+    kinds: dict[str, list[str]] = {}
+    for each in refused:
+        kinds.setdefault(each.operator, []).append(each.node)
+    named = [f"{kind} ({_some([node for node in nodes if node])})" for kind, nodes in kinds.items()]
+    more = f"; and {len(named) - _SHOWN} more kinds" if len(named) > _SHOWN else ""
+    return InputError(
+        "network-unsupported",
+        where=f"{where}: {first.operator} {first.node}".rstrip(),
+        value=f"{library} does not take {'; '.join(named[:_SHOWN])}{more}".replace(" ()", ""),
+        # its checkers say no more than `false`
+        rule="every node has to be one that it takes" if first.said in ("", "false") else first.said,
+        remedy=_remedy(first),
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _remedy(first: Refused) -> str:
+    if "zero point is not supported" in first.said:
+        return _ZERO_POINT
+    for operators, remedy in _REMEDIES:
+        if first.operator in operators:
+            return remedy
+    if first.domain or "Plugin not found" in first.said:
+        return _CONTRIB
+    if first.operator in ("QuantizeLinear", "DequantizeLinear"):
+        return f"--set keep=[{first.node.partition('/')[0] or 'LAYER'}] leaves that layer in floats"
+    return _ELSEWHERE

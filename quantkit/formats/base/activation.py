@@ -1,0 +1,136 @@
+"""Quantizing activations: what a linear's kernel makes of its input [..., K], computed in the dtype of the input.
+
+    symmetric:   s = max|x| / ((high - low) / 2)      x̂ = clip(x / s, low, high) rounded to a code, times s
+    asymmetric:  s = (max - min) / (high - low)       z = round(clip(low - min / s, low, high))
+                                                      x̂ = (clip(x / s + z, low, high) rounded - z) · s
+
+with min <= 0 <= max, so that zero is a code, and `low`, `high` the format's smallest and largest value: -128 and 127
+for int8, ±448 for fp8_e4m3. A range without extent takes the dtype's epsilon for its scale. This is what
+compressed-tensors computes, bit for bit (its `quantization/utils/helpers.py` and `lifecycle/forward_helpers.py`);
+vLLM's int8 kernels divide by 127 instead of 127.5 when they quantize dynamically: their steps are 0.4 % longer.
+
+What shares a scale: a `token` (one row of [..., K]), a `group` of its features, or the whole `tensor`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from quantkit import plugins
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantkit.scheme import ActivationScheme, CacheScheme
+
+
+class Bounded(Protocol):
+    """A format whose values lie between two that are known, with any scale: what an activation can have."""
+
+    @property
+    def low(self) -> float:
+        """The smallest value."""
+
+    @property
+    def high(self) -> float:
+        """The largest value."""
+
+    def snap(self, units: torch.Tensor) -> torch.Tensor:
+        """The nearest of the format's values, float32."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Channels that are moved before they are quantized: (x - shift) / scale, both [K] float32."""
+
+    shift: torch.Tensor
+    scale: torch.Tensor
+
+
+@dataclass(frozen=True)
+class InputScale:
+    """A scale that calibration fixed, of any shape that broadcasts against what it is for.
+
+    Args:
+        scale: in the dtype that the model is stored in.
+        zero: int8, as `scale`; None when symmetric.
+        moved: what becomes of the channels before; nothing here applies it.
+    """
+
+    scale: torch.Tensor
+    zero: torch.Tensor | None = None
+    moved: Moved | None = None
+
+
+def form_of(scheme: ActivationScheme | CacheScheme) -> Bounded:
+    """The scheme's format."""
+    found: Bounded = plugins.load("formats", scheme.format)
+    return found
+
+
+def parameters(
+    low: torch.Tensor, high: torch.Tensor, scheme: ActivationScheme | CacheScheme
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scale and zero point for values between `low` and `high`, all of one shape and dtype; zero is int8 or None."""
+    import torch
+
+    form = form_of(scheme)
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    if scheme.symmetric:
+        scale = torch.maximum(-low, high) / ((form.high - form.low) / 2)
+        return _positive(scale), None
+    scale = _positive((high - low) / (form.high - form.low))
+    zero = (form.low - low / scale).clamp(form.low, form.high)
+    return scale, zero.round().to(torch.int8)
+
+
+def _positive(scale: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+
+
+def dynamic(x: torch.Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scale and zero point from the values themselves, [..., 1] a token or group (K split into groups), else [1]."""
+    import torch
+
+    if scheme.granularity == "tensor":
+        low, high = torch.aminmax(x.reshape(-1))
+        return parameters(low.reshape(1), high.reshape(1), scheme)
+    low, high = torch.aminmax(x, dim=-1, keepdim=True)
+    return parameters(low, high, scheme)
+
+
+def fake_quantize(
+    x: torch.Tensor, scheme: ActivationScheme | CacheScheme, static: InputScale | None = None
+) -> torch.Tensor:
+    """The values that the codes of `x` stand for, in its dtype; `x` is not modified.
+
+    Args:
+        x: [..., K].
+        scheme: its granularity.
+        static: the scale that calibration found; None takes it from the values.
+    """
+    group = getattr(scheme, "group", None)
+    shape = x.shape
+    if group is not None:
+        x = x.unflatten(-1, (shape[-1] // group, group))
+    if x.numel() == 0:
+        return x.reshape(shape)
+    scale, zero = dynamic(x, scheme) if static is None else (static.scale, static.zero)
+    return apply(x, scheme, scale, zero).reshape(shape)
+
+
+def apply(
+    x: torch.Tensor, scheme: ActivationScheme | CacheScheme, scale: torch.Tensor, zero: torch.Tensor | None
+) -> torch.Tensor:
+    """`fake_quantize` with a scale and zero point that broadcast against `x`."""
+    form = form_of(scheme)
+    scaled = x / scale
+    if zero is not None:
+        scaled = scaled + zero.to(x.dtype)
+    values = form.snap(scaled.clamp(form.low, form.high)).to(scale.dtype)
+    if zero is not None:
+        values = values - zero.to(scale.dtype)
+    return values * scale

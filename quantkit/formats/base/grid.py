@@ -1,0 +1,192 @@
+"""What formats with scales have in common: a grid of values, stretched by a scale for each part of a matrix.
+
+    w ≈ snap(w / scale) * scale        snap(u): the value of the grid that is nearest to u
+
+Each format has its own grid (`snap`, `encode`, `decode`), its way to lay a range over it (`parameters`) and its way to
+store scales (`stored`). From these follow `quantize`, `nearest`, `dequantize` and the bits a weight takes, and solvers
+need no more: they work in effective scales, which is what a weight is divided by, and hand them to `nearest` at last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from quantkit.formats import QuantTensor, Rules
+from quantkit.formats.base.layout import against, extremes, scale_shape, split
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantkit.scheme import WeightScheme
+
+# bits of one scale as it is stored; `double` also has an absmax for every 256, and an offset
+_SCALE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "e8m0": 8, "fp8_e4m3": 8, "double": 8}
+
+
+@dataclass(frozen=True)
+class GridFormat:
+    """A format of codes and scales.
+
+    Args:
+        name: its name in recipes.
+        bits: of one code.
+    """
+
+    name: str
+    bits: int
+    rules: ClassVar[Rules]
+    # ranges longer than from the smallest to the largest weight that a range search should try as well
+    stretches: ClassVar[tuple[float, ...]] = ()
+
+    def global_scale(self, amax: torch.Tensor, scheme: WeightScheme) -> torch.Tensor | None:
+        """The factor for a whole matrix whose largest magnitude is `amax` []; None: this format has none."""
+        return None
+
+    def shares_scale(self, scheme: WeightScheme) -> bool:
+        """Whether linears of one input are rounded as one matrix, because they are to have a scale in common.
+
+        So it is where a format has a float for a whole matrix: runtimes fuse q, k and v, gate and up, and keep one such
+        number of them (vLLM). Integers on one scale would pay for it, and are read with a scale for each.
+        """
+        return False
+
+    def parameters(
+        self,
+        low: torch.Tensor,
+        high: torch.Tensor,
+        scheme: WeightScheme,
+        global_scale: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Effective scale and zero point for values between `low` and `high`.
+
+        Args:
+            low, high: any one shape, float32.
+            scheme: symmetry and scale type.
+            global_scale: that of the matrix, in a shape that broadcasts; None takes it from `low` and `high`.
+
+        Returns:
+            scale, rounded to what can be stored (scales of type `double` are not: theirs takes the whole matrix), and
+            zero (int8; None when symmetric), of that shape.
+        """
+        raise NotImplementedError
+
+    def stored(
+        self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Wanted scales as the nearest effective ones that can be stored; never zero, never infinite."""
+        return stored(scale, scheme)
+
+    def snap(self, units: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
+        """The nearest values of the grid, float32: `decode(encode(units, 1, zero), 1, zero)`."""
+        raise NotImplementedError
+
+    def encode(self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+        """Nearest codes; effective `scale` and `zero` broadcast against `weight`."""
+        raise NotImplementedError
+
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+        """What codes stand for, float32, by broadcasting."""
+        raise NotImplementedError
+
+    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """Codes [N, K] as uint8 [N, ceil(K * bits / 8)]."""
+        raise NotImplementedError
+
+    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+        """The inverse of `pack`."""
+        raise NotImplementedError
+
+    def quantize(self, weight: torch.Tensor, scheme: WeightScheme) -> QuantTensor:
+        """Round [N, K] to nearest, each range from the smallest to the largest weight it covers.
+
+        Raises:
+            InputError: `group-indivisible`.
+        """
+        whole = self.global_scale(weight.float().abs().amax(), scheme)
+        low, high = extremes(weight, scheme)
+        scale, zero = self.parameters(low, high, scheme, whole)
+        return self.nearest(weight, scale, zero, scheme, whole)
+
+    def nearest(
+        self,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        zero: torch.Tensor | None,
+        scheme: WeightScheme,
+        global_scale: torch.Tensor | None = None,
+    ) -> QuantTensor:
+        """Round [N, K] to the nearest codes under given ranges.
+
+        What is on the grid already stays there: this is also how a solver that chose values turns them into codes.
+
+        Args:
+            weight: [N, K] of any float dtype.
+            scale: effective, in the shape of the scheme's scales ([N, G]; [1, 1] per tensor).
+            zero: int8 of that shape, or None.
+            scheme: how the result is stored.
+            global_scale: the one that `scale` was made with; None takes it from `weight`.
+
+        Raises:
+            InputError: `group-indivisible`.
+        """
+        shape = (weight.shape[0], weight.shape[1])
+        shift = None if zero is None else against(zero, shape, scheme)
+        codes = self.encode(split(weight.float(), scheme), against(scale, shape, scheme), shift).reshape(shape)
+        if global_scale is None:
+            global_scale = self.global_scale(weight.float().abs().amax(), scheme)
+        return QuantTensor(codes, zero=zero, scheme=scheme, **self.kept(scale, scheme, global_scale))
+
+    def kept(self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None) -> dict[str, Any]:
+        """The fields of a `QuantTensor` that hold effective scales: `scale` and what goes with it."""
+        return {"scale": scale.to(storage(scheme))}
+
+    def dequantize(self, tensor: QuantTensor) -> torch.Tensor:
+        """[N, K] float32."""
+        scale, zero = tensor.scale.float(), tensor.zero
+        if tensor.global_scale is not None:
+            scale = scale * tensor.global_scale
+        shift = None if zero is None else against(zero, tensor.shape, tensor.scheme)
+        codes = split(tensor.codes, tensor.scheme)
+        return self.decode(codes, against(scale, tensor.shape, tensor.scheme), shift).reshape(tensor.shape)
+
+    def bits_per_weight(self, shape: tuple[int, int], scheme: WeightScheme) -> float:
+        """Codes, scales and packed zero points: int4 in groups of 64, asymmetric, float16 scales: 4.3125.
+
+        Raises:
+            InputError: `group-indivisible`.
+        """
+        rows, columns = scale_shape(shape, scheme)
+        scales = rows * columns
+        bits = scales * (_SCALE_BITS[scheme.scale] + (0 if scheme.symmetric else self.bits))
+        if scheme.scale == "double":
+            bits += 32 * (-(-scales // 256) + 1)
+        if scheme.scale == "fp8_e4m3":
+            bits += 32
+        return self.bits + bits / (shape[0] * shape[1])
+
+
+def storage(scheme: WeightScheme) -> torch.dtype:
+    """The dtype in which `QuantTensor.scale` is held."""
+    import torch
+
+    own = {"e8m0": torch.float8_e8m0fnu, "fp8_e4m3": torch.float8_e4m3fn, "double": torch.float32}
+    return own.get(scheme.scale) or getattr(torch, scheme.scale)
+
+
+def effective(scheme: WeightScheme) -> torch.dtype:
+    """The dtype of effective scales: the stored one where a runtime multiplies in it, else float32."""
+    import torch
+
+    dtype = storage(scheme)
+    return dtype if dtype.itemsize > 1 else torch.float32
+
+
+def stored(scale: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+    """A scale of a wider float type in its dtype; never zero, never infinite there."""
+    import torch
+
+    dtype = effective(scheme)
+    limits = torch.finfo(dtype)
+    # the smallest normal number: a subnormal scale has too few bits to divide by
+    return scale.clamp(min=limits.tiny, max=limits.max).to(dtype)

@@ -1,0 +1,138 @@
+"""Uniform integer formats of any width up to 8 bits.
+
+    symmetric:   q = clip(round(w / s), -2^(b-1), 2^(b-1) - 1)            s = max|w| / (2^(b-1) - 0.5)
+    asymmetric:  q = clip(round(w / s) + z, -2^(b-1), 2^(b-1) - 1)        s = (max - min) / (2^b - 1)
+
+where min <= 0 <= max, so that zero is a code. Rounding is to nearest, ties to even (torch.round). The scale is rounded
+to the dtype it is stored in *before* codes are chosen, so that what is read back is what was decided on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from quantkit import plugins
+from quantkit.formats import Rules
+from quantkit.formats.base import bits as _bits
+from quantkit.formats.base import grid
+from quantkit.formats.base.grid import GridFormat
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantkit.scheme import WeightScheme
+
+
+def stored(scale: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+    """The scale in its storage dtype; never zero, never infinite there.
+
+    Runtimes multiply in the dtype of the scale. A float16 scale of a format up to 4 bits keeps only as many significant
+    bits as make every product with a code exact in float16 (11 bits: 7 for int4 with a zero point, 8 without), so that
+    what they compute is what was decided on, to the last bit. It costs 0.2 % of the rounding error, since codes are
+    chosen for the scale as stored.
+    """
+    import torch
+
+    bounded = grid.stored(scale, scheme)
+    bits = _exact_bits(scheme)
+    if bits is None:
+        return bounded
+    # round the last bits of the mantissa away; a carry runs into the exponent, as it should
+    dropped = 11 - bits
+    word = bounded.clamp(max=torch.finfo(bounded.dtype).max / 2).view(torch.int16)
+    return word.add(1 << (dropped - 1)).bitwise_and_(-1 << dropped).view(bounded.dtype)
+
+
+def _exact_bits(scheme: WeightScheme) -> int | None:
+    """Significant bits with which a scale's products with codes are exact in its dtype; None: not limited."""
+    bits: int = plugins.load("formats", scheme.format).bits
+    if scheme.scale != "float16" or bits > 4:
+        return None
+    # codes less their zero point span 2^b - 1 steps; without one, the lowest code is a power of two
+    return 11 - (bits - 1 if scheme.symmetric else bits)
+
+
+@dataclass(frozen=True)
+class IntegerFormat(GridFormat):
+    """A uniform integer format.
+
+    Args:
+        name: its name in recipes.
+        bits: 1 to 8.
+    """
+
+    rules: ClassVar[Rules] = Rules(
+        granularities={"channel": None, "tensor": None, "group": None},
+        symmetric=(True, False),
+        scales=("float16", "bfloat16", "float32"),
+    )
+
+    @property
+    def low(self) -> int:
+        """Smallest code."""
+        return -int(2 ** (self.bits - 1))
+
+    @property
+    def high(self) -> int:
+        """Largest code."""
+        return int(2 ** (self.bits - 1)) - 1
+
+    def parameters(
+        self,
+        low: torch.Tensor,
+        high: torch.Tensor,
+        scheme: WeightScheme,
+        global_scale: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scale (stored dtype) and zero point (int8, None when symmetric) for values between `low` and `high`."""
+        import torch
+
+        if scheme.symmetric:
+            top = torch.maximum(-low, high)
+            return stored(top / (2 ** (self.bits - 1) - 0.5), scheme), None
+        low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+        scale = stored((high - low) / (2**self.bits - 1), scheme)
+        zero = torch.round(self.low - low / scale.float()).clamp(self.low, self.high)
+        return scale, zero.to(torch.int8)
+
+    def stored(
+        self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See the function of this name."""
+        return stored(scale, scheme)
+
+    def snap(self, units: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
+        """Whole numbers, ties to even, between the lowest and the highest code less the zero point."""
+        if zero is None:
+            return units.float().round().clamp(self.low, self.high)
+        return units.float().round().clamp(self.low - zero.float(), self.high - zero.float())
+
+    def encode(self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+        """Nearest codes, int8; `scale` and `zero` broadcast against `weight`."""
+        import torch
+
+        codes = torch.round(weight.float() / scale.float())
+        if zero is not None:
+            codes = codes + zero.float()
+        return codes.clamp(self.low, self.high).to(torch.int8)
+
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+        """`(codes - zero) * scale` in float32, by broadcasting."""
+        values = codes.float() if zero is None else codes.float() - zero.float()
+        return values * scale.float()
+
+    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """Unsigned codes (code - low), least significant bit first, rows padded to whole bytes.
+
+        int8 [N, K] -> uint8 [N, ceil(K * bits / 8)]; int4 [4096, 4096] -> [4096, 2048].
+        """
+        import torch
+
+        return _bits.pack(codes.to(torch.int16) - self.low, self.bits)
+
+    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+        """uint8 [N, ceil(K * bits / 8)] -> int8 [N, K]."""
+        import torch
+
+        return (_bits.unpack(packed, self.bits, columns).to(torch.int16) + self.low).to(torch.int8)

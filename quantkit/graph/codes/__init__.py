@@ -1,0 +1,1 @@
+"""Codes of a graph's weights: assigned, corrected, rounded by gradient."""

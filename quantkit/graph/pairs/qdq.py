@@ -1,0 +1,265 @@
+"""Q/DQ pairs into a graph, weights as integers, biases as 32-bit sums.
+
+    x -> QuantizeLinear -> DequantizeLinear -> Conv(x, DequantizeLinear(W), DequantizeLinear(b)) -> pair -> ...
+
+A bias has the scale of the sums it is added to, s_x · s_w[o]: a runtime adds it to integers. Where that is so small
+that the bias does not fit 32 bits (a channel whose weights are all but zero), the weight's scale is raised until it
+does (`fits`). Codes of weights are signed with zero point 0, or the same plus 128: some CPUs multiply bytes of one
+signedness exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.graph.fuse.activation_bounds import remove_absorbed
+from quantkit.graph.pairs.placement import Placement
+from quantkit.graph.sites import Site
+from quantkit.graph.sites import sites as products
+from quantkit.graph.values import constant
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Array = NDArray[Any]
+WeightType = Literal["int8", "uint8"]
+_MOST = 2.0**31 - 2**16
+
+
+@dataclass(frozen=True)
+class Range:
+    """What the codes of one activation stand for: x = (q - zero) · scale, q in 0..255 or, without zero, -128..127."""
+
+    scale: float
+    zero: int
+    signed: bool = False
+
+    @property
+    def low(self) -> float:
+        """The least value."""
+        return ((-128 if self.signed else 0) - self.zero) * self.scale
+
+    @property
+    def high(self) -> float:
+        """The largest value."""
+        return ((127 if self.signed else 255) - self.zero) * self.scale
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A weight as integers.
+
+    Args:
+        codes: [N, K] int8.
+        scale: [N] float32, or [1] of the whole weight.
+        bias: [N] float32, what is added to the sums; None where there is none.
+        alone: [N], what it would be if nothing before the product were quantized.
+    """
+
+    codes: Array
+    scale: Array
+    bias: Array | None = None
+    alone: Array | None = None
+
+    def values(self) -> Array:
+        """What the codes stand for, [N, K] float32."""
+        found: Array = self.codes.astype(np.float32) * self.scale[:, None]
+        return found
+
+
+def unsigned(codes: Array) -> Array:
+    """Signed codes as bytes whose zero point is 128."""
+    shifted: Array = (codes.astype(np.int16) + 128).astype(np.uint8)
+    return shifted
+
+
+def bias_of(site: Site) -> Array | None:
+    """The constant that a product adds, [N]; a MatMul has none of its own."""
+    if site.node.op_type == "MatMul" or len(site.node.inputs) < 3 or site.node.inputs[2] is None:
+        return None
+    found = constant(site.node.inputs[2])
+    if found is None:
+        return None
+    beta = site.node.attributes.get_float("beta", 1.0) if site.node.op_type == "Gemm" else 1.0
+    rows = site.weight.shape[site.rows]
+    return np.broadcast_to(beta * found.reshape(-1), (rows,)).astype(np.float32)
+
+
+def insert(
+    model: ir.Model,
+    placement: Placement,
+    ranges: Mapping[str, Range],
+    weights: Mapping[str, Codes],
+    sites: Mapping[str, Site],
+    *,
+    weight_type: WeightType | Mapping[str, WeightType] = "uint8",
+) -> ir.Model:
+    """A copy of the float graph with pairs, integer weights and biases.
+
+    Args:
+        model: float; unchanged.
+        placement: where pairs go.
+        ranges: of each of its tensors.
+        weights: site's name -> codes; the other sites stay float.
+        sites: by name, of `model`.
+        weight_type: see the module; unsigned ones never saturate. Of all sites, or of each by its name.
+    """
+    types = weight_type if isinstance(weight_type, Mapping) else dict.fromkeys(weights, weight_type)
+    made = model.clone()
+    nodes = {_key(node): node for node in made.graph}
+    for name, found in weights.items():
+        site = sites[name]
+        _weigh(made, nodes[_key(site.node)], site, found, ranges[_source(placement, site.input)], types[name])
+    values = {str(value.name): value for value in made.graph.inputs}
+    values |= {str(value.name): value for node in made.graph for value in node.outputs}
+    for site in products(model):
+        if site.name not in weights:
+            # its pair, where it has one, comes behind
+            values[site.output] = _hold(made, nodes[_key(site.node)])
+    for name in placement.tensors:
+        own = ranges[_source(placement, name)]
+        _pair(made, values[name], name, own)
+    remove_absorbed(made)
+    for name, value in list(made.graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():  # the floats that codes stand in for
+            del made.graph.initializers[name]
+    return made
+
+
+def _stored(graph: ir.Graph, values: Array, *, name: str) -> ir.Value:
+    """A constant of a graph; nothing else ends in `.codes`, `.scale`, `.zero`, `.bias` or `.bias_scale` of a tensor."""
+    import onnx_ir as ir
+
+    while name in graph.initializers:
+        name += "_"
+    tensor = ir.tensor(values, name=name)
+    value = ir.Value(name=name, shape=ir.Shape(values.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
+def _source(placement: Placement, name: str) -> str:
+    return placement.same.get(name, name)
+
+
+def _key(node: ir.Node) -> str:
+    return str(node.outputs[0].name) if node.outputs else str(node.name)
+
+
+def _hold(made: ir.Model, node: ir.Node) -> ir.Value:
+    """Keep a float product float: max(y, y) is y, and stands between it and whatever quantizes y.
+
+    A product with float weights between a DequantizeLinear and a QuantizeLinear is quantized by ONNX Runtime on its own
+    (WeightBiasQuantization), with one scale for all channels.
+    """
+    import onnx_ir as ir
+
+    value = node.outputs[0]
+    readers = list(value.uses())
+    if not readers or value.is_graph_output():
+        return value
+    hold = ir.node("Max", [value, value], name=f"{value.name}/float")
+    hold.outputs[0].name = f"{value.name}.float"
+    for reader, place in readers:
+        reader.replace_input_with(place, hold.outputs[0])
+    made.graph.insert_after(node, hold)
+    return hold.outputs[0]
+
+
+def node_of(made: ir.Model, site: Site) -> ir.Node:
+    """A product in a graph with pairs; one whose output the graph gives out makes `NAME.floats`."""
+    names = (site.output, f"{site.output}.floats")
+    return next(
+        node
+        for node in made.graph
+        if node.op_type == site.node.op_type and node.outputs and node.outputs[0].name in names
+    )
+
+
+def stem_of(site: Site) -> str:
+    """What the constants of a product are called: `STEM.codes`, `STEM.scale`, ... By its output, since weights may be
+    shared."""
+    return f"{site.output}.weight"
+
+
+def _weigh(made: ir.Model, node: ir.Node, site: Site, found: Codes, own: Range, weight_type: WeightType) -> None:
+    import onnx_ir as ir
+
+    graph = made.graph
+    scale = found.scale.astype(np.float32)
+    bias = found.bias
+    axis = site.rows
+    # of unsigned codes the zero point is 128 everywhere
+    codes = found.codes if weight_type == "int8" else unsigned(found.codes)
+    zero = np.full(scale.shape, 0 if weight_type == "int8" else 128, codes.dtype)
+    stem = stem_of(site)
+    whole = scale.size == 1
+    stored = _stored(graph, site.shaped(codes), name=f"{stem}.codes")
+    parts = [
+        stored,
+        _stored(graph, scale.reshape(()) if whole else scale, name=f"{stem}.scale"),
+        _stored(graph, zero.reshape(()) if whole else zero, name=f"{stem}.zero"),
+    ]
+    dequantize = ir.node("DequantizeLinear", parts, attributes={} if whole else {"axis": axis}, name=f"{stem}/dq")
+    dequantize.outputs[0].name = f"{stem}.values"
+    graph.insert_before(node, dequantize)
+    node.replace_input_with(1, dequantize.outputs[0])
+    if bias is None:
+        return
+    sums = (own.scale * scale.astype(np.float64)).astype(np.float32)
+    units = np.clip(np.rint(bias.astype(np.float64) / sums), -_MOST, _MOST).astype(np.int32)
+    parts = [
+        _stored(graph, units, name=f"{stem}.bias"),
+        _stored(graph, sums.reshape(()) if whole else sums, name=f"{stem}.bias_scale"),
+    ]
+    add = ir.node("DequantizeLinear", parts, attributes={} if whole else {"axis": 0}, name=f"{stem}/bias_dq")
+    add.outputs[0].name = f"{stem}.bias_values"
+    graph.insert_before(node, add)
+    if len(node.inputs) < 3:
+        node.resize_inputs(3)
+    node.replace_input_with(2, add.outputs[0])
+    node.attributes.pop("beta", None)
+
+
+def fits(scale: Array, bias: Array | None, own: Range | None) -> Array:
+    """Scales [N] raised where a bias would not fit 32 bits of s_x · s_w; without a range it is added to floats."""
+    if bias is None or own is None:
+        return scale
+    least = np.abs(bias.astype(np.float64)) / (own.scale * _MOST)
+    return np.maximum(scale, least.astype(np.float32) if scale.size == bias.size else np.float32(least.max(initial=0)))
+
+
+def _pair(made: ir.Model, value: ir.Value, name: str, own: Range) -> None:
+    """Q and DQ behind a value; all who read it read what the pair gives."""
+    import onnx_ir as ir
+
+    graph = made.graph
+    kind = np.int8 if own.signed else np.uint8
+    parts = [
+        _stored(graph, np.array(own.scale, np.float32), name=f"{name}.scale"),
+        _stored(graph, np.array(own.zero, kind), name=f"{name}.zero"),
+    ]
+    readers = list(value.uses())
+    quantize = ir.node("QuantizeLinear", [value, *parts], name=f"{name}/q")
+    dequantize = ir.node("DequantizeLinear", [quantize.outputs[0], *parts], name=f"{name}/dq")
+    quantize.outputs[0].name, dequantize.outputs[0].name = f"{name}.quantized", f"{name}.values"
+    for reader, place in readers:
+        reader.replace_input_with(place, dequantize.outputs[0])
+    producer = value.producer()
+    if producer is None:
+        first = graph[0]
+        graph.insert_before(first, [quantize, dequantize])
+    else:
+        graph.insert_after(producer, [quantize, dequantize])
+    if value.is_graph_output():
+        given = dequantize.outputs[0]
+        old = str(value.name)
+        value.replace_all_uses_with(given, replace_graph_outputs=True)
+        quantize.replace_input_with(0, value)
+        value.name, given.name = f"{old}.floats", old
+        given.type, given.shape = value.type, value.shape

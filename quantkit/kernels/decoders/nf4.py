@@ -1,0 +1,97 @@
+"""NF4 to 16-bit floats by a table in registers: a byte permutation looks four codes up at once.
+
+PRMT takes each byte of its result from eight bytes in two registers, by three bits of a nibble of its selector. The 16
+values of the codebook, as float16, make four pairs of registers: low and high bytes of values 0 to 7 and 8 to 15. For
+the four codes in 16 bits of a word
+
+    low   = PRMT(low bytes of 0..7)  where bit 3 of the code is 0, PRMT(low bytes of 8..15) where it is 1
+    high  = likewise                  bit 3, spread over its byte by one more PRMT, is the mask between the two
+    pairs = PRMT(low, high)           (low 0, high 0, low 1, high 1), (low 2, high 2, low 3, high 3)
+
+nine instructions for four weights, none of which touches memory. float16 rounds the codebook by at most 2^-12 of a
+value; bfloat16 rounds once more. (Dettmers et al., "QLoRA", 2023, arXiv 2305.14314, for the codebook.)
+"""
+
+from __future__ import annotations
+
+import struct
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from quantkit.formats.nf4 import VALUES
+from quantkit.kernels.decoders.fragment import beside, halves
+
+GAIN = 1.0
+# nothing, but the compiler does not know it: else it would load the table's constants anew for every use
+MAGIC = 0
+
+
+def _register(byte: int, first: int) -> int:
+    """Bytes (0 low, 1 high) of the float16 of four codes, the first in the lowest bits, as a signed number."""
+    four = bytes(struct.pack("<e", value)[byte] for value in VALUES[first : first + 4])
+    return int.from_bytes(four, "little", signed=True)
+
+
+_LOW_0 = tl.constexpr(_register(0, 0))
+_LOW_4 = tl.constexpr(_register(0, 4))
+_LOW_8 = tl.constexpr(_register(0, 8))
+_LOW_12 = tl.constexpr(_register(0, 12))
+_HIGH_0 = tl.constexpr(_register(1, 0))
+_HIGH_4 = tl.constexpr(_register(1, 4))
+_HIGH_8 = tl.constexpr(_register(1, 8))
+_HIGH_12 = tl.constexpr(_register(1, 12))
+
+
+@triton.jit
+def decode(
+    words,
+    zero,
+    magic,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):
+    """Codebook values of COUNT (2 or 4) fragments from FIRST on: int32 [ROWS * 8] -> DTYPE [ROWS, 16 COUNT]."""
+    left = _two(words >> (8 * FIRST), magic, ROWS, DTYPE, ON_GPU)
+    values = left
+    if COUNT == 4:
+        values = beside(left, _two(words >> 16, magic, ROWS, DTYPE, ON_GPU), ROWS, 64)
+    return values
+
+
+@triton.jit
+def _two(codes, magic, ROWS: tl.constexpr, DTYPE: tl.constexpr, ON_GPU: tl.constexpr):
+    """Fragments of the four codes in the low 16 bits: codes 0 and 1 are one's halves, 2 and 3 the other's."""
+    none = (codes & 0) + magic
+    place = codes & 0x7777
+    upper = permuted(none + 0xFF00, none, (codes >> 3) & 0x1111, ON_GPU)
+    low_a = permuted(none + _LOW_0, none + _LOW_4, place, ON_GPU)
+    low_b = permuted(none + _LOW_8, none + _LOW_12, place, ON_GPU)
+    high_a = permuted(none + _HIGH_0, none + _HIGH_4, place, ON_GPU)
+    high_b = permuted(none + _HIGH_8, none + _HIGH_12, place, ON_GPU)
+    low = (low_a & ~upper) | (low_b & upper)
+    high = (high_a & ~upper) | (high_b & upper)
+    one = halves(permuted(low, high, none + 0x5140, ON_GPU), ROWS, tl.float16).to(DTYPE)
+    two = halves(permuted(low, high, none + 0x7362, ON_GPU), ROWS, tl.float16).to(DTYPE)
+    return beside(one, two, ROWS, 32)
+
+
+@triton.jit
+def permuted(a, b, selector, ON_GPU: tl.constexpr):
+    """Byte j of the result is byte (selector >> 4 j & 7) of the eight in a (0 to 3) and b (4 to 7).
+
+    One PRMT instruction; without PRMT (Triton's interpreter knows no instruction by name) the same by shifts.
+    """
+    if ON_GPU:
+        result = libdevice.byte_perm(a, b, selector)
+    else:
+        pool = (a.to(tl.int64) & 0xFFFFFFFF) | (b.to(tl.int64) << 32)
+        result = a & 0
+        for j in tl.static_range(4):
+            byte = (pool >> (8 * ((selector >> (4 * j)) & 7)).to(tl.int64)) & 0xFF
+            result = result | (byte.to(tl.int32) << (8 * j))
+    return result

@@ -1,0 +1,1 @@
+"""Numbers with units, spread, device and versions: accuracy, size, latency; one row each."""

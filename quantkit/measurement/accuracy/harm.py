@@ -1,0 +1,273 @@
+"""Where a quantized model is hurt: by layer, by block, through depth, and at which words.
+
+Both models run block by block on some tokens that did not calibrate. With h_b the original's hidden state
+behind block b, ĥ_b the candidate's, f̂_b the candidate's block, and means over tokens:
+
+    error_b   √ mean ‖ĥ_b − h_b‖² / ‖h_b‖²              what has built up behind block b
+    own_b     √ mean ‖f̂_b(h_{b−1}) − h_b‖² / ‖h_b‖²     what block b alone adds, fed the original's input
+
+Per token, because that is what the last norm sees, and because one token with a huge norm would hide the others. For a
+layer with the inputs x that it gets inside f̂_b, and its output ŷ without bias (rounding of activations is in it):
+
+    error     ‖ŷ − x W'ᵀ‖ / ‖x W'ᵀ‖ ,    W' = diag(r) W diag(c)
+
+Folds scale rows and columns of a weight exactly, and W' is the original weight with them: r and c are fitted to what is
+stored by least squares, so that nothing need be known of the passes. The fit takes (N + K)/(N K) of the error away.
+
+Outliers of an input: its largest channel over its median channel, each by its largest absolute value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from quantkit.content import Closed
+from quantkit.measurement.accuracy.mixed import Mixed
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from quantkit.measurement.accuracy.positions import Items
+    from quantkit.model.streaming.stream import StreamedModel
+
+# tokens that both models run on
+_TOKENS = 128
+# positions that are shown, and tokens before each
+_WORST, _BEFORE = 10, 16
+# alternating least squares of two vectors settles at once
+_ROUNDS = 3
+
+
+class BlockHarm(Closed):
+    """A block: relative error of the hidden state behind it, and what it adds by itself."""
+
+    name: str
+    error: float
+    own: float
+
+
+class LayerHarm(Closed):
+    """A layer's relative output error."""
+
+    name: str
+    error: float
+
+
+class InputHarm(Closed):
+    """A shared input, by its first layer: largest over median channel, of the original and of the candidate."""
+
+    name: str
+    before: float
+    after: float
+
+
+class Position(Closed):
+    """A position where the two models differ most.
+
+    Args:
+        sequence, position: where, counted from 0.
+        kl: nats.
+        before: the text that ends there.
+        follows: what really comes next.
+        original, candidate: what each holds most likely to come next.
+        original_chance, candidate_chance: how likely.
+    """
+
+    sequence: int
+    position: int
+    kl: float
+    before: str
+    follows: str
+    original: str
+    original_chance: float
+    candidate: str
+    candidate_chance: float
+
+
+class Harm(Closed):
+    """All of it, as `harm.json` of a bundle holds it.
+
+    Args:
+        worst_share: part of all KL that lies in the worst hundredth of the positions.
+        mixed: what keeping layers high costs and saves, where that was searched.
+    """
+
+    blocks: list[BlockHarm] = Field(default=[])
+    layers: list[LayerHarm] = Field(default=[])
+    inputs: list[InputHarm] = Field(default=[])
+    worst: list[Position] = Field(default=[])
+    worst_share: float | None = None
+    mixed: Mixed | None = None
+
+
+def through_depth(
+    original: StreamedModel,
+    candidate: StreamedModel,
+    ids: Tensor,
+    *,
+    layers: Sequence[str] = (),
+    before: StreamedModel | None = None,
+) -> Harm:
+    """Blocks, layers and inputs; two blocks are in memory, three with `before`.
+
+    Args:
+        original: of the candidate's class, and in its basis: with the transforms that reach every block.
+        candidate: quantized.
+        ids: [samples, tokens]; the beginning of the first sample is used.
+        layers: full names of the quantized ones.
+        before: the original without those transforms, if there are any: whose outliers the candidate's are set against.
+    """
+    few = ids[:1, :_TOKENS]
+    ours, theirs = original.begin(few, 1), candidate.begin(few, 1)
+    # a live model's calls hold what its blocks have left for each other: those of one block alone are others
+    single = original.begin(few, 1) if ours.live else ours
+    untouched = ours if before is None else before.begin(few, 1)
+    hidden, changed, clean = ours.hidden, theirs.hidden, untouched.hidden
+    wanted = set(layers)
+    found = Harm()
+    for stage, index in enumerate(original.visits):
+        name, again = original.block_names[index], index in original.visits[:stage]
+        first, second = original.load(index), candidate.load(index)
+        with _Watch(first) as old:
+            target = ours.run_all(first, stage, hidden)
+        with _Watch(second) as new:
+            alone = single.run_all(second, stage, hidden)
+        if single is not ours:
+            single.pass_on(stage, single.run_all(first, stage, hidden))
+        out = theirs.run_all(second, stage, changed)
+        changed = theirs.pass_on(stage, out)
+        if before is not None:
+            third = before.load(index)
+            with _Watch(third) as old:
+                clean = untouched.pass_on(stage, untouched.run_all(third, stage, clean))
+        hidden = ours.pass_on(stage, target)
+        if again:
+            continue
+        found.blocks.append(BlockHarm(name=name, error=_apart(out, target), own=_apart(alone, target)))
+        prefix = f"{name}." if name else ""
+        quantized = [linear for linear in new.inputs if prefix + linear in wanted]
+        for linear in quantized:
+            error = _layer(first.get_submodule(linear), second.get_submodule(linear), *new.of(linear))
+            found.layers.append(LayerHarm(name=prefix + linear, error=error))
+        for linear in new.first_of_each(quantized):
+            if linear in old.inputs:
+                ratios = [_outliers(seen.inputs[linear]) for seen in (old, new)]
+                found.inputs.append(InputHarm(name=prefix + linear, before=ratios[0], after=ratios[1]))
+    return found
+
+
+def worst(items: Items, ids: Tensor, decode: Callable[[list[int]], str]) -> Harm:
+    """The positions with the largest KL, and how much of all KL lies in the worst hundredth.
+
+    Args:
+        items: of every scored position.
+        ids: [samples, tokens] that were scored.
+        decode: ids as text.
+    """
+    import numpy as np
+
+    each = items.n // ids.shape[0]
+    order = np.argsort(-items.kl, kind="stable")
+    total = float(items.kl.sum())
+    positions = []
+    for item in order[:_WORST].tolist():
+        sequence, position = divmod(item, each)
+        row = ids[sequence].tolist()
+        positions.append(
+            Position(
+                sequence=sequence,
+                position=position,
+                kl=float(items.kl[item]),
+                before=decode(row[max(0, position + 1 - _BEFORE) : position + 1]),
+                follows=decode([row[position + 1]]),
+                original=decode([int(items.best_original[item])]),
+                original_chance=float(items.chance_original[item]),
+                candidate=decode([int(items.best_candidate[item])]),
+                candidate_chance=float(items.chance_candidate[item]),
+            )
+        )
+    top = float(items.kl[order[: max(1, items.n // 100)]].sum())
+    return Harm(worst=positions, worst_share=top / total if total > 0 else None)
+
+
+def _apart(changed: Tensor, target: Tensor) -> float:
+    gap, size = (changed - target).double().square().sum(-1), target.double().square().sum(-1)
+    return float((gap / size.clamp(min=1e-30)).mean().sqrt())
+
+
+def _layer(original: nn.Module, candidate: nn.Module, x: Tensor, y: Tensor) -> float:
+    from quantkit.model.structure.traced import weight_of
+
+    target = x @ _scaled(weight_of(original).float(), weight_of(candidate).float()).T
+    bias = getattr(candidate, "bias", None)
+    y = y if bias is None else y - bias.detach()
+    return float((y - target).norm() / target.norm().clamp(min=1e-30))
+
+
+def _scaled(weight: Tensor, like: Tensor) -> Tensor:
+    """`diag(r) weight diag(c)` nearest to `like`, both [N, K]."""
+    import torch
+
+    scaled = weight
+    for _ in range(_ROUNDS):
+        for dim in (1, 0):
+            size = scaled.square().sum(dim, keepdim=True)
+            scaled = scaled * torch.where(size > 0, (scaled * like).sum(dim, keepdim=True) / size, 1.0)
+    return scaled
+
+
+def _outliers(x: Tensor) -> float:
+    """1 of an input that is all zeros: no channel is larger than another."""
+    channels = x.abs().amax(0)
+    return float(channels.max() / channels.median().clamp(min=1e-30)) if channels.any() else 1.0
+
+
+class _Watch:
+    """Notes what the linears of a block are given, and what they return, while it runs.
+
+    Attributes:
+        inputs: linear -> [tokens, K], in the order they run.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        from quantkit.model.structure.traced import is_linear
+
+        self._linears = {name: module for name, module in block.named_modules() if is_linear(module)}
+        self._hooks: list[Any] = []
+        self._places: dict[str, tuple[Any, ...]] = {}
+        self.inputs: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
+
+    def __enter__(self) -> _Watch:
+        for name, module in self._linears.items():
+            self._hooks.append(module.register_forward_hook(self._note(name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        import torch
+
+        def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            x = args[0]
+            # a router may be a linear by class, and return what it chose
+            if name not in self.inputs and x.numel() and isinstance(output, torch.Tensor):
+                self.inputs[name] = x.detach().reshape(-1, x.shape[-1]).float()
+                self.outputs[name] = output.detach().reshape(-1, output.shape[-1]).float()
+                # the inputs are kept, so no other can have come to lie there
+                self._places[name] = (x.data_ptr(), tuple(x.shape), x._version)
+
+        return hook
+
+    def of(self, linear: str) -> tuple[Tensor, Tensor]:
+        """What it was given and what it returned."""
+        return self.inputs[linear], self.outputs[linear]
+
+    def first_of_each(self, linears: Sequence[str]) -> list[str]:
+        """One for each shared input."""
+        return list({self._places[name]: name for name in reversed(linears)}.values())[::-1]

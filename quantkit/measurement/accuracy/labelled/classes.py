@@ -1,0 +1,229 @@
+"""How a classifier answers, beside its original, on the same items.
+
+With o, c the logits [C] of the original and of the candidate for one item, p = softmax(o), q = softmax(c), y its label:
+
+    top-1           argmax c = y; of equal logits the first class, as argmax takes it
+    top-5           fewer than five classes lie before y; of equal logits the earlier class lies before
+    agreement       argmax o = argmax c, and the same among items where max p > 0.3: what the original merely guesses,
+                    rounding may turn over, and nobody has lost by it
+    KL(p ‖ q)       Σ p (log p − log q), nats
+
+Some graphs end in a softmax. Where every row of the original is a distribution, both sides are taken for chances, held
+above 1e-8 (rounded to 8 bits, most of them are 0) and scaled to add up to 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError
+from quantkit.measurement.accuracy.labelled.about import About, demand_alike
+from quantkit.measurement.accuracy.labelled.share import share_row
+from quantkit.measurement.rows import Baseline, Row
+from quantkit.stats.clustered import clustered_mean
+
+Array = NDArray[Any]
+
+SURE = 0.3
+_TOP = 5
+_LEAST_CHANCE = 1e-8
+# logits worked on at a time, in float64
+_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class _Answers:
+    """What was found of n items: the most likely class of each side, how likely the original's is, the divergence."""
+
+    best_original: Array
+    best: Array
+    chance: Array
+    kl: Array
+
+
+def classification(
+    float_logits: Array,
+    logits: Array,
+    labels: Array | None,
+    *,
+    about: About,
+    unit: str = "image",
+    clusters: Array | None = None,
+    seed: int = 0,
+) -> list[Row]:
+    """`accuracy.top1` and, of more than five classes, `.top5`, where there are labels; `.top1_agreement` twice, of all
+    items and (`settings.surer_than`) of those that the original is sure of; `.kl`.
+
+    Args:
+        float_logits: `[n, C]`, of the original.
+        logits: `[n, C]`, of the candidate.
+        labels: `[n]`, 0 to C − 1; None where there are none.
+        about: what the rows share.
+        unit: what an item is.
+        clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
+        seed: of the resampling.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        InputError: `nothing-scored`, `one-class`, `label-out-of-range`; `outputs-not-finite`, of the original.
+        GateError: `outputs-not-finite`, of the candidate.
+    """
+    original, candidate = np.asarray(float_logits), np.asarray(logits)
+    if original.ndim != 2:
+        raise ValueError(f"logits [n, C], got {original.shape}")
+    demand_alike(original, candidate, about.data.set, "logits")
+    count, classes = original.shape
+    if classes < 2:
+        raise InputError(
+            "one-class",
+            where=about.data.set,
+            value="one logit an item",
+            rule="a class is chosen among two or more",
+            remedy="it is no classifier: its outputs are compared as they are",
+        )
+    chances = _are_chances(original)
+    flags = ["outputs-are-chances"] if chances else []
+    shape = {"classes": classes}
+    rows: list[Row] = []
+    if labels is not None:
+        truth = _checked(np.asarray(labels), count, classes, about.data.set)
+        lonely = ["labels-of-one-class"] if np.unique(truth).size == 1 else []
+        ranks = [_rank(side, truth) for side in (candidate, original)]
+        for name, first in (("accuracy.top1", 1), ("accuracy.top5", _TOP)):
+            if first < classes:
+                right, before = (rank < first for rank in ranks)
+                rows.append(
+                    share_row(
+                        name,
+                        right,
+                        before,
+                        about=about,
+                        unit=unit,
+                        clusters=clusters,
+                        shape=shape,
+                        flags=[*lonely],
+                        seed=seed,
+                    )
+                )
+    found = _answers(original, candidate, chances)
+    agree, sure = found.best == found.best_original, found.chance > SURE
+    common: dict[str, Any] = {"about": about, "unit": unit, "shape": shape}
+    rows.append(share_row("accuracy.top1_agreement", agree, None, clusters=clusters, **common))
+    if sure.any():
+        among = None if clusters is None else np.asarray(clusters)[sure]
+        rows.append(
+            share_row(
+                "accuracy.top1_agreement", agree[sure], None, clusters=among, surer_than=SURE, **common, flags=flags
+            )
+        )
+    else:
+        nothing = about.common(flags=[*flags, "nothing-is-surer"], surer_than=SURE)
+        rows.append(Row(name="accuracy.top1_agreement", value=None, unit="1", better="higher", shape=shape, **nothing))
+    rows.append(_divergence(found.kl, clusters, about, unit, shape, flags))
+    return rows
+
+
+def by_item(float_logits: Array, logits: Array, labels: Array | None, where: str = "") -> tuple[Array | None, Array]:
+    """(whether each item's class is right [n], None without labels; its KL(p ‖ q) [n], nats).
+
+    Args:
+        float_logits: `[n, C]`, of the original.
+        logits: `[n, C]`, of the candidate.
+        labels: `[n]`, 0 to C − 1.
+        where: what they belong to, for errors.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        InputError: `label-out-of-range`, `outputs-not-finite`, `nothing-scored`; GateError: `outputs-not-finite`.
+    """
+    demand_alike(float_logits, logits, where, "logits")
+    right = None
+    if labels is not None:
+        count, classes = float_logits.shape
+        right = _rank(logits, _checked(np.asarray(labels), count, classes, where)) < 1
+    return right, _answers(float_logits, logits, _are_chances(float_logits)).kl
+
+
+def _divergence(
+    kl: Array, clusters: Array | None, about: About, unit: str, shape: dict[str, int], flags: list[str]
+) -> Row:
+    mean = clustered_mean(kl, np.arange(kl.size) if clusters is None else clusters)
+    p50, p90, p99 = (float(x) for x in np.quantile(kl, (0.5, 0.9, 0.99)))
+    by = unit if clusters is None else "cluster"
+    if clusters is not None:
+        shape = {**shape, "clusters": mean.clusters}
+    return Row(
+        name="accuracy.kl",
+        value=mean.value,
+        unit="nat",
+        stat="mean",
+        better="lower",
+        quantiles={"p50": p50, "p90": p90, "p99": p99},
+        ci95=None if mean.ci95 is None else (max(0.0, mean.ci95[0]), mean.ci95[1]),
+        n=kl.size,
+        shape=shape,
+        baseline=Baseline(subject=about.baseline, value=0.0),
+        **about.common(flags=[f"ci95-by-{by}", *flags]),
+    )
+
+
+def _checked(labels: Array, count: int, classes: int, where: str) -> Array:
+    if labels.shape != (count,) or labels.dtype.kind not in "iu":
+        raise ValueError(f"{count} whole numbers as labels, got {labels.dtype} {labels.shape}")
+    wrong = (labels < 0) | (labels >= classes)
+    if wrong.any():
+        first = int(wrong.argmax())
+        raise InputError(
+            "label-out-of-range",
+            where=where,
+            value=f"label {int(labels[first])} of item {first}",
+            rule=f"the model tells {classes} classes apart, 0 to {classes - 1}",
+            remedy="score it on samples with labels of its own classes",
+        )
+    return labels.astype(np.int64)
+
+
+def _are_chances(original: Array) -> bool:
+    """Whether every row is a distribution already."""
+    return bool(original.min() >= 0 and np.abs(original.sum(axis=1, dtype=np.float64) - 1).max() < 1e-3)
+
+
+def _parts(count: int, width: int) -> Iterator[slice]:
+    rows = max(1, _ELEMENTS // width)
+    for start in range(0, count, rows):
+        yield slice(start, start + rows)
+
+
+def _rank(logits: Array, labels: Array) -> Array:
+    """How many classes lie before the label, [n]."""
+    found = np.empty(labels.size, np.int64)
+    places = np.arange(logits.shape[1])
+    for part in _parts(*logits.shape):
+        own = np.take_along_axis(logits[part], labels[part, None], axis=1)
+        earlier = (logits[part] == own) & (places < labels[part, None])
+        found[part] = ((logits[part] > own) | earlier).sum(axis=1)
+    return found
+
+
+def _answers(original: Array, candidate: Array, chances: bool) -> _Answers:
+    chance, kl = np.empty(original.shape[0]), np.empty(original.shape[0])
+    for part in _parts(*original.shape):
+        log_p, log_q = _log_chances(original[part], chances), _log_chances(candidate[part], chances)
+        p = np.exp(log_p)
+        chance[part] = p.max(axis=1)
+        kl[part] = np.maximum((p * (log_p - log_q)).sum(axis=1), 0.0)
+    return _Answers(original.argmax(axis=1), candidate.argmax(axis=1), chance, kl)
+
+
+def _log_chances(values: Array, chances: bool) -> Array:
+    values = values.astype(np.float64)
+    if chances:
+        values = np.log(np.maximum(values, _LEAST_CHANCE))
+    values -= values.max(axis=1, keepdims=True)
+    result: Array = values - np.log(np.exp(values).sum(axis=1, keepdims=True))
+    return result

@@ -1,0 +1,254 @@
+"""Two networks of one model, layer by layer: the quantized one beside the float one, run and compared by Polygraphy.
+
+    max error   max |q - f| / max |f|        mean error   mean |q - f| / mean |f|        cosine, SNR in dB
+
+of what comes out of each product (with its bias), attention and norm that both networks call alike. Inputs run through
+each network by themselves, so an error is what has added up to there. ONNX Runtime computes both without its own
+optimizations: pairs as they are written. An engine is built of the same network with the same tensors as outputs, which
+keeps TensorRT from fusing across them: numbers are those of its kernels, speed is not.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError, MissingDependency
+from quantkit.runtimes.tensorrt.library import Library
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Array = NDArray[Any]
+Feed = Mapping[str, Array]
+# makes the runner of an engine: of the network, the tensors that are to come out, and what will be fed
+MakeRunner = Callable[[Path, list[str], Feed], Any]
+_LAYERS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Attention", "RMSNormalization", "LayerNormalization")
+_FLOATS = ("FLOAT", "FLOAT16", "BFLOAT16")
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """One layer.
+
+    Args:
+        layer: as networks name it: a linear, a convolution, `attention.3`, a norm, an output of the network.
+        kind: ONNX's operator.
+        max_error, mean_error, cosine, snr: see the module; cosine and SNR (dB) None where nothing comes out but zeros.
+        engine: the same of an engine, cosine to the float network, where there was one.
+    """
+
+    layer: str
+    kind: str
+    max_error: float
+    mean_error: float
+    cosine: float | None
+    snr: float | None
+    engine: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def compared(floats: Path, network: Path, feed: Feed, engine: MakeRunner | None = None) -> list[LayerError]:
+    """Run both on one feed.
+
+    Args:
+        floats: network of the float model.
+        network: of the quantized one.
+        feed: input -> values, of both.
+        engine: the network as an engine, as one runner more.
+
+    Returns:
+        layers in the order of the network.
+
+    Raises:
+        InputError: `networks-differ`, no layer has one name in both; `network-unrunnable`, with what the runtime says.
+        MissingDependency: polygraphy.
+    """
+    if engine is not None:
+        os.environ.setdefault("POLYGRAPHY_USE_TENSORRT_RTX", "1")  # read as Polygraphy is imported
+    try:
+        from polygraphy.backend.onnxrt import OnnxrtRunner
+        from polygraphy.comparator import Comparator, CosineSimilarityCompareFunc, SimpleCompareFunc, SnrCompareFunc
+        from polygraphy.exception import PolygraphyException
+        from polygraphy.logger import G_LOGGER
+    except ImportError:
+        raise MissingDependency("polygraphy", extra="tensorrt", purpose="a comparison layer by layer") from None
+    import onnx_ir as ir
+
+    loaded = [ir.load(path) for path in (floats, network)]
+    (before, after) = (layers(model) for model in loaded)
+    names = {name: tensor for name, tensor in after.items() if name in before}
+    if not names:
+        raise InputError(
+            "networks-differ",
+            where=str(network),
+            value=f"none of its {len(after)} layers has the name of one of {floats}",
+            rule="both are networks of one model",
+            remedy="compile the float side of the same model, for the same export",
+        )
+    tensors = [tensor for tensor, _ in names.values()]
+    runners = [
+        OnnxrtRunner(_session(model, path.parent, tensors), name=name)
+        for model, path, name in zip(loaded, (floats, network), ("float", "quantized"), strict=True)
+    ]
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+        if engine is not None:
+            runners.append(engine(network, tensors, feed))
+        try:
+            ran = Comparator.run(runners, data_loader=[dict(feed)])
+            pairs = [(0, place) for place in range(1, len(runners))]
+            measures = [SimpleCompareFunc(), CosineSimilarityCompareFunc(), SnrCompareFunc()]
+            simple, cosine, snr = Comparator.compare_accuracy(ran, comparisons=pairs, compare_func=measures)
+        except (PolygraphyException, RuntimeError) as problem:
+            raise _unrunnable(network, problem) from None
+    keys = [(runners[0].name, runner.name) for runner in runners[1:]]
+    of_float = ran[runners[0].name][0]
+    found = []
+    for name, (tensor, kind) in names.items():
+        apart = simple[keys[0]][0][tensor]
+        sizes = np.abs(np.asarray(of_float[tensor], dtype=np.float64))
+        found.append(
+            LayerError(
+                layer=name,
+                kind=kind,
+                max_error=apart.max_absdiff / max(float(sizes.max(initial=0)), 1e-30),
+                mean_error=apart.mean_absdiff / max(float(sizes.mean()), 1e-30),
+                cosine=_number(cosine[keys[0]][0][tensor].cosine_similarity),
+                snr=_number(snr[keys[0]][0][tensor].snr),
+                engine=_number(cosine[keys[1]][0][tensor].cosine_similarity) if engine is not None else None,
+            )
+        )
+    return found
+
+
+def layers(model: ir.Model) -> dict[str, tuple[str, str]]:
+    """Layer -> (tensor that it gives, ONNX's operator); of a product with a bias what comes after the bias."""
+    found: dict[str, tuple[str, str]] = {}
+    fixed = set(model.graph.initializers.values())
+    for node in model.graph:
+        if node.op_type not in _LAYERS or all(value in fixed for value in node.inputs):
+            continue
+        value, uses = node.outputs[0], tuple(node.outputs[0].uses())
+        follower = uses[0].node if len(uses) == 1 else None
+        if follower is not None and follower.op_type == "Add" and any(each in fixed for each in follower.inputs):
+            value = follower.outputs[0]  # a pass may have moved a part of the product into the bias
+        if value.dtype is not None and value.dtype.name in _FLOATS:
+            name = str(node.outputs[0].name)
+            found[name.removesuffix("/output").removesuffix("/heads")] = (str(value.name), node.op_type)
+    for value in model.graph.outputs:
+        if not str(value.name).startswith("present.") and value.dtype is not None and value.dtype.name in _FLOATS:
+            found = {name: each for name, each in found.items() if each[0] != value.name}
+            found[str(value.name)] = (str(value.name), "output")
+    return found
+
+
+def engine_runner(library: Library) -> MakeRunner:
+    """What makes the runner of an engine for the GPU at hand."""
+
+    def make(network: Path, tensors: list[str], feed: Feed) -> Any:
+        from polygraphy.backend.trt import EngineFromNetwork, TrtRunner
+
+        place = Path(tempfile.mkdtemp(prefix="quantkit-layers-"))
+        try:
+            engine = EngineFromNetwork(*prepared(network, place, tensors, feed, library))()
+        finally:
+            shutil.rmtree(place)
+        return TrtRunner(engine, name="engine")
+
+    return make
+
+
+def prepared(
+    network: Path, place: Path, tensors: list[str], feed: Feed, library: Library, sm: str | None = None
+) -> tuple[Any, Any]:
+    """Polygraphy's loaders of such an engine: the network with its layers given out, and how it is built.
+
+    Args:
+        network: file.
+        place: folder that the marked network, and a copy of its weights, are written to.
+        tensors: that come out.
+        feed: whose shapes are the one profile.
+        library: that builds.
+        sm: "8.9", for a GPU that is not there; None: the one at hand.
+
+    Raises:
+        InputError: `cache-in-place`.
+    """
+    import onnx_ir as ir
+    from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
+    from polygraphy.backend.trt import CreateConfig, NetworkFromOnnxPath, Profile
+
+    model = ir.load(network)
+    if any(node.op_type == "TensorScatter" for node in model.graph):
+        raise InputError(
+            "cache-in-place",
+            where=str(network),
+            value="a cache that is written in place",
+            rule="Polygraphy gives outputs memory of their own",
+            remedy="compile with --set tensorrt.cache=grown to compare layers on a GPU",
+        )
+    _mark(model, tensors)
+    for data in network.parent.glob("*.data"):
+        shutil.copyfile(data, place / data.name)
+    ir.save(model, place / network.name)
+    profile = Profile()
+    for value in model.graph.inputs:
+        given = feed[str(value.name)]
+        shape = tuple(int(each) for each in given) if value.name == "logits_to_keep" else given.shape
+        profile.add(str(value.name), shape, shape, shape)
+    target: dict[str, Any] = {}
+    if library.ahead_of_time:
+        target = {"use_gpu": True} if sm is None else {"compute_capabilities": [tuple(map(int, sm.split(".")))]}
+    make = CreateConfigRTX if library.ahead_of_time else CreateConfig
+    return NetworkFromOnnxPath(str(place / network.name), strongly_typed=True), make(profiles=[profile], **target)
+
+
+def _session(model: ir.Model, folder: Path, tensors: list[str]) -> Callable[[], Any]:
+    def load() -> Any:
+        import onnx_ir as ir
+        import onnxruntime
+
+        _mark(model, tensors)
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        proto = ir.to_proto(model).SerializeToString()
+        try:
+            return onnxruntime.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
+        except Exception as problem:  # ONNX Runtime raises types of its own for each status
+            raise _unrunnable(folder, problem) from None
+
+    return load
+
+
+def _mark(model: ir.Model, tensors: list[str]) -> None:
+    """These are the outputs."""
+    values = {str(value.name): value for node in model.graph for value in node.outputs}
+    model.graph.outputs.clear()
+    model.graph.outputs.extend(values[name] for name in tensors)
+
+
+def _unrunnable(where: Path, problem: Exception) -> InputError:
+    return InputError(
+        "network-unrunnable",
+        where=str(where),
+        value=" ".join(str(problem).split())[:240],
+        rule="both networks run in ONNX Runtime on the CPU; FP4 and bfloat16 do not",
+        remedy="a bundle in float16 with int4, int8 or fp8",
+    )
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if value is not None and np.isfinite(value) else None

@@ -1,0 +1,388 @@
+"""How far a model has moved from its original, position by position of the same text.
+
+With o, c the logits [V] of the original and of the candidate at one position and y the token that follows there:
+
+    log p = o − log Σ exp o ,   log q = c − log Σ exp c
+    negative log-likelihood     −log p_y  and  −log q_y ,   perplexity = exp(mean)
+    KL(p ‖ q)                   Σ p (log p − log q) = Σ p (o − c) − (log Σ exp o − log Σ exp c)      nats
+    top-1 agreement             argmax o = argmax c
+    next word                   argmax = y, for each of the two
+
+A sequence of T tokens has T − 1 scored positions, the items; all is kept per item, for paired tests later.
+
+Intervals take the sequence for the unit that was drawn, since its tokens are alike (`stats.clustered`); with fewer
+than 8 sequences, contiguous blocks of positions stand in for them. A flag of each row says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.bundle.disk import stopping_when_full, write_atomic
+from quantkit.calibrate.tokens.ids import TokenSet
+from quantkit.errors import GateError, InputError
+from quantkit.measurement.rows import Baseline, Data, Device, Row
+from quantkit.stats.clustered import FEWEST, Estimate, clustered_mean, clusters_of, student
+from quantkit.stats.mcnemar import McNemar, mcnemar
+
+if TYPE_CHECKING:
+    import torch
+
+Array = NDArray[Any]
+
+# logits worked on at a time: two float32 buffers of this many stay in the cache, twice as fast as in memory
+_ELEMENTS = 1 << 18
+_DTYPES: dict[str, type] = {
+    "sequence": np.int32,
+    "nll_original": np.float64,
+    "nll_candidate": np.float64,
+    "kl": np.float64,
+    "agree": np.bool_,
+    "right_original": np.bool_,
+    "right_candidate": np.bool_,
+    "best_original": np.int32,
+    "best_candidate": np.int32,
+    "chance_original": np.float32,
+    "chance_candidate": np.float32,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """What was found at each of n scored positions, in order.
+
+    Args:
+        sequence: `[n]` int32, the sequence that it lies in.
+        nll_original: `[n]` float64, nats.
+        nll_candidate: `[n]` float64, nats.
+        kl: `[n]` float64, nats, KL(original ‖ candidate).
+        agree: `[n]` bool, the same most likely token.
+        right_original: `[n]` bool, the most likely token is the one that follows.
+        right_candidate: `[n]` bool.
+        best_original: `[n]` int32, the most likely token.
+        best_candidate: `[n]` int32.
+        chance_original: `[n]` float32, how likely it is.
+        chance_candidate: `[n]` float32.
+    """
+
+    sequence: Array
+    nll_original: Array
+    nll_candidate: Array
+    kl: Array
+    agree: Array
+    right_original: Array
+    right_candidate: Array
+    best_original: Array
+    best_candidate: Array
+    chance_original: Array
+    chance_candidate: Array
+
+    @property
+    def n(self) -> int:
+        """Scored positions."""
+        return int(self.sequence.size)
+
+    def clusters(self) -> tuple[Array, str]:
+        """A cluster label for every item, and what the clusters are: `sequence`, or `block` where those are few."""
+        return clusters_of(self.sequence)
+
+    def mean(self, values: Array) -> Estimate:
+        """The mean of some values [n], with its standard error and interval over the clusters."""
+        return clustered_mean(values, self.clusters()[0])
+
+    def next_word_test(self) -> McNemar:
+        """Whether original and candidate differ in how many next words they get right."""
+        return mcnemar(self.right_original, self.right_candidate, self.clusters()[0])
+
+    def rows(
+        self,
+        *,
+        subject: str,
+        baseline: str,
+        runtime: str,
+        data: Data,
+        device: Device | None = None,
+        versions: Mapping[str, str] | None = None,
+        settings: Mapping[str, str | bool | int | float | None] | None = None,
+    ) -> list[Row]:
+        """`accuracy.perplexity`, `.kl`, `.top1_agreement` and `.next_word`, each with its interval.
+
+        Args:
+            subject: `content_sha256` of the candidate.
+            baseline: `content_sha256`, or another hash, of the original.
+            runtime: that the candidate ran in.
+            data: what was scored.
+            device: that it ran on.
+            versions: package -> version.
+            settings: of the runtime.
+
+        Raises:
+            InputError: `nothing-scored`.
+        """
+        if self.n == 0:
+            raise InputError(
+                "nothing-scored", where=data.set, value="no scored position", rule="at least two tokens a sequence"
+            )
+        unit = self.clusters()[1]
+        common: dict[str, Any] = {
+            "n": self.n,
+            "subject": subject,
+            "runtime": runtime,
+            "settings": dict(settings or {}),
+            "device": device,
+            "versions": dict(versions or {}),
+            "data": data,
+            "flags": [f"ci95-by-{unit}"],
+            "shape": {"sequences": int(np.unique(self.sequence).size)},
+        }
+        loss = self.mean(self.nll_candidate)
+        original = self.mean(self.nll_original)
+        divergence = self.mean(self.kl)
+        agreement = self.mean(self.agree)
+        right, right_before = self.mean(self.right_candidate), self.mean(self.right_original)
+        # on the logarithm, where the two sides are paired and the interval is symmetric
+        gain = self.mean(self.nll_original - self.nll_candidate)
+        p50, p90, p99 = (float(x) for x in np.quantile(self.kl, (0.5, 0.9, 0.99)))
+        return [
+            Row(
+                name="accuracy.perplexity",
+                value=_exp(loss.value),
+                unit="1",
+                stat="exp_mean",
+                better="lower",
+                ci95=_exp_interval(loss.ci95),
+                baseline=Baseline(
+                    subject=baseline,
+                    value=_exp(original.value),
+                    ratio=_exp(gain.value),
+                    ratio_ci95=_exp_interval(gain.ci95),
+                ),
+                **common,
+            ),
+            Row(
+                name="accuracy.kl",
+                value=divergence.value,
+                unit="nat",
+                stat="mean",
+                better="lower",
+                quantiles={"p50": p50, "p90": p90, "p99": p99},
+                ci95=divergence.ci95,
+                baseline=Baseline(subject=baseline, value=0.0),
+                **common,
+            ),
+            Row(
+                name="accuracy.top1_agreement",
+                value=agreement.value,
+                unit="1",
+                stat="mean",
+                better="higher",
+                ci95=_share(agreement.ci95),
+                baseline=Baseline(subject=baseline, value=1.0),
+                **common,
+            ),
+            Row(
+                name="accuracy.next_word",
+                value=right.value,
+                unit="1",
+                stat="mean",
+                better="higher",
+                ci95=_share(right.ci95),
+                baseline=Baseline(
+                    subject=baseline,
+                    value=right_before.value,
+                    ratio=right.value / right_before.value if right_before.value else None,
+                ),
+                **common,
+            ),
+        ]
+
+    def save(self, path: Path) -> None:
+        """Write the items as safetensors, whole or not at all, beside the measurements that they stand behind."""
+        from safetensors.numpy import save
+
+        arrays = {field.name: np.ascontiguousarray(getattr(self, field.name)) for field in fields(self)}
+        with stopping_when_full(path):
+            write_atomic(path, save(arrays, metadata={"format": "quantkit.items", "schema": "1"}))
+
+
+def load_items(path: Path) -> Items:
+    """Read what `Items.save` wrote.
+
+    Raises:
+        InputError: `items-invalid`.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        arrays = load_file(path)
+        items = Items(**arrays)
+    except (OSError, SafetensorError, TypeError) as error:
+        raise InputError("items-invalid", where=str(path), value=str(error), remedy="measure again") from None
+    if {array.shape for array in arrays.values()} != {(items.n,)}:
+        raise InputError("items-invalid", where=str(path), value="arrays of different lengths", remedy="measure again")
+    return items
+
+
+def standard_error(row: Row) -> float | None:
+    """The standard error behind an `accuracy.kl` row's interval: its half width over Student's t."""
+    sequences = (row.shape or {}).get("sequences", 0)
+    if row.ci95 is None or row.name != "accuracy.kl" or not sequences:
+        return None
+    clusters = sequences
+    if sequences < FEWEST:
+        clusters = sequences * -(-FEWEST // sequences)
+    return (row.ci95[1] - row.ci95[0]) / 2 / student(0.95, clusters - 1)
+
+
+def data_of(tokens: TokenSet) -> Data:
+    """The `data` field of rows that were measured on a token set."""
+    return Data(set=tokens.name, split=tokens.split, sha256=tokens.sha256, items=tokens.items, begins=tokens.begins)
+
+
+class Accuracy:
+    """Takes logits as they come, a sequence or a few positions at a time, and keeps a few numbers an item.
+
+    accuracy = Accuracy()
+    for ids, o, c in ...:               # [T], [T, V], [T, V]
+        accuracy.add(ids, o, c)
+    rows = accuracy.items().rows(...)
+    """
+
+    def __init__(self) -> None:
+        """Nothing scored yet."""
+        self._sequences = 0
+        self._parts: list[dict[str, Array]] = []
+        self._scratch: list[torch.Tensor] = []
+
+    def add(self, ids: torch.Tensor, original: torch.Tensor, candidate: torch.Tensor) -> None:
+        """Score one sequence: ids [T], logits [T, V] of both sides, any float dtype; the last position scores nothing.
+
+        Raises:
+            ValueError: shapes that do not fit.
+            InputError: `logits-not-finite`, of the original.
+            GateError: `logits-not-finite`, of the candidate.
+        """
+        if original.shape != candidate.shape or original.ndim != 2 or ids.shape != original.shape[:1]:
+            shapes = f"{tuple(ids.shape)}, {tuple(original.shape)}, {tuple(candidate.shape)}"
+            raise ValueError(f"ids [T] and two logits [T, V], got {shapes}")
+        self.add_positions(self._sequences, ids[1:], original[:-1], candidate[:-1])
+
+    def add_positions(
+        self, sequence: int, following: torch.Tensor, original: torch.Tensor, candidate: torch.Tensor
+    ) -> None:
+        """Score P positions of a sequence: the tokens that follow them [P], and both sides' logits [P, V].
+
+        For callers that make logits a few positions at a time and never hold a whole sequence of them.
+        """
+        self._sequences = max(self._sequences, sequence + 1)
+        count, width = original.shape
+        found: dict[str, Array] = {name: np.empty(count, dtype) for name, dtype in _DTYPES.items()}
+        found["sequence"].fill(sequence)
+        rows = max(1, min(count, _ELEMENTS // width))
+        d, e = self._buffers(rows, width, original.device)
+        for start in range(0, count, rows):
+            part = slice(start, min(start + rows, count))
+            size = part.stop - part.start
+            scored = _score(following[part], original[part], candidate[part], d[:size], e[:size])
+            for name, values in scored.items():
+                found[name][part] = values
+        wrong = ~np.isfinite(found["nll_original"] + found["nll_candidate"] + found["kl"])
+        if wrong.any():
+            first = int(np.flatnonzero(wrong)[0])
+            raise _not_finite(f"sequence {sequence}, position {first}", bool(np.isfinite(found["nll_original"][first])))
+        self._parts.append(found)
+
+    def _buffers(self, rows: int, width: int, device: torch.device) -> list[torch.Tensor]:
+        import torch
+
+        # kept between calls: freeing and asking again for megabytes, aligned, makes the C heap grow without end
+        if not self._scratch or self._scratch[0].shape != (rows, width) or self._scratch[0].device != device:
+            self._scratch = [torch.empty((rows, width), dtype=torch.float32, device=device) for _ in range(2)]
+        return self._scratch
+
+    def items(self) -> Items:
+        """All that was scored so far."""
+        empty: dict[str, Array] = {name: np.empty(0, dtype) for name, dtype in _DTYPES.items()}
+        return Items(**{name: np.concatenate([part[name] for part in (empty, *self._parts)]) for name in _DTYPES})
+
+
+def _not_finite(where: str, original_is: bool) -> InputError | GateError:
+    side = "the candidate" if original_is else "the original"
+    kind = GateError if original_is else InputError
+    return kind(
+        "logits-not-finite",
+        where=where,
+        value=f"{side} gives NaN, or no chance to a token that it must give one",
+        rule="logits are finite",
+        remedy="look for NaN or infinite weights and scales (`quantkit verify`)" if original_is else "check the model",
+    )
+
+
+def _score(
+    following: torch.Tensor, original: torch.Tensor, candidate: torch.Tensor, d: torch.Tensor, e: torch.Tensor
+) -> dict[str, Array]:
+    """The formulas of this module for logits [P, V], in float32, with sums over V in float64.
+
+    Both sides are shifted by their maximum first, so every exponential lies in (0, 1] and o − c stays small.
+    d and e [P, V], float32, are written over.
+    """
+    import torch
+
+    with torch.inference_mode():
+        (top_o, best_o), (top_c, best_c) = original.max(dim=-1, keepdim=True), candidate.max(dim=-1, keepdim=True)
+        following = following.to(best_o.device).long().unsqueeze(-1)
+        _shift(candidate, top_c, out=e)
+        _shift(original, top_o, out=d)
+        at_c, at_o = e.gather(-1, following).squeeze(-1), d.gather(-1, following).squeeze(-1)
+        d.sub_(e)
+        log_c = e.exp_().sum(dim=-1, dtype=torch.float64).log_()
+        sum_o = _shift(original, top_o, out=e).exp_().sum(dim=-1, dtype=torch.float64)
+        moved = d.mul_(e).sum(dim=-1, dtype=torch.float64)
+        if bool(moved.isnan().any()):
+            # a token that the original rules out (logit −inf) adds nothing, whatever the candidate makes of it
+            moved = d.masked_fill_(e == 0, 0.0).sum(dim=-1, dtype=torch.float64)
+        log_o = sum_o.log()
+        kl = moved.div_(sum_o).add_(log_c).sub_(log_o).clamp_(min=0.0)
+        found = {
+            "nll_original": log_o - at_o,
+            "nll_candidate": log_c - at_c,
+            "kl": kl,
+            "agree": (best_o == best_c).squeeze(-1),
+            "right_original": (best_o == following).squeeze(-1),
+            "right_candidate": (best_c == following).squeeze(-1),
+            "best_original": best_o.squeeze(-1),
+            "best_candidate": best_c.squeeze(-1),
+            # logits are shifted by their maximum, so the most likely token's is 0
+            "chance_original": log_o.neg().exp_(),
+            "chance_candidate": log_c.neg().exp_(),
+        }
+        return {name: value.cpu().numpy() for name, value in found.items()}
+
+
+def _shift(logits: torch.Tensor, top: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    if logits.dtype == out.dtype:
+        return torch.sub(logits, top, out=out)
+    # a half-precision difference would be rounded before it is widened
+    return out.copy_(logits).sub_(top)
+
+
+def _exp(value: float) -> float:
+    """exp, held inside the range of a float: a model may be that wrong, a row may not be infinite."""
+    return float(np.exp(min(value, 700.0)))
+
+
+def _exp_interval(interval: tuple[float, float] | None) -> tuple[float, float] | None:
+    return None if interval is None else (_exp(interval[0]), _exp(interval[1]))
+
+
+def _share(interval: tuple[float, float] | None) -> tuple[float, float] | None:
+    return None if interval is None else (max(0.0, interval[0]), min(1.0, interval[1]))

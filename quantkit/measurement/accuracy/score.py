@@ -1,0 +1,197 @@
+"""Score a candidate against its original on held-out text, both streamed block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quantkit import machine
+from quantkit.calibrate.tokens.ids import TokenSet
+from quantkit.measurement.accuracy import states
+from quantkit.measurement.accuracy.labelled import About
+from quantkit.measurement.accuracy.labelled.pairs import cosine_row
+from quantkit.measurement.accuracy.positions import Accuracy, Items, data_of
+from quantkit.measurement.rows import Device, Row
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from quantkit.model.streaming.stream import Answers, StreamedModel
+    from quantkit.runtimes.onnxruntime.session import Loaded
+    from quantkit.runtimes.tensorrt import decode
+
+    # each is a model in a runtime: torch runs it block by block, a session or an engine runs it whole
+    Candidate = StreamedModel | Loaded | decode.Loaded
+
+
+# logits of one model that are in memory at one time
+_LOGITS = 1 << 23
+
+
+def original_answers(model: StreamedModel, tokens: TokenSet) -> Answers:
+    """What the original gives; its last hidden states are computed once and kept in the user's cache.
+
+    The cache key is all they depend on: source, token ids, versions, instruction set and threads.
+    """
+    from quantkit.model.streaming.stream import Answers
+
+    place = states.place(model, tokens.sha256)
+    kept = states.read(place)
+    if kept is None or kept.shape[:2] != tokens.ids.shape:
+        calls = model.through(tokens.ids)
+        if calls.live:  # what its blocks leave for each other cannot be kept
+            return Answers(calls, tokens.ids)
+        kept = calls.hidden
+        states.write(place, kept)
+    return model.answers(tokens.ids, hidden=kept)
+
+
+def vocabulary(model: nn.Module) -> int:
+    """How many logits a position has."""
+    return int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator, union-attr]
+
+
+def counted(original: StreamedModel, tokens: TokenSet) -> tuple[int, str]:
+    """How many items there are to score, and what one is; an encoder has no next word, so it is a sequence."""
+    if original.source.kind == "decoder" or tokens.pairs is not None:
+        return tokens.items, tokens.unit
+    return len(tokens.ids), "sequence"
+
+
+def score(
+    original: StreamedModel, candidate: Candidate, tokens: TokenSet, progress: Callable[[float], None] | None = None
+) -> Items:
+    """Every position of `tokens` under both models.
+
+    Memory is one block, two heads and a few positions of logits; of a candidate in a session, the session.
+    """
+    tell = progress or (lambda done: None)
+    before = original_answers(original, tokens)
+    tell(0.3)
+    found = _positions(candidate, tokens)
+    tell(0.6)
+    accuracy = Accuracy()
+    # final norm and head look at one position at a time, so a few at a time is enough
+    few = max(1, _LOGITS // vocabulary(original.skeleton))
+    for index in range(tokens.ids.shape[0]):
+        ids = tokens.ids[index : index + 1]
+        for start in range(0, ids.shape[1] - 1, few):
+            part = slice(start, min(start + few, ids.shape[1] - 1))
+            logits = before(index, part), found(index, part, ids[:, part])
+            accuracy.add_positions(index, ids[0, part.start + 1 : part.stop + 1], *logits)
+        tell(0.6 + 0.4 * (index + 1) / tokens.ids.shape[0])
+    return accuracy.items()
+
+
+def _positions(candidate: Candidate, tokens: TokenSet) -> Callable[[int, slice, Tensor], Tensor]:
+    """Logits [P, V] of consecutive positions of a sequence."""
+    from quantkit.model.streaming.stream import StreamedModel
+
+    if isinstance(candidate, StreamedModel):
+        answers = candidate.answers(tokens.ids)
+        return lambda index, part, ids: answers(index, part)
+    return _Session(candidate, tokens.ids.shape[1])
+
+
+class _Session:
+    """A model with a cache: each part of a sequence goes on where the last one ended."""
+
+    def __init__(self, model: Loaded | decode.Loaded, length: int) -> None:
+        self.model = model
+        self.length = length
+        self.state: Any = None
+
+    def __call__(self, index: int, part: slice, ids: Tensor) -> Tensor:
+        import torch
+
+        if part.start == 0 or self.state is None:
+            self.state = self.model.state(1, self.length)
+        return torch.from_numpy(self.model.run(self.state, ids.numpy())[0])  # type: ignore[arg-type]
+
+
+def cosine(original: StreamedModel, candidate: Candidate, tokens: TokenSet) -> Tensor:
+    """For encoders, which have no next word: the cosine between both models' mean-pooled outputs, [samples]."""
+    import torch
+
+    from quantkit.model.streaming.stream import StreamedModel
+
+    before = original_answers(original, tokens).all()
+    if isinstance(candidate, StreamedModel):
+        after = candidate.answers(tokens.ids).all()
+    else:
+        after = torch.cat([torch.from_numpy(candidate.encode(ids.numpy())) for ids in tokens.ids.split(4)])
+    return torch.nn.functional.cosine_similarity(before.mean(dim=1).double(), after.mean(dim=1).double())
+
+
+def settings(candidate: Candidate) -> dict[str, Any]:
+    """Of the runtime a candidate is in, for its rows."""
+    from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.runtimes.tensorrt import decode
+
+    if isinstance(candidate, StreamedModel):
+        return {"dtype": "float32"}
+    if isinstance(candidate, decode.Loaded):
+        return candidate.settings
+    return {"accuracy_level": candidate.accuracy_level, "threads": candidate.threads}
+
+
+def _device(candidate: Candidate) -> dict[str, Any]:
+    from quantkit.runtimes.tensorrt import decode
+
+    if isinstance(candidate, decode.Loaded):
+        return dict(machine.gpu(candidate.engine.file.gpu))
+    return machine.device()
+
+
+def flagged(rows: list[Row], was: str | None) -> list[Row]:
+    """Rows that say what the source was before it was converted, if it was."""
+    if was is None:
+        return rows
+    flag = f"source-was-{was.replace(' ', '-').lower()}"
+    return [row.model_copy(update={"flags": [*row.flags, flag]}) for row in rows]
+
+
+def rows(
+    original: StreamedModel,
+    candidate: Candidate,
+    tokens: TokenSet,
+    *,
+    subject: str,
+    runtime: str,
+    settings: Mapping[str, Any] | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> tuple[list[Row], Items | None]:
+    """The accuracy rows of a candidate, and what was found at each position (None for encoders)."""
+    device = Device.model_validate(_device(candidate))
+    if original.source.kind == "decoder":
+        items = score(original, candidate, tokens, progress)
+        found = items.rows(
+            subject=subject,
+            baseline=original.source.sha256,
+            runtime=runtime,
+            data=data_of(tokens),
+            device=device,
+            versions=machine.versions(),
+            settings=settings,
+        )
+        return found, items
+    about = About(
+        subject=subject,
+        baseline=original.source.sha256,
+        runtime=runtime,
+        data=data_of(tokens).model_copy(update={"items": counted(original, tokens)[0]}),
+        device=device,
+        versions=machine.versions(),
+        settings=settings or {},
+    )
+    if tokens.pairs is not None:
+        from quantkit.measurement.accuracy.embed import pair_rows
+
+        tokenizer, longest = original.source.tokenizer(), tokens.ids.shape[1]
+        return pair_rows(
+            original, candidate, tokens.pairs, tokenizer=tokenizer, about=about, longest=longest, progress=progress
+        ), None
+    values = cosine(original, candidate, tokens).numpy()
+    return [cosine_row(values, np.arange(values.size), about, "sequence", [])], None

@@ -1,0 +1,327 @@
+"""Two versions of one model, A and B, held against each other: what was decided of each thing, and the verdict.
+
+A is what B is set against; effects above zero are for the worse of B. Of all that was compared
+
+    mixed           B is worse in one thing and better in another
+    A better        B is worse in something, and nowhere can it be better by more than the margin
+    B better        B is better in something, and nowhere can it be worse by more than the margin
+    same            every difference lies within its margin
+    inconclusive    anything else: what is not known could turn the answer
+
+*Can* is the 95 % interval. Exchange A and B, and the verdict is exchanged. What a gate has to know is another question,
+with an answer more often: 0, B is no worse than the margin in anything; 1, it is worse in something; 3, neither is
+shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from quantkit.bundle import LayerEntry
+from quantkit.stats.deciding.decision import Answer, Decision, decide
+from quantkit.stats.deciding.evidence import EACH_WAY, Evidence, Interval
+
+What = Literal["accuracy", "latency", "size"]
+Verdict = Literal["A better", "same", "B better", "mixed", "inconclusive"]
+# how sides were set against each other: item by item, in one run of alternating steps, each by the interval of its own
+# row, each by its ratio to one baseline in a run of its own, or by counting
+How = Literal["paired", "interleaved", "apart", "ratio of ratios", "counted"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One thing that is compared, before it is decided.
+
+    Args:
+        what: the kind of thing.
+        name: of the rows that it is about: `accuracy.kl`, `latency.decode_step`, `size.bytes`.
+        a: A's value, in `unit`; None where only the difference is known.
+        b: B's.
+        unit: of both.
+        how: see `How`.
+        evidence: what is known of the difference.
+        n: items or timed steps that it rests on.
+        runtime: of both.
+        batch: of times.
+        shape: of times, `{"new_tokens": 1, "context": 128}`.
+        device: of times, its name.
+        output: of a graph's output, its name.
+    """
+
+    what: What
+    name: str
+    a: float | None
+    b: float | None
+    unit: str
+    how: How
+    evidence: Evidence
+    n: int | None = None
+    runtime: str | None = None
+    batch: int | None = None
+    shape: Mapping[str, int] | None = None
+    device: str | None = None
+    output: str | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was decided of one thing; see `Asked` for what is not named here.
+
+    Args:
+        answer: of B: `better`, `same`, `worse` or `inconclusive`.
+        effect: how much worse B is: a share (0.05: 5 % slower or larger, 0.01: one item in a hundred lost), or nats.
+        ci95: of that.
+        margin: a difference of less is nobody's concern.
+        p_worse: that B is worse, adjusted for all that is decided together.
+        p_better: that it is better.
+        detectable: the smallest effect that would have been called worse in 9 of 10 comparisons.
+        no_worse: B is shown to be no worse than the margin.
+        no_better: nor better.
+        confirmed: whether a second run said the same of a time; None where there was none.
+    """
+
+    what: What
+    name: str
+    a: float | None
+    b: float | None
+    unit: str
+    how: How
+    answer: Answer
+    effect: float
+    ci95: Interval
+    margin: float
+    p_worse: float
+    p_better: float
+    detectable: float
+    no_worse: bool
+    no_better: bool
+    n: int | None = None
+    runtime: str | None = None
+    batch: int | None = None
+    shape: Mapping[str, int] | None = None
+    device: str | None = None
+    output: str | None = None
+    confirmed: bool | None = None
+
+    @classmethod
+    def of(cls, asked: Asked, decision: Decision, confirmed: bool | None = None) -> Cell:
+        """The cell of a decision."""
+        low, high = asked.evidence.interval(1 - 2 * EACH_WAY)
+        same = {name: getattr(asked, name) for name in asked.__dataclass_fields__ if name != "evidence"}
+        return cls(
+            **same,
+            answer=decision.answer,
+            effect=decision.effect,
+            ci95=decision.ci95,
+            margin=decision.margin,
+            p_worse=decision.p_worse,
+            p_better=decision.p_better,
+            detectable=decision.detectable,
+            no_worse=high < asked.evidence.margin,
+            no_better=low > -asked.evidence.margin,
+            confirmed=confirmed,
+        )
+
+
+def decided(asked: Sequence[Asked]) -> list[Decision]:
+    """A decision each, in order: all that was measured as one family, and what was counted, which is certain, alone."""
+    counted = [each.how == "counted" for each in asked]
+    measured = iter(decide([each.evidence for each, exact in zip(asked, counted, strict=True) if not exact]))
+    return [decide([each.evidence])[0] if exact else next(measured) for each, exact in zip(asked, counted, strict=True)]
+
+
+def verdict(cells: Sequence[Cell]) -> Verdict:
+    """Which is better; see the module."""
+    worse, better = (any(cell.answer == answer for cell in cells) for answer in ("worse", "better"))
+    if worse and better:
+        return "mixed"
+    if worse and all(cell.no_better or cell.answer == "worse" for cell in cells):
+        return "A better"
+    if better and all(cell.no_worse or cell.answer == "better" for cell in cells):
+        return "B better"
+    return "same" if cells and all(cell.answer == "same" for cell in cells) else "inconclusive"
+
+
+def exit_code(cells: Sequence[Cell]) -> int:
+    """0: B is no worse; 1: B is worse; 3: neither is shown."""
+    if any(cell.answer == "worse" for cell in cells):
+        return 1
+    return 0 if cells and all(cell.no_worse or cell.answer in ("same", "better") for cell in cells) else 3
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A position at which one side's next word is right and the other's is wrong.
+
+    Args:
+        sequence: counted from 0.
+        position: in it, from 0.
+        right: the side that is right.
+        rise: of the negative log-likelihood of what follows, from A to B, nats.
+        before: the text that ends there; None where it is not at hand.
+        follows: what really comes next.
+        a: what A holds most likely to come next; a token's number where no tokenizer is at hand.
+        a_chance: how likely it holds that.
+        b: the same of B.
+        b_chance: the same of B.
+    """
+
+    sequence: int
+    position: int
+    right: Literal["A", "B"]
+    rise: float
+    before: str | None
+    follows: str | None
+    a: str
+    a_chance: float
+    b: str
+    b_chance: float
+
+
+@dataclass(frozen=True)
+class Flips:
+    """What flipped among n next words.
+
+    Args:
+        lost: A alone has them right.
+        gained: B alone has them right.
+        n: positions.
+        p: McNemar's test, two-sided; sequences as clusters.
+        agree: share of the positions at which both hold the same word most likely.
+        examples: those that moved most, the lost ones first.
+    """
+
+    lost: int
+    gained: int
+    n: int
+    p: float
+    agree: float
+    examples: Sequence[Flip] = ()
+
+
+@dataclass(frozen=True)
+class LayerPair:
+    """A layer that A or B has quantized.
+
+    Args:
+        name: of the layer.
+        a: of A; None where it is in floats.
+        b: of B.
+        outputs: relative output errors of both, as `measure.harm` found them; None where one is not known.
+    """
+
+    name: str
+    a: LayerEntry | None
+    b: LayerEntry | None
+    outputs: tuple[float, float] | None = None
+
+    @property
+    def errors(self) -> tuple[float, float] | None:
+        """The relative squared weight errors of A and B, ‖W − Ŵ‖² / ‖W‖²; of floats 0. None where one is not known."""
+        found = [0.0 if layer is None else layer.error for layer in (self.a, self.b)]
+        return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+    @property
+    def differs(self) -> bool:
+        """Whether its weights or its inputs are stored in another way."""
+        if self.a is None or self.b is None:
+            return True
+        return (self.a.scheme, self.a.activations) != (self.b.scheme, self.b.activations)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        sides = {"a": self.a, "b": self.b}
+        kept = {"scheme", "activations", "bits_per_weight", "error"}
+        shown = {
+            key: None if layer is None else layer.model_dump(mode="json", include=kept) for key, layer in sides.items()
+        }
+        return {"name": self.name, **shown, "output_errors": self.outputs}
+
+
+def layer_pairs(
+    a: Sequence[LayerEntry],
+    b: Sequence[LayerEntry],
+    outputs: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {}),
+) -> list[LayerPair]:
+    """Every layer that one of the two has quantized, in A's order, then what B alone has.
+
+    Args:
+        a: of A's manifest.
+        b: of B's.
+        outputs: layer -> relative output error, of A and of B.
+    """
+    ours, theirs = ({layer.name: layer for layer in side} for side in (a, b))
+    found = []
+    for name in {**ours, **theirs}:
+        known = [
+            error.get(name, None if name in side else 0.0) for side, error in zip((ours, theirs), outputs, strict=True)
+        ]
+        both = None if known[0] is None or known[1] is None else (known[0], known[1])
+        found.append(LayerPair(name, ours.get(name), theirs.get(name), both))
+    return found
+
+
+@dataclass(frozen=True)
+class Named:
+    """One of the two, as people know it.
+
+    Args:
+        name: as it was given.
+        content_sha256: of the bundle; of a float model, the model's own hash.
+        recipe: `float` of a float model.
+        bytes: of the weights that the runtime loads.
+        bits: a weight of the quantized layers.
+        runtime: that it was scored in.
+    """
+
+    name: str
+    content_sha256: str
+    recipe: str
+    bytes: int | None
+    bits: float | None
+    runtime: str | None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """All of it.
+
+    Args:
+        model: its name.
+        kind: `decoder`, `encoder` or `network`.
+        a: what B is set against.
+        b: what is judged.
+        verdict: see the module.
+        exit: see the module.
+        because: its reasons, a sentence each.
+        cells: what was decided.
+        data: what was scored: `prose-en (eval), 6,132 positions`.
+        flips: next words; None of models that have none.
+        layers: every layer that is quantized in one of the two.
+        notes: what a reader must know: what was not compared, and what does it.
+    """
+
+    model: str
+    kind: str
+    a: Named
+    b: Named
+    verdict: Verdict
+    exit: int
+    because: Sequence[str]
+    cells: Sequence[Cell]
+    data: str = ""
+    flips: Flips | None = None
+    layers: Sequence[LayerPair] = ()
+    notes: Sequence[str] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        found = {name: getattr(self, name) for name in ("model", "kind", "data")}
+        found |= {"a": asdict(self.a), "b": asdict(self.b)}
+        found["verdict"] = {"answer": self.verdict, "exit": self.exit, "because": list(self.because)}
+        found["cells"] = [asdict(cell) for cell in self.cells]
+        found["flips"] = None if self.flips is None else asdict(self.flips)
+        found["layers"] = [pair.as_dict() for pair in self.layers]
+        return {**found, "notes": list(self.notes)}

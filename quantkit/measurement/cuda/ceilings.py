@@ -1,0 +1,141 @@
+"""What the device can do at best, measured in the same run: bytes read and copied, products, a launch.
+
+read      the largest of all elements, of an array that no cache holds
+copy      the same array copied; bytes count twice
+compute   a square product of random numbers in each input type, 2 n^3 operations, by torch's own library
+launch    an addition to one number, eager and in a graph
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from quantkit.measurement.cuda.device import DRIFT, Device
+from quantkit.measurement.cuda.timing import Array, Side, interleaved, summary
+
+
+@triton.jit
+def _read(x_ptr, y_ptr, steps, BLOCK: tl.constexpr):
+    """The largest int32 of a program's stretch: loads and one maximum each."""
+    most = tl.full((BLOCK,), -2147483648, tl.int32)
+    at = tl.program_id(0).to(tl.int64) * steps * BLOCK + tl.arange(0, BLOCK)
+    for _ in range(steps):
+        most = tl.maximum(most, tl.load(x_ptr + at))
+        at += BLOCK
+    tl.store(y_ptr + tl.program_id(0), tl.max(most, axis=0))
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """One ceiling of the device, with every figure that was taken of it.
+
+    Args:
+        name: `ceiling.read`, `ceiling.copy`, `ceiling.compute` or `ceiling.launch`.
+        unit: `B/s`, `op/s` or `s`.
+        taken: [blocks, 2] in `unit`, in the order in which they were taken; None: the device lacks it.
+        settings: how it was measured.
+        reason: why there is nothing.
+    """
+
+    name: str
+    unit: str
+    taken: Array | None
+    settings: dict[str, Any]
+    reason: str = ""
+
+
+def sampled(device: Device, blocks: int, generator: np.random.Generator) -> list[Measured]:
+    """All ceilings; those that the device lacks are empty and say why."""
+    at = device.torch_device
+    block, programs = (4096, 4096) if not device.dry else (256, 2)
+    count = 64 * block * programs if not device.dry else 2 * block * programs
+    x = torch.randint(-1000, 1000, (count,), dtype=torch.int32, device=at)
+    y, z = torch.empty(programs, dtype=torch.int32, device=at), torch.empty_like(x)
+    steps = count // block // programs
+    small = torch.zeros(1, device=at)
+    kernels: list[tuple[str, str, float, Callable[[], object], dict[str, Any]]] = [
+        ("ceiling.read", "B/s", 4.0 * count, lambda: _read[(programs,)](x, y, steps, BLOCK=block, num_warps=8), {}),
+        ("ceiling.copy", "B/s", 8.0 * count, lambda: z.copy_(x), {}),
+    ]
+    side = 8192 if not device.dry else 32
+    found = []
+    for name, make in products(side, at).items():
+        try:
+            step = make()
+            step()
+        except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
+            found.append(Measured("ceiling.compute", "op/s", None, {"compute_type": name}, str(error).splitlines()[0]))
+            continue
+        kernels.append(("ceiling.compute", "op/s", 2.0 * side**3, step, {"compute_type": name}))
+    for name, unit, work, step, settings in kernels:
+        times = interleaved([Side(name, [step], 0, {}, least=2).ready()], blocks, generator)[0]
+        found.append(Measured(name, unit, work / times, settings))
+    alone = Side("launch", [lambda: small.add_(1)] * 64, 0, {}).ready()
+    times = interleaved([alone], blocks, generator)[0]
+    return [*found, Measured("ceiling.launch", "s", times, {"graph": at == "cuda"})]
+
+
+def measured(device: Device, blocks: int, generator: np.random.Generator) -> list[dict[str, Any]]:
+    """Rows `ceiling.*` of what `sampled` found; what the device lacks has no value and says why."""
+    return [_row(device, each, generator) for each in sampled(device, blocks, generator)]
+
+
+def products(side: int, at: str) -> dict[str, Callable[[], Callable[[], object]]]:
+    """Input type -> what makes a product of two [side, side] matrices of random numbers."""
+
+    def floats(dtype: torch.dtype) -> Callable[[], object]:
+        a, b = (torch.randn(side, side, device=at).to(dtype) for _ in range(2))
+        return lambda: torch.mm(a, b.T)
+
+    def int8() -> Callable[[], object]:
+        a, b = (torch.randint(-127, 128, (side, side), dtype=torch.int8, device=at) for _ in range(2))
+        return lambda: torch._int_mm(a, b.T)
+
+    def fp8() -> Callable[[], object]:
+        a, b = (torch.randn(side, side, device=at).to(torch.float8_e4m3fn) for _ in range(2))
+        one = torch.ones((), device=at)
+        return lambda: torch._scaled_mm(a, b.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    return {
+        "bf16": lambda: floats(torch.bfloat16),
+        "fp16": lambda: floats(torch.float16),
+        "int8": int8,
+        "fp8_e4m3": fp8,
+    }
+
+
+def of(rows: list[dict[str, Any]], name: str, compute: str = "") -> float | None:
+    """The measured value of a ceiling."""
+    for row in rows:
+        if row["name"] == name and (not compute or row["settings"]["compute_type"] == compute):
+            value: float | None = row["value"]
+            return value
+    return None
+
+
+def slower(before: list[dict[str, Any]], again: list[dict[str, Any]]) -> bool:
+    """Whether the same products took longer the second time than heat and power should allow."""
+    pairs = [(of(before, "ceiling.compute", kind), of(again, "ceiling.compute", kind)) for kind in ("bf16", "fp16")]
+    return any(last < (1 - DRIFT) * first for first, last in pairs if first and last)
+
+
+def _row(device: Device, found: Measured, generator: np.random.Generator) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "name": found.name,
+        "unit": found.unit,
+        "stat": "median",
+        "better": "lower" if found.unit == "s" else "higher",
+        **({"value": None} if found.taken is None else summary(found.taken, generator)),
+        "subject": device.identity()["id"],
+        "settings": found.settings,
+        "device": device.identity(),
+        "flags": [f"not measured: {found.reason}"] if found.reason else [],
+    }

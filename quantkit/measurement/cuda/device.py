@@ -1,0 +1,101 @@
+"""The device at hand: what it is, with which software, and whether its clocks held."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from quantkit import machine
+
+PACKAGES = ("torch", "triton", "numpy", "bitsandbytes", "gemlite", "torchao", "vllm", "humming-kernels")
+_ASKED = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")
+# reasons that slow the card down for good or bad; bit 0 is idle, bit 1 a setting of the user's
+_SLOWED = ~0b11
+# the share by which a fixed product may take longer than at its best before the run is called throttled
+DRIFT = 0.1
+
+
+@dataclass
+class Device:
+    """A GPU, or the CPU that Triton's interpreter runs on.
+
+    Args:
+        torch_device: `cuda` or `cpu`.
+        dry: plumbing only: tiny sizes, no figure means anything.
+    """
+
+    torch_device: str
+    dry: bool
+    clocks: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the last-level cache."""
+        if self.torch_device == "cpu":
+            return 1
+        return int(torch.cuda.get_device_properties(0).L2_cache_size)
+
+    @property
+    def sm(self) -> int:
+        """80, 89, 90; 0 of a CPU."""
+        if self.torch_device == "cpu":
+            return 0
+        major, minor = torch.cuda.get_device_capability(0)
+        return 10 * major + minor
+
+    def identity(self) -> dict[str, str]:
+        """The `device` of rows."""
+        if self.torch_device == "cpu":
+            return {"id": "interpreter", "kind": "cpu", "name": f"{platform.machine()}, Triton's interpreter"}
+        return machine.gpu(torch.cuda.get_device_name(0))
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that figures depend on."""
+        found: dict[str, Any] = {**self.identity(), "sm": self.sm, "last_level_cache": self.cache_bytes}
+        if self.torch_device == "cuda":
+            properties = torch.cuda.get_device_properties(0)
+            found |= {"multiprocessors": properties.multi_processor_count, "memory": properties.total_memory}
+            found["driver"] = _asked("driver_version")
+        return found
+
+    def sample(self, when: str) -> None:
+        """Note the clocks; `when` says at what point of the run."""
+        if self.torch_device == "cuda":
+            values = _asked(",".join(_ASKED)).split(", ")
+            self.clocks.append({"when": when, **dict(zip(_ASKED, values, strict=False))})
+
+    def throttled(self) -> bool:
+        """Whether the driver gave a reason for lower clocks at any sample."""
+        return any(_mask(sample.get(_ASKED[-1], "")) & _SLOWED for sample in self.clocks)
+
+
+def versions() -> dict[str, str]:
+    """Package -> version."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _mask(text: str) -> int:
+    try:
+        return int(text, 16)
+    except ValueError:
+        return 0
+
+
+def _asked(query: str) -> str:
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"not known: {error}"
+    return done.stdout.strip() or done.stderr.strip()

@@ -1,0 +1,179 @@
+"""What `quantkit doctor` says: the machine at hand, its measured ceilings, and how they stand to a target's figures.
+
+With `write`, the figures that the target calls `auto` go to the user's cache, where `Target.load` finds them. Works
+without torch; what needs it (the int8 rate) is then null, with the reason.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quantkit import machine
+from quantkit.errors import InputError, MissingDependency
+from quantkit.measurement.operators import ceilings
+from quantkit.runtimes.tensorrt.library import NAMES, load
+from quantkit.target import Target, read_measured, write_measured
+
+# where the operating system does not say how large the cache is: larger than any a desktop has
+_UNKNOWN_CACHE = 64 * 2**20
+_LEAST = 256 * 2**20
+
+
+def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2048) -> dict[str, Any]:
+    """Describe this machine and, for a CPU target, measure its ceilings.
+
+    Args:
+        target: whose `auto` figures are wanted. A GPU target states its figures; nothing is measured for it here.
+        write: put the measured figures into the user's cache.
+        runs: repetitions of each measurement.
+        size: side of the square matrices whose product is timed.
+
+    Returns:
+        `machine` (as `plan.machine.describe`), `tensorrt` (see there), `measurements` (rows), `figures` (place -> value
+        of every `auto` figure that was measured), `unmeasured` (places that still wait), `written` (path or None),
+        `warnings` (why not to trust the figures: a busy machine, runs that differ).
+
+    Raises:
+        InputError: `wrong-machine` for a target of another architecture; `cache-unwritable`.
+    """
+    about = machine.describe()
+    report: dict[str, Any] = {"target": target.name, "machine": about, "measurements": [], "figures": {}}
+    report["warnings"] = []
+    report["tensorrt"] = tensorrt(about["gpus"], about["gpus_absent"])
+    if target.kind == "cpu":
+        if busy := _busy(about["cores"]):
+            report["warnings"].append(busy)
+        if write:
+            _same_architecture(target, about["isa"])
+        found = measure(runs=runs, size=size)
+        kept = {"device": about["device"], "versions": machine.versions()}
+        report["measurements"] = [ceiling.row(**kept).as_dict() for ceiling in found]
+        report["figures"] = _figures(target, found, about)
+        for row in report["measurements"]:
+            if "noisy" in row["flags"]:
+                spread = f"{row['aa_spread']:.0%}"
+                report["warnings"].append(f"{row['name']} ({row['unit']}): two halves of the runs differ by {spread}")
+    report["unmeasured"] = [place for place in _auto(target) if place not in report["figures"]]
+    report["written"] = None
+    if write and report["figures"]:
+        when = datetime.datetime.now(datetime.UTC).date().isoformat()
+        data = {
+            "target": target.name,
+            "source": f"measured by quantkit doctor on {about['device']['name']}, {about['cores']} cores, {when}",
+            "device": about["device"],
+            "isa": about["isa"],
+            "figures": report["figures"],
+            "measurements": report["measurements"],
+        }
+        report["written"] = str(write_measured(target.name, data))
+    return report
+
+
+def tensorrt(gpus: Sequence[Mapping[str, Any]], absent: str) -> list[dict[str, Any]]:
+    """What each of the two libraries can do here, and what is missing.
+
+    Args:
+        gpus: of `plan.machine.gpus()`.
+        absent: why there are none.
+
+    Returns:
+        for each: `library`, `version` (None where it is not installed), `builds_for` (compute capabilities, ahead of
+        time; those at hand for one that builds on the GPU) and `missing`, a sentence for each thing that keeps it from
+        building or from running.
+    """
+    found: list[dict[str, Any]] = []
+    for name in NAMES:
+        try:
+            library = load(name)
+        except MissingDependency as problem:
+            why = f"not installed; {problem.remedy}"
+            found.append({"library": name, "version": None, "builds_for": [], "missing": [why]})
+            continue
+        able = library.capabilities() if library.ahead_of_time else [str(gpu["sm"]) for gpu in gpus]
+        missing = []
+        if not gpus:
+            verb = "runs no engine" if library.ahead_of_time else "neither builds nor runs an engine"
+            missing.append(f"it {verb} here: {absent or 'no NVIDIA GPU'}")
+        elif str(gpus[0]["sm"]) not in able:
+            missing.append(f"{gpus[0]['name']} is SM {gpus[0]['sm']}, for which it has no engines")
+        if gpus and (blind := _torch_blind()):
+            missing.append(blind)
+        found.append({"library": name, "version": library.version, "builds_for": able, "missing": missing})
+    return found
+
+
+def _torch_blind() -> str:
+    """Why an engine would have no memory: its inputs and cache are torch's tensors."""
+    try:
+        import torch
+    except ImportError:
+        return "it runs no engine: torch is not installed"
+    return "" if torch.cuda.is_available() else f"it runs no engine: torch {torch.__version__} sees no GPU"
+
+
+def measure(*, runs: int = 15, size: int = 2048) -> list[ceilings.Ceiling]:
+    """The four ceilings of this CPU: read, copy, compute in float32, compute in int8. A few seconds.
+
+    Memory: bandwidth is measured over four times the last-level cache, or an eighth of the memory that this process
+    may use, whichever is less; a copy needs that twice.
+    """
+    threads = machine.cores()
+    cache = machine.last_level_cache() or _UNKNOWN_CACHE
+    span = min(max(4 * cache, _LEAST), machine.memory_limit() // 8)
+    return [
+        ceilings.read(threads, span, runs),
+        ceilings.copy(threads, span, runs),
+        ceilings.compute_fp32(size, runs),
+        ceilings.compute_int8(size, runs),
+    ]
+
+
+def _busy(cores: int) -> str:
+    """A warning if other work keeps the cores from being measured."""
+    try:
+        load = os.getloadavg()[0]
+    except (AttributeError, OSError):  # not on every system
+        return ""
+    return f"the machine is busy: load {load:.1f} on {cores} cores; measure again when idle" if load > cores / 2 else ""
+
+
+def _auto(target: Target) -> list[str]:
+    """The places whose figures are measured rather than stated, whether they have been already or not."""
+    return [place for place, figure in target.figures().items() if figure.state != "stated"]
+
+
+def _figures(target: Target, found: list[ceilings.Ceiling], about: dict[str, Any]) -> dict[str, float]:
+    values = {
+        "memory.capacity": about["memory_limit"],
+        "memory.last_level_cache": about["last_level_cache"],
+        "memory.read_bandwidth": found[0].value,
+        **{f"compute.{ceiling.settings['compute_type']}": ceiling.value for ceiling in found[2:]},
+    }
+    return {place: float(values[place]) for place in _auto(target) if values.get(place) is not None}
+
+
+def _same_architecture(target: Target, isa: list[str]) -> None:
+    arm = any(name.startswith(("neon", "sve")) for name in isa)
+    fits = {"x86": not arm, "intel": not arm, "amd": not arm, "arm": arm, "apple": arm}
+    if not fits.get(target.arch.vendor, True):
+        raise InputError(
+            "wrong-machine",
+            where=target.name,
+            value=f"this machine has {isa[0]}",
+            rule=f"figures of a target are measured on that target ({target.arch.vendor})",
+            remedy=f"use {'cpu-arm' if arm else 'cpu-x86'}, or run the doctor there",
+        )
+    # what the file names, and not what an earlier measurement found here
+    named = target.arch.isa if target.arch.isa != read_measured(target.name).get("isa") else []
+    missing = [name for name in named or [] if name not in isa]
+    if missing and named != "auto":
+        raise InputError(
+            "wrong-machine",
+            where=target.name,
+            value=f"this machine has no {', '.join(missing)}",
+            rule="figures of a target are measured on a processor that has what it names",
+            remedy=f"use {'cpu-arm' if arm else 'cpu-x86'}, or run the doctor there",
+        )

@@ -1,0 +1,401 @@
+"""What an engine really does: its inspector's layers mapped back to the model's.
+
+The inspector gives layers after fusion, each with the ONNX nodes that went into it (`Metadata`: `[ONNX Layer: NAME]`,
+parted by U+001F) and the types of what goes in and out: `Format/Datatype` in TensorRT 10, `Datatype` beside `Format`
+in 11 and TensorRT-RTX. Nodes of our networks are called after what they make: `LINEAR/output` is a product,
+`LINEAR.values` its weight, dequantized, `LINEAR/input.codes` and `.values` the pair before it. So of each product
+
+    codes are read      the layer of the product holds its DequantizeLinear too, or has an input of that type
+    16 bit              the weight is expanded by another layer, or was folded into floats when the engine was built
+
+Sources: NVIDIA, "Engine Inspector" (TensorRT 10.16) and "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pydantic import ValidationError
+
+from quantkit.bundle import Check, Decision, LayerEntry
+from quantkit.content import Closed
+from quantkit.errors import InputError
+from quantkit.passes import NOTE, decision
+from quantkit.runtimes.tensorrt.file import FOLDER
+
+NAME = "engine.precision"
+SUFFIX = ".layers.json"
+FALLBACK = "precision-fallback"
+_NODE = re.compile(r"\[ONNX Layer: ([^\]\x1f]+?)\s*(?:\||\])")
+_PROFILE = re.compile(r"\s*\[profile (\d+)\]\s*$")
+# the library's words for a type, in the order in which they are looked for
+_TYPES = (
+    (r"BF16|BFloat16", "bfloat16"),
+    (r"FP16|Half", "float16"),
+    (r"FP32|Float32|\bFloat\b", "float32"),
+    (r"FP8|E4M3", "fp8"),
+    (r"FP4|E2M1", "fp4"),
+    (r"INT8|UINT8", "int8"),
+    (r"INT4", "int4"),
+    (r"INT32", "int32"),
+    (r"INT64", "int64"),
+    (r"BOOL", "bool"),
+)
+_FLOATS = ("float32", "bfloat16", "float16")
+# a format of ours -> the library's type of its codes
+STORED = {
+    "int4": "int4",
+    "int8": "int8",
+    "int7": "int8",
+    "fp8_e4m3": "fp8",
+    "mxfp8": "fp8",
+    "nvfp4": "fp4",
+    "nf4": "int4",
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What goes into a layer, or comes out."""
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of an engine.
+
+    Args:
+        name: as the profiler reports it.
+        kind: `gemm`, `kgen`, `Reformat`, ...
+        tactic: kernel, where it is said.
+        nodes: of the network, that went into it.
+        inputs, outputs: tensors.
+        profile: that it belongs to.
+    """
+
+    name: str
+    kind: str
+    tactic: str = ""
+    nodes: tuple[str, ...] = ()
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    profile: int = 0
+
+    @property
+    def reformats(self) -> bool:
+        """Whether it only changes how a tensor lies, or its type."""
+        return self.kind.lower() == "reformat" or self.name.startswith(("Reformatting CopyNode", "Reformatted"))
+
+
+class Product(Closed):
+    """A quantized layer of the model, in the engine.
+
+    Args:
+        linear: its name in the model.
+        asked: format of its weights.
+        got: type that the weights are read in; None where the engine does not name it.
+        inputs_asked: format of its inputs; None: floats.
+        inputs_got: type that they are multiplied in.
+        layer: of the engine, and its tactic.
+        why: it is otherwise than asked.
+    """
+
+    linear: str
+    asked: str
+    got: str | None
+    inputs_asked: str | None = None
+    inputs_got: str | None = None
+    layer: str = ""
+    tactic: str = ""
+    why: str = ""
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether weights or inputs are multiplied in more bits than asked."""
+        weights = self.got is not None and self.got != STORED.get(self.asked, self.asked)
+        asked = None if self.inputs_asked is None else STORED.get(self.inputs_asked, self.inputs_asked)
+        return weights or (asked is not None and self.inputs_got is not None and self.inputs_got != asked)
+
+
+class Costly(Closed):
+    """A layer that takes long.
+
+    Args:
+        layer, kind, tactic: of the engine.
+        linears: of the model, that it computes.
+        seconds: median of its runs.
+        low, high: the shortest and the longest of them.
+        share: of the sum of all layers.
+        tried: kernels that the build timed, with their seconds, the fastest first; empty where none was.
+    """
+
+    layer: str
+    kind: str
+    tactic: str
+    linears: tuple[str, ...]
+    seconds: float
+    low: float
+    high: float
+    share: float
+    tried: tuple[tuple[str, float], ...] = ()
+
+
+class Inspected(Closed):
+    """What was found out about one engine: `engine/NAME.layers.json`.
+
+    Args:
+        engine: its file in the bundle.
+        library, gpu: that opened it, and where.
+        layers: how many; `fused`: those that do more than one node's work, `nodes`: all nodes that they name.
+        reformats: layers that only change layout or type, by name.
+        pairs: DequantizeLinear nodes of inputs that stand in no product's layer.
+        products: the model's quantized layers.
+        costliest: by time, where it was profiled.
+    """
+
+    engine: str
+    library: str
+    gpu: str
+    layers: int
+    fused: int
+    nodes: int
+    reformats: tuple[str, ...] = ()
+    pairs: tuple[str, ...] = ()
+    products: tuple[Product, ...] = ()
+    costliest: tuple[Costly, ...] = ()
+
+    @property
+    def check(self) -> Check:
+        """How many layers are multiplied in more bits than asked."""
+        fallen = [each.linear for each in self.products if each.fell_back]
+        return Check(name=NAME, value=len(fallen), limit=0, ok=not fallen, where="; ".join(fallen[:3]))
+
+    def decisions(self) -> list[Decision]:
+        """One for each layer that fell back, which `--strict` refuses; one note for those that are not named."""
+        found = [
+            decision("tensorrt", FALLBACK, each.linear, each.why, before=each.asked, after=each.got)
+            for each in self.products
+            if each.fell_back
+        ]
+        unknown = [each.linear for each in self.products if each.got is None]
+        if unknown:
+            words = f"{len(unknown)} layers are not named by the engine: what it reads their weights in is not known"
+            found.append(decision("tensorrt", NOTE, unknown[0], words))
+        return found
+
+
+@dataclass
+class _Weights:
+    """Where a product and its weight are."""
+
+    products: list[Layer] = field(default_factory=list)
+    expanders: list[Layer] = field(default_factory=list)
+
+
+def parse(information: Mapping[str, Any]) -> list[Layer]:
+    """The layers of `EngineInspector.get_engine_information(JSON)`.
+
+    Raises:
+        InputError: `engine-opaque`, it was built without names of layers, or without details.
+    """
+    raw = information.get("Layers")
+    if not isinstance(raw, Sequence) or not raw or any(not isinstance(each, Mapping) for each in raw):
+        raise InputError(
+            "engine-opaque",
+            where="engine",
+            value="no details of its layers",
+            rule="an engine is built with ProfilingVerbosity.DETAILED",
+            remedy="build it anew: quantkit export BUNDLE --to tensorrt",
+        )
+    return [_layer(each) for each in raw]
+
+
+def stored(folder: Path) -> list[Inspected]:
+    """What a bundle holds of its engines, by name; what cannot be read is left out."""
+    found = []
+    for path in sorted((folder / FOLDER).glob(f"*{SUFFIX}")):
+        with contextlib.suppress(OSError, ValidationError):
+            found.append(Inspected.model_validate_json(path.read_bytes()))
+    return found
+
+
+def _layer(raw: Mapping[str, Any]) -> Layer:
+    name = str(raw.get("Name", ""))
+    profile = _PROFILE.search(name)
+    nodes = tuple(_NODE.findall(str(raw.get("Metadata", ""))))
+    inputs = [*_tensors(raw.get("Inputs")), *_tensors(raw.get("Constants"))]
+    return Layer(
+        name=name,
+        kind=str(raw.get("LayerType", "")),
+        tactic=str(raw.get("TacticName", "")),
+        nodes=nodes,
+        inputs=tuple(inputs),
+        outputs=tuple(_tensors(raw.get("Outputs"))),
+        profile=int(profile[1]) if profile else 0,
+    )
+
+
+def _tensors(raw: Any) -> Iterable[Tensor]:
+    for each in raw if isinstance(raw, Sequence) and not isinstance(raw, str) else ():
+        if isinstance(each, Mapping):
+            # before version 11 the type stands among the words for the layout
+            words = str(each.get("Datatype") or each.get("Format/Datatype") or "")
+            yield Tensor(str(each.get("Name", "")), type_of(words))
+        else:
+            yield Tensor(str(each), "")
+
+
+def type_of(words: str) -> str:
+    """`Row major linear FP16 format (kLINEAR)` -> `float16`; "" where no type is named.
+
+    >>> type_of("Thirty-two wide channel vectorized row major Int8 format.")
+    'int8'
+    """
+    return next((name for pattern, name in _TYPES if re.search(pattern, words, re.IGNORECASE)), "")
+
+
+def products(layers: Sequence[Layer], linears: Sequence[LayerEntry]) -> list[Product]:
+    """What becomes of each quantized layer of the model, the worst of its places where there are several.
+
+    Args:
+        layers: of the engine.
+        linears: of the bundle's manifest.
+    """
+    places: dict[str, _Weights] = {}
+    known = {entry.name for entry in linears}
+    for layer in layers:
+        for node in layer.nodes:
+            if node.endswith("/output") and (name := node.removesuffix("/output")) in known:
+                places.setdefault(name, _Weights()).products.append(layer)
+                continue
+            name, _, part = node.rpartition(".")
+            if name in known and "/" not in part:
+                places.setdefault(name, _Weights()).expanders.append(layer)
+    return [_product(entry, places.get(entry.name, _Weights())) for entry in linears]
+
+
+def _product(entry: LayerEntry, at: _Weights) -> Product:
+    asked = str(entry.scheme.get("format"))
+    given = None if entry.activations is None else str(entry.activations.get("format"))
+    if not at.products:
+        return Product(linear=entry.name, asked=asked, got=None, inputs_asked=given)
+    found = [_read(entry, asked, given, layer, at.expanders) for layer in at.products]
+    # with several profiles a product stands in several layers
+    return next((each for each in found if each.fell_back), found[0])
+
+
+def _read(entry: LayerEntry, asked: str, given: str | None, layer: Layer, expanders: Sequence[Layer]) -> Product:
+    wanted = STORED.get(asked, asked)
+    types = [tensor.type for tensor in layer.inputs]
+    widest = next((name for name in _FLOATS if name in types), None)
+    why, got = "", wanted
+    if layer not in expanders and wanted not in types:
+        apart = [each for each in expanders if each.profile == layer.profile]
+        got = widest or (apart[0].outputs[0].type if apart and apart[0].outputs else "")
+        how = f"the layer {apart[0].name} expands it" if apart else "it was folded into floats as the engine was built"
+        why = f"the product {layer.name} reads its weight in {got or 'another type'}: {how}"
+    reads = None
+    if given is not None:
+        stored = STORED.get(given, given)
+        taken = f"{entry.name}/input.values" in layer.nodes
+        reads = stored if stored in types or taken else widest
+        if reads != stored:
+            said = f"its input is multiplied in {reads}: the pair before it is not consumed"
+            why = f"{why}; {said}" if why else f"the product {layer.name}: {said}"
+    return Product(
+        linear=entry.name,
+        asked=asked,
+        got=got or None,
+        inputs_asked=given,
+        inputs_got=reads,
+        layer=layer.name,
+        tactic=layer.tactic,
+        why=why,
+    )
+
+
+def unconsumed(layers: Sequence[Layer]) -> list[str]:
+    """DequantizeLinear nodes of inputs whose layer holds no product."""
+    found = [
+        node
+        for layer in layers
+        if not any(each.endswith("/output") for each in layer.nodes)
+        for node in layer.nodes
+        if node.endswith("/input.values")
+    ]
+    return list(dict.fromkeys(found))
+
+
+def costliest(
+    layers: Sequence[Layer],
+    times: Mapping[str, Sequence[float]],
+    tried: Mapping[str, Sequence[tuple[str, float]]] | None = None,
+    count: int = 10,
+) -> list[Costly]:
+    """The layers that take the longest.
+
+    Args:
+        layers: of the engine.
+        times: layer -> seconds of each run, from the profiler.
+        tried: layer -> kernels that the build timed.
+        count: at most.
+    """
+    known = {layer.name: layer for layer in layers}
+    medians = {name: median(taken) for name, taken in times.items() if taken}
+    total = sum(medians.values())
+    found = []
+    for name in sorted(medians, key=lambda each: -medians[each])[:count]:
+        layer = known.get(name, Layer(name, ""))
+        made = [node.removesuffix("/output") for node in layer.nodes if node.endswith("/output")]
+        found.append(
+            Costly(
+                layer=name,
+                kind=layer.kind,
+                tactic=layer.tactic,
+                linears=tuple(dict.fromkeys(made)),
+                seconds=medians[name],
+                low=min(times[name]),
+                high=max(times[name]),
+                share=medians[name] / total if total else 0.0,
+                tried=tuple((tried or {}).get(name, ())),
+            )
+        )
+    return found
+
+
+def inspected(
+    information: Mapping[str, Any],
+    linears: Sequence[LayerEntry],
+    *,
+    engine: str,
+    library: str,
+    gpu: str,
+    times: Mapping[str, Sequence[float]] | None = None,
+    tried: Mapping[str, Sequence[tuple[str, float]]] | None = None,
+) -> Inspected:
+    """All of it.
+
+    Raises:
+        InputError: `engine-opaque`.
+    """
+    layers = parse(information)
+    return Inspected(
+        engine=engine,
+        library=library,
+        gpu=gpu,
+        layers=len(layers),
+        fused=sum(len(layer.nodes) > 1 for layer in layers),
+        nodes=len({node for layer in layers for node in layer.nodes}),
+        reformats=tuple(layer.name for layer in layers if layer.reformats),
+        pairs=tuple(unconsumed(layers)),
+        products=tuple(products(layers, linears)),
+        costliest=tuple(costliest(layers, times or {}, tried)),
+    )

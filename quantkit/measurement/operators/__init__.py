@@ -1,0 +1,1 @@
+"""Single products timed against each other and against the machine's ceilings: the dequantization tax."""

@@ -1,0 +1,304 @@
+"""What a CPU can do at best: bytes read and copied a second, multiplications a second, in float32 and in int8.
+
+A roofline stands on these: no operation can take less than `max(bytes / read, flops / compute)`.
+
+    read     each thread takes the maximum over its part of an array that no cache holds; among NumPy's reductions the
+             maximum of bytes is the one whose arithmetic hides behind the loads, so it comes closest to the memory
+    copy     the same parts copied; the bytes count twice, once read and once written
+    compute  a square matrix product, 2 n^3 operations, by the fastest library at hand
+    launch   the time of running a graph that does nothing
+
+Every figure is the median of repeated runs with its spread; nothing here is a promise of the hardware's maker.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit import machine
+from quantkit.measurement.rows import Device, Row
+
+Bytes = NDArray[np.int8]
+# seconds that one measurement may take
+_BUDGET = 5.0
+# halves of one measurement that differ by more than this share: something else was running
+_NOISY = 0.1
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The threads of ONNX Runtime's sessions.
+
+    Args:
+        threads: of one operation; None: all cores.
+        shared: they are those of `onnxruntime.set_global_thread_pool_sizes`; a process that called it must say so.
+    """
+
+    threads: int | None = None
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """One measured ceiling.
+
+    Args:
+        name: `ceiling.read`, `ceiling.copy`, `ceiling.compute` or `ceiling.launch`.
+        unit: `B/s`, `flop/s`, `op/s` or `s`.
+        samples: one figure a run, in `unit`; empty if it could not be measured.
+        settings: how it was measured: threads, kernel, compute type.
+        shape: bytes, or the sides of the matrices.
+        reason: why there are no samples.
+    """
+
+    name: str
+    unit: str
+    samples: tuple[float, ...]
+    settings: dict[str, str | bool | int | float | None]
+    shape: dict[str, int]
+    reason: str = ""
+
+    @property
+    def value(self) -> float | None:
+        """The median, None if it was not measured."""
+        return float(np.median(self.samples)) if self.samples else None
+
+    def row(self, *, device: dict[str, str], versions: dict[str, str]) -> Row:
+        """The row of `measurements.jsonl`; its subject is the device itself. Without samples, `flags` says why."""
+        values = sorted(self.samples)
+        half = max(len(values) // 2, 1)
+        # two halves of the same measurement: how far apart they lie is the noise of the machine
+        halves = [float(np.median(part)) for part in (self.samples[:half], self.samples[half:]) if part]
+        spread = abs(halves[0] / halves[1] - 1) if len(halves) == 2 else None
+        return Row(
+            name=self.name,
+            value=self.value,
+            unit=self.unit,
+            stat="median",
+            better="lower" if self.unit == "s" else "higher",
+            quantiles={f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 99)} if values else None,
+            ci95=median_interval(values),
+            n=len(values) or None,
+            aa_spread=spread,
+            subject=device["id"],
+            shape=self.shape,
+            settings=self.settings,
+            device=Device.model_validate(device),
+            versions=versions,
+            flags=[self.reason] if self.reason else ["noisy"] if spread is not None and spread > _NOISY else [],
+        )
+
+
+def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
+    """A distribution-free interval for the median: the order statistics that hold it with at least this probability.
+
+    P(the k-th smallest of n lies above the median) = P(Binomial(n, 1/2) < k). None with fewer than six values, where
+    not even the extremes reach 95 %.
+    """
+    n, tail, below = len(values), (1 - level) / 2, 0.0
+    k = 0
+    while k < n and below + math.comb(n, k) / 2**n <= tail:
+        below += math.comb(n, k) / 2**n
+        k += 1
+    return (sorted(values)[k - 1], sorted(values)[n - k]) if k else None
+
+
+def read(threads: int, size: int, runs: int) -> Ceiling:
+    """Read bandwidth, B/s, over `size` bytes in `threads` threads."""
+    source = np.ones(size, np.int8)
+    samples = _rates(lambda part: part.max(), np.array_split(source, threads), size, runs)
+    return Ceiling("ceiling.read", "B/s", samples, {"threads": threads, "kernel": "numpy max of int8"}, {"bytes": size})
+
+
+def copy(threads: int, size: int, runs: int) -> Ceiling:
+    """Copy bandwidth, B/s read plus B/s written, of `size` bytes in `threads` threads."""
+    source, goal = np.ones(size, np.int8), np.zeros(size, np.int8)
+    pairs = list(zip(np.array_split(goal, threads), np.array_split(source, threads), strict=True))
+    samples = _rates(lambda pair: np.copyto(*pair), pairs, 2 * size, runs)
+    return Ceiling("ceiling.copy", "B/s", samples, {"threads": threads, "kernel": "numpy copyto"}, {"bytes": size})
+
+
+def launch(threads: int, runs: int, pool: Pool | None = None) -> Ceiling:
+    """Seconds that ONNX Runtime takes to run a graph that does nothing: what every `session.run` costs at least."""
+    settings: dict[str, str | bool | int | float | None] = {"threads": threads, "kernel": "onnxruntime Identity"}
+    if not (machine.has("onnxruntime") and machine.has("onnx")):
+        return Ceiling("ceiling.launch", "s", (), settings, {"M": 1}, "not measured: onnxruntime or onnx is missing")
+    from onnx import TensorProto, helper
+
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "empty", ends[:1], ends[1:])
+    step = _onnxruntime(graph, {"x": np.zeros(1, np.float32)}, pool or Pool(threads))
+    # a thousand at a time: one alone is close to what the clock can tell
+    rates = _timed(lambda: [step() for _ in range(1000)], 1000.0, runs)
+    return Ceiling("ceiling.launch", "s", tuple(1 / rate for rate in rates), settings, {"M": 1})
+
+
+def compute_fp32(size: int, runs: int, pool: Pool | None = None) -> Ceiling:
+    """The rate of a float32 product of two [size, size] matrices, flop/s: the faster of NumPy's BLAS and ONNX Runtime.
+
+    Args:
+        size: side of the matrices.
+        runs: repetitions.
+        pool: of ONNX Runtime; None: all cores. NumPy's threads are set before it is imported (`OMP_NUM_THREADS`).
+    """
+    generator = np.random.default_rng(0)
+
+    def pair(size: int) -> tuple[Any, Any]:
+        return generator.standard_normal((size, size), np.float32), generator.standard_normal((size, size), np.float32)
+
+    kernels = {"numpy matmul": _fp32_numpy, "onnxruntime MatMul": _fp32_onnxruntime}
+    return _compute("fp32", "flop/s", kernels, pair, size, runs, pool or Pool())
+
+
+def compute_int8(size: int, runs: int, pool: Pool | None = None) -> Ceiling:
+    """The rate of an int8 product with int32 sums, op/s: the fastest kernel of torch and ONNX Runtime that is there.
+
+    A kernel is first tried on matrices of an eighth of the side: without the instructions for it, a library may fall
+    back to a plain loop, a hundred times slower than another kernel.
+    """
+    kernels = {
+        "torch _int_mm": _int8_torch,
+        "torch quantized linear": _int8_torch_quantized,
+        "onnxruntime MatMulInteger": _int8_onnxruntime,
+    }
+    return _compute("int8", "op/s", kernels, _int8_pair, size, runs, pool or Pool())
+
+
+def _compute(
+    kind: str,
+    unit: str,
+    kernels: Mapping[str, Callable[[Any, Any, Pool], Callable[[], object]]],
+    pair: Callable[[int], tuple[Any, Any]],
+    size: int,
+    runs: int,
+    pool: Pool,
+) -> Ceiling:
+    """The rate of the fastest of some kernels."""
+    tried: dict[str, float] = {}
+    reasons = []
+    small = max(size // 8, 32)
+    for name, make in kernels.items():
+        try:
+            tried[name] = max(_timed(make(*pair(small), pool), 2.0 * small**3, 3))
+        except (ImportError, AttributeError, RuntimeError) as error:
+            reasons.append(f"{name}: {(str(error) or type(error).__name__).splitlines()[0]}")
+    settings: dict[str, str | bool | int | float | None] = {"compute_type": kind, "kernel": None}
+    settings |= {"threads": pool.threads} if pool.threads is not None else {}
+    if not tried:
+        return Ceiling("ceiling.compute", unit, (), settings, _sides(size), "not measured: " + "; ".join(reasons))
+    # those that come close to the fastest are tried at full size: small matrices flatter the one with less to set up
+    close = [name for name in tried if tried[name] * 3 > max(tried.values())]
+    found = {name: _timed(kernels[name](*pair(size), pool), 2.0 * size**3, runs) for name in close}
+    best = max(found, key=lambda name: float(np.median(found[name])))
+    return Ceiling("ceiling.compute", unit, found[best], settings | {"kernel": best}, _sides(size))
+
+
+def _sides(size: int) -> dict[str, int]:
+    return {"M": size, "N": size, "K": size}
+
+
+def _int8_pair(size: int) -> tuple[Bytes, Bytes]:
+    generator = np.random.default_rng(0)
+    return generator.integers(-127, 128, (size, size), np.int8), generator.integers(-127, 128, (size, size), np.int8)
+
+
+def _need(*packages: str) -> None:
+    for package in packages:
+        if not machine.has(package):
+            raise ImportError(f"{package} is not installed")
+
+
+def _int8_torch(left: Bytes, right: Bytes, pool: Pool) -> Callable[[], object]:
+    _need("torch")
+    import torch
+
+    x, w = torch.from_numpy(left), torch.from_numpy(right)
+    return lambda: torch._int_mm(x, w)
+
+
+def _int8_torch_quantized(left: Bytes, right: Bytes, pool: Pool) -> Callable[[], object]:
+    _need("torch")
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantized tensors are deprecated; while they are there, so is their kernel
+        x = torch.quantize_per_tensor(torch.from_numpy(left).float(), 1.0, 128, torch.quint8)
+        w = torch.quantize_per_tensor(torch.from_numpy(right).float(), 1.0, 0, torch.qint8)
+    packed = torch.ops.quantized.linear_prepack(w, None)
+    return lambda: torch.ops.quantized.linear(x, packed, 1000.0, 128)
+
+
+def _int8_onnxruntime(left: Bytes, right: Bytes, pool: Pool) -> Callable[[], object]:
+    return _product("MatMulInteger", left, right, pool)
+
+
+def _fp32_numpy(left: Any, right: Any, pool: Pool) -> Callable[[], object]:
+    out = np.empty_like(left)
+    return lambda: np.matmul(left, right, out=out)
+
+
+def _fp32_onnxruntime(left: Any, right: Any, pool: Pool) -> Callable[[], object]:
+    return _product("MatMul", left, right, pool)
+
+
+def _product(kind: str, left: Any, right: Any, pool: Pool) -> Callable[[], object]:
+    """A product in ONNX Runtime, by a weight that it knows."""
+    _need("onnxruntime", "onnx")
+    from onnx import TensorProto, helper, numpy_helper
+
+    types = (TensorProto.INT8, TensorProto.INT32) if left.dtype == np.int8 else (TensorProto.FLOAT,) * 2
+    ends = [helper.make_tensor_value_info(name, kind, left.shape) for name, kind in zip("xy", types, strict=True)]
+    graph = helper.make_graph(
+        [helper.make_node(kind, ["x", "w"], ["y"])], kind, ends[:1], ends[1:], [numpy_helper.from_array(right, "w")]
+    )
+    return _onnxruntime(graph, {"x": left}, pool)
+
+
+def _onnxruntime(graph: Any, feeds: dict[str, Any], pool: Pool) -> Callable[[], object]:
+    """A graph in a session, from memory to memory."""
+    import onnxruntime
+    from onnx import helper
+
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if pool.shared:
+        options.use_per_session_threads = False
+    elif pool.threads is not None:
+        options.intra_op_num_threads = pool.threads
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    binding = session.io_binding()
+    for name, values in feeds.items():
+        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(values))
+    (out,) = session.run(None, feeds)
+    binding.bind_ortvalue_output("y", onnxruntime.OrtValue.ortvalue_from_numpy(out))
+    return lambda: session.run_with_iobinding(binding)
+
+
+def _rates(task: Callable[[Any], object], parts: list[Any], size: int, runs: int) -> tuple[float, ...]:
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return _timed(lambda: list(pool.map(task, parts)), float(size), runs)
+
+
+def _timed(task: Callable[[], object], work: float, runs: int) -> tuple[float, ...]:
+    """`work` a second for each run, after one that is not counted (it faults the pages in and starts the threads).
+
+    A machine too slow for all runs within the budget makes fewer, three at least.
+    """
+    task()
+    samples: list[float] = []
+    begin = time.perf_counter()
+    while len(samples) < runs and (len(samples) < 3 or time.perf_counter() - begin < _BUDGET):
+        start = time.perf_counter()
+        task()
+        samples.append(work / (time.perf_counter() - start))
+    return tuple(samples)

@@ -1,0 +1,314 @@
+"""Single products timed side by side: every way to store a weight against the high-precision one, shape by shape.
+
+Whatever runs them (`Bench`) prepares, for one shape, a side for each variant: products of [M, K] with weights [N, K]
+that together are at least three times the last-level cache, visited in turn, so that none is still in the cache when
+its turn comes again. All sides of a shape and a batch are timed in one randomised palindrome (`stats.abba`), in rounds
+over the batches, so that the machine's moods over minutes are inside the intervals. Nothing is timed whose result was
+not right before.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError
+from quantkit.measurement.operators.tax import Cost
+from quantkit.planning.model.shapes import Linear
+from quantkit.stats.abba import Comparison, compare, interleave, timed, undisturbed
+
+Array = NDArray[Any]
+Step = Callable[[], object]
+Clock = Callable[[], float]
+Report = Callable[[float, str], None]
+
+# a step shorter than this is timed twice a visit, after one that is not counted
+_SHORT = 0.05
+# blocks of four visits a cell and round, at most; at least one, or two of short steps
+_BLOCKS = 60
+# a side this many times slower than the baseline is set against it alone, for a part of the time: in the palindrome of
+# all it would leave the others few visits, and a ratio so far from 1 needs none of that precision
+_SLOW, _SHARE = 4.0, 0.15
+# of the figure with weights that stay in the cache: runs, and seconds at most
+_HOT = (5, 40, 0.2)
+
+
+class Side(Protocol):
+    """One variant of one shape, ready to run. Raises InputError `out-of-memory` for an M that does not fit."""
+
+    @property
+    def cost(self) -> Cost:
+        """What a product must move and compute."""
+        ...
+
+    def products(self, M: int) -> int:
+        """Products that one step at M rows runs, one after the other."""
+        ...
+
+    @property
+    def resident_bytes(self) -> int | None:
+        """What a weight takes in memory as it is run, where known; what a kernel packs besides may not be in it."""
+        ...
+
+    def settings(self, M: int) -> Mapping[str, str | bool | int | float | None]:
+        """How it runs at M rows, for the rows of measurements: kernel, block, accuracy level."""
+        ...
+
+    def step(self, M: int) -> Step:
+        """One step at M rows; each call goes on to the next weights. What it returns: see `stats.abba.interleave`."""
+        ...
+
+    def hot(self, M: int) -> Step | None:
+        """One product whose weight is in the cache; None where it does not fit there."""
+        ...
+
+
+class Bench(Protocol):
+    """What runs products: a runtime on a device."""
+
+    def prepare(self, linear: Linear, variants: Sequence[str], batches: Sequence[int]) -> Mapping[str, Side | str]:
+        """A side for each variant, checked; the flag why there is none: `wrong-result`, `group-indivisible`, ...
+
+        `batches` are the M that will be asked for.
+        """
+        ...
+
+    def quantizer(self, variant: str) -> str:
+        """The side that does to x alone what this variant does; "" where it cannot be had apart."""
+        ...
+
+    def twin(self, variant: str) -> str:
+        """The side with the loads of this variant and without its decoding; "" where the runtime is a black box."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is timed, and how long it may take.
+
+    Args:
+        batches: M, rows of the activation.
+        seconds: for all cells together.
+        rounds: over the batches of each shape.
+        seed: of the order of the steps and of the resamples.
+    """
+
+    batches: Sequence[int]
+    seconds: float = 300.0
+    rounds: int = 8
+    seed: int = 0
+
+
+@dataclass
+class Timed:
+    """One variant of one shape at one batch. Times are of one product.
+
+    Args:
+        linear: the shape.
+        M: rows of the activation.
+        variant: its name.
+        side: what ran; None where it could not be prepared.
+        found: against the baseline; None where it was skipped.
+        skipped: the flag why.
+        hot: seconds with the weight in the cache.
+        quantizing: seconds of quantizing x alone.
+        raw: seconds of its twin, with the same loads and without decoding.
+    """
+
+    linear: Linear
+    M: int
+    variant: str
+    side: Side | None = None
+    found: Comparison | None = None
+    skipped: str = ""
+    hot: float | None = None
+    quantizing: float | None = None
+    raw: float | None = None
+
+
+@dataclass
+class _Cell:
+    M: int
+    burst: int = 0
+    taken: dict[str, list[Array]] = field(default_factory=dict)
+    against: dict[str, list[Array]] = field(default_factory=dict)  # the baseline's, of the same palindromes
+    slow: set[str] = field(default_factory=set)
+    rounds: int = 0
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def measure(
+    bench: Bench,
+    linears: Sequence[Linear],
+    baseline: str,
+    variants: Sequence[str],
+    plan: Plan,
+    *,
+    progress: Report | None = None,
+    clock: Clock = time.perf_counter,
+) -> list[Timed]:
+    """Time every variant of every shape at every batch against the baseline.
+
+    Args:
+        bench: what runs them.
+        linears: distinct shapes.
+        baseline: the high-precision variant.
+        variants: the others.
+        plan: batches and time.
+        progress: told the share that is done, and what is being done.
+        clock: seconds, rising.
+
+    Returns:
+        Shape by shape, batch by batch, in the order of `variants`, the baseline itself first (compared with itself
+        only in its A/A spread).
+
+    Raises:
+        InputError: what the bench says, if the baseline can be prepared for no shape at all.
+        MissingDependency: scipy is not installed.
+    """
+    progress = progress or (lambda share, words: None)
+    found: list[Timed] = []
+    share = plan.seconds / (len(linears) * len(plan.batches) or 1)
+    for i, linear in enumerate(linears):
+        progress(i / len(linears), f"{linear.label}: preparing")
+        names = [baseline, *(name for name in variants if name != baseline)]
+        parts = {name: (bench.quantizer(name), bench.twin(name)) for name in names}
+        asked = [*names, *dict.fromkeys(each for pair in parts.values() for each in pair if each)]
+        sides = bench.prepare(linear, asked, plan.batches)
+        usable = {name: side for name, side in sides.items() if not isinstance(side, str)}
+        if baseline not in usable:
+            # nothing of this shape can be compared; the other shapes can
+            flag = str(sides.get(baseline, "absent"))
+            found += [Timed(linear, M, name, skipped=flag) for M in plan.batches for name in names]
+            continue
+        cells = [_Cell(M) for M in plan.batches]
+        known: dict[str, tuple[int, float]] = {}
+        generator = np.random.default_rng([plan.seed, linear.K, linear.N])
+        with undisturbed():
+            for turn in range(plan.rounds):
+                for cell in cells:
+                    at = (i + (turn * len(cells) + cells.index(cell)) / (plan.rounds * len(cells))) / len(linears)
+                    progress(at, f"{linear.label}, batch {cell.M}")
+                    _visit(cell, usable, baseline, known, share, plan, generator, clock)
+        for cell in cells:
+            progress((i + 1) / len(linears), f"{linear.label}, batch {cell.M}: weights in the cache")
+            for name in names:
+                side = sides[name]
+                one = Timed(linear, cell.M, name)
+                if isinstance(side, str):
+                    one.skipped = side
+                else:
+                    one.side = side
+                    _fill(one, side, cell, baseline, parts[name], plan.seed + len(found), clock)
+                found.append(one)
+    if not any(each.side for each in found):
+        flag = found[0].skipped if found else "no-shapes"
+        raise InputError(flag, where=", ".join(each.label for each in linears), value=f"{baseline} cannot run")
+    return found
+
+
+def _visit(
+    cell: _Cell,
+    sides: Mapping[str, Side],
+    baseline: str,
+    known: dict[str, tuple[int, float]],
+    share: float,
+    plan: Plan,
+    generator: np.random.Generator,
+    clock: Clock,
+) -> None:
+    """Take one round's times of one cell."""
+    end = clock() + share / plan.rounds
+    steps: dict[str, Step] = {}
+    seconds: dict[str, float] = {}
+    for name, side in sides.items():
+        if cell.skipped.get(name) or cell.skipped.get(baseline):
+            continue
+        # two visits of each round: a step may take a tenth of its cell's time and no more
+        expected = side.products(cell.M) * _expected(known.get(name), cell.M)
+        if not cell.rounds and expected > max(share / 10, 0.25):
+            cell.skipped[name] = "too-slow"
+            continue
+        try:
+            step = side.step(cell.M)
+            step()
+            seconds[name] = timed(step, clock)
+        except InputError as error:
+            cell.skipped[name] = error.code
+            continue
+        steps[name] = step
+        known[name] = (cell.M, seconds[name] / side.products(cell.M))
+    if baseline not in steps or cell.skipped.get(baseline):
+        cell.skipped[baseline] = cell.skipped.get(baseline) or "no-baseline"
+        return
+    if not cell.rounds:
+        cell.slow = {name for name in steps if seconds[name] > _SLOW * seconds[baseline]}
+        cell.burst = 2 if max([seconds[name] for name in steps if name not in cell.slow]) < _SHORT else 1
+    together = [name for name in steps if name not in cell.slow]
+    apart = [[baseline, name] for name in steps if name in cell.slow]
+    for names in (*apart, together):
+        left = max(end - clock(), 0.0)
+        times = interleave(
+            [steps[name] for name in names],
+            blocks=(cell.burst, _BLOCKS),
+            seconds=left if names is together else _SHARE * left,
+            generator=generator,
+            burst=cell.burst,
+            settle=cell.burst - 1,
+            clock=clock,
+        )
+        each = {name: taken / sides[name].products(cell.M) for name, taken in zip(names, times, strict=True)}
+        for name in names:
+            if name != baseline or names is together:
+                cell.taken.setdefault(name, []).append(each[name])
+                cell.against.setdefault(name, []).append(each[baseline])
+    cell.rounds += 1
+
+
+def _expected(known: tuple[int, float] | None, M: int) -> float:
+    """Seconds that a product may take at M rows, from one at fewer: in proportion, beyond what is bound by memory."""
+    if known is None:
+        return 0.0
+    before, seconds = known
+    return seconds * max(M / before, 1.0) if before >= 64 or before >= M else seconds * max(M / 64, 1.0)
+
+
+def _fill(one: Timed, side: Side, cell: _Cell, baseline: str, parts: tuple[str, str], seed: int, clock: Clock) -> None:
+    """What was found of one variant in one cell; `parts` name its quantizer and its twin."""
+    taken, against = cell.taken.get(one.variant, []), cell.against.get(one.variant, [])
+    one.skipped = cell.skipped.get(one.variant, "") or cell.skipped.get(baseline, "")
+    if one.skipped or not taken:
+        one.skipped = one.skipped or "not-measured"
+        return
+    rounds = [len(part) for part in taken]
+    one.found = compare(np.concatenate(taken), np.concatenate(against), rounds=rounds, seed=seed)
+    one.quantizing, one.raw = (_median(cell.taken.get(name)) for name in parts)
+    if (step := side.hot(cell.M)) is not None:
+        one.hot = _hot(step, clock)
+
+
+def _median(taken: Sequence[Array] | None) -> float | None:
+    return float(np.median(np.concatenate(taken))) if taken else None
+
+
+def _hot(step: Step, clock: Clock) -> float:
+    """The median of a few runs in a row, after two."""
+    fewest, most, limit = _HOT
+    step()
+    step()
+    began = clock()
+    taken: list[float] = []
+    while len(taken) < fewest or (len(taken) < most and clock() - began < limit):
+        taken.append(timed(step, clock))
+    return float(np.median(taken))
+
+
+def copies(cost: Cost, cache: int) -> int:
+    """How many weights of a kind are needed so that all of them are at least three times the last-level cache."""
+    return max(1, math.ceil(3 * cache / cost.weight_bytes)) if cost.weight_bytes else 1

@@ -1,0 +1,360 @@
+"""Rows of products that were timed: what each took, what bounds it, the tax, and the batches at which it wins.
+
+For each shape, variant and batch `latency.op` and `tax.total`, `tax.activation` where quantizing the input can be had
+apart; `tax.break_even` for each shape and variant. For a model the same of the sum over its linears, each as often as
+it occurs (`op.layer` is `all linears`). Where the kernel is ours its twin without decoding splits the rest:
+
+    tax.streaming = t_raw - R     tax.decode = t - t_raw
+
+A runtime is a black box: of its tax only the sum is known, but for what quantizing the input takes alone and what
+launching costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quantkit.measurement.operators.products import Timed
+from quantkit.measurement.operators.tax import Cost, Limits, Shape, ideal_sum, win_flags, win_intervals, win_settings
+from quantkit.measurement.rows import Baseline, Device, Operation, Row
+from quantkit.stats.abba import Comparison, Interval, summed, summed_spread
+
+ALL = "all linears"
+# high-precision variant -> bytes of a number, the input type whose measured rate bounds its products
+_FLOATS = {"float32": (4.0, "fp32"), "float16": (2.0, "fp16"), "bfloat16": (2.0, "bf16")}
+_FEWEST = 16
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all rows of one run share.
+
+    Args:
+        runtime: that ran them.
+        threads: of one product; None on a GPU.
+        device: `plan.machine.device()`.
+        versions: `plan.machine.versions()`.
+        limits: the measured roofline.
+        launch: seconds of running a graph that does nothing; None where it is not known.
+        cache: bytes of the last-level cache.
+        baseline: name of the high-precision variant.
+    """
+
+    runtime: str
+    threads: int | None
+    device: Mapping[str, str]
+    versions: Mapping[str, str]
+    limits: Limits
+    launch: float | None
+    cache: int
+    baseline: str
+
+    def common(self, variant: str) -> dict[str, Any]:
+        """Fields of every row."""
+        return {
+            "subject": f"op:{variant}",
+            "runtime": self.runtime,
+            "device": Device.model_validate(dict(self.device)),
+            "versions": dict(self.versions),
+        }
+
+
+def rows(timed: Sequence[Timed], setting: Setting, *, model: str = "") -> list[Row]:
+    """All rows of products timed in one run; with `model` those of the sum over its linears too."""
+    found: list[Row] = []
+    for each in timed:
+        found += _rows(each, setting)
+    groups: dict[tuple[str, str], list[Timed]] = {}
+    for each in timed:
+        groups.setdefault((each.linear.label, each.variant), []).append(each)
+    for (_, variant), curve in groups.items():
+        if variant != setting.baseline:
+            found.append(_break_even([[each] for each in curve], setting))
+    if model:
+        found += _model(timed, setting, model)
+    return found
+
+
+def _shape(m: float) -> Shape:
+    return (m, 1.0, 0.0)
+
+
+def _rows(timed: Timed, setting: Setting) -> list[Row]:
+    linear, found, side = timed.linear, timed.found, timed.side
+    common = setting.common(timed.variant) | {"batch": timed.M}
+    settings: dict[str, Any] = {"threads": setting.threads, "variant": timed.variant}
+    settings |= dict(side.settings(timed.M)) if side is not None else {}
+    size: dict[str, Any] = {"K": linear.K, "N": linear.N, "M": timed.M}
+    if found is None or side is None:
+        op = Operation(**size, format=side.cost.format if side else None)
+        return [_absent(op, [timed.skipped or "not-measured"], settings, common)]
+    cost = side.cost
+    bound, hp_cost = cost.bound(*_shape(timed.M), setting.limits), _baseline_cost(timed, setting)
+    hp_bound = hp_cost.bound(*_shape(timed.M), setting.limits)
+    time_s, hp_s = found.quantiles["p50"], found.baseline["p50"]
+    op = Operation(**size, format=cost.format, bound_s=bound, hp_bound_s=hp_bound, hp_s=hp_s, raw_s=timed.raw)
+    launch = setting.launch / side.products(timed.M) if setting.launch is not None else None
+    settings["products_a_run"] = side.products(timed.M)
+    settings |= {"hot_s": timed.hot, "launch_s": launch, "activation_s": timed.quantizing}
+    common |= {"n": found.n, "aa_spread": found.aa_spread, "op": op, "resident_bytes": side.resident_bytes}
+    result = [_latency(found, settings, setting, common, alone=timed.variant == setting.baseline)]
+    result += _tax(time_s, found.ci95, found.ratio, settings, setting, common)
+    if timed.quantizing is not None:
+        more: dict[str, Any] = common | {"op": Operation(**size, format=cost.format, hp_s=hp_s), "aa_spread": None}
+        result.append(
+            Row(
+                name="tax.activation",
+                value=timed.quantizing,
+                unit="s",
+                stat="median",
+                better="lower",
+                settings=settings | {"share_of_baseline": timed.quantizing / hp_s},
+                # what another kernel does before the product; a fused one may hide some of it
+                flags=["unfused"],
+                **more,
+            )
+        )
+    return result
+
+
+def _latency(
+    found: Comparison, settings: Mapping[str, Any], setting: Setting, common: Mapping[str, Any], *, alone: bool
+) -> Row:
+    against: dict[str, Any] = {}
+    tails: dict[str, Any] = {}
+    if not alone:
+        against["baseline"] = Baseline(
+            subject=f"op:{setting.baseline}",
+            value=found.baseline["p50"],
+            ratio=found.ratio,
+            ratio_ci95=found.ratio_ci95,
+        )
+        tails = {"baseline_p90": found.baseline["p90"], "baseline_p99": found.baseline["p99"]}
+        tails |= {"p99_ratio": found.p99_ratio}
+        tails |= {"p99_ratio_low": found.p99_ratio_ci95[0], "p99_ratio_high": found.p99_ratio_ci95[1]}
+    return Row(
+        name="latency.op",
+        value=found.quantiles["p50"],
+        unit="s",
+        stat="median",
+        better="lower",
+        quantiles=found.quantiles,
+        ci95=found.ci95,
+        settings={**settings, **tails},
+        flags=[flag for flag in found.flags if not alone or flag == "noisy"] + _few(found.n),
+        **against,
+        **common,
+    )
+
+
+def _absent(op: Operation, flags: list[str], settings: dict[str, Any], common: Mapping[str, Any]) -> Row:
+    """The row of what was not timed; its flags say why."""
+    return Row(name="latency.op", value=None, unit="s", better="lower", op=op, flags=flags, settings=settings, **common)
+
+
+def _few(n: int) -> list[str]:
+    return ["few-steps"] if n < _FEWEST else []
+
+
+def _tax(
+    time_s: float,
+    ci95: Interval,
+    ratio: float,
+    settings: Mapping[str, Any],
+    setting: Setting,
+    common: Mapping[str, Any],
+) -> list[Row]:
+    """`tax.total`, and its two parts where there is a twin."""
+    row: dict[str, Any] = {"unit": "s", "stat": "median", "better": "lower", **common}
+    op: Operation = common["op"]
+    bound, hp_bound, hp_s, raw = op.bound_s, op.hp_bound_s, op.hp_s or time_s, op.raw_s
+    if bound is None or hp_bound is None:
+        return [Row(name="tax.total", value=None, settings=dict(settings), flags=["no-ceiling"], **row)]
+    excess = time_s - bound
+    total = Row(
+        name="tax.total",
+        value=excess,
+        ci95=(ci95[0] - bound, ci95[1] - bound),
+        # the baseline's own excess: its slack is no merit of the format
+        baseline=Baseline(subject=f"op:{setting.baseline}", value=hp_s - hp_bound),
+        settings={
+            **settings,
+            "share_of_baseline": excess / hp_s,
+            "promised": hp_bound / bound,
+            "delivered": ratio,
+        },
+        flags=[*(["sum-only"] if raw is None else []), *(["negative-tax"] if excess < 0 else [])],
+        **row,
+    )
+    if raw is None:
+        return [total]
+    row |= {"aa_spread": None}
+    parts = {"tax.streaming": raw - bound, "tax.decode": time_s - raw}
+    return [
+        total,
+        *(
+            Row(
+                name=name,
+                value=part,
+                settings={**settings, "share_of_baseline": part / hp_s},
+                flags=["negative-tax"] if part < 0 else [],
+                **row,
+            )
+            for name, part in parts.items()
+        ),
+    ]
+
+
+def _baseline_cost(timed: Timed, setting: Setting) -> Cost:
+    """Of the float product of the same shape: what a runtime would have to move and compute without quantizing."""
+    linear = timed.linear
+    each, compute = _FLOATS[setting.baseline]
+    return Cost(
+        setting.baseline,
+        each * linear.K * linear.N,
+        flops_per_token=2.0 * linear.K * linear.N,
+        io_bytes_per_token=each * (linear.K + linear.N),
+        compute=compute,
+    )
+
+
+# --- over batches, and over linears ----------------------------------------------------------------------------------
+
+
+def _break_even(curve: Sequence[Sequence[Timed]], setting: Setting, *, layer: str | None = None) -> Row:
+    """The `tax.break_even` row of one variant: of one shape, or of a model's linears.
+
+    Args:
+        curve: for each batch the linears; skipped ones leave their batch out.
+        setting: of the run.
+        layer: `all linears` of a sum.
+    """
+    first = curve[0][0]
+    whole = [group for group in curve if all(each.found is not None for each in group)]
+    sizes = [group[0].M for group in whole]
+    settings: dict[str, Any] = {"threads": setting.threads, "variant": first.variant, "over": "batch"}
+    side = first.side
+    shape = {} if layer else {"K": first.linear.K, "N": first.linear.N}
+    op = Operation(layer=layer, format=side.cost.format if side else None, K=shape.get("K"), N=shape.get("N"))
+    row: dict[str, Any] = setting.common(first.variant) | {"name": "tax.break_even", "unit": "1", "better": "higher"}
+    row["op"] = op
+    flags: list[str] = []
+    costs = [
+        (each.side.cost, _baseline_cost(each, setting), each.linear.count) for each in curve[0] if each.side is not None
+    ]
+    if len(costs) == len(curve[0]):
+        settings["ideal"], reason = ideal_sum(costs, setting.limits, _shape)
+        flags += [reason] if reason else []
+    if not whole:
+        return Row(value=None, settings=settings, flags=["not-measured", *flags], **row)
+    ratios = [_summed(group) for group in whole]
+    wins = win_intervals(
+        sizes,
+        [ci95[0] for _, ci95, _ in ratios],
+        [ratio for ratio, _, _ in ratios],
+        np.stack([d for _, _, d in ratios]),
+    )
+    settings |= win_settings(wins, sizes)
+    best = wins[0] if wins else None
+    comparisons = [each.found for group in whole for each in group if each.found is not None]
+    return Row(
+        value=best.end if best else None,
+        ci95=best.end_ci95 if best else None,
+        n=min(found.n for found in comparisons),
+        aa_spread=max(_spread(group) for group in whole),
+        settings=settings,
+        flags=[*win_flags(wins), *flags],
+        **row,
+    )
+
+
+def _summed(group: Sequence[Timed]) -> tuple[float, Interval, Any]:
+    """(ratio, interval, draws) of the linears of one batch, each as often as it occurs."""
+    found = [each.found for each in group if each.found is not None]
+    if len(found) == 1:
+        return found[0].ratio, found[0].ratio_ci95, found[0].draws
+    return summed(found, [each.linear.count for each in group])
+
+
+def _spread(group: Sequence[Timed]) -> float:
+    """The A/A spread of the linears of one batch, each as often as it occurs."""
+    timed = [(each.found, each.linear.count) for each in group if each.found is not None]
+    return summed_spread([found for found, _ in timed], [count for _, count in timed])
+
+
+def _model(timed: Sequence[Timed], setting: Setting, model: str) -> list[Row]:
+    """The rows of the sum over all linears, one curve a variant."""
+    result: list[Row] = []
+    for variant in dict.fromkeys(each.variant for each in timed):
+        mine = [each for each in timed if each.variant == variant]
+        curve = [[each for each in mine if each.M == M] for M in sorted({each.M for each in mine})]
+        for group in curve:
+            result += _sum(group, setting, model)
+        if variant != setting.baseline:
+            result.append(_break_even(curve, setting, layer=ALL))
+    return result
+
+
+def _sum(group: Sequence[Timed], setting: Setting, model: str) -> list[Row]:
+    """`latency.op` and `tax.total` of all linears of a model at one batch."""
+    first = group[0]
+    alone = first.variant == setting.baseline
+    settings: dict[str, Any] = {"threads": setting.threads, "variant": first.variant, "model": model}
+    settings |= {"linears": sum(each.linear.count for each in group)}
+    common = setting.common(first.variant) | {"batch": first.M}
+    missing = [each for each in group if each.found is None or each.side is None]
+    if missing:
+        flags = ["incomplete", *dict.fromkeys(each.skipped for each in missing)]
+        return [_absent(Operation(layer=ALL, M=first.M), flags, settings, common)]
+    parts = [(each, each.found, each.side, each.linear.count) for each in group if each.found and each.side]
+    time_s = sum(n * found.quantiles["p50"] for _, found, _, n in parts)
+    hp_s = sum(n * found.baseline["p50"] for _, found, _, n in parts)
+    ci95 = tuple(sum(n * found.ci95[i] for _, found, _, n in parts) for i in (0, 1))
+    bounds = [(side.cost.bound(*_shape(each.M), setting.limits), n) for each, _, side, n in parts]
+    hp_bounds = [(_baseline_cost(each, setting).bound(*_shape(each.M), setting.limits), n) for each, _, _, n in parts]
+    bound, hp_bound = _total(bounds), _total(hp_bounds)
+    ratio, ratio_ci95, _ = _summed(group)
+    side = parts[0][2]
+    raw = _total([(each.raw, n) for each, _, _, n in parts])
+    limits: dict[str, Any] = {"bound_s": bound, "hp_bound_s": hp_bound, "hp_s": hp_s, "raw_s": raw}
+    op = Operation(layer=ALL, M=first.M, format=side.cost.format, **limits)
+    how = side.settings(first.M)
+    hot = [(each.hot, n) for each, _, _, n in parts]
+    settings |= {key: how[key] for key in ("compute_type", "accuracy_level", "group") if key in how}
+    settings |= {"hot_s": _total(hot), "activation_s": _total([(each.quantizing, n) for each, _, _, n in parts])}
+    if setting.launch is not None:
+        settings["launch_s"] = sum(n * setting.launch / side.products(first.M) for _, _, side, n in parts)
+    common |= {"n": min(found.n for _, found, _, _ in parts), "op": op}
+    common |= {"aa_spread": _spread(group)}
+    common["resident_bytes"] = int(sum((side.resident_bytes or 0) * n for _, _, side, n in parts))
+    flags = list(dict.fromkeys(flag for _, found, _, _ in parts for flag in found.flags if flag == "noisy"))
+    against: dict[str, Any] = {}
+    if not alone:
+        low, high = ratio_ci95
+        flags += ["interval-spans-1"] if low <= 1 <= high else []
+        subject = f"op:{setting.baseline}"
+        against["baseline"] = Baseline(subject=subject, value=hp_s, ratio=ratio, ratio_ci95=ratio_ci95)
+    interval = (float(ci95[0]), float(ci95[1]))
+    latency = Row(
+        name="latency.op",
+        value=time_s,
+        unit="s",
+        stat="sum of medians",
+        better="lower",
+        ci95=interval,
+        settings=settings,
+        flags=flags + _few(common["n"]),
+        **against,
+        **common,
+    )
+    return [latency, *_tax(time_s, interval, ratio, settings, setting, common)]
+
+
+def _total(parts: Sequence[tuple[float | None, int]]) -> float | None:
+    if any(value is None for value, _ in parts):
+        return None
+    return sum((value or 0.0) * n for value, n in parts)

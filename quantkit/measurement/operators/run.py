@@ -1,0 +1,188 @@
+"""A sweep over shapes, variants, batches and thread counts: each thread count, and a GPU, in a process of its own.
+
+Threads of a library are set before it is loaded, and what else the asking process holds is not part of the figures. In
+each child ceilings are measured before and after, on a CPU with as many threads as the products have. A GPU whose
+clocks fell in between says so: its ceilings carry the flag `throttled`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from quantkit import machine
+from quantkit.errors import MissingDependency
+from quantkit.measurement.operators import ceilings as _ceilings
+from quantkit.measurement.operators.ceilings import Ceiling, Pool
+from quantkit.measurement.operators.products import Bench, Plan, Timed, measure
+from quantkit.measurement.operators.rows import Setting, rows
+from quantkit.measurement.operators.tax import Limits
+from quantkit.measurement.rows import Row
+from quantkit.measurement.timing.latency import joined
+from quantkit.planning.model.shapes import Linear
+from quantkit.runtimes import child
+
+Report = Callable[[float, str], None]
+_UNKNOWN_CACHE = 64 * 2**20
+# of a GPU's ceilings
+_BLOCKS = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be timed in one child.
+
+    Args:
+        linears: distinct shapes, as `Linear.model_dump()`.
+        model: whose linears they are; "" for shapes alone, over which nothing is summed.
+        baseline: the high-precision variant.
+        variants: the others.
+        batches: M, rows of the activation.
+        threads: of one product; 0 is a GPU.
+        seconds: for all of it but ceilings and preparing.
+        seed: of weights, activations and the order of steps.
+        rounds: over the batches of each shape.
+    """
+
+    linears: Sequence[Mapping[str, Any]]
+    model: str
+    baseline: str
+    variants: Sequence[str]
+    batches: Sequence[int]
+    threads: int
+    seconds: float
+    seed: int = 0
+    rounds: int = 8
+
+
+def demand(threads: int) -> None:
+    """Refuse to begin what needs a package that is not there. Raises MissingDependency."""
+    for package in ("onnxruntime", "onnx", "scipy", "torch") if threads else ("triton", "scipy", "torch"):
+        if not machine.has(package):
+            extra = "gpu" if package == "triton" else "compile"
+            raise MissingDependency(package, extra=extra, purpose="timing single products")
+
+
+def run(job: Job, progress: Report | None = None) -> list[Row]:
+    """All rows of one thread count.
+
+    Raises:
+        InputError: what the child met, or `speed-failed`.
+        MissingDependency: onnxruntime, onnx, scipy or torch; on a GPU triton.
+    """
+    demand(job.threads)
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    threads = {name: str(job.threads or 1) for name in names}
+    found = child.lines(
+        __name__,
+        [],
+        json.dumps(asdict(job)),
+        progress,
+        remedy="try fewer shapes, or smaller batches: --batch 1,2,4",
+        environment=threads | {"GOMP_SPINCOUNT": "0"},
+    )
+    return [Row.model_validate(json.loads(line)) for line in found]
+
+
+def ceilings(threads: int, *, size: int = 1024, runs: int = 7) -> list[Ceiling]:
+    """Read and copy bandwidth, matrix rates in float32 and int8, launch latency, each with so many threads.
+
+    For this process alone, whose threads were set before it began; see `run`.
+    """
+    cache = machine.last_level_cache() or _UNKNOWN_CACHE
+    span = min(max(4 * cache, 256 * 2**20), machine.memory_limit() // 8)
+    pool = Pool(threads, shared=threads > 1)
+    return [
+        _ceilings.read(threads, span, runs),
+        _ceilings.copy(threads, span, runs),
+        _ceilings.compute_fp32(size, runs, pool),
+        _ceilings.compute_int8(size, runs, pool),
+        _ceilings.launch(threads, runs, pool),
+    ]
+
+
+def _progress(share: float, words: str) -> None:
+    print(f"at {share} {words}", flush=True)
+
+
+def _measured(job: Job, bench: Bench) -> list[Timed]:
+    return measure(
+        bench,
+        [Linear.model_validate(dict(each)) for each in job.linears],
+        job.baseline,
+        job.variants,
+        Plan(tuple(job.batches), job.seconds, job.rounds, job.seed),
+        progress=_progress,
+    )
+
+
+def _on_cpu(job: Job) -> list[Row]:
+    import onnxruntime
+
+    from quantkit.measurement.operators.onnxruntime import RUNTIME, OnnxRuntimeBench
+
+    if job.threads > 1:
+        onnxruntime.set_global_thread_pool_sizes(job.threads, 1)
+    _progress(0.0, "ceilings")
+    bench = OnnxRuntimeBench(job.threads, seed=job.seed)
+    before = ceilings(job.threads)
+    timed = _measured(job, bench)
+    _progress(1.0, "ceilings")
+    measured = joined(before, ceilings(job.threads))
+    device, versions = machine.device(), machine.versions()
+    launch = next((each.value for each in measured if each.name == "ceiling.launch"), None)
+    setting = Setting(RUNTIME, job.threads, device, versions, Limits.of(measured), launch, bench.cache, job.baseline)
+    found = []
+    for each in measured:
+        row = each.row(device=device, versions=versions)
+        extra = {"last_level_cache": bench.cache} if each.name == "ceiling.read" else {}
+        found.append(row.model_copy(update={"settings": {**row.settings, "threads": job.threads, **extra}}))
+    return found + rows(timed, setting, model=job.model)
+
+
+def _on_gpu(job: Job) -> list[Row]:
+    import torch
+
+    from quantkit.kernels.workspace import interpreted
+    from quantkit.measurement.cuda import ceilings as limits
+    from quantkit.measurement.cuda.device import Device
+    from quantkit.measurement.operators.cuda import RUNTIME, CudaBench
+
+    # tests run it in the interpreter, tiny; whoever calls it without that needs the device
+    device = Device("cpu", dry=True) if interpreted() else Device("cuda", dry=False)
+    generator = np.random.default_rng(job.seed)
+    _progress(0.0, "ceilings")
+    before = limits.measured(device, _BLOCKS, generator)
+    timed = _measured(job, CudaBench(device, torch.bfloat16, job.seed))
+    _progress(1.0, "ceilings")
+    again = limits.measured(device, _BLOCKS, generator)
+    device.sample("end")
+    slower = limits.slower(before, again)
+    versions = {**machine.versions(), "driver": str(device.describe().get("driver", ""))}
+    found = []
+    for row in before:
+        flags = [*row["flags"], *(["throttled"] if slower or device.throttled() else [])]
+        extra = {"last_level_cache": device.cache_bytes} if row["name"] == "ceiling.read" else {}
+        settings = {**row["settings"], **extra}
+        found.append(Row.model_validate({**row, "flags": flags, "settings": settings, "versions": versions}))
+    measured = {str(row.settings.get("compute_type")): row.value for row in found if row.name == "ceiling.compute"}
+    read, launch = (limits.of(before, name) for name in ("ceiling.read", "ceiling.launch"))
+    roofline = Limits(read, {kind: value for kind, value in measured.items() if value is not None})
+    own = device.identity()
+    setting = Setting(RUNTIME, None, own, versions, roofline, launch, device.cache_bytes, job.baseline)
+    return found + rows(timed, setting, model=job.model)
+
+
+def main(arguments: list[str]) -> None:
+    """The child: a job on stdin."""
+    child.answering(lambda: _answer(Job(**json.load(sys.stdin))))
+
+
+def _answer(job: Job) -> None:
+    for row in _on_cpu(job) if job.threads else _on_gpu(job):
+        print(f"row {row.line()}", flush=True)

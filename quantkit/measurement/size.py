@@ -1,0 +1,82 @@
+"""What a bundle's weights weigh: bytes on disk, and bits for each quantized weight.
+
+    bits per weight = Σ bits_l · N_l·K_l / Σ N_l·K_l      over the quantized layers, scales and zero points counted
+
+Layers that stay in high precision (embeddings, head, norms) count in the bytes, not in the bits per weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from quantkit.bundle import FileEntry, LayerEntry
+from quantkit.measurement.rows import Baseline, Row
+
+
+def bits_per_weight(layers: Iterable[LayerEntry]) -> float | None:
+    """The mean over all weights of the quantized layers; None where there are none."""
+    counted = [(prod(layer.shape), layer.bits_per_weight) for layer in layers]
+    weights = sum(count for count, _ in counted)
+    return sum(count * bits for count, bits in counted) / weights if weights else None
+
+
+def folder_of(export: str) -> str:
+    """Where in a bundle an exporter writes: `model`, `engine`, else a folder of its name."""
+    return {"checkpoint": "model", "tensorrt": "engine"}.get(export, export)
+
+
+def weight_bytes(files: Iterable[FileEntry], *, folder: str = "model") -> int:
+    """Bytes of the weight files under one folder of a bundle (`model`, `onnx`, ...): one export, not all of them."""
+    inside = [file for file in files if file.path.startswith(f"{folder}/")]
+    # an engine has weights of its own: the graph that it is built from stays behind
+    roles = {"engine"} if folder == "engine" else {"weights", "onnx", "gguf"}
+    return sum(file.bytes for file in inside if file.role in roles)
+
+
+def size_rows(
+    layers: Iterable[LayerEntry],
+    files: Iterable[FileEntry],
+    *,
+    subject: str,
+    baseline: str | None = None,
+    baseline_bytes: int | None = None,
+    folder: str = "model",
+) -> list[Row]:
+    """`size.bytes` and `size.bits_per_weight` of one export.
+
+    Args:
+        layers: the manifest's quantized layers.
+        files: the manifest's files.
+        subject: the bundle's `content_sha256`.
+        baseline: hash of the original.
+        baseline_bytes: what the original's weights take as they were given.
+        folder: of the export.
+    """
+    size = weight_bytes(files, folder=folder)
+    against = None
+    if baseline is not None and baseline_bytes is not None:
+        ratio = baseline_bytes / size if size else None
+        against = Baseline(subject=baseline, value=baseline_bytes, ratio=ratio)
+    bits = bits_per_weight(layers)
+    return [
+        Row(
+            name="size.bytes",
+            value=size,
+            unit="B",
+            stat="total",
+            better="lower",
+            subject=subject,
+            baseline=against,
+            settings={"export": folder},
+        ),
+        Row(
+            name="size.bits_per_weight",
+            value=bits,
+            unit="bit",
+            stat="mean",
+            better="lower",
+            subject=subject,
+            flags=[] if bits is not None else ["no-quantized-layer"],
+        ),
+    ]

@@ -1,0 +1,237 @@
+"""A bundle on quantkit's own kernels against the unquantized model in 16 bits, on one GPU: steps and prefills.
+
+Both are transformers' classes; only the linears differ. A decode step of a batch is one CUDA graph on either side
+(`runtimes._decode_graph`), timed by the device's own clock, interleaved (`measure.latency`). Beside each step stands
+the sum of its linears as `quantkit tax` timed them one by one, where the bundle carries that (`kernels.json`); the
+residual is what that sum does not explain: attention, norms, the head, launches, weights that one product leaves in the
+cache for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from quantkit import machine
+from quantkit.bundle import Bundle
+from quantkit.errors import InputError
+from quantkit.kernels.dispatch import Table
+from quantkit.kernels.linear import QuantLinear
+from quantkit.measurement.cuda import ceilings as limits
+from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.cuda.memory import allocated, fitting
+from quantkit.measurement.operators.ceilings import Ceiling
+from quantkit.measurement.operators.tax import Cost
+from quantkit.measurement.rows import Row
+from quantkit.measurement.timing.latency import Entry, Plan, Step, measure
+from quantkit.model.structure.traced import is_linear
+from quantkit.runtimes.torch import events
+from quantkit.runtimes.torch import packed as _packed
+from quantkit.runtimes.torch.classes import built
+from quantkit.runtimes.torch.decode_graph import DecodeGraph
+
+if TYPE_CHECKING:
+    from quantkit.model.source.open import Source
+
+RUNTIME = "torch"
+# steps after which a sequence goes back to where it began
+_STEPS = 256
+_BLOCKS = 4
+
+
+class Decoder:
+    """A model as `latency.Side`.
+
+    Args:
+        model: a decoder of transformers, on its device.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._at = next(model.parameters()).device
+        self.context = int(getattr(model.config, "max_position_embeddings", 1 << 30))
+
+    def decode(self, batch: int, context: int) -> Step:
+        """See `latency.Side`; the cache holds `context` tokens to 255 more, and attention reads all it has room for."""
+        self._demand(context + 1)
+        length = min(context + _STEPS, self.context)
+        with fitting(f"batch {batch}, context {context}"):
+            graph = DecodeGraph(self.model, batch, length)
+            graph.prefill(self._ids(batch, context))
+            ids = self._ids(batch, 1)[:, 0]
+            graph.step(ids)
+
+        def step() -> float | None:
+            if graph.taken >= length:
+                graph.rewind(context)
+            return events.seconds(lambda: graph.step(ids), self._at)
+
+        return step
+
+    def prefill(self, batch: int, tokens: int) -> Step:
+        """See `latency.Side`."""
+        self._demand(tokens)
+        ids = self._ids(batch, tokens)
+
+        def run() -> object:
+            with torch.no_grad():
+                return self.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+
+        with fitting(f"batch {batch}, {tokens} tokens"):
+            run()
+        return lambda: events.seconds(run, self._at)
+
+    def _ids(self, batch: int, tokens: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(batch * tokens)
+        return torch.randint(0, self.model.config.vocab_size, (batch, tokens), generator=generator).to(self._at)
+
+    def _demand(self, tokens: int) -> None:
+        if tokens > self.context:
+            raise InputError("prompt-too-long", where="context", value=tokens, rule=f"the model takes {self.context}")
+
+
+def run(
+    bundle: Bundle,
+    source: Source,
+    plan: Plan,
+    device: Device,
+    *,
+    progress: Callable[[float, str], None] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[list[Row], str]:
+    """Time a bundle against the model that it was made from.
+
+    Args:
+        bundle: a decoder, with a checkpoint.
+        source: that model, opened.
+        plan: what and how long.
+        device: the GPU; a CPU in Triton's interpreter, for tests.
+        progress: told the share that is done, and what is being done.
+        dtype: of activations, of what is not quantized, and of the baseline.
+
+    Returns:
+        (rows as of `latency.measure` and `memory.peak`, what no kernel takes, in a sentence, or "").
+
+    Raises:
+        InputError: `out-of-memory`, the two do not fit; `dispatch-invalid`.
+    """
+    identity = device.identity()
+    table, reason = _packed.recorded(bundle, identity["name"])
+    with fitting("both models"):
+        at = device.torch_device
+        before = allocated()
+        packed = _packed.load(bundle, bundle.model_folder, device=at, dtype=dtype, table=table)
+        resident = allocated() - before
+        model_class, config = described(source)
+        state = {name: source.weights.read(name).to(dtype) for name in source.weights.entries}
+        theirs = built(model_class, config, state, dtype).to(at)
+        baseline = allocated() - before - resident
+    kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    form = format_of(bundle)
+    entries = [
+        Entry(Decoder(packed.model), cost(packed.model, form, kind), bundle.manifest.content_sha256, resident or None),
+        Entry(Decoder(theirs), cost(theirs, str(dtype).removeprefix("torch."), kind), source.sha256, baseline or None),
+    ]
+    generator = np.random.default_rng(plan.seed)
+    settings: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "graphs": at == "cuda"}
+    settings |= {"baseline_format": entries[1].cost.format, "compute_type": kind}
+    rows = measure(
+        entries[0],
+        entries[1],
+        runtime=RUNTIME,
+        settings=settings,
+        device=identity,
+        versions={**machine.versions(), "driver": str(device.describe().get("driver", ""))},
+        plan=plan,
+        ceilings=lambda: ceilings(device, generator),
+        progress=progress,
+    )
+    said = " ".join(part for part in (reason, packed.said()) if part)
+    return [_explained(row, packed.model, table) for row in rows], said
+
+
+def cost(model: Any, name: str, compute: str) -> Cost:
+    """What a step of a decoder must move and compute: every weight once, but of the embedding no more than a row."""
+    config = model.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    head = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    layers = int(config.num_hidden_layers)
+    output = model.get_output_embeddings()
+    inside, stored, floats = 0.0, 0.0, 0.0
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            inside += module.packed.shape[0] * module.packed.shape[1]
+            stored += module.packed.resident_bytes
+        elif is_linear(module) and module is not output:
+            inside += module.weight.numel()
+            floats += module.weight.numel() * module.weight.element_size()
+    top = output.weight
+    floats += top.numel() * top.element_size()
+    return Cost(
+        name,
+        stored + floats,
+        kv_bytes_per_token=2.0 * layers * kv_heads * head * top.element_size(),
+        flops_per_token=2.0 * inside,
+        attention_flops=4.0 * layers * heads * head,
+        head_flops=2.0 * top.numel(),
+        float_bytes=floats,
+        float_head_flops=2.0 * top.numel(),
+        io_bytes_per_token=float(top.shape[0] * top.element_size()),
+        compute=compute,
+        attention=compute,
+    )
+
+
+def linears_seconds(model: Any, batch: int, table: Table | None) -> float | None:
+    """The sum of a model's packed linears at M = `batch` as they were timed one by one; None where one was not."""
+    seconds = 0.0
+    shapes = [module.packed.shape for module in model.modules() if isinstance(module, QuantLinear)]
+    for shape in shapes:
+        known = () if table is None else table.choices.get(shape, ())
+        found = next((choice.seconds for choice in known if choice.batch == batch), None)
+        if found is None:
+            return None
+        seconds += found
+    return seconds if shapes else None
+
+
+def _explained(row: Row, model: Any, table: Table | None) -> Row:
+    """A decode step with the sum of its linears, and what that leaves unexplained."""
+    if row.name != "latency.decode_step" or row.value is None or row.batch is None:
+        return row
+    linears = linears_seconds(model, row.batch, table)
+    rest = None if linears is None else row.value - linears
+    return row.model_copy(update={"settings": {**row.settings, "linears_s": linears, "residual_s": rest}})
+
+
+def described(source: Source) -> tuple[Any, Any]:
+    """transformers' class of a model, and its config."""
+    import transformers
+
+    from quantkit.model.structure.kinds import class_name, native_class
+
+    name = class_name(source.config, source.ref)
+    found = native_class(name) or transformers.AutoModelForCausalLM
+    return found, found.config_class.from_dict(dict(source.config))
+
+
+def format_of(bundle: Bundle) -> str:
+    """That most of a bundle's layers are stored in."""
+    forms = [str(layer.scheme.get("format")) for layer in bundle.manifest.layers]
+    return max(forms, key=forms.count, default="float")
+
+
+def ceilings(device: Device, generator: np.random.Generator) -> list[Ceiling]:
+    """A GPU's ceilings as `latency.measure` takes them, each with all that was taken of it."""
+    return [ceiling(found) for found in limits.sampled(device, _BLOCKS, generator)]
+
+
+def ceiling(found: limits.Measured) -> Ceiling:
+    """One of them: its samples in the order in which they were taken, none where the device lacks it."""
+    samples = () if found.taken is None else tuple(float(each) for each in found.taken.ravel())
+    reason = f"not measured: {found.reason}" if found.reason else ""
+    return Ceiling(found.name, found.unit, samples, found.settings, {}, reason)

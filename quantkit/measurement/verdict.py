@@ -1,0 +1,335 @@
+"""Was it worth it? A pure function of measured rows, checks and the batches that matter.
+
+In this order:
+
+    a check failed             use FORMAT instead, if another measured one passes and wins, else do not quantize here
+    every batch wins           ship it
+    the first batches win      ship it up to batch B
+    no batch wins              do not quantize here; inconclusive, where noise hides whether some batch does
+    any other pattern          the intervals of batches that win
+
+A batch wins if it wins at every context measured there: the whole interval of the p50 ratio lies above 1, and p99 is
+no worse. **p99 is worse** if the whole interval of its ratio lies below 1, from at least 100 steps a side; with fewer
+steps p99 is about the slowest one seen, whose interval is too narrow (equal sides differ in 5 to 9 of 100 runs instead
+of 2), so it does not veto, and the reason says so. A batch is **open** if noise hides which it is: the interval holds 1
+and a gain of more than 5 % as well. A batch that was not measured, or did not fit, has not won. An A/A spread as large
+as the gain is told, and changes nothing: the interval holds it already, but for what differs from load to load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from quantkit.bundle import Check, Verdict
+from quantkit.errors import InputError
+from quantkit.measurement.rows import Row
+from quantkit.stats.abba import P99_FROM
+
+PREDICTED = "predicted"
+_WORTH = 1.05
+_NAMES = {"latency.decode_step": "a step", "latency.prefill": "a prefill", "latency.op": ""}
+_REASONS = 3
+
+State = Literal["wins", "loses", "open", "missing"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of one format on the target.
+
+    Args:
+        format: `int4`.
+        rows: of its bundle, in the runtime in question, against one baseline.
+        checks: gates and reload checks.
+    """
+
+    format: str
+    rows: Sequence[Row]
+    checks: Sequence[Check] = ()
+
+
+def verdict(
+    subject: Measured,
+    batches: Iterable[int],
+    *,
+    others: Sequence[Measured] = (),
+    traffic: Mapping[int, float] | None = None,
+) -> Verdict:
+    """The verdict, with up to three reasons: one row each, as a sentence.
+
+    It rests on `latency.decode_step` rows, or `latency.prefill` where there are none (a model that does not decode), or
+    `latency.op` where there are neither: those of a sum over linears, or of single shapes, which all have to win.
+    Rows flagged `predicted` count only if nothing was measured: the verdict is then a forecast.
+
+    Args:
+        subject: what is judged.
+        batches: of the target.
+        others: other formats measured on this target; asked only when a check of the subject failed.
+        traffic: batch -> share of the steps; if given, only its batches matter.
+
+    Returns:
+        `answer` is `ship_it`, `ship_up_to` (with `batch`), `intervals`, `do_not_quantize`, `inconclusive` or
+        `use_instead` (with `format`, and `batch` where that wins up to there only).
+
+    Raises:
+        InputError: `not-measured`, neither a failed check nor a latency at any of the batches; `no-batches`;
+            `traffic-invalid`, a share below zero, or none above.
+    """
+    wanted = _wanted(batches, traffic)
+    failed = [check for check in subject.checks if not check.ok]
+    if failed:
+        return _instead(subject, failed, wanted, others)
+    found = _judged(subject.rows, wanted, traffic)
+    if found is None:
+        raise InputError(
+            "not-measured",
+            where=subject.format,
+            value=f"no latency at batch {_listed(wanted)}",
+            rule="a verdict rests on measured rows",
+            remedy="quantkit measure, or other batches",
+        )
+    return found
+
+
+def state(row: Row) -> State:
+    """Whether one latency row wins, loses, or is hidden in noise."""
+    against = row.baseline
+    if row.value is None or against is None or against.ratio_ci95 is None:
+        return "missing"
+    low, high = against.ratio_ci95
+    if low > 1:
+        return "loses" if _p99_worse(row) else "wins"
+    return "open" if high > _WORTH else "loses"
+
+
+def _wanted(batches: Iterable[int], traffic: Mapping[int, float] | None) -> list[int]:
+    if traffic is None:
+        wanted = sorted(set(batches))
+    else:
+        if any(share < 0 or not math.isfinite(share) for share in traffic.values()) or not any(traffic.values()):
+            raise InputError(
+                "traffic-invalid", where="traffic", value=str(dict(traffic)), rule="shares are at least 0, one above"
+            )
+        wanted = sorted(batch for batch, share in traffic.items() if share > 0)
+    if not wanted:
+        raise InputError("no-batches", value="no batch", rule="a verdict is about the batches of a target")
+    return wanted
+
+
+def _latencies(rows: Sequence[Row]) -> tuple[list[Row], bool]:
+    """(the rows that a verdict rests on, whether they are predictions)."""
+    for name in _NAMES:
+        found = [row for row in rows if row.name == name]
+        measured = [row for row in found if PREDICTED not in row.flags]
+        if any(row.value is not None for row in found):
+            seen = any(row.value is not None for row in measured)
+            return (measured, False) if seen else (found, True)
+    return [], False
+
+
+def _answer(states: Mapping[int, State]) -> tuple[str, int | None]:
+    wins = [found == "wins" for found in states.values()]
+    count = sum(wins)
+    if count == len(wins):
+        return "ship_it", None
+    if count == 0:
+        return ("inconclusive" if "open" in states.values() else "do_not_quantize"), None
+    if all(wins[:count]):
+        return "ship_up_to", list(states)[count - 1]
+    return "intervals", None
+
+
+def _judged(rows: Sequence[Row], wanted: Sequence[int], traffic: Mapping[int, float] | None) -> Verdict | None:
+    """The verdict on a format that passed its checks; None where nothing is known of any batch."""
+    timed, forecast = _latencies(rows)
+    worst = {batch: _worst([row for row in timed if row.batch == batch]) for batch in wanted}
+    states = {batch: state(row) if row else "missing" for batch, row in worst.items()}
+    if set(states.values()) == {"missing"}:
+        return None
+    answer, limit = _answer(states)
+    because = [_sentence(row) for row in _deciding(answer, limit, worst, states, timed)]
+    if answer == "intervals":
+        because[0] = f"wins at batch {_ranges(states)}. {because[0]}"
+    if traffic is not None and (weighted := _over_traffic(timed, traffic)):
+        because[0] = f"{weighted}. {because[0]}"
+    if missing := [batch for batch, found in states.items() if found == "missing"]:
+        why = sorted({flag for row in rows if row.batch in missing and row.value is None for flag in row.flags})
+        reason = f" ({', '.join(why)})" if why else ""
+        because[-1] = f"{because[-1]}. Not measured: batch {_listed(missing)}{reason}"
+    if forecast:
+        because.append("predicted, not measured: `quantkit measure` on the target would confirm it")
+    return Verdict(answer=answer, batch=limit, because=because, forecast=forecast)
+
+
+def _instead(subject: Measured, failed: Sequence[Check], wanted: Sequence[int], others: Sequence[Measured]) -> Verdict:
+    """The verdict after a failed check."""
+    reasons = [_failure(subject.format, check) for check in failed]
+    passing = [other for other in others if all(check.ok for check in other.checks)]
+    judged = [(other, _judged(other.rows, wanted, None)) for other in passing]
+    winning = [
+        (other.format, found)
+        for other, found in judged
+        if found is not None and found.answer in {"ship_it", "ship_up_to"} and not found.forecast
+    ]
+    if not winning:
+        return Verdict(answer="do_not_quantize", because=reasons[:_REASONS])
+    # the one that wins furthest; of equals, the one that was named first
+    name, best = max(winning, key=lambda pair: pair[1].batch or math.inf)
+    because = [reasons[0], *(f"{name}: {reason}" for reason in best.because)]
+    return Verdict(answer="use_instead", batch=best.batch, format=name, because=because[:_REASONS])
+
+
+def _worst(rows: Sequence[Row]) -> Row | None:
+    """The row that decides a batch: one that loses before one that is missing, open or wins; then the lowest ratio."""
+    order: tuple[State, ...] = ("loses", "missing", "open", "wins")
+    return min(rows, key=lambda row: (order.index(state(row)), _ratios(row)[0]), default=None)
+
+
+def _deciding(
+    answer: str,
+    limit: int | None,
+    worst: Mapping[int, Row | None],
+    states: Mapping[int, State],
+    timed: Sequence[Row],
+) -> list[Row]:
+    """Three rows at most: what the answer turns on first, then the ends of the range, then what came closest to it."""
+    batches = [batch for batch, row in worst.items() if row is not None and row.value is not None]
+    by_low = sorted(batches, key=lambda batch: _ratios(worst[batch])[0])
+    if answer == "ship_it":
+        first = by_low[:1]
+    elif answer == "ship_up_to":
+        first = [batch for batch in batches if batch == limit] + [batch for batch in batches if batch > (limit or 0)][
+            :1
+        ]
+    elif answer == "intervals":
+        first = [b for a, b in pairwise(batches) if states[a] != states[b]]
+    else:
+        first = by_low[-1:]
+    chosen = dict.fromkeys([*first, *batches[:1], *batches[-1:]])
+    rows = [row for batch in chosen if (row := worst[batch]) is not None]
+    near = sorted(
+        (row for row in timed if row.batch in worst and row.value is not None and row.baseline and row not in rows),
+        key=lambda row: abs(math.log(_ratios(row)[1])),
+    )
+    return [*rows, *near][:_REASONS]
+
+
+def _ratios(row: Row | None) -> tuple[float, float, float]:
+    """(low, ratio, high) of a row against its baseline; nothing is 0, 1 and infinity."""
+    against = row.baseline if row is not None else None
+    if against is None or against.ratio is None or against.ratio_ci95 is None:
+        return 0.0, 1.0, math.inf
+    return against.ratio_ci95[0], against.ratio, against.ratio_ci95[1]
+
+
+def _p99(row: Row) -> tuple[float, float, float] | None:
+    """(low, ratio, high) of the 99th percentiles, where the row has them."""
+    low, ratio, high = (row.settings.get(key) for key in ("p99_ratio_low", "p99_ratio", "p99_ratio_high"))
+    if isinstance(low, int | float) and isinstance(ratio, int | float) and isinstance(high, int | float):
+        return low, ratio, high
+    return None
+
+
+def _p99_worse(row: Row) -> bool:
+    tail = _p99(row)
+    return tail is not None and tail[2] < 1 and (row.n or 0) >= P99_FROM
+
+
+def _sentence(row: Row) -> str:
+    """`batch 8, context 128: 11.3 ms a step against 30.1 ms, 2.66 times as fast (2.60 to 2.70)`."""
+    assert row.value is not None
+    assert row.baseline is not None
+    low, ratio, high = _ratios(row)
+    text = (
+        f"batch {row.batch}, {_what(row)} against {_time(row.baseline.value)},"
+        f" {ratio:.2f} times as fast ({low:.2f} to {high:.2f})"
+    )
+    found, tail = state(row), _p99(row)
+    if found == "open":
+        return f"{text}, too noisy to tell"
+    if low <= 1:
+        return text
+    if row.aa_spread is not None and row.aa_spread >= ratio - 1:
+        text += f", though two measurements of one side differ by {100 * row.aa_spread:.1f} %"
+    if found == "loses" and tail is not None:
+        return f"{text}, but p99 is worse: {tail[1]:.2f} times as fast ({tail[0]:.2f} to {tail[2]:.2f})"
+    if (row.n or 0) < P99_FROM:
+        return f"{text}; p99 from {row.n} steps is not judged"
+    if tail is not None and tail[0] <= 1:
+        return f"{text}; p99 not shown to differ ({tail[0]:.2f} to {tail[2]:.2f})"
+    return text
+
+
+def _what(row: Row) -> str:
+    """`context 128: 11.3 ms a step`, `4096x14336: 2.1 ms`."""
+    shape, op = row.shape or {}, row.op
+    time_ = _time(row.value or 0.0)
+    if row.name == "latency.op" and op is not None:
+        return f"{op.layer or f'{op.K}x{op.N}'}: {time_}"
+    if row.name == "latency.prefill" and shape.get("new_tokens") == 1:  # a graph takes whole samples
+        return f"{time_} a pass"
+    sizes = f"context {shape['context']}" if shape.get("context") else f"{shape.get('new_tokens', 1)} tokens"
+    return f"{sizes}: {time_} {_NAMES[row.name]}"
+
+
+def _failure(name: str, check: Check) -> str:
+    against = f"{_figure(check.value)} against a limit of {_figure(check.limit)}"
+    return f"{name} failed {check.name}: {against}"
+
+
+def _over_traffic(rows: Sequence[Row], traffic: Mapping[int, float]) -> str:
+    """Mean time of a step over the traffic, contexts counted alike; empty if a batch of it was not measured."""
+    times = over_traffic(rows, traffic)
+    if times is None:
+        return ""
+    ours, theirs = times
+    total = sum(traffic.values())
+    each = "" if rows[0].name == "latency.op" else f" {_NAMES[rows[0].name]}"
+    what = f"{_time(ours / total)}{each} against {_time(theirs / total)}"
+    return f"over the traffic: {what}, {theirs / ours:.2f} times as fast"
+
+
+def over_traffic(rows: Sequence[Row], traffic: Mapping[int, float]) -> tuple[float, float] | None:
+    """(seconds of the subject, of the baseline), each batch as often as the traffic has it; None if one is missing."""
+    ours = theirs = 0.0
+    for batch, share in traffic.items():
+        timed = [row for row in rows if row.batch == batch and row.value is not None and row.baseline is not None]
+        if share and not timed:
+            return None
+        if share:
+            ours += share * sum(row.value or 0.0 for row in timed) / len(timed)
+            theirs += share * sum(row.baseline.value for row in timed if row.baseline) / len(timed)
+    return ours, theirs
+
+
+def _ranges(states: Mapping[int, State]) -> str:
+    """Runs of batches that win: `2 to 8, 32`."""
+    runs: list[list[int]] = []
+    before: State = "loses"
+    for batch, found in states.items():
+        if found == "wins":
+            if before == "wins":
+                runs[-1].append(batch)
+            else:
+                runs.append([batch])
+        before = found
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _listed(batches: Sequence[int]) -> str:
+    return ", ".join(map(str, batches))
+
+
+def _time(seconds: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{_figure(seconds * factor)} {unit}"
+    return f"{_figure(seconds * 1e6)} µs"
+
+
+def _figure(value: float | None) -> str:
+    return "nothing" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

@@ -1,0 +1,298 @@
+"""GGUF to a Hugging Face folder in float32, for the architectures in `_ARCHITECTURES`.
+
+Done from the file's own metadata, because a load through transformers cannot be saved again and rebuilds the tokenizer
+with another pre-tokenizer. Four things differ between the two worlds:
+
+- names: `blk.0.attn_q.weight` is `model.layers.0.self_attn.q_proj.weight`; without `output.weight` the head is tied;
+- rotary embedding: in a llama GGUF it turns neighbouring rows (2i, 2i+1) of each head, in Hugging Face rows
+  (i, i + d/2). So the rows of q and k are permuted back, head by head:
+  `W.reshape(heads, d/2, 2, K).swapaxes(1, 2).reshape(heads * d, K)`, e.g. d = 4: rows 0 1 2 3 -> 0 2 1 3. Other
+  architectures turn halves in both;
+- norms: Gemma's multiply by 1 + w; GGUF holds 1 + w, Hugging Face w;
+- numbers: every block type is decoded to float32 by the `gguf` package, exactly as llama.cpp defines it. A 6-bit code
+  times an 8-bit code of its scale times a float16 has up to 24 significant bits: no 16-bit type holds it.
+
+What of the metadata or the tensors no rule here speaks of is refused, since it could change what the model computes.
+
+Sources: gguf-py (`gguf.quants`), convert_hf_to_gguf.py of llama.cpp (what it changes, undone here), llama-model.cpp
+(what it knows of an architecture without the file saying so).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import InputError, MissingDependency
+from quantkit.model.source.gguf_tokenizer import tokenizer_config, tokenizer_json
+from quantkit.model.source.hashes import file_sha256
+from quantkit.model.source.weights import Header, write_atomic, write_safetensors
+
+if TYPE_CHECKING:
+    import torch
+
+PROVENANCE = "provenance.json"
+
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+
+
+@dataclass(frozen=True)
+class _Architecture:
+    """What an architecture of llama.cpp is in Hugging Face's words.
+
+    Args:
+        causal: the class.
+        model_type: as config.json has it.
+        layer: names of a layer's tensors, all of which each layer has.
+        config: metadata without the architecture's name, and where the model's sizes are known -> what config.json says
+            besides what all say; takes what it reads of the metadata out of it.
+        turns_neighbours: rotary embedding turns rows (2i, 2i + 1) in GGUF.
+        adds_one: GGUF holds 1 + w of every norm.
+    """
+
+    causal: str
+    model_type: str
+    layer: Mapping[str, str]
+    config: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+    turns_neighbours: bool = False
+    adds_one: bool = False
+
+
+def _gemma3(stated: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """Five layers of six see a window and turn by a base of their own; llama.cpp knows it from the name."""
+    layers = sizes["num_hidden_layers"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "query_pre_attn_scalar": sizes["head_dim"],  # of all but 27B, whose rope scaling is refused
+        "sliding_window": stated.pop("attention.sliding_window"),
+        "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)],
+        "rope_local_base_freq": _short(stated.pop("rope.freq_base_swa", 10000.0)),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    }
+
+
+_ARCHITECTURES = {
+    "llama": _Architecture(
+        causal="LlamaForCausalLM",
+        model_type="llama",
+        layer=_LAYER,
+        config=lambda stated, sizes: {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+        turns_neighbours=True,
+    ),
+    "qwen2": _Architecture(
+        causal="Qwen2ForCausalLM",
+        model_type="qwen2",
+        layer=_LAYER | {f"attn_{part}.bias": f"self_attn.{part}_proj.bias" for part in "qkv"},
+        config=lambda stated, sizes: {"hidden_act": "silu", "use_sliding_window": False},
+    ),
+    "gemma3": _Architecture(
+        causal="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        layer=_LAYER
+        | {
+            "attn_q_norm.weight": "self_attn.q_norm.weight",
+            "attn_k_norm.weight": "self_attn.k_norm.weight",
+            "post_attention_norm.weight": "post_attention_layernorm.weight",
+            "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+            "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+        },
+        config=_gemma3,
+        adds_one=True,
+    ),
+}
+
+
+def convert_gguf(gguf_file: Path, folder: Path) -> None:
+    """Writes config, generation config, float32 weights, tokenizer and `provenance.json` into an existing folder.
+
+    Memory: one tensor in float32 (Gemma 3 270M: its embedding, 671 MB).
+
+    Raises:
+        InputError: `gguf-damaged`, `gguf-architecture`, `gguf-tokenizer`; MissingDependency: the `gguf` package.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise MissingDependency("gguf", extra="compile", purpose="reading a GGUF file") from None
+    where = str(gguf_file)
+    try:
+        reader = gguf.GGUFReader(gguf_file)
+        meta = {key: field.contents() for key, field in reader.fields.items()}
+    except Exception as problem:
+        raise InputError("gguf-damaged", where=where, value=f"{problem}", remedy="install it again") from problem
+    architecture = _architecture(meta, where)
+    config = _config(
+        meta, architecture, tied=all(tensor.name != "output.weight" for tensor in reader.tensors), where=where
+    )
+    names = _names(architecture, config)
+    tensors = {_hf_name(tensor.name, names, where): tensor for tensor in reader.tensors}
+    if missing := next((theirs for theirs, ours in names.items() if ours not in tensors), None):
+        raise InputError(
+            "gguf-damaged", where=where, value=f"no tensor {missing}", rule="every layer has all of its own"
+        )
+    turned = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+
+    def produce(name: str) -> torch.Tensor:
+        import numpy as np
+        import torch
+
+        tensor = tensors[name]
+        array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        values = torch.from_numpy(np.require(array, requirements="W")).reshape(
+            _shape(tensor)
+        )  # float32 is mapped as is
+        role = name.split(".")[-2]
+        if architecture.turns_neighbours and role in turned:
+            return _unpermute(values, turned[role])
+        return values - 1 if architecture.adds_one and role.endswith("norm") else values
+
+    headers: list[Header] = [(name, "F32", _shape(tensor)) for name, tensor in tensors.items()]
+    files = {"model.safetensors": write_safetensors(folder / "model.safetensors", headers, produce)}
+    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    for name, content in {
+        "config.json": config,
+        "generation_config.json": generation,
+        "tokenizer_config.json": tokenizer_config(meta, config["max_position_embeddings"]),
+        "tokenizer.json": json.loads(tokenizer_json(meta, where)),
+    }.items():
+        files[name] = _write_json(folder / name, content)
+    elements = Counter[str]()
+    for tensor in tensors.values():
+        elements[tensor.tensor_type.name] += int(tensor.n_elements)
+    provenance = {
+        "schema": 1,
+        "source": {"file": gguf_file.name, "sha256": file_sha256(gguf_file), "name": meta.get("general.name")},
+        "licence": meta.get("general.license"),
+        "was": f"gguf {_stored(meta, elements)}",
+        "elements": dict(elements),
+        "files": files,
+    }
+    _write_json(folder / PROVENANCE, provenance)
+
+
+def _stored(meta: dict[str, Any], elements: Counter[str]) -> str:
+    """What a file says it mostly is (`Q4_K_M`, a mixture of types), or the type of most of its elements."""
+    import gguf
+
+    try:
+        return str(gguf.LlamaFileType(meta["general.file_type"]).name).removeprefix("MOSTLY_")
+    except (KeyError, ValueError):
+        return elements.most_common(1)[0][0]
+
+
+def _architecture(meta: dict[str, Any], where: str) -> _Architecture:
+    stated = meta.get("general.architecture")
+    if stated not in _ARCHITECTURES:
+        raise InputError(
+            "gguf-architecture", where=where, value=str(stated), rule=f"one of {', '.join(_ARCHITECTURES)}"
+        )
+    return _ARCHITECTURES[stated]
+
+
+def _names(architecture: _Architecture, config: dict[str, Any]) -> dict[str, str]:
+    """GGUF's name -> Hugging Face's, of every tensor that the model has."""
+    top = {
+        theirs: ours for theirs, ours in _TOP.items() if ours != "lm_head.weight" or not config["tie_word_embeddings"]
+    }
+    return top | {
+        f"blk.{i}.{theirs}": f"model.layers.{i}.{ours}"
+        for i in range(config["num_hidden_layers"])
+        for theirs, ours in architecture.layer.items()
+    }
+
+
+def _hf_name(name: str, names: Mapping[str, str], where: str) -> str:
+    if name not in names:
+        raise InputError(
+            "gguf-architecture", where=where, value=f"tensor {name}", rule="only the architecture's own are converted"
+        )
+    return names[name]
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in reversed(tensor.shape))  # GGUF counts the fastest dimension first
+
+
+def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """(heads * d, K): each head's rows from neighbours (2i, 2i+1) back to halves (i, i + d/2)."""
+    rows = weight.shape[0]
+    return weight.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
+
+
+def _config(meta: dict[str, Any], architecture: _Architecture, *, tied: bool, where: str) -> dict[str, Any]:
+    prefix = f"{meta['general.architecture']}."
+    stated = {key.removeprefix(prefix): value for key, value in meta.items() if key.startswith(prefix)}
+
+    def need(key: str) -> Any:
+        if key not in stated:
+            raise InputError("gguf-damaged", where=where, value=f"no {prefix}{key}", rule="a GGUF of its kind says so")
+        return stated.pop(key)
+
+    if "tokenizer.ggml.tokens" not in meta:
+        raise InputError("gguf-tokenizer", where=where, value="no tokens", rule="a model comes with its vocabulary")
+    hidden, heads = need("embedding_length"), need("attention.head_count")
+    head_dim = stated.pop("attention.key_length", hidden // heads)
+    sizes = {
+        "architectures": [architecture.causal],
+        "model_type": architecture.model_type,
+        "vocab_size": len(meta["tokenizer.ggml.tokens"]),
+        "hidden_size": hidden,
+        "intermediate_size": need("feed_forward_length"),
+        "num_hidden_layers": need("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": stated.pop("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": need("context_length"),
+        "rms_norm_eps": _short(need("attention.layer_norm_rms_epsilon")),
+        "rope_theta": _short(stated.pop("rope.freq_base", 10000.0)),
+    }
+    config = sizes | architecture.config(stated, sizes) | {"tie_word_embeddings": tied, "dtype": "float32"}
+    stated.pop("vocab_size", None)
+    for same in ("rope.dimension_count", "attention.value_length"):
+        if stated.get(same) == head_dim:
+            del stated[same]
+    if stated:
+        key, value = next(iter(stated.items()))
+        raise InputError(
+            "gguf-architecture",
+            where=where,
+            value=f"{prefix}{key} = {value!r:.40}",
+            rule="nothing is converted that would compute something else",
+        )
+    for key, theirs in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
+        if f"tokenizer.ggml.{theirs}_token_id" in meta:
+            config[key] = meta[f"tokenizer.ggml.{theirs}_token_id"]
+    return config
+
+
+def _short(value: float) -> float:
+    """A float32's shortest decimal: GGUF's 9.999999747378752e-06 is 1e-05."""
+    import numpy as np
+
+    return float(str(np.float32(value)))
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> str:
+    return write_atomic(path, [(json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()])

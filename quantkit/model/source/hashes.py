@@ -1,0 +1,45 @@
+"""sha256 of files, remembered in the user's cache so that opening a model again does not read it again.
+
+A remembered hash holds for one (path, size, mtime in ns). A file changed within the last two seconds is not remembered:
+it could change again within the resolution of its time stamp (the "racy" entry of git's index).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+
+from quantkit.content import cache_dir
+
+_RACY_NS = 2_000_000_000
+
+
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file's content, in hex; from the cache where the file has not changed since."""
+    real = path.resolve()
+    before = real.stat()
+    key = {"path": str(real), "size": before.st_size, "mtime_ns": before.st_mtime_ns}
+    slot = cache_dir() / "hashes" / f"{hashlib.sha256(str(real).encode()).hexdigest()[:32]}.json"
+    try:
+        known = json.loads(slot.read_text(encoding="utf-8"))
+        if {name: known[name] for name in key} == key:
+            return str(known["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not there or not ours: hash the file
+    with real.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if time.time_ns() - before.st_mtime_ns > _RACY_NS:
+        _remember(slot, {**key, "sha256": found})
+    return found
+
+
+def _remember(slot: Path, entry: dict[str, object]) -> None:
+    from quantkit.model.source.weights import write_atomic
+
+    try:
+        slot.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(slot, [json.dumps(entry).encode()])
+    except Exception:  # a cache that cannot be written (full, read-only) costs time, nothing else
+        return

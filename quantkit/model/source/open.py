@@ -1,0 +1,514 @@
+"""Opening a model: a reference in, a `Source` out, with everything checked that can be checked without computing.
+
+    ./folder, /folder      a Hugging Face folder: config.json, safetensors, tokenizer files
+    hf:org/name[@revision] the same from the hub, downloaded once into the hub's own cache
+    smollm2-135m           an alias, see alias.py
+
+A bare word is an alias and never a folder. No pickle is ever read. A model's own code (`auto_map`) runs only with
+`trust_remote_code`; a folder that offers code for a class which transformers has itself is opened with transformers'.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.content import is_path
+from quantkit.errors import InputError, MissingDependency, unknown_name
+from quantkit.kinds import Kind
+from quantkit.model.source import converted
+from quantkit.model.source.alias import ALIASES, materialize
+from quantkit.model.source.hashes import file_sha256
+from quantkit.model.source.weights import INDEX, Weights, checked_file, strict_json
+from quantkit.model.structure.kinds import class_name, kind_of, native_class, unknown_architecture
+from quantkit.model.structure.names import Names, match_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+_IDENTITY = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # with the weights: what the hash is over
+_HUB_FILES = (*_IDENTITY, "*.safetensors")
+_QUANTIZED_KEYS = ("quantization_config", "compression_config", "quantization")
+_QUANTIZED_NAMES = (
+    ".qweight",
+    ".qzeros",
+    ".scales",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".weight_zero_point",
+    ".SCB",
+    ".absmax",
+    ".quant_map",
+)
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened model; nothing of its weights is in memory.
+
+    Args:
+        ref: `alias:smollm2-135m`, `hf:org/name` or `path:<folder name>`; holds no path of this machine.
+        path: the folder.
+        name: what a bundle is named after.
+        config: config.json as it stands.
+        dtype: what most bytes of the weights are stored in.
+        was: what it was before it was converted (`gguf Q4_1`); said wherever its figures are shown.
+        notes: sentences for the reader of its figures.
+        sha256: over (file name, sha256) of config, weights and tokenizer files, sorted.
+        untied: head and embedding are two tensors, whatever the folder's config says; see `untied`.
+    """
+
+    ref: str
+    path: Path
+    name: str
+    kind: Kind
+    config: dict[str, Any]
+    dtype: str
+    was: str | None
+    notes: list[str]
+    sha256: str
+    weights: Weights
+    trust_remote_code: bool = False
+    architecture: str = field(default="")
+    untied: bool = False
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The folder's tokenizer; nothing is downloaded.
+
+        Raises:
+            InputError: `tokenizer-missing`, `tokenizer-damaged`.
+        """
+        if not any((self.path / name).is_file() for name in _TOKENIZERS):
+            raise InputError(
+                "tokenizer-missing",
+                where=self.ref,
+                value="no tokenizer file in the folder",
+                rule=f"one of {', '.join(_TOKENIZERS)}",
+                remedy="copy the original's tokenizer files, or calibrate on token ids (input_ids)",
+            )
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(
+                self.path, local_files_only=True, trust_remote_code=self.trust_remote_code
+            )
+        except Exception as problem:  # whatever a damaged file makes the library raise
+            raise InputError("tokenizer-damaged", where=self.ref, value=_first_line(problem)) from problem
+
+    def load(self, blocks: int | None = None, placed: Mapping[str, object] | None = None) -> PreTrainedModel:
+        """The model as plain `from_pretrained` gives it, float32, eval mode: nothing of it is ours.
+
+        Args:
+            blocks: only the first so many; None is all.
+            placed: options that leave its blocks on disk: see `model.offload`.
+        """
+        import torch
+
+        model_class = _model_class(self.config, self.path, self.ref, self.trust_remote_code)
+        config = _load_config(self.path, self.ref, self.trust_remote_code)
+        if blocks is not None:
+            cut_config(config, blocks)
+        options = {"trust_remote_code": True} if self.trust_remote_code else {}
+        found: PreTrainedModel = model_class.from_pretrained(
+            self.path,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            **options,
+            **(placed or {}),
+        )
+        return in_float32(found).eval().requires_grad_(False)
+
+    def can_be_cut(self, blocks: int) -> bool:
+        """Whether its class makes the first so many blocks of it alone: some configs name later ones, and in some what
+        a block or a table is depends on how many there are."""
+        import torch
+
+        config = _load_config(self.path, self.ref, self.trust_remote_code)
+        model_class = _model_class(self.config, self.path, self.ref, self.trust_remote_code)
+        with torch.device("meta"):
+            whole = dict(model_class._from_config(copy.deepcopy(config)).named_parameters())
+            try:
+                cut_config(config, blocks)
+                cut = dict(model_class._from_config(config).named_parameters())
+            except Exception:  # whatever a class makes of a config that does not go together
+                return False
+        return all(name in whole and value.shape == whole[name].shape for name, value in cut.items())
+
+    def skeleton(self) -> PreTrainedModel:
+        """The model without weights: parameters and persistent buffers on the meta device, float32, eval mode.
+
+        Buffers that no file holds (rotary tables, masks, position numbers) are computed, as transformers does after a
+        load, and real. Merged experts are taken apart (`model.experts`). Attention is `sdpa` where the class
+        supports it, else `eager`.
+
+        Raises:
+            InputError: `config-invalid`, where the class makes no model of the config.
+        """
+        import torch
+        from transformers import initialization
+
+        from quantkit.model.structure import experts
+        from quantkit.model.structure.names import merging_rules
+
+        loaded = _load_config(self.path, self.ref, self.trust_remote_code)
+        model_class = _model_class(self.config, self.path, self.ref, self.trust_remote_code)
+        config = copy.deepcopy(loaded)
+        if self.untied:
+            config.tie_word_embeddings = False
+        attention = "sdpa" if model_class._supports_sdpa else "eager"
+        try:
+            with torch.device("meta"), initialization.meta_device_safe_creation_ops():
+                model: PreTrainedModel = model_class._from_config(
+                    config, dtype=torch.float32, attn_implementation=attention
+                )
+        except Exception as problem:
+            raise _invalid_config(self.ref, problem) from problem
+        for name, buffer in list(model.named_non_persistent_buffers()):
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, torch.empty_like(buffer, device="cpu"))
+        model.initialize_weights()  # fills the buffers; on meta parameters it does nothing
+        experts.split(model, merging_rules(model))
+        return model.eval().requires_grad_(False)
+
+
+def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True) -> Source:
+    """Opens a model by path, hub id or alias.
+
+    Args:
+        ref: see the module.
+        trust_remote_code: whether its own code may run.
+        hashed: whether its files are hashed, which reads all of them once; else its `sha256` is empty.
+
+    Raises:
+        InputError: `unknown-model`, `alias-missing`, `model-graph`, `file-missing`, `not-a-folder`, `hub-unreachable`,
+            `hub-missing`, `config-missing`, `config-invalid`, `architecture-unknown`, `architecture-unsupported`,
+            `remote-code`, `already-quantized`, and those of `Weights.open`.
+        MissingDependency: transformers or torch.
+    """
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise MissingDependency("transformers", extra="compile", purpose="opening a model") from None
+    was, notes = None, []
+    if ref.startswith("hf:"):
+        path, full, name = _from_hub(ref, trust_remote_code), ref, ref[3:].split("@", maxsplit=1)[0].rpartition("/")[2]
+    elif is_path(ref):
+        path = _from_path(ref)
+        full, name = f"path:{path.name}", path.name
+    elif ref in ALIASES:
+        alias = ALIASES[ref]
+        if alias.kind == "network":
+            raise InputError(
+                "model-graph",
+                where=ref,
+                value="an ONNX graph",
+                rule="this needs a model of transformers",
+                remedy=f"quantkit compile {ref}",
+            )
+        path, full, name, was = materialize(alias), f"alias:{ref}", ref, alias.was
+        notes = [alias.note] if alias.note else []
+    else:
+        error = unknown_name("model", ref, ALIASES)
+        raise InputError(
+            error.code,
+            value=error.value,
+            remedy=f"{error.remedy}; a folder is written ./{ref}, a hub model hf:org/name",
+        )
+    return _open_folder(path, full, name, trust_remote_code, was=was, notes=notes, hashed=hashed)
+
+
+def in_float32(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, its floats of 16 bits in 32: where a checkpoint is packed, transformers leaves some parameters in
+    the dtype of the files, whatever it is asked for, and such a model computes in both."""
+    import torch
+
+    if hasattr(model, "ct_decompress_hook"):  # before its scales change, and not when the first forward begins
+        model.hf_quantizer.compressor.decompress_model(model)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            tensor.data = tensor.data.float()
+    return model
+
+
+def untied(source: Source, files: Mapping[str, str]) -> Source:
+    """The same model with a tensor of its own, of the same values, for each parameter that shares one.
+
+    Args:
+        source: as opened.
+        files: parameter of its skeleton -> tensor of the files. The first to share a tensor keeps it.
+    """
+    entries = dict(source.weights.entries)
+    owners: dict[str, str] = {}
+    sharing = [name for name, file in files.items() if owners.setdefault(file, name) != name]
+    if not sharing:
+        return source
+    for name in sharing:
+        entries.setdefault(name, replace(entries[files[name]], name=name))  # or it is in the files twice
+    config = {**source.config, "tie_word_embeddings": False}
+    return replace(source, weights=replace(source.weights, entries=entries), config=config, untied=True)
+
+
+def parameter_names(source: Source, skeleton: PreTrainedModel) -> dict[str, str]:
+    """Parameter or persistent buffer of the skeleton -> tensor of the files; see names.py for rules and errors."""
+    return names_of(source, skeleton).files
+
+
+def names_of(source: Source, skeleton: PreTrainedModel) -> Names:
+    """As `parameter_names`, with the tensors that nothing uses."""
+    return match_names(source.weights, skeleton)
+
+
+def cut_config(config: Any, blocks: int) -> None:
+    """Make a config that of a model with only the first blocks, in place."""
+    inner = config.get_text_config()
+    count = inner.num_hidden_layers
+    for key, value in list(vars(inner).items()):
+        # one entry a layer: layer_types and the like
+        if isinstance(value, list) and len(value) == count:
+            setattr(inner, key, value[:blocks])
+    inner.num_hidden_layers = min(blocks, count)
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """No loading reports and bars of transformers in the middle of our own output; put back as it was."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def open_written(folder: Path) -> Source:
+    """Opens the checkpoint of a bundle, quantized or not, to check it; its `dtype` is the config's.
+
+    Raises:
+        InputError: as `open_model`, but for `already-quantized`.
+    """
+    return _open_folder(folder, f"path:{folder.name}", folder.name, False, was=None, notes=[], written=True)
+
+
+def _open_folder(
+    path: Path,
+    ref: str,
+    name: str,
+    trust: bool,
+    *,
+    was: str | None,
+    notes: list[str],
+    written: bool = False,
+    hashed: bool = True,
+) -> Source:
+    if not (path / "config.json").exists():
+        raise InputError(
+            "config-missing",
+            where=ref,
+            value=f"no config.json in {path.name}",
+            rule="a model folder has config.json, safetensors and tokenizer files",
+            remedy="model.save_pretrained(folder) writes all of it",
+        )
+    config = strict_json(
+        checked_file(path, "config.json").read_bytes(), f"{ref}: config.json", "config-invalid", "config-invalid"
+    )
+    for key in _QUANTIZED_KEYS:
+        if config.get(key) and not written:
+            raise _already_quantized(ref, f"{key} in config.json")
+    model_class = _model_class(config, path, ref, trust)
+    loaded = _load_config(path, ref, trust)
+    if not isinstance(loaded, model_class.config_class):
+        raise InputError(
+            "config-invalid",
+            where=f"{ref}: config.json",
+            value=f"model_type {config.get('model_type')!r} with {model_class.__name__}",
+            rule=f"that class takes a {model_class.config_class.__name__}",
+        )
+    if config.get("auto_map") and not trust:
+        notes = [*notes, "the folder offers code of its own (auto_map); transformers' own class is used instead"]
+    kind = kind_of(model_class, config, ref)
+    weights = Weights.open(path)
+    for tensor in weights.entries:
+        if tensor.endswith(_QUANTIZED_NAMES) and not written:
+            raise _already_quantized(ref, f"a tensor {tensor}")
+    source = Source(
+        ref=ref,
+        path=path,
+        name=name,
+        kind=kind,
+        config=config,
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        if written
+        else _stored_dtype(weights, ref),
+        was=was,
+        notes=notes,
+        sha256=_identity(path, weights, trust) if hashed else "",
+        weights=weights,
+        trust_remote_code=trust,
+        architecture=model_class.__name__,
+    )
+    if kind != "network" and converted.may_apply(model_class, loaded):
+        seen = converted.converted(weights, source.skeleton())
+        if seen is not weights:
+            return replace(source, weights=seen, notes=[*notes, converted.NOTE])
+    return source
+
+
+def _from_path(ref: str) -> Path:
+    try:
+        path = Path(ref).expanduser().resolve()
+    except RuntimeError:  # ~nobody
+        path = Path(ref)
+    if not path.exists():
+        raise InputError("file-missing", where=ref, value="no such folder", remedy="check the path")
+    if not path.is_dir():
+        raise InputError(
+            "not-a-folder",
+            where=ref,
+            value="is a file",
+            rule="a model is a Hugging Face folder",
+            remedy="give its folder",
+        )
+    return path
+
+
+def _from_hub(ref: str, trust: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    repository, _, revision = ref[3:].partition("@")
+    try:
+        if repository.count("/") != 1:
+            raise HFValidationError("a hub model is hf:org/name")
+        allowed = [*_HUB_FILES, *(["*.py"] if trust else [])]
+        folder = snapshot_download(
+            repository, revision=revision or None, allow_patterns=allowed, ignore_patterns=["*/*", "consolidated*"]
+        )
+    except HFValidationError as problem:
+        raise InputError(
+            "unknown-model", where=ref, value=_first_line(problem), rule="hf:org/name[@revision]"
+        ) from None
+    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as problem:
+        raise InputError(
+            "hub-missing",
+            where=ref,
+            value=_first_line(problem),
+            remedy="check the name and revision; for a gated model, accept its terms and log in (hf auth login)",
+        ) from None
+    except (LocalEntryNotFoundError, OSError) as problem:
+        raise InputError(
+            "hub-unreachable",
+            where=ref,
+            value=_first_line(problem),
+            rule="the model is not in the hub's cache and the hub does not answer",
+            remedy="connect, or give a folder (./folder) or the alias smollm2-135m",
+        ) from None
+    return Path(folder)
+
+
+def _model_class(config: dict[str, Any], path: Path, ref: str, trust: bool) -> type[PreTrainedModel]:
+    """The class to build: transformers' own, or the folder's where the user trusts it."""
+    name = class_name(config, ref)
+    auto_map = config.get("auto_map") or {}
+    offered = [value for value in auto_map.values() if isinstance(value, str) and value.rpartition(".")[2] == name]
+    native = native_class(name)
+    if trust and offered:
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        found: type[PreTrainedModel] = get_class_from_dynamic_module(offered[0], path, local_files_only=True)
+        return found
+    if native is not None:
+        return native
+    if auto_map:
+        raise InputError(
+            "remote-code",
+            where=ref,
+            value=f"{name} is code in the model's folder",
+            rule="a model's own code is not run unasked",
+            remedy="read it, then give --trust-remote-code",
+        )
+    raise unknown_architecture(name, ref)
+
+
+def _load_config(path: Path, ref: str, trust: bool) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust)
+    except Exception as problem:  # the config's own validation raises many types
+        raise _invalid_config(ref, problem) from problem
+
+
+def _invalid_config(ref: str, problem: Exception) -> InputError:
+    return InputError(
+        "config-invalid",
+        where=f"{ref}: config.json",
+        value=_first_line(problem),
+        rule="transformers makes a model of it",
+        remedy="compare it with the original's",
+    )
+
+
+def _already_quantized(ref: str, sign: str) -> InputError:
+    return InputError(
+        "already-quantized",
+        where=ref,
+        value=sign,
+        rule="quantizing twice loses twice",
+        remedy="open the original in float32, float16 or bfloat16",
+    )
+
+
+def _stored_dtype(weights: Weights, ref: str) -> str:
+    sizes: dict[str, int] = {}
+    for entry in weights.entries.values():
+        sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.bytes
+    most = max(sizes, key=lambda dtype: sizes[dtype], default="nothing")
+    if most in _FLOATS:
+        return _FLOATS[most]
+    if most in ("F64", "nothing"):
+        raise InputError(
+            "weights-dtype", where=ref, value=f"most is stored in {most}", rule=f"one of {', '.join(_FLOATS.values())}"
+        )
+    raise _already_quantized(ref, f"most of it is stored in {most}")
+
+
+def _identity(path: Path, weights: Weights, trust: bool) -> str:
+    patterns = (*_IDENTITY, "*.py") if trust else _IDENTITY
+    names = {found.name for pattern in patterns for found in path.glob(pattern) if found.is_file()}
+    if weights.shards == ["model.safetensors"]:
+        names.discard(INDEX)
+    lines = [f"{name} {file_sha256(path / name)}\n" for name in sorted(names | set(weights.shards))]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _first_line(problem: BaseException) -> str:
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    return (lines[0] if lines else type(problem).__name__)[:200]

@@ -1,0 +1,253 @@
+"""Is the stream the model? Held against the model's own forward, as plain transformers loads it.
+
+Two chunks of sequences of different content go through both, in float32. At each block, every token's hidden states are
+compared, before and behind it, and after the last one what the model gives:
+
+    |streamed - own| / |own| <= 1e-4      (Euclidean norms over the width; of logits, less their mean)
+
+Nothing of what is compared with comes from quantkit: transformers finds the weights, builds the masks and calls its
+blocks. Where the model does not fit into the memory that a compile takes anyway, its first blocks are compared, as a
+model of so many layers; where its class makes no such model, all of them, left on disk until they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit import machine
+from quantkit.bundle import Check
+from quantkit.bundle.disk import is_disk_full
+from quantkit.errors import InputError, QuantkitError
+from quantkit.model.full_memory import is_out_of_memory, out_of_memory
+from quantkit.model.source.open import Source, quiet_loading
+from quantkit.model.streaming.calls import Given, forward, primary, uncached, unsupported
+from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.offload import on_disk
+from quantkit.model.streaming.stream import StreamedModel, answer
+from quantkit.model.structure.flow import Flow
+
+LIMIT = 1e-4
+NAME = "stream.own_forward"
+# of the sequences that both are run on
+_ROWS, _CHUNK, _TOKENS = 4, 2, 32
+# of a block in half precision, in units of its rounding
+_HALF = 4
+
+
+@dataclass(frozen=True)
+class Own:
+    """What the model's own forward gave.
+
+    Args:
+        given: to each call of a block, the hidden states [samples, tokens, width].
+        last: what the last block put out.
+        output: whatever it returned.
+    """
+
+    given: list[Tensor]
+    last: Tensor
+    output: Any
+
+
+def demand_equal(model: StreamedModel, ids: Tensor, blocks: int) -> Check:
+    """The check `stream.own_forward`.
+
+    Args:
+        model: as opened, before any pass has changed it.
+        ids: [samples, tokens] of different content; a few are used.
+        blocks: how many the model's own forward may have in memory.
+
+    Raises:
+        InputError: `stream-differs`, naming the first block that departs; `stream-unsupported`; `out-of-memory`.
+    """
+    with _as_unsupported(model.source.architecture):
+        return _demand_equal(model, few_of(ids), blocks)
+
+
+@torch.no_grad()
+def demand_equal_in_memory(model: LoadedModel, ids: Tensor) -> None:
+    """The same of a model in memory, of whatever dtype it is in: nothing of it is changed.
+
+    Each block is given what it is given in the model's own forward, so that rounding does not add up, and both run on
+    chunks of the same size, so that it hardly differs. What follows the blocks is left out: no pass looks at it.
+
+    Args:
+        model: a module that is one block is its own forward.
+        ids: [samples, tokens] of different content; a few are used.
+
+    Raises:
+        InputError: as `demand_equal`.
+    """
+    if not model.path:
+        return
+    architecture = type(model.model).__name__
+    with _as_unsupported(architecture):
+        few = few_of(ids)
+        calls = model.begin(few, _CHUNK)
+        parts = [_watched(model.model, model.path, model.flow, part, model.model) for part in few.split(calls.chunk)]
+        given = [torch.cat(each) for each in zip(*(part.given for part in parts), strict=True)]
+        expected = [*given, torch.cat([part.last for part in parts])]
+        names = [model.block_names[index] for index in model.visits]
+        limit = LIMIT
+        if expected[-1].dtype.itemsize < torch.float32.itemsize:
+            limit = _HALF * torch.finfo(expected[-1].dtype).eps
+        _held(calls.hidden, expected[0], architecture, _before(names, 0), limit)
+        for stage, index in enumerate(model.visits):
+            found = calls.pass_on(stage, calls.run_all(model.load(index), stage, expected[stage]))
+            _held(found, expected[stage + 1], architecture, _before(names, stage + 1), limit)
+
+
+@contextmanager
+def _as_unsupported(architecture: str) -> Iterator[None]:
+    """Turns whatever a class makes of a few sequences, run as a whole or by its blocks, into one of our errors."""
+    try:
+        yield
+    except QuantkitError:
+        raise
+    except Exception as problem:
+        if is_disk_full(problem):
+            raise
+        if is_out_of_memory(problem):
+            raise out_of_memory(architecture, problem) from problem
+        said = " ".join(str(problem).split())[:160]
+        raise unsupported(architecture, f"{type(problem).__name__}: {said}") from problem
+
+
+def few_of(ids: Tensor) -> Tensor:
+    """Two chunks of short sequences that differ, out of `ids` [samples, tokens].
+
+    Conversations may all begin with one system prompt: from where they differ, then. And where there are few of them,
+    each is taken for several.
+    """
+    length = ids.shape[1]
+    if len(ids) < _ROWS and length >= 2 * _TOKENS:
+        ids = ids[:, : length - length % _TOKENS].reshape(-1, _TOKENS)
+    ids = ids[:_ROWS]
+    apart = (ids != ids[:1]).any(dim=0).nonzero()
+    start = int(apart[0]) if len(apart) and int(apart[0]) > _TOKENS // 2 else 0
+    start = max(0, min(start, ids.shape[1] - _TOKENS))
+    return ids[:, start : start + _TOKENS]
+
+
+def _demand_equal(model: StreamedModel, few: Tensor, blocks: int) -> Check:
+    count = len(model.block_names)
+    fits = blocks >= count
+    whole = fits or not model.source.can_be_cut(blocks)
+    blocks = count if whole else blocks
+    with ExitStack() as stack:
+        placed = stack.enter_context(on_disk(model.skeleton, model.path)) if whole and not fits else None
+        own = own_forward(model.source, model.path, model.flow, few, None if whole else blocks, model.runs, placed)
+    stages = [stage for stage, index in enumerate(model.visits) if index < blocks]
+    names, architecture = [model.block_names[index] for index in model.visits], model.source.architecture
+    worst = 0.0
+    calls = model.begin(few, _CHUNK)
+    hidden, before = calls.hidden, -1
+    for stage in stages:
+        index = model.visits[stage]
+        worst = max(worst, _held(hidden, own.given[stage], architecture, _before(names, stage)))
+        if index != before:
+            block = model.load(index)
+        put_out, before = calls.run_all(block, stage, hidden), index
+        if stage == stages[-1]:
+            worst = max(worst, _held(put_out, own.last, architecture, _before(names, stage + 1)))
+        hidden = put_out if stage == stages[-1] and not whole else calls.pass_on(stage, put_out)
+    if whole or not calls.live:  # what follows the blocks is the same behind fewer of them, but where they left more
+        calls.hidden = hidden
+        answers = model.answers_of(calls, few)
+        # a decoder's in two parts, as scores are taken
+        cuts = [0, few.shape[1] // 2] if model.source.kind == "decoder" else [0]
+        parts = [slice(start, end) for start, end in zip(cuts, [*cuts[1:], few.shape[1]], strict=True)]
+        output = answer(own.output).float()
+        for row in range(len(few)):
+            found = torch.cat([answers(row, part) for part in parts])
+            held = _held(_centered(found), _centered(output[row]), architecture, "what follows the last block")
+            worst = max(worst, held)
+    return Check(name=NAME, value=worst, limit=LIMIT, ok=True)
+
+
+def own_forward(
+    source: Source,
+    path: str,
+    flow: Flow,
+    ids: Tensor,
+    blocks: int | None,
+    runs: Any,
+    placed: Mapping[str, object] | None = None,
+) -> Own:
+    """The model as plain `from_pretrained` loads it, run on `ids` [samples, tokens] in one batch.
+
+    Args:
+        source: where it lies.
+        path: of the `ModuleList` of blocks.
+        flow: which dimension of hidden states counts samples.
+        ids: what it is run on.
+        blocks: only the first so many; None is all.
+        runs: gives the part of the model whose forward runs.
+        placed: where its blocks are, if not in memory.
+    """
+    with quiet_loading():
+        model = source.load(blocks, placed)
+        found = _watched(model, path, flow, ids, runs(model))
+    del model
+    machine.let_go()
+    return found
+
+
+@torch.no_grad()
+def _watched(model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Module) -> Own:
+    """What a model's own forward gives its blocks, and what it gives; its hooks are gone when it returns."""
+    given: list[Tensor] = []
+    last: list[Tensor] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given.append(Given.of(args, kwargs)[0].movedim(flow.batch, 0).detach().clone())
+
+    def note_output(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        last[:] = [primary(output).movedim(flow.batch, 0).detach().clone()]
+
+    hooks = []
+    for block in model.get_submodule(path).children():
+        hooks.append(block.register_forward_pre_hook(note, with_kwargs=True))
+        hooks.append(block.register_forward_hook(note_output))
+    try:
+        with uncached(model):
+            output = forward(runs, ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Own(given, last[0], output)
+
+
+def _before(names: Sequence[str], stage: int) -> str:
+    """What made the hidden states that call number `stage` is given."""
+    return names[stage - 1] if stage else "what lies before the first block"
+
+
+def _held(found: Tensor, own: Tensor, architecture: str, where: str, limit: float = LIMIT) -> float:
+    """How far they are apart, at the worst token; refused where that is more than rounding."""
+    if found.shape == own.shape:
+        size = own.double().norm(dim=-1)
+        apart = (found.double() - own.double()).norm(dim=-1) / size.clamp(min=1e-6 * float(size.max()) + 1e-30)
+        worst = float(apart.max()) if bool(apart.isfinite().all()) else float("inf")
+    else:
+        worst = float("inf")
+    if worst <= limit:
+        return worst
+    raise InputError(
+        "stream-differs",
+        where=f"{architecture}: {where}",
+        value=f"differs from the model's own forward by {worst:.1e}",
+        rule=f"a model that is run block by block gives what it gives as a whole, to {limit:.1g}",
+        remedy="no recipe is right on this architecture yet (docs/models.md); please report it",
+    )
+
+
+def _centered(logits: Tensor) -> Tensor:
+    """Logits less their mean, which no probability depends on."""
+    return logits.float() - logits.float().mean(dim=-1, keepdim=True)

@@ -1,0 +1,395 @@
+"""One block in memory at a time: a model's forward pass, cut at its decoder or encoder layers.
+
+A transformer is `rest -> block 0 -> block 1 -> ... -> rest`. The skeleton (no weights) runs once with every block
+replaced by a stand-in, which notes how the model calls its blocks (masks, rotary tables, per-layer options) and hands
+the hidden states through (`calls.py`). From then on blocks are loaded, run on all hidden states and dropped, one after
+the other, so memory is one block plus activations whatever the model's size. Which module holds the blocks is found,
+not listed: the `ModuleList` of like children that owns most of the parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import InputError
+from quantkit.model.source.open import Source, parameter_names
+from quantkit.model.streaming.calls import Calls, Given, Kept, forward, gathered, same, stand_in, standing_in, uncached
+from quantkit.model.streaming.shelf import Shelf
+from quantkit.model.structure.flow import Flow, learn
+
+# what a live model gives for one sequence is held in a file from so many bytes on: 256 tokens of 262,144 logits
+ANSWERS_ON_DISK = 1 << 28
+
+
+class BlockStream(Protocol):
+    """What the pipeline needs of a model: its blocks by number, and how they are called."""
+
+    block_names: list[str]
+
+    @property
+    def visits(self) -> tuple[int, ...]:
+        """The number of the block that each call is to, in order; known once a forward has begun."""
+
+    def load(self, index: int) -> nn.Module:
+        """Block `index` with its weights, float32, eval mode."""
+
+    def begin(self, ids: Tensor, chunk: int) -> Calls:
+        """Hidden states [samples, tokens, width] before block 0, and how each block is called."""
+
+
+class Whole(BlockStream, Protocol):
+    """What a pass of scope `model` needs of a model: what lies outside its blocks, too."""
+
+    @property
+    def path(self) -> str:
+        """Of the `ModuleList` of blocks; empty where the whole model is the block."""
+
+    def rest(self) -> nn.Module:
+        """The model with weights everywhere but in its blocks: a copy, which may be changed."""
+
+
+class Transform(Protocol):
+    """An exact change of the whole model, made as its parts load: a rotation, an untying, a permutation."""
+
+    def block(self, index: int, block: nn.Module) -> None:
+        """Change a block in place."""
+
+    def rest(self, model: nn.Module) -> None:
+        """Change what lies outside the blocks in place."""
+
+
+def find_blocks(model: nn.Module) -> str:
+    """The path of the `ModuleList` whose children are the blocks, such as `model.layers`.
+
+    Of lists whose children are of one class, the one with most parameters; or the list of several classes that this one
+    is part of, as where layers with and without attention alternate.
+
+    Raises:
+        InputError: `blocks-not-found`.
+    """
+    lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
+    sizes = {path: sum(value.numel() for value in module.parameters()) for path, module in lists.items()}
+    alike = [path for path, module in lists.items() if len({type(child) for child in module}) == 1]
+    # a block is made of parts: a list of embeddings is none, however large
+    alike = [path for path in alike if any(True for child in lists[path] for _ in child.children())] or alike
+    best = max(alike, key=lambda path: sizes[path], default="")
+    around = [path for path in lists if path not in alike and (not best or best.startswith(f"{path}."))]
+    best = max([*around, best] if best else around, key=lambda path: sizes[path], default="")
+    if not best or not sizes[best]:
+        raise InputError(
+            "blocks-not-found",
+            where=type(model).__name__,
+            value="no list of like layers",
+            rule="a transformer is a stack of blocks",
+        )
+    return best
+
+
+def find_head(model: nn.Module) -> str | None:
+    """The path of the linear that makes logits, such as `lm_head`; None where a model names no such linear."""
+    named = getattr(model, "get_output_embeddings", None)
+    head = named() if named is not None else None
+    if not isinstance(head, nn.Linear):
+        return None
+    return next((path for path, module in model.named_modules() if module is head), None)
+
+
+@torch.no_grad()
+def record(model: nn.Module, path: str, flow: Flow, ids: Tensor, chunk: int, runs: nn.Module | None = None) -> Calls:
+    """How a model calls its blocks on `ids` [samples, tokens], noted without running them.
+
+    Args:
+        model: with weights everywhere but in its blocks.
+        path: of the `ModuleList` of blocks.
+        flow: of the model, which is not live.
+        ids: what it is run on.
+        chunk: sequences per forward. Where blocks are given what depends on the text, and that cannot be told apart by
+            sequence, it becomes 1.
+        runs: the part of the model whose forward runs; all of it by default.
+    """
+    notes: list[list[Given]] = []
+
+    def parts(size: int) -> Iterator[Tensor]:
+        kept = Kept()
+        for part in ids.split(size):
+            hidden, given = _record(model, path, flow, part, runs or model)
+            alike = next((each for each in notes[:1] if same(each, given)), None)
+            notes.append(kept.of(given, notes[0] if notes else None) if alike is None else alike)
+            yield hidden
+
+    hidden = gathered(parts(chunk), ids.shape[0])
+    first = notes[0] if min(chunk, len(ids)) == 1 else _record(model, path, flow, ids[:1], runs or model)[1]
+    other = first if len(ids) == 1 else _record(model, path, flow, ids[1:2], runs or model)[1]
+    full = len(ids) // chunk
+    if same(first, other) and all(note is notes[0] for note in notes[:full]):
+        return Calls(hidden, chunk, notes, first)
+    rows = min(chunk, len(ids))
+    if chunk == 1 or same([each.row(0, rows) for each in notes[0]], first):
+        return Calls(hidden, chunk, notes)
+    notes.clear()
+    return Calls(gathered(parts(1), ids.shape[0]), 1, notes)
+
+
+class _AllRecorded(Exception):
+    """Ends the skeleton's forward after the last block: what follows is not needed."""
+
+
+def _record(model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Module) -> tuple[Tensor, list[Given]]:
+    blocks = list(model.get_submodule(path).children())
+    first: list[Tensor] = []
+    noted: list[Given] = []
+
+    def takes(index: int, hidden: Tensor, given: Given) -> Any:
+        first.extend([] if first else [hidden])
+        noted.append(given)
+        if len(noted) == len(flow.visits):
+            raise _AllRecorded
+        return flow.output(blocks[index], hidden)
+
+    with uncached(model), standing_in(model, path, takes), suppress(_AllRecorded):
+        forward(runs, ids)
+    return first[0].clone(), noted
+
+
+def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
+    """Put a parameter or buffer, by its dotted name, in the place of one without data."""
+    parent, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(parent)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+    else:
+        owner._buffers[leaf] = value
+
+
+class StreamedModel:
+    """A model on disk, block by block.
+
+    Args:
+        source: an opened model.
+        dtype: what it is computed in.
+        prepare: changes the skeleton before names are matched, e.g. to the layout of a quantized checkpoint.
+        files: parameter -> tensor of the files, where that is known already. Parameters that the skeleton ties may have
+            tensors of their own here; each then loads its own.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        dtype: torch.dtype = torch.float32,
+        prepare: Callable[[nn.Module], None] | None = None,
+        files: Mapping[str, str] | None = None,
+    ) -> None:
+        self.source = source
+        self.dtype = dtype
+        self.skeleton: nn.Module = source.skeleton()
+        if prepare is not None:
+            prepare(self.skeleton)
+        self.path = find_blocks(self.skeleton)
+        blocks = self.skeleton.get_submodule(self.path)
+        assert isinstance(blocks, nn.ModuleList)
+        self.blocks = blocks
+        self.block_names = [f"{self.path}.{index}" for index in range(len(blocks))]
+        self.files = parameter_names(source, self.skeleton) if files is None else dict(files)
+        self._flow: Flow | None = None
+        self.transforms: list[Transform] = []
+
+    @property
+    def flow(self) -> Flow:
+        """Which way hidden states go through it; learned when it is first asked for."""
+        if self._flow is None:
+            self._learn(self.rest(), None)
+        assert self._flow is not None
+        return self._flow
+
+    @property
+    def visits(self) -> tuple[int, ...]:
+        """The number of the block that each call is to, in order."""
+        return self.flow.visits
+
+    @property
+    def head(self) -> str | None:
+        """The linear that makes a decoder's logits, by its name in the skeleton; None for other models."""
+        return find_head(self.skeleton) if self.source.kind == "decoder" else None
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter by its name in the skeleton, in the compute dtype."""
+        value: Tensor = self.source.weights.read(self.files[name])
+        return value.to(self.dtype) if value.is_floating_point() else value
+
+    def load(self, index: int) -> nn.Module:
+        """Block `index` with its weights, in eval mode."""
+        block: nn.Module = copy.deepcopy(self.blocks[index])
+        prefix = self.block_names[index] + "."
+        for name, _ in [*block.named_parameters(), *block.named_buffers()]:
+            if prefix + name in self.files:  # a class may draw a parameter's values even on the meta device
+                set_tensor(block, name, self.tensor(prefix + name))
+        for transform in self.transforms:
+            transform.block(index, block)
+        block.eval()
+        return block
+
+    def rest_names(self) -> list[str]:
+        """The parameters outside the blocks, as the skeleton names them; tied ones under each of their names."""
+        return [name for name in self.files if not name.startswith(f"{self.path}.")]
+
+    def rest(self) -> nn.Module:
+        """The model with weights everywhere but in its blocks. The caller drops it when done."""
+        blocks = self.skeleton.get_submodule(self.path)
+        model = copy.deepcopy(self.skeleton, {id(blocks): blocks})
+        loaded: dict[str, Tensor] = {}
+        for name in self.rest_names():
+            file = self.files[name]
+            if file not in loaded:
+                loaded[file] = self.tensor(name)
+            set_tensor(model, name, loaded[file])
+        for transform in self.transforms:
+            transform.rest(model)
+        return model.eval()
+
+    def value(self, model: nn.Module, name: str) -> Tensor:
+        """A parameter or buffer of `model` by its name."""
+        parent, _, leaf = name.rpartition(".")
+        found: Tensor = getattr(model.get_submodule(parent), leaf)
+        return found.detach()
+
+    def runs(self, model: nn.Module) -> nn.Module:
+        """The part of `model` that is scored: a decoder with its head, of other models what gives hidden states."""
+        base = getattr(model, "base_model", None)
+        return base if self.source.kind != "decoder" and isinstance(base, nn.Module) else model
+
+    def _learn(self, model: nn.Module, ids: Tensor | None) -> Flow:
+        if self._flow is None:
+            if ids is None:
+                size = self.source.config.get("vocab_size")
+                # the first ids are mostly padding and the like, by which some classes count positions
+                ids = torch.arange(5, 21).reshape(2, 8).remainder(size if isinstance(size, int) else 16)
+            self._flow = learn(model, self.path, self.load, ids, self.runs(model))
+        return self._flow
+
+    @torch.no_grad()
+    def begin(self, ids: Tensor, chunk: int) -> Calls:
+        """Hidden states before block 0 for `ids` [samples, tokens], and how each block is called."""
+        model = self.rest()
+        flow = self._learn(model, None)
+        if flow.live:
+            from quantkit.model.streaming.live import LiveCalls
+
+            return LiveCalls(model, self.path, flow.visits, ids, flow.batch, self.runs(model))
+        calls = record(model, self.path, flow, ids, chunk, self.runs(model))
+        calls.hidden = calls.hidden.to(self.dtype)
+        return calls
+
+    @torch.no_grad()
+    def through(self, ids: Tensor, chunk: int = 4) -> Calls:
+        """All blocks run on `ids` [samples, tokens], one in memory; `hidden` of the result is the last one's output."""
+        calls = self.begin(ids, chunk)
+        hidden, before = calls.hidden, -1
+        for stage, index in enumerate(self.visits):
+            if index != before:
+                block = self.load(index)
+            hidden, before = calls.pass_on(stage, calls.run_all(block, stage, hidden)), index
+        calls.hidden = hidden
+        return calls
+
+    def run(self, ids: Tensor, chunk: int = 4) -> Tensor:
+        """The last block's output for `ids` [samples, tokens]: [samples, tokens, width], one block in memory."""
+        return self.through(ids, chunk).hidden
+
+    def answers(self, ids: Tensor, chunk: int = 4, hidden: Tensor | None = None) -> Answers:
+        """What the model gives for `ids` [samples, tokens]: see `Answers`.
+
+        Args:
+            ids: what it is run on.
+            chunk: sequences per forward.
+            hidden: the last block's output, where that is known already.
+        """
+        if hidden is None:
+            return self.answers_of(self.through(ids, chunk), ids)
+        model = self.rest()
+        return Answers(Head(model, self.path, self._learn(model, ids), self.runs(model)), ids, hidden)
+
+    def answers_of(self, calls: Calls, ids: Tensor) -> Answers:
+        """What the model gives, once all blocks have run; `hidden` of the calls is the last one's output."""
+        return Answers(calls, ids) if calls.live else self.answers(ids, hidden=calls.hidden)
+
+
+class Head:
+    """What follows the last block: final norm and language-model head, run on hidden states.
+
+    The model's own forward runs with a single stand-in block that returns the hidden states it is given, so that final
+    norms, logit scales and soft caps are whatever the model's class makes of them.
+
+    Args:
+        model: with weights everywhere but in its blocks; it is ours from here on.
+        path: of the `ModuleList` of blocks.
+        flow: of the model, which is not live.
+        runs: the part of the model whose forward runs; all of it by default.
+    """
+
+    def __init__(self, model: nn.Module, path: str, flow: Flow, runs: nn.Module | None = None) -> None:
+        assert not flow.live, "what follows the blocks of a live model is its own forward"
+        self.model, self.runs = model, runs or model
+        self._plays = torch.empty(0)
+        blocks = list(model.get_submodule(path).children())
+
+        def takes(index: int, given: Tensor, _: Given) -> Any:
+            return flow.output(blocks[index], given if index else self._plays)
+
+        stand_in(model, path, takes)
+
+    @torch.no_grad()
+    def __call__(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Logits [samples, tokens, vocabulary] (or the encoder's last hidden states) for the last block's output."""
+        self._plays = hidden
+        with uncached(self.model):
+            return answer(forward(self.runs, ids))
+
+
+def answer(output: Any) -> Tensor:
+    """Logits out of what a model gives, or its last hidden states."""
+    found: Tensor = output.logits if hasattr(output, "logits") else output[0]
+    return found
+
+
+class Answers:
+    """What a model gives for some ids [samples, tokens]: logits, or an encoder's last hidden states.
+
+    Of a live model a sequence's are computed once, all of them, when its first part is asked for, and held until those
+    of another are: in a file where they are many, since two models are compared. So they are where hidden states are
+    not of one token each (a prompt of the model's own before the text, several streams, patches), because what follows
+    the blocks then needs all of them.
+
+    Args:
+        of: a head, or the calls of a live model that have gone through all blocks.
+        ids: [samples, tokens].
+        hidden: the last block's output, for a head.
+    """
+
+    def __init__(self, of: Head | Calls, ids: Tensor, hidden: Tensor | None = None) -> None:
+        self._of, self._ids, self._hidden = of, ids, hidden
+        self._held: tuple[int, Tensor] | None = None
+
+    @torch.no_grad()
+    def __call__(self, index: int, part: slice = slice(None)) -> Tensor:
+        """Of some positions of one sequence: [P, vocabulary or width]."""
+        if isinstance(self._of, Head):
+            assert self._hidden is not None
+            row, ids = self._hidden[index : index + 1], self._ids[index : index + 1]
+            if row.shape[1] == ids.shape[1]:
+                return self._of(row[:, part], ids[:, part])[0]
+        if self._held is None or self._held[0] != index:
+            self._held = None  # before the next ones are made
+            whole = self._of(row, ids) if isinstance(self._of, Head) else answer(self._of.finish(index))  # type: ignore[attr-defined]
+            large = whole.numel() * whole.itemsize >= ANSWERS_ON_DISK
+            self._held = index, Shelf().copy(whole[0]) if large else whole[0]
+        return self._held[1][part]
+
+    def all(self) -> Tensor:
+        """Of everything, [samples, tokens, vocabulary or width]."""
+        return torch.stack([self(index) for index in range(len(self._ids))])

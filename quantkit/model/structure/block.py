@@ -1,0 +1,186 @@
+"""A block as passes see it: linears by name, schemes, folds, and the codes assigned so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from quantkit import plugins
+from quantkit.formats import QuantTensor
+from quantkit.formats.base.activation import InputScale, Moved
+from quantkit.model.streaming.cache import QuantizedCache
+from quantkit.model.streaming.inputs import QuantizedInput
+from quantkit.model.structure import fold as folds
+from quantkit.model.structure.fold import Fold
+from quantkit.model.structure.traced import SharedInput, Structure, set_weight, weight_of
+from quantkit.scheme import WeightScheme
+
+
+@dataclass
+class Block:
+    """One decoder or encoder layer, with weights, while it is being worked on.
+
+    Args:
+        name: its full name, such as `model.layers.3`; empty when the whole model is the block.
+        index: its number.
+        module: with float32 weights; passes change it in place.
+        structure: what tracing found.
+        folds: shared input's name -> where its scale can go, proved on this block.
+        declined: shared input's name -> why there is no fold.
+        schemes: linear -> how its weight is to be stored; None leaves it in high precision.
+        dtype: what unquantized tensors of this block will be stored in.
+        seed: for passes that draw random numbers.
+        fuses: whether any destination gains from linears that are stored as one.
+        fusions: linears to be stored as one.
+        tensors: linear -> its codes; what `assign` was given.
+        original: the module as it came, when a pass looks at the original stream; folds reach it too.
+        inputs: linear -> how its input is quantized, for those where it is; in force from `assign` on.
+        cache: how keys and values are quantized, if they are.
+        keeps_errors: whether `weight_errors` is wanted: as large as the block.
+        weight_errors: linear -> [N, K], its weight less what its codes stand for, of those with a bias.
+    """
+
+    name: str
+    index: int
+    module: nn.Module
+    structure: Structure
+    folds: Mapping[str, Fold]
+    declined: Mapping[str, str]
+    schemes: Mapping[str, WeightScheme | None]
+    dtype: torch.dtype
+    seed: int = 0
+    fuses: bool = False
+    fusions: list[tuple[str, ...]] = field(default_factory=list)
+    tensors: dict[str, QuantTensor] = field(default_factory=dict)
+    original: nn.Module | None = None
+    inputs: Mapping[str, QuantizedInput] = field(default_factory=dict)
+    cache: QuantizedCache | None = None
+    keeps_errors: bool = False
+    weight_errors: dict[str, Tensor] = field(default_factory=dict)
+
+    def full_name(self, linear: str) -> str:
+        """`self_attn.q_proj` -> `model.layers.3.self_attn.q_proj`."""
+        return f"{self.name}.{linear}" if self.name else linear
+
+    def linears(self) -> list[str]:
+        """The linears that are to be quantized, in the order they run."""
+        return [name for name in self.structure.linears if self.schemes.get(name) is not None]
+
+    def groups(self) -> list[SharedInput]:
+        """The shared inputs with at least one linear to quantize, with only those members."""
+        found = []
+        for group in self.structure.groups:
+            members = tuple(name for name in group.members if self.schemes.get(name) is not None)
+            if members:
+                found.append(SharedInput(members, group.features))
+        return found
+
+    def alike(self, members: Iterable[str]) -> list[list[str]]:
+        """Those of some linears that are to be quantized, those of one scheme together, in their order."""
+        found: dict[WeightScheme, list[str]] = {}
+        for name in members:
+            if self.schemes.get(name) is not None:
+                found.setdefault(self.scheme(name), []).append(name)
+        return list(found.values())
+
+    def scheme(self, linear: str) -> WeightScheme:
+        """The scheme of a linear that is to be quantized."""
+        scheme = self.schemes[linear]
+        assert scheme is not None
+        return scheme
+
+    def weight(self, linear: str) -> Tensor:
+        """The current weight [N, K + padding], float32; not to be written to."""
+        return self._padded(linear, self.module)
+
+    def original_weight(self, linear: str) -> Tensor:
+        """What the codes of a linear stand for, [N, K + padding], float32: folds applied, clipping not.
+
+        Only where a pass asked for the original stream.
+        """
+        assert self.original is not None
+        weight, moved = self._padded(linear, self.original), self._moved(linear)
+        if moved is None:
+            return weight
+        return weight * torch.nn.functional.pad(moved.scale, (0, weight.shape[1] - moved.scale.shape[0]))
+
+    def _padded(self, linear: str, module: nn.Module) -> Tensor:
+        weight = weight_of(module.get_submodule(linear)).float()
+        return torch.nn.functional.pad(weight, (0, self.scheme(linear).padding(weight.shape[1])))
+
+    def assign(self, linear: str, tensor: QuantTensor) -> float:
+        """Decide the codes of a linear; from here on the block computes with what they stand for, on inputs as its
+        kernel sees them.
+
+        Returns:
+            the relative squared weight error, `||W - dequantize(codes)||² / ||W||²`.
+        """
+        module = self.module.get_submodule(linear)
+        weight = weight_of(module).float()
+        values = plugins.load("formats", tensor.scheme.format).dequantize(tensor)[:, : weight.shape[1]]
+        self.tensors[linear] = tensor
+        if self.keeps_errors and getattr(module, "bias", None) is not None:
+            # where a later pass improves codes, what the first ones lost is in it
+            self.weight_errors[linear] = weight - values + self.weight_errors.get(linear, 0.0)
+        set_weight(module, values)
+        if linear in self.inputs:
+            self.inputs[linear].on = True
+        energy = float(weight.double().square().sum())
+        return float((weight - values).double().square().sum()) / (energy or 1.0)
+
+    def input_scales(self) -> dict[str, InputScale]:
+        """Full names of linears with codes -> the fixed scale of their input, for those that have one."""
+        found = {name: hook.static for name, hook in self.inputs.items() if name in self.tensors}
+        return {self.full_name(name): static for name, static in found.items() if static is not None}
+
+    def cache_scales(self) -> tuple[str, InputScale, InputScale] | None:
+        """The block's name, the fixed scales of its keys and of its values; None where there are none."""
+        if self.cache is None or self.cache.keys is None or self.cache.values is None:
+            return None
+        return self.name, self.cache.keys, self.cache.values
+
+    def replace(self, linear: str, weight: Tensor) -> None:
+        """Give a linear another weight [N, K], before its codes are assigned."""
+        set_weight(self.module.get_submodule(linear), weight)
+
+    def move(self, linear: str, moved: Moved) -> None:
+        """Move the channels of a linear's input before they are quantized, and make up for it in weight and bias.
+
+        Args:
+            linear: one whose input is quantized, and was not moved before.
+            moved: to where; a shift of zeros where the linear has no bias.
+        """
+        module = self.module.get_submodule(linear)
+        weight = weight_of(module).double()
+        bias: Tensor | None = getattr(module, "bias", None)
+        if bias is not None:
+            whole = bias.double() + weight @ moved.shift.double()
+            module.bias = nn.Parameter(whole.to(bias.dtype), requires_grad=False)
+        set_weight(module, (weight * moved.scale.double()).float())
+        self.inputs[linear].moved = moved
+
+    def _moved(self, linear: str) -> Moved | None:
+        return self.inputs[linear].moved if linear in self.inputs else None
+
+    def fold(self, group: SharedInput, scales: Tensor) -> Tensor:
+        """Multiply the group's inputs' columns by `scales` [channels] and divide the producer by them.
+
+        Args:
+            group: one with an entry in `folds`.
+            scales: one for each of the producer's output channels.
+
+        Returns:
+            the scales that were applied (a norm's weight is rounded to its stored dtype first).
+        """
+        fold = self.folds[self.group_name(group)]
+        whole = next(each for each in self.structure.groups if each.name == fold.group)
+        if self.original is not None:  # or its inputs would be others, not the same in better precision
+            folds.apply(self.original, fold, whole, scales, self.dtype)
+        return folds.apply(self.module, fold, whole, scales, self.dtype)
+
+    def group_name(self, group: SharedInput) -> str:
+        """The name of the shared input as tracing found it, of which `group` may hold only some members."""
+        return next(each.name for each in self.structure.groups if group.name in each.members)

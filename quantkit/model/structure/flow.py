@@ -1,0 +1,179 @@
+"""Which way hidden states flow through a model: found out on a few tokens, with its forward and without most weights.
+
+Every block is replaced by a stand-in. The first of each class runs a real block, to see what a block returns; the
+others return what they were given. Then the forward runs again, and they return something else: if a later block is
+given other arguments now, or hidden states that differ from what the one before returned, blocks depend on each other
+in ways that cannot be noted beforehand, and the model is live (see `calls.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from quantkit.errors import InputError
+from quantkit.model.full_memory import is_out_of_memory, out_of_memory
+from quantkit.model.streaming.calls import Given, Stand, forward, primary, same, standing_in, uncached, unsupported
+
+# of the tokens that it is found out on
+_ROWS, _TOKENS = 2, 8
+# how far the second run's outputs are from the first's
+_MOVED = 0.25
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What was found.
+
+    Args:
+        visits: the number of the block that each call is to, in order; a block may be called again and again.
+        live: whether the forward itself has to run.
+        forms: class of a block -> how many other values it returns in a tuple; None where it returns a tensor alone.
+        batch: the dimension of hidden states that counts sequences.
+    """
+
+    visits: tuple[int, ...]
+    live: bool
+    forms: dict[type, int | None] = field(default_factory=dict)
+    batch: int = 0
+
+    def output(self, block: nn.Module, hidden: Tensor) -> Any:
+        """Hidden states, as a block of that class returns them."""
+        while isinstance(block, Stand):
+            block = block.__dict__["stands_for"]
+        others = self.forms[type(block)]
+        return hidden if others is None else (hidden, *[None] * others)
+
+
+@torch.no_grad()
+def learn(
+    model: nn.Module, path: str, load: Callable[[int], nn.Module], ids: Tensor, runs: nn.Module | None = None
+) -> Flow:
+    """The flow of a model.
+
+    Args:
+        model: with weights everywhere but in its blocks.
+        path: of the `ModuleList` of blocks.
+        load: a block with its weights, by its number.
+        ids: [samples, tokens]; a few are used.
+        runs: the part of the model whose forward runs; all of it by default.
+
+    Raises:
+        InputError: `stream-unsupported`, with what the model's class said; `out-of-memory`.
+    """
+    few = ids[:_ROWS, :_TOKENS]
+    if len(few) < _ROWS:
+        few = few.repeat(_ROWS, 1)
+    try:
+        with uncached(model):
+            return _learn(_Runner(model, path, load, runs or model, few))
+    except InputError:
+        raise
+    except Exception as problem:  # whatever a class makes of blocks that are stand-ins
+        if is_out_of_memory(problem):
+            raise out_of_memory(type(model).__name__, problem) from problem
+        raise unsupported(type(model).__name__, f"{type(problem).__name__}: {_line(problem)}") from problem
+
+
+def _learn(runner: _Runner) -> Flow:
+    try:
+        runner.run()
+        first = runner.noted
+        runner.moving = True
+        runner.run()
+        live = runner.departed or [index for index, _ in first] != [index for index, _ in runner.noted]
+        live = live or not same([given for _, given in first], [given for _, given in runner.noted])
+    except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as problem:
+        if is_out_of_memory(problem):
+            raise
+        live = True  # it uses more of what blocks return than their hidden states
+    batch = runner.batch() if runner.shape else 0
+    live = live or batch != 0
+    if live:
+        runner.real = True
+        runner.run()
+    visits, count = tuple(index for index, _ in runner.noted), len(runner.blocks)
+    if set(visits) != set(range(count)) or list(visits) != sorted(visits):
+        raise unsupported(
+            type(runner.runs).__name__, f"calls {len(set(visits))} of {count} blocks, or not in their order"
+        )
+    return Flow(visits, live, runner.forms, runner.batch())
+
+
+class _Runner:
+    """Runs a forward with stand-ins and notes what they are given; with `real`, every block runs with its weights."""
+
+    def __init__(
+        self, model: nn.Module, path: str, load: Callable[[int], nn.Module], runs: nn.Module, ids: Tensor
+    ) -> None:
+        self.model, self.path, self.load, self.runs, self.ids = model, path, load, runs, ids
+        self.blocks = list(model.get_submodule(path).children())
+        self.real = self.moving = self.departed = False
+        self.forms: dict[type, int | None] = {}
+        self.leaves_more: set[type] = set()  # classes that return tensors besides the hidden states
+        self.noted: list[tuple[int, Given]] = []
+        self.shape: tuple[int, ...] = ()
+        self._before: Tensor | None = None
+        self._loaded: tuple[int, nn.Module] | None = None
+
+    def run(self) -> None:
+        self.noted, self._before, self.departed = [], None, False
+        with standing_in(self.model, self.path, self._takes):
+            forward(self.runs, self.ids)
+
+    def batch(self) -> int:
+        """The dimension that counts sequences."""
+        found = [dim for dim, size in enumerate(self.shape) if size == len(self.ids)]
+        if not found:
+            raise unsupported("hidden states", f"of shape {list(self.shape)} for {len(self.ids)} sequences")
+        return found[0]
+
+    def _takes(self, index: int, hidden: Tensor, given: Given) -> Any:
+        block = self.blocks[index]
+        self.noted.append((index, given))
+        self.shape = self.shape or tuple(hidden.shape)
+        if any(hasattr(leaf, "get_seq_length") for leaf in given.leaves()):
+            raise unsupported(type(block).__name__, "is given a cache although none was asked for")
+        values = (*given.args, *given.kwargs.values())
+        if any(isinstance(value, MutableMapping) and (not isinstance(value, dict) or not value) for value in values):
+            self.departed = True  # one block may leave something in it for another
+        if not hidden.is_floating_point():
+            raise unsupported(type(block).__name__, f"is given {hidden.dtype} for hidden states")
+        if self._before is not None and (hidden.shape != self._before.shape or not torch.equal(hidden, self._before)):
+            self.departed = True
+        if self.real or type(block) not in self.forms:
+            returned = given.run(self._block(index), hidden)
+            self._note_form(type(block), returned)
+            self.departed |= primary(returned).shape != hidden.shape or not isinstance(returned, tuple | Tensor)
+            if self.real:
+                return returned
+        after = hidden
+        if self.moving:
+            noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(index), dtype=hidden.dtype)
+            after = hidden + _MOVED * hidden.std() * noise
+        self._before = after
+        others = self.forms[type(block)]
+        if others is None:
+            return after
+        if self.moving and type(block) in self.leaves_more:
+            return (after, *given.run(self._block(index), hidden)[1:])
+        return (after, *[None] * others)
+
+    def _note_form(self, kind: type, returned: Any) -> None:
+        self.forms[kind] = len(returned) - 1 if isinstance(returned, tuple) else None
+        if isinstance(returned, tuple) and any(isinstance(leaf, Tensor) for leaf in tree_flatten(returned[1:])[0]):
+            self.leaves_more.add(kind)
+
+    def _block(self, index: int) -> nn.Module:
+        if self._loaded is None or self._loaded[0] != index:
+            self._loaded = (index, self.load(index))
+        return self._loaded[1]
+
+
+def _line(problem: Exception) -> str:
+    return " ".join(str(problem).split())[:160]

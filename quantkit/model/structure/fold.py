@@ -1,0 +1,299 @@
+"""Folds: where a scale on a linear's inputs can be absorbed by what produces them, found by probing and then proved.
+
+For an input x of linears W and any s > 0, `W x = (W diag(s)) (x / s)`. The division is free if the producer of x
+absorbs it: a norm divides its weight, a linear its output rows, provided that everything in between commutes with a
+gain per channel (attention's value path, with grouped heads; the product gate * up; ReLU).
+
+Found: multiply the outputs of a candidate producer by distinct random gains, in float64, and look at x. If the path
+commutes, every channel x_j is its old self times exactly one of the gains, which names the producer's channel. Where
+only part of the producer's outputs commutes (the value part of a fused q/k/v, the up half of gate_up), a bisection over
+single channels finds that part.
+
+Proved: on every block, in float64, with random scales in 0.25..4, the block's outputs before and after agree within
+1e-10. What does not hold is declined with its reason.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quantkit.model.streaming.calls import Call
+from quantkit.model.structure.experts import are_apart
+from quantkit.model.structure.traced import SharedInput, Structure, is_linear, is_transposed
+
+Form = Literal["linear", "weight", "one_plus_weight"]
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A place where the scale of a shared input can go.
+
+    Args:
+        group: the shared input's first member.
+        producer: the module that absorbs the division.
+        index: [K] int64, the producer's output channel behind each input channel. Grouped heads map several inputs to
+            one channel, which ties their scales.
+        channels: how many outputs the producer has.
+        form: a linear's rows, a norm's `weight`, or a norm that multiplies by `1 + weight`.
+    """
+
+    group: str
+    producer: str
+    index: Tensor
+    channels: int
+    form: Form
+
+
+class InDouble(TorchDispatchMode):
+    """What asks for a shorter float gets float64: models compute norms, softmax and sums in an explicit float32."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace the dtype that is asked for."""
+        kwargs = dict(kwargs or {})
+        dtype = kwargs.get("dtype")
+        if dtype is not None and dtype.is_floating_point:
+            kwargs["dtype"] = torch.float64
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64:
+            return _grouped(*args)
+        return func(*args, **kwargs)
+
+
+def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """[S, K] x [experts, K, N] -> [S, N], where expert e has the rows up to `ends`[e]; torch has no float64 of it."""
+    starts = [0, *ends.tolist()]
+    parts = [rows[starts[e] : starts[e + 1]] @ weight for e, weight in enumerate(weights)]
+    return torch.cat([*parts, rows.new_zeros(len(rows) - starts[-1], weights.shape[-1])])
+
+
+def apply(block: nn.Module, fold: Fold, group: SharedInput, scales: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Divide the producer by `scales`, multiply the consumers' input columns by them, in place.
+
+    Args:
+        block: holds both.
+        scales: [channels] > 0 (or non-zero), one for each of the producer's outputs; channels that no input comes from
+            keep 1.
+        dtype: what a norm's weight will be stored in. Its new values are rounded to it first and the scales adapted, so
+            that the fold is exact in the stored model.
+
+    Returns:
+        the scales that were applied, [channels].
+    """
+    producer = block.get_submodule(fold.producer)
+    reached = torch.zeros(fold.channels, dtype=torch.bool)
+    reached[fold.index] = True
+    weight = producer.weight.detach()  # type: ignore[operator, union-attr]
+    scales = torch.where(reached, scales.to(weight.dtype), torch.ones((), dtype=weight.dtype))  # type: ignore[union-attr]
+    with torch.no_grad():
+        if fold.form == "linear":
+            shape = (1, -1) if is_transposed(producer) else (-1, 1)
+            _set(producer, "weight", weight / scales.reshape(shape))  # type: ignore[operator]
+        else:
+            offset = 1.0 if fold.form == "one_plus_weight" else 0.0
+            new = (weight + offset) / scales - offset  # type: ignore[operator]
+            if dtype is not None:
+                new = new.to(dtype).to(new.dtype)
+                usable = (new + offset).abs() > 0
+                scales = torch.where(usable & reached, (weight + offset) / (new + offset), scales)  # type: ignore[operator]
+            _set(producer, "weight", new)
+        bias = getattr(producer, "bias", None)
+        if bias is not None:
+            _set(producer, "bias", bias.detach() / scales)
+        for member in group.members:
+            module = block.get_submodule(member)
+            columns = scales[fold.index]
+            shape = (-1, 1) if is_transposed(module) else (1, -1)
+            _set(module, "weight", module.weight.detach() * columns.reshape(shape))  # type: ignore[operator, union-attr]
+    return scales
+
+
+def _set(module: nn.Module, name: str, value: Tensor) -> None:
+    setattr(module, name, nn.Parameter(value.contiguous(), requires_grad=False))
+
+
+def disagreement(before: Tensor, after: Tensor) -> float:
+    """Largest difference over the largest value."""
+    top = before.abs().max().item()
+    return float((before - after).abs().max().item() / (top or 1.0))
+
+
+def prove(block: nn.Module, structure: Structure, fold: Fold, call: Call, seed: int = 0) -> float:
+    """How far a block's outputs move when one fold is applied; see `prove_all`."""
+    return prove_all(block, structure, {fold.group: fold}, call, seed)
+
+
+@torch.no_grad()
+def prove_all(block: nn.Module, structure: Structure, folds: Mapping[str, Fold], call: Call, seed: int = 0) -> float:
+    """How far a block's outputs move when folds are applied with random scales in 0.25..4, in float64.
+
+    Returns:
+        the relative disagreement; the folds hold if it is at most 1e-10.
+    """
+    exact = copy.deepcopy(block).double()
+    twice = call.double()
+    generator = torch.Generator().manual_seed(seed)
+    groups = {group.name: group for group in structure.groups}
+    with InDouble():  # type: ignore[no-untyped-call]
+        before = twice(exact)
+        for name, fold in folds.items():
+            scales = torch.exp2(torch.rand(fold.channels, generator=generator, dtype=torch.float64) * 4 - 2)
+            if name not in groups or groups[name].features != fold.index.numel():
+                return float("inf")
+            apply(exact, fold, groups[name], scales)
+        return disagreement(before, twice(exact))
+
+
+@torch.no_grad()
+def find(block: nn.Module, structure: Structure, call: Call) -> tuple[dict[str, Fold], dict[str, str]]:
+    """The folds of a block, each proved on it.
+
+    Returns:
+        group name -> fold, and group name -> why there is none.
+    """
+    probe = _Probe(copy.deepcopy(block).double(), call.double())
+    folds: dict[str, Fold] = {}
+    declined: dict[str, str] = {}
+    for group in structure.groups:
+        reason, nearly = "its input is the block's own input", ""
+        candidates = structure.order[: structure.order.index(group.name)]
+        for name in reversed(candidates):
+            producer = block.get_submodule(name)
+            if name in group.members or not _can_absorb(producer):
+                continue
+            if are_apart(name, group.name, block):
+                reason = "what flows into an expert flows into others too"
+                continue
+            found = probe.index(name, group)
+            if found is None:
+                reason = "no producer's channels reach it unmixed"
+                continue
+            index, channels = found
+            forms: tuple[Form, ...] = ("linear",) if is_linear(producer) else ("weight", "one_plus_weight")
+            errors = []
+            for form in forms:
+                fold = Fold(group.name, name, index, channels, form)
+                error = prove(block, structure, fold, call)
+                if error <= TOLERANCE:
+                    folds[group.name] = fold
+                    break
+                errors.append(error)
+            if group.name in folds:
+                break
+            nearly = nearly or f"outputs differ by {min(errors):.1e} after folding into {name}"
+        if group.name not in folds:
+            declined[group.name] = nearly or reason
+    return folds, declined
+
+
+def _can_absorb(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    is_norm = isinstance(weight, Tensor) and weight.dim() == 1
+    return is_linear(module) or is_norm
+
+
+class _Probe:
+    """Runs a block in float64 with gains on one module's outputs and looks at one shared input."""
+
+    def __init__(self, block: nn.Module, call: Call) -> None:
+        self.block = block
+        self.call = call
+
+    def seen(self, group: SharedInput, producer: str | None = None, gains: Tensor | None = None) -> tuple[Tensor, int]:
+        """The group's input, [tokens, K], and the width of the producer's output."""
+        caught: list[Tensor] = []
+        width: list[int] = [0]
+
+        def catch(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            caught.append(args[0].reshape(-1, group.features))
+
+        def gain(_: nn.Module, __: object, output: Tensor) -> Tensor:
+            width[0] = output.shape[-1]
+            return output if gains is None else output * gains
+
+        hooks: list[Any] = [self.block.get_submodule(group.name).register_forward_pre_hook(catch)]
+        if producer is not None:
+            hooks.append(self.block.get_submodule(producer).register_forward_hook(gain))
+        try:
+            with InDouble():  # type: ignore[no-untyped-call]
+                self.call(self.block)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return caught[0], width[0]
+
+    def index(self, producer: str, group: SharedInput) -> tuple[Tensor, int] | None:
+        """[K] -> channel of the producer, and how many channels it has; None if the path does not commute."""
+        base, channels = self.seen(group, producer)
+        if channels == 0:
+            return None
+        found = self._match(base, producer, group, 0, channels, channels)
+        if found is None and channels > 1:
+            for low, high in self._commuting_parts(base, producer, group, channels):
+                found = self._match(base, producer, group, low, high, channels)
+                if found is not None:
+                    break
+        return None if found is None else (found, channels)
+
+    def _match(
+        self, base: Tensor, producer: str, group: SharedInput, low: int, high: int, channels: int
+    ) -> Tensor | None:
+        gains = torch.ones(channels, dtype=torch.float64)
+        steps = torch.arange(high - low, dtype=torch.float64)
+        # distinct, shuffled: neighbouring channels get far-apart gains
+        order = torch.randperm(high - low, generator=torch.Generator().manual_seed(1))
+        gains[low:high] = torch.exp2((steps[order] + 0.5) / (high - low) * 2 - 1)
+        moved, _ = self.seen(group, producer, gains)
+        alive = base.abs() > base.abs().amax() * 1e-9
+        ratio = torch.where(alive, moved / torch.where(alive, base, torch.ones_like(base)), torch.nan)
+        typical = ratio.nanmean(dim=0)
+        steady = (ratio - typical).abs().nan_to_num(0.0).amax(dim=0) <= 1e-7
+        known = ~typical.isnan()
+        if not bool((steady | ~known).all()) or not bool(known.any()):
+            return None
+        ordered, places = gains[low:high].sort()
+        after = torch.searchsorted(ordered, typical.nan_to_num(0.0)).clamp(1, max(high - low - 1, 1))
+        if high - low == 1:
+            after = torch.zeros_like(after)
+        before = (after - 1).clamp(min=0)
+        nearer = torch.where((ordered[after] - typical).abs() < (ordered[before] - typical).abs(), after, before)
+        if not bool(((ordered[nearer] - typical).abs() <= 1e-7)[known].all()):
+            return None
+        index = places[nearer] + low
+        if not bool(known.all()):
+            # a channel that was zero on every probed token (ReLU): only the identity may be assumed; the proof decides
+            identity = torch.arange(group.features)
+            if channels != group.features or not bool((index == identity)[known].all()):
+                return None
+            index = identity
+        return index
+
+    def _commuting_parts(self, base: Tensor, producer: str, group: SharedInput, channels: int) -> list[tuple[int, int]]:
+        def commutes(channel: int) -> bool:
+            gains = torch.ones(channels, dtype=torch.float64)
+            gains[channel] = 2.0
+            moved, _ = self.seen(group, producer, gains)
+            change = (moved - base).abs()
+            touched = change.amax(dim=0) > base.abs().amax() * 1e-9
+            doubled = (moved - 2 * base).abs() <= base.abs().amax() * 1e-9
+            return bool(touched.any()) and bool(doubled[:, touched].all())
+
+        def boundary(good: int, bad: int) -> int:
+            """The last channel that commutes, going from `good` towards `bad`."""
+            while abs(good - bad) > 1:
+                middle = (good + bad) // 2
+                good, bad = (middle, bad) if commutes(middle) else (good, middle)
+            return good
+
+        parts = []
+        if commutes(channels - 1):
+            parts.append((boundary(channels - 1, -1), channels))
+        if commutes(0):
+            parts.append((0, boundary(0, channels) + 1))
+        return parts

@@ -1,0 +1,280 @@
+"""What of a model reads from and writes to the residual stream, found by running it.
+
+A reader is a linear whose every input row is an output row of a norm; a module is a norm if it commutes with a
+reflection; a writer is a linear whose output, when something is added to it, puts just that into the next norm's input,
+or into the block's output. A value path leads, head by head, from one linear into another and only mixes tokens. No
+architecture is known by name. What is found is proved afterwards, see `turn.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.model.streaming.calls import Call
+from quantkit.model.structure import fold as folds
+from quantkit.model.structure.fold import InDouble, disagreement
+from quantkit.model.structure.traced import SharedInput, Structure, is_linear, trace, weight_of
+from quantkit.model.structure.turn import (
+    Form,
+    Heads,
+    Norm,
+    Part,
+    Residual,
+    Rotations,
+    gain_of,
+    set_parameter,
+    turn_heads,
+)
+
+# of what was measured: a path that holds exactly is far below, one that does not is far above
+_EXACT = 1e-8
+
+
+class Unturnable(Exception):
+    """The residual stream cannot be turned; the message says why."""
+
+
+@torch.no_grad()
+def find(part: Part) -> Residual:
+    """The norms, readers and writers of a part; embeddings and heads are not looked for.
+
+    Raises:
+        Unturnable: something stands in between, or a linear never ran.
+    """
+    with InDouble():  # type: ignore[no-untyped-call]
+        seen = _watch(part)
+        width = part.hidden.shape[-1]
+        modules = dict(part.module.named_modules())
+        linears = [name for name, module in modules.items() if is_linear(module)]
+        for name in linears:
+            if name not in seen.inputs and width in weight_of(modules[name]).shape:
+                raise Unturnable(f"no token reached {name}, so that it is not known what it reads")
+        norms = _norms(part, seen, [name for name in linears if name in seen.inputs], width)
+        order = list(seen.inputs)
+        points = sorted((order.index(norm.name), norm.name) for norm in norms)
+        read = {reader for norm in norms for reader in norm.readers}
+        writers = []
+        for name in linears:
+            if name not in seen.inputs or weight_of(modules[name]).shape[0] != width or not part.turns_output:
+                continue
+            if _writes(part, seen, name, [point for at, point in points if at > order.index(name)]):
+                writers.append(name)
+            elif name not in read:
+                between = _through(part, seen, name)
+                if between:
+                    raise Unturnable(f"{name} reaches the residual stream through {between}, which mixes no channels")
+        if part.turns_output and (last := _ends_in(part, seen)):
+            raise Unturnable(f"the residual stream itself passes through {last}")
+        return Residual(tuple(norms), tuple(writers))
+
+
+@dataclass
+class _Seen:
+    """What each leaf module was given and returned when it first ran, in order; and the part's output."""
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    end: Tensor
+
+
+@contextmanager
+def _hooked(handles: Sequence[Any]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _watch(part: Part, add: tuple[str, Tensor] | None = None) -> _Seen:
+    """Run a part, with something added to the output of one module."""
+    seen = _Seen({}, {}, torch.empty(0))
+
+    def note(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
+        def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if not isinstance(output, Tensor) or not args or not isinstance(args[0], Tensor):
+                return None
+            seen.inputs.setdefault(name, args[0].clone())
+            moved = output + add[1] if add is not None and add[0] == name else output
+            seen.outputs.setdefault(name, moved.clone())
+            return moved
+
+        return hook
+
+    leaves = [(name, module) for name, module in part.module.named_modules() if not list(module.children())]
+    with _hooked([module.register_forward_hook(note(name)) for name, module in leaves]):
+        seen.end = part.run(part.hidden)
+    return seen
+
+
+def _norms(part: Part, seen: _Seen, linears: Sequence[str], width: int) -> list[Norm]:
+    """Norms by the linears that read them."""
+    order = list(seen.inputs)
+    kinds: dict[str, tuple[Form, bool] | None] = {}
+    readers: dict[str, list[str]] = {}
+    for linear in linears:
+        if weight_of(part.module.get_submodule(linear)).shape[1] != width:
+            continue
+        for name in reversed(order[: order.index(linear)]):
+            module = part.module.get_submodule(name)
+            if is_linear(module) or seen.outputs[name].shape[-1] != width:
+                continue
+            if not _holds_rows(seen.outputs[name], seen.inputs[linear]):
+                continue
+            if name not in kinds:
+                kinds[name] = _kind(module, seen.inputs[name], seen.outputs[name])
+            if kinds[name] is not None:
+                readers.setdefault(name, []).append(linear)
+                break
+    found = []
+    for name, names in readers.items():
+        kind = kinds[name]
+        assert kind is not None
+        norm = Norm(name, tuple(names), *kind)
+        module = part.module.get_submodule(name)
+        gain = gain_of(module, norm.form)
+        if gain is not None and getattr(module, "bias", None) is not None and float(gain.abs().min()) < 1e-4:
+            raise Unturnable(f"a weight of {name}, which has a bias, is too close to zero to divide by")
+        found.append(norm)
+    return found
+
+
+def _holds_rows(whole: Tensor, part: Tensor) -> bool:
+    """Whether every row of `part` [..., width] is a row of `whole` [..., width], to the last bit."""
+    width = whole.shape[-1]
+    some, rows = part.reshape(-1, width), whole.reshape(-1, width)
+    if some.shape == rows.shape and torch.equal(some, rows):
+        return True
+    known = {row.numpy().tobytes() for row in rows}
+    return all(row.numpy().tobytes() in known for row in some)
+
+
+def _kind(module: nn.Module, given: Tensor, returned: Tensor) -> tuple[Form, bool] | None:
+    """How a module normalises, and whether it takes the mean off; None if it is no norm."""
+    if given.shape != returned.shape or torch.equal(given, returned):
+        return None
+    width = given.shape[-1]
+    plain = copy.deepcopy(module)
+    bias = getattr(module, "bias", None)
+    if isinstance(bias, Tensor):
+        set_parameter(plain, "bias", torch.zeros_like(bias))
+    base = returned - bias if isinstance(bias, Tensor) else returned
+    weight = getattr(module, "weight", None)
+    forms: tuple[Form, ...] = ("none",)
+    if isinstance(weight, Tensor):
+        if weight.shape != (width,):
+            return None
+        forms = ("weight", "one_plus_weight")
+    for form in forms:
+        if form != "none":
+            set_parameter(plain, "weight", torch.full_like(weight, 1.0 if form == "weight" else 0.0))  # type: ignore[arg-type]
+        neutral = plain(given)
+        gain = gain_of(module, form)
+        if disagreement(base, neutral if gain is None else neutral * gain) > _EXACT:
+            continue
+        direction = torch.randn(width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        for centres in (False, True):
+            away = direction - direction.mean() if centres else direction
+            away = away / away.norm()
+
+            def mirrored(rows: Tensor, away: Tensor = away) -> Tensor:
+                return rows - 2 * (rows @ away).unsqueeze(-1) * away
+
+            if disagreement(mirrored(neutral), plain(mirrored(given))) <= _EXACT:
+                return form, centres
+    return None
+
+
+def _writes(part: Part, seen: _Seen, name: str, points: Sequence[str]) -> bool:
+    """Whether what is added to a linear's output is added to what the next norm reads, or to the part's output."""
+    output = seen.outputs[name]
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    noise *= output.abs().mean() + 1e-6
+    moved = _watch(part, (name, noise))
+    for before, after in [*((seen.inputs[point], moved.inputs[point]) for point in points), (seen.end, moved.end)]:
+        change = after - before
+        if change.numel() == noise.numel() and float(change.abs().max()) > 0:
+            change = change.reshape(noise.shape)
+            share = float((change * noise).sum() / noise.square().sum())
+            # the sum was rounded at the size of the stream
+            slack = _EXACT * float(noise.abs().max()) + 1e-14 * float(before.abs().max())
+            return bool((change - share * noise).abs().max() <= slack) and share != 0
+    return False
+
+
+def _through(part: Part, seen: _Seen, name: str) -> str:
+    """The module that a linear's output goes straight into, if that changes it."""
+    order = list(seen.inputs)
+    for later in order[order.index(name) + 1 :]:
+        if torch.equal(seen.inputs[later], seen.outputs[name]):
+            changes = seen.outputs[later].shape == seen.inputs[later].shape
+            if changes and not torch.equal(seen.outputs[later], seen.inputs[later]):
+                return "" if is_linear(part.module.get_submodule(later)) else later
+    return ""
+
+
+def _ends_in(part: Part, seen: _Seen) -> str:
+    """The module whose output is the part's."""
+    for name in reversed(list(seen.outputs)):
+        if torch.equal(seen.outputs[name], seen.end) and not torch.equal(seen.inputs[name], seen.end):
+            return name
+    return ""
+
+
+@torch.no_grad()
+def find_heads(block: nn.Module, call: Call, writers: Sequence[str], rotation: Rotations) -> tuple[Heads, ...]:
+    """The value paths into a block's writers, each with the largest head that holds.
+
+    Args:
+        block: with weights.
+        call: how it is run.
+        writers: linears that may be the output projection.
+        rotation: size -> a random rotation to try.
+    """
+    traced = trace(block, lambda: call(block))
+    groups = tuple(group for group in traced.groups if any(member in writers for member in group.members))
+    paths, _ = folds.find(block, Structure(groups, traced.idle, traced.order), call)
+    found = []
+    for group in groups:
+        fold = paths.get(group.name)
+        if fold is None or fold.form != "linear":
+            continue
+        size = _head_size(block, call, group, fold.producer, fold.index, rotation)
+        if size > 1:
+            found.append(Heads(fold.producer, group.members, fold.index, size))
+    return tuple(found)
+
+
+def _head_size(
+    block: nn.Module,
+    call: Call,
+    group: SharedInput,
+    producer: str,
+    index: Tensor,
+    rotation: Rotations,
+) -> int:
+    """The largest number of consecutive channels that may be turned together; 1 if none."""
+    breaks = (torch.nonzero(index[1:] != index[:-1] + 1).flatten() + 1).tolist()
+    longest = math.gcd(index.numel(), *breaks)
+
+    def holds(size: int) -> bool:
+        part = Part.of_block(block, call)
+        with InDouble():  # type: ignore[no-untyped-call]
+            before = part.run(part.hidden)
+            turn_heads(part.module, Heads(producer, group.members, index, size), rotation(size))
+            return disagreement(before, part.run(part.hidden)) <= folds.TOLERANCE
+
+    sizes = [size for size in range(longest, 1, -1) if longest % size == 0]
+    primes = [size for size in sizes if all(size % factor for factor in range(2, math.isqrt(size) + 1))]
+    # what commutes channel by channel only (gate * up) fails for each of these, and needs no longer search
+    if not any(holds(size) for size in primes):
+        return 1
+    return next(size for size in sizes if holds(size))

@@ -1,0 +1,210 @@
+"""Turning the residual stream of a model by an orthogonal matrix, and the proof that nothing else changes.
+
+The stream `x` [tokens, width] runs through all blocks of a pre-norm transformer. It becomes `x Q` without a change of
+any output, if everything that touches it is turned with it:
+
+    embedding          E -> E Q
+    norm and readers   n(x) -> n(x Q) = n(x) Q;  W diag(w) n(x) -> the norm's weight becomes 1, W becomes W diag(w) Q
+    writer             W -> Qᵀ W,  b -> b Q
+    value path         v -> v R for each head, and R goes into the columns that read it: attention mixes tokens alone
+
+RMSNorm commutes with every Q, LayerNorm with those that keep the mean (`Q 1 = 1`). What touches the stream is found in
+`residual.py`. Proved: in float64, every part before and after; `prove` says how far the outputs are apart.
+(Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021; QuaRot, arXiv 2404.00456.)
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.model.streaming.calls import Call
+from quantkit.model.structure.fold import InDouble, disagreement
+from quantkit.model.structure.traced import set_weight, weight_of
+
+Form = Literal["weight", "one_plus_weight", "none"]
+Rotations = Callable[[int], "Orthogonal"]
+
+
+class Orthogonal(Protocol):
+    """An orthogonal matrix Q [size, size]."""
+
+    @property
+    def size(self) -> int:
+        """Rows and columns."""
+
+    def apply(self, rows: Tensor, gain: Tensor | None = None) -> Tensor:
+        """`rows` [..., size], times `gain` [size] if there is one, times Q."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of the residual stream.
+
+    Args:
+        name: its module.
+        readers: the linears that read it, and nothing else does.
+        form: how its weight multiplies.
+        centres: it takes the mean off, as LayerNorm does.
+    """
+
+    name: str
+    readers: tuple[str, ...]
+    form: Form
+    centres: bool
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A linear whose outputs are mixed over tokens alone, head by head, on their way into others.
+
+    Args:
+        producer: the value projection, or one that it is a part of.
+        consumers: the output projection.
+        index: [K], the producer's output channel behind each of the consumers' inputs; consecutive within a head.
+        size: channels of a head.
+    """
+
+    producer: str
+    consumers: tuple[str, ...]
+    index: Tensor
+    size: int
+
+
+@dataclass(frozen=True)
+class Residual:
+    """What of one part of a model has to be turned.
+
+    Args:
+        norms: with their readers.
+        writers: linears that add to the stream.
+        embeddings: tables whose rows are added up to the stream's beginning.
+        heads: value paths, which may be turned by a rotation of their own.
+    """
+
+    norms: tuple[Norm, ...] = ()
+    writers: tuple[str, ...] = ()
+    embeddings: tuple[str, ...] = ()
+    heads: tuple[Heads, ...] = ()
+
+    @property
+    def centres(self) -> bool:
+        """Whether the rotation has to keep the mean."""
+        return any(norm.centres for norm in self.norms)
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """What reads and writes the stream."""
+        norms = {name for norm in self.norms for name in (norm.name, *norm.readers)}
+        return frozenset({*norms, *self.writers})
+
+
+def turn(part: nn.Module, found: Residual, rotation: Orthogonal, heads: Rotations | None = None) -> None:
+    """Turn a part of a model in place.
+
+    Args:
+        part: a block, or the model without its blocks, in any float dtype.
+        found: its residual stream.
+        rotation: Q, as wide as the stream.
+        heads: size of a head -> R; None leaves the value paths as they are.
+    """
+    for norm in found.norms:
+        module = part.get_submodule(norm.name)
+        gain = gain_of(module, norm.form)
+        for name in norm.readers:
+            reader = part.get_submodule(name)
+            set_weight(reader, rotation.apply(weight_of(reader), gain))
+        if norm.form != "none":
+            set_parameter(module, "weight", torch.full_like(module.weight, 1.0 if norm.form == "weight" else 0.0))  # type: ignore[arg-type]
+        if getattr(module, "bias", None) is not None:
+            bias = module.bias.detach()  # type: ignore[union-attr, operator]
+            set_parameter(
+                module, "bias", rotation.apply((bias.double() / gain).to(bias.dtype) if gain is not None else bias)
+            )
+    for name in found.writers:
+        writer = part.get_submodule(name)
+        set_weight(writer, rotation.apply(weight_of(writer).T).T)
+        if getattr(writer, "bias", None) is not None:
+            set_parameter(writer, "bias", rotation.apply(writer.bias.detach()))  # type: ignore[union-attr, operator]
+    for name in found.embeddings:
+        table = part.get_submodule(name)
+        set_parameter(table, "weight", rotation.apply(table.weight.detach()))  # type: ignore[union-attr, operator]
+    for path in found.heads:
+        if heads is not None:
+            turn_heads(part, path, heads(path.size))
+
+
+def turn_heads(part: nn.Module, path: Heads, rotation: Orthogonal) -> None:
+    """Turn one value path in place by a rotation of its size."""
+    producer = part.get_submodule(path.producer)
+    starts = path.index[:: path.size].unique()
+    rows = (starts.unsqueeze(1) + torch.arange(path.size)).flatten()
+    weight = weight_of(producer).clone()
+    # apply works on the last axis, in runs of a head's size
+    weight[rows] = rotation.apply(weight[rows].T.contiguous().reshape(-1, path.size)).reshape(-1, rows.numel()).T
+    set_weight(producer, weight)
+    if getattr(producer, "bias", None) is not None:
+        bias = producer.bias.detach().clone()  # type: ignore[union-attr, operator]
+        bias[rows] = rotation.apply(bias[rows].reshape(-1, path.size)).flatten()
+        set_parameter(producer, "bias", bias)
+    for name in path.consumers:
+        consumer = part.get_submodule(name)
+        weight = weight_of(consumer)
+        set_weight(consumer, rotation.apply(weight.reshape(-1, path.size)).reshape(weight.shape))
+
+
+def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
+    """Replace a norm's weight, a bias or a table."""
+    setattr(module, name, nn.Parameter(value.contiguous(), requires_grad=False))
+
+
+def gain_of(norm: nn.Module, form: Form) -> Tensor | None:
+    """What a norm multiplies by, [width] float64."""
+    if form == "none":
+        return None
+    weight: Tensor = norm.weight.detach().double()  # type: ignore[union-attr, operator, assignment]
+    return weight + 1.0 if form == "one_plus_weight" else weight
+
+
+@dataclass
+class Part:
+    """A copy of a part of a model in float64, and how to run it.
+
+    Args:
+        module: changed by `prove`.
+        run: hidden states [samples, tokens, width] in, the part's output out.
+        hidden: on a few tokens.
+        turns_output: whether its output is the stream again (a block), or logits.
+    """
+
+    module: nn.Module
+    run: Callable[[Tensor], Tensor]
+    hidden: Tensor
+    turns_output: bool = True
+
+    @classmethod
+    def of_block(cls, block: nn.Module, call: Call) -> Part:
+        """A copy of a block."""
+        exact, twice = copy.deepcopy(block).double(), call.double()
+        return cls(exact, lambda hidden: replace(twice, hidden=hidden)(exact), twice.hidden)
+
+
+@torch.no_grad()
+def prove(part: Part, found: Residual, rotation: Orthogonal, heads: Rotations | None = None) -> float:
+    """How far a part's outputs move, relative to their largest, when it is turned; it stays turned.
+
+    Infinity, where it lacks what was found: another block's residual, a dense one's of one with experts.
+    """
+    if not found.modules <= {name for name, _ in part.module.named_modules()}:
+        return math.inf
+    with InDouble():  # type: ignore[no-untyped-call]
+        before = part.run(part.hidden)
+        turn(part.module, found, rotation, heads)
+        after = part.run(rotation.apply(part.hidden))
+        return disagreement(rotation.apply(before) if part.turns_output else before, after)

@@ -1,0 +1,243 @@
+"""From the rows of a night to its decisions.
+
+All comparisons of the night, with baselines and with the last release, are one family (`stats.decision`): what cells of
+one build share counts once. What was counted (bytes) is certain and no part of it. A time that was called worse is run
+again (`Judged.repeat`), and raised only if the second run, decided on its own times, says the same. Nothing here
+measures or writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from quantkit.errors import InputError
+from quantkit.nightly.config import Margins, Nightly, builds
+from quantkit.nightly.gating import evidence as ask
+from quantkit.nightly.gating import sentences
+from quantkit.nightly.gating.evidence import Asked, Thing
+from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store.records import Answer, Cell, Decision, Item, Night, Result, Time, What
+from quantkit.stats.deciding import decision as stats
+
+Taken = TypeVar("Taken", Time, Item)
+
+# of several things that share a row, the first of these is told
+_GRAVEST: tuple[Answer, ...] = ("worse", "failed", "inconclusive", "missing", "better", "same")
+# of two that share a row
+_BESIDES: tuple[Thing, ...] = ("perplexity", "accuracy")
+_FIELDS = ("code", "where", "value", "rule", "remedy")
+_NOTHING = "it holds no times against the same side"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The decisions of a night.
+
+    Args:
+        decisions: one a cell and column, in the order of the matrix.
+        repeat: cells whose times were called worse by a first run and have no second yet.
+    """
+
+    decisions: list[Decision]
+    repeat: list[Cell]
+
+
+@dataclass(frozen=True)
+class _Decided:
+    asked: Asked
+    answer: Answer
+    because: str
+    decision: stats.Decision | None = None
+    p: float | None = None
+    confirmed: bool | None = None
+    repeat: bool = False
+
+    @property
+    def gravity(self) -> tuple[int, bool]:
+        """Sorts the gravest first; among equals always the same one, so that its nights make one line."""
+        return _GRAVEST.index(self.answer), self.asked.thing in _BESIDES
+
+
+def decide_night(store: Store, night: str, config: Nightly) -> Judged:
+    """Decide a night on what the store has of it.
+
+    Reads a build at a time; of a large night that is faster on a compacted store.
+
+    Args:
+        store: of the nights.
+        night: its name.
+        config: for its margins.
+
+    Raises:
+        InputError: `night-missing`.
+        MissingDependency: scipy is not installed.
+    """
+    begun = {each.night: each for each in store.nights()}
+    if night not in begun:
+        last = f"the last is {max(begun)}" if begun else "there is none"
+        raise InputError("night-missing", where=str(store.path), value=f"no night {night}", remedy=last)
+    results = store.results(night)
+    return judge(config, begun[night], results, partial(store.times, night), partial(store.items, night))
+
+
+def judge(
+    config: Nightly,
+    night: Night,
+    results: Iterable[Result],
+    times: Callable[[str], Sequence[Time]],
+    items: Callable[[str], Sequence[Item]],
+) -> Judged:
+    """Decide all cells of a night together.
+
+    Args:
+        config: for its margins.
+        night: whose matrix it is.
+        results: of the night, first and second attempts.
+        times: of a cell, by its key.
+        items: of a build, by its key.
+    """
+    attempts = {(each.cell, each.attempt): each for each in results}
+    cells = [Cell.of(key) for key in night.matrix]
+    found: list[Asked] = []
+    for build, members in builds(cells).items():
+        done = [each for each in members if _is_done(attempts.get((each.key, 1)))]
+        found += [_undone(each, attempts.get((each.key, 1))) for each in members if each not in done]
+        for margins, alike in _by_margins(config, done).items():
+            of_these = [attempts[each.key, 1] for each in alike]
+            found += ask.of_items(of_these, _attempt(items(build), 1), margins)
+        for each in done:
+            result, margins = attempts[each.key, 1], config.gates.of(each)
+            found += ask.of_times(result, _attempt(times(each.key), 1), margins)
+            found.append(ask.of_size(result, margins))
+    decided = _decided(found, config.gates.alpha)
+    decided = _repeated(decided, config, attempts, times)
+    order = {each.key: number for number, each in enumerate(cells)}
+    rows = sorted(_rows(night.night, decided), key=lambda row: order[row.cell])
+    repeat = {key for each in decided if each.repeat for key in each.asked.cells}
+    return Judged(rows, [each for each in cells if each.key in repeat])
+
+
+def _is_done(result: Result | None) -> bool:
+    return result is not None and result.state == "done"
+
+
+def _undone(cell: Cell, result: Result | None) -> Asked:
+    """The answer of a cell that nothing was measured of."""
+    if result is None:
+        why = "the night ended before it: `quantkit nightly run --resume` goes on"
+        return Asked((cell.key,), "latency", "latency", answer="missing", because=why)
+    answer: Answer = "failed" if result.state == "failed" else "missing"
+    why = "no reason is known"
+    if result.error:
+        why = InputError(**{name: result.error.get(name, "") for name in _FIELDS}).line()
+    return Asked((cell.key,), "latency", "latency", answer=answer, because=why)
+
+
+def _by_margins(config: Nightly, cells: Sequence[Cell]) -> dict[Margins, list[Cell]]:
+    """Cells of one build that ask the same of what they share: mostly all of them."""
+    found: dict[Margins, list[Cell]] = {}
+    for cell in cells:
+        margins = config.gates.of(cell)
+        shared = Margins(accuracy=margins.accuracy, kl=margins.kl, latency=config.gates.latency)
+        found.setdefault(shared, []).append(cell)
+    return found
+
+
+def _attempt(rows: Sequence[Taken], number: int) -> list[Taken]:
+    return [row for row in rows if row.attempt == number]
+
+
+def _decided(found: Sequence[Asked], alpha: float) -> list[_Decided]:
+    """A decision each: what was measured as one family, what was counted alone."""
+    known = [each.evidence for each in found if each.evidence is not None and each.thing != "size"]
+    measured = iter(stats.decide(known, alpha=alpha))
+    decided: list[_Decided] = []
+    for each in found:
+        if each.evidence is None:
+            decided.append(_Decided(each, each.answer, each.because))
+            continue
+        decision = stats.decide([each.evidence])[0] if each.thing == "size" else next(measured)
+        decided.append(_with(each, decision))
+    return decided
+
+
+def _with(asked: Asked, decision: stats.Decision, confirmed: bool | None = None) -> _Decided:
+    evidence = asked.evidence
+    assert evidence is not None
+    better = decision.answer == "better"
+    p = evidence.p_below(-evidence.alarm) if better else evidence.p_above(evidence.alarm)
+    said = sentences.because(asked, decision, confirmed)
+    return _Decided(asked, decision.answer, said, decision, p, confirmed)
+
+
+def _repeated(
+    decided: Sequence[_Decided],
+    config: Nightly,
+    attempts: Mapping[tuple[str, int], Result],
+    times: Callable[[str], Sequence[Time]],
+) -> list[_Decided]:
+    """The same, with what second runs say of times that were called worse: a family of their own."""
+    found = list(decided)
+    again: dict[int, Asked] = {}
+    for number, first in enumerate(decided):
+        if first.answer != "worse" or first.asked.thing != "latency":
+            continue
+        (key,) = first.asked.cells
+        result = attempts.get((key, 2))
+        if result is None:
+            found[number] = replace(first, repeat=True)
+            continue
+        second = _undone(Cell.of(key), result)
+        if _is_done(result):
+            taken = ask.of_times(result, _attempt(times(key), 2), config.gates.of(Cell.of(key)))
+            second = next((each for each in taken if each.what == first.asked.what), replace(second, because=_NOTHING))
+        if second.evidence is None:
+            # an alarm that nobody could look into is no silence
+            why = f"{first.because.replace(sentences.NOT_YET, '')}; its second run failed: {second.because}"
+            found[number] = _Decided(first.asked, "failed", why)
+        else:
+            again[number] = second
+    evidence = [each.evidence for each in again.values() if each.evidence is not None]
+    for (number, second), decision in zip(again.items(), stats.decide(evidence, alpha=config.gates.alpha), strict=True):
+        first = decided[number]
+        assert first.decision is not None
+        both = stats.confirm(first.decision, decision)
+        found[number] = _with(second, both, decision.answer == "worse")
+    return found
+
+
+def _rows(night: str, decided: Sequence[_Decided]) -> list[Decision]:
+    """One row a cell and column: the gravest of what shares it."""
+    gravest: dict[tuple[str, What], _Decided] = {}
+    for each in decided:
+        for cell in each.asked.cells:
+            key = cell, each.asked.what
+            if key not in gravest or each.gravity < gravest[key].gravity:
+                gravest[key] = each
+    return [_row(night, cell, what, each) for (cell, what), each in gravest.items()]
+
+
+def _row(night: str, cell: str, what: What, found: _Decided) -> Decision:
+    known = found.decision
+    if known is None:
+        return Decision(night, cell, what, found.answer, n=found.asked.n, because=found.because)
+    counted = found.asked.thing == "size"
+    return Decision(
+        night,
+        cell,
+        what,
+        found.answer,
+        value=known.effect,
+        low=known.ci95[0],
+        high=known.ci95[1],
+        p=None if counted else found.p,
+        p_adjusted=None if counted else known.p_better if found.answer == "better" else known.p_worse,
+        margin=known.margin,
+        smallest=known.detectable,
+        n=found.asked.n,
+        confirmed=found.confirmed,
+        because=found.because,
+    )

@@ -1,0 +1,252 @@
+"""What the rows of one cell or build say about the candidate, as evidence for a decision.
+
+    latency     times of both sides in the same ABBA blocks         `stats.slowdown`
+    accuracy    items that one side answers right and the other not `stats.flips`, sequences as clusters
+    kl          KL from the float model, and −log p                 `stats.increase`, sequences as clusters
+    drift       latency and accuracy against the last release
+    size        bytes, counted
+
+What cannot be compared has its answer at once, with the reason: nothing is compared with nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import log
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError
+from quantkit.nightly.config import Margins
+from quantkit.nightly.store.records import Answer, Item, Result, Side, Time, What
+from quantkit.stats.clustered import clusters_of
+from quantkit.stats.deciding.apart import KNOWN, Measured, difference
+from quantkit.stats.deciding.evidence import Evidence
+from quantkit.stats.deciding.flips import flips
+from quantkit.stats.deciding.increase import increase
+from quantkit.stats.deciding.slowdown import slowdown
+
+Array = NDArray[Any]
+Thing = Literal["latency", "accuracy", "kl", "perplexity", "size"]
+
+# flags of a result, each followed by `: ` and the reason: where one side is not there, the cell is inconclusive.
+# What was not scored is the candidate, or the side that the reason begins with: `accuracy-unscored: baseline: ...`
+UNLOADABLE: dict[Side, str] = {"baseline": "baseline-unloadable", "release": "release-unloadable"}
+UNSCORED = "accuracy-unscored"
+FIRST = "no baseline yet: this night becomes it"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One comparison.
+
+    Args:
+        cells: keys; those of a build share what is measured once.
+        what: column of its decision.
+        thing: what is compared.
+        evidence: None where there is an answer without any.
+        n: items, or timed steps of the candidate.
+        answer: where there is no evidence.
+        because: why, then; else what else a reader must know.
+    """
+
+    cells: tuple[str, ...]
+    what: What
+    thing: Thing
+    evidence: Evidence | None = None
+    n: int | None = None
+    answer: Answer = "inconclusive"
+    because: str = ""
+
+
+def is_first(result: Result) -> bool:
+    """Whether a cell had nothing yet to be set against, and so becomes what the next night is set against."""
+    return result.state == "done" and result.baseline_sha256 is None and not _flag(result, UNLOADABLE["baseline"])
+
+
+def of_times(result: Result, times: Sequence[Time], margins: Margins) -> list[Asked]:
+    """Latency, and drift of latency where there is a release.
+
+    Args:
+        result: one attempt at a cell.
+        times: of that attempt.
+        margins: of the cell.
+    """
+    found = [_timed(result, times, "baseline", margins)]
+    if _has_release(result):
+        found.append(_timed(result, times, "release", margins))
+    return found
+
+
+def of_items(results: Sequence[Result], items: Sequence[Item], margins: Margins) -> list[Asked]:
+    """Accuracy and KL, and drift of accuracy where there is a release.
+
+    Args:
+        results: of cells of one build that share margins.
+        items: of the build.
+        margins: of these cells.
+    """
+    found = _scored(results, items, "baseline", margins)
+    if _has_release(results[0]) and any(each.side == "release" for each in items):
+        found += _scored(results, items, "release", margins)
+    return found
+
+
+def of_size(result: Result, margins: Margins) -> Asked:
+    """Bytes of the candidate's weights: counted, so nothing about them is uncertain."""
+    cells = (result.cell,)
+    if not result.bytes or not result.baseline_bytes:
+        answer, why = _nothing(result, "baseline", there=bool(result.bytes))
+        return Asked(cells, "size", "size", answer=answer, because=why)
+    larger = log(result.bytes / result.baseline_bytes)
+    known = Measured(larger, (larger, larger))
+    evidence = difference(known, KNOWN, margin=margins.size, alarm=margins.size, logarithm=True)
+    return Asked(cells, "size", "size", evidence, 1)
+
+
+def _timed(result: Result, times: Sequence[Time], other: Side, margins: Margins) -> Asked:
+    cells, what = (result.cell,), _what("latency", other)
+    ours = [each for each in times if each.side == "candidate"]
+    if not ours or not any(each.side == other for each in times):
+        answer, why = _nothing(result, other, there=bool(ours))
+        return Asked(cells, what, "latency", n=len(ours), answer=answer, because=why)
+
+    def evidence() -> Evidence:
+        candidate, baseline, rounds = paired(times, other, result.cell)
+        return slowdown(candidate, baseline, rounds=rounds, margin=margins.latency, where=result.cell)
+
+    slowed = sum(bool(each.throttled) for each in times)
+    notes = [f"the device had lowered its clock in {slowed} of {len(times)} steps"] if slowed else []
+    notes += ["both are the same bundle"] if result.content_sha256 == _sha256(result, other) else []
+    return _asked(cells, what, "latency", len(ours), evidence, "; ".join(notes))
+
+
+def paired(times: Sequence[Time], other: Side, where: str) -> tuple[Array, Array, list[int]]:
+    """(candidate, other side) [blocks, 2, burst] in seconds, and how many blocks each round has.
+
+    Blocks that only one of the two is in are left out: those are against somebody else.
+
+    Raises:
+        InputError: `times-invalid`, a block that does not visit both sides twice and as often as the others.
+    """
+    blocks: dict[tuple[int, int], dict[str, list[float]]] = {}
+    for each in sorted(times, key=lambda each: (each.round, each.block, each.position)):
+        blocks.setdefault((each.round, each.block), {}).setdefault(each.side, []).append(each.seconds)
+    chosen = {key: sides for key, sides in blocks.items() if "candidate" in sides and other in sides}
+    counts = {len(sides[side]) for sides in chosen.values() for side in ("candidate", other)}
+    if len(counts) != 1 or (count := counts.pop()) % 2:
+        value = f"blocks of {', '.join(map(str, sorted(counts or {count})))} steps of a side"
+        raise InputError("times-invalid", where=where, value=value, rule="each side is visited twice, as often in all")
+    ours, theirs = (
+        np.array([sides[side] for sides in chosen.values()]).reshape(len(chosen), 2, count // 2)
+        for side in ("candidate", other)
+    )
+    return ours, theirs, list(Counter(number for number, _ in chosen).values())
+
+
+def _scored(results: Sequence[Result], items: Sequence[Item], other: Side, margins: Margins) -> list[Asked]:
+    cells, result = tuple(each.cell for each in results), results[0]
+    sides = [[each for each in items if each.side == side] for side in (other, "candidate")]
+    before, after = (sorted(side, key=lambda each: each.item) for side in sides)
+    if not before or not after:
+        answer, why = _nothing(result, other, there=bool(after))
+        if reason := _unscored(results, other):
+            answer, why = "inconclusive", f"not scored: {reason}"
+        has_kl = any(each.kl is not None for each in after)
+        things: tuple[Literal["accuracy", "kl"], ...] = ("accuracy", "kl") if has_kl else ("accuracy",)
+        return [Asked(cells, _what(each, other), each, n=len(after), answer=answer, because=why) for each in things]
+
+    numbers = np.array([each.item for each in before]), np.array([each.item for each in after])
+    labels = [each.sequence for each in after]
+    clusters = None if None in labels else np.array(labels)
+    if clusters is not None and _all_have("logp", before, after):
+        # words, of which those far apart in a text are not alike; the crops of a photograph all are
+        clusters, _ = clusters_of(clusters)
+
+    def lost() -> Evidence:
+        right = ([bool(each.correct) for each in side] for side in (before, after))
+        return flips(
+            *map(np.array, right), margin=margins.accuracy, clusters=clusters, items=numbers, where=result.build
+        )
+
+    def risen(name: str, sign: float) -> Callable[[], Evidence]:
+        def evidence() -> Evidence:
+            values = (sign * np.array([getattr(each, name) for each in side], float) for side in (before, after))
+            return increase(*values, margin=margins.kl, clusters=clusters, items=numbers, where=result.build)
+
+        return evidence
+
+    kept = {name: _all_have(name, before, after) for name in ("correct", "kl", "logp")}
+    found: list[Asked] = []
+    if kept["correct"]:
+        found.append(_asked(cells, _what("accuracy", other), "accuracy", len(after), lost))
+    if other == "baseline":
+        for thing, name, sign in (("kl", "kl", 1.0), ("perplexity", "logp", -1.0)):
+            if kept[name]:
+                found.append(_asked(cells, "kl", thing, len(after), risen(name, sign)))  # type: ignore[arg-type]
+        if not found:
+            why = "items hold neither answers nor likelihoods of both sides"
+            found.append(Asked(cells, "accuracy", "accuracy", n=len(after), answer="missing", because=why))
+    return found
+
+
+def _all_have(name: str, *sides: Sequence[Item]) -> bool:
+    return all(getattr(each, name) is not None for side in sides for each in side)
+
+
+def _asked(
+    cells: tuple[str, ...], what: What, thing: Thing, n: int, evidence: Callable[[], Evidence], because: str = ""
+) -> Asked:
+    """A comparison; where what was measured is unusable, a failure of this cell alone."""
+    try:
+        return Asked(cells, what, thing, evidence(), n, because=because)
+    except InputError as error:
+        return Asked(cells, what, thing, None, n, "failed", error.line())
+
+
+def _nothing(result: Result, other: Side, *, there: bool) -> tuple[Answer, str]:
+    """What is answered, and why, where one side has no data."""
+    if not there:
+        return "missing", "nothing of the candidate was measured"
+    if reason := _flag(result, UNLOADABLE[other]):
+        return "inconclusive", f"the {_named(other)} could not be loaded: {reason}"
+    if other == "baseline" and is_first(result):
+        return "inconclusive", FIRST
+    return "inconclusive", f"nothing of the {_named(other)} was measured"
+
+
+def _named(other: Side) -> str:
+    return "last release" if other == "release" else other
+
+
+def _what(thing: What, other: Side) -> What:
+    return "drift" if other == "release" else thing
+
+
+def _has_release(result: Result) -> bool:
+    return result.release_sha256 is not None or bool(_flag(result, UNLOADABLE["release"]))
+
+
+def _sha256(result: Result, other: Side) -> str | None:
+    return result.release_sha256 if other == "release" else result.baseline_sha256
+
+
+def _unscored(results: Sequence[Result], other: Side) -> str:
+    """Why the candidate or the other side has no items; empty where no flag says so."""
+    reasons = [reason for result in results for reason in _flags(result, UNSCORED)]
+    others = [f"{side}:" for side in UNLOADABLE if side != other]
+    return next((reason for reason in reasons if not reason.startswith(tuple(others))), "")
+
+
+def _flag(result: Result, name: str) -> str:
+    """What a flag says; empty where it is not there."""
+    return next(iter(_flags(result, name)), "")
+
+
+def _flags(result: Result, name: str) -> list[str]:
+    found = (flag for flag in result.flags if flag == name or flag.startswith(f"{name}:"))
+    return [flag.removeprefix(name).lstrip(": ") or "no reason is known" for flag in found]

@@ -1,0 +1,246 @@
+"""One build of a night: compiled as `quantkit compile` does it, or found, and then its cells measured one by one.
+
+Runs in a process of its own (`jobs.contained`). Each cell is committed to the store as soon as it is measured; one that
+fails is a result with its error, and the next goes on.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import quantkit
+from quantkit import machine
+from quantkit.bundle import Bundle
+from quantkit.errors import InputError, QuantkitError, Stopped
+from quantkit.measurement.size import folder_of, weight_bytes
+from quantkit.nightly.config import Nightly
+from quantkit.nightly.gating.evidence import UNLOADABLE
+from quantkit.nightly.running import items, timing
+from quantkit.nightly.running.against import Against, against
+from quantkit.nightly.running.bundles import Bundles
+from quantkit.nightly.running.items import Answered
+from quantkit.nightly.running.jobs import Job
+from quantkit.nightly.running.timing import CANDIDATE, Found, Task
+from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store.records import Cell, Item, Result, Side, Time
+from quantkit.pipeline.finished.measure import export_of
+from quantkit.pipeline.graphs.remeasure import holds_graph
+from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.request import Request, runs_here
+from quantkit.target import Target
+
+# of the whole job, as far as is known before: a compile takes longer than what a cell takes to be timed
+_SHARES = {"compile": 60.0, "items": 10.0, "timing": 60.0}
+
+
+def build(job: Job, progress: Progress) -> None:
+    """Measure the cells of a job that have no result yet.
+
+    Raises:
+        QuantkitError: what concerns all of the cells: the configuration, the store, the compile.
+        Stopped: interrupted, or the disk is full.
+    """
+    config = Nightly.load(job.config)
+    _demand_unchanged(config, job)
+    store = Store.open(config.at(config.store))
+    cells = [Cell.of(key) for key in job.cells if key not in store.committed(job.night, job.attempt)]
+    if not cells:
+        return
+    request = request_of(config, cells[0])
+    if (why := why_not_here(request.target)) is not None:
+        for cell in cells:
+            own = {"attempt": job.attempt, "error": why.as_dict(), **machine_now()}
+            store.commit(Result.of(job.night, cell, "missing", **own))
+        return
+    Measuring(config, store, job, request, progress).run(cells)
+
+
+def request_of(config: Nightly, cell: Cell) -> Request:
+    """The compile of a build. Raises InputError."""
+    return Request.of(
+        config.reference(cell.model),
+        recipe=config.reference(cell.recipe),
+        target=config.reference(cell.target),
+        calibration=None if config.calibration is None else config.reference(config.calibration),
+        changes=config.set_,
+        speed=False,
+    )
+
+
+def why_not_here(target: Target) -> InputError | None:
+    """Why cells of a target cannot be measured on this machine; None where they can."""
+    here = machine.device()["name"]
+    if target.kind == "cpu":
+        if runs_here(target):
+            return None
+        value = f"{here}, {machine.isa()}"
+    else:
+        graphics, reason = machine.gpus()
+        if any(target.arch.sm in (None, each["sm"]) for each in graphics):
+            return None
+        value = reason or ", ".join(f"{each['name']} (sm {each['sm']})" for each in graphics)
+    return InputError(
+        "no-machine",
+        where=target.name,
+        value=value,
+        rule="a cell is measured on its target",
+        remedy="run it there with --only, or on a cluster with --executor ray",
+    )
+
+
+class Measuring:
+    """The cells of one build, one after another; see the module."""
+
+    def __init__(self, config: Nightly, store: Store, job: Job, request: Request, progress: Progress) -> None:
+        self.config = config
+        self.store = store
+        self.job = job
+        self.request = request
+        self.progress = progress
+        self.bundles = Bundles(config.at(config.bundles))
+        self._since = time.monotonic()
+
+    def run(self, cells: Sequence[Cell]) -> None:
+        """All of them."""
+        self.progress.plan(_SHARES)
+        bundle, reused = self.bundles.make(self.request, _Compiling(self.progress))
+        flags = ["reused"] if reused else []
+        failed = [check.name for check in bundle.manifest.checks if not check.ok and check.name.startswith("gate.")]
+        flags += [f"gate-failed: {', '.join(failed)}"] if failed else []
+        accepted = self.store.accepted(self.job.night, [cell.key for cell in cells])
+        # the first that is done brings the items: one that is new has no baseline to bring them of, where others have
+        cells = sorted(cells, key=lambda cell: cell.key not in accepted)
+        with tempfile.TemporaryDirectory(prefix="quantkit-nightly-") as folder:
+            samples = None
+            if holds_graph(bundle):
+                samples = Path(folder) / "samples.npz"
+                items.samples(self.request, samples, max(cell.batch for cell in cells))
+            for number, cell in enumerate(cells):
+                self.progress.at("timing", number / len(cells), f"batch {cell.batch}")
+                others = against(self.config, cell, bundle, accepted, self.bundles)
+                try:
+                    result, found, answered = self._measured(cell, bundle, others, samples)
+                except Stopped:
+                    raise
+                except QuantkitError as problem:
+                    result, found, answered = {"state": "failed", "error": problem.as_dict()}, Found(), Answered([])
+                said = [*flags, *result.pop("flags", ()), *answered.flags]
+                self._commit(cell, {**result, "flags": tuple(said)}, bundle, found, answered)
+
+    def _measured(
+        self, cell: Cell, bundle: Bundle, others: Against, samples: Path | None
+    ) -> tuple[dict[str, Any], Found, Answered]:
+        """What a cell's result says, its times, and its build's items where no other cell has brought them.
+
+        The items of a build are set against the baseline of the first of its cells.
+        """
+        sides: dict[Side, Bundle] = {CANDIDATE: bundle, **others.bundles}
+        found = self._timed(cell, sides, samples)
+        missing = {**others.missing, **{side: InputError(**error).line() for side, error in found.unloadable.items()}}
+        here = {side: each for side, each in sides.items() if side not in missing}
+        answered = Answered([])
+        if self.job.attempt == 1 and not self._has_items(cell.build):
+            self.progress.at("items", 0.0)
+            answered = items.answered(here, cell.runtime, self.request)
+        baseline, release = here.get("baseline"), here.get("release")
+        result = {
+            "state": "done",
+            "baseline_sha256": None if baseline is None else baseline.manifest.content_sha256,
+            "baseline_kind": others.kind,
+            "release_sha256": None if release is None else release.manifest.content_sha256,
+            "bytes": _bytes(bundle, cell.runtime),
+            "baseline_bytes": None if baseline is None else _bytes(baseline, cell.runtime),
+            "flags": [f"{UNLOADABLE[side]}: {why}" for side, why in missing.items()],
+        }
+        return result, found, answered
+
+    def _timed(self, cell: Cell, sides: Mapping[Side, Bundle], samples: Path | None) -> Found:
+        task = Task.of(
+            self.config.budget,
+            sides={side: str(each.path) for side, each in sides.items()},
+            runtime=cell.runtime,
+            batch=cell.batch,
+            # another order in each night and attempt, the same where one is looked into again
+            seed=zlib.crc32(f"{self.job.night} {cell.key} {self.job.attempt}".encode()),
+            gpu=self.request.target.kind == "gpu",
+            samples=None if samples is None else str(samples),
+        )
+        return timing.run(task, lambda share, words: self.progress.at("timing", share, f"batch {cell.batch}, {words}"))
+
+    def _has_items(self, build: str) -> bool:
+        """Whether a cell of the build that is done has brought its items."""
+        before = self.store.results(self.job.night)
+        return any((each.build, each.attempt, each.state) == (build, 1, "done") for each in before)
+
+    def _commit(self, cell: Cell, values: dict[str, Any], bundle: Bundle, found: Found, answered: Answered) -> None:
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        own: dict[str, Any] = {"night": self.job.night, "attempt": self.job.attempt}
+        self.store.commit(
+            Result.of(
+                cell=cell,
+                **own,
+                **values,
+                content_sha256=bundle.manifest.content_sha256,
+                seconds=seconds,
+                **machine_now(self.request.target),
+            ),
+            [Time(cell=cell.key, **own, **asdict(each)) for each in found.iterations],
+            [Item(build=cell.build, **own, **each) for each in answered.items],
+        )
+
+
+class _Compiling(Progress):
+    """A compile, as one stage of the build."""
+
+    def __init__(self, outer: Progress) -> None:
+        self._outer = outer
+        self._stages: dict[str, float] = {}
+
+    def plan(self, stages: Mapping[str, float]) -> None:
+        """Its own stages."""
+        self._stages = {**stages}
+
+    def at(self, stage: str, done: float, detail: str = "") -> None:
+        """Passed on as a share of all of them."""
+        names = list(self._stages)
+        before = sum(self._stages[name] for name in names[: names.index(stage)]) if stage in names else 0.0
+        share = (before + done * self._stages.get(stage, 0.0)) / max(sum(self._stages.values()), 1e-9)
+        self._outer.at("compile", share, f"{stage} {detail}".rstrip())
+
+    def note(self, line: str) -> None:
+        """Passed on."""
+        self._outer.note(line)
+
+
+def machine_now(target: Target | None = None) -> dict[str, Any]:
+    """`device` and `versions` of a result that was measured here."""
+    versions = {"quantkit": quantkit.__version__, **machine.versions()}
+    device: dict[str, Any] = {**machine.device(), "isa": machine.isa(), "threads": machine.cores()}
+    if target is not None and target.kind == "gpu":
+        for each in machine.gpus()[0][:1]:
+            device = {**machine.gpu(each["name"]), "sm": each["sm"]}
+            versions["driver"] = each["driver"]
+    return {"device": device, "versions": versions}
+
+
+def _bytes(bundle: Bundle, runtime: str) -> int | None:
+    """Of the weights that a runtime loads."""
+    return weight_bytes(bundle.manifest.files, folder=folder_of(export_of(runtime))) or None
+
+
+def _demand_unchanged(config: Nightly, job: Job) -> None:
+    if config.sha256 != job.config_sha256:
+        raise InputError(
+            "nightly-changed",
+            where=job.config,
+            value=f"the file has the hash {config.sha256[:12]}",
+            rule=f"the night {job.night} began with {job.config_sha256[:12]}",
+            remedy="begin another night, or restore the file",
+        )

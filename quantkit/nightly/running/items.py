@@ -1,0 +1,220 @@
+"""What each side answered, item by item, so that a night can be decided on pairs and read again later.
+
+decoder   the next words that each bundle has kept (`measure.accuracy`); of flipped ones their text
+graph     the class of each sample of the scoring set, and KL from the float graph, run now
+encoder   whether each pair of the scoring set is found at first, run now
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit import plugins
+from quantkit.bundle import Bundle
+from quantkit.bundle.manifest import MEASUREMENTS
+from quantkit.errors import InputError, QuantkitError
+from quantkit.measurement.accuracy import positions
+from quantkit.measurement.compared import Flip
+from quantkit.measurement.rows import read_rows
+from quantkit.nightly.gating.evidence import UNSCORED
+from quantkit.nightly.running.timing import CANDIDATE
+from quantkit.nightly.store.records import Side
+from quantkit.pipeline.compare.scores import demand_one_text
+from quantkit.pipeline.compare.sides import Side as Compared
+from quantkit.pipeline.compare.words import flips, scored_text
+from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, is_network
+from quantkit.pipeline.request import Request
+
+Array = NDArray[Any]
+# flipped words of each kind that keep their text: those that moved most
+_TEXTS = 100
+
+
+@dataclass(frozen=True, eq=False)
+class _Answers:
+    """Of one side, n items: see `records.Item`."""
+
+    correct: Array | None = None
+    kl: Array | None = None
+    logp: Array | None = None
+    sequence: Array | None = None
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Items of all sides that were scored on the same data.
+
+    Args:
+        items: without night, build and attempt.
+        flags: of the result.
+    """
+
+    items: Sequence[Mapping[str, Any]]
+    flags: Sequence[str] = ()
+
+
+def answered(bundles: Mapping[Side, Bundle], runtime: str, request: Request) -> Answered:
+    """What all sides answered; what prevents it is a flag, not the end of the build.
+
+    Args:
+        bundles: the candidate's, and those that it is set against.
+        runtime: of the build.
+        request: what the candidate was compiled by.
+    """
+    candidate = bundles[CANDIDATE]
+    try:
+        if holds_graph(candidate):
+            return _run(bundles, _graph(candidate, request))
+        if candidate.manifest.model.kind == "decoder":
+            return _kept(bundles, runtime, request)
+        return _run(bundles, _encoder(runtime, request))
+    except QuantkitError as problem:
+        return Answered([], [f"{UNSCORED}: {problem.line()}"])
+
+
+def _kept(bundles: Mapping[Side, Bundle], runtime: str, request: Request) -> Answered:
+    """Out of the bundles."""
+    ours = _side(bundles[CANDIDATE])
+    at, flags = _runtime(ours, runtime)
+    data = demand_one_text(ours, ours, ours.data(at), ours.data(at))
+    scored = {CANDIDATE: ours.read(at)}
+    for side, bundle in bundles.items():
+        if side == CANDIDATE:
+            continue
+        other = _side(bundle)
+        try:
+            there, said = _runtime(other, runtime)
+            demand_one_text(other, ours, other.data(there), data)
+            scored[side] = other.read(there)
+            flags += said
+        except QuantkitError as problem:
+            flags.append(f"{UNSCORED}: {side}: {problem.line()}")
+    texts: dict[int, str] = {}
+    if "baseline" in scored:
+        before, after = scored["baseline"], scored[CANDIDATE]
+        text, notes = scored_text(ours, after, data, request.recipe.calibration.set)
+        flags += notes
+        starts = {int(label): int(np.argmax(after.sequence == label)) for label in np.unique(after.sequence)}
+        shown = flips(before, after, text, _TEXTS).examples
+        texts = {starts[each.sequence] + each.position: _words(each) for each in shown}
+    answers = {side: _of_words(items) for side, items in scored.items()}
+    return Answered(_rows(answers, texts), flags)
+
+
+def _runtime(side: Compared, runtime: str) -> tuple[str, list[str]]:
+    """The runtime that a bundle was scored in, the asked one if there is a choice, and what a reader must know."""
+    known = list(side.items())
+    if runtime in known or not known:
+        return runtime, []
+    return known[0], [f"scored in {known[0]}, not in {runtime}"]
+
+
+def _side(bundle: Bundle) -> Compared:
+    path = bundle.path / MEASUREMENTS
+    subject = bundle.manifest.content_sha256
+    rows = read_rows(path) if path.is_file() else []
+    return Compared(str(bundle.path), bundle, False, tuple(row for row in rows if row.subject == subject))
+
+
+def _of_words(items: positions.Items) -> _Answers:
+    return _Answers(items.right_candidate, items.kl, -items.nll_candidate, items.sequence)
+
+
+def _words(flip: Flip) -> str:
+    """A flipped word, as people read it: what came before, what follows, and what each side expected."""
+    before = "" if flip.before is None else f"…{flip.before} → {flip.follows!r}; "
+    return f"{before}baseline: {flip.a!r} ({flip.a_chance:.0%}), candidate: {flip.b!r} ({flip.b_chance:.0%})"
+
+
+def _run(bundles: Mapping[Side, Bundle], answer: Callable[[Bundle], _Answers]) -> Answered:
+    """Now."""
+    found, flags = {}, []
+    for side, bundle in bundles.items():
+        try:
+            found[side] = answer(bundle)
+        except QuantkitError as problem:
+            if side == CANDIDATE:
+                raise
+            flags.append(f"{UNSCORED}: {side}: {problem.line()}")
+    return Answered(_rows(found, {}), flags)
+
+
+def _graph(candidate: Bundle, request: Request) -> Callable[[Bundle], _Answers]:
+    """Runs the graph of a bundle on what it is scored on."""
+    from quantkit.graph.open import open_graph
+    from quantkit.graph.run import Runner
+    from quantkit.measurement.accuracy.labelled.classes import by_item
+    from quantkit.pipeline.compile import located
+    from quantkit.pipeline.graphs.measure import answers, classes_of
+    from quantkit.pipeline.graphs.prepared import inputs_of
+
+    path, _, _, alias = located(request)
+    graph = open_graph(path)
+    samples = inputs_of(request, graph, "eval", alias, None)
+    expected = answers(graph.model, samples)
+    name = classes_of(expected, samples)
+    if name is None:
+        raise _nothing(graph.name, "none of its outputs tells classes apart")
+
+    def answer(bundle: Bundle) -> _Answers:
+        given = answers(Runner(file_of(bundle), literal=is_network(bundle)), samples)
+        right, kl = by_item(expected[name], given[name], samples.labels, str(bundle.path))
+        return _Answers(right, kl, sequence=samples.clusters)
+
+    return answer
+
+
+def samples(request: Request, path: Path, most: int) -> None:
+    """Write the first samples that a graph is scored on into a `.npz` file, for timing."""
+    from quantkit.graph.open import open_graph
+    from quantkit.pipeline.compile import located
+    from quantkit.pipeline.graphs.prepared import inputs_of
+
+    file, _, _, alias = located(request)
+    found = inputs_of(request, open_graph(file), "eval", alias, None)
+    np.savez(path, allow_pickle=False, **found.first(most))
+
+
+def _encoder(runtime: str, request: Request) -> Callable[[Bundle], _Answers]:
+    """Embeds the pairs that a bundle is scored on."""
+    from quantkit.calibrate.tokens.pairs import token_ids
+    from quantkit.measurement.accuracy.embed import embeddings
+    from quantkit.measurement.accuracy.labelled.pairs import found_first
+    from quantkit.model.source.open import open_model
+    from quantkit.pipeline.blocks import tokens
+
+    source = open_model(request.model)
+    _, scoring = tokens.load(request.recipe, source, calibrate=False, decisions=[])
+    pairs = scoring.pairs
+    if pairs is None:
+        raise _nothing(scoring.name, "no pairs, which an encoder is right or wrong about")
+    ids = token_ids([*pairs.left, *pairs.right], source.tokenizer(), scoring.ids.shape[1])
+
+    def answer(bundle: Bundle) -> _Answers:
+        vectors = embeddings(plugins.load("runtimes", runtime).open(bundle.path), ids)
+        return _Answers(found_first(vectors[: len(pairs.left)], vectors[len(pairs.left) :]))
+
+    return answer
+
+
+def _nothing(where: str, value: str) -> InputError:
+    return InputError("items-missing", where=where, value=value, rule="answers are compared one by one")
+
+
+def _rows(answers: Mapping[Side, _Answers], texts: Mapping[int, str]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for side, answer in answers.items():
+        columns = {name: getattr(answer, name) for name in _Answers.__dataclass_fields__}
+        plain = {name: value.tolist() for name, value in columns.items() if value is not None}
+        count = max((len(value) for value in plain.values()), default=0)
+        for number in range(count):
+            values = {name: value[number] for name, value in plain.items()}
+            text = texts.get(number) if side == CANDIDATE else None
+            found.append({"item": number, "side": side, "text": text, **values})
+    return found

@@ -1,0 +1,233 @@
+"""A night: its builds are run, what they commit is decided, what alarmed is run again, and decided for good.
+
+    begin -> a job a build -> decide -> again those with cells that alarmed, all loaded anew -> decide -> compact
+
+All that is known is in the store, so a night that is killed at any moment goes on with the cells that are missing:
+`resume` takes the last night of the same file, by its hash, that has any. Nothing resumes by itself: tonight's run is
+tonight's, whatever became of the last one.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import InputError, Stopped
+from quantkit.nightly.config import Nightly, builds
+from quantkit.nightly.gating.decide import decide_night
+from quantkit.nightly.running.build import build
+from quantkit.nightly.running.bundles import Bundles
+from quantkit.nightly.running.jobs import Executor, Job, Work
+from quantkit.nightly.store.parquet import Store
+from quantkit.nightly.store.records import Cell, Decision, Night, Result, night_id
+from quantkit.nightly.store.write import plain
+from quantkit.pipeline.progress import Progress
+
+# last nights whose bundles are kept, whatever was decided of them
+KEPT = 7
+# seconds of a cell, for a first guess of the time left, where no earlier night says it
+_GUESS = 120.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A night that has ended.
+
+    Args:
+        night: its name.
+        store: its folder.
+        seconds: that this run took.
+        results: of the night, the last attempt of each cell.
+        decisions: of the night.
+        repeated: cells that were measured twice.
+        warnings: of the store.
+    """
+
+    night: str
+    store: Path
+    seconds: float
+    results: Sequence[Result]
+    decisions: Sequence[Decision]
+    repeated: Sequence[str]
+    warnings: Sequence[str]
+
+    def counts(self) -> dict[str, int]:
+        """How many decisions there are of each kind."""
+        return dict(Counter(each.answer for each in self.decisions))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has neither NaN nor infinity: they are null."""
+        cells = [
+            {name: getattr(each, name) for name in ("cell", "state", "attempt", "seconds", "error", "flags")}
+            for each in self.results
+        ]
+        return {
+            "night": self.night,
+            "store": str(self.store),
+            "seconds": self.seconds,
+            "cells": cells,
+            "answers": self.counts(),
+            "decisions": [plain(asdict(each)) for each in self.decisions],
+            "repeated": list(self.repeated),
+        }
+
+
+def run_night(
+    path: str | Path,
+    executor: Executor,
+    *,
+    resume: bool = False,
+    only: str | None = None,
+    work: Work = build,
+    progress: Progress | None = None,
+) -> Summary:
+    """Run a night, or go on with one.
+
+    Args:
+        path: of the `nightly.yaml`.
+        executor: where its builds run.
+        resume: go on with the last night of the same file that has cells without a result, or no decisions.
+        only: a glob of the keys of cells: the night has these alone.
+        work: what each job runs.
+        progress: told how far it is.
+
+    Raises:
+        InputError: of the configuration, the store and the executor; `nothing-to-resume`, `no-such-cells`.
+        Stopped: interrupted, or the disk is full; what is committed is kept.
+    """
+    began, progress = time.monotonic(), progress or Progress()
+    place = Path(path).expanduser().absolute()
+    config = Nightly.load(place)
+    store = Store.open(config.at(config.store), create=True)
+    executor.ready()
+    night = _resumed(store, config, place) if resume else _begun(store, config, place, only)
+    cells = [Cell.of(key) for key in night.matrix if only is None or fnmatchcase(key, only)]
+    if not cells:  # of a night that is resumed
+        remedy = f"one is called {night.matrix[0]}"
+        raise InputError("no-such-cells", where="--only", value=only, rule=f"cells of {night.night}", remedy=remedy)
+    running = _Running(store, config, place, night, executor, work, progress)
+    try:
+        running.attempt(1, cells)
+        # a large night is decided much faster on one file a table
+        store.compact()
+        judged = decide_night(store, night.night, config)
+        if judged.repeat:
+            progress.note(f"{len(judged.repeat)} of the times alarmed, and are taken once more")
+            running.attempt(2, judged.repeat)
+            judged = decide_night(store, night.night, config)
+        # once and last: it is what makes the night finished
+        store.decide(night.night, judged.decisions)
+    except (KeyboardInterrupt, Stopped) as problem:
+        raise _stopped(problem, store, night, place) from None
+    store.compact()
+    _prune(store, config)
+    # of two attempts the second
+    last = {each.cell: each for each in store.results(night.night)}
+    results = [last[key] for key in night.matrix if key in last]
+    repeated = sorted(store.committed(night.night, 2))
+    seconds = time.monotonic() - began
+    return Summary(night.night, store.path, seconds, results, judged.decisions, repeated, store.warnings)
+
+
+@dataclass(frozen=True)
+class _Running:
+    store: Store
+    config: Nightly
+    place: Path
+    night: Night
+    executor: Executor
+    work: Work
+    progress: Progress
+
+    def attempt(self, number: int, cells: Sequence[Cell]) -> None:
+        """Run the builds of cells that have no result of an attempt yet; whatever fails is a result."""
+        done = self.store.committed(self.night.night, number)
+        limit = 3600 * self.config.limit
+        jobs = [
+            Job(
+                self.night.night,
+                str(self.place),
+                self.night.config_sha256,
+                tuple(cell.key for cell in members),
+                number,
+                limit,
+            )
+            for members in builds(cell for cell in cells if cell.key not in done).values()
+        ]
+        # what they took the last time
+        sql = "SELECT cell, arg_max(seconds, night) FROM results WHERE state = 'done' GROUP BY cell"
+        known = dict(self.store.query(sql).rows)
+        self.progress.plan({job.build: sum(known.get(key) or _GUESS for key in job.cells) for job in jobs})
+        for outcome in self.executor.run(jobs, self.work, self.progress):
+            if outcome.state == "done":
+                continue
+            there = self.store.committed(self.night.night, number)
+            for key in outcome.job.cells:
+                if key not in there:
+                    values: dict[str, Any] = {"attempt": number, "error": outcome.error}
+                    self.store.commit(Result.of(self.night.night, Cell.of(key), outcome.state, **values))
+
+
+def _begun(store: Store, config: Nightly, place: Path, only: str | None) -> Night:
+    keys = tuple(cell.key for cell in config.chosen(only))
+    started = datetime.now(UTC)
+    if any(each.night.startswith(f"{started:%Y%m%dT%H%M%SZ}") for each in store.nights()):
+        # names of nights sort by the second of their start, and what comes after another is set against it
+        time.sleep(1 - started.microsecond / 1e6)
+        started = datetime.now(UTC)
+    host, commit = socket.gethostname(), _commit(place.parent)
+    return store.begin(Night(night_id(started), started, commit, config.sha256, host, keys))
+
+
+def _resumed(store: Store, config: Nightly, place: Path) -> Night:
+    """The last night of the same file that is not finished."""
+    nights = store.nights()
+    for night in reversed(nights):
+        if night.config_sha256 == config.sha256:
+            if set(night.matrix) - store.committed(night.night) or not store.decisions(night.night):
+                return night
+            break
+    same = [night.night for night in nights if night.config_sha256 == config.sha256]
+    value = f"{same[-1]}, the last of this file, is finished" if same else "no night of this file, as it is now"
+    raise InputError(
+        "nothing-to-resume", where=str(place), value=value, remedy="begin one: the same command without --resume"
+    )
+
+
+def _stopped(problem: BaseException, store: Store, night: Night, place: Path) -> Stopped:
+    """With what is kept, and how to go on."""
+    kept = len(store.committed(night.night))
+    full = isinstance(problem, Stopped) and problem.code == "disk-full"
+    return Stopped(
+        "disk-full" if full else "interrupted",
+        where=problem.where if isinstance(problem, Stopped) and full else night.night,
+        value=f"{kept} of {len(night.matrix)} cells are kept",
+        remedy=f"{'make room, then ' if full else ''}quantkit nightly run {place} --resume",
+    )
+
+
+def _commit(folder: Path) -> str | None:
+    """Of the repository that a folder lies in; None outside of one."""
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _prune(store: Store, config: Nightly) -> None:
+    """Delete bundles that nothing will be set against: neither accepted, nor of the last nights."""
+    keep = {each.content_sha256 for each in store.accepted().values()}
+    for night in store.nights()[-KEPT:]:
+        for each in store.results(night.night):
+            keep |= {each.content_sha256, each.baseline_sha256, each.release_sha256}
+    Bundles(config.at(config.bundles)).prune({each for each in keep if each})

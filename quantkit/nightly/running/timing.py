@@ -1,0 +1,230 @@
+"""A cell timed, in a process of its own: candidate, baseline and release in randomised ABBA blocks, round by round.
+
+In each round all sides are loaded anew, in an order that is drawn: which was loaded first, and where a load lies in
+memory, makes a difference that lasts as long as the load does (`stats.slowdown`). Every step that counts is kept, with
+when it began and what the device was at. A side that does not load is left out, and its reason told; without the
+candidate there is nothing. A step of less than a millisecond is run several times in a row, and its mean is kept.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit.errors import InputError, QuantkitError
+from quantkit.measurement.timing import clocks
+from quantkit.measurement.timing.clocks import Between, Clocks
+from quantkit.measurement.timing.rounds import SHORTEST, repeated
+from quantkit.nightly.config import Budget
+from quantkit.nightly.store.records import Side
+from quantkit.runtimes import child
+from quantkit.stats.abba import Step, interleave, timed
+from quantkit.stats.deciding.slowdown import BURST, SETTLE
+
+CANDIDATE: Side = "candidate"
+# of a side: two visits a block
+_VISIT = SETTLE + BURST
+_MOST = 1 << 20
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be timed.
+
+    Args:
+        sides: which -> its bundle's folder; the candidate among them.
+        runtime: of all.
+        batch: of the cell.
+        rounds: in which all are loaded anew.
+        blocks: of all rounds together; None where time decides.
+        seconds: of all rounds together, without the loads, where it does.
+        seed: of all that is drawn.
+        gpu: whether it runs on one.
+        samples: file of a graph's inputs.
+    """
+
+    sides: Mapping[Side, str]
+    runtime: str
+    batch: int
+    rounds: int
+    blocks: int | None
+    seconds: float | None
+    seed: int
+    gpu: bool = False
+    samples: str | None = None
+
+    @classmethod
+    def of(cls, budget: Budget, **others: Any) -> Task:
+        """With a budget of `nightly.yaml`."""
+        return cls(rounds=budget.rounds, blocks=budget.most, seconds=budget.seconds, **others)
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """A step that counts; see `records.Time`."""
+
+    side: Side
+    round: int
+    block: int
+    position: int
+    seconds: float
+    began: float
+    clock_hz: float | None = None
+    temperature_c: float | None = None
+    throttled: bool | None = None
+
+
+@dataclass
+class Found:
+    """What was timed.
+
+    Args:
+        iterations: in the order in which they were taken.
+        unloadable: side -> the five fields of why it was left out.
+    """
+
+    iterations: list[Iteration] = field(default_factory=list)
+    unloadable: dict[Side, dict[str, str]] = field(default_factory=dict)
+
+
+def run(task: Task, progress: Callable[[float, str], None] | None = None) -> Found:
+    """Time it.
+
+    Raises:
+        InputError: what the candidate raises; `timing-failed` if the process dies.
+    """
+    remedy = "look into the system's log; a smaller batch takes less memory"
+    rows = child.lines(
+        __name__, [], json.dumps(asdict(task)), progress, remedy=remedy, code="timing-failed", where=_place(task)
+    )
+    found = Found()
+    for row in map(json.loads, rows):
+        if "unloadable" in row:
+            found.unloadable[row["unloadable"]] = row["error"]
+        else:
+            found.iterations += [
+                Iteration(**row["of"], **dict(zip(row["names"], each, strict=True))) for each in row["steps"]
+            ]
+    # what was left out later had company before
+    found.iterations = [each for each in found.iterations if each.side not in found.unloadable]
+    return found
+
+
+def measure(task: Task, load: Callable[[Side], Step], look: Callable[[], Clocks]) -> Iterator[dict[str, Any]]:
+    """The rows of `run`: of each round its steps, and of a side that does not load, why.
+
+    Args:
+        task: what is to be timed.
+        load: loads a side anew, and prepares its step.
+        look: at the device.
+
+    Raises:
+        QuantkitError: what loading the candidate raises.
+    """
+    generator = np.random.default_rng(task.seed)
+    sides, runs = list(task.sides), 0
+    for turn in range(task.rounds):
+        steps: dict[Side, Step] = {}
+        took = []
+        for number in generator.permutation(len(sides)):
+            side = sides[number]
+            try:
+                step = load(side)
+                took.append(_warm(step))
+                steps[side] = step
+            except Exception as problem:
+                if side == CANDIDATE:
+                    raise
+                yield {"unloadable": side, "error": _error(problem, task, side)}
+        sides = [side for side in sides if side in steps]
+        # a GPU's steps are timed by its own clock
+        runs = runs or (1 if task.gpu else math.ceil(SHORTEST / max(took)))
+        before = look()
+        log = _steps(task, turn, [(side, steps[side]) for side in sides], runs, generator)
+        state = Between.of(before, look(), counted=not task.gpu)
+        names = ("side", "block", "position", "seconds", "began")
+        yield {"of": {"round": turn, **asdict(state)}, "names": names, "steps": log}
+        steps.clear()
+        gc.collect()
+
+
+def _warm(step: Step) -> float:
+    """About the seconds that it takes, after it has run twice: the first faults the pages in."""
+    step()
+    return max(timed(step, time.perf_counter), 1e-9)
+
+
+def _steps(
+    task: Task, turn: int, steps: Sequence[tuple[Side, Step]], runs: int, generator: np.random.Generator
+) -> list[tuple[Side, int, int, float, float]]:
+    """(side, block, position in it, seconds, when it began) of the steps of one round that count."""
+    log: list[tuple[Side, float, float]] = []
+
+    def logged(side: Side, step: Step) -> Step:
+        def run() -> float:
+            began = time.time()
+            seconds = timed(several, time.perf_counter)
+            log.append((side, seconds / runs, began))
+            return seconds
+
+        several = repeated(step, runs)
+        return run
+
+    blocks = 1, _MOST
+    if task.blocks is not None:
+        done, after = (task.blocks * number // task.rounds for number in (turn, turn + 1))
+        blocks = after - done, after - done
+    seconds = (task.seconds or 0.0) / task.rounds
+    visits = [logged(*each) for each in steps]
+    interleave(visits, blocks=blocks, seconds=seconds, generator=generator, burst=BURST, settle=SETTLE)
+    found, of_a_block = [], len(steps) * 2 * _VISIT
+    for number, (side, taken, began) in enumerate(log):
+        block, within = divmod(number, of_a_block)
+        visit, place = divmod(within, _VISIT)
+        if place >= SETTLE:
+            found.append((side, block, visit * BURST + place - SETTLE, taken, began))
+    return found
+
+
+def _error(problem: Exception, task: Task, side: Side) -> dict[str, str]:
+    if isinstance(problem, QuantkitError):
+        return problem.as_dict()
+    value = f"{type(problem).__name__}: {problem}"
+    return InputError("load-failed", where=task.sides[side], value=value, rule="it loads and runs").as_dict()
+
+
+def _place(task: Task) -> str:
+    return f"{Path(task.sides[CANDIDATE]).name}, batch {task.batch}"
+
+
+def _answer() -> None:
+    from quantkit.nightly.running.steps import loaded
+
+    task = Task(**json.load(sys.stdin))
+    samples = None
+    if task.samples is not None:
+        with np.load(task.samples, allow_pickle=False) as file:
+            samples = {name: file[name] for name in file.files}
+
+    def load(side: Side) -> Step:
+        return loaded(Path(task.sides[side]), task.runtime, task.batch, samples)
+
+    done = 0
+    for row in measure(task, load, lambda: clocks.of_gpu()[0] if task.gpu else clocks.of_cpu()):
+        print(f"row {json.dumps(row)}", flush=True)
+        done += "of" in row
+        print(f"at {done / task.rounds} round {done} of {task.rounds}", flush=True)
+
+
+def main(arguments: list[str]) -> None:
+    """The child: a task on stdin."""
+    child.answering(_answer)

@@ -1,0 +1,1 @@
+"""The store of nights: append-only Parquet files, and DuckDB over them."""

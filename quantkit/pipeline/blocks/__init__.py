@@ -1,0 +1,1 @@
+"""The compile of a transformer, block by block."""

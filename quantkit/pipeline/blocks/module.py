@@ -1,0 +1,115 @@
+"""The same passes on an `nn.Module` that is in memory: `quantkit.Pipeline([...]).apply(model, inputs)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quantkit import plugins
+from quantkit.bundle import Decision
+from quantkit.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from quantkit.formats import QuantTensor
+
+
+class Pipeline:
+    """Passes in an order, to be applied to a module.
+
+    scheme = {"format": "int4", "granularity": "group", "group": 64}
+    Pipeline(["fold_norms", {"gptq": {"damping": 0.02}}], weights=scheme).apply(model, ids)
+
+    Args:
+        passes: names, or {name: settings}; exactly one of them assigns the codes.
+        weights: the weight scheme, as in a recipe.
+        activations: how inputs are quantized, as in a recipe; hooks that stay on the module's linears do it.
+        overrides, keep, on_indivisible, seed: as in a recipe.
+
+    Raises:
+        InputError: unknown pass or setting, wrong scheme.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[str | Mapping[str, Any]],
+        *,
+        weights: Mapping[str, Any] | None = None,
+        activations: Mapping[str, Any] | None = None,
+        overrides: Sequence[Mapping[str, Any]] = (),
+        keep: Sequence[str] = (),
+        on_indivisible: str = "error",
+        seed: int = 0,
+    ) -> None:
+        """Validate passes and scheme; torch is not imported."""
+        data = {
+            "schema": 1,
+            "summary": "a pipeline",
+            "models": ["decoder", "encoder", "network"],
+            "passes": [dict(step) if isinstance(step, Mapping) else step for step in passes],
+            "scheme": {
+                "weights": dict(weights or {"format": "int8"}),
+                "activations": None if activations is None else dict(activations),
+            },
+            "overrides": [dict(override) for override in overrides],
+            "keep": list(keep),
+            "on_indivisible": on_indivisible,
+            "seed": seed,
+        }
+        self.recipe = Recipe.from_dict(data, name="pipeline", where="Pipeline")
+        self.tensors: dict[str, QuantTensor] = {}
+        self.decisions: list[Decision] = []
+
+    def apply(self, model: nn.Module, inputs: Tensor) -> nn.Module:
+        """Quantize a module in place: its weights become the values that the codes stand for.
+
+        Args:
+            model: a transformers model (its layers are the blocks) or any other module (one block).
+            inputs: token ids [samples, tokens] for a transformer; for another module, its input [samples, ...].
+
+        Returns:
+            the same module. `self.tensors` holds the codes by layer, `self.decisions` what was done otherwise.
+
+        Raises:
+            InputError: `stream-differs` and `stream-unsupported`, before anything of it is changed: run block by block,
+                a transformer does not give what it gives as a whole; those of the recipe and of the passes.
+        """
+        import torch
+
+        from quantkit.model.streaming import own_forward
+        from quantkit.model.streaming.loaded import LoadedModel
+        from quantkit.pipeline.blocks.layers import lay_out
+        from quantkit.pipeline.blocks.work import Step, check_order, work
+
+        stream = LoadedModel(model)
+        own_forward.demand_equal_in_memory(stream, inputs)
+        dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
+        layers = lay_out(self.recipe, model, stream.block_names, str(dtype).removeprefix("torch."))
+        steps = [Step(plugins.load("passes", step.name), step.settings) for step in self.recipe.passes]
+        check_order(steps)
+        self.tensors, self.decisions = {}, list(layers.decisions)
+        for step in steps:
+            if step.run.scope == "model":
+                outcome = step.run.transform(stream, step.settings, self.recipe.seed)
+                self.decisions += outcome.decisions
+                if outcome.transform is not None:
+                    stream.apply(outcome.transform)
+                if outcome.unties and getattr(model.config, "tie_word_embeddings", False):
+                    model.config.tie_word_embeddings = False  # type: ignore[union-attr]
+        probe = inputs[:2, :12] if stream.path else inputs[:2]
+        for worked in work(
+            stream,
+            steps,
+            layers.schemes,
+            inputs,
+            probe_ids=probe,
+            widest=layers.widest,
+            dtype=dtype,
+            activations=layers.activations,
+            seed=self.recipe.seed,
+        ):
+            self.decisions += worked.decisions
+            for name, tensor in worked.block.tensors.items():
+                self.tensors[worked.block.full_name(name)] = tensor
+        return model

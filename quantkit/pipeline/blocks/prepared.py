@@ -1,0 +1,204 @@
+"""Everything that can be refused is refused here, before the first block is touched: open, lay out, check, load.
+
+request -> opened model -> model as passes of scope `model` will have it -> layers, steps, token sets
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import quantkit
+from quantkit import machine, plugins
+from quantkit.bundle import Decision
+from quantkit.errors import InputError
+from quantkit.kinds import one
+from quantkit.passes import NOTE, decision
+from quantkit.pipeline.blocks import tokens
+from quantkit.pipeline.blocks.accounting import about, account
+from quantkit.pipeline.blocks.layers import Layers, lay_out
+from quantkit.pipeline.request import Request, computed_in_floats, default_out, with_own_runtime
+from quantkit.planning.model.assigned import UNTIED, takes_head
+from quantkit.planning.support import caveats
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.tokens.ids import TokenSet
+    from quantkit.model.source.open import Source
+    from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.pipeline.blocks.work import Step
+
+# what calibrates (None where no pass looks at data), and what scores
+Sets = tuple["TokenSet | None", "TokenSet"]
+# packages that an ONNX graph's bytes depend on
+_GRAPH = ("onnx", "onnx-ir", "onnxscript")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request whose every input was opened and found good; nothing has been written.
+
+    Args:
+        original: the model as opened.
+        source: the same, untied where a pass of scope `model` will make two tensors of a tied one.
+        cpu_seconds: processor seconds that passes of scope `model` took to find out what they will do.
+    """
+
+    request: Request
+    original: Source
+    source: Source
+    stream: StreamedModel
+    layers: Layers
+    steps: list[Step]
+    calibration: TokenSet | None
+    scoring: TokenSet
+    out: Path
+    decisions: list[Decision]
+    cpu_seconds: float = 0.0
+
+    def unchanged(self) -> StreamedModel:
+        """The model as it was opened, without what passes of scope `model` make of it."""
+        from quantkit.model.streaming.stream import StreamedModel
+
+        return StreamedModel(self.original) if self.stream.transforms else self.stream
+
+
+def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -> Prepared:
+    """Open and check everything a compile needs.
+
+    Args:
+        request: what is asked for.
+        whole: whether every weight is read, and looked at for NaN and infinity; a rehearsal has no time for that, nor
+            for the hash of the files.
+        seen: what calibrates and what scores; None loads what the recipe names.
+
+    Raises:
+        InputError: anything that would make it fail later.
+    """
+    from quantkit.model.source.open import open_model
+    from quantkit.model.source.unloadable import obstacles
+    from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.pipeline.blocks.work import Step, check_order, looks_at_data
+
+    recipe = request.recipe
+    source = open_model(request.model, trust_remote_code=request.trust_remote_code, hashed=whole)
+    if source.kind not in recipe.models:
+        raise InputError(
+            "model-kind",
+            where=source.ref,
+            value=one(source.kind),
+            rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
+            remedy="choose another recipe, or add the kind to its `models`",
+        )
+    if recipe.scheme.kv_cache is not None and source.kind != "decoder":
+        raise InputError(
+            "cache-unknown",
+            where=source.ref,
+            value=one(source.kind),
+            rule="only a decoder has a KV cache",
+            remedy="--set scheme.kv_cache=null",
+        )
+    if source.kind == "network":
+        raise InputError(
+            "model-graph",
+            where=source.ref,
+            value=f"{source.architecture}, an image model of transformers",
+            rule="image models are compiled as float ONNX graphs",
+            remedy="export it (torch.onnx.export) and compile the file, or quantkit.compile(module, ...) in Python",
+        )
+    request = with_own_runtime(request, source.kind)
+    added, recipe = len(request.recipe.export) > len(recipe.export), request.recipe
+    stream = StreamedModel(source)
+    for tensor in dict.fromkeys(stream.files.values()) if whole else ():
+        source.weights.read(tensor)  # finite, every one of them: now, not hours later
+    if recipe.passes:
+        _demand_equal_experts(stream)
+    steps = [Step(plugins.load("passes", step.name), step.settings) for step in recipe.passes]
+    check_order(steps)
+    begun = time.process_time()
+    stream, taken = _transformed(stream, steps, recipe.seed)
+    cpu_seconds = time.process_time() - begun
+    original, source = source, stream.source
+    layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head)
+    partly = looks_at_data(steps) and recipe.calibration.experts == "keep"
+    asked = replace(
+        layers.asked(partly=partly, cache=recipe.scheme.kv_cache), obstacles=obstacles(stream.skeleton, stream.files)
+    )
+    for step in recipe.export:
+        plugins.load("export", step.name).accepts(step.options, asked)
+    decisions = [*computed_in_floats(request, source.kind), *taken, *layers.decisions]
+    if recipe.passes:
+        decisions += about(account(stream, layers.schemes, decisions, head=takes_head(recipe)))
+    looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
+    calibration, scoring = seen or tokens.load(recipe, source, calibrate=looks, decisions=decisions)
+    if added:
+        reason = f"added: a checkpoint of 8-bit integers is computed in floats on {request.target.name}, a graph is not"
+        decisions.append(decision("export", NOTE, "onnx", reason))
+    for name in request.left_out:
+        reason = f"no runtime of {request.target.name} reads it: {', '.join(request.target.runtimes)}"
+        decisions.append(decision("export", NOTE, name, reason))
+    decisions += [decision("export", NOTE, "checkpoint", said) for said in caveats(recipe, request.target)]
+    notes = calibration.notes if calibration else ()
+    where = tokens.public(recipe.calibration.set)
+    decisions += [decision("calibrate", NOTE, where, note) for note in notes]
+    out = request.out or default_out(source.name, recipe.name, resume=request.resume)
+    return Prepared(request, original, source, stream, layers, steps, calibration, scoring, out, decisions, cpu_seconds)
+
+
+def _transformed(stream: StreamedModel, steps: list[Step], seed: int) -> tuple[StreamedModel, list[Decision]]:
+    """The model as passes of scope `model` will have it, and what they decided."""
+    from quantkit.model.source.open import untied
+    from quantkit.model.streaming.stream import StreamedModel
+
+    decisions: list[Decision] = []
+    for step in steps:
+        if step.run.scope != "model":
+            continue
+        outcome = step.run.transform(stream, step.settings, seed)
+        decisions += outcome.decisions
+        if outcome.transform is None:
+            continue
+        source = untied(stream.source, stream.files) if outcome.unties else stream.source
+        if source is not stream.source:
+            before, after = stream.source.weights.total_bytes(), source.weights.total_bytes()
+            reason = f"it will differ from the embedding that it was tied to: {after - before} bytes more"
+            decisions.append(decision(step.run.name, UNTIED, stream.head or "head", reason, before, after))
+            made = StreamedModel(source)
+            made.transforms = stream.transforms
+            stream = made
+        stream.transforms.append(outcome.transform)
+    return stream, decisions
+
+
+def _demand_equal_experts(stream: StreamedModel) -> None:
+    """Prove on the first block with experts that they are what their linears make of them; the others are of its class.
+
+    Raises:
+        InputError: `architecture-unsupported`.
+    """
+    from quantkit.model.structure import experts
+
+    for index, name in enumerate(stream.block_names):
+        if experts.found_in(stream.blocks[index]):
+            experts.demand_equal(stream.load(index), name)
+            return
+
+
+def fingerprint(prepared: Prepared) -> dict[str, Any]:
+    """Everything that a bundle's content depends on."""
+    import torch
+
+    versions = machine.versions()
+    relevant = ("python", "torch", "transformers", "compressed-tensors", "safetensors", "numpy", *_GRAPH)
+    return {
+        "quantkit": quantkit.__version__,
+        "model": prepared.source.ref,
+        "source": prepared.source.sha256,
+        "recipe": prepared.request.recipe.as_dict(),
+        "calibration": prepared.calibration.sha256 if prepared.calibration else None,
+        "scoring": prepared.scoring.sha256,
+        "threads": torch.get_num_threads(),
+        "isa": machine.isa(),
+        "versions": {name: versions[name] for name in relevant if name in versions},
+    }

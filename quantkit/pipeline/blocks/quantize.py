@@ -1,0 +1,186 @@
+"""Blocks through the passes, one at a time; each is committed before the next."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from quantkit import plugins
+from quantkit.bundle import Build
+from quantkit.errors import InputError
+from quantkit.pipeline.blocks import tokens
+from quantkit.pipeline.blocks.prepared import Prepared
+from quantkit.pipeline.progress import Progress
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from quantkit.model.finished import Finished
+    from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.pipeline.blocks.work import Worked
+
+# a few tokens are enough to trace a block and to prove its folds
+_PROBE = (2, 12)
+
+
+def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
+    """Put every block that is not committed yet through the passes, then what lies outside the blocks.
+
+    Args:
+        prepared: what to do.
+        build: where `block-0000`, ..., `head` and `rest` are committed.
+        progress: told of every block.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from quantkit.model import finished
+    from quantkit.pipeline.blocks.rare_experts import Rare
+    from quantkit.pipeline.blocks.work import work
+
+    choice = prepared.request.recipe.calibration
+    count = len(prepared.stream.block_names)
+    start = sum(key.startswith("block-") for key in build.done())
+    if start == count:
+        _finish_rest(prepared, build)
+        return
+    begun = time.process_time()
+    hidden_file = build.steps / f"hidden-{start - 1:04}.safetensors"
+    states = load_file(hidden_file) if hidden_file.exists() else {}
+    generator = torch.Generator().manual_seed(prepared.request.recipe.seed)
+    probe_ids = torch.randint(0, tokens.vocabulary(prepared.source), _PROBE, generator=generator)
+    progress.at("quantize", start / count, f"block {start + 1} of {count}")
+    for worked in work(
+        prepared.stream,
+        prepared.steps,
+        prepared.layers.schemes,
+        prepared.calibration.ids if prepared.calibration else None,
+        probe_ids=probe_ids,
+        widest=prepared.layers.widest,
+        dtype=getattr(torch, prepared.source.dtype),
+        seed=prepared.request.recipe.seed,
+        activations=prepared.layers.activations,
+        cache=prepared.request.recipe.scheme.kv_cache,
+        fuses=any(plugins.load("export", step.name).fuses for step in prepared.request.recipe.export),
+        start=start,
+        hidden=states.get("hidden"),
+        original=states.get("original"),
+        rare=Rare(choice.expert_tokens, choice.experts),
+        finished=_finished(prepared, build),
+    ):
+        index = worked.block.index
+        result = build.temporary("block.safetensors")
+        named = {worked.block.full_name(name): tensor for name, tensor in worked.block.tensors.items()}
+        finished.save(
+            result, named, _changed(prepared, worked), worked.block.input_scales(), worked.block.cache_scales()
+        )
+        files = {result: build.steps / f"block-{index:04}.safetensors"}
+        if worked.hidden is not None:
+            outputs = {"hidden": worked.hidden, "original": worked.original}
+            kept = build.temporary("hidden.safetensors")
+            save_file({name: value.contiguous() for name, value in outputs.items() if value is not None}, kept)
+            files[kept] = build.steps / f"hidden-{index:04}.safetensors"
+        before = build.steps / f"hidden-{index - 1:04}.safetensors"
+        remove = [before] if before.exists() else []
+        now = time.process_time()
+        record = {**_record(prepared, worked), "cpu_seconds": now - begun}
+        build.commit(f"block-{index:04}", record, files, remove=remove)
+        begun = now
+        progress.at("quantize", (index + 1) / count, f"block {min(index + 2, count)} of {count}")
+    _finish_rest(prepared, build)
+
+
+def results(prepared: Prepared, build: Build) -> Finished:
+    """All that was committed, for exporters to read."""
+    from quantkit.model.finished import Finished
+
+    names = ("block-*.safetensors", "head.safetensors", "rest.safetensors")
+    files = sorted(path for name in names for path in build.steps.glob(name))
+    layers, cache = prepared.layers, prepared.request.recipe.scheme.kv_cache
+    return Finished(files, layers.schemes, layers.activations, cache)
+
+
+def _finished(prepared: Prepared, build: Build) -> Callable[[int], nn.Module]:
+    """Blocks by their numbers, as they were committed; nothing is opened before the first is asked for."""
+    from quantkit.export.values import Values
+
+    @functools.cache
+    def running() -> StreamedModel:
+        return Values.of_results(prepared.source, prepared.stream, results(prepared, build)).running()
+
+    return lambda index: running().load(index)
+
+
+def _finish_rest(prepared: Prepared, build: Build) -> None:
+    """Commit what lies outside the blocks: the head's codes, and what passes of scope `model` changed."""
+    import torch
+
+    from quantkit.model import finished
+
+    stream = prepared.stream
+    if prepared.layers.head is not None and "head" not in build.done():
+        from quantkit.pipeline.blocks.head import quantize_head
+
+        begun = time.process_time()
+        tensor, entry = quantize_head(stream, prepared.layers)
+        result = build.temporary("head.safetensors")
+        finished.save(result, {entry.name: tensor}, {})
+        record = {"layers": [entry.model_dump(mode="json")], "cpu_seconds": time.process_time() - begun}
+        build.commit("head", record, {result: build.steps / "head.safetensors"})
+    if not stream.transforms or "rest" in build.done():
+        return
+    dtype = getattr(torch, prepared.source.dtype)
+    model = stream.rest()
+    found: dict[str, Any] = {}
+    by_file: dict[str, Any] = {}
+    for name in stream.rest_names():
+        value = stream.value(model, name).to(dtype)
+        if stream.files[name] in by_file and not torch.equal(by_file[stream.files[name]], value):
+            raise InputError(
+                "tied-apart",
+                where=name,
+                value="a pass changed one of two tied tensors",
+                rule="tied tensors are stored once",
+                remedy="the pass has to say that it unties",
+            )
+        by_file[stream.files[name]] = value
+        if not torch.equal(value, stream.tensor(name).to(dtype)):
+            found[name] = value.contiguous()
+    result = build.temporary("rest.safetensors")
+    finished.save(result, {}, found)
+    build.commit("rest", {}, {result: build.steps / "rest.safetensors"})
+
+
+def _changed(prepared: Prepared, worked: Worked) -> dict[str, Any]:
+    """The block's parameters that folds changed, in the dtype they are stored in."""
+    import torch
+
+    stream = prepared.stream
+    dtype = getattr(torch, prepared.source.dtype)
+    quantized = {f"{name}.weight" for name in worked.block.tensors}
+    found = {}
+    for name, value in worked.block.module.named_parameters():
+        full = worked.block.full_name(name)
+        if name not in quantized and full in stream.files:
+            stored = value.detach().to(dtype)
+            if not torch.equal(stored, stream.tensor(full).to(dtype)):
+                found[full] = stored
+    return found
+
+
+def _record(prepared: Prepared, worked: Worked) -> dict[str, Any]:
+    """What the journal keeps of a block: its layers, what was fused, what was decided."""
+    layers = []
+    for name, tensor in worked.block.tensors.items():
+        full = worked.block.full_name(name)
+        static = worked.block.input_scales().get(full)
+        entry = prepared.layers.entry(full, tensor, worked.errors.get(full), static)
+        entry = entry.model_copy(update={"routed": worked.routed.get(full)})
+        layers.append(entry.model_dump(mode="json"))
+    return {
+        "layers": layers,
+        "fusions": [[worked.block.full_name(name) for name in members] for members in worked.block.fusions],
+        "decisions": [decision.model_dump(mode="json", by_alias=True) for decision in worked.decisions],
+    }

@@ -1,0 +1,174 @@
+"""Accuracy and size of what was exported, each export in its own runtime."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantkit import plugins
+from quantkit.bundle import Build, Check, Decision, FileEntry, LayerEntry
+from quantkit.export import reader
+from quantkit.measurement.rows import Row
+from quantkit.measurement.size import folder_of, size_rows
+from quantkit.passes import NOTE, decision
+from quantkit.pipeline.blocks import tokens
+from quantkit.pipeline.blocks.confirm import confirm
+from quantkit.pipeline.blocks.prepared import Prepared
+from quantkit.pipeline.blocks.quantize import results
+from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.verdict import HARM, worst_positions
+from quantkit.recipe import ExportStep
+
+if TYPE_CHECKING:
+    from quantkit.model.streaming.stream import StreamedModel
+
+# how the part that plain transformers does is called
+CONFIRMING = "a few of them by plain transformers"
+
+
+def score_exports(
+    prepared: Prepared,
+    build: Build,
+    progress: Progress,
+    *,
+    subject: str,
+    layers: list[LayerEntry],
+    files: list[FileEntry],
+    built: Mapping[str, str],
+    whole: bool = True,
+) -> tuple[list[Row], list[Check]]:
+    """Accuracy of every export, each in its own runtime, and sizes; `harm.json` is written with the first.
+
+    Args:
+        prepared, build, progress: of the compile.
+        subject: the bundle's identity in the rows.
+        layers: what was quantized.
+        files: of the bundle so far.
+        built: hashes of what was compiled for it, by path in it.
+        whole: whether the model fits into memory, so that plain transformers can confirm a few of the scores.
+
+    Returns:
+        rows, and the checks of `pipeline/blocks/confirm.py`.
+    """
+    from quantkit.measurement.accuracy import score
+    from quantkit.measurement.accuracy.harm import through_depth
+    from quantkit.model.streaming.stream import StreamedModel
+
+    exports = prepared.request.recipe.export
+    source, scoring = prepared.source, prepared.scoring
+    original = prepared.unchanged()
+    rows: list[Row] = []
+    checks: list[Check] = []
+    for number, step in enumerate(exports):
+        runtime = reader(step.name, step.options)
+        sizes = size_rows(
+            layers,
+            files,
+            subject=subject,
+            baseline=source.sha256,
+            baseline_bytes=prepared.original.weights.total_bytes(),
+            folder=folder_of(step.name),
+        )
+        rows += sizes if number == 0 else [row for row in sizes if row.name == "size.bytes"]
+        here = runs_here(runtime, build.bundle)
+        if not here and number > 0:
+            continue
+        if not here:  # the values that it was built from, since nothing else was exported that runs here
+            runtime, candidate = "torch", _dense(prepared, build)
+        else:
+            candidate = plugins.load("runtimes", runtime).open(build.bundle, torch_threads(), built=built)
+        count, unit = score.counted(original, scoring)
+        progress.at("score", number / len(exports), f"{count} {unit}s of {scoring.name}, {runtime}")
+        found, items = score.rows(
+            original,
+            candidate,
+            scoring,
+            subject=subject,
+            runtime=runtime,
+            settings=score.settings(candidate),
+            progress=functools.partial(_scored, progress, number, len(exports)),
+        )
+        if items is not None:
+            items.save(build.bundle / ("items.safetensors" if number == 0 else f"items-{runtime}.safetensors"))
+        rows += score.flagged(found, source.was)
+        if whole and (number == 0 or step.name == "checkpoint"):
+            progress.at("score", (number + 0.9) / len(exports), CONFIRMING)
+            folder = build.bundle / "model" if step.name == "checkpoint" else None
+            checks += confirm(original, folder, scoring.ids, items)
+        if number == 0 and layers:
+            dense = candidate if isinstance(candidate, StreamedModel) else _dense(prepared, build)
+            harm = through_depth(
+                prepared.stream,
+                dense,
+                scoring.ids,
+                layers=[layer.name for layer in layers],
+                before=original if prepared.stream.transforms else None,
+            )
+            if items is not None:
+                where = worst_positions(items, scoring, source)
+                harm = harm.model_copy(update={"worst": where.worst, "worst_share": where.worst_share})
+            (build.bundle / HARM).write_text(harm.model_dump_json() + "\n", encoding="utf-8")
+        if step.name == "checkpoint" and prepared.request.recipe.scheme.kv_cache is not None:
+            rows += _score_long(prepared, build.bundle, original, subject, progress)
+    # of two exports, the original is confirmed with each
+    return rows, list({check.name: check for check in checks}.values())
+
+
+def runs_here(runtime: str, bundle: Path | None = None) -> bool:
+    """Whether what a runtime reads, of a bundle, can be run on this machine: an engine needs its GPU."""
+    why = getattr(plugins.load("runtimes", runtime), "why_not_here", None)
+    return why is None or why(bundle) is None
+
+
+def unscored(exports: Sequence[ExportStep], bundle: Path) -> list[Decision]:
+    """What was exported and could not be run here, each with the reason."""
+    found = []
+    for step in exports:
+        runtime = reader(step.name, step.options)
+        if not runs_here(runtime, bundle):
+            reason = plugins.load("runtimes", runtime).why_not_here(bundle)
+            found.append(decision("measure", NOTE, folder_of(step.name), f"not run: {reason}"))
+    return found
+
+
+def _score_long(
+    prepared: Prepared, bundle: Path, original: StreamedModel, subject: str, progress: Progress
+) -> list[Row]:
+    """What the quantized cache costs at a long context, beside what the rest costs there."""
+    from quantkit.measurement.accuracy import long_context, score
+
+    recipe, runtime = prepared.request.recipe, plugins.load("runtimes", "torch")
+    progress.at("score", 0.9, f"up to {long_context.CONTEXT:,} tokens, with a quantized and a float cache")
+    folder = bundle / "model"
+    found = long_context.rows(
+        original,
+        {
+            long_context.named(recipe.scheme.kv_cache): runtime.stream(folder),
+            long_context.FLOAT: runtime.stream(folder, cache=False),
+        },
+        tokens.long(recipe, prepared.source, long_context.CONTEXT, long_context.SAMPLES),
+        subject=subject,
+        runtime=runtime.name,
+        settings={"dtype": "float32"},
+    )
+    return score.flagged(found, prepared.source.was)
+
+
+def _dense(prepared: Prepared, build: Build) -> StreamedModel:
+    """The model with the values that its codes stand for, inputs quantized, where no checkpoint holds it."""
+    from quantkit.export.values import Values
+
+    return Values.of_results(prepared.source, prepared.stream, results(prepared, build)).running()
+
+
+def _scored(progress: Progress, number: int, count: int, done: float) -> None:
+    progress.at("score", (number + done) / count)
+
+
+def torch_threads() -> int:
+    """Threads that torch computes with; a session that is scored takes as many."""
+    import torch
+
+    return torch.get_num_threads()

@@ -1,0 +1,284 @@
+"""Which tokens calibrate and which score; what calibrates never scores, and both begin as the model's prompts do."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit import content
+from quantkit.bundle import Decision
+from quantkit.calibrate.tokens import chat
+from quantkit.calibrate.tokens import pairs as pair_tokens
+from quantkit.errors import InputError
+from quantkit.passes import NOTE, decision
+from quantkit.recipe import CalibrationChoice, Recipe
+
+if TYPE_CHECKING:
+    from quantkit.bundle.manifest import CalibrationEntry
+    from quantkit.calibrate.tokens.ids import TokenSet
+    from quantkit.model.source.open import Source
+
+# positions that accuracy is scored on, at least
+SCORED = 6000
+# scored on where a calibration set has nothing left to score
+_FALLBACK = "prose-en"
+_IDS = (".jsonl", ".json", ".parquet")
+
+
+def public(reference: str) -> str:
+    """A calibration set as a bundle may name it: a shipped name, or a file's name without its folder."""
+    return f"path:{Path(reference).name}" if content.is_path(reference) else reference
+
+
+def without_paths(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe as a bundle may hold it: no path of the machine it was made on."""
+    calibration = {**recipe["calibration"], "set": public(recipe["calibration"]["set"])}
+    return {**recipe, "calibration": calibration}
+
+
+def sequence_length(tokens: int, source: Source, decisions: list[Decision]) -> int:
+    """Tokens a sequence: those asked for, or as many as the model has positions."""
+    positions = source.config.get("max_position_embeddings", source.config.get("n_positions"))
+    if isinstance(positions, int) and tokens > positions:
+        reason = f"the model has {positions} positions"
+        decisions.append(decision("calibrate", "sequences-shortened", "calibration.tokens", reason, tokens, positions))
+        return positions
+    return tokens
+
+
+def demand_talking(choice: CalibrationChoice, kind: str) -> None:
+    """Refuse a chat template for what is no decoder. Raises InputError (`calibration-template`)."""
+    if choice.template is not None and kind != "decoder":
+        raise InputError(
+            chat.CODE,
+            where="calibration.template",
+            value=f"{choice.template}, and the model's kind is {kind}",
+            rule="conversations are what a decoder goes on with",
+            remedy=chat.NONE,
+        )
+
+
+def load(
+    recipe: Recipe, source: Source, *, calibrate: bool, decisions: list[Decision]
+) -> tuple[TokenSet | None, TokenSet]:
+    """What to calibrate on (None if no pass looks at data), and what to score on.
+
+    Args:
+        recipe: its calibration choice and seed.
+        source: whose tokenizer and vocabulary.
+        calibrate: whether any pass needs the calibration set.
+        decisions: gets what was done otherwise than asked.
+
+    Raises:
+        InputError: of `load_tokens`; `nothing-to-score-on`; `calibration-template`, an encoder's.
+    """
+    from quantkit.calibrate.tokens.ids import load_tokens
+
+    choice = recipe.calibration
+    demand_talking(choice, source.kind)
+    tokenizer = _tokenizer(source, recipe)
+    tokens = sequence_length(choice.tokens, source, decisions)
+    common = _common(recipe, source, tokenizer, tokens)
+    if source.kind == "encoder" and pair_tokens.is_pairs(choice.set):
+        seen = (
+            pair_tokens.load_pair_tokens(choice.set, "calib", samples=choice.samples, **common) if calibrate else None
+        )
+        # whole texts are scored, however short the sequences are that calibrate
+        common["tokens"] = sequence_length(pair_tokens.LONGEST, source, [])
+        common["samples"] = -(-SCORED // common["tokens"])
+        return seen, pair_tokens.load_pair_tokens(choice.set, "eval", **common)
+    common |= _as_in_use(recipe, source)
+    calibration = None
+    if calibrate:
+        calibration = load_tokens(choice.set, "calib", samples=choice.samples, **common)
+    samples = -(-SCORED // max(tokens - 1, 1))
+    problem, code = "it is too short to score on", "scored-elsewhere"
+    try:
+        scoring = load_tokens(choice.set, "eval", samples=samples, **common)
+        if calibration is None:  # else it has the same to say
+            decisions += [decision("score", NOTE, public(choice.set), note) for note in scoring.notes]
+        if calibration is None or not _overlap(calibration, scoring):
+            return calibration, scoring
+        problem = "it has nothing that calibration did not see"
+    except InputError as error:
+        if error.code == "calibration-random":
+            problem, code = "its tokens are drawn at random", NOTE
+            # as long as other recipes' sequences, so that their scores compare
+            common["tokens"] = sequence_length(CalibrationChoice().tokens, source, [])
+            samples = -(-SCORED // max(common["tokens"] - 1, 1))
+        elif error.code != "calibration-short":
+            raise
+    if tokenizer is None or choice.set == _FALLBACK:
+        raise InputError(
+            "nothing-to-score-on",
+            where=choice.set,
+            value=problem,
+            rule=f"accuracy is scored on at least {SCORED} positions that did not calibrate",
+            remedy="give a longer set, or one with an eval split, or a model folder with a tokenizer",
+        )
+    decisions.append(decision("score", code, public(choice.set), problem, public(choice.set), _FALLBACK))
+    return calibration, load_tokens(_FALLBACK, "eval", samples=samples, **common)
+
+
+def again(
+    recipe: Recipe, source: Source, asked: str | None, seen: CalibrationEntry | None, decisions: list[Decision]
+) -> TokenSet:
+    """What scores a finished bundle: the set that was asked for, it or nothing; else the recipe's.
+
+    Args:
+        recipe: the bundle's.
+        source: whose tokenizer and vocabulary.
+        asked: a set's name or path; None asks for none.
+        seen: what the bundle was calibrated on, if on anything.
+        decisions: gets what was done otherwise than the recipe says.
+
+    Raises:
+        InputError: `nothing-to-score-on`, where `asked` is too short, has no text, or is what calibrated the bundle;
+            those of `load_tokens`.
+    """
+    if asked is None and recipe.calibration.set.startswith("path:"):
+        own, reason = recipe.calibration.set, "a bundle does not hold the file that it was calibrated on"
+        decisions.append(decision("score", "scored-elsewhere", own, reason, own, _FALLBACK))
+        recipe = _on(recipe, _FALLBACK)
+    if asked is None:
+        return load(recipe, source, calibrate=seen is not None, decisions=decisions)[1]
+    recipe = _on(recipe, asked)
+    taken: list[Decision] = []
+    _, scoring = load(recipe, source, calibrate=False, decisions=taken)
+    problem = next((each.reason for each in taken if each.to == _FALLBACK), "")
+    if not problem and seen is not None and _calibrated(recipe, source, seen, scoring):
+        problem = "the bundle was calibrated on it"
+    if problem:
+        raise InputError(
+            "nothing-to-score-on",
+            where=asked,
+            value=problem,
+            rule=f"accuracy is scored on at least {SCORED} positions that did not calibrate",
+            remedy="another set, or a longer one",
+        )
+    decisions += taken
+    return scoring
+
+
+def _on(recipe: Recipe, chosen: str) -> Recipe:
+    """A recipe with another calibration set."""
+    return recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update={"set": chosen})})
+
+
+def _calibrated(recipe: Recipe, source: Source, seen: CalibrationEntry, scoring: TokenSet) -> bool:
+    """Whether a bundle was calibrated on sequences of its recipe's set that would score it."""
+    from quantkit.calibrate.tokens.ids import load_tokens
+
+    if scoring.pairs is not None:
+        return False  # their splits are apart
+    try:
+        common = _common(recipe, source, _tokenizer(source, recipe), seen.tokens) | _as_in_use(recipe, source)
+        found = load_tokens(recipe.calibration.set, "calib", samples=seen.samples, **common)
+    except InputError:
+        return False  # there are no such sequences in it
+    return found.sha256 == seen.ids_sha256 and _overlap(found, scoring)
+
+
+def guiding(
+    recipe: Recipe,
+    source: Source,
+    *,
+    samples: int,
+    tokens: int,
+    calibration: TokenSet | None,
+    decisions: list[Decision],
+) -> TokenSet:
+    """The text that may guide a choice: the `tune` split of the recipe's set, which neither calibrates nor scores.
+
+    Args:
+        recipe: its calibration choice and seed.
+        source: whose tokenizer and vocabulary.
+        samples, tokens: how much of it.
+        calibration: what the passes see.
+        decisions: gets what was done otherwise than asked.
+
+    Raises:
+        InputError: of `load_tokens`.
+    """
+    from quantkit.calibrate.tokens.ids import load_tokens
+
+    common = _common(recipe, source, _tokenizer(source, recipe), tokens) | _as_in_use(recipe, source)
+    common["samples"] = samples
+    chosen, problem = recipe.calibration.set, "it has nothing that calibration did not see"
+    try:
+        found = load_tokens(chosen, "tune", **common)
+        if calibration is None or not _overlap(calibration, found):
+            return found
+    except InputError as error:
+        if error.code not in ("calibration-short", "calibration-split", "calibration-random") or chosen == _FALLBACK:
+            raise
+        problem = "it is too short, or has no tune split"
+    decisions.append(decision("tune", "guided-elsewhere", public(chosen), problem, public(chosen), _FALLBACK))
+    return load_tokens(_FALLBACK, "tune", **common)
+
+
+def long(recipe: Recipe, source: Source, tokens: int, samples: int) -> TokenSet:
+    """A few sequences of `tokens`, or of as many as the model has positions, to score on; of the recipe's set, where it
+    is long enough.
+
+    Raises:
+        InputError: of `load_tokens`.
+    """
+    from quantkit.calibrate.tokens.ids import load_tokens
+
+    tokens = sequence_length(tokens, source, [])
+    common = _common(recipe, source, _tokenizer(source, recipe), tokens) | _as_in_use(recipe, source)
+    common["samples"] = samples
+    try:
+        return load_tokens(recipe.calibration.set, "eval", **common)
+    except InputError as error:
+        if error.code not in ("calibration-short", "calibration-ids", "calibration-split"):
+            raise
+        return load_tokens(_FALLBACK, "eval", **common)
+
+
+def vocabulary(source: Source) -> int:
+    """Token ids lie below it."""
+    size = source.config.get("vocab_size")
+    if isinstance(size, int):
+        return size
+    table = None
+    with suppress(NotImplementedError):
+        table = getattr(source.skeleton().get_input_embeddings(), "weight", None)
+    if table is None:
+        raise InputError(
+            "vocabulary-unknown",
+            where=source.ref,
+            value=f"{source.architecture} names no table of embeddings",
+            rule="token ids lie below the size of the vocabulary",
+            remedy='set "vocab_size" in config.json',
+        )
+    return int(table.shape[0])
+
+
+def _common(recipe: Recipe, source: Source, tokenizer: Any, tokens: int) -> dict[str, Any]:
+    """What every set is asked for."""
+    return {"tokenizer": tokenizer, "tokens": tokens, "seed": recipe.seed, "vocab_size": vocabulary(source)}
+
+
+def _as_in_use(recipe: Recipe, source: Source) -> dict[str, Any]:
+    """How sequences of a text begin and end: outliers lie there, and a fixed scale has to have seen them."""
+    special = "around" if source.kind == "encoder" else "before"
+    return {"special": special, "template": recipe.calibration.template}
+
+
+def _tokenizer(source: Source, recipe: Recipe) -> Any:
+    """The model's; None where it has none and the set holds token ids."""
+    try:
+        return source.tokenizer()
+    except InputError as error:
+        if error.code != "tokenizer-missing" or not recipe.calibration.set.endswith(_IDS):
+            raise
+        return None
+
+
+def _overlap(calibration: TokenSet, scoring: TokenSet) -> bool:
+    length = min(calibration.ids.shape[1], scoring.ids.shape[1])
+    seen = {tuple(row) for row in calibration.ids[:, :length].tolist()}
+    return any(tuple(row) in seen for row in scoring.ids[:, :length].tolist())

@@ -1,0 +1,339 @@
+"""The loop over blocks: load, trace, run every pass, hand the outputs to the next block.
+
+Block outer, pass inner: a block is finished before the next is loaded, and the next sees what the quantized
+ones put out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit import machine
+from quantkit.bundle import Decision
+from quantkit.calibrate.statistics import routing
+from quantkit.calibrate.statistics.collected import Original, Stats
+from quantkit.calibrate.statistics.scales import Scales
+from quantkit.errors import InputError
+from quantkit.model.streaming import cache as caches
+from quantkit.model.streaming import inputs
+from quantkit.model.streaming.calls import Call, Calls
+from quantkit.model.streaming.stream import BlockStream
+from quantkit.model.structure import experts, fold
+from quantkit.model.structure import traced as structure
+from quantkit.model.structure.block import Block
+from quantkit.model.structure.fold import Fold
+from quantkit.model.structure.skip import skips
+from quantkit.model.structure.traced import Structure
+from quantkit.passes import Pass, decision
+from quantkit.pipeline.blocks import rare_experts
+from quantkit.pipeline.blocks.rare_experts import Rare
+from quantkit.planning.compiling.work import chunk_size
+from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
+
+# blocks after which freed memory is given back; every time would cost a second a gigabyte
+_TRIM = 4
+# what a fixed scale that is shorter than min-max asks for
+SATURATED = "saturated"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A pass with its settings."""
+
+    run: Pass
+    settings: Any
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The statistics that the pass needs with these settings."""
+        more: frozenset[str] = getattr(self.settings, "needs", frozenset())
+        return self.run.needs | more
+
+
+@dataclass
+class Worked:
+    """One finished block.
+
+    Args:
+        block: with its codes and its changed module.
+        hidden: its output on the calibration set; None when no pass looks at data.
+        original: its output in the original stream; None when no pass looks at that.
+        decisions: of its passes.
+        errors: linear's full name -> relative squared weight error.
+        routed: of an expert's linear, its full name -> the calibration tokens that were routed to it.
+    """
+
+    block: Block
+    hidden: Tensor | None
+    original: Tensor | None = None
+    decisions: list[Decision] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    routed: dict[str, int] = field(default_factory=dict)
+
+
+# shared input's name -> where its scale can go, and why some have no such place
+Found = tuple[Mapping[str, Fold], Mapping[str, str]]
+
+
+class _ProvedFolds(Mapping[str, Fold]):
+    """The folds of a block, found and proved when first asked for: most recipes need none.
+
+    Blocks are alike, so what held on the last one is proved here all at once; only if that fails are they searched for.
+    """
+
+    def __init__(self, module: nn.Module, traced: Structure, call: Call, like: Found) -> None:
+        self._module, self._structure, self._call, self._like = module, traced, call, like
+        self.asked = False
+
+    @cached_property
+    def found(self) -> Found:
+        """Folds, and reasons where there are none."""
+        self.asked = True
+        folds, reasons = self._like
+        alike = bool(folds) and {*folds, *reasons} == {group.name for group in self._structure.groups}
+        with experts.all_running(self._module):
+            if alike and fold.prove_all(self._module, self._structure, folds, self._call) <= fold.TOLERANCE:
+                return self._like
+            return fold.find(self._module, self._structure, self._call)
+
+    def __getitem__(self, name: str) -> Fold:
+        return self.found[0][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.found[0])
+
+    def __len__(self) -> int:
+        return len(self.found[0])
+
+
+class _Reasons(Mapping[str, str]):
+    """Why there is no fold, as lazily."""
+
+    def __init__(self, folds: _ProvedFolds) -> None:
+        self._folds = folds
+
+    def __getitem__(self, name: str) -> str:
+        return self._folds.found[1][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._folds.found[1])
+
+    def __len__(self) -> int:
+        return len(self._folds.found[1])
+
+
+def looks_at_data(
+    steps: Sequence[Step], activations: Iterable[ActivationScheme] = (), cache: CacheScheme | None = None
+) -> bool:
+    """Whether any pass, or a fixed scale of inputs or of the KV cache, needs the calibration set."""
+    fixed = any(not each.dynamic for each in activations) or (cache is not None and not cache.dynamic)
+    return fixed or any(step.needs for step in steps)
+
+
+def looks_at_original(steps: Sequence[Step]) -> bool:
+    """Whether any pass needs what the unquantized model would feed a block."""
+    return any(step.needs & {"original_inputs", "original_outputs"} for step in steps)
+
+
+def check_order(steps: Sequence[Step]) -> None:
+    """Refuse an order in which a pass lacks what it requires.
+
+    Raises:
+        InputError: `pass-order`.
+    """
+    facts = {"unassigned"}
+    before = ""
+    for step in steps:
+        if step.run.scope == "model" and before:
+            raise InputError(
+                "pass-order",
+                where=f"passes: {step.run.name}",
+                value=f"comes after {before}",
+                rule="what changes the whole model is done as its blocks load, before what works block by block",
+                remedy=f"move {step.run.name} to the beginning",
+            )
+        before = step.run.name if step.run.scope == "block" else before
+        missing = step.run.requires - facts
+        if missing:
+            raise InputError(
+                "pass-order",
+                where=f"passes: {step.run.name}",
+                value=f"needs {', '.join(sorted(missing))}",
+                rule="a pass comes after what it requires, and before codes are assigned if it changes weights",
+                remedy=f"move {step.run.name} to another place",
+            )
+        facts |= step.run.ensures
+        if "codes" in step.run.ensures:
+            facts.discard("unassigned")
+
+
+def work(
+    stream: BlockStream,
+    steps: Sequence[Step],
+    schemes: Mapping[str, WeightScheme],
+    ids: Tensor | None,
+    *,
+    probe_ids: Tensor,
+    widest: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    fuses: bool = False,
+    activations: Mapping[str, ActivationScheme] | None = None,
+    cache: CacheScheme | None = None,
+    start: int = 0,
+    hidden: Tensor | None = None,
+    original: Tensor | None = None,
+    on_start: Callable[[Calls], None] | None = None,
+    rare: Rare | None = None,
+    finished: Callable[[int], nn.Module] | None = None,
+) -> Iterator[Worked]:
+    """Run every pass on every block, one block at a time.
+
+    Args:
+        stream: the model.
+        steps: the passes, in order.
+        schemes: linear's full name -> how to store it; those not named stay in high precision.
+        ids: [samples, tokens] to calibrate on; None when no pass looks at data.
+        probe_ids: a few tokens to trace blocks and prove folds with.
+        widest: the largest number of features of any activation.
+        dtype: what unquantized tensors will be stored in.
+        seed: for passes that draw random numbers.
+        fuses: whether any destination gains from linears that are stored as one.
+        activations: linear's full name -> how its input is quantized, for those where it is.
+        cache: how keys and values are quantized, if they are.
+        start: the first block to work on; earlier ones are done.
+        hidden: the input of block `start` on `ids`, when resuming.
+        original: the same in the original stream, where a pass looks at that.
+        on_start: called with the calls before the first block.
+        rare: what becomes of experts that see few calibration tokens.
+        finished: the blocks before `start` as they were decided on: a live model's forward goes through them.
+
+    Yields:
+        each block when it is finished; the caller commits it before asking for the next.
+    """
+    probe = stream.begin(probe_ids, probe_ids.shape[0])
+    probed = probe.hidden
+    calls: Calls | None = None
+    originals: Calls | None = None
+    activations = activations or {}
+    if ids is not None and looks_at_data(steps, activations.values(), cache):
+        both = looks_at_original(steps)
+        # what the shared inputs hold in the original stream is kept beside, about a third as much again: less than what
+        # running every stage anew would cost
+        calls = stream.begin(ids, chunk_size(widest, ids.shape[1]))
+        if both:
+            originals = stream.begin(ids, calls.chunk) if calls.live else calls
+            original = calls.hidden if original is None or calls.live else original
+        hidden = calls.hidden if hidden is None or calls.live else hidden
+        if on_start is not None:
+            on_start(calls)
+    block_steps = [step for step in steps if step.run.scope == "block"]
+    like: Found = ({}, {})
+    visits = stream.visits
+    for stage, index in enumerate(visits):
+        if index in visits[:stage]:
+            continue
+        if index < start:
+            if finished is not None and calls is not None and calls.live and hidden is not None:
+                module = finished(index)
+                hidden = _again(calls, module, stage, visits, calls.run_all(module, stage, hidden))
+                if originals is not None and original is not None:
+                    as_it_came = stream.load(index)
+                    outputs = originals.run_all(as_it_came, stage, original)
+                    original = _again(originals, as_it_came, stage, visits, outputs)
+            if probe.live:
+                module = stream.load(index)
+                probed = _again(probe, module, stage, visits, probe.run_all(module, stage, probed))
+            continue
+        module = stream.load(index)
+        call = probe.call(stage)
+        with experts.all_running(module):
+            traced = structure.trace(module, lambda module=module, call=call: call(module))  # type: ignore[misc]
+        counts: dict[str, int] = {}
+        if calls is not None and hidden is not None:
+            counts = routing.count(module, calls, stage, hidden)
+        folds = _ProvedFolds(module, traced, call, like)
+        name = stream.block_names[index]
+        prefix = f"{name}." if name else ""
+        before = copy.deepcopy(module) if original is not None else None
+        quantized = {name: activations[prefix + name] for name in traced.linears if prefix + name in activations}
+        block = Block(
+            name=name,
+            index=index,
+            module=module,
+            structure=traced,
+            folds=folds,
+            declined=_Reasons(folds),
+            schemes={linear: schemes.get(prefix + linear) for linear in traced.linears},
+            dtype=dtype,
+            seed=seed,
+            fuses=fuses,
+            original=before,
+            inputs=inputs.attach(module, quantized),
+            cache=caches.attach(module, cache) if cache is not None else None,
+            keeps_errors=any("weight_errors" in step.needs for step in block_steps),
+        )
+        worked = Worked(block, None)
+        worked.routed, worked.decisions = rare_experts.settle(block, counts, rare or Rare())
+        stats = Stats(module, traced.groups, calls or probe, stage, hidden if hidden is not None else probed)
+        stats.scales = Scales(block.inputs, block.cache, dtype)
+        if block.original is not None and original is not None and originals is not None:
+            stats.original = Original(block.original, original, originals, skips(module, call))
+        for linear in traced.idle:
+            if schemes.get(prefix + linear) is not None:
+                reason = "no token reached it while the block was traced; it stays in high precision"
+                worked.decisions.append(decision("trace", "never-ran", prefix + linear, reason))
+        for step in block_steps:
+            outcome = step.run.run(block, stats, step.settings)
+            worked.decisions += outcome.decisions
+            worked.errors.update({prefix + linear: error for linear, error in outcome.errors.items()})
+        if any("codes" in step.run.ensures for step in block_steps):
+            for linear in block.linears():
+                if linear not in block.tensors:
+                    reason = "no calibration token reached it; it stays in high precision"
+                    worked.decisions.append(decision("trace", "never-ran", prefix + linear, reason))
+        routing.force(module, [])
+        # a block where fewer folds hold is no model for the next
+        if folds.asked and len(folds.found[0]) >= len(like[0]):
+            like = folds.found
+        if calls is not None:
+            hidden = worked.hidden = _again(calls, module, stage, visits, stats.settled())
+            if stats.original is not None and originals is not None:
+                outputs = stats.original_outputs()
+                original = worked.original = _again(originals, stats.original.module, stage, visits, outputs)
+            worked.decisions += _about_scales(block, stats.scales)
+        if probe.live:
+            probed = _again(probe, module, stage, visits, probe.run_all(module, stage, probed))
+        yield worked
+        if index % _TRIM == _TRIM - 1:
+            machine.trim_heap()
+
+
+def _again(calls: Calls, module: nn.Module, stage: int, visits: Sequence[int], hidden: Tensor) -> Tensor:
+    """What the next block is given, of what this one has put out: it may be called again and again before."""
+    hidden = calls.pass_on(stage, hidden)
+    while stage + 1 < len(visits) and visits[stage + 1] == visits[stage]:
+        stage += 1
+        hidden = calls.pass_on(stage, calls.run_all(module, stage, hidden))
+    return hidden
+
+
+def _about_scales(block: Block, scales: Scales) -> list[Decision]:
+    """What lies beyond the fixed scales of a block, as one decision, and a cache that nothing was written to."""
+    found = []
+    if scales.saturated:
+        worst = max(scales.saturated, key=lambda each: each.beyond / each.total)
+        beyond, total = (sum(getattr(each, name) for each in scales.saturated) for name in ("beyond", "total"))
+        reason = f"{beyond} of {total} calibration values lie beyond a fixed scale and saturate; most in {worst.name}"
+        found.append(decision("calibrate", SATURATED, block.name, reason, None, beyond))
+    if scales.cache_waits:
+        reason = "its attention wrote nothing to the cache; its keys and values stay as they are"
+        found.append(decision("calibrate", "cache-unused", block.name, reason))
+    return found

@@ -1,0 +1,1 @@
+"""`quantkit compare`: its sides, scores, times and flipped words."""

@@ -1,0 +1,245 @@
+"""Two bundles of one model, or a bundle and its float model: which is better, by token, by batch, by size, by layer.
+
+Everything that was measured is decided together (`stats.decision`), on what both bundles already hold; only `measure`
+runs anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, log
+from pathlib import Path
+
+from quantkit import plugins
+from quantkit.bundle import Bundle
+from quantkit.errors import InputError
+from quantkit.measurement.compared import (
+    Asked,
+    Cell,
+    Compared,
+    Flips,
+    LayerPair,
+    Named,
+    decided,
+    exit_code,
+    layer_pairs,
+    verdict,
+)
+from quantkit.pipeline import verdict as worth
+from quantkit.pipeline.compare import times
+from quantkit.pipeline.compare.scores import by_item, by_row, common_runtime, demand_one_text
+from quantkit.pipeline.compare.sides import Side, open_sides
+from quantkit.pipeline.compare.times import Timing
+from quantkit.pipeline.compare.words import flips, scored_text
+from quantkit.pipeline.finished.measure import default_runtime
+from quantkit.pipeline.progress import Progress
+from quantkit.stats.deciding.apart import KNOWN, Measured, difference
+from quantkit.stats.deciding.decision import Decision, confirm
+
+EXAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Margins:
+    """Differences of less are nobody's concern.
+
+    Args:
+        accuracy: one item in a hundred, 0.01 nats of KL, a perplexity 1 % higher, 0.01 of a cosine.
+        latency: 0.05 is 5 % slower. Two runs of one thing are rarely closer.
+        size: 0.01 is 1 % larger.
+    """
+
+    accuracy: float = 0.01
+    latency: float = 0.05
+    size: float = 0.01
+
+    def __post_init__(self) -> None:
+        """Refuse what is no margin."""
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if not (isfinite(value) and value > 0):
+                raise InputError(
+                    "margin-invalid",
+                    where=f"--{name}-margin",
+                    value=value,
+                    rule="a margin is above zero: nothing is ever shown to be equal",
+                )
+
+
+@dataclass(frozen=True)
+class _Scored:
+    asked: Sequence[Asked]
+    data: str
+    runtimes: tuple[str, str]
+    flips: Flips | None
+    notes: Sequence[str]
+
+
+def compare_bundles(
+    a: Bundle | str | Path,
+    b: Bundle | str | Path,
+    progress: Progress | None = None,
+    *,
+    margins: Margins | None = None,
+    runtime: str | None = None,
+    calibration: str | None = None,
+    measure: bool = False,
+    batches: Sequence[int] | None = None,
+    seconds: float | None = None,
+    speed: bool = True,
+    examples: int = EXAMPLES,
+) -> Compared:
+    """Set B against A.
+
+    Args:
+        a: a bundle, or the model that `b` was made from.
+        b: the same, of what is judged.
+        progress: told how far it is.
+        margins: see `Margins`.
+        runtime: whose scores are compared; None is one that both were scored in.
+        calibration: where the text is that was scored, if it was a file: flipped words are shown in it. Of a graph,
+            where its samples are.
+        measure: time both in one run; else what is recorded is compared.
+        batches: of that run; None is those of `measure --quick`.
+        seconds: for all of that run.
+        speed: whether times are compared.
+        examples: flipped words of each kind that are shown.
+
+    Raises:
+        InputError: `usage`, `unknown-runtime`, `models-differ`, `items-differ`, `items-missing`, `hash-mismatch`,
+            `values-invalid`, and those of `open_sides` and `compare_times.prepare`.
+        MissingDependency: scipy; onnxruntime, to time.
+    """
+    progress, margins = progress or Progress(), margins or Margins()
+    _demand_sense(measure, speed, runtime, {"--batch": batches, "--seconds": seconds})
+    progress.plan({"verify": 2.0, **({"speed": 60.0 + (seconds or worth.QUICK.seconds)} if measure and speed else {})})
+    progress.at("verify", 0.0, "hashes")
+    sides = open_sides(a, b)
+    timing: Timing | None = None
+    notes: list[str] = []
+    if measure and speed:
+        timing, notes = times.prepare(*sides, batches=batches, seconds=seconds, calibration=calibration)
+    scored = _scored(*sides, margins.accuracy, runtime, calibration, examples)
+    timed, said = _timed(*sides, margins.latency, timing, progress) if speed else ([], [])
+    sized = _sized(*sides, scored.runtimes, margins.size)
+    asked = [*scored.asked, *timed, *sized]
+    decisions = decided(asked)
+    again = _again(asked, decisions, margins.latency, timing, progress) if timing else {}
+    cells = [
+        Cell.of(*again[i]) if i in again else Cell.of(each, decision)
+        for i, (each, decision) in enumerate(zip(asked, decisions, strict=True))
+    ]
+    from quantkit.report.compare.words import because
+
+    kind = sides[0].manifest.model.kind
+
+    return Compared(
+        model=sides[0].manifest.model.name,
+        kind=kind,
+        a=_named(sides[0], scored.runtimes[0]),
+        b=_named(sides[1], scored.runtimes[1]),
+        verdict=verdict(cells),
+        exit=exit_code(cells),
+        because=because(cells, kind),
+        cells=cells,
+        data=scored.data,
+        flips=scored.flips,
+        layers=_layers(*sides),
+        notes=[*_identical(*sides), *scored.notes, *notes, *said],
+    )
+
+
+def _demand_sense(measure: bool, speed: bool, runtime: str | None, timing: Mapping[str, object]) -> None:
+    """Refuse what would be asked for and not be done."""
+    if measure and not speed:
+        raise InputError(
+            "usage", where="--measure", value="with --no-speed", rule="it times both", remedy="leave one out"
+        )
+    for option, value in timing.items():
+        if value is not None and not measure:
+            rule = "what is recorded is compared, at every batch that both have"
+            raise InputError("usage", where=option, value="without --measure", rule=rule, remedy="add --measure")
+    if runtime is not None:
+        plugins.load("runtimes", runtime, where="--runtime")
+
+
+def _scored(a: Side, b: Side, margin: float, runtime: str | None, calibration: str | None, examples: int) -> _Scored:
+    if a.manifest.model.kind != "decoder":
+        asked, data, notes = by_row(a, b, margin, runtime)
+        ran = runtime or next((each.runtime for each in asked if each.runtime), default_runtime(a.bundle))
+        return _Scored(asked, _about(data.set, data.split, data.items, "item"), (ran, ran), None, notes)
+    first, second, notes = common_runtime(a, b, runtime)
+    data = demand_one_text(a, b, a.data(first), b.data(second))
+    before, after = a.read(first), b.read(second)
+    asked = by_item(before, after, margin, second, f"{a.name} and {b.name}")
+    text, missing = scored_text(a, before, data, calibration) if examples else (None, [])
+    found = None if text is None else flips(before, after, text, examples)
+    about = _about(data.set, data.split, data.items, "position")
+    return _Scored(asked, about, (first, second), found, [*notes, *missing])
+
+
+def _about(name: str, split: str, items: int, unit: str) -> str:
+    return f"{items:,} {unit}s of {name} ({split})"
+
+
+def _timed(a: Side, b: Side, margin: float, timing: Timing | None, progress: Progress) -> tuple[list[Asked], list[str]]:
+    if timing is not None:
+        return times.of_run(timing.run(progress), margin)
+    found, notes = times.recorded(a, b, margin)
+    if not found:
+        both = " and ".join(dict.fromkeys(side.measure() for side in (a, b)))
+        notes = [f"speed is not compared: no batch was timed of both, on one device, against one baseline ({both})"]
+    return found, notes
+
+
+def _again(
+    asked: Sequence[Asked], decisions: Sequence[Decision], margin: float, timing: Timing, progress: Progress
+) -> dict[int, tuple[Asked, Decision, bool]]:
+    """Times that were called worse or better, taken once more: no call rests on one run."""
+    called = {
+        times.key(each): i
+        for i, (each, decision) in enumerate(zip(asked, decisions, strict=True))
+        if each.what == "latency" and decision.answer in ("worse", "better")
+    }
+    if not called:
+        return {}
+    progress.note("what was called faster or slower is timed once more")
+    places = [(asked[i].name, asked[i].batch, asked[i].shape) for i in called.values()]
+    shapes = [shape for shape in timing.job.shapes if (shape.name, shape.batch, shape.shape) in places]
+    second, _ = times.of_run(timing.run(progress, shapes), margin)
+    found = {}
+    for each, decision in zip(second, decided(second), strict=True):
+        i = called[times.key(each)]
+        found[i] = (each, confirm(decisions[i], decision), decision.answer == decisions[i].answer)
+    return found
+
+
+def _sized(a: Side, b: Side, runtimes: tuple[str, str], margin: float) -> list[Asked]:
+    """The bytes that each side's runtime loads: counted, so nothing about it is uncertain."""
+    (one, _), (other, _) = (side.size(runtime) for side, runtime in zip((a, b), runtimes, strict=True))
+    if not one or not other:
+        return []
+    larger = log(other / one)
+    known = Measured(larger, (larger, larger))
+    evidence = difference(known, KNOWN, margin=margin, alarm=margin, logarithm=True)
+    return [Asked("size", "size.bytes", one, other, "B", "counted", evidence, runtime=runtimes[1])]
+
+
+def _named(side: Side, runtime: str) -> Named:
+    size, bits = side.size(runtime)
+    recipe = "float" if side.floating else str(side.manifest.recipe.get("name", ""))
+    return Named(side.name, side.subject, recipe, size, bits, None if side.floating else runtime)
+
+
+def _layers(a: Side, b: Side) -> list[LayerPair]:
+    outputs = []
+    for side in (a, b):
+        harm = None if side.floating else worth.read_harm(side.bundle.path)
+        outputs.append({} if harm is None else {layer.name: layer.error for layer in harm.layers})
+    layers = [[] if side.floating else side.manifest.layers for side in (a, b)]
+    return layer_pairs(layers[0], layers[1], (outputs[0], outputs[1]))
+
+
+def _identical(a: Side, b: Side) -> list[str]:
+    return ["A and B hold the same content, byte for byte: what differs is noise"] if a.subject == b.subject else []

@@ -1,0 +1,249 @@
+"""How long B takes against A: in one run, or by what each run of its own said of one baseline."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quantkit import machine, plugins
+from quantkit.errors import InputError
+from quantkit.measurement.compared import Asked, How
+from quantkit.measurement.rows import Row
+from quantkit.measurement.timing import rounds
+from quantkit.measurement.timing.latency import SHORT
+from quantkit.measurement.timing.rounds import Job, Shape, Taken, shapes_of
+from quantkit.pipeline import verdict
+from quantkit.pipeline.compare.sides import Side
+from quantkit.pipeline.finished.measure import with_changes
+from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, samples_of
+from quantkit.pipeline.progress import Progress
+from quantkit.stats.deciding.apart import KNOWN, Apart, Measured, difference
+from quantkit.stats.deciding.slowdown import slowdown
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.sets.inputs import Feed
+
+_TIMED = ("latency.decode_step", "latency.prefill")
+# a bootstrap draws at most so many groups of blocks
+_GROUPS = 20
+# a baseline that took so many times as long in one of the two runs had company
+_BUSY = 1.2
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Two bundles that can be timed in turns, in ONNX Runtime.
+
+    Args:
+        job: what is timed; its samples have no file yet.
+        samples: of graphs, an array [n, ...] for each input; None else.
+    """
+
+    job: Job
+    samples: Feed | None = None
+
+    def run(self, progress: Progress, shapes: Sequence[Shape] | None = None) -> list[Taken]:
+        """Times of all shapes; of some, in another order and in their share of the seconds.
+
+        Raises:
+            InputError: those of `measure.rounds.run`.
+            MissingDependency: onnxruntime or scipy.
+        """
+        job = self.job
+        if shapes is not None:
+            share = len(shapes) / len(job.shapes)
+            job = replace(job, shapes=shapes, seconds=job.seconds * share, seed=job.seed + 1)
+
+        def report(share: float, words: str) -> None:
+            progress.at("speed", share, words)
+
+        if self.samples is None:
+            return rounds.run(job, report)
+        with tempfile.TemporaryDirectory(prefix="quantkit-speed-") as folder:
+            file = Path(folder) / "samples.npz"
+            np.savez(file, allow_pickle=False, **self.samples)
+            return rounds.run(replace(job, samples=str(file)), report)
+
+
+def prepare(
+    a: Side, b: Side, *, batches: Sequence[int] | None, seconds: float | None, calibration: str | None
+) -> tuple[Timing, list[str]]:
+    """What is timed of two bundles, and what a reader must know of it; whatever can be refused is refused here.
+
+    Args:
+        a: what B is set against.
+        b: what is judged.
+        batches: None is those of `measure --quick`.
+        seconds: for all; None is those of `measure --quick`.
+        calibration: where the samples of a graph are, if they were a file.
+
+    Raises:
+        InputError: `compare-float`, `bundle-without-onnx`, `hash-mismatch`, `runtime-unsupported`;
+            of graphs, `calibration-needed` and those of `load_inputs`.
+        MissingDependency: onnxruntime or scipy.
+    """
+    from quantkit.measurement.timing.speed import demand
+
+    demand()
+    for side in (a, b):
+        if side.floating:
+            raise InputError(
+                "compare-float",
+                where=f"{side.name} --measure",
+                value="the float model",
+                rule="a bundle is timed against its float model by `measure`",
+                remedy=side.measure(),
+            )
+    ours, theirs = (plugins.load("runtimes", verdict.RUNTIME).checked(side.bundle) for side in (b, a))
+    kind, threads = b.manifest.model.kind, machine.cores()
+    plan = with_changes(verdict.quick(kind), batches, seconds)
+    if not holds_graph(b.bundle):
+        plan = verdict.fitting(plan, min(verdict.context_of(ours), verdict.context_of(theirs)), kind)
+        return Timing(Job(str(ours), str(theirs), shapes_of(plan), threads, plan.seconds)), []
+    data = samples_of(b.bundle, calibration)
+    sizes = [data.batch] if data.batch else list(plan.batches)
+    notes = [f"the graph takes {data.batch} samples at a time, so it is timed at that"] if data.batch else []
+    shapes = [Shape("latency.prefill", size, 1) for size in sizes]
+    ours, theirs = (file_of(side.bundle) for side in (b, a))
+    return Timing(Job(str(ours), str(theirs), shapes, threads, plan.seconds), data.first(max(sizes))), notes
+
+
+def of_run(taken: Sequence[Taken], margin: float) -> tuple[list[Asked], list[str]]:
+    """What raw times say, by the same test as every night's; and which shapes have none."""
+    device = machine.device().get("name")
+    found, notes = [], []
+    for each in taken:
+        if each.skipped:
+            notes.append(f"{each.shape.words}: not timed ({each.skipped})")
+            continue
+        evidence = slowdown(each.candidate, each.baseline, rounds=each.rounds, margin=margin, where=each.shape.words)
+        found.append(
+            Asked(
+                what="latency",
+                name=each.shape.name,
+                # of each block the fastest step, as the ratio has it
+                a=float(np.median(each.baseline.min(axis=(1, 2)))),
+                b=float(np.median(each.candidate.min(axis=(1, 2)))),
+                unit="s",
+                how="interleaved",
+                evidence=evidence,
+                n=each.candidate.size,
+                runtime=verdict.RUNTIME,
+                batch=each.shape.batch,
+                shape=each.shape.shape,
+                device=device,
+            )
+        )
+    return found, notes
+
+
+def key(cell: Asked) -> tuple[Any, ...]:
+    """What it is a time of."""
+    return cell.name, cell.runtime, cell.device, cell.batch, tuple(sorted((cell.shape or {}).items()))
+
+
+def recorded(a: Side, b: Side, margin: float) -> tuple[list[Asked], list[str]]:
+    """What the rows of both say: those that were timed against each other, else against one baseline on one device.
+
+    Returns:
+        The comparisons, and what a reader must know of them.
+    """
+    direct = [_direct(row, margin, swapped=False) for row in _against(b, a)]
+    direct += [_direct(row, margin, swapped=True) for row in _against(a, b)]
+    if direct:
+        return list({key(each): each for each in reversed(direct)}.values())[::-1], []
+    ours = {_place(row): row for row in b.rows if _is_timed(row)}
+    found, busy, versions = [], 1.0, set()
+    for row in a.rows:
+        other = ours.get(_place(row)) if _is_timed(row) else None
+        if other is None or row.baseline is None or other.baseline is None:
+            continue
+        found.append(_by_ratio(row, other, margin))
+        busy = max(busy, *(_times(other.baseline.value, row.baseline.value)))
+        versions |= {str(each.versions.get(str(each.runtime))) for each in (row, other)}
+    notes = []
+    if busy > _BUSY:
+        notes.append(
+            f"the baseline took up to {busy:.1f} times as long in one run as in the other: the machine was busy"
+        )
+    if len(versions) > 1:
+        notes.append(f"the two were timed in versions {' and '.join(sorted(versions))} of the runtime")
+    return found, notes
+
+
+def _times(one: float, other: float) -> tuple[float, float]:
+    return one / other, other / one
+
+
+def _is_timed(row: Row) -> bool:
+    base = row.baseline
+    return row.name in _TIMED and row.value is not None and base is not None and base.ratio_ci95 is not None
+
+
+def _against(side: Side, other: Side) -> list[Row]:
+    """A side's own rows that have the other for their baseline."""
+    return [
+        row
+        for row in side.rows
+        if not side.floating and _is_timed(row) and row.baseline is not None and row.baseline.subject == other.subject
+    ]
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    """Rows of one place can be set against each other."""
+    shape = tuple(sorted((row.shape or {}).items()))
+    baseline = row.baseline.subject if row.baseline else None
+    device = row.device.id if row.device else None
+    return row.name, row.batch, shape, row.runtime, device, row.settings.get("threads"), baseline
+
+
+def _ratio(row: Row, *, spread: bool) -> Measured:
+    """How many times as fast as its baseline."""
+    base = row.baseline
+    assert base is not None and base.ratio is not None and base.ratio_ci95 is not None
+    # a block has two visits a side, of two steps each where they are short
+    steps = 4 if max(row.value or 0.0, base.value) < SHORT else 2
+    degrees = max(1, min(_GROUPS, (row.n or 0) // steps) - 1)
+    return Measured.ratio(
+        base.ratio, base.ratio_ci95, spread=(row.aa_spread or 0.0) if spread else 0.0, degrees=degrees
+    )
+
+
+def _direct(row: Row, margin: float, *, swapped: bool) -> Asked:
+    """Of one run; swapped: the row is A's."""
+    assert row.baseline is not None
+    found = _ratio(row, spread=False)
+    own, other = (KNOWN, found) if swapped else (found, KNOWN)
+    times = (row.value, row.baseline.value) if swapped else (row.baseline.value, row.value)
+    return _asked(row, times, "interleaved", _slower(own, other, margin))
+
+
+def _by_ratio(a: Row, b: Row, margin: float) -> Asked:
+    evidence = _slower(_ratio(b, spread=True), _ratio(a, spread=True), margin)
+    return _asked(b, (a.value, b.value), "ratio of ratios", evidence)
+
+
+def _slower(candidate: Measured, baseline: Measured, margin: float) -> Apart:
+    return difference(candidate, baseline, margin=margin, alarm=margin, lower_is_better=False, logarithm=True)
+
+
+def _asked(row: Row, times: tuple[float | None, float | None], how: How, evidence: Apart) -> Asked:
+    return Asked(
+        what="latency",
+        name=row.name,
+        a=times[0],
+        b=times[1],
+        unit="s",
+        how=how,
+        evidence=evidence,
+        n=row.n,
+        runtime=row.runtime,
+        batch=row.batch,
+        shape=row.shape,
+        device=row.device.name if row.device else None,
+    )

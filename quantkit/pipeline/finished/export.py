@@ -1,0 +1,228 @@
+"""Add an export to a finished bundle: made beside it, checked in its runtime, moved in when it is right."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from quantkit import plugins
+from quantkit.bundle import Bundle, Check, Decision
+from quantkit.content import parse_yaml
+from quantkit.errors import InputError, did_you_mean, from_validation
+from quantkit.export.layer_spec import Asked
+from quantkit.measurement.rows import Row
+from quantkit.measurement.size import folder_of
+from quantkit.pipeline import verdict
+from quantkit.pipeline.checks import demand
+from quantkit.pipeline.finished import engine
+from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, is_network
+from quantkit.pipeline.progress import Progress
+from quantkit.report.bundle import usage
+from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was added.
+
+    Args:
+        bundle: with it; of a dry run, as it was.
+        to: the exporter.
+        checks: of the new export.
+        decisions: taken on the way.
+        dry_run: whether nothing was written.
+        engine: the engine that was built from the network that the bundle had, if that is all.
+    """
+
+    bundle: Bundle
+    to: str
+    checks: list[Check]
+    decisions: list[Decision]
+    dry_run: bool = False
+    engine: str = ""
+
+    @property
+    def says(self) -> str:
+        """One sentence for people."""
+        if self.dry_run:
+            return f"dry run: {self.to} can be added; nothing was written"
+        if self.engine:
+            said = f"{self.engine} was built from the network that the bundle has; its content_sha256 is what it was"
+            return ". ".join([said, *(each.reason for each in self.decisions)])
+        return (
+            f"{folder_of(self.to)}/ was added; the bundle's content_sha256 is now {self.bundle.manifest.content_sha256}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """`result` of the `--json` envelope."""
+        return {
+            "bundle": str(self.bundle.path),
+            "to": self.to,
+            "content_sha256": self.bundle.manifest.content_sha256,
+            "dry_run": self.dry_run,
+            "engine": self.engine or None,
+            "checks": [check.model_dump(mode="json") for check in self.checks],
+        }
+
+
+def export_bundle(
+    bundle: Bundle, to: str, changes: Sequence[str] = (), *, dry_run: bool = False, progress: Progress | None = None
+) -> Exported:
+    """Export a bundle's checkpoint to another destination.
+
+    Args:
+        bundle: with a checkpoint.
+        to: an exporter's name.
+        changes: `NAME=YAML` options of the exporter.
+        dry_run: check what can be checked, write nothing.
+        progress: told how far it is.
+
+    Raises:
+        InputError: `unknown-exporter`, `export-unsupported`, `export-exists`, `bundle-without-checkpoint`,
+            `bundle-dense`, `bundle-not-writable`, `hash-mismatch`, `layout-unsupported`, the exporter's own.
+        GateError: `check-failed`, the result is not what the checkpoint is; nothing is added.
+    """
+    progress = progress or Progress()
+    exporter = plugins.load("export", to, where="--to")
+    if hasattr(exporter, "build") and engine.has_network(bundle, to):
+        return _one_engine_more(bundle, exporter, changes, dry_run, progress)
+    if holds_graph(bundle):
+        raise InputError(
+            "export-graph",
+            where=str(bundle.path),
+            value="compiled from an ONNX graph",
+            rule="exports are added from a bundle's checkpoint, and no checkpoint holds a graph",
+            remedy=f"its graph runs as it is: {file_of(bundle)}"
+            + ("; for ONNX Runtime's kernels, compile with int8-network" if is_network(bundle) else ""),
+        )
+    if not hasattr(exporter, "add"):
+        raise InputError(
+            "export-unsupported",
+            where=f"--to {to}",
+            value="made by a compile only",
+            rule="an export that is made from a checkpoint",
+            remedy=did_you_mean("onnx", [name for name in plugins.names("export") if name != to]),
+        )
+    options = _options(exporter, changes, bundle)
+    manifest = bundle.manifest
+    schemes = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in manifest.layers}
+    activations = {
+        layer.name: ActivationScheme.model_validate(layer.activations)
+        for layer in manifest.layers
+        if layer.activations is not None
+    }
+    cache = (manifest.recipe.get("scheme") or {}).get("kv_cache")
+    stored = None if cache is None else CacheScheme.model_validate(cache)
+    exporter.accepts(options, Asked(schemes, list(schemes), activations=activations, cache=stored))
+    place = folder_of(to)
+    if any(entry.path.startswith(f"{place}/") for entry in manifest.files):
+        raise InputError(
+            "export-exists",
+            where=str(bundle.path / place),
+            value="the bundle has it already",
+            rule="content never changes after the build",
+            remedy="compile again with another recipe",
+        )
+    _demand_codes(bundle)
+    bundle.demand_writable()
+    bundle.demand_intact()
+    if dry_run:
+        return Exported(bundle, to, [], [], dry_run=True)
+    progress.plan({"export": 20.0, "check": 20.0})
+    with tempfile.TemporaryDirectory(
+        dir=bundle.path.resolve().parent, prefix=f".{bundle.path.name}-{to}-"
+    ) as temporary:
+        beside = Path(temporary)
+        progress.at("export", 0.0, to)
+        decisions = exporter.add(bundle.path, beside / place, options)
+        # the check reads the expected values from the checkpoint
+        for name in ("model", "manifest.json"):
+            (beside / name).symlink_to((bundle.path / name).resolve())
+        progress.at("check", 0.0, f"reloading the {to}")
+        checks = exporter.check(beside)
+        demand(checks, "the export is not what the checkpoint is; nothing was added. Please report it")
+        if hasattr(exporter, "build"):
+            built = exporter.build(beside, options, lambda share, words: progress.at("build", share, words))
+            decisions = [*decisions, *engine.notes(beside, built)]
+        recipe = {**manifest.recipe, "export": [*manifest.recipe.get("export", []), {to: options}]}
+        added = bundle.add_content(
+            place,
+            beside / place,
+            recipe=recipe,
+            decisions=[*manifest.decisions, *decisions],
+            checks=[*manifest.checks, *checks],
+        )
+    # what they say of the bundle's exports and identity is of before
+    rows = verdict.of_original([Row.model_validate(row) for row in added.measurements], manifest.model.source.sha256)
+    documents, missing = verdict.documents(added.manifest, rows, added.path)
+    if not any(entry.path == verdict.REPORT for entry in manifest.files):
+        documents.pop(verdict.REPORT)  # nothing was measured that a page would show
+    for each in missing:
+        progress.note(f"{each.where}: {each.reason}")
+    added = added.put_all(documents)
+    progress.at("check", 1.0)
+    return Exported(added, to, checks, decisions)
+
+
+def _one_engine_more(
+    bundle: Bundle, exporter: Any, changes: Sequence[str], dry_run: bool, progress: Progress
+) -> Exported:
+    """The network is there already: an engine of it for this GPU, or for the one that was asked for."""
+    options = engine_options(bundle, exporter, changes)
+    exporter.accepts(options, Asked())
+    bundle.demand_writable()
+    place = f"{folder_of(exporter.name)}/"
+    bundle.demand_intact([each for each in bundle.manifest.files if each.deterministic and each.path.startswith(place)])
+    if dry_run:
+        return Exported(bundle, exporter.name, [], [], dry_run=True)
+    added, path, notes = engine.add_engine(bundle, exporter, options, progress)
+    return Exported(added, exporter.name, [], notes, engine=path)
+
+
+def engine_options(bundle: Bundle, exporter: Any, changes: Sequence[str]) -> dict[str, Any]:
+    """Options of an engine that is built from a bundle's network: for this GPU, where nobody asked for another."""
+    options = _options(exporter, changes, bundle)
+    asked = {change.partition("=")[0] for change in changes}
+    return engine.here(options, dict.fromkeys(asked), exporter.capabilities(options))
+
+
+def _demand_codes(bundle: Bundle) -> None:
+    """Refuse a bundle that does not hold what an export is made from."""
+    if not usage.has(bundle.manifest, "model/"):
+        code, value, remedy = "bundle-without-checkpoint", "no model/", "compile with `export: [checkpoint: {}]`"
+    elif bundle.manifest.layers and not usage.packed(bundle.manifest):
+        code, value = "bundle-dense", "its checkpoint holds dequantized weights"
+        remedy = "compile with `export: [checkpoint: {layout: pack-quantized}]`"
+    else:
+        return
+    rule = "an export is made from the codes in the checkpoint"
+    raise InputError(code, where=str(bundle.path), value=value, rule=rule, remedy=remedy)
+
+
+def _options(exporter: Any, changes: Sequence[str], bundle: Bundle) -> dict[str, Any]:
+    """The exporter's options: what the bundle's target says, then what was asked for."""
+    target = bundle.manifest.target or {}
+    read = [name for name in exporter.runtimes if name in target.get("runtimes", [])]
+    said = dict(target.get("build", {}).get((read or exporter.runtimes)[0], {}))
+    if read:
+        said |= {"library": read[0], "profiles": target.get("profiles", [])}
+        said |= {"sm": sm} if (sm := target.get("arch", {}).get("sm")) else {}
+    options = {name: said[name] for name in exporter.Options.model_fields if name in said}
+    for change in changes:
+        name, equals, text = change.partition("=")
+        if not equals:
+            raise InputError(
+                "set-invalid", where="--set", value=change, rule="NAME=YAML", remedy="e.g. accuracy_level=0"
+            )
+        options[name] = parse_yaml(text, where=f"--set {name}")
+    try:
+        exporter.Options(**options)
+    except ValidationError as error:
+        known = {"": list(exporter.Options.model_fields)}
+        raise from_validation(error, where="--set", code="set-invalid", known=known) from None
+    return options

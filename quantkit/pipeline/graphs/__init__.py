@@ -1,0 +1,1 @@
+"""The compile of a float ONNX graph."""

@@ -1,0 +1,218 @@
+"""A graph that is to be compiled: opened, fused, its products and images found good, before anything is written."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit import plugins
+from quantkit.bundle import Decision
+from quantkit.errors import InputError, did_you_mean
+from quantkit.kinds import one
+from quantkit.passes import NOTE, decision
+from quantkit.pipeline.blocks import tokens
+from quantkit.pipeline.graphs import engine as graph_engine
+from quantkit.pipeline.graphs.measure import Cost, cost
+from quantkit.pipeline.request import Request, check_target, computed_in_floats, default_out
+from quantkit.planning.model.assigned import ROLES
+from quantkit.planning.support import graph_schemes
+from quantkit.recipe import ExportStep, Recipe
+from quantkit.scheme import ActivationScheme
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.sets.card import Split
+    from quantkit.calibrate.sets.inputs import InputSet
+    from quantkit.graph.open import FloatGraph
+    from quantkit.graph.sites import Site
+    from quantkit.model.source.alias import Alias
+
+_MIXED = "mixed"
+_NO_GRAPHS = "it knows the blocks of a transformer; this is a graph"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Opened and found good; nothing has been written.
+
+    Args:
+        request: as asked.
+        graph: float, fused.
+        ref: `alias:fashion-mnist-cnn` or `path:model.onnx`.
+        sites: that are quantized.
+        calib: what calibrates.
+        scoring: what scores.
+        held: what the choice of products to keep is measured on; None where none is made.
+        cost: of one sample.
+        out: the bundle's place.
+        decisions: so far.
+    """
+
+    request: Request
+    graph: FloatGraph
+    ref: str
+    sites: Sequence[Site]
+    calib: InputSet
+    scoring: InputSet
+    held: InputSet | None
+    cost: Cost
+    out: Path
+    decisions: list[Decision]
+
+
+def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | None = None) -> Prepared:
+    """Open and check everything. Raises InputError."""
+    from quantkit.graph.fuse import fuse, fusions
+    from quantkit.graph.open import open_graph
+    from quantkit.graph.sites import sites
+
+    recipe = request.recipe
+    graph = open_graph(path, name)
+    # an encoder is a graph all the same, and compiled as networks are
+    if not {graph.kind, "network"} & set(recipe.models):
+        raise InputError(
+            "model-kind",
+            where=ref,
+            value=f"{one(graph.kind)}, as an ONNX graph",
+            rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
+            remedy="choose another recipe: int8",
+        )
+    tokens.demand_talking(recipe.calibration, graph.kind)
+    engine = graph_engine.wanted(recipe)
+    as_asked = recipe
+    if graph_engine.EXPORT in request.left_out:
+        as_asked = recipe.model_copy(update={"export": [ExportStep(name=graph_engine.EXPORT)]})
+    check_target(as_asked, request.target, "network")
+    weights, activations = (recipe.scheme.weights, recipe.scheme.activations) if engine else graph_schemes(recipe)
+    decisions = computed_in_floats(request, "network")
+    calib = inputs_of(request, graph, "calib", alias, recipe.calibration.images)
+    scoring = inputs_of(request, graph, "eval", alias, None)
+    feed = calib.first(2)
+    by_tensor = weights is not None and weights.granularity == "tensor"
+    # with one scale a channel it gains weights nothing and costs activations something
+    chosen_fusions = fusions([feed], equalize=by_tensor)
+    fused, _ = fuse(graph.model, [feed], chosen=chosen_fusions)
+    missed = [each for each in fused if not each.done]
+    decisions += [decision(each.fusion, NOTE, each.node, each.reason) for each in missed]
+    found = sites(graph.model)
+    _check_globs(recipe, [site.name for site in found])
+    chosen = [site for site in found if not _kept(site.name, recipe)]
+    if engine is not None:
+        chosen, taken = graph_engine.takes(engine, recipe, graph, chosen)
+        decisions += taken
+    if not chosen and weights is not None:
+        raise InputError(
+            "no-linears",
+            where=path.name,
+            value=f"{len(found)} products with constant weights" + (", all kept" if found else ""),
+            rule="something is quantized",
+            remedy="--set keep=[]" if found else "a float graph with convolutions or linears",
+        )
+    for step in recipe.passes:
+        each = plugins.load("passes", step.name)
+        if reason := getattr(each, "on_graphs", _NO_GRAPHS):
+            code = NOTE if getattr(each, "for_blocks", False) else "declined"
+            decisions.append(decision(step.name, code, graph.name, reason))
+    grouped = [site.name for site in chosen if site.group > 1]
+    if by_tensor and grouped and any(step.name == "gptq" for step in recipe.passes):
+        reason = f"{len(grouped)} convolutions in groups have one scale, which no group can choose alone"
+        decisions.append(decision("gptq", "nearest", grouped[0], reason, "gptq", "rtn"))
+    sliding = sum(site.is_conv for site in chosen)
+    if activations and activations.dynamic and sliding and not _by_tensor(activations):
+        reason = f"{sliding} convolutions sum over space: one scale and one zero point for all that comes in"
+        decisions.append(decision("activations", "by-tensor", graph.name, reason, activations.granularity, "tensor"))
+    mixed = next((step.settings for step in recipe.passes if step.name == _MIXED), None)
+    dynamic = activations is not None and activations.dynamic
+    if mixed is not None and dynamic:
+        raise InputError(
+            "scheme-unsupported",
+            where=f"recipe {recipe.name}",
+            value="the pass mixed, and activations quantized as the model runs",
+            rule="products are kept high among those with fixed scales",
+            remedy="--set scheme.activations.dynamic=false, or leave the pass out",
+        )
+    held = None if mixed is None else inputs_of(request, graph, "tune", alias, mixed.samples)
+    sets = [calib, scoring] if held is None else [calib, scoring, held]
+    decisions += [decision("calibrate", NOTE, each.name, note) for each in sets for note in each.notes]
+    becomes = ExportStep(name="onnx", options={"dialect": "onnxruntime"}) if engine is None else engine
+    others = [step.name for step in recipe.export if step.name != becomes.name]
+    if others:
+        whole = "onnx/model.onnx" if engine is None else "an engine"
+        reason = f"a graph becomes {whole} alone, no {', '.join(others)}"
+        decisions.append(decision("export", NOTE, graph.name, reason))
+        recipe = recipe.model_copy(update={"export": [becomes]})
+        request = replace(request, recipe=recipe)
+    out = request.out or default_out(graph.name, recipe.name, resume=request.resume)
+    costs = cost(graph.model, found, feed)
+    if scoring.labels is not None and int(scoring.labels.max()) >= costs.outputs:
+        raise InputError(
+            "label-out-of-range",
+            where=scoring.name,
+            value=f"label {int(scoring.labels.max())}",
+            rule=f"the graph gives {costs.outputs} numbers a sample, so that its classes are below that",
+            remedy="score it on samples with labels of its own classes",
+        )
+    return Prepared(request, graph, ref, chosen, calib, scoring, held, costs, out, decisions)
+
+
+def _check_globs(recipe: Recipe, names: Sequence[str]) -> None:
+    """Refuse what would be passed over in silence. Raises InputError `scheme-unsupported`, `-unmatched`."""
+    for each in recipe.overrides:
+        if each.weights is not None or each.activations is not None:
+            raise InputError(
+                "scheme-unsupported",
+                where=f"overrides: {each.match}",
+                value="a scheme of its own",
+                rule="of a graph, a product has the recipe's scheme or stays in float32",
+                remedy="`weights: null` in the override, or keep",
+            )
+    asked = [("override-unmatched", "overrides", each.match) for each in recipe.overrides]
+    asked += [("keep-unmatched", "keep", glob) for glob in recipe.keep if glob not in ROLES]
+    for code, where, glob in asked:
+        if not any(fnmatch.fnmatch(name, glob) for name in names):
+            raise InputError(
+                code,
+                where=where,
+                value=f"{glob!r} matches no product",
+                rule="every glob matches something",
+                remedy=did_you_mean(glob, names),
+            )
+
+
+def _by_tensor(scheme: ActivationScheme) -> bool:
+    """Whether it has one scale and one zero point for all that comes in."""
+    return (scheme.granularity, scheme.symmetric) == ("tensor", False)
+
+
+def _kept(name: str, recipe: Recipe) -> bool:
+    patterns = [*recipe.keep, *(each.match for each in recipe.overrides if each.weights is None)]
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+def inputs_of(request: Request, graph: FloatGraph, split: Split, alias: Alias | None, samples: int | None) -> InputSet:
+    """The recipe's set where the graph takes it, else the model's own. Raises InputError."""
+    from quantkit.calibrate.sets.inputs import load_inputs
+
+    recipe = request.recipe
+
+    def load(name: str) -> InputSet:
+        how = alias.preprocess if alias is not None else None
+        asked: dict[str, Any] = {"samples": samples, "seed": recipe.seed, "preprocess": how}
+        return load_inputs(name, split, graph.inputs, where=graph.path.name, **asked)
+
+    try:
+        return load(recipe.calibration.set)
+    except InputError as problem:
+        if problem.code != "calibration-kind":
+            raise
+        if alias is not None:
+            return load(alias.calibration)
+        raise InputError(
+            problem.code,
+            where=recipe.calibration.set,
+            value=problem.value,
+            rule=f"a graph is calibrated on samples of what it takes: {', '.join(each.name for each in graph.inputs)}",
+            remedy="--calibration ./FILE.npz with an array for each input, or a folder of images",
+        ) from None

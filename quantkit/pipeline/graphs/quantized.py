@@ -1,0 +1,282 @@
+"""A graph while it is quantized: ranges, codes, pairs, the file, and what is checked of it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import quantkit
+from quantkit.bundle import Check, Decision, LayerEntry
+from quantkit.errors import GateError
+from quantkit.pipeline.checks import demand
+from quantkit.pipeline.graphs.prepared import Prepared
+from quantkit.pipeline.graphs.steps import IntegerForm, Steps
+from quantkit.pipeline.progress import Progress
+from quantkit.planning.support import graph_schemes
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from quantkit.graph.pairs.placement import Placement
+    from quantkit.graph.pairs.qdq import Codes, Range
+    from quantkit.graph.run import Runner
+
+MODEL, DATA = "model.onnx", "model.onnx.data"
+# samples of one run
+BATCH = 8
+# samples that codes are solved on: each site runs all of them
+SOLVING = 64
+# what integer kernels may differ by from the pairs as they are written: codes that lie between two go either way
+_RELOAD_LIMIT = 0.05
+_INTEGER_SHARE = 0.95
+# weights up to so many bytes stand in the file itself
+_INLINE = 1 << 28
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What one solve has come to.
+
+    Args:
+        codes: of the products that are quantized, in the order in which the graph runs.
+        decisions: by product, those that choosing its codes took.
+    """
+
+    codes: Mapping[str, Codes]
+    decisions: Mapping[str, list[Decision]]
+
+
+def stem(kept: Collection[str]) -> str:
+    """Of the steps in which a graph is solved with so many products kept."""
+    return f"kept-{len(kept):04}" if kept else "codes"
+
+
+class Quantized:
+    """A graph while it is quantized; `decisions` are those that choosing its codes took.
+
+    Args:
+        prepared: what to quantize.
+        progress: told how far it is.
+        steps: where what is done is kept; None: nowhere.
+    """
+
+    file = Path("onnx") / MODEL
+
+    def __init__(self, prepared: Prepared, progress: Progress, steps: Steps | None = None) -> None:
+        from quantkit.graph.codes import solve
+        from quantkit.graph.pairs import placement, qdq
+        from quantkit.passes.gptq import bounded
+
+        self.prepared, self.progress = prepared, progress
+        self.steps = steps or Steps()
+        self.weights, self.activations = graph_schemes(prepared.request.recipe)
+        model, sites = prepared.graph.model, prepared.sites
+        feeds = list(prepared.calib.feeds(BATCH))
+        self.sites = {site.name: site for site in sites}
+        build = prepared.request.target.build.get("onnxruntime", {})
+        asked = build.get("weight_codes", "uint8")
+        self._passes = {step.name: step.settings for step in prepared.request.recipe.passes}
+        bound = "gptq" in self._passes and self._passes["gptq"].unsaturated and bounded(self.weights)
+        # ConvInteger sums in another order, in which others are neighbours
+        bound = bound and not self.activations.dynamic
+        # where sums never saturate, the fastest kernel is exact
+        fast = asked == "int8" or bound or self.weights.format == "int7"
+        self.kind: qdq.WeightType = "int8" if fast else "uint8"
+        self._unsaturated = bound and asked != "int8"
+        self.placement: Placement = placement.NOWHERE
+        self.ranges: dict[str, Range] = {}
+        if not self.activations.dynamic:
+            self.placement = placement.place(model, sites, self.sites, absorbing=not self.activations.symmetric)
+            self.ranges = self.steps.ranges(
+                lambda: solve.ranges(
+                    model,
+                    self.placement,
+                    feeds,
+                    self.activations,
+                    signed=build.get("activation_codes") == "int8",
+                    report=lambda done, words: progress.at("ranges", done, words),
+                    total=len(feeds),
+                )
+            )
+        self._feeds = feeds
+        self.found, self.codes = Solved({}, {}), dict[str, qdq.Codes]()
+        self.take(self.solved(report=lambda done, words: progress.at("codes", done, words)))
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """Of the codes that are taken."""
+        return [each for found in self.found.decisions.values() for each in found]
+
+    def solved(self, kept: Collection[str] = (), report: Callable[[float, str], None] | None = None) -> Solved:
+        """Codes of all products but those kept, each solved on what the ones before it make of the calibration set.
+
+        Args:
+            kept: stay in floats; what stands before the first of them has the codes that it has already.
+            report: told the share that is done.
+        """
+        from quantkit.graph.codes import solve
+
+        first = next((place for place, name in enumerate(self.sites) if name in kept), 0)
+        before = list(self.sites)[:first]
+        known = {name: self.codes[name] for name in before}
+        names = {name for name in self.sites if name not in kept}
+        place, ranges = self._placed(names)
+        products = self.steps.products(stem(kept), list(self.sites), IntegerForm())
+        codes = solve.solved(
+            self.prepared.graph.model,
+            lambda found: self.assembled(found, names),
+            [self.sites[name] for name in self.sites if name in names],
+            self._feeds[: max(1, SOLVING // (self.prepared.calib.batch or BATCH))],
+            self.weights,
+            ranges,
+            place,
+            passes=self._passes,
+            seed=self.prepared.request.recipe.seed,
+            unsaturated=self._unsaturated,
+            known=known,
+            again=products.again,
+            keep=products.keep,
+            report=report,
+        )
+        said = {name: self.found.decisions.get(name, []) for name in before} | products.decisions
+        return Solved(codes, said)
+
+    def _placed(self, names: Collection[str]) -> tuple[Placement, dict[str, Range]]:
+        """Where pairs go, and their ranges, when these products are quantized."""
+        from quantkit.graph.pairs import placement
+
+        if self.activations.dynamic or len(names) == len(self.sites):
+            return self.placement, self.ranges
+        absorbing = not self.activations.symmetric
+        place = placement.place(self.prepared.graph.model, self.prepared.sites, names, absorbing=absorbing)
+        # where less is quantized, a tensor may have a pair without the one whose values it moves
+        return place, {name: self.ranges[self.placement.same.get(name, name)] for name in place.tensors}
+
+    def assembled(self, codes: Mapping[str, Codes], names: Collection[str] | None = None) -> ir.Model:
+        """The graph with these products as integers, the others in floats.
+
+        Args:
+            codes: of the integers.
+            names: of all the products that will be, whose pairs are there already; None: those of the codes.
+        """
+        from quantkit.export.onnx import dynamic as _dynamic
+        from quantkit.graph.pairs import qdq
+
+        model = self.prepared.graph.model
+        if self.activations.dynamic:
+            return _dynamic.insert(model, codes, self.sites, self.weights, self.activations, weight_type=self.kind)
+        place, ranges = self._placed(codes if names is None else names)
+        return qdq.insert(model, place, ranges, codes, self.sites, weight_type=self.kind)
+
+    def take(self, found: Solved) -> None:
+        """Have these products quantized, and no others."""
+        self.found, self.codes = found, dict(found.codes)
+        self.model = self.assembled(self.codes)
+
+    def low_bytes(self, name: str) -> int:
+        """Of a product's weight and its scales, quantized."""
+        codes = self.codes[name]
+        return codes.codes.size + 4 * codes.scale.size
+
+    def high_bytes(self, name: str) -> int:
+        """Of a product's weight in floats."""
+        return 4 * self.sites[name].weight.size
+
+    def save(self, path: Path) -> None:
+        """Write the graph, with its weights beside it."""
+        import onnx_ir as ir
+
+        self.model.producer_name, self.model.producer_version = "quantkit", quantkit.__version__
+        for node in self.model.graph:
+            node.metadata_props.clear()  # where in torch's source it came from: half of a small file
+        apart = sum(value.const_value.nbytes for value in self.model.graph.initializers.values() if value.const_value)
+        ir.save(self.model, path, external_data=DATA if apart > _INLINE else None)
+
+    def checks(self, path: Path) -> list[Check]:
+        """The file, reloaded and run by integer kernels, against its pairs as they are written. Raises GateError."""
+        from quantkit.graph.run import Runner
+
+        feed = self.prepared.calib.first(BATCH)
+        written, loaded = Runner(self.model, optimised=False)(feed), Runner(path)(feed)
+        apart = max(
+            float(np.linalg.norm(loaded[name] - expected) / (np.linalg.norm(expected) or 1.0))
+            for name, expected in written.items()
+            if expected.dtype.kind == "f"
+        )
+        check = Check(name="reload.onnxruntime", value=apart, limit=_RELOAD_LIMIT, ok=apart <= _RELOAD_LIMIT)
+        demand([check], "the export is not what was decided on; nothing was delivered. Please report it")
+        return [check, self._kernels(path)]
+
+    def _kernels(self, path: Path) -> Check:
+        """Whether ONNX Runtime multiplies what was quantized in integers. Raises GateError where it does not."""
+        import onnx_ir as ir
+
+        from quantkit.graph import integer
+        from quantkit.graph.pairs.qdq import stem_of
+        from quantkit.runtimes.onnxruntime.open import write_optimized
+
+        macs = self.prepared.cost.macs
+        sites = [
+            integer.Site(site.name, f"{stem_of(site)}.codes", float(macs[site.name]), site.output)
+            for site in self.prepared.sites
+            if site.name in self.codes
+        ]
+        with tempfile.TemporaryDirectory(prefix="quantkit-optimized-") as place:
+            write_optimized(path, Path(place) / MODEL)
+            found = integer.found(ir.load(Path(place) / MODEL), sites)
+        where = "; ".join(f"{name} runs as {kind}" for name, kind in list(found.floating.items())[:3])
+        ok = found.share >= _INTEGER_SHARE and not found.floating
+        check = Check(name="integer.macs", value=found.share, limit=_INTEGER_SHARE, ok=ok, where=where)
+        if not ok:
+            raise GateError(
+                "check-failed",
+                where=where or path.name,
+                value=f"{found.share:.1%} of the multiply-accumulates run in integers",
+                rule=f"what is quantized is multiplied in integers, at least {_INTEGER_SHARE:.0%} of all",
+                remedy="keep these layers in floats: --set 'keep=[NAME]'",
+            )
+        return check
+
+    def build(self, bundle: Path) -> dict[str, str]:
+        """Nothing is compiled from it."""
+        return {}
+
+    def runner(self, path: Path) -> Runner:
+        """What scores: the file, as anyone runs it."""
+        from quantkit.graph.run import Runner
+
+        return Runner(path)
+
+    def notes(self) -> list[Decision]:
+        """Nothing that a reader of the figures has to know."""
+        return []
+
+    def layers(self) -> list[LayerEntry]:
+        """What the manifest says of each quantized product."""
+        from quantkit.export.onnx.dynamic import activations_of
+
+        found = []
+        for name, codes in self.codes.items():
+            site = self.sites[name]
+            matrix = site.matrix()
+            stored = 8 * codes.codes.size + 32 * codes.scale.size
+            error = float(np.square(codes.values() - matrix).sum() / (np.square(matrix).sum() or 1.0))
+            own = self.ranges.get(self.placement.same.get(site.input, site.input))
+            inputs = activations_of(site, self.activations) if own is None else self.activations
+            found.append(
+                LayerEntry(
+                    name=name,
+                    shape=list(matrix.shape),
+                    scheme=self.weights.model_dump(mode="json", exclude_none=True),
+                    bits_per_weight=stored / matrix.size,
+                    error=error,
+                    activations=inputs.model_dump(mode="json", exclude_none=True),
+                    input_scale=None if own is None else own.scale,
+                )
+            )
+        return found

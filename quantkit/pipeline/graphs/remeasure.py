@@ -1,0 +1,250 @@
+"""A finished bundle of a graph: loaded again, scored and timed again."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quantkit import content
+from quantkit.bundle import Bundle, Check
+from quantkit.bundle.manifest import MANIFEST
+from quantkit.errors import InputError
+from quantkit.graph.open import is_graph
+from quantkit.measurement.rows import Row
+from quantkit.measurement.size import size_rows
+from quantkit.measurement.timing.latency import Plan
+from quantkit.model.source.alias import ALIASES, Alias, materialize
+from quantkit.pipeline import verdict
+from quantkit.pipeline.graphs.exported_module import REF, place
+from quantkit.pipeline.graphs.measure import Timed, cost, scored, speed
+from quantkit.pipeline.progress import Progress
+from quantkit.recipe import Recipe
+from quantkit.runtimes.tensorrt.file import FOLDER as ENGINE
+from quantkit.runtimes.tensorrt.file import NETWORK
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from quantkit.calibrate.sets.inputs import Input, InputSet
+    from quantkit.graph.open import FloatGraph
+
+MODEL = "model.onnx"
+_CODES = ".weight.codes"
+
+
+def holds_graph(bundle: Bundle) -> bool:
+    """Whether a bundle was compiled from a float ONNX graph: every network was, and an encoder that came as a file of
+    one or as a module."""
+    model = bundle.manifest.model
+    if model.kind == "encoder":
+        return is_graph(model.source.ref) or model.source.ref.startswith(REF)
+    return model.kind == "network" and not (bundle.model_folder / "config.json").is_file()
+
+
+def file_of(bundle: Bundle) -> Path:
+    """A bundle's graph: what ONNX Runtime runs, or the network of an engine."""
+    network = bundle.path / ENGINE / NETWORK
+    return network if network.is_file() else bundle.path / "onnx" / MODEL
+
+
+def is_network(bundle: Bundle) -> bool:
+    """Whether a bundle of a graph holds the network of an engine: scored on a CPU, but not timed."""
+    return holds_graph(bundle) and file_of(bundle).parent.name == ENGINE
+
+
+def reload_graph(bundle: Bundle) -> list[Check]:
+    """Whether the file's floats are numbers, and whether ONNX Runtime multiplies all of its codes in integers.
+
+    Raises:
+        InputError: `onnx-unreadable`; MissingDependency: onnx-ir, onnxruntime.
+    """
+    import onnx_ir as ir
+
+    from quantkit.graph import integer
+    from quantkit.runtimes.onnxruntime.open import write_optimized
+
+    path = file_of(bundle)
+    if path.parent.name == ENGINE:
+        stored = ir.load(path).graph.initializers
+        return _stored(bundle, stored, sum(name.endswith(_CODES) for name in stored))
+    with tempfile.TemporaryDirectory(prefix="quantkit-optimized-") as folder:
+        optimized = Path(folder) / MODEL
+        write_optimized(path, optimized)
+        stored = ir.load(path).graph.initializers
+        sites = [integer.Site(name.removesuffix(_CODES), name, 1.0) for name in stored if name.endswith(_CODES)]
+        found = integer.found(ir.load(optimized), sites)
+    runs = "; ".join(f"{name} runs as {kind}" for name, kind in list(found.floating.items())[:3])
+    integer_layers = Check(name="integer.layers", value=found.share, limit=1.0, ok=found.share == 1.0, where=runs)
+    return [*_stored(bundle, stored, len(sites)), integer_layers]
+
+
+def _stored(bundle: Bundle, stored: Mapping[str, ir.Value], codes: int) -> list[Check]:
+    """Whether the floats of a file are numbers, and whether there are as many weights in codes as there have to be."""
+    bad = []
+    for name, value in stored.items():
+        if value.dtype is None or not value.dtype.is_floating_point() or value.const_value is None:
+            continue
+        if not np.isfinite(value.const_value.numpy().astype(np.float32)).all():
+            bad.append(name)
+    missing = len(bundle.manifest.layers) - codes
+    return [
+        Check(name="scales.finite", value=float(len(bad)), limit=0.0, ok=not bad, where=", ".join(bad[:3])),
+        Check(name="layers.stored", value=float(abs(missing)), limit=0.0, ok=not missing),
+    ]
+
+
+def measure_graph(
+    bundle: Bundle,
+    baseline: str | None,
+    progress: Progress,
+    *,
+    calibration: str | None,
+    plan: Plan | None,
+    timed: bool,
+) -> tuple[list[Row], str]:
+    """Score and time a bundle's graph against a float one.
+
+    Args:
+        bundle: of a graph.
+        baseline: a .onnx file or a shipped network; None is what the bundle was made from, where that can be found.
+        progress: told how far it is.
+        calibration: the set whose `eval` split scores; None is the one that the bundle was calibrated on.
+        plan: whose batches, seconds and rounds are timed.
+        timed: whether speed is measured.
+
+    Returns:
+        The rows, and what the baseline is called in them: the hash of the float graph.
+
+    Raises:
+        InputError: `baseline-needed`, `baseline-kind`, `baseline-inputs`, `calibration-needed`, those of `open_graph`
+            and `load_inputs`.
+    """
+    from quantkit.graph.open import open_graph
+    from quantkit.graph.run import Runner
+    from quantkit.graph.sites import sites
+
+    manifest = bundle.manifest
+    file, alias = _float_file(bundle, baseline)
+    graph = open_graph(file)
+    _demand_inputs(bundle, graph)
+    data = _scoring(bundle, graph.inputs, calibration, alias)
+    progress.plan({"score": 10.0, **({"speed": (plan or verdict.quick("network")).seconds} if timed else {})})
+    path, subject = file_of(bundle), manifest.content_sha256
+    folder = path.parent.name
+    rows = scored(
+        graph.model,
+        Runner(path, literal=folder == ENGINE),
+        data,
+        subject=subject,
+        baseline=graph.sha256,
+        progress=progress,
+    )
+    rows += size_rows(
+        manifest.layers,
+        manifest.files,
+        subject=subject,
+        baseline=graph.sha256,
+        baseline_bytes=graph.bytes,
+        folder=folder,
+    )
+    if timed:
+        chosen = plan or verdict.quick("network")
+        size = sum(entry.bytes for entry in manifest.files if entry.path.startswith(f"{folder}/"))
+        rows += speed(
+            Timed(path, subject, verdict.format_of(manifest.layers), size),
+            Timed(graph.path, graph.sha256, "float32", graph.bytes),
+            data,
+            cost(graph.model, sites(graph.model), data.first(2)),
+            progress,
+            batches=chosen.batches,
+            seconds=chosen.seconds,
+            rounds=chosen.rounds,
+        )
+    return rows, graph.sha256
+
+
+def _float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | None]:
+    """The float graph to compare with."""
+    ref, sha256 = bundle.manifest.model.source.ref, bundle.manifest.model.source.sha256
+    own = ALIASES.get(ref.removeprefix("alias:"))
+    if baseline is None:
+        if own is not None:
+            return materialize(own) / MODEL, own
+        if ref.startswith(REF) and place(sha256).is_file():
+            return place(sha256), None
+        raise InputError(
+            "baseline-needed",
+            where="--baseline",
+            value=f"the bundle was made from {ref}",
+            rule="a bundle does not hold the float graph, and no path of the machine it was made on",
+            remedy="--baseline ./model.onnx",
+        )
+    alias = ALIASES.get(baseline)
+    if alias is not None and alias.kind == "network":
+        return materialize(alias) / MODEL, alias
+    path = Path(baseline).expanduser()
+    if path.suffix.lower() != ".onnx" or (path / MANIFEST).exists():
+        raise InputError(
+            "baseline-kind",
+            where=f"--baseline {baseline}",
+            value="no .onnx file",
+            rule="a graph is measured against a float graph",
+            remedy="--baseline ./model.onnx",
+        )
+    return path, own
+
+
+def _demand_inputs(bundle: Bundle, graph: FloatGraph) -> None:
+    """Refuse a float graph that takes something else."""
+    import onnx_ir as ir
+
+    mine = [str(value.name) for value in ir.load(file_of(bundle)).graph.inputs]
+    given = [each.name for each in graph.inputs]
+    if mine != given:
+        raise InputError(
+            "baseline-inputs",
+            where=graph.path.name,
+            value=f"it takes {', '.join(given)}",
+            rule=f"the bundle's graph takes {', '.join(mine)}",
+            remedy="--baseline with the graph that the bundle was made from",
+        )
+
+
+def samples_of(bundle: Bundle, calibration: str | None) -> InputSet:
+    """What a bundle's graph is scored and timed on: the `eval` split of the set that it was calibrated on.
+
+    Args:
+        bundle: of a graph.
+        calibration: another set, or where its own is, if that was a file.
+
+    Raises:
+        InputError: `calibration-needed`, those of `load_inputs`; MissingDependency: onnx-ir.
+    """
+    import onnx_ir as ir
+
+    from quantkit.graph.open import inputs_of
+
+    file, alias = file_of(bundle), ALIASES.get(bundle.manifest.model.source.ref.removeprefix("alias:"))
+    return _scoring(bundle, tuple(inputs_of(ir.load(file), file.name)), calibration, alias)
+
+
+def _scoring(bundle: Bundle, inputs: Sequence[Input], calibration: str | None, alias: Alias | None) -> InputSet:
+    from quantkit.calibrate.sets.inputs import load_inputs
+
+    recipe = Recipe.from_dict(bundle.manifest.recipe, name=str(bundle.manifest.recipe["name"]))
+    seen = bundle.manifest.calibration
+    name = calibration or (seen.set if seen else recipe.calibration.set)
+    if calibration is None and name not in content.names("calibration"):
+        raise InputError(
+            "calibration-needed",
+            where="--calibration",
+            value=f"the bundle was calibrated on a file called {name!r}",
+            rule="a bundle holds no path of the machine it was made on",
+            remedy=f"--calibration ./{name}",
+        )
+    how = alias.preprocess if alias is not None else None
+    return load_inputs(name, "eval", inputs, samples=None, seed=recipe.seed, preprocess=how)

@@ -1,0 +1,432 @@
+"""A plan: the model's sizes, a target's figures and what was measured before, for each recipe that is asked about.
+
+Nothing is opened but a config, and nothing heavy is imported: a second for the largest model there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from quantkit import machine, plugins
+from quantkit.errors import InputError
+from quantkit.pipeline.plan.candidates import Chosen, choose, float_of, labels
+from quantkit.pipeline.request import runs_here, this_machine
+from quantkit.planning.bound import efficiency
+from quantkit.planning.bound.efficiency import Sample
+from quantkit.planning.bound.forecast import Served, Timed
+from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
+from quantkit.planning.bound.roofline import Cache, Step
+from quantkit.planning.bound.serving import FLOATS, WIDTH, compute_type, products
+from quantkit.planning.compiling import forecast as compiling
+from quantkit.planning.compiling.forecast import Compiling, Machine
+from quantkit.planning.model import configs
+from quantkit.planning.model.architecture import Architecture
+from quantkit.planning.model.assigned import Assigned, assign, takes_head
+from quantkit.planning.model.storage import storage
+from quantkit.planning.outlook import Candidate, Cell, Memory, Outlook, Row, Workload
+from quantkit.planning.recommend import recommend
+from quantkit.planning.serving.batching import Server
+from quantkit.planning.serving.cost import Bill, Work, bill
+from quantkit.planning.serving.load import Load, simulate
+from quantkit.planning.serving.prices import Prices
+from quantkit.planning.serving.traffic import OUTPUT, PROMPT, traffic
+from quantkit.planning.support import caveats
+from quantkit.target import ComputeType, Stored, Target
+
+# decisions that change what is stored, in a way that nobody may expect
+_REMARKED = ("kept", "padded", "group-shrunk")
+# tokens of a text that an encoder is given, where nobody says
+_TEXT = 128
+# sequences that one server runs at once, at most: what vLLM takes unless it is told otherwise
+_SEQUENCES = 256
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    Args:
+        model: shipped name, folder, `config.json` or bundle.
+        recipes: by name or path, or formats that stand for one; none: the usual ones.
+        target: name or path; None: this machine's processor.
+        runtime: that would run them; None: the target's first that computes natively in each.
+        batches: sequences at once; none: the target's.
+        prompt: tokens that come in; None: 1,024, or half of what the model takes.
+        output: tokens that go out; None: 256, or an eighth.
+        mix: prompts and outputs of several lengths with their shares, instead: `2000x300:0.7,8000x500:0.3`.
+        variation: of the lengths, as a share of their average.
+        context: tokens to make room for; None: the longest request.
+        rate: requests a second to simulate.
+        devices: that share the model; None: as few as hold it.
+        prices: a file; None: those that ship.
+        measured: files or bundles to learn efficiencies from, besides what is known.
+        changes: `PATH=YAML` changes to every recipe.
+    """
+
+    model: str
+    recipes: Sequence[str] = ()
+    target: str | Path | Target | None = None
+    runtime: str | None = None
+    batches: Sequence[int] = ()
+    prompt: int | None = None
+    output: int | None = None
+    mix: str | None = None
+    variation: float = 0.0
+    context: int | None = None
+    rate: float | None = None
+    devices: int | None = None
+    prices: Path | None = None
+    measured: Sequence[Path] = ()
+    changes: Sequence[str] = ()
+
+
+def plan(question: Question, samples: Sequence[Sample] | None = None) -> Outlook:
+    """Answer it.
+
+    Args:
+        question: what is asked.
+        samples: of efficiencies, instead of those that are known and those that the question names.
+
+    Raises:
+        InputError: what is not what it has to be: model, target, sizes. A recipe that cannot be planned is a
+            candidate with its problem, unless all stumble over the same; one that nobody knows is an error.
+    """
+    architecture = configs.read(question.model)
+    aimed = question.target
+    target = aimed if isinstance(aimed, Target) else Target.load(aimed or this_machine())
+    workload = _workload(question, architecture, target)
+    if samples is None:
+        samples = [*efficiency.measured(question.measured), *efficiency.own(), *efficiency.shipped()]
+    prices = Prices.load(question.prices)
+    if question.runtime is not None and question.runtime not in target.runtimes:
+        target.check([], question.runtime)  # a slip of the pen is none of the recipes' problem
+    asked = labels(question.recipes, architecture.kind, target)
+    candidates = [_candidate(label, question, architecture, target, workload, samples, prices) for label in asked]
+    problems = [each.problem for each in candidates if each.problem is not None]
+    if slip := next((each for each in problems if each.code.startswith("unknown-")), None):
+        raise slip  # a name that nothing has is no candidate
+    if len(problems) == len(candidates) and (len(candidates) == 1 or len({each.code for each in problems}) == 1):
+        raise problems[0]  # all stumble over one thing
+    notes = [f"assumed: {each}" for each in (*architecture.assumed, *workload.assumed)]
+    if unmeasured := target.unmeasured():
+        missing = f"{target.name} has no figure for {', '.join(unmeasured)}"
+        notes.append(f"{missing}: on that machine, quantkit doctor --write --target {target.name} measures them")
+    return Outlook(architecture, target, workload, candidates, recommend(candidates, workload), notes, question.model)
+
+
+def _workload(question: Question, architecture: Architecture, target: Target) -> Workload:
+    if question.devices is not None and question.devices < 1:
+        raise InputError("usage", where="--devices", value=question.devices, rule="from 1 up")
+    limit, decodes = architecture.max_context, architecture.kind == "decoder"
+    _refuse_unused(question, architecture)
+    prompt, output, assumed = question.prompt, question.output, []
+    if question.mix is None and (limit is not None or not decodes):
+        # what is assumed has to fit into the model
+        usual = (PROMPT, OUTPUT) if decodes else (_TEXT, 1)
+        most = limit or _TEXT
+        if prompt is None and architecture.kind == "network":
+            prompt = most  # an image has as many patches as it has
+        if prompt is None:
+            prompt = max(min(usual[0], most // 2 if decodes else most), 1)
+            assumed.append(
+                f"prompts of {prompt:,} tokens (--prompt)" if decodes else f"texts of {prompt:,} tokens (--prompt)"
+            )
+        if output is None:
+            output = max(min(usual[1], most // 8), 1)
+            assumed += [f"outputs of {output:,} tokens (--output)"] if decodes else []
+    found = traffic(prompt=prompt, output=output, mix=question.mix, variation=question.variation, rate=question.rate)
+    mean = (round(found.prompt), round(found.output) if decodes else 0)
+    longest = min(found.longest, limit) if limit is not None and question.variation else found.longest
+    longest = longest if decodes else mean[0]
+    context = question.context if question.context is not None else longest
+    for name, value in (("--context", context), ("--prompt and --output", longest)):
+        if limit is not None and value > limit:
+            raise InputError(
+                "context-too-long",
+                where=name,
+                value=f"{value:,} tokens",
+                rule=f"{architecture.name} was made for {limit:,}",
+                remedy=f"--context {limit}, with prompt and output within it",
+            )
+    if longest > context:
+        raise InputError(
+            "usage", where="--context", value=context, rule=f"it holds prompt and output, {longest:,} tokens"
+        )
+    return Workload(question.batches or target.batches, *mean, context, found, [*found.assumed, *assumed])
+
+
+def _refuse_unused(question: Question, architecture: Architecture) -> None:
+    """Refuse lengths that a model does not have: they would be passed over in silence."""
+    if architecture.kind == "decoder":
+        return
+    asked: dict[str, object] = {"--output": question.output, "--requests": question.mix}
+    asked |= {"--variation": question.variation or None, "--rate": question.rate}
+    rule = f"{architecture.name} does not decode"
+    if architecture.kind == "network":
+        asked |= {"--prompt": question.prompt, "--context": question.context}
+        rule = f"{architecture.name} takes whole images"
+    for name, value in asked.items():
+        if value is not None:
+            raise InputError("usage", where=name, value=value, rule=rule, remedy="leave it out")
+
+
+def _candidate(
+    label: str,
+    question: Question,
+    architecture: Architecture,
+    target: Target,
+    workload: Workload,
+    samples: Sequence[Sample],
+    prices: Prices,
+) -> Candidate:
+    try:
+        chosen = choose(label, architecture.kind, target, changes=question.changes, runtime=question.runtime)
+        assigned = _assigned(chosen, architecture)
+    except InputError as problem:
+        return Candidate(label, label, problem=problem)
+    served = _served(chosen, assigned, architecture, target, samples)
+    footprint = _footprint(served, chosen, assigned)
+    try:
+        devices, needed = _devices(footprint, workload, question.devices, label)
+        kept = storage(architecture, chosen.recipe, _export(chosen))
+    except InputError as problem:
+        return Candidate(label, label, problem=problem)
+    served = replace(served, devices=devices)
+    memory = _memory(footprint, workload, devices, needed)
+    rows = [_row(served, batch, workload, footprint, prices) for batch in _batches(workload, memory)]
+    expected, unknown = _compiling(chosen, architecture, target)
+    load, refused = _load(served, workload, memory)
+    return Candidate(
+        label,
+        chosen.recipe.name,
+        chosen.runtime,
+        _cells(chosen, target),
+        kept.bits,
+        kept.total,
+        memory,
+        rows,
+        served,
+        load,
+        _cost(rows, served, workload, load, prices),
+        expected,
+        notes=[
+            *refused,
+            *unknown,
+            *_other_floats(label, target),
+            *caveats(chosen.recipe, target, [chosen.runtime]),
+            *(each.reason for each in assigned.decisions if each.code in ("kept", "padded", "group-shrunk")),
+        ],
+    )
+
+
+def _assigned(chosen: Chosen, architecture: Architecture) -> Assigned:
+    matrices = {each.name: each for each in architecture.inside()}
+    head = architecture.head if takes_head(chosen.recipe) and architecture.kind == "decoder" else None
+    if head is not None:
+        matrices[head.name] = head
+    shapes = {name: (each.N, each.K) for name, each in matrices.items()}
+    routers = [name for name, each in matrices.items() if each.router]
+    return assign(
+        chosen.recipe,
+        shapes,
+        architecture.dtype,
+        head=head.name if head is not None else None,
+        routers=routers,
+        model=architecture.name,
+    )
+
+
+def _other_floats(label: str, target: Target) -> list[str]:
+    """That a float was asked for which the target does not compute in."""
+    asked, floats = float_of(label), FLOATS[target.baseline]
+    return [f"reckoned in {floats}, in which {target.name} computes"] if asked not in (None, floats) else []
+
+
+def _export(chosen: Chosen) -> str | None:
+    """The export that its runtime reads."""
+    names = [step.name for step in chosen.recipe.export]
+    return next((name for name in names if chosen.runtime in plugins.load("export", name).runtimes), None)
+
+
+def _served(
+    chosen: Chosen, assigned: Assigned, architecture: Architecture, target: Target, samples: Sequence[Sample]
+) -> Served:
+    level = next((step.options.get("accuracy_level") for step in chosen.recipe.export if step.name == "onnx"), None)
+    weights, inputs = chosen.recipe.scheme.weights, chosen.recipe.scheme.activations
+    base = cast(ComputeType, target.baseline)
+    native = weights is not None and _native(Stored(weights.format, weights.symmetric), chosen, target)
+    return Served(
+        architecture,
+        products(architecture, assigned.schemes, assigned.activations, target, chosen.runtime, accuracy_level=level),
+        _cache(chosen, target),
+        target,
+        chosen.runtime,
+        weights.format if weights is not None and native else FLOATS[target.baseline],
+        compute_type(weights, inputs, target, chosen.runtime, level),
+        base,
+        samples=samples,
+        device=machine.device()["id"] if runs_here(target) else None,
+    )
+
+
+def _native(stored: Stored, chosen: Chosen, target: Target) -> bool:
+    return target.use(stored, chosen.runtime).state == "native"
+
+
+def _cache(chosen: Chosen, target: Target) -> Cache:
+    scheme = chosen.recipe.scheme.kv_cache
+    native = scheme is not None and _native(Stored(scheme.format, scheme.symmetric, "kv_cache"), chosen, target)
+    return cache_of(scheme if native else None, FLOATS[target.baseline])
+
+
+def _footprint(served: Served, chosen: Chosen, assigned: Assigned) -> Footprint:
+    target, head = served.target, served.architecture.head
+    return Footprint(
+        served.architecture,
+        served.products,
+        served.cache,
+        WIDTH[target.baseline],
+        # a head that is quantized is no longer the table of tokens
+        served.architecture.tied and (head is None or head.name not in assigned.schemes),
+        taken_by(chosen.runtime, target.kind),
+        target.memory.capacity.number,
+        groups={name: each.group for name, each in assigned.schemes.items() if each.group is not None},
+    )
+
+
+def _devices(footprint: Footprint, workload: Workload, asked: int | None, label: str) -> tuple[int, int | None]:
+    """(devices to plan for, devices that one request needs): as few as hold one, unless it is said.
+
+    Raises:
+        InputError: `devices-uneven`.
+    """
+    needed = footprint.needed(1, workload.context, prompt=workload.prompt)
+    if asked is not None and (why := footprint.why_not(asked)):
+        raise InputError(
+            "devices-uneven", where=label, value=f"--devices {asked}", rule=why, remedy="a power of two up to the heads"
+        )
+    return asked or needed or 1, needed
+
+
+def _batches(workload: Workload, memory: Memory) -> list[int]:
+    """Those that were asked for; and the largest that fits, where some do not: it is what one would run."""
+    most = memory.largest_batch
+    more = [most] if most and most < max(workload.batches) else []
+    return sorted({*workload.batches, *more})
+
+
+def _memory(footprint: Footprint, workload: Workload, devices: int, needed: int | None) -> Memory:
+    fits = [b for b in workload.batches if footprint.fits(b, workload.context, prompt=workload.prompt, devices=devices)]
+    batch = max(fits, default=min(workload.batches))
+    runtime = footprint.runtime
+    usable = None if footprint.capacity is None else footprint.capacity * runtime.share
+    return Memory(
+        footprint.parts(batch, workload.context, prompt=workload.prompt, devices=devices),
+        batch,
+        usable,
+        footprint.cache_per_token,
+        footprint.largest_batch(workload.context, prompt=workload.prompt, devices=devices),
+        footprint.largest_context(batch, devices=devices),
+        devices,
+        needed,
+        [f"reckoned for the runtime: {runtime.source}"],
+    )
+
+
+def _compiling(chosen: Chosen, architecture: Architecture, target: Target) -> tuple[Compiling | None, list[str]]:
+    """What the compile takes on this machine, which need not be the target."""
+    here = Target.load(this_machine())
+    try:
+        asked = compiling.asked(architecture, chosen.recipe, speed=runs_here(target))
+        return compiling.compiling(asked, Machine.of(here, machine.cores())), []
+    except InputError as problem:
+        return None, [f"what the compile takes is not known: {problem.remedy or problem.value}"]
+
+
+def _cells(chosen: Chosen, target: Target) -> list[Cell]:
+    scheme = chosen.recipe.scheme
+    stored: list[Stored] = []
+    if scheme.weights is not None:
+        stored.append(Stored(scheme.weights.format, scheme.weights.symmetric))
+    if scheme.activations is not None:
+        stored.append(Stored(scheme.activations.format, scheme.activations.symmetric, "inputs"))
+    if scheme.kv_cache is not None:
+        stored.append(Stored(scheme.kv_cache.format, scheme.kv_cache.symmetric, "kv_cache"))
+    if not stored:
+        stored.append(Stored(FLOATS[target.baseline], True))
+    found = [(each, target.use(each, chosen.runtime)) for each in stored]
+    return [Cell(each.format, each.words, use.state, use.source) for each, use in found]
+
+
+def _row(served: Served, batch: int, workload: Workload, footprint: Footprint, prices: Prices) -> Row:
+    decodes = served.architecture.kind == "decoder"
+    first = served.timed(Step(batch, workload.prompt))
+    step = served.timed(Step(batch, 1, workload.prompt + workload.output // 2)) if decodes else first
+    devices = served.devices
+    parts = footprint.parts(batch, workload.context, prompt=workload.prompt, devices=devices)
+    bounded = footprint.capacity is not None
+    fits = footprint.fits(batch, workload.context, prompt=workload.prompt, devices=devices) if bounded else None
+    work = _work(first, step, batch, workload, served)
+    return Row(batch, first if decodes else None, step, parts, fits, _bill(work, served, prices))
+
+
+def _load(served: Served, workload: Workload, memory: Memory) -> tuple[Load | None, list[str]]:
+    """What the simulation says, or why there is none."""
+    if workload.rate is None:
+        return None, []
+    if served.architecture.kind != "decoder":
+        return None, ["no load is simulated: it does not decode"]
+    if served.missing:
+        return None, ["no load is simulated: no time is known"]
+    sequences = _SEQUENCES if memory.largest_batch is None else min(memory.largest_batch, _SEQUENCES)
+    if not sequences:
+        return None, ["no load is simulated: it does not fit"]
+    tokens = workload.context * (sequences if memory.largest_batch is None else memory.largest_batch)
+    server = Server.of(
+        lambda batch, new, past: served.timed(Step(batch, new, past)).seconds or 0.0,
+        longest=workload.context,
+        cache_tokens=tokens,
+        max_batch=sequences,
+    )
+    return simulate(server, workload.traffic, limit=served.architecture.max_context), []
+
+
+def _cost(rows: Sequence[Row], served: Served, workload: Workload, load: Load | None, prices: Prices) -> Bill | None:
+    """At the batch where a request takes least; under a load, with the hours in which the machine has nothing to do."""
+    fitting = [row for row in rows if row.fits is not False]
+    works = [_work(row.prefill or row.step, row.step, row.batch, workload, served) for row in fitting]
+    best = min((each for each in works if each is not None), key=lambda each: each.request, default=None)
+    if best is None or workload.rate is None or load is None or not load.stable:
+        return _bill(best, served, prices)
+    return _bill(best, served, prices, min(workload.rate * best.request, 1.0))
+
+
+def _work(first: Timed, step: Timed, batch: int, workload: Workload, served: Served) -> Work | None:
+    if first.seconds is None or step.seconds is None:
+        return None
+    decoding = step.seconds if served.architecture.kind == "decoder" else 0.0
+    return Work.of(
+        prefill=first.seconds,
+        step=decoding,
+        batch=batch,
+        prompt=workload.prompt,
+        output=workload.output,
+        devices=served.devices,
+    )
+
+
+def _bill(work: Work | None, served: Served, prices: Prices, utilisation: float = 1.0) -> Bill | None:
+    if work is None:
+        return None
+    target, power = served.target, served.target.power
+    return bill(
+        work,
+        prices,
+        target.name,
+        watts=power.number if power is not None else None,
+        model=served.architecture.name,
+        utilisation=utilisation,
+    )

@@ -1,0 +1,1 @@
+"""The recipe on one block, first: what fails later fails now."""

@@ -1,0 +1,1 @@
+"""`quantkit tax`: its question, and the sweeps that answer it."""

@@ -1,0 +1,276 @@
+"""What `quantkit tax` is asked, checked before anything is timed: shapes, formats, batches, traffic, device."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from quantkit import content
+from quantkit.bundle import Bundle
+from quantkit.bundle.manifest import MANIFEST
+from quantkit.errors import InputError, did_you_mean, unknown_name
+from quantkit.model.source.alias import ALIASES
+from quantkit.pipeline.tax.cpu import Processor, demand_runtime
+from quantkit.pipeline.tax.cuda import Graphics
+from quantkit.planning.model import shapes, shipped
+from quantkit.planning.model.shapes import Shapes
+from quantkit.target import Target
+
+DEVICES = ("cpu", "cuda")
+
+
+class Timed(Protocol):
+    """What products are timed on: a processor (`tax_cpu`) or a GPU (`tax_cuda`)."""
+
+    @property
+    def target(self) -> Target:
+        """Whose figures stand beside the measured ones."""
+        ...
+
+    @property
+    def runtime(self) -> str:
+        """What runs the products."""
+        ...
+
+    @property
+    def baseline(self) -> str:
+        """The high-precision variant."""
+        ...
+
+    @property
+    def formats(self) -> Sequence[str]:
+        """Those that are timed if none is named."""
+        ...
+
+    def threads(self, asked: Sequence[int]) -> list[int]:
+        """One run each; 0 is a GPU."""
+        ...
+
+    def names(self) -> list[str]:
+        """Of all variants."""
+        ...
+
+    def usual(self, name: str, found: Shapes) -> str:
+        """The variant that a format alone means. Raises InputError for no format here."""
+        ...
+
+    def own(self, scheme: Mapping[str, Any], activations: Mapping[str, Any] | None) -> str:
+        """The variant that a bundle's scheme is."""
+        ...
+
+    def check(self, name: str, found: Shapes) -> None:
+        """Refuse a variant that cannot run here, or that does not fit a shape. Raises InputError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, as it was typed.
+
+    Args:
+        model: a bundle, a folder with a config or weights, a `config.json`, or a shipped name; None: `shapes`.
+        shapes: `4096x14336`, ...
+        formats: names of formats or variants (`int4`, `int4.g32.level0`), patterns (`int4*`), `all`.
+        batches: M; empty: those of the target.
+        traffic: batch -> share of the steps; its batches are timed too.
+        device: `cpu` or `cuda`; "": that of the target.
+        runtime: `onnxruntime` on a CPU, `torch` on a GPU; "": that.
+        threads: one run each; empty: all cores.
+        seconds: for all of it.
+        target: name or path; None: this processor.
+        seed: of weights and of the order of steps.
+    """
+
+    model: str | None = None
+    shapes: Sequence[str] = ()
+    formats: Sequence[str] = ()
+    batches: Sequence[int] = ()
+    traffic: Mapping[int, float] | None = None
+    device: str = ""
+    runtime: str = ""
+    threads: Sequence[int] = ()
+    seconds: float = 300.0
+    target: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be timed, all of it known to fit.
+
+    Args:
+        shapes: the linears.
+        on: the device.
+        bundle: what was asked about, if it is one.
+        variants: without the baseline.
+        subject: the variant that a bundle's own format is; "" where none is asked about.
+        batches: rising.
+        traffic: as asked.
+        threads: one run each; 0 is a GPU.
+        seconds: for all runs.
+        seed: as asked.
+    """
+
+    shapes: Shapes
+    on: Timed
+    bundle: Bundle | None
+    variants: Sequence[str]
+    subject: str
+    batches: Sequence[int]
+    traffic: Mapping[int, float] | None
+    threads: Sequence[int]
+    seconds: float
+    seed: int
+
+    @property
+    def records(self) -> bool:
+        """Whether choices of kernels go into the bundle: on a GPU."""
+        return self.bundle is not None and 0 in self.threads
+
+
+def prepare(asked: Question) -> Plan:
+    """Check all that is asked. Raises InputError, one line each."""
+    on = _timed_on(asked)
+    bundle = _bundle(asked)
+    found, own = _of_bundle(bundle, on) if bundle is not None else (_shapes(asked), "")
+    batches = sorted({*(asked.batches or ([] if asked.traffic else on.target.batches)), *(asked.traffic or {})})
+    if not batches or batches[0] < 1:
+        raise InputError("usage", where="--batch", value=batches, rule="batches are numbers from 1 up")
+    names = list(asked.formats) or ([own] if own else list(on.formats))
+    variants = _variants([*([own] if own else []), *names], found, on)
+    threads = on.threads(asked.threads)
+    return Plan(found, on, bundle, variants, own, batches, asked.traffic, threads, asked.seconds, asked.seed)
+
+
+def batch_range(text: str) -> list[int]:
+    """What `--batch` says: `1,8,64` as numbers; `1:4096` doubles from 1 to 4,096. Raises InputError."""
+    found: list[int] = []
+    for part in (part.strip() for part in text.split(",")):
+        ends = part.split(":")
+        if not (1 <= len(ends) <= 2 and all(end.isdecimal() and int(end) > 0 for end in ends)):
+            rule = "numbers from 1 up, with commas, or a range that doubles: 1,8,64 or 1:4096"
+            raise InputError("usage", where="--batch", value=text, rule=rule)
+        first, last = int(ends[0]), int(ends[-1])
+        if last < first:
+            raise InputError("usage", where="--batch", value=text, rule="a range rises")
+        while first < last:
+            found.append(first)
+            first *= 2
+        found.append(last)
+    return sorted(set(found))
+
+
+def _timed_on(asked: Question) -> Timed:
+    """The device; without a word that of the target. Raises InputError."""
+    device = asked.device
+    if not device:
+        device = "cuda" if asked.target and Target.load(asked.target).kind == "gpu" else "cpu"
+    if device not in DEVICES:
+        raise InputError("unknown-device", where="--device", value=device, remedy=did_you_mean(device, DEVICES))
+    found: Timed = Graphics.of(asked.target) if device == "cuda" else Processor.of(asked.target)
+    demand_runtime(asked.runtime, found.runtime, "GPU" if device == "cuda" else "CPU")
+    return found
+
+
+def _bundle(asked: Question) -> Bundle | None:
+    """The bundle that is asked about, if it is one."""
+    if asked.model is None or asked.shapes or not content.is_path(asked.model):
+        return None
+    path = Path(asked.model).expanduser()
+    return Bundle.load(path) if (path / MANIFEST).is_file() else None
+
+
+def _shapes(asked: Question) -> Shapes:
+    """The linears of a model that is no bundle, or those that were typed."""
+    if (asked.model is None) == (not asked.shapes):
+        raise InputError(
+            "usage",
+            where="quantkit tax",
+            value="a model and --shape" if asked.model else "neither a model nor --shape",
+            rule="one of them says which linears are timed",
+            remedy=f"quantkit tax --shape 4096x14336, or one of {', '.join(shapes.names())}",
+        )
+    if asked.model is None:
+        return shapes.typed(asked.shapes)
+    if not content.is_path(asked.model):
+        if asked.model in shipped.names():
+            return shapes.shipped(asked.model)
+        if asked.model.startswith("hf:"):
+            remedy = "name its config.json, a folder with its weights, or --shape KxN"
+            raise InputError("model-remote", where=asked.model, value="not fetched for its shapes alone", remedy=remedy)
+        raise unknown_name("model", asked.model, {*shapes.names(), *ALIASES})
+    return _of_folder(Path(asked.model).expanduser())
+
+
+def _of_bundle(bundle: Bundle, on: Timed) -> tuple[Shapes, str]:
+    """The quantized linears of a bundle, and the variant that its scheme is."""
+    layers = bundle.manifest.layers
+    if not layers:
+        raise InputError(
+            "no-linears", where=str(bundle.path), value="nothing in it is quantized", remedy="name its model"
+        )
+    stored = {f"{layer.name}.weight": layer.shape for layer in layers}
+    found = shapes.from_tensors(stored, bundle.manifest.model.name)
+    schemes = [(layer.scheme, layer.activations) for layer in layers]
+    return found, on.own(*max(schemes, key=schemes.count))
+
+
+def _of_folder(path: Path) -> Shapes:
+    """From stored weights where there are some, else from the config."""
+    from quantkit.model.source.weights import Weights
+
+    config_file = path if path.is_file() else path / "config.json"
+    if not config_file.is_file():
+        raise InputError(
+            "file-missing",
+            where=str(path),
+            value="no bundle and no config.json there",
+            remedy="name a bundle, a model's folder or its config.json, or --shape KxN",
+        )
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError("config-invalid", where=str(config_file), value=str(error)) from None
+    if not isinstance(config, dict):
+        raise InputError("config-invalid", where=str(config_file), value="not an object")
+    name = (path.parent if path.is_file() else path).resolve().name
+    if path.is_dir() and any(path.glob("*.safetensors")):
+        stored = {tensor: entry.shape for tensor, entry in Weights.open(path).entries.items()}
+        return shapes.from_tensors(stored, name, tied_head=bool(config.get("tie_word_embeddings")))
+    return shapes.from_config(config, name)
+
+
+def _variants(names: Iterable[str], found: Shapes, on: Timed) -> list[str]:
+    """The variants that names, patterns and formats mean, each once, every one of them fit for every shape."""
+    known = on.names()
+    chosen: dict[str, None] = {}
+    for name in names:
+        if name == "all" or any(letter in name for letter in "*?["):
+            matching = known if name == "all" else fnmatch.filter(known, name)
+            fitting = [each for each in matching if _fits(each, found, on)]
+            if not fitting:
+                raise InputError("unknown-variant", where="--format", value=name, remedy=did_you_mean(name, known))
+            chosen |= dict.fromkeys(fitting)
+        elif name in known or name == on.baseline:
+            chosen[name] = None
+        else:
+            chosen[on.usual(name, found)] = None
+    chosen.pop(on.baseline, None)
+    if not chosen:
+        value = f"{on.baseline} alone"
+        raise InputError("usage", where="--format", value=value, rule="it is the baseline", remedy="name another")
+    for name in chosen:
+        on.check(name, found)
+    return list(chosen)
+
+
+def _fits(name: str, found: Shapes, on: Timed) -> bool:
+    try:
+        on.check(name, found)
+    except InputError:
+        return False
+    return True

@@ -1,0 +1,186 @@
+"""Was it worth it: a bundle's speed against the float model's, the verdict, the page that says so."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit import machine
+from quantkit.bundle import Check, Decision, LayerEntry, Manifest, Verdict
+from quantkit.errors import GateError, InputError, MissingDependency, QuantkitError
+from quantkit.measurement.accuracy.harm import Harm
+from quantkit.measurement.engine_layers import NAME, stored
+from quantkit.measurement.rows import Row
+from quantkit.measurement.timing.latency import Plan
+from quantkit.measurement.verdict import Measured, verdict
+from quantkit.passes import decision
+from quantkit.target import Target
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.tokens.ids import TokenSet
+    from quantkit.measurement.accuracy.positions import Items
+    from quantkit.model.source.open import Source
+
+RUNTIME = "onnxruntime"
+HARM = "harm.json"
+REPORT = "report.html"
+# a compile looks at a few shapes; `quantkit measure` at all of them
+QUICK = Plan(batches=(1, 4, 16), contexts=(128,), prefills=(256,), seconds=40.0, cell_seconds=60.0, rounds=4)
+# of a model that does not decode: one text and many, as short as a query and as long as a passage
+_TEXTS, _LENGTHS = (1, 32), (32, 128)
+Report = Callable[[float, str], None]
+
+
+def format_of(layers: Iterable[LayerEntry]) -> str:
+    """The format of most quantized layers; float32 where there are none."""
+    counts = Counter(str(layer.scheme.get("format")) for layer in layers)
+    return counts.most_common(1)[0][0] if counts else "float32"
+
+
+def quick(kind: str) -> Plan:
+    """What a compile looks at, for a kind of model."""
+    return QUICK if kind == "decoder" else replace(QUICK, batches=_TEXTS, seconds=60.0)
+
+
+def fitting(plan: Plan, context: int, kind: str = "decoder") -> Plan:
+    """A plan whose shapes a model of so many positions has; one that does not decode has its batches in prefills."""
+    if kind != "decoder":
+        plan = replace(plan, batches=(), contexts=(), prefill_batches=plan.batches, prefills=_LENGTHS)
+    contexts = sorted({min(wanted, context - 1) for wanted in plan.contexts})
+    prefills = sorted({min(wanted, context) for wanted in plan.prefills})
+    return replace(plan, contexts=tuple(contexts), prefills=tuple(prefills))
+
+
+def time_it(
+    folder: Path,
+    subject: str,
+    layers: Sequence[LayerEntry],
+    baseline: Path,
+    baseline_subject: str,
+    plan: Plan,
+    progress: Report | None = None,
+    *,
+    baseline_format: str = "float32",
+) -> list[Row]:
+    """The rows of a bundle's `onnx/` against a baseline's.
+
+    Raises:
+        InputError, MissingDependency: see `measure.speed.run`.
+    """
+    from quantkit.measurement.timing.speed import Job, Part, run
+
+    ours = Part(str(folder), subject, format_of(layers))
+    theirs = Part(str(baseline), baseline_subject, baseline_format)
+    return run(Job(ours, theirs, machine.cores(), plan), progress)
+
+
+def try_to_time(
+    folder: Path,
+    subject: str,
+    layers: Sequence[LayerEntry],
+    source: Source,
+    options: dict[str, Any],
+    progress: Report | None = None,
+) -> tuple[list[Row], list[Decision]]:
+    """The quick look of a compile; what prevents it is a decision, not the end of the compile."""
+    from quantkit.pipeline.baseline import float_onnx
+
+    try:
+        baseline = float_onnx(source, options)
+        context = context_of(folder)
+        plan = fitting(quick(source.kind), context, source.kind)
+        rows = time_it(folder, subject, layers, baseline, source.sha256, plan, progress)
+    except (InputError, MissingDependency, GateError) as problem:
+        return [], [decision("measure", "speed-not-measured", RUNTIME, problem.line())]
+    return rows, []
+
+
+def context_of(folder: Path) -> int:
+    """Tokens that a sequence of an exported model can have."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    names = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
+    return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 4096)
+
+
+def is_timing(row: Row) -> bool:
+    """Whether a row is about the machine that it was measured on."""
+    return row.name.startswith(("latency.", "throughput.", "bandwidth.", "tax.", "memory.", "ceiling.", "energy."))
+
+
+def of_original(rows: Sequence[Row], source: str) -> list[Row]:
+    """The rows that set a bundle against the model of hash `source` that it was made from, not against others.
+
+    Of timings, those of the machine that timed last: two machines' times make no curve.
+    """
+    found = [row for row in rows if row.baseline is None or row.baseline.subject == source]
+    last = next((row.device for row in reversed(found) if row.name.startswith("latency.")), None)
+    return [row for row in found if last is None or not is_timing(row) or row.device == last]
+
+
+def decide(
+    rows: Sequence[Row], checks: Sequence[Check], layers: Sequence[LayerEntry], target: Target
+) -> Verdict | None:
+    """The verdict on the batches of the target that were measured; None where nothing was, or nothing is quantized."""
+    if not layers:
+        return None
+    timed = [row for row in rows if row.runtime == RUNTIME]
+    steps = [row for row in timed if row.name == "latency.decode_step"]
+    passes = [row for row in timed if row.name == "latency.prefill"]
+    measured = {row.batch for row in steps or passes if row.batch is not None}
+    batches = [batch for batch in target.batches if batch in measured] or sorted(measured)
+    # what an engine does otherwise than asked is a decision, and an error under --strict: no gate
+    checks = [check for check in checks if check.name != NAME]
+    failed = [check for check in checks if not check.ok]
+    if not batches and not failed:
+        return None
+    return verdict(Measured(format_of(layers), timed, checks), batches or target.batches)
+
+
+def page(
+    manifest: Manifest, rows: Sequence[Row], notes: Sequence[str], folder: Path
+) -> tuple[bytes | None, list[Decision]]:
+    """`report.html`; None, with the reason, where plotly is missing."""
+    from quantkit.report.bundle.page import page as make
+
+    try:
+        return make(manifest, rows, notes, harm=read_harm(folder), engines=stored(folder)).encode(), []
+    except QuantkitError as problem:
+        return None, [decision("report", "page-not-made", REPORT, problem.line())]
+
+
+def documents(manifest: Manifest, rows: Sequence[Row], folder: Path) -> tuple[dict[str, bytes | None], list[Decision]]:
+    """Page and card of a finished bundle; the page is None where it cannot be made, so that no old one stays."""
+    from quantkit.report.bundle import figures
+    from quantkit.report.bundle.card import card
+
+    notes = figures.notes(manifest)
+    made, missing = page(manifest, rows, notes, folder)
+    return {REPORT: made, "README.md": card(manifest, rows, notes).encode()}, missing
+
+
+def read_harm(folder: Path) -> Harm | None:
+    """What `measure.harm` found, as it is kept in a bundle."""
+    from pydantic import ValidationError
+
+    try:
+        return Harm.model_validate_json((folder / HARM).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def worst_positions(items: Items, tokens: TokenSet, source: Source) -> Harm:
+    """Where a bundle differs most from its original, in words; in ids where the source has no tokenizer."""
+    from quantkit.measurement.accuracy.harm import worst
+
+    try:
+        decode = source.tokenizer().decode
+    except InputError:
+
+        def decode(ids: list[int]) -> str:
+            return " ".join(map(str, ids))
+
+    return worst(items, tokens.ids, lambda ids: str(decode(ids)))

@@ -1,0 +1,1 @@
+"""What a compile takes: seconds, memory and disk, from sizes alone."""

@@ -1,0 +1,385 @@
+"""What a compile computes, counted part by part: operations, elements, bytes. No seconds: those are `compiling.py`.
+
+A block of L layers, T calibration tokens, a linear y = W x with W [N, K]; linears that share an input share one
+Hessian and one factor. In one pass that looks at data:
+
+    products   2 T N K of each linear, 2 T² heads · head_dim of attention, for each time that the block runs
+               T K (K + 256) of each Hessian, its upper half in panels; 2 T K² of a drift, 2 T N K of a lag
+    solve      on one core: K³/3 of a factor, N K² of what columns tell later ones; 4 N K² + K³/3 of a correction
+    columns    N K, each rounded in its turn, in rows short enough for a cache
+    searched   N K times the grids that are tried for its range
+    calls      K of each solve: torch is called a few times a column, however short it is
+
+If all sequences fit into one forward, one run serves all stages of a pass; else each stage replays the block up to its
+point (`calibrate/statistics/collected.py`). A compile is scored on `scored` tokens by both models, through their heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quantkit import plugins
+from quantkit.planning.model.architecture import Architecture, Layer, Matrix
+from quantkit.recipe import Recipe
+from quantkit.scheme import WeightScheme
+
+# what one forward may take for activations, and tensors of the widest activation alive at one time, roughly
+ACTIVATION_BYTES = 768 * 2**20
+ALIVE = 6
+# columns of a Hessian that are summed at a time
+_PANEL = 256
+# grids that a range search measures, by what chooses ranges: those of `Search()`, of rtn's `WIDE`, and min-max alone
+_GRIDS = {"searched": 8, "wide": 11, "minmax": 1}
+# tokens that `measure.harm` runs both models on, and those of a quantized cache's long contexts, sequence by sequence
+_HARM = 128
+LONG, LONG_SEQUENCES = 2048, 4
+# sequences of a forward that scores
+SCORED_TOGETHER = 4
+# what adds to the residual stream, or begins a new shared input, by how such linears are called
+_OUTWARD = ("o_proj", "out_proj", "down_proj", "dense", "output", "fc2", "c_proj", "w2")
+
+
+class Work(dict[str, float]):
+    """Kind of work -> how much of it; none of what is not there."""
+
+    def __missing__(self, kind: str) -> float:
+        return 0.0
+
+    def __add__(self, other: Mapping[str, float]) -> Work:
+        """The work of both."""
+        return Work({kind: self[kind] + other.get(kind, 0.0) for kind in (*self, *other)})
+
+    def __iadd__(self, other: Mapping[str, float]) -> Self:  # type: ignore[misc,override]
+        """And that of another."""
+        for kind, amount in other.items():
+            self[kind] += amount
+        return self
+
+
+@dataclass(frozen=True)
+class Question:
+    """One compile.
+
+    Args:
+        architecture: of the model.
+        recipe: what to do; its exports those that the target reads.
+        schemes: `Matrix.name` -> how it is stored; matrices that are not named stay as they are.
+        sequences: to calibrate on; 0 where no pass looks at data.
+        length: tokens of each.
+        scored: tokens that are scored.
+        scored_length: tokens a sequence of them.
+        cached: whether what the original puts out on them is known from before.
+        timed: seconds that timing may take; 0 where nothing is timed.
+        baseline: whether the float model has to be made as a graph, to be timed against.
+        beside: values that blocks are given for a token besides its hidden states: per-layer embeddings.
+    """
+
+    architecture: Architecture
+    recipe: Recipe
+    schemes: Mapping[str, WeightScheme]
+    sequences: int
+    length: int
+    scored: int
+    scored_length: int
+    cached: bool = False
+    timed: float = 0.0
+    baseline: bool = False
+    beside: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """That calibrate."""
+        return self.sequences * self.length
+
+    @property
+    def chunk(self) -> int:
+        """Sequences of one forward while calibrating."""
+        widest = max((max(matrix.N, matrix.K) for matrix in self.architecture.inside()), default=1)
+        return chunk_size(widest, max(self.length, 1))
+
+    @property
+    def corrected(self) -> bool:
+        """Whether any pass looks at the original stream."""
+        return any(needs(step) & {"original_inputs", "original_outputs"} for step in self.recipe.passes)
+
+    @property
+    def exports(self) -> list[str]:
+        """Destinations by name, in order."""
+        return [step.name for step in self.recipe.export]
+
+
+def chunk_size(widest: int, tokens: int) -> int:
+    """How many sequences of `tokens` go through one forward when the widest activation has `widest` features."""
+    return max(1, ACTIVATION_BYTES // (widest * tokens * 4 * ALIVE))
+
+
+def needs(step: Any) -> frozenset[str]:
+    """The statistics that a pass of a recipe needs with its settings."""
+    more: frozenset[str] = getattr(step.settings, "needs", frozenset())
+    found: frozenset[str] = plugins.load("passes", step.name).needs | more
+    return found
+
+
+def shared(layer: Layer) -> list[list[Matrix]]:
+    """The linears of a layer by the input that they share, in order, as far as their names tell."""
+    groups: list[list[Matrix]] = []
+    for matrix in layer.matrices:
+        parent, _, leaf = matrix.name.rpartition(".")
+        last = groups[-1][0] if groups else None
+        alike = last is not None and last.name.rpartition(".")[0] == parent and last.K == matrix.K
+        if alike and leaf not in _OUTWARD:
+            groups[-1].append(matrix)
+        else:
+            groups.append([matrix])
+    return groups
+
+
+def counted(question: Question) -> dict[str, Work]:
+    """Part -> kind of work -> how much of it; the parts are those that a compile names as it goes."""
+    parts = {"open": _open(question), "prove": _prove(question)}
+    if question.recipe.passes or question.sequences:
+        parts["quantize"] = _quantize(question)
+    for name in question.exports:
+        parts[f"export {name}"] = _export(question, name)
+        parts[f"check {name}"] = _check(question, name)
+    if "tensorrt" in question.exports:
+        layers = question.architecture.layers
+        inside = elements(list(question.architecture.inside()))
+        parts["build"] = Work({"fixed:build": 1, "layers:build": len(layers), "built": inside})
+    parts |= _score(question)
+    if question.timed:
+        parts["speed"] = Work({"fixed:speed": 1, "timed": question.timed})
+        if question.baseline:
+            parts["speed"] += _export(question, "onnx", dense=True) + _check(question, "onnx", dense=True)
+    parts["finish"] = Work({"fixed:finish": 1, "fixed:page": 1 if question.schemes else 0})
+    return parts
+
+
+def elements(matrices: Sequence[Matrix]) -> float:
+    """Weights of some linears, experts counted."""
+    return float(sum(matrix.count * matrix.N * matrix.K for matrix in matrices))
+
+
+def _stored(question: Question) -> float:
+    """Elements of the linears that get codes, the head included."""
+    head = question.architecture.head
+    matrices = [*question.architecture.inside(), *([head] if head is not None else [])]
+    return elements([matrix for matrix in matrices if matrix.name in question.schemes])
+
+
+def forward(layer: Layer, tokens: int, length: int) -> float:
+    """Operations of a layer on so many tokens, in sequences of `length`; a multiply-add counts two."""
+    linears = sum(2.0 * tokens * matrix.active * matrix.N * matrix.K for matrix in layer.matrices)
+    attention = layer.attention
+    if attention is None:
+        return linears
+    reach = min(length, attention.window or length)
+    return linears + 2.0 * tokens * reach * attention.heads * (attention.head_dim + attention.value_dim)
+
+
+def _moved(layer: Layer, tokens: int) -> float:
+    """Elements of activations that a layer reads and writes: norms, rotations, gates, additions."""
+    return float(tokens * sum(matrix.active * (matrix.N + matrix.K) for matrix in layer.matrices))
+
+
+def _run(layers: Sequence[Layer], tokens: int, length: int, times: float = 1.0) -> Work:
+    return Work(
+        {
+            "products": times * sum(forward(layer, tokens, length) for layer in layers),
+            "activations": times * sum(_moved(layer, tokens) for layer in layers),
+        }
+    )
+
+
+def _open(question: Question) -> Work:
+    model = question.architecture
+    return Work({"fixed:open": 1, "layers:open": len(model.layers), "bytes:open": model.parameters * _width(model)})
+
+
+def _prove(question: Question) -> Work:
+    """Loaded as a whole, by plain transformers, and run on a few tokens, as is the stream; loading takes what it takes
+    when a checkpoint is checked."""
+    model = question.architecture
+    return Work({"rest:check checkpoint": 4.0 * model.parameters}) + _run(model.layers, 128, 32, 2.0)
+
+
+def _width(model: Architecture) -> int:
+    return 4 if model.dtype == "float32" else 2
+
+
+def _quantize(question: Question) -> Work:
+    layers = question.architecture.layers
+    inside = list(question.architecture.inside())
+    found = Work({"fixed:quantize": 1, "layers:quantize": len(layers), "elements:quantize": elements(inside)})
+    for step in question.recipe.passes:
+        for layer in layers:
+            found += _pass(question, step, layer)
+    found += _streams(question)
+    head = question.architecture.head
+    if head is not None and head.name in question.schemes:
+        found += _searched(head.N * head.K, question.schemes[head.name], "searched")
+    return found
+
+
+def _streams(question: Question) -> Work:
+    """How often each layer runs on the calibration set, and what that costs its quantized inputs."""
+    if not question.sequences:
+        return Work()
+    layers, tokens, length = question.architecture.layers, question.tokens, question.length
+    looking = [step for step in question.recipe.passes if needs(step)]
+    staged = max(1, sum(step.name != "round" for step in looking))
+    found = Work()
+    runs = float(staged)
+    if question.sequences > question.chunk:  # each stage replays the layer up to its point
+        runs += staged * _replayed(layers[0])
+    found += _run(layers, tokens, length, runs)
+    if question.corrected:
+        found += _run(layers, tokens, length, 1.0 + (_replayed(layers[0]) if runs > staged else 0.0))
+    for step in question.recipe.passes:
+        if step.name == "round":
+            learned = step.settings.iterations * step.settings.batch * length
+            # a forward and a backward, which is two
+            found += _run(layers, learned + tokens, length, 3.0)
+            found["columns"] += step.settings.iterations * elements(list(question.architecture.inside())) / 4
+    if question.recipe.scheme.activations is not None:
+        dynamic = question.recipe.scheme.activations.dynamic
+        entering = sum(matrix.active * matrix.K for layer in layers for matrix in layer.matrices)
+        found["rounded"] += 2 * tokens * entering
+        if not dynamic:
+            first = sum(group[0].active * group[0].K for layer in layers for group in shared(layer))
+            found["observed"] += tokens * first
+    return found
+
+
+def _replayed(layer: Layer) -> float:
+    """How much of a layer runs again so that each of its stages is reached."""
+    groups = shared(layer)
+    sizes = [elements(group) for group in groups]
+    return sum(sum(sizes[:place]) for place in range(len(groups))) / max(sum(sizes), 1.0)
+
+
+def _pass(question: Question, step: Any, layer: Layer) -> Work:
+    """What a pass does to a layer beside running it."""
+    settings, found = step.settings, Work()
+    gathers = step.name in ("awq", "gptq", "smoothquant", "bias_correct")
+    for group in shared(layer):
+        named = [matrix for matrix in group if matrix.name in question.schemes]
+        if not named:
+            continue
+        count, active, columns = group[0].count, group[0].active, group[0].K
+        rows = sum(matrix.N for matrix in named)
+        scheme = question.schemes[named[0].name]
+        seen = question.tokens * active
+        if gathers:
+            found["products"] += seen * columns * (columns + _PANEL)
+        if step.name == "awq":
+            found["scaled"] += count * rows * columns * (settings.grid + 1)
+            if settings.cost == "gptq":
+                found["solve"] += count * columns**3 / 3
+            else:
+                found["solve"] += 2.0 * count * rows * columns**2 * (settings.grid + 1)
+            if settings.clip:
+                found["solve"] += 2.0 * count * rows * columns * (scheme.group or columns) * _GRIDS["searched"]
+        elif step.name == "gptq":
+            found += _gptq(question, settings, named, scheme, seen)
+        elif step.name in ("rtn", "hqq", "round"):
+            chosen = getattr(settings, "range", "searched")
+            chosen = {"importance": "wide", "minmax": "minmax"}.get(chosen, "searched")
+            times = settings.iterations if step.name == "hqq" else 1
+            for _ in range(times):
+                found += _searched(count * rows * columns, scheme, chosen)
+    return found
+
+
+def _gptq(question: Question, settings: Any, group: Sequence[Matrix], scheme: WeightScheme, seen: int) -> Work:
+    count, columns = group[0].count, group[0].K
+    rows = sum(matrix.N for matrix in group)
+    found = Work({"calls": count * columns, "solve": count * (columns**3 / 3 + rows * columns**2)})
+    if settings.correction:
+        found["products"] += 2.0 * seen * columns**2
+        outward = sum(matrix.N for matrix in group if matrix.name.rpartition(".")[2] in _OUTWARD)
+        found["products"] += 2.0 * seen * outward * columns
+        found["solve"] += count * (columns**3 / 3 + 4 * rows * columns**2)
+    found[f"columns{_snap(scheme)}"] += count * rows * columns
+    found["solve"] += settings.sweeps * 4.0 * count * rows * columns**2
+    found[f"columns{_snap(scheme)}"] += settings.sweeps * 2.0 * count * rows * columns
+    found += _searched(count * rows * columns, scheme, "minmax" if settings.range == "minmax" else "searched")
+    return found
+
+
+def _searched(elements: float, scheme: WeightScheme, how: str) -> Work:
+    return Work({f"searched{_snap(scheme)}": elements * _GRIDS[how]})
+
+
+def _snap(scheme: WeightScheme) -> str:
+    """Integers are rounded; the values of a codebook, or of floats, are looked for."""
+    return "" if scheme.format.startswith("int") else ":looked-up"
+
+
+def _export(question: Question, name: str, *, dense: bool = False) -> Work:
+    model = question.architecture
+    codes = 0.0 if dense else _stored(question)
+    kept = model.parameters - elements(list(model.inside()) if codes else [])
+    found = Work({f"fixed:export {name}": 1, f"packed:{name}": codes, f"bytes:{name}": 4.0 * max(kept, 0.0)})
+    if name != "checkpoint":
+        found[f"layers:{name}"] += len(model.layers)
+    return found
+
+
+def _check(question: Question, name: str, *, dense: bool = False) -> Work:
+    model = question.architecture
+    codes = 0.0 if dense else _stored(question)
+    found = Work({f"fixed:check {name}": 1, f"checked:{name}": codes})
+    found[f"rest:check {name}"] += 4.0 * max(model.parameters - codes, 0.0)
+    if name != "checkpoint":
+        found += _run(model.layers, 64, 16)
+    return found
+
+
+def _score(question: Question) -> dict[str, Work]:
+    """Of each export in its own runtime; the first also says where the model is hurt."""
+    model, tokens, length = question.architecture, question.scored, question.scored_length
+    head = model.head
+    logits = float(tokens * head.N) if head is not None else 0.0
+    one_head = Work({"products": 2.0 * logits * head.K}) if head is not None else Work()
+    run = _run(model.layers, tokens, length)
+    inside = elements([matrix for matrix in model.inside() if matrix.name in question.schemes])
+    parts = {}
+    for number, name in enumerate(question.exports):
+        runtime = plugins.load("export", name).runtimes[0]
+        here = runtime in ("torch", "onnxruntime")
+        if not here and number:
+            continue
+        # an engine alone, whose GPU is elsewhere: the values that it was built from are scored, as a checkpoint's are
+        like = name if here else "checkpoint"
+        found = Work({f"fixed:score {like}": 1, "logits": logits, f"elements:score {like}": inside}) + one_head
+        if number == 0 and not question.cached:
+            found += run
+        if runtime == "onnxruntime":
+            found["session"] += run["products"] + one_head["products"]
+            found["activations"] += run["activations"]
+        else:
+            found += run + one_head
+            found += _rounded(question, tokens)
+        if number == 0 and question.schemes:
+            found += _run(model.layers, _HARM, _HARM, 3.0)
+            found["harmed"] += inside
+        if name == "checkpoint" and question.recipe.scheme.kv_cache is not None:
+            # two candidates, whose original is computed once
+            context = min(LONG, model.max_context or LONG)
+            longer = LONG_SEQUENCES * context
+            found += _run(model.layers, longer, context, 3.0)
+            for _ in range(4):
+                found += Work({kind: amount * longer / tokens for kind, amount in one_head.items()})
+            found["logits"] += 2 * logits * longer / tokens
+        parts[f"score {name}"] = found
+    return parts
+
+
+def _rounded(question: Question, tokens: int) -> Work:
+    """Inputs that are quantized as the model runs."""
+    if question.recipe.scheme.activations is None:
+        return Work()
+    return Work({"rounded": tokens * sum(matrix.active * matrix.K for matrix in question.architecture.inside())})

@@ -1,0 +1,270 @@
+"""Which layer is stored how: the recipe's scheme, overrides and exceptions, laid over a model's shapes.
+
+Names and shapes are enough: a compile takes them from the model, a plan from its config, and both decide by this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from quantkit import plugins
+from quantkit.bundle import Decision, decision
+from quantkit.errors import InputError
+from quantkit.recipe import Recipe
+from quantkit.scheme import ActivationScheme, WeightScheme
+
+# what lies outside the blocks; all but the head is never quantized, and naming it in `keep` says so
+HEAD = "lm_head"
+ROLES = ("embeddings", HEAD, "norms")
+# decisions with these codes are no fallback: the recipe asks for them
+AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER = "kept-as-asked", "group-shrunk", "head-rounded", "untied", "router-kept"
+MIXED = "kept-high"
+# these are: what stays in floats although the recipe does not say so
+SHARED, FLOATS = "shared-kept", "floats-left"
+ASKED = (AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER, MIXED)
+_POWERS = (256, 128, 64, 32, 16)
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """What was decided.
+
+    Args:
+        schemes: linear -> scheme, of those to quantize.
+        activations: linear -> how its input is quantized, of those in `schemes` whose input is; never the head's.
+        decisions: those left in high precision against the default, and what is stored otherwise than the scheme says.
+        head: the language-model head's name, if it is to be quantized.
+    """
+
+    schemes: Mapping[str, WeightScheme]
+    activations: Mapping[str, ActivationScheme]
+    decisions: list[Decision]
+    head: str | None
+
+
+def takes_head(recipe: Recipe) -> bool:
+    """Whether a language-model head is one of the layers that a recipe stores in its scheme."""
+    return HEAD not in recipe.keep and recipe.scheme.weights is not None
+
+
+def assign(
+    recipe: Recipe,
+    shapes: Mapping[str, tuple[int, int]],
+    dtype: str,
+    *,
+    head: str | None = None,
+    routers: Collection[str] = (),
+    shared: Mapping[str, str] | None = None,
+    model: str = "model",
+) -> Assigned:
+    """Decide for every linear.
+
+    Args:
+        recipe: its scheme, overrides, `keep` and `on_indivisible`.
+        shapes: name -> [N, K], of the linears inside the blocks, and of the head if `takes_head`.
+        dtype: what the source stores; bfloat16 models read bfloat16 scales.
+        head: which of them is the head.
+        routers: those that choose or weigh experts, and stay as they are.
+        shared: those whose weight another linear in another block has too -> that one; they stay as they are.
+        model: what errors call it.
+
+    Raises:
+        InputError: `override-unmatched`, `keep-unmatched`, `group-indivisible`, `format-unsupported`,
+            `nothing-to-quantize`.
+    """
+    decisions: list[Decision] = []
+    if not recipe.passes:
+        return Assigned({}, {}, decisions, head)
+    _check_globs(recipe, shapes)
+    schemes = _assigned(recipe, shapes, head, decisions)
+    reason = "it chooses or weighs experts"
+    kept = {name: schemes.pop(name).format for name in sorted(schemes.keys() & set(routers))}
+    decisions += [decision("recipe", ROUTER, name, reason, form) for name, form in kept.items()]
+    for name, other in sorted((shared or {}).items()):
+        if name in schemes:
+            reason = f"its weight is that of {other} too: one set of codes cannot follow the inputs of both"
+            decisions.append(decision("recipe", SHARED, name, reason, schemes.pop(name).format))
+    schemes = _divisible(recipe, shapes, schemes, decisions)
+    schemes = _storable(schemes, dtype, decisions)
+    _check_formats(schemes)
+    if head is not None and head not in schemes:
+        head = None
+    if head is not None:
+        reason = "whichever pass assigns codes inside the blocks, the head is rounded to nearest in searched ranges"
+        decisions.append(decision("recipe", ROUNDED, head, reason, None, schemes[head].format))
+    if recipe.scheme.weights is not None and not schemes:
+        raise InputError(
+            "nothing-to-quantize",
+            where=model,
+            value=f"{len(shapes)} linears in its blocks, none of them to quantize",
+            rule="a recipe with a weight scheme quantizes something",
+            remedy="look at `keep`, `overrides` and `on_indivisible`",
+        )
+    inside = [name for name in schemes if name != head]
+    activations = {name: each for name in inside if (each := recipe.activations_for(name)) is not None}
+    _check_activations(activations, shapes)
+    return Assigned(schemes, activations, decisions, head)
+
+
+def _check_activations(activations: Mapping[str, ActivationScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
+    wrong = [name for name, each in activations.items() if each.group and shapes[name][1] % each.group]
+    for name in wrong[:1]:
+        others = f" (and {len(wrong) - 1} other layers)" if len(wrong) > 1 else ""
+        raise InputError(
+            "group-indivisible",
+            where=f"{name}{others}",
+            value=f"activations in groups of {activations[name].group}, K {shapes[name][1]}",
+            rule="the group divides K",
+            remedy="quantize them by token, or leave these layers' inputs alone: an override with `activations: null`",
+        )
+
+
+def _check_formats(schemes: Mapping[str, WeightScheme]) -> None:
+    for name, scheme in schemes.items():
+        if not hasattr(plugins.load("formats", scheme.format), "nearest"):
+            raise InputError(
+                "format-unsupported",
+                where=name,
+                value=f"weights in {scheme.format}",
+                rule="it has no codes to assign",
+                remedy=f"use {', '.join(_quantizing())}; to leave layers as they are, `weights: null` in an override",
+            )
+
+
+def _quantizing() -> list[str]:
+    return [name for name in plugins.names("formats") if hasattr(plugins.load("formats", name), "nearest")]
+
+
+def _check_globs(recipe: Recipe, shapes: Mapping[str, tuple[int, int]]) -> None:
+    # not every model has a head; but a glob that only a kept head would match is a contradiction
+    anyway = [] if HEAD in recipe.keep else [HEAD]
+    asked = [("override-unmatched", "overrides", each.match) for each in recipe.overrides if each.match not in anyway]
+    asked += [("keep-unmatched", "keep", glob) for glob in recipe.keep if glob not in ROLES]
+    for code, where, glob in asked:
+        if not any(fnmatchcase(name, glob) for name in shapes):
+            example = next(iter(shapes), "none")
+            raise InputError(
+                code,
+                where=where,
+                value=f"{glob!r} matches no layer",
+                rule="every glob matches something",
+                remedy="take lm_head out of `keep`" if glob == HEAD else f"layers are called like {example!r}",
+            )
+
+
+def _assigned(
+    recipe: Recipe, shapes: Mapping[str, tuple[int, int]], head: str | None, decisions: list[Decision]
+) -> dict[str, WeightScheme]:
+    schemes = {}
+    for name in shapes:
+        glob = next((glob for glob in recipe.keep if glob not in ROLES and fnmatchcase(name, glob)), None)
+        scheme = None if glob else recipe.weights_for(name, HEAD if name == head else None)
+        if scheme is not None:
+            schemes[name] = scheme
+        elif recipe.scheme.weights is not None:
+            reason = f"keep: {glob}" if glob else "an override says so"
+            decisions.append(decision("recipe", AS_ASKED, name, reason, recipe.scheme.weights.format))
+    return schemes
+
+
+def _divisible(
+    recipe: Recipe,
+    shapes: Mapping[str, tuple[int, int]],
+    schemes: Mapping[str, WeightScheme],
+    decisions: list[Decision],
+) -> dict[str, WeightScheme]:
+    wrong = [name for name, scheme in schemes.items() if scheme.padding(shapes[name][1])]
+    if not wrong or recipe.on_indivisible == "pad":
+        for name in wrong:
+            columns, group = shapes[name][1], schemes[name].group or 1
+            reason = f"K {columns} in groups of {group}"
+            decisions.append(decision("recipe", "padded", name, reason, columns, columns + -columns % group))
+        return dict(schemes)
+    if recipe.on_indivisible == "keep":
+        for name in wrong:
+            reason = f"group {schemes[name].group} does not divide K {shapes[name][1]}"
+            decisions.append(decision("recipe", "kept", name, reason, schemes[name].format))
+        return {name: scheme for name, scheme in schemes.items() if name not in wrong}
+    if recipe.on_indivisible == "shrink":
+        kinds: dict[tuple[str, int, int], list[str]] = {}
+        for name in wrong:
+            kinds.setdefault((schemes[name].format, schemes[name].group or 1, shapes[name][1]), []).append(name)
+        sizes = {kind: _power(*kind) for kind in kinds}
+        wrong = [name for kind, names in kinds.items() for name in names if sizes[kind] is None]
+        if not wrong:
+            return _shrunk(schemes, kinds, sizes, decisions)
+    first = wrong[0]
+    group, columns = schemes[first].group or 1, shapes[first][1]
+    widths = sorted({shapes[name][1] for name in wrong})
+    sizes_of = plugins.load("formats", schemes[first].format).rules.groups or (256, 192, 128, 96, 64, 48, 32, 16)
+    fitting = [size for size in sizes_of if all(width % size == 0 for width in widths)]
+    use = f"use {min(fitting, key=lambda size: abs(size - group))}, or " if fitting else ""
+    others = f" (and {len(wrong) - 1} other layers)" if len(wrong) > 1 else ""
+    raise InputError(
+        "group-indivisible",
+        where=f"{first}{others}",
+        value=f"group {group}, K {columns}",
+        rule="group divides K",
+        remedy=f"{use}on_indivisible: keep",
+    )
+
+
+def _power(name: str, group: int, columns: int) -> int | None:
+    """The largest power of two up to `group` that divides K and that the format has."""
+    allowed = plugins.load("formats", name).rules.groups or _POWERS
+    return next((size for size in _POWERS if size <= group and columns % size == 0 and size in allowed), None)
+
+
+def padded(linear: str, scheme: WeightScheme, columns: int | None) -> InputError:
+    """`layout-unsupported`: a layer whose last group is filled up, in an export that stores whole groups alone.
+
+    Args:
+        linear: its name.
+        scheme: its groups do not divide K.
+        columns: K, where it is known.
+    """
+    size = None if columns is None or scheme.group is None else _power(scheme.format, scheme.group, columns)
+    instead = f"scheme.weights.group={size}, or on_indivisible: shrink" if size else "on_indivisible: keep"
+    return InputError(
+        "layout-unsupported",
+        where=linear,
+        value=f"{f'K {columns} in groups' if columns else 'its last group'} of {scheme.group}, padded",
+        rule="who reads this takes whole groups alone; padding goes with `onnx` and `checkpoint: {layout: dense}`",
+        remedy=instead,
+    )
+
+
+def _shrunk(
+    schemes: Mapping[str, WeightScheme],
+    kinds: Mapping[tuple[str, int, int], Sequence[str]],
+    sizes: Mapping[tuple[str, int, int], int | None],
+    decisions: list[Decision],
+) -> dict[str, WeightScheme]:
+    """Schemes with smaller groups for the layers of each kind, (format, group, K); one decision a kind."""
+    found = dict(schemes)
+    for (form, group, columns), names in kinds.items():
+        size = sizes[form, group, columns]
+        found |= {name: schemes[name].model_copy(update={"group": size}) for name in names}
+        reason = f"{size} is the largest power of two up to {group} that divides K {columns}"
+        others = f" (and {len(names) - 1} other layers)" if len(names) > 1 else ""
+        decisions.append(decision("recipe", SHRUNK, f"{names[0]}{others}", reason, group, size))
+    return found
+
+
+def _storable(schemes: Mapping[str, WeightScheme], dtype: str, decisions: list[Decision]) -> dict[str, WeightScheme]:
+    """Scales in a dtype that the model's dtype holds exactly: runtimes read them in the model's dtype."""
+    if dtype not in ("float16", "bfloat16"):
+        return dict(schemes)
+    found = {
+        # a format may have no such scales, and be read by kernels of its own
+        name: scheme.model_copy(update={"scale": dtype})
+        if dtype in plugins.load("formats", scheme.format).rules.scales
+        else scheme
+        for name, scheme in schemes.items()
+    }
+    for scale in sorted({schemes[name].scale for name, scheme in found.items() if scheme != schemes[name]}):
+        reason = f"a {dtype} model's runtimes read its scales as {dtype}"
+        decisions.append(decision("recipe", "scale-dtype", "scheme.weights.scale", reason, scale, dtype))
+    return found

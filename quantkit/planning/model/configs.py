@@ -1,0 +1,191 @@
+"""A model's sizes by a reference, from its `config.json` alone: no weights, no torch.
+
+llama-3-8b             a shipped config (`quantkit list models`); the models that come in packages go by them too
+./folder, ./config.json   a Hugging Face folder, or the file itself
+./bundle               the config of the checkpoint in it
+hf:org/name[@revision] what lies in the hub's own cache; nothing is fetched
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.bundle.manifest import MANIFEST, Manifest
+from quantkit.content import is_path
+from quantkit.errors import InputError, MissingDependency, unknown_name
+from quantkit.planning.model import shipped
+from quantkit.planning.model.architecture import Architecture
+from quantkit.planning.model.decoders import decoder
+from quantkit.planning.model.encoders import TEXT, VISION, text_encoder, vision_encoder
+from quantkit.planning.model.families import FAMILIES, assumed_family
+from quantkit.planning.model.figures import Figures
+
+CONFIG = "config.json"
+# one after another: no model nests deeper than a text part in a model of several modalities
+_NESTED = ("text_config", "llm_config")
+_HEADS = ("ForCausalLM", "LMHeadModel")
+
+
+def read(reference: str) -> Architecture:
+    """A model by shipped name, path, or from the hub's cache.
+
+    Raises:
+        InputError: `unknown-model`, `file-missing`, `config-missing`, `config-invalid`, `config-unknown`,
+            `hub-not-cached`, `manifest-invalid`.
+    """
+    if reference.startswith("hf:"):
+        return from_config(_parsed(_cached(reference)), reference[3:].partition("@")[0].rpartition("/")[2])
+    if is_path(reference):
+        return _from_path(Path(reference).expanduser())
+    if reference not in shipped.names():
+        error = unknown_name("model", reference, shipped.names())
+        rule = "plan reads config.json: a shipped one, or the one of a folder"
+        raise InputError(error.code, value=error.value, rule=rule, remedy=f"{error.remedy}; a folder is ./{reference}")
+    return from_config(shipped.read(reference).config, reference)
+
+
+def from_config(config: Mapping[str, Any], name: str) -> Architecture:
+    """The sizes that a transformers `config.json` stands for.
+
+    Args:
+        config: as parsed. Of a model of several modalities the text part is taken.
+        name: what it goes by; named in errors.
+
+    Raises:
+        InputError: `config-invalid`; `config-unknown`, a `model_type` whose blocks are not known by their config.
+    """
+    if not isinstance(config, Mapping):
+        raise InputError("config-invalid", where=name, value=f"a {type(config).__name__}", rule="it is an object")
+    inner, said = _text_part(config, name)
+    if any(key in config for key in ("quantization_config", "compression_config")):
+        said.append("as if it were stored in floats: its weights are quantized already")
+    model_type, class_name = inner.get("model_type"), _class_name(inner, name)
+    if not isinstance(model_type, str) or not model_type:
+        raise InputError(
+            "config-invalid", where=f"{name}: model_type", value=f"{model_type!r:.60}", rule="it says what the model is"
+        )
+    if model_type in TEXT or model_type in VISION:
+        figures = Figures(inner, name)
+        figures.assumed += said
+        build = text_encoder if model_type in TEXT else vision_encoder
+        return build(figures, class_name, name)
+    family = FAMILIES.get(model_type)
+    if family is None:
+        family = assumed_family(inner)
+        said.append(f"blocks like Llama's: {model_type} is not known")
+    if family is None:
+        raise InputError(
+            "config-unknown",
+            where=name,
+            value=f"model_type {model_type!r:.60}",
+            rule="sizes are read off the configs of models whose blocks are known",
+            remedy=f"known: {', '.join(sorted([*FAMILIES, *TEXT, *VISION]))}",
+        )
+    figures = Figures(inner, name, family.defaults)
+    figures.assumed += said
+    head = not class_name.endswith("Model") or class_name.endswith(_HEADS)
+    if head and class_name and not class_name.endswith(_HEADS):
+        figures.assume(f"a language model: {class_name} is not")
+    return decoder(figures, family, name, head=head)
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether the blocks of its `model_type` (of its text part's) are known, so that none are assumed."""
+    inner = next((config[key] for key in _NESTED if isinstance(config.get(key), dict)), config)
+    return str(inner.get("model_type")) in (*FAMILIES, *TEXT, *VISION)
+
+
+def _text_part(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[str]]:
+    """The config of the language model in one of several modalities, and that the rest was left out."""
+    key = next((key for key in _NESTED if config.get(key) is not None), None)
+    if key is None:
+        return dict(config), []
+    inner = config[key]
+    if not isinstance(inner, dict) or any(other in inner for other in _NESTED):
+        raise InputError("config-invalid", where=f"{name}: {key}", value=f"{inner!r:.60}", rule="a config of its own")
+    outer = {each: config[each] for each in ("dtype", "torch_dtype", "tie_word_embeddings") if each in config}
+    # the class is of the whole
+    whole = {**outer, **inner, "architectures": None}
+    return whole, [f"the text part alone, without {', '.join(k for k in config if k.endswith('_config') and k != key)}"]
+
+
+def _class_name(config: Mapping[str, Any], name: str) -> str:
+    stated = config.get("architectures")
+    if stated is None or stated == []:
+        return ""
+    if not isinstance(stated, list) or not all(isinstance(each, str) for each in stated):
+        raise InputError(
+            "config-invalid",
+            where=f"{name}: architectures",
+            value=f"{stated!r:.60}",
+            rule="a list of class names",
+        )
+    return str(stated[0])
+
+
+def _from_path(path: Path) -> Architecture:
+    if path.is_file():
+        if path.suffix != ".json":
+            raise _missing(path, f"a {path.suffix or 'file without suffix'}, no config")
+        return from_config(_parsed(path), path.resolve().parent.name if path.name == CONFIG else path.stem)
+    if not path.exists():
+        raise InputError("file-missing", where=str(path), value="no such file or folder", remedy="check the path")
+    if (path / MANIFEST).is_file():
+        manifest = Manifest.read(path / MANIFEST)
+        config = _parsed(_present(path, "model", "onnx"))
+        return from_config({**config, "dtype": manifest.model.source.dtype}, manifest.model.name)
+    return from_config(_parsed(_present(path, "")), path.resolve().name)
+
+
+def _present(folder: Path, *inside: str) -> Path:
+    for place in inside:
+        if (found := folder / place / CONFIG).is_file():
+            return found
+    raise _missing(folder, f"no {CONFIG} in it")
+
+
+def _missing(path: Path, value: str) -> InputError:
+    rule = f"plan reads sizes off a {CONFIG}"
+    remedy = "name a Hugging Face folder, its config.json, a bundle or a shipped model"
+    return InputError("config-missing", where=str(path), value=value, rule=rule, remedy=remedy)
+
+
+def _cached(reference: str) -> Path:
+    """The config of a hub model that was fetched before."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        raise MissingDependency("huggingface_hub", extra="compile", purpose="the hub's cache") from None
+    name, _, revision = reference[3:].partition("@")
+    try:
+        found = try_to_load_from_cache(name, CONFIG, revision=revision or None)
+    except HFValidationError as error:
+        raise InputError("hub-name", where=reference, value=str(error), remedy="hf:org/name") from None
+    if isinstance(found, str):
+        return Path(found)
+    raise InputError(
+        "hub-not-cached",
+        where=reference,
+        value="not in the hub's cache on this machine",
+        rule="plan fetches nothing",
+        remedy=f"fetch it once: hf download {name} {CONFIG}",
+    )
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    """A JSON object with finite numbers. Raises InputError `config-invalid`."""
+
+    def refuse(text: str) -> Any:
+        raise ValueError(f"{text} is no number of JSON")
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError("config-invalid", where=str(path), value=str(error), rule="it is a JSON object") from None
+    if not isinstance(found, dict):
+        raise InputError("config-invalid", where=str(path), value=f"a {type(found).__name__}", rule="it is an object")
+    return found

@@ -1,0 +1,169 @@
+"""The linears of a model as shapes: `[N, K]` with how often each occurs. Torch-free, no weights are read.
+
+From a shipped config (`quantkit/planning/model/shipped_configs/NAME.yaml`), from a `config.json`, from the names and
+shapes of stored tensors, or typed in as KxN. A linear computes `y = x Wᵀ`, x [M, K], W [N, K].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from quantkit.content import Closed
+from quantkit.errors import InputError, unknown_name
+from quantkit.planning.model import configs
+from quantkit.planning.model import shipped as shipped_models
+from quantkit.planning.model.architecture import Architecture
+
+_TYPED = re.compile(r"(\d+)[x×](\d+)", re.IGNORECASE)
+_EMBEDDINGS = re.compile(r"embed|\bwte\b|\bwpe\b|position|token_type|norm", re.IGNORECASE)
+
+
+class Linear(Closed):
+    """A linear and how often it occurs: activation [M, K] by weight [N, K]."""
+
+    name: str
+    K: int = Field(gt=0)
+    N: int = Field(gt=0)
+    count: int = Field(default=1, gt=0)
+
+    @property
+    def label(self) -> str:
+        """`4096x14336`: K x N."""
+        return f"{self.K}x{self.N}"
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The linears of one model, or a few that were typed in.
+
+    Args:
+        name: of the model; "" for typed shapes, which are no model: nothing is summed over them.
+        linears: as the model has them, fused or separate.
+        source: where they are from.
+    """
+
+    name: str
+    linears: Sequence[Linear]
+    source: str = ""
+
+    def distinct(self) -> list[Linear]:
+        """One for each [N, K], counts added up, names joined: `q_proj, o_proj`; largest share of the weights first."""
+        found: dict[tuple[int, int], list[Linear]] = {}
+        for linear in self.linears:
+            found.setdefault((linear.K, linear.N), []).append(linear)
+        joined = [
+            Linear(
+                name=", ".join(dict.fromkeys(each.name for each in group)), K=k, N=n, count=sum(x.count for x in group)
+            )
+            for (k, n), group in found.items()
+        ]
+        return sorted(joined, key=lambda linear: -linear.K * linear.N * linear.count)
+
+
+def names() -> list[str]:
+    """The shipped models whose linears each see all tokens of a batch: those without experts."""
+    return [name for name in shipped_models.names() if not _has_experts(_architecture(name))]
+
+
+def shipped(name: str) -> Shapes:
+    """The linears of a shipped model. Raises InputError `unknown-model`, with a did-you-mean."""
+    if name not in shipped_models.names():
+        raise unknown_name("model", name, names())
+    return _of(_architecture(name), shipped_models.read(name).source)
+
+
+def _architecture(name: str) -> Architecture:
+    return configs.from_config(shipped_models.read(name).config, name)
+
+
+def typed(texts: Iterable[str]) -> Shapes:
+    """Shapes as `--shape` takes them: `4096x14336`, K x N. Raises InputError `shape-invalid`."""
+    found = []
+    for text in texts:
+        match = _TYPED.fullmatch(text.strip())
+        if match is None or not all(int(size) for size in match.groups()):
+            raise InputError(
+                "shape-invalid", where="--shape", value=text, rule="KxN, inputs by outputs, from 1 up: 4096x14336"
+            )
+        found.append(Linear(name=text.strip(), K=int(match[1]), N=int(match[2])))
+    return Shapes("", list({(each.K, each.N): each for each in found}.values()), "typed")
+
+
+def from_config(config: Mapping[str, Any], name: str) -> Shapes:
+    """The linears that a transformers `config.json` stands for.
+
+    Raises:
+        InputError: `config-invalid`; `config-unknown` for a `model_type` whose blocks are not known by their config, or
+            that has experts.
+    """
+    if not configs.is_known(config):
+        raise _unknown(name, f"model_type {config.get('model_type')!r:.60}", "models whose blocks are known")
+    return _of(configs.from_config(config, name), f"config.json, {config.get('model_type')}")
+
+
+def _of(model: Architecture, source: str) -> Shapes:
+    """The linears by what they are called inside a block."""
+    if _has_experts(model):
+        raise _unknown(model.name, "experts, each of which sees some of a batch's tokens", "models without experts")
+    found: dict[tuple[str, int, int], int] = {}
+    for layer in model.layers:
+        for each in layer.matrices:
+            key = (_label(each.name.removeprefix(f"{layer.name}.")), each.K, each.N)
+            found[key] = found.get(key, 0) + 1
+    if model.head is not None and model.kind != "encoder":  # heads of encoders are no product with every token
+        found[model.head.name.rpartition(".")[2], model.head.K, model.head.N] = 1
+    return Shapes(model.name, [Linear(name=label, K=k, N=n, count=c) for (label, k, n), c in found.items()], source)
+
+
+def _label(path: str) -> str:
+    """`self_attn.q_proj` -> `q_proj`, `attention.output.dense` -> `attention.output`."""
+    return path.removesuffix(".dense") if path.endswith(".dense") else path.rpartition(".")[2]
+
+
+def _has_experts(model: Architecture) -> bool:
+    return any(each.count > 1 for each in model.inside())
+
+
+def _unknown(name: str, value: str, rule: str) -> InputError:
+    return InputError(
+        "config-unknown",
+        where=name,
+        value=value,
+        rule=f"shapes are read off the configs of {rule}",
+        remedy="use a folder that holds the weights, or name the shapes: --shape KxN",
+    )
+
+
+def from_tensors(stored: Mapping[str, Sequence[int]], name: str, *, tied_head: bool = False) -> Shapes:
+    """The linears among stored tensors: matrices called `*.weight` that are neither embeddings nor norms.
+
+    Args:
+        stored: tensor -> shape.
+        name: of the model.
+        tied_head: whether the embedding is the head as well.
+
+    Raises:
+        InputError: `no-linears`.
+    """
+    found: dict[tuple[str, int, int], int] = {}
+    for tensor, shape in stored.items():
+        module = tensor.removesuffix(".weight")
+        embedding = bool(_EMBEDDINGS.search(module))
+        if module == tensor or len(shape) != 2 or (embedding and not _is_head(module, shape, tied_head)):
+            continue
+        label = "lm_head" if embedding else module.rpartition(".")[2]
+        key = (label, int(shape[0]), int(shape[1]))
+        found[key] = found.get(key, 0) + 1
+    if not found:
+        raise InputError("no-linears", where=name, value="no matrix among the weights", remedy="--shape KxN")
+    return Shapes(name, [Linear(name=label, K=k, N=n, count=c) for (label, n, k), c in found.items()], "stored weights")
+
+
+def _is_head(module: str, shape: Sequence[int], tied: bool) -> bool:
+    """Whether an embedding of tokens is multiplied with at the end too."""
+    return tied and bool(re.search(r"embed_tokens|word_embeddings|\bwte\b", module)) and shape[0] > shape[1]

@@ -1,0 +1,293 @@
+"""What a model's weights take as a recipe stores them: by part, and of each linear.
+
+Which linear is stored how is decided as in a compile (`assigned.py`), what one takes is in `stored.py`; embeddings,
+norms, headers and graphs are added here. An engine's bytes are those of its weights alone: the kernels beside them are
+not reckoned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quantkit import plugins
+from quantkit.bundle import Decision
+from quantkit.errors import InputError
+from quantkit.planning.model.architecture import Architecture, Matrix
+from quantkit.planning.model.assigned import ROLES, Assigned, assign, takes_head
+from quantkit.planning.model.stored import ENTRY, WIDTHS, Stored, header_bytes, in_engine, in_graph, in_layout
+from quantkit.recipe import Recipe
+from quantkit.scheme import ActivationScheme, WeightScheme
+
+# bytes of an ONNX graph, of a block and of the rest, by the model's kind: read off exports (benchmarks/plan_storage.py)
+_GRAPH = {"decoder": (6_200, 3_000), "encoder": (5_000, 6_500), "network": (5_000, 6_500)}
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What one export of a bundle stores.
+
+    Args:
+        export: `checkpoint`, `onnx` or `tensorrt`.
+        dtype: of what is not quantized.
+        linears: those inside the blocks.
+        head: the matrix that gives the logits; None without one.
+        shared: whether the head reads the table of tokens, so that its bytes are the embeddings'.
+        embeddings: bytes of the tables of tokens, positions and so on.
+        others: bytes of norms, and of what else belongs to no linear.
+        files: bytes of headers and graph.
+        decisions: what is stored otherwise than the recipe's scheme says.
+        least: whether there is more that is not reckoned: an engine's kernels.
+    """
+
+    export: str
+    dtype: str
+    linears: Sequence[Stored]
+    head: Stored | None
+    shared: bool
+    embeddings: float
+    others: float
+    files: float
+    decisions: Sequence[Decision] = ()
+    least: bool = False
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Bytes of quantized linears: `codes`, `scales`, `zeros`, `padding`, `tables`; and of the rest: `unquantized`
+        linears and biases, `embeddings`, `head`, `others`, `files`.
+        """
+        found = dict.fromkeys(("codes", "scales", "zeros", "padding", "tables", "unquantized"), 0.0)
+        for each in self.linears:
+            count = each.matrix.count
+            if each.scheme is None:
+                found["unquantized"] += each.bytes * count
+                continue
+            found["codes"] += each.codes * count
+            found["scales"] += each.scales * count
+            found["zeros"] += each.zeros * count
+            found["padding"] += each.padding * count
+            found["tables"] += each.tables * count
+            found["unquantized"] += each.bias * count
+        head = 0.0 if self.head is None or self.shared else self.head.bytes
+        return {**found, "embeddings": self.embeddings, "head": head, "others": self.others, "files": self.files}
+
+    @property
+    def total(self) -> float:
+        """Bytes of all."""
+        return sum(self.parts.values())
+
+    @property
+    def bits(self) -> float | None:
+        """Of a weight of the quantized linears, on average, with scales and zeros; None where there are none."""
+        quantized = [each for each in [*self.linears, self.head] if each is not None and each.scheme is not None]
+        weights = sum(each.matrix.count * each.matrix.N * each.matrix.K for each in quantized)
+        stored = sum(each.matrix.count * (each.bytes - each.bias) for each in quantized)
+        return 8 * stored / weights if weights else None
+
+
+def storage(architecture: Architecture, recipe: Recipe, export: str | None = None) -> Storage:
+    """What a recipe makes of a model's weights.
+
+    Args:
+        architecture: the model's sizes.
+        recipe: what to do.
+        export: one of its exports; the first of them by default.
+
+    Raises:
+        InputError: what a compile would refuse: `override-unmatched`, `keep-unmatched`, `group-indivisible`,
+            `format-unsupported`, `nothing-to-quantize`, `layout-unsupported`; `export-unknown`, one that the recipe has
+            not.
+    """
+    steps = {step.name: step.options for step in recipe.export}
+    chosen = export or next(iter(steps))
+    if chosen not in steps:
+        raise InputError("export-unknown", where=recipe.name, value=chosen, rule=f"it exports {', '.join(steps)}")
+    linears, head, assigned = _laid_over(architecture, recipe)
+    options = plugins.load("export", chosen).Options(**steps[chosen])
+    if chosen == "onnx":
+        _refuse_experts(architecture)
+        found = _graph(architecture, recipe, linears, head, options)
+    elif chosen == "tensorrt":
+        _refuse_experts(architecture)
+        found = _engine(architecture, linears, head)
+    else:
+        _refuse_tied(architecture, assigned)
+        layout = None if options.layout == "dense" else plugins.load("model.layouts", options.layout.replace("-", "_"))
+        found = _checkpoint(architecture, recipe, linears, head, layout)
+    shared = architecture.tied and assigned.head is None
+    return replace(found, shared=shared, decisions=assigned.decisions)
+
+
+# --- which linear is stored how ---------------------------------------------------------------------------------------
+
+
+def _laid_over(architecture: Architecture, recipe: Recipe) -> tuple[list[Stored], Stored | None, Assigned]:
+    """The linears of the blocks and the head with their schemes; sizes are still to be filled in."""
+    matrices = {each.name: each for each in architecture.inside()}
+    names = _names(matrices, recipe)
+    shapes = {name: (matrix.N, matrix.K) for name, matrix in names.items()}
+    head = architecture.head
+    taken = head if head is not None and architecture.kind == "decoder" and takes_head(recipe) else None
+    if taken is not None:
+        shapes[taken.name] = (taken.N, taken.K)
+    last = taken.name if taken is not None else None
+    found = assign(recipe, shapes, architecture.dtype, head=last, model=architecture.name)
+    # experts one by one become an entry for each way in which they are stored
+    kinds: dict[tuple[str, WeightScheme | None, ActivationScheme | None], int] = {}
+    for name, matrix in names.items():
+        key = (matrix.name, found.schemes.get(name), found.activations.get(name))
+        kinds[key] = kinds.get(key, 0) + (matrix.count if name == matrix.name else 1)
+    linears = [Stored(_part(matrices[name], count), scheme, inputs) for (name, scheme, inputs), count in kinds.items()]
+    linears += [Stored(each) for each in matrices.values() if each.router]
+    return linears, Stored(head, found.schemes.get(head.name)) if head is not None else None, found
+
+
+def _part(matrix: Matrix, count: int) -> Matrix:
+    """So many of an entry's experts, to which tokens go as often as to the others."""
+    return replace(matrix, count=count, active=max(1, round(matrix.active * count / matrix.count)))
+
+
+def _names(matrices: Mapping[str, Matrix], recipe: Recipe) -> dict[str, Matrix]:
+    """Linear by its name in a compile -> its entry; experts one by one only where globs could tell them apart."""
+    globs = [glob for glob in (*recipe.keep, *(each.match for each in recipe.overrides)) if glob not in ROLES]
+    found: dict[str, Matrix] = {}
+    for name, matrix in matrices.items():
+        if matrix.router:
+            continue  # a parameter, which no recipe names
+        before, place, after = name.partition(".*.")
+        if globs and place:
+            found |= {f"{before}.{number}.{after}": matrix for number in range(matrix.count)}
+        else:
+            found[name] = matrix
+    return found
+
+
+def _refuse_tied(architecture: Architecture, assigned: Assigned) -> None:
+    if assigned.head is not None and architecture.tied:
+        raise InputError(
+            "layout-unsupported",
+            where=assigned.head,
+            value="is quantized and shares its weight with the embedding, which is not",
+            rule="transformers stores tied weights once, as one or the other",
+            remedy="keep: [embeddings, lm_head], or leave `checkpoint` out of `export`",
+        )
+
+
+def _refuse_experts(architecture: Architecture) -> None:
+    for each in architecture.inside():
+        if each.count > 1:
+            raise InputError(
+                "layout-unsupported",
+                where=each.name,
+                value="belongs to a mixture of experts",
+                rule="the graph is traced once, and which expert runs depends on the data",
+                remedy="leave `onnx` and `tensorrt` out of `export`",
+            )
+
+
+# --- the whole of an export -------------------------------------------------------------------------------------------
+
+
+def _checkpoint(
+    architecture: Architecture, recipe: Recipe, linears: Sequence[Stored], head: Stored | None, layout: Any
+) -> Storage:
+    dtype = architecture.dtype
+    width = WIDTHS[dtype]
+    filled = [in_layout(each, dtype, layout) for each in linears]
+    last = in_layout(head, dtype, layout) if head is not None else None
+    listed = [*filled, *([last] if last is not None and not architecture.tied else [])]
+    elements = architecture.embeddings + _elsewhere(architecture)
+    # an offset has about as many digits as the whole
+    digits = len(str(int(sum(each.bytes * each.matrix.count for each in listed) + width * elements)))
+    entries = sum(header_bytes(each, layout, digits) for each in listed)
+    vectors = 2 + sum(-(-layer.others // architecture.hidden) for layer in architecture.layers)
+    entries += vectors * (ENTRY + 2 * digits + 50)
+    return Storage(
+        "checkpoint",
+        dtype,
+        filled,
+        last,
+        False,
+        float(width * architecture.embeddings),
+        float(width * _elsewhere(architecture)),
+        entries + _cache_scales(architecture, recipe, ENTRY + 2 * digits + 50),
+    )
+
+
+def _elsewhere(architecture: Architecture) -> int:
+    """Elements of norms, and of what else belongs to no linear and no table."""
+    return architecture.others + sum(layer.others for layer in architecture.layers)
+
+
+def _cache_scales(architecture: Architecture, recipe: Recipe, entry: int) -> float:
+    """Fixed scales of keys and values: an entry in a header for each, and float32 numbers."""
+    cache = recipe.scheme.kv_cache
+    if cache is None or cache.dynamic:
+        return 0.0
+    found = 0.0
+    for layer in architecture.layers:
+        if layer.attention is not None:
+            heads = layer.attention.kv_heads
+            numbers = {"tensor": 1, "head": heads}.get(cache.granularity, heads * layer.attention.head_dim)
+            found += 2 * (4 * numbers + entry)
+    return found
+
+
+def _graph(
+    architecture: Architecture, recipe: Recipe, linears: Sequence[Stored], head: Stored | None, options: Any
+) -> Storage:
+    filled = [in_graph(each, options) for each in linears]
+    # of an encoder the graph gives the last hidden states
+    head = None if architecture.kind == "encoder" else head
+    others = 4.0 * (_elsewhere(architecture) - architecture.ends) + _rotary(architecture)
+    if any("moved" in plugins.load("passes", step.name).ensures for step in recipe.passes):
+        others += sum(8.0 * columns for columns in _shared_inputs(filled))  # a shift and a scale a channel
+    block, rest = _GRAPH[architecture.kind]
+    return Storage(
+        "onnx",
+        "float32",
+        filled,
+        in_graph(head, options) if head is not None else None,
+        False,
+        4.0 * architecture.embeddings,
+        others,
+        float(block * len(architecture.layers) + rest),
+    )
+
+
+def _rotary(architecture: Architecture) -> float:
+    """Cosines and sines of every position, float32, once for all layers that turn alike."""
+    if architecture.kind != "decoder" or architecture.max_context is None:
+        return 0.0
+    apart = architecture.model_type in ("gemma3_text", "olmo3")  # windows turn by angles of their own
+    kinds = {
+        (layer.attention.kind if apart else "", layer.attention.rope_dim or layer.attention.head_dim)
+        for layer in architecture.layers
+        if layer.attention is not None
+    }
+    return sum(4.0 * architecture.max_context * size for _, size in kinds)
+
+
+def _shared_inputs(linears: Sequence[Stored]) -> Iterator[int]:
+    """K of each input that is quantized: linears side by side in a module read one."""
+    seen = set()
+    for each in linears:
+        key = (each.matrix.name.rpartition(".")[0], each.matrix.K)
+        if each.activations is not None and key not in seen:
+            seen.add(key)
+            yield each.matrix.K
+
+
+def _engine(architecture: Architecture, linears: Sequence[Stored], head: Stored | None) -> Storage:
+    return Storage(
+        "tensorrt",
+        "float16",
+        [in_engine(each) for each in linears],
+        in_engine(head) if head is not None else None,
+        False,
+        2.0 * architecture.embeddings,
+        2.0 * _elsewhere(architecture),
+        0.0,
+        least=True,
+    )

@@ -1,0 +1,1 @@
+"""What users wait for and what tokens cost: traffic, continuous batching, prices."""

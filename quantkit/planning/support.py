@@ -1,0 +1,373 @@
+"""What a recipe can have on a target: which runtime reads each of its exports, and whether it computes in the formats.
+
+A cell of a target's table (`target.py`) says what a runtime makes of a format; an exporter (`holds`) what of that it
+leaves. A recipe is refused where an export has no runtime that can, and the nearest recipe is looked for among those
+that ship: the same kind of model, computed in as it is stored, the nearest bits. No model is opened, torch not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import yaml
+
+from quantkit import content, plugins
+from quantkit.errors import InputError
+from quantkit.kinds import Kind
+from quantkit.recipe import ExportStep, Recipe
+from quantkit.scheme import ActivationScheme, WeightScheme
+from quantkit.target import State, Stored, Target
+
+# code of the decision that nothing on the target computes in what is stored
+EMULATED = "emulated"
+_ORDER: tuple[State, ...] = ("native", "emulated", "absent")
+# what a float graph becomes: an engine where its recipe has one, else this
+_GRAPH = ExportStep(name="onnx", options={"dialect": "onnxruntime"})
+_ENGINE = "tensorrt"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Something that a recipe stores, what the runtime makes of it, and how that is known."""
+
+    stored: Stored
+    state: State
+    source: str
+
+
+@dataclass(frozen=True)
+class Reader:
+    """An export and the runtime that reads it.
+
+    Args:
+        export: its name.
+        runtime: the first of the target's that computes in most of what is stored.
+        taken: everything that is stored.
+    """
+
+    export: str
+    runtime: str
+    taken: Sequence[Taken]
+
+    @property
+    def state(self) -> State:
+        """Of the worst part; `native` where nothing is quantized."""
+        return max((each.state for each in self.taken), key=_ORDER.index, default="native")
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The lower, the more of it is computed in as it is stored."""
+        return _ORDER.index(self.state), len(self.emulated)
+
+    @property
+    def emulated(self) -> list[Taken]:
+        """What is stored so, and computed in floats."""
+        return [each for each in self.taken if each.state == "emulated"]
+
+
+def stored_formats(recipe: Recipe) -> list[Stored]:
+    """Everything that a recipe stores: weights, inputs, keys and values; each once."""
+    found: dict[Stored, None] = {}
+    for _, weights, inputs in _schemes(recipe):
+        found[Stored(weights.format, weights.symmetric)] = None
+        if inputs is not None:
+            found[Stored(inputs.format, inputs.symmetric, "inputs")] = None
+    cache = recipe.scheme.kv_cache
+    if cache is not None:
+        found[Stored(cache.format, cache.symmetric, "kv_cache")] = None
+    return list(found)
+
+
+def readers(recipe: Recipe, target: Target, kind: Kind | None = None) -> list[Reader]:
+    """Who reads each export of a recipe on a target.
+
+    Args:
+        recipe: as it is asked for; exports for which the target has no runtime are left out, if others are left.
+        target: where.
+        kind: of the model; None where it is not known yet: not a graph.
+
+    Raises:
+        InputError: `target-cannot-run` or `layout-unsupported`: an export that none of the target's runtimes can read,
+            or no export for any of them.
+    """
+    found: list[Reader] = []
+    problems: list[tuple[str, InputError]] = []
+    for step in _read(recipe, target, kind):
+        try:
+            if step is _GRAPH:
+                graph_schemes(recipe)
+            found.append(reader(recipe, step, target))
+        except InputError as error:
+            problems.append((step.name, error))
+    if not problems:
+        return found
+    name, problem = problems[0]
+    if found and f"leave `{name}` out" not in problem.remedy:
+        own = problem.remedy if problem.remedy.startswith("--set") else ""
+        raise _instead(problem, _either(own, f"leave `{name}` out of `export`"))
+    raise problem
+
+
+def reader(recipe: Recipe, step: ExportStep, target: Target) -> Reader:
+    """The best of the target's runtimes for one export. Raises InputError, that of the first one."""
+    exporter = plugins.load("export", step.name)
+    if step is not _GRAPH:
+        _demand_place_for_moved(recipe, step, exporter)
+    problems: list[InputError] = []
+    found: list[Reader] = []
+    for runtime in exporter.runtimes:
+        if runtime not in target.runtimes:
+            continue
+        try:
+            found.append(_read_by(recipe, step, exporter, target, runtime))
+        except InputError as problem:
+            problems.append(problem)
+    if found:
+        # of those that are as good, the one that the target lists first
+        return min(found, key=lambda each: (*each.rank, target.runtimes.index(each.runtime)))
+    if problems:
+        raise problems[0]
+    target.check([], exporter.runtimes[0])
+    raise AssertionError("a runtime that the target does not list is refused")
+
+
+def caveats(recipe: Recipe, target: Target, runtimes: Sequence[str] | None = None) -> list[str]:
+    """What runtimes need beside themselves to read the exports of a recipe, or do otherwise than is stored.
+
+    Args:
+        recipe, target: as for `readers`.
+        runtimes: of these; None: of all that the target has.
+    """
+    found = []
+    for step in recipe.export:
+        exporter = plugins.load("export", step.name)
+        for runtime in exporter.runtimes:
+            said = exporter.caveat(step.options, runtime) if hasattr(exporter, "caveat") else ""
+            if not said or runtime not in (target.runtimes if runtimes is None else runtimes):
+                continue
+            try:
+                _read_by(recipe, step, exporter, target, runtime)
+            except InputError:
+                continue
+            found.append(said)
+    return found
+
+
+def graph_schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
+    """What a float graph can be quantized to for ONNX Runtime. Raises InputError `scheme-unsupported`."""
+    weights, activations = recipe.scheme.weights, recipe.scheme.activations
+    able = weights is not None and weights.format in ("int8", "int7") and weights.symmetric
+    able = able and weights is not None and weights.granularity in ("channel", "tensor")
+    if not able or activations is None or activations.format != "int8" or activations.granularity == "group":
+        names = [weights.format if weights else "float", activations.format if activations else "float"]
+        raise InputError(
+            "scheme-unsupported",
+            where=f"recipe {recipe.name}",
+            value=f"weights {names[0]}, activations {names[1]}",
+            rule="a graph is quantized to symmetric int8 or int7 weights, and int8 activations by tensor or token",
+            remedy="--recipe int8",
+        )
+    assert weights is not None
+    return weights, activations
+
+
+def best(found: Sequence[Reader]) -> Reader:
+    """The reader that computes in most of what is stored."""
+    return min(found, key=lambda each: each.rank)
+
+
+def slower(recipe: Recipe, target: Target, found: Sequence[Reader], kind: Kind | None = None) -> str:
+    """What is only emulated, whoever reads it, and what to do about it; "" where a runtime computes in all of it."""
+    chosen = best(found)
+    if chosen.state != "emulated":
+        return ""
+    what = ", ".join(each.stored.words for each in chosen.emulated)
+    reason = f"{what}: stored so, but {chosen.runtime} computes in floats on {target.name}; smaller, not faster"
+    remedy = instead(recipe, target, kind, native=True)
+    return f"{reason}; {remedy}" if remedy else reason
+
+
+def refusal(error: InputError, recipe: Recipe, target: Target, kind: Kind | None = None) -> InputError:
+    """A refusal that names the nearest recipe or target that can, and the settings that it named itself."""
+    kind = kind or recipe.models[0]
+    remedy = _either(instead(recipe, target, kind), _elsewhere(recipe, target, kind))
+    if not remedy:
+        alike = sorted(_alike(recipe, kind), key=lambda other: (*_differ(recipe, other), other.name))
+        places = ((other.name, _elsewhere(other, target, kind)) for other in alike)
+        remedy = next((f"--recipe {name} {place}" for name, place in places if place), "")
+    own = error.remedy if not remedy or error.remedy.startswith(("--set", "leave")) else ""
+    return _instead(error, _either(own, remedy))
+
+
+def instead(recipe: Recipe, target: Target, kind: Kind | None = None, *, native: bool = False) -> str:
+    """What to ask for instead: the nearest shipped recipe, or another export; "" without either.
+
+    Args:
+        recipe, target, kind: as for `readers`; of a kind that is not known, the first of the recipe's.
+        native: only what is computed in as it is stored.
+    """
+    kind = kind or recipe.models[0]
+    parts = []
+    others = [each for each in _others(recipe, target, kind) if not native or each[2].state == "native"]
+    if others:
+        _, other, found = min(others, key=lambda each: each[0])
+        how = "native" if found.state == "native" else "computed in floats"
+        parts.append(f"--recipe {other.name} ({how} in {found.runtime})")
+    for name, runtime in _exports(recipe, target, kind):
+        parts.append(f"--set 'export=[{{{name}: {{}}}}]' (native in {runtime})")
+    return _either(*parts)
+
+
+def _elsewhere(recipe: Recipe, target: Target, kind: Kind) -> str:
+    """The nearest target that computes in all that a recipe stores."""
+    wanted = {runtime for step in _steps(recipe, kind) for runtime in plugins.load("export", step.name).runtimes}
+    for name in sorted(content.names("export"), key=lambda name: _apart(_outline(name), target)):
+        if not wanted & set(_outline(name)["runtimes"]):
+            continue  # to parse all of them would take a second
+        try:
+            found = best(readers(recipe, Target.load(name), kind))
+        except InputError:
+            continue
+        if found.state == "native":
+            return f"--target {name} (native in {found.runtime})"
+    return ""
+
+
+@cache
+def _outline(name: str) -> dict[str, Any]:
+    """A few lines of a shipped target."""
+    lines = content.find("export", name).read_text(encoding="utf-8").splitlines()
+    keys = ("kind: ", "arch: ", "runtimes: ")
+    found = yaml.safe_load("\n".join(line for line in lines if line.startswith(keys)))
+    return {**found, "name": name}
+
+
+def _instead(error: InputError, remedy: str) -> InputError:
+    return InputError(error.code, where=error.where, value=error.value, rule=error.rule, remedy=remedy)
+
+
+def _either(*remedies: str) -> str:
+    return "; or: ".join(part for part in remedies if part)
+
+
+def _schemes(recipe: Recipe) -> Iterator[tuple[str, WeightScheme, ActivationScheme | None]]:
+    """Where a recipe says so, how weights are stored there, and how their inputs are; not what stays in floats."""
+    weights, inputs = recipe.scheme.weights, recipe.scheme.activations
+    if weights is not None:
+        yield "scheme", weights, inputs
+    for each in recipe.overrides:
+        own = each.over(weights, WeightScheme) if each.concerns(WeightScheme) else weights
+        fed = each.over(inputs, ActivationScheme) if each.concerns(ActivationScheme) else inputs
+        if own is not None:
+            yield f"overrides: {each.match}", own, fed
+
+
+def _steps(recipe: Recipe, kind: Kind | None) -> list[ExportStep]:
+    """The exports of a recipe; of a graph the one that it becomes."""
+    if kind != "network":
+        return recipe.export
+    return [step for step in recipe.export if step.name == _ENGINE] or [_GRAPH]
+
+
+def _read(recipe: Recipe, target: Target, kind: Kind | None) -> list[ExportStep]:
+    """The exports that a runtime of the target reads; all of them where it reads none."""
+    steps = _steps(recipe, kind)
+    kept = [step for step in steps if set(plugins.load("export", step.name).runtimes) & set(target.runtimes)]
+    return kept or steps
+
+
+def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: Any) -> None:
+    """Refuse an export that has no place for what a pass makes of inputs. Raises InputError `layout-unsupported`."""
+    moving = [each.name for each in recipe.passes if "moved" in plugins.load("passes", each.name).ensures]
+    if moving and not getattr(exporter, "moves", False):
+        raise InputError(
+            "layout-unsupported",
+            where=f"export: {step.name}",
+            value=f"channels that {moving[0]} moves",
+            rule="it has no place for what becomes of an input before it is quantized",
+            remedy=f"--set 'export=[{{onnx: {{}}}}]' or [{{tensorrt: {{}}}}], or leave {moving[0]} out of `passes`",
+        )
+
+
+def _read_by(recipe: Recipe, step: ExportStep, exporter: Any, target: Target, runtime: str) -> Reader:
+    stored = stored_formats(recipe)
+    target.check(stored, runtime)
+    weights = {place: own for place, own, _ in _schemes(recipe)}
+    inputs = {place: fed for place, _, fed in _schemes(recipe) if fed is not None}
+    left: State = "native"
+    if step is not _GRAPH:  # whose own rules are `graph_schemes`
+        left = exporter.holds(step.options, runtime, weights, inputs, recipe.scheme.kv_cache)
+    taken = []
+    for each in stored:
+        use = target.use(each, runtime)
+        floats = left == "emulated" and each.part != "kv_cache"
+        source = f"the {step.name} holds the values that codes stand for" if floats else use.source
+        taken.append(Taken(each, "emulated" if floats else use.state, source))
+    return Reader(step.name, runtime, taken)
+
+
+def _exports(recipe: Recipe, target: Target, kind: Kind) -> Iterator[tuple[str, str]]:
+    """(export, runtime): the first export that the recipe could have, and that is computed in as it is stored."""
+    for name in sorted({*plugins.names("export")} - {step.name for step in recipe.export}):
+        changed = recipe.model_copy(update={"export": [ExportStep(name=name)]})
+        try:
+            found = best(readers(changed, target, kind))
+        except InputError:
+            continue
+        if found.state == "native" and found.export == name and found.taken:
+            yield name, found.runtime
+            return
+
+
+@cache
+def _shipped(name: str) -> Recipe:
+    return Recipe.load(name)
+
+
+def _alike(recipe: Recipe, kind: Kind) -> list[Recipe]:
+    """The other shipped recipes for that kind of model."""
+    others = [_shipped(name) for name in content.names("recipes") if name != recipe.name]
+    # an add-on is no recipe by itself, and a graph is quantized or left alone
+    quantized = [each for each in others if each.scheme.weights or (each.scheme.kv_cache is None and kind != "network")]
+    return [each for each in quantized if kind in each.models]
+
+
+def _others(recipe: Recipe, target: Target, kind: Kind) -> Iterator[tuple[tuple[Any, ...], Recipe, Reader]]:
+    """Shipped recipes that a target runs, with how far they are from another one."""
+    asked = {step.name for step in recipe.export}
+    for other in _alike(recipe, kind):
+        try:
+            known = readers(other, target, kind)
+        except InputError:
+            continue
+        found = min(known, key=lambda each: (*each.rank, each.export not in asked))
+        yield (_ORDER.index(found.state), *_differ(recipe, other), other.name), other, found
+
+
+def _differ(recipe: Recipe, other: Recipe) -> tuple[float | bool, ...]:
+    """How unlike two recipes are, what matters most first: bits, inputs, exports, kind of format, zero points."""
+    one, two = recipe.scheme, other.scheme
+    bits = [float(plugins.load("formats", x.weights.format).bits) if x.weights else 16.0 for x in (one, two)]
+    inputs = [x.activations.format if x.activations else "" for x in (one, two)]
+    kinds = [x.weights.format[:2] if x.weights else "" for x in (one, two)]
+    exports = [{step.name for step in x.export} for x in (recipe, other)]
+    zeros = [x.weights.symmetric if x.weights else True for x in (one, two)]
+    dynamic = [x.activations.dynamic if x.activations else None for x in (one, two)]
+    return (
+        abs(bits[0] - bits[1]),
+        (inputs[0] == "") != (inputs[1] == ""),
+        not exports[0] & exports[1],
+        kinds[0] != kinds[1],
+        dynamic[0] != dynamic[1],
+        zeros[0] != zeros[1],
+        recipe.passes != other.passes,
+    )
+
+
+def _apart(other: dict[str, Any], target: Target) -> tuple[Any, ...]:
+    """How unlike a target another one is, by its outline."""
+    sm = abs(float(other["arch"].get("sm") or 0) - float(target.arch.sm or 0))
+    return other["kind"] != target.kind, other["arch"]["vendor"] != target.arch.vendor, sm, other["name"]

@@ -1,0 +1,117 @@
+"""What an engine really does, as sections of the report and as a table on screen: `measure.engine_layers`, said.
+
+Layers of the model that are multiplied in more bits than asked come first, then those that are as asked, by kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from quantkit.measurement.engine_layers import Costly, Inspected, Product
+from quantkit.report.bundle import figures
+from quantkit.report.kit import words
+from quantkit.report.kit.parts import Section, Sheet
+
+_COST = ("layer of the engine", "share", "median", "fastest", "slowest", "kernel", "computes", "kernels tried")
+
+
+def sections(engines: Sequence[Inspected]) -> list[Section]:
+    """Two of each engine: precision by layer, and the costliest layers where they were timed."""
+    head = ["layers of the model", "weights", "read in", "inputs", "multiplied in", "reason"]
+    found = []
+    for each in engines:
+        how = f"{each.engine}, opened by {each.library} on {each.gpu}; from its inspector."
+        found.append(Section(said(each), [], [how], Sheet(head, _grouped(each), 5), title=each.engine))
+        if each.costliest:
+            share = words.percent(sum(layer.share for layer in each.costliest))
+            count = words.plural(len(each.costliest), "layer")
+            text = f"{count} take {share} of a step's time, {each.costliest[0].layer} the most."
+            how = "Timed by the library's profiler, without CUDA graphs: what a layer takes beside the others."
+            sheet = Sheet(_COST, [_cost(layer) for layer in each.costliest], 3)
+            found.append(Section([text], [], [how, _tried(each)], sheet, title="Costliest layers"))
+    return found
+
+
+def said(engine: Inspected) -> list[str]:
+    """What it does otherwise than asked, and what it made of the network."""
+    fallen = [each for each in engine.products if each.fell_back]
+    unknown = [each for each in engine.products if each.got is None]
+    count = words.plural(len(engine.products), "quantized layer")
+    if fallen:
+        text = f"{len(fallen)} of {count} are multiplied in more bits than asked: {fallen[0].linear} first."
+    elif len(unknown) < len(engine.products):
+        text = f"All of {count} that it names are multiplied as asked."
+    else:
+        text = f"The engine names none of {count}: what they are multiplied in is not known."
+    made = f"{words.plural(engine.nodes, 'node')} became {words.plural(engine.layers, 'layer')}, {engine.fused} fused."
+    counted = {
+        "Layers that it does not name": len(unknown) if len(unknown) < len(engine.products) else 0,
+        "Layers that only change how a tensor lies": len(engine.reformats),
+        "Pairs before inputs that no product consumes": len(engine.pairs),
+    }
+    more = [f"{what}: {count}." for what, count in counted.items() if count]
+    return [text, *more, made]
+
+
+def table(engine: Inspected) -> list[RenderableType]:
+    """For a terminal: what fell back, a line each, and the costliest."""
+    fallen = [each for each in engine.products if each.fell_back]
+    mark, style = ("✗", "bold red") if fallen else ("✓", "bold green")
+    head = Text.assemble((f"{mark} ", style), (engine.engine, "bold"), f": {' '.join(said(engine))}")
+    lines = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for name in ("fell back", "asked", "got", "reason"):
+        lines.add_column(name)
+    for each in fallen[:10]:
+        lines.add_row(each.linear, each.asked, str(each.got), each.why)
+    costs = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for place, name in enumerate(_COST[:6]):
+        costs.add_column(name, justify="right" if 0 < place < 5 else "left")
+    for layer in engine.costliest:
+        costs.add_row(*_cost(layer)[:6])
+    shown: list[RenderableType] = [head]
+    if fallen:
+        shown.append(Padding(lines, (0, 0, 0, 2)))
+    if engine.costliest:
+        shown += [Text(), Padding(costs, (0, 0, 0, 2))]
+    return shown
+
+
+def _grouped(engine: Inspected) -> list[list[str]]:
+    fallen = [_product(each.linear, each) for each in engine.products if each.fell_back]
+    groups: dict[tuple[str, ...], list[Product]] = {}
+    for each in engine.products:
+        if not each.fell_back:
+            key = figures.place(each.linear)[1], each.asked, str(each.got), str(each.inputs_asked), str(each.inputs_got)
+            groups.setdefault(key, []).append(each)
+    return fallen + [_product(f"{key[0]}, {len(group)} of them", group[0]) for key, group in groups.items()]
+
+
+def _product(name: str, each: Product) -> list[str]:
+    return [
+        name,
+        each.asked,
+        each.got or "not known",
+        each.inputs_asked or "floats",
+        each.inputs_got or ("floats" if each.inputs_asked is None else "not known"),
+        each.why,
+    ]
+
+
+def _cost(layer: Costly) -> list[str]:
+    times = [words.duration(seconds) for seconds in (layer.seconds, layer.low, layer.high)]
+    tried = ", ".join(f"{name} {words.duration(seconds)}" for name, seconds in layer.tried[:5])
+    made = ", ".join(layer.linears[:3]) or "–"
+    return [layer.layer, words.percent(layer.share), *times, layer.tactic or layer.kind, made, tried or "–"]
+
+
+def _tried(engine: Inspected) -> str:
+    if any(layer.tried for layer in engine.costliest):
+        return "Kernels tried: as the build timed them, the fastest first."
+    if engine.library.startswith("tensorrt_rtx"):
+        return "TensorRT-RTX compiles ahead of time: it tries no kernels, and there is no spread to show."
+    return "The build timed none of them anew: its timing cache knew them."

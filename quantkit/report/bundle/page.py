@@ -1,0 +1,260 @@
+"""The report: `report.html` of a bundle, one file that needs no network.
+
+It is made from the manifest and the measurements alone, so the same two give the same page. What comes from a model is
+untrusted: Jinja escapes it in the text, JSON in a script element is escaped besides, and the page's own policy lets no
+script run but its own three and no request leave. Plotly is embedded once, gzipped; the data of every figure is
+also there as a table, for those who cannot see the figures or run no scripts.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import gzip
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit import machine
+from quantkit.bundle import Manifest
+from quantkit.bundle.disk import write_atomic
+from quantkit.errors import InputError, MissingDependency
+from quantkit.measurement.accuracy.harm import Harm
+from quantkit.measurement.engine_layers import Inspected
+from quantkit.measurement.rows import Row
+from quantkit.report.bundle import accuracy as accuracy_sections
+from quantkit.report.bundle import curves, figures, sections, speed, usage
+from quantkit.report.bundle import engine as engine_sections
+from quantkit.report.bundle import harm as harm_sections
+from quantkit.report.kit import shares, words
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+_FOLDER = Path(__file__).parents[1] / "kit" / "templates"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number that a reader remembers, what it is, and how sure it is."""
+
+    value: str
+    label: str
+    detail: str
+
+
+def page(
+    manifest: Manifest,
+    rows: Sequence[Row],
+    notes: Sequence[str],
+    *,
+    harm: Harm | None = None,
+    engines: Sequence[Inspected] = (),
+) -> str:
+    """The page as HTML.
+
+    Args:
+        manifest: of the bundle.
+        rows: its measurements.
+        notes: what a reader must know about the figures; stands beside them.
+        harm: where it is hurt, if that was looked for.
+        engines: what was found out about each of its engines.
+
+    Raises:
+        MissingDependency: plotly, extra `report`.
+    """
+    answer, because = figures.verdict(manifest, rows)
+    return rendered(
+        "page.html.j2",
+        manifest=manifest,
+        origin=figures.origin(manifest),
+        schemes=figures.schemes(manifest),
+        tone=_tone(manifest),
+        answer=words.sentence(answer),
+        because=because,
+        timed=figures.timed(rows),
+        tiles=_tiles(rows),
+        speed=speed.sections(manifest, rows),
+        accuracy=accuracy_sections.accuracy(manifest, rows),
+        tables=accuracy_sections.accuracy_tables(rows),
+        scored=figures.scored(rows),
+        notes=[note.rstrip(".") for note in [*notes, *accuracy_sections.traps(rows, notes)]],
+        harm=[*harm_sections.sections(harm), *sections.weights(manifest)],
+        hurts=harm_sections.said(harm),
+        worst=harm_sections.worst(harm),
+        engines=engine_sections.sections(engines),
+        sizes=sections.sizes(manifest, rows),
+        groups=figures.grouped(manifest.decisions),
+        gates=figures.gates(manifest.checks),
+        checks=figures.other_checks(manifest.checks),
+        commands=usage.commands(manifest),
+        judge="\n".join(usage.measure(manifest)),
+        again=usage.again(manifest),
+        facts=_facts(manifest, rows),
+        recipe=usage.recipe(manifest),
+    )
+
+
+def demand() -> None:
+    """Refuse to begin without what a page needs. Raises MissingDependency: plotly, extra `report`."""
+    if not machine.has("plotly"):
+        raise MissingDependency("plotly", extra="report", purpose="the page")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a page, whole or not at all. Raises InputError: `file-unwritable`."""
+    try:
+        write_atomic(path, text.encode())
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError("file-unwritable", where=str(path), value=reason, remedy="check the folder") from None
+
+
+def rendered(template: str, **values: Any) -> str:
+    """A page of this package's style from one of its templates: escaped, with its scripts and the policy for them.
+
+    Raises:
+        MissingDependency: plotly, extra `report`.
+    """
+    from markupsafe import Markup
+
+    library = _library()
+    script = _read("page.js")
+    text = (
+        _environment()
+        .get_template(template)
+        .render(
+            **values,
+            policy=_policy(script, library),
+            # these three are this package's own and plotly's; everything else is escaped
+            style=Markup(_read("page.css")),  # noqa: S704
+            script=Markup(script),  # noqa: S704
+            library=Markup(_packed(library)),  # noqa: S704
+        )
+    )
+    return text.strip("\n") + "\n"
+
+
+@functools.cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    made = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {"change": figures.change, "relation": figures.relation, "short": figures.short}
+    made.filters |= {"size": words.size, "plural": words.plural}
+    return made
+
+
+def _library() -> str:
+    try:
+        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
+    except ImportError:
+        raise MissingDependency("plotly", extra="report", purpose="the report page") from None
+    return str(get_plotlyjs())
+
+
+@functools.cache
+def _packed(library: str) -> str:
+    # a third of its size; browsers unpack it themselves (DecompressionStream)
+    return base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()
+
+
+def _policy(*scripts: str) -> str:
+    """What the page may do: draw, and run these scripts. Plotly sets styles on elements: hence one `unsafe-inline`."""
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    rules = ["default-src 'none'", f"script-src {allowed}", "style-src 'unsafe-inline'", "img-src data:"]
+    return "; ".join([*rules, "base-uri 'none'", "form-action 'none'"])
+
+
+def _read(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+# --- verdict ---------------------------------------------------------------------------------------------------------
+
+
+def _tone(manifest: Manifest) -> str:
+    if manifest.state == "gate_failed":
+        return "bad"
+    if manifest.verdict is None:
+        return "open"
+    tones = {"ship_it": "good", "ship_up_to": "good", "intervals": "open", "inconclusive": "open"}
+    return tones.get(manifest.verdict.answer, "bad")
+
+
+def _tiles(rows: Sequence[Row]) -> list[Tile]:
+    """Speed, size and accuracy, as far as they were measured."""
+    found = []
+    timed = [row for row in rows if row.name.startswith("latency.") and row.baseline and row.baseline.ratio]
+    if timed:
+        # decode before prefill, then the smallest
+        row = min(timed, key=lambda r: (r.name, (r.shape or {}).get("context", 0), r.batch or 0, curves.tokens(r)))
+        base = row.baseline
+        sure = words.between(base.ratio_ci95 if base else None, words.times)
+        kind = {"latency.decode_step": "decode", "latency.prefill": "prefill"}.get(row.name, "one operation")
+        kind = "a pass" if row.name == "latency.prefill" and curves.tokens(row) == 1 else kind
+        detail = ", ".join(part for part in (figures.where(row), f"95\u00a0% {sure}" if sure else "") if part)
+        found.append(Tile(words.times((base and base.ratio) or 0.0), f"the speed in {kind}", detail))
+    sized = [row for row in rows if row.name == "size.bytes" and row.value and row.baseline and row.baseline.ratio]
+    if sized:
+        row = sized[-1]
+        before, ratio = (row.baseline.value, row.baseline.ratio or 0.0) if row.baseline else (0.0, 0.0)
+        label = "smaller on disk" if ratio >= 1 else "larger on disk"
+        number = words.times(ratio if ratio >= 1 else 1 / ratio)
+        found.append(Tile(number, label, f"{words.size(before)} to {words.size(row.value or 0.0)}"))
+    scored = {row.name: row for row in rows if row.value is not None and "surer_than" not in row.settings}
+    if (best := scored.get("accuracy.perplexity")) and best.baseline and best.baseline.ratio:
+        change = f"{words.figure(best.baseline.value)} to {words.figure(best.value or 0.0)}"
+        detail = f"{change}, {figures.variant(best)}; lower is better"
+        found.append(Tile(f"{1 / best.baseline.ratio:.3f}×", "the perplexity", detail))
+    elif best := next((scored[name] for name in ("accuracy.top1", "accuracy.recall_at_1") if name in scored), None):
+        detail = ", ".join(part for part in (shares.changed(best), figures.variant(best)) if part)
+        found.append(Tile(shares.form(best)(best.value or 0.0), shares.NAMES[best.name], detail))
+    elif (best := scored.get("accuracy.top1_agreement")) and shares.of_classes(best):
+        form = shares.form(best)
+        detail = f"95\u00a0% {words.between(best.ci95, form)}, {figures.variant(best)}"
+        found.append(Tile(form(best.value or 0.0), shares.agreement(best), detail))
+    elif best := scored.get("accuracy.cosine"):
+        sure = words.between(best.ci95, lambda value: words.figure(value, 5))
+        detail = ", ".join(part for part in (f"95\u00a0% {sure}" if sure else "", figures.variant(best)) if part)
+        found.append(Tile(words.figure(best.value or 0.0), "cosine to the original", detail))
+    return found
+
+
+# --- where it is from ------------------------------------------------------------------------------------------------
+
+
+def _facts(manifest: Manifest, rows: Sequence[Row]) -> list[tuple[str, str]]:
+    source, seen = manifest.model.source, manifest.calibration
+    found = [("source", f"{source.ref}, {source.dtype}{f', converted from {source.was}' if source.was else ''}")]
+    found.append(("sha256 of the source", source.sha256))
+    if seen is not None:
+        found.append(("calibrated on", figures.calibrated(seen)))
+        found.append((figures.hash_of(seen.tokens > 0), seen.ids_sha256))
+    else:
+        found.append(("calibrated on", "nothing: no pass of the recipe looks at data"))
+    data = next((row.data for row in rows if row.data is not None), None)
+    if data is not None:
+        sequences = figures.begins(data.begins).replace("each", "sequences")
+        found.append(("scored on", f"{data.set} ({data.split}), {data.items:,} items{sequences}"))
+        found.append((figures.hash_of(manifest.model.kind == "decoder"), data.sha256))
+    found.append(("target", str((manifest.target or {}).get("name") or "none")))
+    device = manifest.device.get("name") or "an unnamed machine"
+    found.append(("made on", f"{device}, {manifest.isa}, {words.plural(manifest.threads, 'thread')}"))
+    for row in rows:
+        if row.device is not None and row.device.name != device:
+            found.append(("measured on", row.device.name))
+            break
+    found += [("made at", manifest.created), ("seed", str(manifest.seed)), ("content_sha256", manifest.content_sha256)]
+    versions = {"quantkit": manifest.quantkit, **manifest.versions}
+    found.append(("versions", ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))))
+    return found

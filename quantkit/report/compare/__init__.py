@@ -1,0 +1,1 @@
+"""Two versions of a model: on a screen, as a page, in words."""

@@ -1,0 +1,218 @@
+"""What a comparison says, in words: of each thing that was compared, of layers, and the reasons of the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import expm1, floor, log10
+
+from quantkit.bundle import LayerEntry
+from quantkit.measurement.compared import Cell, Compared, Flips, LayerPair, Named
+from quantkit.report.bundle import figures
+from quantkit.report.kit import words
+
+_NAMES = {
+    "accuracy.next_word": "next word right",
+    "accuracy.kl": "KL divergence",
+    "accuracy.perplexity": "perplexity",
+    "accuracy.top1": "top-1",
+    "accuracy.recall_at_1": "recall at 1",
+    "accuracy.top1_agreement": "agreement",
+    "accuracy.cosine": "cosine",
+    "latency.decode_step": "decode step",
+    "latency.prefill": "prefill",
+    "size.bytes": "weights",
+}
+_SHARES = ("accuracy.next_word", "accuracy.top1", "accuracy.recall_at_1", "accuracy.top1_agreement")
+HOW = {
+    "paired": "item by item",
+    "apart": "each by its own interval",
+    "interleaved": "timed in turns in one run",
+    "ratio of ratios": "a ratio of ratios: each to one baseline, in runs of their own; --measure times both in one",
+    "counted": "",
+}
+# cells of one answer that the reasons name
+_NAMED = 3
+
+
+def because(cells: Sequence[Cell], kind: str) -> list[str]:
+    """The reasons of the verdict: what is worse, what is better, what is not known; a sentence each."""
+    found = []
+    title = titles(cells, kind)
+    for answer in ("worse", "better"):
+        those = [cell for cell in cells if cell.answer == answer]
+        found += [f"B is {answer} in {title(cell)}: {difference(cell)}" for cell in those[:_NAMED]]
+        found += [f"and in {len(those) - _NAMED} more"] if len(those) > _NAMED else []
+    open_ = [cell for cell in cells if cell.answer == "inconclusive"]
+    for cell in open_[:_NAMED]:
+        found.append(f"not decided, {title(cell)}: {difference(cell)}; {_seen(cell)}")
+    found += [f"nor {len(open_) - _NAMED} more"] if len(open_) > _NAMED else []
+    if same := [cell for cell in cells if cell.answer == "same"]:
+        listed = "; ".join(title(cell) for cell in same[:_NAMED])
+        more = f"; and {len(same) - _NAMED} more" if len(same) > _NAMED else ""
+        found.append(f"the same within the margin: {listed}{more}")
+    return found
+
+
+def _seen(cell: Cell) -> str:
+    """The smallest loss that would have been called."""
+    if cell.what == "latency":
+        return f"it would have been seen from {words.figure(1 + cell.detectable, 3)} times as long on"
+    if cell.what == "size":
+        return f"a loss of {words.percent(cell.detectable)} would have been seen"
+    lost = _effect(cell, cell.detectable, _places(cell, cell.detectable)).lstrip("+−")
+    return f"a loss of {lost} {_unit(cell)}".rstrip() + " would have been seen"
+
+
+def titles(cells: Sequence[Cell], kind: str) -> Callable[[Cell], str]:
+    """`decode step, batch 1, context 128`, with the device and runtime of times where they have several.
+
+    A prefill of a model of another kind than a decoder is a pass.
+    """
+    timed = [cell for cell in cells if cell.what == "latency"]
+    places = {(cell.device, cell.runtime) for cell in timed}
+
+    def title(cell: Cell) -> str:
+        where = (cell.device, cell.runtime) if cell.what == "latency" and len(places) > 1 else ()
+        return ", ".join([_title(cell, kind), *(part for part in where if part)])
+
+    return title
+
+
+def _title(cell: Cell, kind: str) -> str:
+    shape = cell.shape or {}
+    parts = [_NAMES.get(cell.name, cell.name)]
+    if cell.name == "latency.prefill" and kind != "decoder":
+        parts = ["pass"]
+    parts += [f"output {words.visible(cell.output)}"] if cell.output else []
+    parts += [f"batch {cell.batch}"] if cell.batch else []
+    parts += [f"context {shape['context']:,}"] if shape.get("context") else []
+    parts += [f"{shape['new_tokens']:,} tokens"] if shape.get("new_tokens", 1) > 1 else []
+    return ", ".join(parts)
+
+
+def value(cell: Cell, value: float) -> str:
+    """A side's own value, with its unit."""
+    if cell.what == "latency":
+        return words.moment(value)
+    if cell.what == "size":
+        return words.size(value)
+    return words.percent(value) if cell.name in _SHARES else words.figure(value, 4)
+
+
+def difference(cell: Cell, *, margin: bool = True) -> str:
+    """`1.2 points lost (0.8 to 1.6), margin 1`."""
+    low, high = cell.ci95
+    if cell.what in ("latency", "size"):
+        what = "as long" if cell.what == "latency" else "as large"
+        text = f"{1 + cell.effect:.3f} times {what}"
+        text += f" ({1 + low:.3f} to {1 + high:.3f})" if cell.what == "latency" else ""
+        return f"{text}, margin {words.percent(cell.margin, 0)}" if margin else text
+    # of what is better when it is more, a loss is shown as less
+    ends = sorted((low, high), reverse=cell.name in (*_SHARES, "accuracy.cosine"))
+    places = _places(cell, max(abs(cell.effect), abs(low), abs(high)))
+    middle, first, last = (_effect(cell, end, places) for end in (cell.effect, *ends))
+    text = " ".join(part for part in (middle, _unit(cell), f"({first} to {last})") if part)
+    return f"{text}, margin {_effect(cell, cell.margin, _places(cell, cell.margin)).lstrip('+−')}" if margin else text
+
+
+def _effect(cell: Cell, effect: float, places: int) -> str:
+    """A difference as it is told, without its unit; above zero is for the worse, which of a share is fewer."""
+    if cell.name in _SHARES:
+        return words.points(-effect, places)
+    if cell.name == "accuracy.perplexity":
+        effect = 100 * expm1(min(effect, 700.0))
+    return _signed(-effect if cell.name == "accuracy.cosine" else effect, places)
+
+
+def _places(cell: Cell, largest: float) -> int:
+    """Decimal places: those of its unit, more where that would say nothing of the largest of what stands together."""
+    if cell.name in _SHARES:
+        return 2
+    if cell.name == "accuracy.perplexity":
+        return 1
+    return 4 if largest >= 1e-3 or largest == 0 else min(1 - floor(log10(largest)), 9)
+
+
+def answered(cell: Cell) -> str:
+    """`worse`, `worse, twice` where a second run said the same, `same, once` where it did not."""
+    return f"{cell.answer}{ {None: '', True: ', twice', False: ', once'}[cell.confirmed] }"
+
+
+def about(side: Named) -> str:
+    """`awq-int4, 4.31 bits a weight, scored in torch`."""
+    parts = [side.recipe] + ([f"{words.figure(side.bits, 3)} bits a weight"] if side.bits is not None else [])
+    return ", ".join(parts + ([f"scored in {side.runtime}"] if side.runtime else []))
+
+
+def group(data: Compared, what: Sequence[str]) -> tuple[list[Cell], str]:
+    """The cells of some kinds, and what they rest on."""
+    cells = [cell for cell in data.cells if cell.what in what]
+    how = "; ".join(dict.fromkeys(HOW[cell.how] for cell in cells if HOW[cell.how]))
+    return cells, ", ".join(part for part in (data.data if "accuracy" in what else "", how) if part)
+
+
+def flipped(flips: Flips) -> str:
+    """How many next words flipped, in a sentence."""
+    return (
+        f"{flips.lost:,} next words that A alone has right, {flips.gained:,} that B alone has; of {flips.n:,}, "
+        f"{words.percent(flips.agree)} the same guess; McNemar p {words.chance(flips.p)}"
+    )
+
+
+def _unit(cell: Cell) -> str:
+    if cell.name in _SHARES:
+        return "points"
+    return {"accuracy.perplexity": "%", "accuracy.kl": "nats"}.get(cell.name, "")
+
+
+def _signed(value: float, places: int) -> str:
+    text = f"{value:+.{places}f}"
+    return text.lstrip("+-") if float(text) == 0 else text.replace("-", "−")
+
+
+def layer_sentences(pairs: Sequence[LayerPair]) -> list[str]:
+    """How many layers there are, how many are stored in another way, and the mean errors of each side."""
+    other = [pair for pair in pairs if pair.differs]
+    found = [f"{words.plural(len(pairs), 'quantized layer')}, {len(other) or 'none'} stored in another way"]
+    if other:
+        first = other[0]
+        found[0] += f"; first {first.name}: A {stored(first.a)}; B {stored(first.b)}"
+    weights = [pair.errors for pair in pairs if pair.errors is not None]
+    outputs = [pair.outputs for pair in pairs if pair.outputs is not None]
+    for what, known in (("squared weight error, ‖W − Ŵ‖² / ‖W‖²", weights), ("output error, ‖ŷ − y‖ / ‖y‖", outputs)):
+        if known:
+            means = [words.share(sum(errors[side] for errors in known) / len(known)) for side in (0, 1)]
+            found.append(f"mean relative {what}: A {means[0]}, B {means[1]}")
+    return found
+
+
+def worst(pairs: Sequence[LayerPair]) -> list[LayerPair]:
+    """The layers whose error rises from A to B, the most first: of their outputs if all are known, else of weights."""
+    outputs = by_output(pairs)
+    risen = [(_rise(pair.outputs if outputs else pair.errors), pair) for pair in pairs]
+    return [pair for rise, pair in sorted(risen, key=lambda each: -each[0]) if rise > 0]
+
+
+def by_output(pairs: Sequence[LayerPair]) -> bool:
+    """Whether layers are set against each other by their outputs; else by their weights."""
+    return all(pair.outputs is not None for pair in pairs)
+
+
+def _rise(errors: tuple[float, float] | None) -> float:
+    return 0.0 if errors is None else errors[1] - errors[0]
+
+
+def format_of(layer: LayerEntry | None) -> str:
+    """The format of a layer's weights."""
+    return "floats" if layer is None else str(layer.scheme.get("format"))
+
+
+def stored(layer: LayerEntry | None) -> str:
+    """How a layer is stored, in words."""
+    if layer is None:
+        return "floats"
+    weights, inputs = figures.scheme_of(layer.scheme), layer.activations
+    if inputs is None:
+        return weights
+    how = "as the model runs" if inputs.get("dynamic") else "fixed"
+    return f"{weights}; inputs {inputs.get('format')} per {inputs.get('granularity')}, {how}"

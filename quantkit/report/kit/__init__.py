@@ -1,0 +1,1 @@
+"""What all pages are made of: charts, axes, parts, words, templates; and progress on a terminal."""

@@ -1,0 +1,283 @@
+"""How far a long command is, with the time left from the first second, on stderr.
+
+    time left = own · (rest of this stage) + others · (all later stages)        in expected seconds
+    own       = (spent in this stage + p·stage·others) / (expected seconds of what is done of it + p·stage)
+    others    = sqrt((spent in all + p·total) / (expected seconds of all that is done + p·total))
+
+A stage that takes longer than expected tells half of it, on a logarithmic scale, of the others: either the machine is
+slow, or the guess about that stage was wrong. p = 0.05 keeps both near 1 until enough was done to know better. On a
+terminal it is one bar over the whole command; elsewhere a line at the start, at every new stage and every ten seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from quantkit import content, plugins
+from quantkit.errors import InputError
+from quantkit.model.source.alias import ALIASES
+from quantkit.recipe import Recipe
+from quantkit.report.kit import words
+
+_PRIOR = 0.05
+_EVERY = 10.0
+_WIDTH = 24
+# positions that a compile scores on, about
+_SCORED = 6144
+
+
+class Estimate:
+    """The time left of stages with expected seconds, corrected by what the finished share took.
+
+    Args:
+        clock: seconds, rising.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """The clock starts."""
+        self._clock = clock
+        self._start = clock()
+        self._guess: float | None = None
+        self._stages: dict[str, float] = {}
+        self._since = self._start
+        self._done: dict[str, float] = {}
+        self._skipped = 0.0
+        self._last = self._start
+        self._entered = (self._start, 0.0, 1.0)
+        self.stage = ""
+        self.detail = ""
+
+    def guess(self, seconds: float | None) -> None:
+        """What the whole may take, before the stages are known."""
+        self._guess = seconds
+
+    def plan(self, stages: Mapping[str, float]) -> None:
+        """The stages in order; what came before does not count for the pace."""
+        self._stages = {name: max(seconds, 1e-3) for name, seconds in stages.items()}
+        self._since = self._last = self._clock()
+
+    def at(self, stage: str, done: float, detail: str = "") -> bool:
+        """A stage is `done` (0..1). Returns whether it is another stage than before."""
+        new = stage != self.stage
+        self._stages.setdefault(stage, 1e-3)
+        if new:
+            # what earlier runs did, or what was not needed, was not spent now and says nothing about the pace
+            for earlier in self._stages:
+                if earlier == stage:
+                    break
+                left = 1.0 - self._done.get(earlier, 0.0)
+                if earlier not in self._done:
+                    self._skipped += left * self._stages[earlier]
+                self._done[earlier] = 1.0
+            self._skipped += done * self._stages[stage]
+        self.stage, self.detail = stage, detail
+        self._done[stage] = max(self._done.get(stage, 0.0), min(done, 1.0))
+        self._last = self._clock()
+        if new:
+            self._entered = (self._last, done, self._others())
+        return new
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the beginning."""
+        return self._clock() - self._start
+
+    def left(self) -> float | None:
+        """Seconds to go; None where nothing is known."""
+        if not self._stages:
+            return None if self._guess is None else max(self._guess - self.elapsed, 0.0)
+        expected = self._stages.get(self.stage, 0.0)
+        share = self._done.get(self.stage, 0.0)
+        entered, first, before = self._entered
+        prior = _PRIOR * expected + 1e-9
+        own = (self._last - entered + prior * before) / ((share - first) * expected + prior)
+        here = (1.0 - share) * expected
+        later = sum(self._stages.values()) - self._finished() - here
+        # time goes on between two reports, but only at the expense of the stage that it is spent in
+        return self._others() * later + max(own * here - (self._clock() - self._last), 0.0)
+
+    def _finished(self) -> float:
+        return sum(self._stages[name] * share for name, share in self._done.items())
+
+    def _others(self) -> float:
+        """The pace to expect of a stage that has not begun."""
+        prior = _PRIOR * sum(self._stages.values())
+        pace = (self._last - self._since + prior) / (self._finished() - self._skipped + prior)
+        return math.sqrt(max(pace, 0.0))
+
+    def share(self) -> float:
+        """How much of the whole time has passed, 0..1."""
+        left = self.left()
+        return 0.0 if left is None else self.elapsed / max(self.elapsed + left, 1e-9)
+
+
+class _Patient(Console):
+    """A console whose reader may go away: rich would leave the process and close its stdout."""
+
+    def on_broken_pipe(self) -> None:
+        """Say nothing more."""
+        self.quiet = True
+
+
+class Display:
+    """Shows an `Estimate` while a command runs; a context manager.
+
+    Args:
+        file: where to; stderr.
+        live: a bar that redraws itself, for terminals; else lines.
+        estimate: to be shown.
+        every: seconds between lines.
+    """
+
+    def __init__(self, file: IO[str], *, live: bool, estimate: Estimate | None = None, every: float = _EVERY) -> None:
+        """Nothing is shown before `__enter__`."""
+        self._console = _Patient(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._estimate = estimate or Estimate()
+        self._every = every
+        self._live = live
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._timer: threading.Thread | None = None
+        self._said = 0.0
+        self._shown = 0.0
+        self._what = ""
+        self._bar = Live(
+            get_renderable=self._render,
+            console=self._console,
+            transient=True,
+            refresh_per_second=4,
+            redirect_stdout=False,
+        )
+
+    def __enter__(self) -> Self:
+        """Itself, showing."""
+        if self._live:
+            self._bar.start()
+        else:
+            self._timer = threading.Thread(target=self._tick, daemon=True)
+            self._timer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The bar goes; what it said is in the summary."""
+        self._over.set()
+        if self._live:
+            self._bar.stop()
+        if self._timer is not None:
+            self._timer.join(timeout=1.0)
+
+    def begin(self, what: str, expected: float | None = None) -> None:
+        """The first line: what is being done, and how long the whole may take."""
+        with self._lock:
+            self._what = what
+            self._estimate.guess(expected)
+        if not self._live:
+            self._say(what if expected is None else f"{what}; {words.about(expected)} expected")
+
+    def plan(self, stages: Mapping[str, float]) -> None:
+        """The stages to come, with their expected seconds."""
+        with self._lock:
+            self._estimate.plan(stages)
+
+    def at(self, stage: str, done: float, detail: str = "") -> None:
+        """A stage is `done` (0..1)."""
+        with self._lock:
+            new = self._estimate.at(stage, done, detail)
+            late = time.monotonic() - self._said >= self._every
+        if not self._live and (new or late):
+            self._say(self._line())
+
+    def note(self, line: str) -> None:
+        """A line that stays."""
+        if self._live:
+            self._bar.console.print(Text(line))
+        else:
+            self._say(line)
+
+    def _tick(self) -> None:
+        while not self._over.wait(self._every / 4):
+            if time.monotonic() - self._said >= self._every:
+                self._say(self._line())
+
+    def _say(self, line: str) -> None:
+        self._said = time.monotonic()
+        try:
+            self._console.print(Text(line))
+        except OSError:
+            # nobody reads: that is no reason to stop working
+            self._over.set()
+
+    def _line(self) -> str:
+        stage, detail, left, share = self._now()
+        if left is None:
+            return f"{self._what}  {words.duration(self._estimate.elapsed)} so far"
+        parts = [f"{share:4.0%}", stage or self._what]
+        if detail:
+            parts.append(detail)
+        parts.append(f"{words.about(left)} left")
+        return "  ".join(parts)
+
+    def _now(self) -> tuple[str, str, float | None, float]:
+        with self._lock:
+            # a share that goes back says less than one that waits
+            self._shown = max(self._shown, self._estimate.share())
+            return self._estimate.stage, self._estimate.detail, self._estimate.left(), self._shown
+
+    def _render(self) -> RenderableType:
+        stage, detail, left, shown = self._now()
+        table = Table.grid(padding=(0, 2, 0, 0))
+        bar = ProgressBar(total=1.0, completed=shown, width=_WIDTH, pulse=left is None, complete_style="cyan")
+        cells: list[Any] = [bar, Text(f"{shown:4.0%}" if left is not None else "")]
+        elapsed = f"{words.duration(self._estimate.elapsed)} so far"
+        cells.append(Text(f"{words.about(left)} left" if left is not None else elapsed, "cyan"))
+        cells.append(Text(f"{stage}  {detail}" if stage else self._what, no_wrap=True, overflow="ellipsis"))
+        table.add_row(*cells)
+        return Group(table)
+
+
+def first_guess(model: str, recipe: Recipe, threads: int) -> float | None:
+    """Seconds that a compile may take, before anything is opened: matrix products, and the start of torch.
+
+    Args:
+        model: as it was given; what is not on this machine gets no guess.
+        recipe: what is done to it.
+        threads: of the processor.
+    """
+    count = _weights(model)
+    if count is None:
+        return None
+    looks = any(plugins.load("passes", step.name).needs for step in recipe.passes)
+    seen = recipe.calibration.samples * recipe.calibration.tokens if looks else 0
+    positions = 2 * _SCORED + 3 * seen
+    return 12.0 + 2 * count * positions / (35e9 * max(threads, 1)) + count / 2e7
+
+
+def _weights(model: str) -> float | None:
+    """How many weights a model has, by the size of its files."""
+    try:
+        if model in ALIASES:
+            alias = ALIASES[model]
+            return alias.source.find(model).stat().st_size * 8 / alias.bits
+        folder = Path(model).expanduser()
+        if not content.is_path(model) or not folder.is_dir():
+            return None
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        wide = str(config.get("dtype", config.get("torch_dtype"))) == "float32"
+        return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / (4 if wide else 2)
+    except (OSError, ValueError, AttributeError, InputError):
+        return None

@@ -1,0 +1,1 @@
+"""A plan: on a screen, as a page, as JSON."""

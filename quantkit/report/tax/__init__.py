@@ -1,0 +1,1 @@
+"""The dequantization tax: on a screen, as a page."""

@@ -1,0 +1,339 @@
+"""What `quantkit tax` found, as curves and on one screen: a line a batch, the verdict on each format, the ceilings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from quantkit.bundle import Verdict
+from quantkit.measurement.operators.tax import captured_gain
+from quantkit.measurement.rows import Row
+from quantkit.planning.model.shapes import Shapes
+from quantkit.report.bundle import curves
+from quantkit.report.bundle.curves import Cell, Series
+from quantkit.report.kit import words
+from quantkit.target import Target
+
+_DIM = "dim"
+_NOISY = {"noisy", "aa-exceeds-effect"}
+# what a verdict says, and in which tone
+_ANSWERS = {
+    "ship_it": ("ship {format}", "good"),
+    "ship_up_to": ("ship {format} up to batch {batch}", "good"),
+    "use_instead": ("use {format} instead{upto}", "good"),
+    "intervals": ("{format} wins at some batches only", "open"),
+    "inconclusive": ("too noisy to tell about {format}", "open"),
+    "do_not_quantize": ("do not quantize{about} here", "bad"),
+    "not_measured": ("{format} was not timed", "open"),
+}
+# of the figures of a target that a ceiling can be held against
+_STATED = {"ceiling.read": "memory.read_bandwidth"}
+_CEILINGS = {"ceiling.read": "read", "ceiling.copy": "copy", "ceiling.compute": "products", "ceiling.launch": "launch"}
+
+
+@dataclass(frozen=True)
+class Taxed:
+    """What was asked and found.
+
+    Args:
+        shapes: the linears.
+        target: whose figures stand beside the measured ceilings.
+        rows: of all thread counts.
+        verdicts: threads -> the verdict on each variant; 0 is a GPU.
+        advice: threads -> what to do.
+        traffic: batch -> share of the steps, if it was given.
+        notes: what a reader must know.
+        baseline: the high-precision variant.
+        version: of quantkit.
+    """
+
+    shapes: Shapes
+    target: Target
+    rows: Sequence[Row]
+    verdicts: Mapping[int, Sequence[Verdict]]
+    advice: Mapping[int, Verdict]
+    traffic: Mapping[int, float] | None = None
+    notes: Sequence[str] = ()
+    baseline: str = "float32"
+    version: str = ""
+
+    @property
+    def title(self) -> str:
+        """The model, or the shapes."""
+        return self.shapes.name or ", ".join(linear.label for linear in self.shapes.linears)
+
+
+@dataclass(frozen=True)
+class Panelled:
+    """The curves of one shape, or of the sum over a model's linears, with one number of threads."""
+
+    title: str
+    threads: int
+    whole: bool
+    series: Sequence[Series]
+
+
+def groups(data: Taxed) -> list[Panelled]:
+    """The sum over a model first, then shape by shape; each with every number of threads."""
+    timed = [row for row in data.rows if row.name == "latency.op" and row.op is not None and row.batch]
+    keyed: dict[tuple[bool, str, int], list[Row]] = {}
+    for row in timed:
+        assert row.op is not None
+        label = f"{row.op.K}x{row.op.N}" if row.op.layer is None else ""
+        keyed.setdefault((row.op.layer is None, label, _threads(row)), []).append(row)
+    named = {linear.label: linear for linear in data.shapes.distinct()}
+    found = []
+    for (single, label, threads), rows in sorted(keyed.items(), key=lambda item: item[0][0]):
+        title = data.title
+        if single:
+            linear = named[label]
+            often = f": {linear.name}, {words.plural(linear.count, 'time')}" if data.shapes.name else ""
+            title = f"{label}{often}"
+        title += f", {on(threads)}"
+        variants = dict.fromkeys(str(row.settings["variant"]) for row in rows if row.baseline or row.value is None)
+        series = [_series(data, rows, variant, label, threads) for variant in variants]
+        found.append(Panelled(title, threads, not single, [each for each in series if each.cells or each.skipped]))
+    return found
+
+
+def on(threads: int) -> str:
+    """`2 threads`, or `GPU`."""
+    return words.plural(threads, "thread") if threads else "GPU"
+
+
+def _threads(row: Row) -> int:
+    threads = row.settings.get("threads")
+    return int(threads) if isinstance(threads, int | float) else 0
+
+
+def _series(data: Taxed, timed: Sequence[Row], variant: str, label: str, threads: int) -> Series:
+    mine = sorted((row for row in timed if row.settings["variant"] == variant), key=lambda row: row.batch or 0)
+
+    def of(name: str, batch: int | None) -> Row | None:
+        for row in data.rows:
+            op = row.op
+            if row.name != name or op is None or row.settings.get("variant") != variant or _threads(row) != threads:
+                continue
+            if (f"{op.K}x{op.N}" if op.layer is None else "") == label and row.batch == batch:
+                return row
+        return None
+
+    cells = [Cell(row.batch or 0, row, of("tax.total", row.batch)) for row in mine]
+    measured = [cell for cell in cells if (cell.row.value or 0) > 0]
+    skipped = [cell for cell in cells if cell not in measured]
+    # the title has the whole name; at the ends of lines there is room for the format alone
+    short = variant.partition(".")[0]
+    return Series(variant, measured, skipped, of("tax.break_even", None), short, data.baseline, "batch", "pass")
+
+
+def said(verdict: Verdict) -> tuple[str, str]:
+    """(the answer in words, its tone)."""
+    text, tone = _ANSWERS.get(verdict.answer, (verdict.answer.replace("_", " "), "open"))
+    upto = f", up to batch {verdict.batch}" if verdict.batch else ""
+    about = f" to {verdict.format}" if verdict.format else ""
+    return text.format(format=verdict.format or "it", batch=verdict.batch, upto=upto, about=about), tone
+
+
+def wins(series: Series) -> str:
+    """The ranges of batches in which it surely wins, with the 95 % intervals of their ends: `1 to 13.5 (12.9–14.2)`."""
+    if series.even is None:
+        return ""
+    settings, found = series.even.settings, []
+    for i in range(1, int(settings.get("wins") or 0) + 1):
+        ends = []
+        for end, edge in (("from", "measured_from"), ("to", "measured_to")):
+            value, low, high = (settings.get(f"win_{i}_{end}{part}") for part in ("", "_low", "_high"))
+            text = words.figure(float(value or settings.get(edge) or 0), 3).removesuffix(".00")
+            if isinstance(low, int | float) and isinstance(high, int | float):
+                text += f" ({words.figure(low, 3)}–{words.figure(high, 3)})"
+            ends.append(
+                text if value is not None else f"{text}, where measuring {'began' if end == 'from' else 'ended'}"
+            )
+        found.append(" to ".join(ends))
+    return "; ".join(found) or "nowhere"
+
+
+def ceilings(data: Taxed) -> list[list[str]]:
+    """Threads, what, measured, its interval, by what, and the target's own figure."""
+    found = []
+    for row in data.rows:
+        if row.name not in _CEILINGS:
+            continue
+        kind = str(row.settings.get("compute_type") or "")
+        place = _STATED.get(row.name, f"compute.{kind}" if row.name == "ceiling.compute" else "")
+        figure = data.target.figures().get(place)
+        stated = "–"
+        if figure is not None:
+            stated = words.rate(figure.number, figure.unit) if figure.number is not None else "not measured yet"
+        value = "not measured"
+        if row.value is not None:
+            value = words.moment(row.value) if row.unit == "s" else words.rate(row.value, row.unit)
+        sure = ""
+        if row.ci95:
+            sure = words.between(row.ci95, words.moment if row.unit == "s" else lambda v, u=row.unit: words.rate(v, u))  # type: ignore[misc]
+        what = " ".join(part for part in (_CEILINGS[row.name], kind) if part)
+        found.append(
+            [str(_threads(row) or "–"), what, value, sure or "–", str(row.settings.get("kernel") or "–"), stated]
+        )
+    return found
+
+
+def last_level_cache(data: Taxed) -> float | None:
+    """Bytes, as the run took them."""
+    for row in data.rows:
+        size = row.settings.get("last_level_cache")
+        if isinstance(size, int | float):
+            return float(size)
+    return None
+
+
+# --- on a screen -----------------------------------------------------------------------------------------------------
+
+_HEAD = ("batch", "p50, {unit}", "faster", "95 %", "ideal", "gain", "tax", "share", "slack", "A/A")
+
+
+def terminal(data: Taxed, html: Path | None = None, out: Path | None = None) -> list[RenderableType]:
+    """All of it; of a model's single shapes what follows, the page has their lines."""
+    shown: list[RenderableType] = []
+    for threads, advice in data.advice.items():
+        answer, tone = said(advice)
+        style = {"good": "green", "bad": "bold red"}.get(tone, "bold")
+        of = f" ({on(threads)})" if len(data.advice) > 1 else ""
+        shown += [Text(), Text.assemble((data.title, "bold"), f"{of}: ", (f"{answer}.", style))]
+        shown += [Padding(Text(reason), (0, 0, 0, 2)) for reason in advice.because]
+    if data.traffic:
+        mix = ", ".join(f"{share:.0%} at batch {batch}" for batch, share in sorted(data.traffic.items()))
+        shown.append(Padding(Text(f"traffic: {mix}", _DIM), (0, 0, 0, 2)))
+    for note in data.notes:
+        shown.append(Text.assemble(("! ", "bold yellow"), note))
+    found = groups(data)
+    for group in found:
+        shown += [Text(), Text(group.title, "bold")]
+        if group.whole or not data.shapes.name:
+            shown += [Padding(_curve(series), (0, 0, 0, 2)) for series in group.series]
+        else:
+            shown += [Padding(_brief(group.series), (0, 0, 0, 2))]
+    shown += [Text(), Text("verdict on each", "bold"), Padding(_verdicts(data), (0, 0, 0, 2))]
+    shown += [Text(), Text("ceilings, measured before and after", "bold"), Padding(_ceilings(data), (0, 0, 0, 2))]
+    shown += [Padding(Text(text, _DIM), (0, 0, 0, 2)) for text in explained(data)]
+    for path in (html, out):
+        shown += [Text(f"  {path}", no_wrap=True)] if path is not None else []
+    return shown
+
+
+def explained(data: Taxed) -> list[str]:
+    """What the columns are, a sentence each."""
+    cache = last_level_cache(data)
+    beyond = f" ({words.size(cache)})" if cache else ""
+    name = data.baseline
+    split = (
+        " Where the kernel is ours, a twin with the same loads and no decoding splits it: see the page."
+        if any(row.name == "tax.decode" for row in data.rows)
+        else " The runtime is a black box: only the sum is known."
+    )
+    found = [
+        f"p50: {name} → this, of a product (of a model: of all its linears, each as often as it occurs). ideal: the"
+        " ratio of their limits, which the format promises; gain: how much of the promised gain arrives.",
+        f"tax: what it takes beyond its limit, also as a share of {name}'s time; slack: {name}'s excess over its own"
+        f" limit.{split}",
+        f"Weights rotate through copies of at least three times the last-level cache{beyond}; sides are interleaved"
+        " (ABBA); A/A: what two measurements of one side differ by; ~ marks noise.",
+    ]
+    return found
+
+
+def _table(head: Iterable[str], bold: str = "") -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=_DIM)
+    for name in head:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _curve(series: Series) -> RenderableType:
+    """One variant: a line a batch, then what follows."""
+    parts: list[RenderableType] = []
+    if series.cells:
+        known = [value for cell in series.cells for value in (cell.row.value, cell.original) if value]
+        factor, unit = words.time_unit(min(known))
+        table = _table([name.format(unit=unit) for name in _HEAD])
+        for cell in series.cells:
+            table.add_row(*line(cell, factor))
+        kernel = series.cells[0].row.settings.get("kernel")
+        title = Text.assemble((series.title, "cyan"), (f"  {kernel}" if kernel else "", _DIM))
+        parts += [title, table, Text(" ".join(outcomes(series)))]
+        parts += [Text.assemble(("! ", "bold yellow"), caution) for caution in curves.cautions(series)]
+    else:
+        parts += [Text(series.title, "cyan"), *(Text(text) for text in curves.skipped(series))]
+    return Group(*parts)
+
+
+def line(cell: Cell, factor: float) -> list[str]:
+    """The cells of one batch; times in the unit of `factor`."""
+
+    def time_(seconds: float | None) -> str:
+        return words.figure(seconds * factor, 3) if seconds is not None else "–"
+
+    tax = cell.tax.value if cell.tax is not None else None
+    gain = captured_gain(cell.tax) if cell.tax is not None else None
+    excess = cell.original - cell.original_bound if cell.original and cell.original_bound else None
+    promised = cell.original_bound / cell.bound if cell.bound and cell.original_bound else None
+    share = tax / cell.original if tax is not None and cell.original else None
+    noisy = "~" if _NOISY & set(cell.row.flags) else ""
+    return [
+        f"{cell.x:,}",
+        f"{time_(cell.original)} → {time_(cell.row.value)}",
+        words.or_dash(cell.ratio, lambda ratio: f"{noisy}{words.times(ratio)}"),
+        _span(cell.ratio_ci95),
+        words.or_dash(promised, words.times),
+        words.or_dash(gain, lambda share: words.percent(share, 0)),
+        time_(tax),
+        words.or_dash(share, lambda v: words.percent(v, 0)),
+        time_(excess),
+        words.or_dash(cell.row.aa_spread, lambda v: words.percent(v, 0)),
+    ]
+
+
+def _span(interval: words.Interval | None) -> str:
+    """`2.6–2.7`: a column has no room for words."""
+    return f"{words.figure(interval[0], 2)}–{words.figure(interval[1], 2)}" if interval else "–"
+
+
+def outcomes(series: Series) -> list[str]:
+    """Where it wins, its break-even point, what was left out."""
+    return [*curves.outcomes(series), *(text for text in [curves.break_even(series)] if text), *curves.skipped(series)]
+
+
+def _brief(found: Sequence[Series]) -> RenderableType:
+    """The speed-up at each batch, a line a variant."""
+    batches = sorted({cell.x for series in found for cell in series.cells})
+    table = _table(["", *(f"{batch:,}" for batch in batches)])
+    for series in found:
+        ratios = {cell.x: words.or_dash(cell.ratio, words.times) for cell in series.cells}
+        table.add_row(Text(series.title, "cyan"), *(ratios.get(batch, "–") for batch in batches))
+    return table
+
+
+def _verdicts(data: Taxed) -> RenderableType:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for threads, found in data.verdicts.items():
+        for verdict in found:
+            answer, tone = said(verdict)
+            style = {"good": "green", "bad": "red"}.get(tone, "")
+            of = on(threads) if len(data.verdicts) > 1 else ""
+            table.add_row(
+                Text(of, _DIM), Text(answer, style), Text(verdict.because[0] if verdict.because else "", _DIM)
+            )
+    return table
+
+
+def _ceilings(data: Taxed) -> RenderableType:
+    table = _table(["threads", "", "measured", "95 %", "by", f"{data.target.name} says"])
+    for cells in ceilings(data):
+        table.add_row(*cells)
+    return table

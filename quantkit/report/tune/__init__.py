@@ -1,0 +1,1 @@
+"""The page and the screen of a search for mixed precision."""

@@ -1,0 +1,135 @@
+"""Text from a model with a cache, in whichever runtime: prompt in, token after token out; without transformers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.bundle import Bundle
+from quantkit.errors import InputError
+from quantkit.kinds import one
+from quantkit.runtimes.text import Tokenizer
+
+Array = NDArray[Any]
+
+
+class Decoder(Protocol):
+    """A loaded model: `_onnx_session.Loaded`, `_tensorrt_decode.Loaded`."""
+
+    def state(self, batch: int, capacity: int) -> Any:
+        """Room for `batch` sequences of up to `capacity` tokens."""
+        ...
+
+    def run(self, state: Any, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
+        """Logits [B, S or keep, vocabulary] of tokens [B, S] that follow those of a state."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; the model's own generation_config.json gives what is not said."""
+
+    sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    generator: np.random.Generator = field(default_factory=np.random.default_rng)
+
+    def choose(self, logits: Array) -> Array:
+        """[B, V] -> [B]."""
+        if not self.sample:
+            return np.asarray(logits.argmax(axis=-1))
+        return np.array([self._draw(row) for row in logits.astype(np.float64)])
+
+    def _draw(self, logits: Array) -> int:
+        order = np.argsort(-logits, kind="stable")[: self.top_k or None]
+        shifted = (logits[order] - logits[order[0]]) / max(self.temperature, 1e-6)
+        chances = np.exp(shifted)
+        chances /= chances.sum()
+        # the fewest tokens that together have top_p; the first always
+        kept = np.searchsorted(np.cumsum(chances), self.top_p) + 1
+        chances = chances[:kept] / chances[:kept].sum()
+        return int(order[self.generator.choice(len(chances), p=chances)])
+
+
+def generated(
+    bundle: Bundle,
+    folder: Path,
+    load: Callable[[], Decoder],
+    prompt: str,
+    *,
+    new_tokens: int,
+    sample: bool,
+    seed: int,
+    chat: bool,
+) -> dict[str, Any]:
+    """Continue a prompt; see `runtimes.torch` for the arguments.
+
+    Args:
+        folder: with the tokenizer.
+        load: the model, once the prompt is found to be one.
+
+    Returns:
+        `text`, `tokens` (how many), `seconds`, `first_token_s` and `tokens_per_s` of the steps after it; `notes`, where
+        a user has to know something of the runtime.
+
+    Raises:
+        InputError: `not-a-decoder`, `no-tokenizer`, `prompt-empty`, `prompt-too-long`.
+    """
+    if bundle.manifest.model.kind != "decoder":
+        raise InputError(
+            "not-a-decoder",
+            where=str(bundle.path),
+            value=one(bundle.manifest.model.kind),
+            rule="only decoders generate text",
+        )
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode(tokenizer.chat(prompt) if chat else prompt, special=not chat)
+    if not ids:
+        raise InputError("prompt-empty", where="--prompt", value="no token", rule="a prompt has at least one token")
+    model = load()
+    settings = tokenizer.generation
+    sampling = Sampling(
+        sample,
+        float(settings.get("temperature") or 1.0),
+        int(settings.get("top_k", 50) or 0),
+        float(settings.get("top_p") or 1.0),
+        np.random.default_rng(seed),
+    )
+    started = time.perf_counter()
+    made: list[int] = []
+    first = started
+    for tokens in stream(model, np.array([ids]), new_tokens, sampling):
+        if not made:
+            first = time.perf_counter()
+        if int(tokens[0]) in tokenizer.ends:
+            break
+        made.append(int(tokens[0]))
+    ended = time.perf_counter()
+    return {
+        "text": tokenizer.decode(made),
+        "tokens": len(made),
+        "seconds": ended - started,
+        "first_token_s": first - started,
+        "tokens_per_s": (len(made) - 1) / (ended - first) if len(made) > 1 else None,
+        **({"notes": notes} if (notes := list(getattr(model, "notes", ()))) else {}),
+    }
+
+
+def stream(
+    model: Decoder, ids: Array, new_tokens: int, sampling: Sampling, mask: Array | None = None
+) -> Iterator[Array]:
+    """Token after token [B] for prompts [B, S], padded on the left where `mask` is 0."""
+    state = model.state(ids.shape[0], ids.shape[1] + new_tokens)
+    logits = model.run(state, ids, mask, keep=1)[:, -1]
+    for number in range(new_tokens):
+        tokens = sampling.choose(logits)
+        yield tokens
+        if number + 1 < new_tokens:
+            logits = model.run(state, tokens[:, None])[:, -1]

@@ -1,0 +1,128 @@
+"""An ONNX file opened in ONNX Runtime, as it is or changed for a check; and what the runtime makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantkit.errors import InputError, MissingDependency
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+# what is dequantized is multiplied as it is: the runtime makes MatMulNBits of level 4 of such products
+_IN_FLOAT = {"session.disable_quant_qdq": "1"}
+# what the library's message begins with when a file is older, newer or broken
+_REASONS = {
+    "is not a registered function/op": "an operator that this onnxruntime does not have",
+    "No Op registered for": "an operator that this onnxruntime does not have",
+    "No opset import for domain": "an operator that this onnxruntime does not have",
+    "Fatal error": "an operator that this onnxruntime does not have",
+    "Unsupported model IR version": "a newer file format than this onnxruntime reads",
+    "external": "its external data file is missing or damaged",
+}
+
+
+def _options(threads: int, level: int | None = None) -> onnxruntime.SessionOptions:
+    try:
+        import onnxruntime
+    except ImportError:
+        raise MissingDependency("onnxruntime", extra="onnx", purpose="running onnx/model.onnx") from None
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # threads that spin between runs would take the time of whatever else is measured
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    for name, value in _IN_FLOAT.items() if level == 0 else ():
+        options.add_session_config_entry(name, value)
+    return options
+
+
+def open_graph(
+    path: Path, threads: int, *, profile: str | None = None, level: int | None = None, shown: Sequence[str] = ()
+) -> onnxruntime.InferenceSession:
+    """A session.
+
+    Args:
+        path: `model.onnx`, its weights beside it.
+        threads: of one operator.
+        profile: a folder for the profile.
+        level: accuracy level, instead of what the file says; with 0 all products are in float32.
+        shown: values inside the graph that become outputs too.
+
+    Raises:
+        MissingDependency: onnxruntime.
+        InputError: `onnx-unreadable`.
+    """
+    options = _options(threads, level)
+    import onnxruntime
+
+    if profile is not None:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(Path(profile) / "run")
+    what: str | bytes = str(path)
+    try:
+        if level is not None or shown:
+            what = _changed(path, level, shown)
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+        return onnxruntime.InferenceSession(what, options, providers=["CPUExecutionProvider"])
+    except Exception as problem:
+        raise _unreadable(path, problem) from None
+
+
+def _unreadable(path: Path, problem: Exception) -> InputError:
+    import onnxruntime
+
+    text = str(problem).strip()
+    reason = next((said for sign, said in _REASONS.items() if sign.lower() in text.lower()), "it does not load")
+    return InputError(
+        "onnx-unreadable",
+        where=str(path),
+        value=f"{reason}: {text.splitlines()[0][:200] if text else type(problem).__name__}",
+        rule=f"onnxruntime {onnxruntime.__version__} loads it",
+        remedy="`quantkit verify` says whether a file differs; else update onnxruntime, or export again",
+    )
+
+
+def _changed(path: Path, level: int | None, shown: Sequence[str]) -> bytes:
+    """The graph with another accuracy level, or with more outputs; its weights stay where they are."""
+    import onnx
+
+    from quantkit.runtimes.onnxruntime.float_products import float_products
+
+    model = onnx.load(str(path), load_external_data=False)
+    if level == 0:
+        float_products(model)
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "accuracy_level" and level is not None:
+                attribute.i = level
+    given = {value.name for value in model.graph.output}
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in shown if name not in given)
+    found: bytes = model.SerializeToString()
+    return found
+
+
+def write_optimized(path: Path, to: Path) -> None:
+    """Write the graph as the runtime runs it on this machine: what it has fused, with its weights beside it.
+
+    Args:
+        path: `model.onnx`.
+        to: the new file, in a folder of its own.
+
+    Raises:
+        MissingDependency: onnxruntime.
+        InputError: `onnx-unreadable`.
+    """
+    options = _options(1)
+    import onnxruntime
+
+    options.optimized_model_filepath = str(to)
+    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", f"{to.name}.data")
+    options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+    try:
+        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as problem:
+        raise _unreadable(path, problem) from None

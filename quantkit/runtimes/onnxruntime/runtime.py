@@ -1,0 +1,106 @@
+"""ONNX Runtime on the CPU: runs a bundle's `onnx/`. Needs numpy, onnxruntime and, for text, tokenizers; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.bundle import Bundle
+from quantkit.errors import InputError
+from quantkit.runtimes.generate import Sampling, generated, stream
+from quantkit.runtimes.onnxruntime.session import FOLDER, MODEL, Loaded
+
+__all__ = ["RUNTIME", "OnnxRuntime", "Sampling", "stream"]
+
+
+class OnnxRuntime:
+    """See the module."""
+
+    name = "onnxruntime"
+
+    def folder(self, bundle: Bundle) -> Path:
+        """The folder with the graph.
+
+        Raises:
+            InputError: `bundle-without-onnx`.
+        """
+        folder = bundle.path / FOLDER
+        if not (folder / MODEL).is_file():
+            raise InputError(
+                "bundle-without-onnx",
+                where=str(bundle.path),
+                value=f"no {FOLDER}/{MODEL}",
+                rule="this runtime runs the ONNX export",
+                remedy="quantkit export BUNDLE --to onnx",
+            )
+        return folder
+
+    def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> Loaded:
+        """What scores a bundle, or the folder of one that is being built; `built` is for what is executable."""
+        return Loaded(path / FOLDER, threads=threads)
+
+    def load(self, bundle: Bundle, **settings: Any) -> Loaded:
+        """The model in a session; its files are checked against the manifest first.
+
+        Args:
+            bundle: with `onnx/`.
+            settings: of `Loaded`.
+
+        Raises:
+            MissingDependency: onnxruntime.
+            InputError: `bundle-without-onnx`, `hash-mismatch`, `onnx-unreadable`.
+        """
+        return Loaded(self.checked(bundle), **settings)
+
+    def checked(self, bundle: Bundle) -> Path:
+        """The folder with the graph, once its files are found to be what the manifest says.
+
+        Raises:
+            InputError: `bundle-without-onnx`, `hash-mismatch`.
+        """
+        folder = self.folder(bundle)
+        listed = [entry for entry in bundle.manifest.files if entry.path.startswith(f"{FOLDER}/")]
+        bundle.demand_intact(listed)
+        names = {entry.path.removeprefix(f"{FOLDER}/") for entry in listed}
+        if strange := sorted({path.name for path in folder.glob(f"{MODEL}*")} - names):
+            raise InputError(
+                "hash-mismatch",
+                where=f"{folder}/{strange[0]}",
+                value="files.unlisted",
+                rule="the manifest lists what is run",
+                remedy="fetch or compile the bundle again",
+            )
+        return folder
+
+    def generate(
+        self,
+        bundle: Bundle,
+        prompt: str,
+        *,
+        new_tokens: int = 64,
+        sample: bool = False,
+        seed: int = 0,
+        chat: bool = False,
+    ) -> dict[str, Any]:
+        """Continue a prompt; see `runtimes.torch` for the arguments.
+
+        Returns:
+            `text`, `tokens` (how many), `seconds`, `first_token_s` and `tokens_per_s` of the steps after it.
+
+        Raises:
+            InputError: `not-a-decoder`, `no-tokenizer`, `prompt-empty`, `prompt-too-long`.
+        """
+        return generated(
+            bundle,
+            self.folder(bundle),
+            lambda: self.load(bundle),
+            prompt,
+            new_tokens=new_tokens,
+            sample=sample,
+            seed=seed,
+            chat=chat,
+        )
+
+
+RUNTIME = OnnxRuntime()

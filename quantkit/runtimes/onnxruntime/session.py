@@ -1,0 +1,361 @@
+"""A bundle's `onnx/` in a session of ONNX Runtime: prompts and steps with the cache in place.
+
+The cache of a sequence is one buffer per layer, bound as past and as present: attention writes the new keys and values
+where they belong and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit import machine
+from quantkit.errors import InputError
+from quantkit.runtimes.onnxruntime.open import open_graph
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+Array = NDArray[Any]
+FOLDER, MODEL = "onnx", "model.onnx"
+
+
+@dataclass
+class State:
+    """The cache of some sequences.
+
+    Args:
+        batch: sequences.
+        capacity: tokens that fit.
+        caches: input name -> buffer [B, H, capacity, D].
+        mask: [B, capacity], 1 where a token is.
+        length: columns that are filled, padding included.
+        binding: with the caches bound to it; doing that anew for every token takes a tenth of a small model's step.
+        logits: where the last run's are.
+        keep: how many of them; held, since a binding does not hold it in every version.
+    """
+
+    batch: int
+    capacity: int
+    caches: Mapping[str, onnxruntime.OrtValue]
+    mask: Array
+    length: int = 0
+    binding: onnxruntime.IOBinding | None = None
+    logits: onnxruntime.OrtValue | None = None
+    keep: onnxruntime.OrtValue | None = None
+
+
+@dataclass(frozen=True)
+class Used:
+    """What the profiler saw of one run.
+
+    Args:
+        providers: execution provider -> nodes.
+        seconds: operator -> (how many, seconds).
+        total: of the whole run, as the profiler has it.
+    """
+
+    providers: Mapping[str, int]
+    seconds: Mapping[str, tuple[int, float]]
+    total: float
+
+    @property
+    def share(self) -> float:
+        """The operators' share of the run."""
+        return sum(seconds for _, seconds in self.seconds.values()) / self.total if self.total else 0.0
+
+
+class Loaded:
+    """A model in a session.
+
+    Args:
+        folder: with `model.onnx`.
+        threads: of one operator; None is the machine's cores.
+        profile: write a profile; see `used`.
+        accuracy_level: of MatMulNBits, instead of what the file says; with 0 no input of a product is rounded.
+        shown: values inside the graph that the session gives as outputs too.
+
+    Raises:
+        MissingDependency: onnxruntime.
+        InputError: `onnx-unreadable`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        threads: int | None = None,
+        profile: bool = False,
+        accuracy_level: int | None = None,
+        shown: Sequence[str] = (),
+    ) -> None:
+        self.folder = folder
+        self.threads = threads or machine.cores()
+        # removed with this object at the latest
+        self._profile = (
+            tempfile.TemporaryDirectory(prefix="quantkit-profile-", ignore_cleanup_errors=True) if profile else None
+        )
+        place = self._profile.name if self._profile else None
+        self.session = open_graph(folder / MODEL, self.threads, profile=place, level=accuracy_level, shown=shown)
+        # inputs with a value of their own, such as `logits_to_keep`, are listed apart
+        given = (*self.session.get_inputs(), *self.session.get_overridable_initializers())
+        self.inputs = {value.name: value for value in given}
+        self.outputs = [value.name for value in self.session.get_outputs()]
+        self.meta = dict(self.session.get_modelmeta().custom_metadata_map)
+
+    @property
+    def caches(self) -> list[str]:
+        """The names of the cache inputs, in order."""
+        return [name for name in self.inputs if name.startswith("past_key_values.")]
+
+    @property
+    def decoder(self) -> bool:
+        """Whether it has a cache and gives logits."""
+        return bool(self.caches)
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a sequence can have."""
+        return int(self.meta.get("quantkit.context", 0)) or (1 << 31)
+
+    @cached_property
+    def accuracy_level(self) -> int:
+        """Of its quantized products: 4 rounds activations to int8, 0 computes in float32."""
+        return int(self.meta.get("quantkit.accuracy_level", 0))
+
+    @cached_property
+    def cache_bytes(self) -> int:
+        """Bytes of cache for one token of one sequence, all layers."""
+        return sum(4 * int(self.inputs[name].shape[1]) * int(self.inputs[name].shape[3]) for name in self.caches)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Logits of a position."""
+        return int(next(value.shape[-1] for value in self.session.get_outputs() if value.name == "logits"))
+
+    @cached_property
+    def features(self) -> int:
+        """Numbers that come out for a position: logits, or an encoder's last hidden state."""
+        return self.vocabulary if self.decoder else int(self.session.get_outputs()[0].shape[-1])
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of the model's files."""
+        return sum(path.stat().st_size for path in self.folder.glob(f"{MODEL}*"))
+
+    def state(self, batch: int, capacity: int) -> State:
+        """Room for `batch` sequences of up to `capacity` tokens.
+
+        Raises:
+            InputError: `not-a-decoder`, `prompt-too-long` beyond the context, `out-of-memory` beyond what is free.
+        """
+        import onnxruntime
+
+        if not self.decoder:
+            raise InputError(
+                "not-a-decoder", where=str(self.folder), value="an encoder", rule="only decoders have a cache"
+            )
+        self._demand_positions(capacity)
+        self.fits(batch, capacity, 1)
+        caches = {}
+        for name in self.caches:
+            _, heads, _, size = self.inputs[name].shape
+            empty = np.zeros((batch, int(heads), capacity, int(size)), np.float32)
+            caches[name] = onnxruntime.OrtValue.ortvalue_from_numpy(empty)
+        return State(batch, capacity, caches, np.zeros((batch, capacity), np.int64))
+
+    def _demand_positions(self, tokens: int) -> None:
+        if tokens > self.context:
+            raise InputError(
+                "prompt-too-long",
+                where=str(self.folder),
+                value=f"{tokens} tokens",
+                rule=f"the context holds {self.context}",
+                remedy="shorten the prompt, or ask for fewer new tokens",
+            )
+
+    def fits(self, batch: int, capacity: int, new: int) -> None:
+        """Refuse what would not fit into memory: cache, logits and the mask.
+
+        Raises:
+            InputError: `out-of-memory`.
+        """
+        need = batch * capacity * self.cache_bytes + batch * new * (4 * self.vocabulary + 4 * capacity)
+        free = machine.memory_available()
+        if need > 0.9 * free:
+            raise InputError(
+                "out-of-memory",
+                where=f"batch {batch}, {capacity} tokens",
+                value=f"{need / 1e9:.2f} GB",
+                rule=f"{free / 1e9:.2f} GB are free",
+                remedy="use a smaller batch or a shorter context",
+            )
+
+    def run(self, state: State, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
+        """Feed tokens to the sequences of a state.
+
+        Args:
+            state: grows by the tokens.
+            ids: [B, S]; rows that are shorter are padded on the left.
+            mask: [B, S], 0 where ids are padding; None: nowhere.
+            keep: how many positions from the end to give logits for; 0 is all.
+
+        Returns:
+            logits [B, S or keep, vocabulary], float32.
+
+        Raises:
+            InputError: `prompt-too-long`.
+        """
+        before = state.length
+        after = before + ids.shape[1]
+        if after > state.capacity:
+            raise InputError(
+                "prompt-too-long", where="cache", value=f"{after} tokens", rule=f"there is room for {state.capacity}"
+            )
+        if before and ids.shape[1] > 1 and state.batch > 1:
+            # attention takes several tokens at once only at the beginning, or of one sequence alone
+            columns = range(ids.shape[1])
+            parts = [self.run(state, ids[:, [at]], None if mask is None else mask[:, [at]]) for at in columns]
+            return np.concatenate(parts[-keep:], axis=1)
+        state.mask[:, before:after] = 1 if mask is None else mask
+        self.session.run_with_iobinding(self.bind(state, ids, after, keep))
+        state.length = after
+        assert state.logits is not None
+        # a copy: the next step writes to the same place
+        return np.array(state.logits.numpy())
+
+    def bind(self, state: State, ids: Array, after: int, keep: int = 0) -> onnxruntime.IOBinding:
+        """Everything bound for one run: with the binding, the same step can be repeated."""
+        import onnxruntime
+
+        if state.binding is None:
+            state.binding = self.session.io_binding()
+            for name, cache in state.caches.items():
+                state.binding.bind_ortvalue_input(name, cache)
+                state.binding.bind_ortvalue_output(name.replace("past_key_values", "present"), cache)
+        binding = state.binding
+        binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, dtype=np.int64))
+        binding.bind_cpu_input("attention_mask", np.ascontiguousarray(state.mask[:, :after]))
+        kept = ids.shape[1]
+        if "logits_to_keep" in self.inputs:
+            # `bind_cpu_input` knows no input that has a value of its own
+            state.keep = onnxruntime.OrtValue.ortvalue_from_numpy(np.array([keep], np.int64))
+            binding.bind_ortvalue_input("logits_to_keep", state.keep)
+            kept = min(keep or kept, kept)
+        shape = [state.batch, kept, self.vocabulary]
+        if state.logits is None or state.logits.shape() != shape:
+            state.logits = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, np.float32, "cpu")
+            binding.bind_ortvalue_output("logits", state.logits)
+        return binding
+
+    def encode(self, ids: Array, mask: Array | None = None) -> Array:
+        """An encoder's last hidden states [B, S, width] for ids [B, S]."""
+        return np.asarray(self.session.run(None, self.prompt(ids, mask))[0])
+
+    def prompt(self, ids: Array, mask: Array | None = None) -> dict[str, Array]:
+        """All inputs for ids [B, S]: with an empty cache, of types 0."""
+        feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids) if mask is None else mask}
+        for name in self.caches:
+            _, heads, _, size = self.inputs[name].shape
+            feeds[name] = np.zeros((ids.shape[0], int(heads), 0, int(size)), np.float32)
+        if "logits_to_keep" in self.inputs:
+            feeds["logits_to_keep"] = np.zeros(1, np.int64)
+        feeds.update({name: np.zeros_like(ids) for name in self.inputs if name not in feeds})
+        return feeds
+
+    # --- what latency is measured on ----------------------------------------------------------------------------------
+
+    def decode(self, batch: int, context: int) -> Callable[[], None]:
+        """One decode step with `context` tokens in the cache, ready to be repeated.
+
+        Raises:
+            InputError: `prompt-too-long`, `out-of-memory`.
+        """
+        state = self.state(batch, context + 1)
+        generator = np.random.default_rng(0)
+        for cache in state.caches.values():
+            # ordinary numbers; one sequence's worth, repeated, since making them is not what is timed
+            few = generator.standard_normal(cache.shape()[1:], np.float32)
+            cache.update_inplace(np.ascontiguousarray(np.broadcast_to(few, cache.shape())))
+        state.mask[:] = 1
+        state.length = context
+        ids = generator.integers(0, self.vocabulary, (batch, 1))
+        binding = self.bind(state, ids, context + 1)
+
+        def step() -> None:
+            self.session.run_with_iobinding(binding)
+
+        return step
+
+    def prefill(self, batch: int, tokens: int) -> Callable[[], None]:
+        """A prompt of `tokens` for each sequence, up to the first logits or all hidden states, ready to be repeated.
+
+        Raises:
+            InputError: `prompt-too-long`, `out-of-memory`.
+        """
+        if not self.decoder:
+            return self._whole(batch, tokens)
+        state = self.state(batch, tokens)
+        ids = np.random.default_rng(0).integers(0, self.vocabulary, (batch, tokens))
+        state.mask[:] = 1
+        binding = self.bind(state, ids, tokens, keep=1)
+
+        def step() -> None:
+            self.session.run_with_iobinding(binding)
+
+        return step
+
+    def _whole(self, batch: int, tokens: int) -> Callable[[], None]:
+        import onnxruntime
+
+        self._demand_positions(tokens)
+        config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        ids = np.random.default_rng(0).integers(0, int(config.get("vocab_size", 2)), (batch, tokens))
+        binding = self.session.io_binding()
+        for name, values in self.prompt(ids).items():
+            binding.bind_cpu_input(name, np.ascontiguousarray(values))
+        shape = [batch, tokens, self.features]
+        hidden = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, np.float32, "cpu")
+        binding.bind_ortvalue_output(self.outputs[0], hidden)
+
+        def step() -> None:
+            self.session.run_with_iobinding(binding)
+
+        return step
+
+    def used(self) -> Used:
+        """What the last run since loading used; ends the profile.
+
+        Raises:
+            InputError: `not-profiled`.
+        """
+        if self._profile is None:
+            raise InputError("not-profiled", where=str(self.folder), value="loaded without `profile`")
+        events = json.loads(Path(self.session.end_profiling()).read_text(encoding="utf-8"))
+        self._profile.cleanup()
+        self._profile = None
+        runs = [event for event in events if event.get("name") == "model_run"]
+        if not runs:
+            raise InputError("not-profiled", where=str(self.folder), value="nothing was run")
+        last = runs[-1]
+        inside = [
+            event
+            for event in events
+            if event.get("cat") == "Node" and event["name"].endswith("_kernel_time") and event["ts"] >= last["ts"]
+        ]
+        providers: dict[str, int] = {}
+        seconds: dict[str, tuple[int, float]] = {}
+        for event in inside:
+            kind, provider = event["args"]["op_name"], event["args"].get("provider", "")
+            providers[provider] = providers.get(provider, 0) + 1
+            count, spent = seconds.get(kind, (0, 0.0))
+            seconds[kind] = count + 1, spent + event["dur"] * 1e-6
+        return Used(providers, seconds, last["dur"] * 1e-6)

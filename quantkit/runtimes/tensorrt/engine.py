@@ -1,0 +1,322 @@
+"""An engine in its library: opened, its contexts, one run of it, what it says of its layers and how long they take.
+
+Memory is torch's: tensors on the device are bound by their addresses, and stay where they are, so that what is enqueued
+can be captured once and replayed. TensorRT-RTX compiles its kernels when an engine first meets a shape; what it has
+compiled is kept in the user's cache, and checked by the library when it is read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quantkit.bundle.disk import write_atomic
+from quantkit.content import cache_dir
+from quantkit.errors import InputError
+from quantkit.runtimes.tensorrt.file import EngineFile, unreadable
+from quantkit.runtimes.tensorrt.library import Library, Said
+
+if TYPE_CHECKING:
+    import torch
+
+# the library's names of types -> torch's
+TYPES = {
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "FP8": "float8_e4m3fn",
+    "INT8": "int8",
+    "UINT8": "uint8",
+    "INT32": "int32",
+    "INT64": "int64",
+    "BOOL": "bool",
+}
+
+
+@dataclass(frozen=True)
+class Binding:
+    """An input or output.
+
+    Args:
+        shape: -1 where it is free.
+        type: torch's name of it.
+        output: whether it is one.
+        host: whether it is read on the CPU: what shapes depend on.
+    """
+
+    shape: tuple[int, ...]
+    type: str
+    output: bool
+    host: bool
+
+
+class Engine:
+    """One engine, ready to run.
+
+    Args:
+        file: verified.
+        library: that it is of.
+        device: torch's; `cpu` for a library of the tests.
+
+    Raises:
+        InputError: `hash-mismatch`; `engine-unreadable`, with what the library says.
+    """
+
+    def __init__(self, file: EngineFile, library: Library, *, device: str = "cuda") -> None:
+        import torch
+
+        self.file, self.library, self.device = file, library, torch.device(device)
+        self.notes = list(file.notes)
+        api = library.api
+        self._said = Said(api)
+        self._runtime = api.Runtime(self._said.logger)
+        data = file.read()
+        self._demand_valid(data)
+        if file.described.may("version_compatible") and hasattr(self._runtime, "engine_host_code_allowed"):
+            self._runtime.engine_host_code_allowed = True  # it carries a runtime of its own; it is verified
+        found = self._runtime.deserialize_cuda_engine(data)
+        if found is None:
+            why = self._said.first or f"{library.name} {library.version} gives no reason"
+            raise unreadable(file.path, "; ".join([why, *file.notes]))
+        self.engine: Any = found
+        self.bindings = self._bindings()
+        self._contexts: dict[int, Any] = {}
+        self._side: torch.cuda.Stream | None = None
+        self._kernels = _Kernels(library, found, file.sha256)
+
+    def _demand_valid(self, data: bytes) -> None:
+        """What TensorRT-RTX can say of an engine before it opens it."""
+        if not hasattr(self._runtime, "get_engine_validity"):
+            return
+        api = self.library.api
+        validity, flags = self._runtime.get_engine_validity(data)
+        members = api.EngineInvalidityDiagnostics.__members__
+        why = [name.lower().replace("_", " ") for name, each in members.items() if int(flags) & int(each)]
+        said = ", ".join(why)
+        if validity == api.EngineValidity.SUBOPTIMAL:
+            self.notes.append(f"{self.file.path.name} may be slower than it could be: {said or 'the library says so'}")
+        if validity == api.EngineValidity.INVALID:
+            raise unreadable(self.file.path, said or "the library calls it invalid", update="old cuda" in said)
+
+    def _bindings(self) -> dict[str, Binding]:
+        api, engine = self.library.api, self.engine
+        found = {}
+        for place in range(engine.num_io_tensors):
+            name = engine.get_tensor_name(place)
+            found[name] = Binding(
+                tuple(engine.get_tensor_shape(name)),
+                TYPES[engine.get_tensor_dtype(name).name],
+                engine.get_tensor_mode(name) == api.TensorIOMode.OUTPUT,
+                engine.get_tensor_location(name) == api.TensorLocation.HOST,
+            )
+        return found
+
+    @property
+    def inputs(self) -> dict[str, Binding]:
+        """Without the outputs."""
+        return {name: each for name, each in self.bindings.items() if not each.output}
+
+    @property
+    def outputs(self) -> dict[str, Binding]:
+        """Without the inputs."""
+        return {name: each for name, each in self.bindings.items() if each.output}
+
+    def range(self, profile: int, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(least, largest) shape of an input under a profile."""
+        least, _, most = self.engine.get_tensor_profile_shape(name, profile)
+        return tuple(least), tuple(most)
+
+    def profile(self, batch: int, tokens: int) -> tuple[int, int]:
+        """(profile, tokens) that take the most of so many new tokens of `batch` sequences at once.
+
+        Raises:
+            InputError: `shape-unsupported`, no profile takes that batch, or so few tokens.
+        """
+        found = []
+        for number in range(self.engine.num_optimization_profiles):
+            least, most = self.range(number, "input_ids")
+            if least[0] <= batch <= most[0] and least[1] <= tokens:
+                # the narrower of two that both take it was tuned for it
+                found.append((min(tokens, most[1]), -most[1], number))
+        if found:
+            taken, _, number = max(found)
+            return number, taken
+        ranges = [self.range(number, "input_ids") for number in range(self.engine.num_optimization_profiles)]
+        raise InputError(
+            "shape-unsupported",
+            where=str(self.file.path),
+            value=f"batch {batch}, {tokens} tokens",
+            rule=" or ".join(f"batch {a[0]} to {b[0]} with {a[1]} to {b[1]} tokens" for a, b in ranges),
+            remedy="another batch, or an engine for it: `profiles` in the target",
+        )
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Zeros of a binding's type where it is read."""
+        import torch
+
+        binding = self.bindings[name]
+        return torch.zeros(shape, dtype=getattr(torch, binding.type), device="cpu" if binding.host else self.device)
+
+    def context(self, profile: int) -> Any:
+        """The one of a profile, made when it is first asked for."""
+        if profile not in self._contexts:
+            self._contexts[profile] = self.new_context(profile)
+        return self._contexts[profile]
+
+    def new_context(self, profile: int) -> Any:
+        """One more of a profile. Raises InputError `out-of-memory`."""
+        made = self._kernels.context()
+        if made is None:
+            raise InputError(
+                "out-of-memory",
+                where=str(self.file.path),
+                value=self._said.last or "no execution context",
+                rule="activations of the largest shapes fit into the GPU's memory",
+                remedy="a smaller batch or context in the target's `profiles`",
+            )
+        if profile and not made.set_optimization_profile_async(profile, self.stream()):
+            raise unreadable(self.file.path, self._said.last or f"profile {profile} cannot be chosen")
+        return made
+
+    def stream(self) -> int:
+        """torch's current one."""
+        import torch
+
+        return int(torch.cuda.current_stream().cuda_stream) if self.device.type == "cuda" else 0
+
+    def bind(self, context: Any, feed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Shapes and addresses of inputs, and of outputs: those that are an input too share it, others are made.
+
+        Raises:
+            InputError: `shape-unsupported`.
+        """
+        for name, tensor in feed.items():
+            context.set_tensor_address(name, tensor.data_ptr())
+            if not context.set_input_shape(name, tuple(tensor.shape)):
+                raise InputError(
+                    "shape-unsupported",
+                    where=name,
+                    value=" x ".join(map(str, tensor.shape)),
+                    rule="the engine was built for other shapes",
+                    remedy="another batch or length, or other `profiles` in the target",
+                )
+        found = {}
+        for name in self.outputs:
+            past = name.replace("present.", "past_key_values.")
+            if past != name and past in feed:
+                found[name] = feed[past]
+            else:
+                found[name] = self.tensor(name, tuple(context.get_tensor_shape(name)))
+            context.set_tensor_address(name, found[name].data_ptr())
+        return found
+
+    def enqueue(self, context: Any) -> None:
+        """Run what is bound. Raises InputError `engine-failed`."""
+        with self._aside():
+            done = context.execute_async_v3(self.stream())
+        if not done:
+            raise InputError(
+                "engine-failed",
+                where=str(self.file.path),
+                value=self._said.last or "no word why",
+                rule="an engine runs the shapes that it was built for",
+                remedy="please report it, with the recipe and the shapes",
+            )
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """A stream that is not the default one, on which the library would wait for the whole device."""
+        import torch
+
+        if self.device.type != "cuda" or torch.cuda.current_stream() != torch.cuda.default_stream():
+            yield
+            return
+        if self._side is None:
+            self._side = torch.cuda.Stream()
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            yield
+        torch.cuda.current_stream().wait_stream(self._side)
+
+    def keep_kernels(self) -> None:
+        """Put what was compiled for this engine into the user's cache."""
+        self._kernels.keep()
+
+    # --- what it says of itself ---------------------------------------------------------------------------------------
+
+    def information(self) -> dict[str, Any]:
+        """The inspector's JSON: `Layers`, and what goes in and out."""
+        inspector = self.engine.create_engine_inspector()
+        inspector.execution_context = self.context(0)
+        found = json.loads(inspector.get_engine_information(self.library.api.LayerInformationFormat.JSON))
+        return dict(found)
+
+    def layer_times(
+        self, profile: int, feed: Mapping[str, torch.Tensor], runs: int, *, warm: int = 3
+    ) -> dict[str, list[float]]:
+        """Layer -> seconds of each run, in a context of its own: a profiler slows down what it looks at."""
+        api = self.library.api
+        taken: dict[str, list[float]] = {}
+
+        class Profiler(api.IProfiler):  # type: ignore[misc, name-defined]
+            def __init__(self) -> None:
+                api.IProfiler.__init__(self)
+
+            def report_layer_time(self, layer_name: str, ms: float) -> None:
+                taken.setdefault(layer_name, []).append(ms / 1e3)
+
+        context = self.new_context(profile)
+        context.profiler = profiler = Profiler()
+        context.enqueue_emits_profile = True
+        # held until the last run: outputs are bound by address alone
+        outputs = self.bind(context, feed)
+        for number in range(warm + runs):
+            if number == warm:
+                taken.clear()
+            self.enqueue(context)
+            self.wait()
+        del outputs, profiler
+        return taken
+
+    def wait(self) -> None:
+        """For the device."""
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+class _Kernels:
+    """Contexts, and what TensorRT-RTX compiles in them, kept for the next process; TensorRT has compiled it all."""
+
+    def __init__(self, library: Library, engine: Any, key: str) -> None:
+        self._engine = engine
+        self._path = cache_dir() / "kernels" / f"{library.name}-{library.version}-{key[:32]}.cache"
+        self._config: Any = None
+        self._cache: Any = None
+        self._make: Callable[[], Any] = engine.create_execution_context
+        if not library.ahead_of_time or not hasattr(engine, "create_runtime_config"):
+            return
+        self._config = engine.create_runtime_config()
+        # compiled for the shape before it first runs: else a slower kernel runs until the right one is there
+        strategies = library.api.DynamicShapesKernelSpecializationStrategy
+        self._config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
+        self._cache = self._config.create_runtime_cache()
+        if self._path.is_file():
+            self._cache.deserialize(self._path.read_bytes())  # what does not fit, the library leaves out
+        self._config.set_runtime_cache(self._cache)
+        self._make = lambda: engine.create_execution_context(self._config)
+
+    def context(self) -> Any:
+        return self._make()
+
+    def keep(self) -> None:
+        if self._cache is None:
+            return
+        data = self._cache.serialize()
+        if data is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self._path, bytes(data))

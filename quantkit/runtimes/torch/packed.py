@@ -1,0 +1,171 @@
+"""A bundle's model with its quantized linears in our own kernels: weights stay packed where they are multiplied.
+
+transformers builds the classes and loads what is not quantized; every quantized linear becomes a `QuantLinear`. One
+that no kernel takes (its format, its groups, a fixed input scale) is expanded to floats, its inputs and the cache stay
+floats, and the reason is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quantkit import machine
+from quantkit.bundle import Bundle, LayerEntry
+from quantkit.errors import InputError, MissingDependency
+from quantkit.formats import QuantTensor
+from quantkit.kernels.recorded import FILE, Recorded
+from quantkit.model.source.open import open_written
+from quantkit.model.source.weights import Weights
+from quantkit.model.structure.traced import is_linear
+from quantkit.runtimes.torch.classes import built, described
+from quantkit.runtimes.torch.reloaded import ExpandedWeights
+from quantkit.runtimes.torch.reloaded import expanded as dense
+from quantkit.scheme import WeightScheme
+
+if TYPE_CHECKING:
+    from quantkit.kernels.dispatch import Table
+    from quantkit.kernels.layout import PackedWeight
+
+_TRITON = "triton"
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """What was loaded.
+
+    Args:
+        model: a transformers model, eval mode, on its device.
+        expanded: linear -> why it runs on an expanded weight.
+    """
+
+    model: Any
+    expanded: dict[str, str]
+
+    def said(self) -> str:
+        """The fallbacks in a sentence; "" where there is none."""
+        groups: dict[str, list[str]] = {}
+        for reason in self.expanded.values():
+            groups.setdefault(reason.rpartition("; ")[2], []).append(reason)
+        parts = [f"{len(reasons)} (the first: {reasons[0]})" for reasons in groups.values()]
+        return f"no kernel takes these, which are expanded to floats: {', '.join(parts)}" if parts else ""
+
+
+def recorded(bundle: Bundle, device: str) -> tuple[Table | None, str]:
+    """(the choices that the bundle carries for a device of this name or None, why they are not taken or "").
+
+    Raises:
+        InputError: `dispatch-invalid`.
+    """
+    path = bundle.path / FILE
+    if not path.is_file():
+        return None, ""
+    found = Recorded.of(path.read_bytes())
+    if found.device.get("name") != device:
+        return None, f"{FILE} was measured on {found.device.get('name')}, and here is {device}: it is not used"
+    return found.table, ""
+
+
+def load(
+    bundle: Bundle, folder: Path, *, device: str, dtype: torch.dtype | None = None, table: Table | None = None
+) -> PackedModel:
+    """Load a bundle's checkpoint onto a device.
+
+    Args:
+        bundle: whose manifest says how each linear is stored.
+        folder: of its checkpoint.
+        device: `cuda`, `cuda:1`; `cpu` in Triton's interpreter, for tests.
+        dtype: float16 or bfloat16; None: the checkpoint's own, float16 for one of float32.
+        table: which kernel at which batch, as measured; shapes that it lacks take `linear.unmeasured`.
+
+    Raises:
+        MissingDependency: triton, transformers.
+        InputError: `kernel-dtype`.
+    """
+    if not machine.has(_TRITON):
+        raise MissingDependency(_TRITON, extra="gpu", purpose="kernels for quantized weights")
+    source = open_written(folder)
+    dtype = dtype or (torch.bfloat16 if source.dtype == "bfloat16" else torch.float16)
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise InputError(
+            "kernel-dtype", where="dtype", value=str(dtype), rule="kernels multiply in float16 or bfloat16"
+        )
+    from quantkit.kernels.linear import QuantLinear
+    from quantkit.kernels.workspace import Workspace
+
+    model_class, config = described(folder)
+    weights = dense(source).weights
+    packed, reasons = _packed(bundle, weights, _linears(model_class, config), device)
+    if (source.config.get("quantization_config") or {}).get("kv_cache_scheme"):
+        reasons["cache"] = "keys and values are kept as floats"
+    # of what stays packed nothing is written into the memory that stands for it, so that it is never taken
+    state = {
+        name: torch.empty(entry.shape, dtype=dtype) if name.removesuffix(".weight") in packed else weights.read(name)
+        for name, entry in weights.entries.items()
+    }
+    model = built(model_class, config, state, dtype)
+    memory = Workspace()
+    for name, weight in packed.items():
+        old = model.get_submodule(name)
+        bias = None if old.bias is None else old.bias.detach().to(device)
+        known = table if table is not None and weight.shape in table.choices else None
+        model.set_submodule(name, QuantLinear(weight, bias, table=known, memory=memory))
+    return PackedModel(model.to(device), reasons)
+
+
+def _packed(
+    bundle: Bundle, weights: Weights, linears: set[str], device: str
+) -> tuple[dict[str, PackedWeight], dict[str, str]]:
+    """(linear -> its weight for our kernels, linear -> why there is none)."""
+    packed: dict[str, PackedWeight] = {}
+    reasons: dict[str, str] = {}
+    if not isinstance(weights, ExpandedWeights):
+        return packed, reasons
+    layers = {layer.name: layer for layer in bundle.manifest.layers}
+    for prefix in weights.packed.values():
+        try:
+            layer = _entry(prefix, layers, linears)
+            scheme = WeightScheme.model_validate(layer.scheme)
+            tensor = weights.layout.read_back(prefix, scheme, weights.stored.read)
+            packed[prefix] = _for_kernel(tensor, layer).to(device)
+        except InputError as error:
+            reasons[prefix] = f"{error.value}; {error.rule}"
+    return packed, reasons
+
+
+def _linears(model_class: Any, config: Any) -> set[str]:
+    """The names of a model's linears; nothing is allocated."""
+    with torch.device("meta"):
+        skeleton = model_class._from_config(config)
+    return {name for name, module in skeleton.named_modules() if is_linear(module)}
+
+
+def _entry(prefix: str, layers: dict[str, LayerEntry], linears: set[str]) -> LayerEntry:
+    """What the manifest says of a stored linear. Raises InputError where it is no linear of the model."""
+    if prefix not in layers or prefix not in linears:
+        raise InputError(
+            "layer-unknown", where=prefix, value="stored under another name", rule="it is no single linear of the model"
+        )
+    return layers[prefix]
+
+
+def _for_kernel(tensor: QuantTensor, layer: LayerEntry) -> PackedWeight:
+    """For the kernel that a layer needs. Raises InputError where there is none."""
+    from quantkit.kernels.layout import pack
+
+    inputs = layer.activations
+    if inputs is None:
+        return pack(tensor)
+    own = inputs.get("format") == tensor.scheme.format
+    by_token = inputs.get("granularity") == "token" and inputs.get("symmetric", True)
+    if not (own and inputs.get("dynamic") and by_token):
+        raise InputError(
+            "kernel-unsupported",
+            where=layer.name,
+            value=f"inputs in {inputs.get('format')}",
+            rule="kernels quantize inputs by token as they come, in the format of the weight",
+        )
+    return pack(tensor, native=True)

@@ -1,0 +1,199 @@
+"""PyTorch with transformers and what it loads a layout with: loads a bundle's checkpoint as anyone else would.
+
+compressed-tensors keeps the weights packed until the first forward, then expands all of them to floats; so by itself
+this runtime proves that a checkpoint is right, and shows what it costs in accuracy, but saves no memory and no time.
+What a layout's library is not installed for is expanded by our own reader.
+
+On a GPU `kernels=True` puts quantkit's own kernels in the place of the quantized linears (`runtimes/torch/packed.py`).
+`runtimes/torch/decode_graph.py` makes a step of decoding one CUDA graph; no command times it yet.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from quantkit.bundle import Bundle
+from quantkit.errors import InputError
+from quantkit.kinds import one
+from quantkit.model import layouts
+from quantkit.runtimes.torch.classes import built, described
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import torch
+
+    from quantkit.kernels.dispatch import Table
+    from quantkit.model.streaming.stream import StreamedModel
+
+
+class TorchRuntime:
+    """See the module."""
+
+    name = "torch"
+
+    def load(
+        self,
+        bundle: Bundle,
+        *,
+        kernels: bool = False,
+        device: str = "cuda",
+        table: Table | None = None,
+        **settings: Any,
+    ) -> Any:
+        """The whole model through `from_pretrained`, in the dtype of its config, eval mode.
+
+        Args:
+            bundle: verified or not; only safetensors are read.
+            kernels: keep the weights packed, and multiply with quantkit's own kernels; a linear that none of them takes
+                is expanded, with a warning that says why.
+            device: of the kernels; without them the model stands where `settings` put it.
+            table: which kernel at which batch, as measured on that device; None: what `quantkit tax --device cuda` has
+                put into the bundle, with a warning if that was on another one.
+            settings: passed to `from_pretrained`; with kernels, `dtype` alone.
+
+        Raises:
+            MissingDependency: transformers; triton.
+            InputError: `bundle-without-checkpoint`; `device-absent`, `kernel-dtype`.
+        """
+        folder = self.folder(bundle)
+        if kernels:
+            return self._on_kernels(bundle, folder, device, table, **settings)
+        model_class, config = described(folder)
+        quantization = getattr(config, "quantization_config", None)
+        if quantization and layouts.missing(layouts.of(quantization)):
+            return self._expanded(model_class, config, folder)
+        options = {"dtype": "auto", "use_safetensors": True, "local_files_only": True, **settings}
+        return model_class.from_pretrained(folder, **options).eval()
+
+    def _on_kernels(
+        self, bundle: Bundle, folder: Path, device: str, table: Table | None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """The model with `QuantLinear`s."""
+        import torch
+
+        from quantkit.kernels.workspace import interpreted
+        from quantkit.runtimes.torch import packed
+
+        at = torch.device(device).type
+        if not (torch.cuda.is_available() if at == "cuda" else at == "cpu" and interpreted()):
+            raise InputError(
+                "device-absent",
+                where=f"device {device}",
+                value="no GPU that torch sees" if at == "cuda" else f"a {at}",
+                rule="the kernels are for NVIDIA GPUs",
+                remedy="without kernels=True the weights are expanded, and run anywhere",
+            )
+        reason = ""
+        if table is None:
+            name = torch.cuda.get_device_name(device) if at == "cuda" else "interpreter"
+            table, reason = packed.recorded(bundle, name)
+        found = packed.load(bundle, folder, device=device, dtype=dtype, table=table)
+        for said in (reason, found.said()):
+            if said:
+                warnings.warn(said, stacklevel=3)
+        return found.model
+
+    def _expanded(self, model_class: Any, config: Any, folder: Path) -> Any:
+        """The model with weights that our own reader has expanded."""
+        import torch
+
+        from quantkit.model.source.open import open_written
+        from quantkit.runtimes.torch.reloaded import expanded
+
+        weights = expanded(open_written(folder)).weights
+        dtype = getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
+        return built(model_class, config, {name: weights.read(name) for name in weights.entries}, dtype)
+
+    def folder(self, bundle: Bundle) -> Path:
+        """The checkpoint's folder."""
+        if not (bundle.model_folder / "config.json").is_file():
+            raise InputError(
+                "bundle-without-checkpoint",
+                where=str(bundle.path),
+                value="no model/config.json",
+                rule="this runtime loads the checkpoint",
+                remedy="compile with `export: [checkpoint: {}]`",
+            )
+        return bundle.model_folder
+
+    def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> StreamedModel:
+        """What scores a bundle, or the folder of one that is being built.
+
+        torch has its own number of threads, and nothing that `built` would have to vouch for.
+        """
+        return self.stream(path / "model")
+
+    def stream(self, folder: Path, *, cache: bool = True) -> StreamedModel:
+        """A checkpoint block by block, expanded by its library's own code; `cache=False` gives it a float cache."""
+        from quantkit.runtimes.torch.reloaded import reloaded
+
+        return reloaded(folder, cache=cache)
+
+    def generate(
+        self,
+        bundle: Bundle,
+        prompt: str,
+        *,
+        new_tokens: int = 64,
+        sample: bool = False,
+        seed: int = 0,
+        chat: bool = False,
+    ) -> dict[str, Any]:
+        """Continue a prompt.
+
+        Args:
+            bundle: a decoder's.
+            prompt: text.
+            new_tokens: at most.
+            sample: draw from the distribution instead of taking the most likely token.
+            seed: of the drawing.
+            chat: wrap the prompt in the model's chat template (rendered by transformers in a Jinja sandbox).
+
+        Returns:
+            `text`, `tokens` (how many) and `seconds`.
+        """
+        import time
+
+        import torch
+        from transformers import AutoTokenizer
+
+        kind = bundle.manifest.model.kind
+        if kind != "decoder":
+            raise InputError(
+                "not-a-decoder",
+                where=str(bundle.path),
+                value=one(kind),
+                rule="only decoders generate text",
+            )
+        tokenizer = AutoTokenizer.from_pretrained(self.folder(bundle), local_files_only=True)
+        model = self.load(bundle)
+        if chat:
+            messages = [{"role": "user", "content": prompt}]
+            inputs = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        else:
+            inputs = tokenizer(prompt, return_tensors="pt")
+        if inputs["input_ids"].shape[1] == 0:
+            raise InputError("prompt-empty", where="--prompt", value="no token", rule="a prompt has at least one token")
+        torch.manual_seed(seed)
+        started = time.perf_counter()
+        with torch.no_grad():
+            output = model.generate(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                max_new_tokens=new_tokens,
+                do_sample=sample,
+            )
+        made = output[0, inputs["input_ids"].shape[1] :]
+        return {
+            "text": tokenizer.decode(made, skip_special_tokens=True),
+            "tokens": int(made.numel()),
+            "seconds": time.perf_counter() - started,
+        }
+
+
+RUNTIME = TorchRuntime()

@@ -1,0 +1,1 @@
+"""Better, same, worse or inconclusive: evidence of several kinds, and one decision."""

@@ -1,0 +1,170 @@
+"""Two things measured apart from each other, each with its own 95 % interval, as evidence for a decision.
+
+Where nothing was drawn together there is nothing to draw again: what is known of x (the candidate) and of y (the
+baseline) is (value, low, high) of each. Of the difference d = x − y,
+
+    low  = d − √((x − x_low)² + (y_high − y)²) ,   high = d + √((x_high − x)² + (y − y_low)²) ,
+
+which keeps intervals that are not symmetric as they are (MOVER). Farther out the two reaches grow as Student's t does.
+It takes x and y for independent: of things measured on the same items, which go up and down together, the interval is
+too wide, never too narrow.
+
+Two ratios to one baseline, from runs of their own, are a ratio of ratios: x and y are their logarithms. What a run's
+interval does not show is how much the next run differs from it, since where a load lies in memory lasts as long as the
+load does; so each reach grows by the A/A spread a of its run, √(reach² + log(1 + a)²). Of 24 pairs of runs of one
+bundle (`benchmarks/repeat.py`, recorded) 4 lie outside of the interval without that, and 1 with it.
+
+Source: Zou and Donner, Construction of confidence intervals about effect measures: a simplified approach, Statistics in
+Medicine 27 (2008).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import expm1, hypot, isfinite, log, log1p
+
+from quantkit.errors import InputError, MissingDependency
+from quantkit.stats.clustered import student
+from quantkit.stats.deciding.evidence import EACH_WAY, Interval
+
+# degrees of freedom beyond which Student's t is the normal distribution
+MANY = 1000
+_LARGEST = 700.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A value with its 95 % interval: of what is known exactly the value is both of its ends.
+
+    Args:
+        value: the estimate.
+        ci95: around it.
+        degrees: of the Student's t behind the interval; as many as there were groups, less one.
+    """
+
+    value: float
+    ci95: Interval
+    degrees: int = MANY
+
+    @classmethod
+    def ratio(cls, value: float, ci95: Interval, *, spread: float = 0.0, degrees: int = MANY) -> Measured:
+        """The logarithm of a ratio of times.
+
+        Args:
+            value: the ratio, above zero.
+            ci95: of it.
+            spread: what two measurements of one thing differ by, as a share; 0 where both sides were in one run.
+            degrees: see the class.
+
+        Raises:
+            InputError: `values-invalid`, a ratio that is not above zero.
+        """
+        if not 0 < ci95[0] <= ci95[1] or not value > 0 or not isfinite(value * ci95[1]):
+            raise _invalid(f"a ratio of {value:g}, {ci95[0]:g} to {ci95[1]:g}", "ratios are above zero and finite")
+        middle = log(value)
+        below, above = (hypot(middle - log(end), log1p(spread)) for end in ci95)
+        return cls(middle, (middle - below, middle + above), degrees)
+
+
+KNOWN = Measured(0.0, (0.0, 0.0))
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The difference of two measurements, as evidence; see `Evidence`.
+
+    Args:
+        effect: above zero is for the worse.
+        ci95: of it.
+        degrees: of the Student's t that the interval is of.
+        margin: see `Evidence`.
+        alarm: see `Evidence`.
+        logarithm: effects are logarithms of a ratio, and told as ratio − 1.
+    """
+
+    effect: float
+    ci95: Interval
+    degrees: int
+    margin: float
+    alarm: float = 0.0
+    logarithm: bool = False
+
+    def p_above(self, effect: float) -> float:
+        """See `Evidence`."""
+        return self._p(self.effect - effect, self._error(0 if self.effect > effect else 1))
+
+    def p_below(self, effect: float) -> float:
+        """See `Evidence`."""
+        return self._p(effect - self.effect, self._error(1 if effect > self.effect else 0))
+
+    def interval(self, level: float) -> Interval:
+        """See `Evidence`."""
+        t = student(level, self.degrees)
+        return self.effect - t * self._error(0), self.effect + t * self._error(1)
+
+    def detectable(self, alpha: float, power: float) -> float:
+        """See `Evidence`."""
+        error, degrees = max(self._error(0), self._error(1)), self.degrees
+        found, sure, missed = (student(1 - 2 * p, degrees) for p in (alpha, EACH_WAY, 1 - power))
+        return float(max(self.alarm + (found + missed) * error, self.margin + (missed - sure) * error))
+
+    def told(self, effect: float) -> float:
+        """See `Evidence`."""
+        # few groups, far out in the tail, ask for effects beyond what a float holds
+        return expm1(min(effect, _LARGEST)) if self.logarithm else effect
+
+    def _error(self, end: int) -> float:
+        """The standard error that one reach of the interval stands for: 0 below, 1 above."""
+        return abs(self.ci95[end] - self.effect) / student(1 - 2 * EACH_WAY, self.degrees)
+
+    def _p(self, distance: float, error: float) -> float:
+        if error == 0:
+            return 0.0 if distance > 0 else 1.0
+        try:
+            from scipy.special import stdtr
+        except ImportError:
+            raise MissingDependency("scipy", extra="onnx", purpose="a decision") from None
+        return float(stdtr(self.degrees, -distance / error))
+
+
+def difference(
+    candidate: Measured,
+    baseline: Measured,
+    *,
+    margin: float,
+    alarm: float = 0.0,
+    lower_is_better: bool = True,
+    logarithm: bool = False,
+) -> Apart:
+    """How much worse the candidate is.
+
+    Args:
+        candidate: what is judged.
+        baseline: what it is set against; `KNOWN` where the candidate's value is the difference itself.
+        margin: see `Evidence`.
+        alarm: see `Evidence`.
+        lower_is_better: which way is better; of speed-ups (`Measured.ratio`), higher is.
+        logarithm: of `Measured.ratio`; `margin` and `alarm` are then shares, 0.05 for 5 % slower.
+
+    Raises:
+        InputError: `values-invalid`, a value that is NaN or infinite, or outside of its interval.
+    """
+    for each in (candidate, baseline):
+        if not each.ci95[0] <= each.value <= each.ci95[1] or not all(map(isfinite, each.ci95)):
+            raise _invalid(f"{each.value}, {each.ci95[0]} to {each.ci95[1]}", "a value lies in its interval, finite")
+    worse, other = (candidate, baseline) if lower_is_better else (baseline, candidate)
+    effect = worse.value - other.value
+    below = hypot(worse.value - worse.ci95[0], other.ci95[1] - other.value)
+    above = hypot(worse.ci95[1] - worse.value, other.value - other.ci95[0])
+    return Apart(
+        effect=effect,
+        ci95=(effect - below, effect + above),
+        degrees=min(candidate.degrees, baseline.degrees),
+        margin=log1p(margin) if logarithm else margin,
+        alarm=log1p(alarm) if logarithm else alarm,
+        logarithm=logarithm,
+    )
+
+
+def _invalid(value: str, rule: str) -> InputError:
+    return InputError("values-invalid", value=value, rule=rule, remedy="measure again")

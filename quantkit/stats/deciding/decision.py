@@ -1,0 +1,109 @@
+"""Better, same, worse or inconclusive: the decision on every cell of a night, all at once.
+
+    worse           the effect is shown, among all cells of the night, to lie above its alarm, and may exceed the margin
+    better          the same with the sides exchanged
+    same            the whole 95 % interval lies within the margin, on both sides
+    inconclusive    none of these; `detectable` is the smallest effect that would have been called worse
+
+*Shown among all cells* means Holm's adjusted p-value (`stats.holm`) of at most `ALPHA` = 0.01: on a night on which
+nothing changed, the chance that any cell at all is called worse is at most one in a hundred, if every cell lay just at
+its alarm; where the true effects are zero and the alarm is not, it is far smaller. Of times the alarm is the margin: a
+difference is worth a call only if it is large. Of answers the alarm is zero, by McNemar's exact test, and the margin
+decides whether what was lost matters. That a thing is the same is claimed cell by cell, at 2.5 % each way.
+
+An alarm on times is run again before it is raised (`confirm`): the models loaded anew, the cells that alarmed and no
+others, decided on the new times alone. If what misled the first run has nothing to do with the second, a false alarm is
+raised at most once in ALPHA² = 10,000 nights; if they have all in common, once in 100 as before. The price is power: an
+effect that one run finds with chance p is raised with chance p², which `detectable` reckons with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from quantkit.stats.deciding.evidence import EACH_WAY, Evidence, Interval
+from quantkit.stats.deciding.holm import holm
+
+Answer = Literal["better", "same", "worse", "inconclusive"]
+
+ALPHA = 0.01
+# both runs of an alarm see the smallest detectable effect on 9 nights of 10
+_POWER = 0.9**0.5
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is known of one cell; an effect above zero is for the worse.
+
+    Args:
+        answer: see the module.
+        effect: a slowdown (0.05: 5 % slower), a share of items lost (0.01: one point), nats.
+        ci95: of that.
+        margin: see `Evidence`.
+        p_worse: that it is worse, adjusted for the other cells.
+        p_better: that it is better.
+        detectable: the smallest effect that would have been called worse on 9 nights of 10, both runs together.
+        first: the decision that this one, on a second run, confirms or takes back.
+    """
+
+    answer: Answer
+    effect: float
+    ci95: Interval
+    margin: float
+    p_worse: float
+    p_better: float
+    detectable: float
+    first: Decision | None = None
+
+    @property
+    def not_worse(self) -> bool:
+        """Shown to be no worse than the margin: what a gate has to know, whatever else is not known."""
+        return self.ci95[1] < self.margin
+
+
+def decide(cells: Sequence[Evidence], *, alpha: float = ALPHA) -> list[Decision]:
+    """A decision for each cell of a night, in the order given.
+
+    Args:
+        cells: evidence of all comparisons of the night, of whatever kind: with the baseline, and with the last release.
+        alpha: chance that any one cell is called worse by mistake, and that any one is called better.
+
+    Raises:
+        MissingDependency: scipy is not installed.
+    """
+    worse = holm([cell.p_above(cell.alarm) for cell in cells])
+    better = holm([cell.p_below(-cell.alarm) for cell in cells])
+    return [
+        _decision(cell, float(w), float(b), alpha, len(cells)) for cell, w, b in zip(cells, worse, better, strict=True)
+    ]
+
+
+def confirm(first: Decision, second: Decision) -> Decision:
+    """The decision after a second run: the second's own, decided on its own times, and never an alarm by itself.
+
+    An alarm is raised only if both say worse. Where one says worse and the other better, nothing is known.
+    """
+    torn = "worse" in (first.answer, second.answer) and second.answer not in (first.answer, "same")
+    return replace(second, answer="inconclusive" if torn else second.answer, first=first)
+
+
+def _decision(cell: Evidence, worse: float, better: float, alpha: float, family: int) -> Decision:
+    low, high = cell.interval(1 - 2 * EACH_WAY)
+    answer: Answer = "inconclusive"
+    if worse <= alpha and high >= cell.margin:
+        answer = "worse"
+    elif better <= alpha and low <= -cell.margin:
+        answer = "better"
+    elif -cell.margin < low and high < cell.margin:
+        answer = "same"
+    return Decision(
+        answer=answer,
+        effect=cell.told(cell.effect),
+        ci95=(cell.told(low), cell.told(high)),
+        margin=cell.told(cell.margin),
+        p_worse=worse,
+        p_better=better,
+        detectable=cell.told(cell.detectable(alpha / family, _POWER)),
+    )

@@ -1,0 +1,168 @@
+"""Which answers flipped between two models that were asked the same, as evidence for a decision.
+
+Of n items the baseline alone gets b right (lost) and the candidate alone c (gained); the effect is (b − c)/n, a share:
+0.01 is one point lost. That something was lost at all is shown by McNemar's exact test, one-sided,
+
+    p = P(X ≥ b) ,  X ~ Binomial(b + c, 1/2) ,
+
+and whether it is more or less than a margin by Tango's score (`stats.tango`). Items that were not drawn one by one, the
+tokens of a text or the crops of a photograph, count for less: with clusters, n, b and c are all divided by the design
+effect, the variance of the effect over clusters by that over items, where that is above 1. Sources: McNemar,
+Psychometrika 12 (1947); Rao and Scott, A Simple Method for the Analysis of Clustered Binary Data, Biometrics 48 (1992).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError, MissingDependency
+from quantkit.stats import tango
+from quantkit.stats.clustered import clustered_mean
+from quantkit.stats.deciding.evidence import EACH_WAY
+
+Array = NDArray[Any]
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Flips:
+    """Flipped answers, each as one item however many items that stands for.
+
+    Args:
+        lost: items that the baseline alone gets right.
+        gained: items that the candidate alone gets right.
+        n: items that both answered.
+        margin: see `stats.evidence.Evidence`.
+        alarm: see there.
+        design_effect: how many items count for one.
+    """
+
+    lost: int
+    gained: int
+    n: int
+    margin: float
+    alarm: float = 0.0
+    design_effect: float = 1.0
+
+    @property
+    def effect(self) -> float:
+        """The share of items lost, less the share gained."""
+        return (self.lost - self.gained) / self.n
+
+    def p_above(self, effect: float) -> float:
+        """See `Evidence`."""
+        return _p(*self._counts(), effect)
+
+    def p_below(self, effect: float) -> float:
+        """See `Evidence`."""
+        lost, gained, n = self._counts()
+        return _p(gained, lost, n, -effect)
+
+    def interval(self, level: float) -> Interval:
+        """See `Evidence`."""
+        return tango.interval(*self._counts(), level=level)
+
+    def detectable(self, alpha: float, power: float) -> float:
+        """See `Evidence`. What flipped in both directions alike is taken for noise that stays as it is."""
+        low, high = 0.0, 1.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._finds(middle, alpha, power) else (middle, high)
+        return high
+
+    def told(self, effect: float) -> float:
+        """See `Evidence`."""
+        return effect
+
+    def _counts(self) -> tuple[float, float, float]:
+        return self.lost / self.design_effect, self.gained / self.design_effect, self.n / self.design_effect
+
+    def _finds(self, loss: float, alpha: float, power: float) -> bool:
+        """Whether a loss is called where chance takes off what it takes off once in 1 / (1 - power) nights."""
+        lost, gained, n = self._counts()
+        noise = min(lost, gained, n * (1 - loss) / 2)
+        lost, gained = noise + loss * n, noise
+        unlucky = NormalDist().inv_cdf(power) / sqrt(lost + gained)
+        lost, gained = max(lost * (1 - unlucky), 0.0), gained * (1 + unlucky)
+        if lost + gained > n:
+            return False
+        return _p(lost, gained, n, self.alarm) <= alpha and _p(gained, lost, n, -self.margin) >= EACH_WAY
+
+
+def flips(
+    before: Array,
+    after: Array,
+    *,
+    margin: float,
+    alarm: float = 0.0,
+    clusters: Array | None = None,
+    items: tuple[Array, Array] | None = None,
+    where: str = "",
+) -> Flips:
+    """What flipped between two right-or-wrong answers to the same items.
+
+    Args:
+        before: `[n]` bool, what the baseline gets right.
+        after: `[n]` bool, what the candidate gets right.
+        margin: a loss of less is nobody's concern: 0.01 is one point.
+        alarm: an alarm says that more than this was lost.
+        clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
+        items: `[n]` of each side, what the items are: an id, a hash, the token that follows; refused where they differ.
+        where: the cell, for errors.
+
+    Raises:
+        InputError: `items-differ`, `nothing-scored`.
+        MissingDependency: scipy is not installed.
+    """
+    before, after = np.asarray(before, dtype=bool), np.asarray(after, dtype=bool)
+    same_items(before, after, items, where)
+    lost, gained = int(np.sum(before & ~after)), int(np.sum(after & ~before))
+    effect = 1.0
+    if clusters is not None and lost + gained:
+        moved = before.astype(np.float64) - after
+        whole, single = (clustered_mean(moved, labels).standard_error for labels in (clusters, np.arange(moved.size)))
+        # one cluster alone says nothing of how they differ: it counts as one item
+        effect = max(1.0, (whole / single) ** 2) if whole is not None and single else float(moved.size)
+    return Flips(lost=lost, gained=gained, n=before.size, margin=margin, alarm=alarm, design_effect=effect)
+
+
+def same_items(before: Array, after: Array, items: tuple[Array, Array] | None, where: str) -> None:
+    """Refuse sides that did not answer the same items.
+
+    Raises:
+        InputError: `items-differ`, `nothing-scored`.
+    """
+    sizes = sorted({len(side) for side in (before, after, *(items or ()))})
+    if len(sizes) > 1:
+        raise _differ(where, f"{' and '.join(map(str, sizes))} items")
+    if sizes == [0]:
+        raise InputError("nothing-scored", where=where, value="no item", rule="a comparison needs items")
+    if items is not None:
+        wrong = np.flatnonzero(np.asarray(items[0]) != np.asarray(items[1]))
+        if wrong.size:
+            first = int(wrong[0])
+            pair = f"{items[0][first]} and {items[1][first]}"
+            raise _differ(where, f"item {first} is {pair}, {wrong.size} of {sizes[0]} differ")
+
+
+def _differ(where: str, value: str) -> InputError:
+    rule = "both sides answered the same items in the same order"
+    return InputError("items-differ", where=where, value=value, rule=rule, remedy="score both on one set")
+
+
+def _p(lost: float, gained: float, n: float, loss: float) -> float:
+    """How likely as many lost and as few gained are, if the true loss is no more than `loss`."""
+    try:
+        from scipy.special import betainc, ndtr
+    except ImportError:
+        raise MissingDependency("scipy", extra="onnx", purpose="a decision") from None
+    if loss == 0:
+        # P(X >= lost) as an incomplete beta function, which goes between whole numbers as well
+        return float(betainc(lost, gained + 1, 0.5)) if lost > 0 else 1.0
+    return float(ndtr(-tango.score(lost, gained, n, loss)))

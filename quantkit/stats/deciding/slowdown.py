@@ -1,0 +1,113 @@
+"""How much slower a candidate is than its baseline, from interleaved times, as evidence for a decision.
+
+Block by block, so that what a machine does to both at that moment cancels:
+
+    d_b      log( the candidate's fastest step in block b / the baseline's fastest step in it )
+    effect   median of d_b ;  told as exp(effect) − 1: +0.05 is 5 % slower
+
+What other programs do to a step can only make it longer, so the fastest of a few neighbours is the one that they have
+spared most (Chen and Revels, Robust Benchmarking in Noisy Environments, HPEC 2016); on a busy machine it found as many
+slowdowns as their median, or several times as many (`benchmarks/nightly_power.py`). It does not see what slows only
+some of the steps: ask for `quantile` 0.5 for what slows half of them, and look at the 99th percentiles of `stats.abba`
+for less.
+
+What is drawn again is whole groups of blocks (`stats.abba`): the rounds, where there are six or more, else stretches of
+neighbouring blocks, since steps that follow each other are alike. In each round both models are best loaded anew, in an
+order that is drawn: which was loaded first, and where a load lies in memory, makes a difference that lasts as long as
+the load does, and no repetition within it shows that. The margin is the smallest slowdown that anybody cares for, on
+the logarithm too, so that the two sides can change places: a candidate more than 2 % slower than its baseline, or a
+baseline more than 2 % slower than its candidate.
+
+`ROUNDS` of `BLOCKS` blocks are the default budget: `benchmarks/nightly_power.py` says what they find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log1p
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError
+from quantkit.stats.abba import resampled_groups
+from quantkit.stats.deciding.evidence import Resampled
+
+Array = NDArray[Any]
+
+# the default budget of a comparison: rounds, ABBA blocks in each, timed steps a visit after one that is not counted
+ROUNDS, BLOCKS, BURST, SETTLE = 10, 4, 2, 1
+MARGIN = 0.02
+
+
+def slowdown(
+    candidate: Array,
+    baseline: Array,
+    *,
+    rounds: Sequence[int] = (),
+    margin: float = MARGIN,
+    quantile: float = 0.0,
+    where: str = "",
+    resamples: int = 1999,
+    seed: int = 0,
+) -> Resampled:
+    """How much slower the candidate is, from times that `abba.interleave` took.
+
+    Args:
+        candidate: `[blocks, 2, burst]` seconds, in the order in which they were taken.
+        baseline: the same blocks of the other side.
+        rounds: blocks of each round, where they were taken in rounds with something else between them.
+        margin: a slowdown of less is nobody's concern: 0.02 is 2 %.
+        quantile: of the steps of a block that stands for them: 0 is the fastest, 0.5 the median.
+        where: the cell, for errors.
+        resamples: of the bootstrap.
+        seed: of the bootstrap.
+
+    Raises:
+        InputError: `times-invalid`, a time that is NaN, infinite or zero, too few blocks, sides that do not pair;
+            `clock-backwards`, a time below zero.
+        MissingDependency: scipy is not installed.
+    """
+    sides = {"candidate": np.asarray(candidate, np.float64), "baseline": np.asarray(baseline, np.float64)}
+    for side, times in sides.items():
+        _check(times, f"{where}, {side}" if where else side)
+    if sides["candidate"].shape != sides["baseline"].shape:
+        shapes = " and ".join(str(list(times.shape)) for times in sides.values())
+        raise InputError("times-invalid", where=where, value=f"sides of {shapes}", rule="both have the same blocks")
+    if rounds and sum(rounds) != len(sides["baseline"]):
+        value = f"rounds of {sum(rounds)} blocks in all, of {len(sides['baseline'])}"
+        raise InputError("times-invalid", where=where, value=value, rule="every block belongs to a round")
+    above, below = (np.log(np.quantile(times, quantile, axis=(1, 2))) for times in sides.values())
+    groups = resampled_groups(len(above), rounds)
+    ratios = (above - below)[groups]
+    drawn = np.random.default_rng(seed).integers(0, len(groups), (resamples, len(groups)))
+    return Resampled(
+        effect=float(np.median(ratios)),
+        draws=np.median(ratios[drawn].reshape(resamples, -1), axis=1),
+        groups=len(groups),
+        alarm=log1p(margin),
+        margin=log1p(margin),
+        logarithm=True,
+    )
+
+
+def _check(times: Array, where: str) -> None:
+    """Refuse what is no times [blocks, 2, burst]."""
+    if times.ndim != 3 or times.shape[0] < 2 or times.shape[1] != 2 or times.shape[2] < 1:
+        raise InputError(
+            "times-invalid", where=where, value=f"times of {list(times.shape)}", rule="two blocks [blocks, 2, burst]"
+        )
+    wrong = np.argwhere(~(np.isfinite(times) & (times > 0)))
+    if not len(wrong):
+        return
+    block, visit, step = (int(i) for i in wrong[0])
+    found = float(times[block, visit, step])
+    value = f"{found:g} s for step {step} of visit {visit} in block {block} ({len(wrong)} such of {times.size})"
+    if found < 0:
+        raise InputError(
+            "clock-backwards", where=where, value=value, rule="a clock only rises", remedy="use a monotonic one"
+        )
+    raise InputError(
+        "times-invalid", where=where, value=value, rule="times are above zero and finite", remedy="measure again"
+    )

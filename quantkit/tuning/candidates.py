@@ -1,0 +1,240 @@
+"""Which weight schemes a unit may have: those that the recipe's exports and the target take side by side.
+
+A candidate is the recipe's own weight scheme with some fields changed: another format, another group. `float` leaves a
+unit in high precision. What the recipe's overrides and `keep` name is not tuned: that is the user's word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from quantkit import plugins
+from quantkit.bundle import Decision
+from quantkit.errors import InputError, did_you_mean
+from quantkit.export.layer_spec import Asked
+from quantkit.passes import decision
+from quantkit.pipeline.request import check_target
+from quantkit.recipe import Recipe
+from quantkit.scheme import WeightScheme
+
+if TYPE_CHECKING:
+    from quantkit.pipeline import Prepared
+    from quantkit.pipeline.blocks.layers import Layers
+
+FLOAT = "float"
+# what is tried where the user names nothing, as far as it exists and can be exported
+USUAL = ("int3", "int4", "int8", FLOAT)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to store a unit.
+
+    Args:
+        name: such as `int4 g64`.
+        scheme: None leaves it in high precision.
+        layers: linear's full name -> its scheme, of all that are tuned; groups may be smaller where K asks for it.
+    """
+
+    name: str
+    scheme: WeightScheme | None
+    layers: Mapping[str, WeightScheme] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """All candidates, and what is not up for choice.
+
+    Args:
+        candidates: at least two.
+        fixed: linear's full name -> scheme, of those that the recipe itself quantizes in its own way.
+        kept: full names of those that the recipe leaves in high precision.
+        shapes: full name -> [N, K], of every linear.
+        head: the head's name, if it is among `fixed`.
+        decisions: what was left out, or made symmetric, and why.
+    """
+
+    candidates: Sequence[Candidate]
+    fixed: Mapping[str, WeightScheme]
+    kept: Sequence[str]
+    shapes: Mapping[str, tuple[int, int]]
+    head: str | None
+    decisions: Sequence[Decision]
+
+
+def name_of(scheme: WeightScheme | None) -> str:
+    """`int4 g64`, `int8 channel`, `int4 g32 asymmetric`, `float`."""
+    if scheme is None:
+        return FLOAT
+    span = f"{'b' if scheme.granularity == 'block' else 'g'}{scheme.group}" if scheme.group else scheme.granularity
+    return f"{scheme.format} {span}{'' if scheme.symmetric else ' asymmetric'}"
+
+
+def bits_of(shape: tuple[int, int], scheme: WeightScheme) -> float:
+    """All stored bits of a [N, K] matrix: codes, scales, zero points, what fills up the last group."""
+    rows, columns = shape
+    padded = columns + scheme.padding(columns)
+    stored: float = plugins.load("formats", scheme.format).bits_per_weight((rows, padded), scheme)
+    return stored * rows * padded
+
+
+def choices(
+    prepared: Prepared, formats: Sequence[str] | None = None, schemes: Sequence[Mapping[str, Any]] = ()
+) -> Choices:
+    """The candidates for a model.
+
+    Args:
+        prepared: a compile with the base recipe.
+        formats: names of formats, and `float`; None tries `USUAL`, and drops what cannot be exported.
+        schemes: fields to change in the recipe's scheme, each a candidate more: `{"format": "int4", "group": 32}`.
+
+    Raises:
+        InputError: `unknown-format`, `recipe-invalid`, of `lay_out`, of the exporters and the target for what was
+            named; `nothing-to-choose`.
+    """
+    recipe = prepared.request.recipe
+    base = recipe.scheme.weights
+    if base is None:
+        raise InputError(
+            "nothing-to-choose",
+            where=recipe.name,
+            value="no weight scheme",
+            rule="tune chooses among weight schemes",
+            remedy="take a recipe that quantizes weights, such as gptq-int4",
+        )
+    known = [*plugins.names("formats"), FLOAT]
+    for name in formats or ():
+        if name not in known:
+            remedy = did_you_mean(name, known)
+            raise InputError("unknown-format", where="--formats", value=f"no format is called {name!r}", remedy=remedy)
+    named = formats is not None or bool(schemes)
+    wanted = [name for name in (formats if formats is not None else () if schemes else USUAL) if name in known]
+    asked: list[WeightScheme] = [
+        _changed(base, {"format": name}, recipe.name)
+        for name in dict.fromkeys(wanted)
+        if name != FLOAT and not name.startswith(("float", "bfloat"))
+    ]
+    asked += [_changed(base, change, recipe.name) for change in schemes]
+    decisions: list[Decision] = []
+    possible = _possible(prepared, dict.fromkeys(asked), named, decisions)
+    possible = _together(prepared, possible, decisions)
+    tuned = set().union(*(layers.schemes for layers in possible.values())) - _named(recipe, prepared.layers)
+    found = [
+        Candidate(name_of(scheme), scheme, {name: each for name, each in layers.schemes.items() if name in tuned})
+        for scheme, layers in possible.items()
+    ]
+    if not named or any(name == FLOAT or name.startswith(("float", "bfloat")) for name in wanted):
+        found.append(Candidate(FLOAT, None))
+    if len(found) < 2 or not tuned:
+        raise InputError(
+            "nothing-to-choose",
+            where=recipe.name,
+            value=f"{', '.join(each.name for each in found) or 'no candidate'} for {len(tuned)} linears",
+            rule="a choice is between two at least",
+            remedy="--formats int4,int8",
+        )
+    fixed = {name: scheme for name, scheme in prepared.layers.schemes.items() if name not in tuned}
+    kept = [name for name in prepared.layers.shapes if name not in tuned and name not in fixed]
+    return Choices(found, fixed, kept, prepared.layers.shapes, prepared.layers.head, decisions)
+
+
+def _changed(base: WeightScheme, change: Mapping[str, Any], recipe: str) -> WeightScheme:
+    rules = plugins.load("formats", change.get("format", base.format)).rules
+    fields: dict[str, Any] = {"format": base.format}
+    # of the recipe's scheme, what the new format has as well; where it has not, what it says of itself
+    if base.granularity in rules.granularities and (not rules.groups or base.group in (None, *rules.groups)):
+        fields |= {"granularity": base.granularity, "group": base.group}
+    fields |= {"symmetric": base.symmetric} if base.symmetric in rules.symmetric else {}
+    fields |= {"scale": base.scale} if base.scale in rules.scales else {}
+    if "granularity" in change or "group" in change:
+        fields.pop("group", None)
+        fields |= {"granularity": "group"} if "granularity" not in change else {}
+    fields |= change
+    checked = Recipe.from_dict(
+        {"schema": 1, "summary": "a candidate", "scheme": {"weights": fields}, "passes": [{"rtn": {}}]},
+        name=recipe,
+        where=f"candidate {dict(change)}",
+    ).scheme.weights
+    assert checked is not None
+    return checked
+
+
+def _possible(
+    prepared: Prepared, asked: Mapping[WeightScheme, None], named: bool, decisions: list[Decision]
+) -> dict[WeightScheme, Layers]:
+    """Those that can be laid out, run on the target and be exported, each alone."""
+    found = {}
+    for scheme in asked:
+        try:
+            layers = _laid_out(prepared, scheme)
+            _accept(prepared, layers, layers.schemes)
+        except InputError as problem:
+            if named:
+                raise
+            reason = "; ".join(part for part in (problem.value, problem.rule) if part)
+            decisions.append(decision("tune", "candidate-dropped", name_of(scheme), reason, name_of(scheme)))
+        else:
+            found[scheme] = layers
+    return found
+
+
+def _laid_out(prepared: Prepared, scheme: WeightScheme) -> Layers:
+    from quantkit.pipeline.blocks.layers import lay_out
+
+    recipe = with_weights(prepared.request.recipe, scheme)
+    check_target(recipe, prepared.request.target)
+    stream = prepared.stream
+    return lay_out(recipe, stream.skeleton, stream.block_names, prepared.source.dtype, head=stream.head)
+
+
+def with_weights(recipe: Recipe, scheme: WeightScheme) -> Recipe:
+    """The recipe with another default scheme."""
+    return recipe.model_copy(update={"scheme": recipe.scheme.model_copy(update={"weights": scheme})})
+
+
+def _accept(prepared: Prepared, layers: Layers, schemes: Mapping[str, WeightScheme]) -> None:
+    for step in prepared.request.recipe.export:
+        plugins.load("export", step.name).accepts(
+            step.options, Asked(schemes, layers.plain, layers.padded(), layers.tied)
+        )
+
+
+def _together(
+    prepared: Prepared, possible: dict[WeightScheme, Layers], decisions: list[Decision]
+) -> dict[WeightScheme, Layers]:
+    """Candidates that the exports take side by side; all without zero points where they do not."""
+    try:
+        _accept_mixed(prepared, possible)
+    except InputError as problem:
+        without = {_changed(scheme, {"symmetric": True}, "symmetric"): None for scheme in possible}
+        if without.keys() == possible.keys():
+            raise
+        made = {scheme: _laid_out(prepared, scheme) for scheme in without}
+        _accept_mixed(prepared, made)
+        reason = f"{problem.rule}: a mixture is stored without zero points"
+        decisions.append(decision("tune", "made-symmetric", "scheme.weights.symmetric", reason, False, True))
+        return made
+    return possible
+
+
+def _accept_mixed(prepared: Prepared, possible: Mapping[WeightScheme, Layers]) -> None:
+    """Raises what the exports have against these schemes in turn, layer by layer."""
+    if not possible:
+        return
+    layers = list(possible.values())
+    names = list(dict.fromkeys(name for each in layers for name in each.schemes))
+    mixed = {
+        name: schemes[name]
+        for number, name in enumerate(names)
+        if name in (schemes := layers[number % len(layers)].schemes)
+    }
+    _accept(prepared, layers[0], mixed)
+
+
+def _named(recipe: Recipe, layers: Layers) -> set[str]:
+    """The linears that the recipe's overrides name, and the head."""
+    globs = [override.match for override in recipe.overrides]
+    return {name for name in layers.shapes if name == layers.head or any(fnmatchcase(name, glob) for glob in globs)}

@@ -1,0 +1,259 @@
+"""The best there is for every budget, from the harms and costs of units; and how far the sum of harms can be trusted.
+
+    predicted KL of a choice = Σ harms        (each unit's KL with that unit alone quantized)
+    expected KL              = factor · predicted,   factor = measured / predicted of what was compiled and scored
+
+Units do not harm independently, and a compile fits each block to the quantized ones before it: the factor takes care
+of what all choices have in common.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quantkit.errors import InputError
+from quantkit.tuning.budget import Budget
+from quantkit.tuning.candidates import Choices, bits_of
+from quantkit.tuning.harm import Harm
+from quantkit.tuning.solve import Choice, Table, choose, least, total
+
+# budgets that the front is solved for
+STEPS = 24
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Linears that share an input.
+
+    Args:
+        block: number of their block.
+        members: full names.
+        weights: how many, all together.
+    """
+
+    block: int
+    members: tuple[str, ...]
+    weights: int
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Everything the solver is told.
+
+    Args:
+        units: [U].
+        names: of the candidates, [C].
+        harm: [U, C] nats a token; nan where a unit has no such candidate.
+        bits: [U, C], all stored bits of a unit.
+        fixed_bits: of the linears inside the blocks that are not up for choice.
+        weights: of all linears inside the blocks.
+        rest_bytes: of what lies outside them.
+        seconds: batch -> [U, C]; empty without timings.
+    """
+
+    units: Sequence[Unit]
+    names: Sequence[str]
+    harm: Table
+    bits: Table
+    fixed_bits: float
+    weights: int
+    rest_bytes: float
+    seconds: Mapping[int, Table]
+
+    def mean_bits(self, choice: Choice) -> float:
+        """Bits a weight, over all linears inside the blocks."""
+        return (total(self.bits, choice) + self.fixed_bits) / self.weights
+
+    def bytes(self, choice: Choice) -> float:
+        """Of all weights of the model."""
+        return (total(self.bits, choice) + self.fixed_bits) / 8 + self.rest_bytes
+
+    def predicted(self, choice: Choice) -> float:
+        """The sum of harms, nats a token."""
+        return total(self.harm, choice)
+
+    def uniform(self, name: str) -> Choice | None:
+        """Every unit in one candidate; None where one does not have it."""
+        column = list(self.names).index(name)
+        if np.isnan(self.harm[:, column]).any():
+            return None
+        return np.full(len(self.units), column)
+
+
+def tables(
+    harms: Sequence[Harm],
+    found: Choices,
+    *,
+    dtype_bits: int,
+    total_bytes: float,
+    seconds: Mapping[int, Table] | None = None,
+) -> Tables:
+    """The tables of a model.
+
+    Args:
+        harms: measured.
+        found: candidates and what is fixed.
+        dtype_bits: of a weight in the source.
+        total_bytes: of the source's weights.
+        seconds: timings, if there are any.
+    """
+    members = list(dict.fromkeys((harm.block, harm.members) for harm in harms))
+    shapes = found.shapes
+    units = [Unit(block, names, sum(_count(shapes[name]) for name in names)) for block, names in members]
+    at = {(harm.members, harm.candidate): harm.kl for harm in harms}
+    harm = np.full((len(units), len(found.candidates)), np.nan)
+    bits = np.full_like(harm, np.nan)
+    for u, unit in enumerate(units):
+        for c, candidate in enumerate(found.candidates):
+            if candidate.scheme is None:
+                harm[u, c], bits[u, c] = 0.0, dtype_bits * unit.weights
+            elif (unit.members, candidate.name) in at:
+                harm[u, c] = at[unit.members, candidate.name]
+                bits[u, c] = sum(bits_of(shapes[name], candidate.layers[name]) for name in unit.members)
+    tuned = {name for unit in units for name in unit.members}
+    inside = {name: shape for name, shape in shapes.items() if name != found.head}
+    fixed = 0.0
+    for name, shape in inside.items():
+        if name not in tuned:
+            scheme = found.fixed.get(name)
+            fixed += bits_of(shape, scheme) if scheme is not None else dtype_bits * _count(shape)
+    weights = sum(_count(shape) for shape in inside.values())
+    rest = total_bytes - dtype_bits / 8 * weights
+    if found.head is not None and found.head in found.fixed:
+        # a quantized head is stored beside the embedding that it may be tied to
+        rest += bits_of(shapes[found.head], found.fixed[found.head]) / 8
+    names = [candidate.name for candidate in found.candidates]
+    return Tables(units, names, harm, bits, fixed, weights, rest, seconds or {})
+
+
+def _count(shape: tuple[int, int]) -> int:
+    return shape[0] * shape[1]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One choice and what it comes to.
+
+    Args:
+        choice: [U], the candidate of each unit.
+        bits: a weight.
+        bytes: of all weights.
+        predicted: sum of harms, nats a token.
+    """
+
+    choice: Choice
+    bits: float
+    bytes: float
+    predicted: float
+
+    def as_dict(self, tables: Tables, factor: float = 1.0) -> dict[str, Any]:
+        """For `front.json`."""
+        counts = Counter(tables.names[c] for c in self.choice)
+        found = {
+            "bits": self.bits,
+            "bytes": round(self.bytes),
+            "predicted": self.predicted,
+            "expected": factor * self.predicted,
+            "units": {name: counts[name] for name in tables.names if counts[name]},
+        }
+        if tables.seconds:
+            found["seconds"] = {str(batch): total(table, self.choice) for batch, table in tables.seconds.items()}
+        return found
+
+
+def point(tables: Tables, choice: Choice) -> Point:
+    """A choice with its figures."""
+    return Point(choice, tables.mean_bits(choice), tables.bytes(choice), tables.predicted(choice))
+
+
+def best(tables: Tables, budget: Budget, factor: float = 1.0) -> Point:
+    """The least harm within a budget; with a limit on KL, the fewest bits.
+
+    Args:
+        tables: of the model.
+        budget: the limits.
+        factor: measured KL over predicted.
+
+    Raises:
+        InputError: `budget-unreachable`, with the nearest that can be reached; `timings-missing`.
+    """
+    limits = []
+    if budget.bits is not None:
+        limits.append((tables.bits, budget.bits * tables.weights - tables.fixed_bits))
+    if budget.bytes is not None:
+        limits.append((tables.bits, 8 * (budget.bytes - tables.rest_bytes) - tables.fixed_bits))
+    if budget.latency is not None:
+        if not tables.seconds:
+            raise InputError(
+                "timings-missing",
+                where="--budget",
+                value="latency without timings",
+                rule="a latency budget needs measured `latency.op` rows",
+                remedy="--timings measurements.jsonl",
+            )
+        limits += [(table, budget.latency) for table in tables.seconds.values()]
+    if budget.kl is not None:
+        limits.append((tables.harm, budget.kl / factor))
+    goal = tables.bits if budget.kl is not None else tables.harm
+    found = choose(goal, limits)
+    if found is None:
+        raise _unreachable(tables, budget, factor)
+    return point(tables, found)
+
+
+def _unreachable(tables: Tables, budget: Budget, factor: float) -> InputError:
+    """Which limit alone is out of reach, and by how much; else that they are together."""
+    smallest, kindest = least(tables.bits), least(tables.harm)
+    nearest = {
+        "bits": tables.mean_bits(smallest),
+        "bytes": tables.bytes(smallest),
+        "kl": factor * tables.predicted(kindest),
+        "latency": max((total(table, least(table)) for table in tables.seconds.values()), default=0.0),
+    }
+    short = [kind for kind, limit in budget.as_dict().items() if limit < nearest[kind] * (1 - 1e-9)]
+    if short:
+        near = ", ".join(f"{kind}={_upwards(nearest[kind])}" for kind in short)
+        rule = f"the nearest that these candidates reach is {near}"
+    else:
+        rule = "each limit can be met alone, all of them together cannot"
+        fewest = choose(tables.bits, [(tables.harm, budget.kl / factor)]) if budget.kl is not None else None
+        if fewest is not None:
+            rule = f"{rule}: kl={budget.kl:g} takes bits={_upwards(tables.mean_bits(fewest))}"
+    return InputError(
+        "budget-unreachable",
+        where="--budget",
+        value=str(budget),
+        rule=rule,
+        remedy="allow that, or add candidates (--formats, --scheme)",
+    )
+
+
+def _upwards(value: float) -> str:
+    """Four significant digits, never less than the value: what can be copied can be reached."""
+    power = 10.0 ** (np.floor(np.log10(value)) - 3) if value > 0 else 1.0
+    return f"{np.ceil(value / power - 1e-9) * power:.10g}"
+
+
+def sweep(tables: Tables, steps: int = STEPS) -> list[Point]:
+    """The front: the best choice for budgets between the fewest bits and those of the largest quantized candidate."""
+    quantized = [c for c, _ in enumerate(tables.names) if (tables.harm[:, c] != 0).any()] or [0]
+    columns = np.nanmax(np.where(np.isnan(tables.bits), -np.inf, tables.bits)[:, quantized], axis=1)
+    low = tables.mean_bits(least(tables.bits))
+    high = max((float(columns.sum()) + tables.fixed_bits) / tables.weights, low)
+    found: list[Point] = []
+    # closer together where bits are few: there a little more helps most
+    for share in np.linspace(0.0, 1.0, steps) ** 1.5:
+        limit = (low + share * (high - low)) * tables.weights - tables.fixed_bits
+        choice = choose(tables.harm, [(tables.bits, limit)])
+        if choice is not None:
+            found.append(point(tables, choice))
+    kept: list[Point] = []
+    for each in sorted(found, key=lambda each: (each.bits, each.predicted)):
+        if not kept or each.predicted < kept[-1].predicted:
+            kept.append(each)
+    return kept

@@ -1,0 +1,205 @@
+"""Placements of Q/DQ pairs measured on the GPU: each is built as an engine, compared and timed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quantkit import content, machine, plugins
+from quantkit.bundle import Bundle
+from quantkit.errors import InputError
+from quantkit.export.tensorrt.network import pairs
+from quantkit.export.tensorrt.profiles import inputs_of
+from quantkit.pipeline.finished.layerwise import fed
+from quantkit.runtimes.tensorrt.file import FOLDER, NETWORK
+from quantkit.tuning.placement.search import Found, Measured, Report, search
+
+if TYPE_CHECKING:
+    from quantkit.runtimes.tensorrt.decode import Loaded
+    from quantkit.runtimes.tensorrt.graph import LoadedGraph
+
+# of the shipped text: tokens that placements are compared on, and steps that are timed
+_TOKENS, _STEPS, _BATCH, _CONTEXT = 256, 60, 1, 512
+# of a language model nats a token, of what gives out other numbers one less the cosine
+_KL, _COSINE = 0.02, 0.01
+_LOGITS = "\0logits of a language model"
+Array = np.ndarray[Any, Any]
+Build = Callable[[Path], "Loaded | LoadedGraph"]
+
+
+def autotune(
+    bundle: Bundle,
+    options: Mapping[str, Any],
+    *,
+    inputs: Path | None = None,
+    harm_max: float | None = None,
+    progress: Report | None = None,
+) -> tuple[Found, dict[str, Any]]:
+    """Search on this machine's GPU.
+
+    Args:
+        bundle: with `engine/network.onnx`.
+        options: of the tensorrt exporter.
+        inputs: of a graph, `.npz`: an array for each of its inputs, of one batch; text is shipped.
+        harm_max: what a placement may differ from 16-bit inputs (`Measured`); what was compiled is exempt.
+        progress: told how far it is.
+
+    Returns:
+        (what was found, changes of the recipe: `overrides`, of a graph `keep`; empty where nothing gains).
+
+    Raises:
+        InputError: `gpu-absent`, `engine-missing`, `inputs-missing`, `inputs-differ`, `nothing-to-tune`, those of a
+            build.
+    """
+    exporter = plugins.load("export", "tensorrt")
+    runtime = plugins.load("runtimes", str(options.get("library", "tensorrt_rtx")))
+    why = runtime.why_not_here()
+    if why is not None:
+        raise InputError(
+            "gpu-absent",
+            where="--autotune-qdq",
+            value=why,
+            rule="placements are measured on the GPU that runs them",
+            remedy="run it there",
+        )
+    folder = bundle.path / FOLDER
+    if not (folder / NETWORK).is_file():
+        raise InputError(
+            "engine-missing",
+            where=str(bundle.path),
+            value=f"no {FOLDER}/{NETWORK}",
+            rule="pairs are searched in the network that engines are built from",
+            remedy=f"quantkit export {bundle.path} --to tensorrt",
+        )
+    bundle.demand_intact([entry for entry in bundle.manifest.files if entry.path.startswith(f"{FOLDER}/network")])
+    gpus, _ = machine.gpus()
+    network = folder / NETWORK
+    graph = "input_ids" not in inputs_of(network)
+    if graph and inputs is None:
+        raise InputError(
+            "inputs-missing",
+            where="--autotune-qdq",
+            value="a graph",
+            rule="placements are compared on what it will be given",
+            remedy="--inputs FILE.npz, an array for each input",
+        )
+    feed = fed(network, inputs)[0] if graph else tokens(folder)
+    key = json.dumps([bundle.manifest.content_sha256, gpus[0]["name"], runtime.name, dict(options)], sort_keys=True)
+    name = hashlib.sha256(key.encode() + (inputs.read_bytes() if inputs else b"")).hexdigest()[:32]
+    journal = content.cache_dir() / "tune" / f"qdq-{name}.jsonl"
+
+    def build(beside: Path) -> Loaded | LoadedGraph:
+        opened: Loaded | LoadedGraph
+        built = exporter.build(beside, options)
+        opened = runtime.open_graph(beside, built=built) if graph else runtime.open(beside, built=built)
+        return opened
+
+    groups = pairs.groups(network)
+    measure = Placements(folder, groups, build, feed)
+    most = harm_max if harm_max is not None else _KL if bundle.manifest.model.kind == "decoder" else _COSINE
+    found = search(groups, measure, harm_max=most, journal=journal, progress=progress)
+    if not found.off:
+        return found, {}
+    return found, {"keep": found.keep(groups)} if graph else {"overrides": found.overrides(groups)}
+
+
+def tokens(folder: Path) -> Array:
+    """Text that may guide a choice, in a bundle's tokens, [1, n]."""
+    from quantkit.runtimes.text import Tokenizer
+
+    text = (content.folder("calibration") / "prose-en" / "tune.txt").read_text(encoding="utf-8")
+    return np.array([Tokenizer(folder).encode(text[: 8 * _TOKENS])[:_TOKENS]])
+
+
+class Placements:
+    """Measures placements, by the groups that are off.
+
+    Args:
+        folder: `engine/` of a bundle.
+        groups: of `_pairs.groups`.
+        build: makes an engine of a folder that has `engine/network.onnx`, and opens it.
+        feed: what they are compared on: ids [1, T], or the inputs of a graph.
+        timed: seconds of repeated steps, or passes; None: the device's own. For tests.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        groups: Mapping[str, Sequence[str]],
+        build: Build,
+        feed: Array | Mapping[str, Array],
+        timed: Callable[[Any], Sequence[float]] | None = None,
+    ) -> None:
+        self._folder, self._groups, self._build, self._feed = folder, groups, build, feed
+        self._timed = timed or self._steps
+        self._floats: dict[str, Array] | None = None
+
+    def __call__(self, off: frozenset[str]) -> Measured:
+        """Build, compare, time."""
+        if self._floats is None:
+            self._floats = self._outputs(self._made(frozenset(self._groups))[0])
+        model, taken = self._made(off)
+        middle = float(np.median(taken))
+        # 95 % of a median by its standard error; few steps, so no more is claimed
+        spread = 1.96 * 1.2533 * float(np.std(taken)) / max(len(taken), 1) ** 0.5 / middle
+        return Measured(middle, spread, _harm(self._floats, self._outputs(model)))
+
+    def _made(self, off: frozenset[str]) -> tuple[Any, Sequence[float]]:
+        with tempfile.TemporaryDirectory(dir=self._folder.resolve().parents[1], prefix=".qdq-") as temporary:
+            beside = Path(temporary) / FOLDER
+            shutil.copytree(self._folder, beside, ignore=shutil.ignore_patterns("*.engine", "sm*.json"))
+            linears = {linear for group in off for linear in self._groups[group]}
+            pairs.without(self._folder / NETWORK, beside / NETWORK, linears)
+            model = self._build(Path(temporary))
+            return model, self._timed(model)
+
+    def _outputs(self, model: Any) -> dict[str, Array]:
+        if isinstance(self._feed, Mapping):
+            return dict(model.run(self._feed))
+        if not model.decoder:
+            return {"last_hidden_state": model.encode(self._feed[:, : _longest(model)])}
+        ids = self._feed[:, : model.capacity]
+        return {_LOGITS: np.asarray(model.run(model.state(1, ids.shape[1]), ids)[0])}
+
+    def _steps(self, model: Any) -> list[float]:
+        if isinstance(self._feed, Mapping):
+            step = model.repeated(self._feed)
+        elif model.decoder:
+            step = model.decode(_BATCH, min(_CONTEXT, model.capacity - 1))
+        else:
+            step = model.prefill(_BATCH, min(self._feed.shape[1], _longest(model)))
+        for _ in range(5):
+            step()
+        return [seconds for _ in range(_STEPS) if (seconds := step()) is not None]
+
+
+def _longest(model: Any) -> int:
+    return int(model.longest(_BATCH, _TOKENS))
+
+
+def _harm(one: Mapping[str, Array], other: Mapping[str, Array]) -> float:
+    """Of logits the mean KL over positions, nats; of all else one less the least mean cosine of an output's rows."""
+    if _LOGITS in one and len(one) == 1:
+        first, second = (_log_chances(each[_LOGITS]) for each in (one, other))
+        return float((np.exp(first) * (first - second)).sum(axis=-1).mean())
+    return max(1 - _cosine(one[name], other[name]) for name in one)
+
+
+def _cosine(one: Array, other: Array) -> float:
+    """Mean over rows, of which there are as many as the first size says; rows of zeros on both sides are equal."""
+    first, second = (each.reshape(len(each), -1).astype(np.float64) for each in (one, other))
+    sizes = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
+    products = (first * second).sum(axis=1)
+    return float(np.where(sizes > 0, products / np.where(sizes > 0, sizes, 1), 1.0).mean())
+
+
+def _log_chances(logits: Array) -> Array:
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))

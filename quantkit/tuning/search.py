@@ -1,0 +1,395 @@
+"""The order of things: candidates, harms, the choice, the compile that checks it, the recipe and the page.
+
+    prepare -> candidates -> harm of each unit (kept) -> choose -> compile and score -> refit -> front -> write
+
+Harms are measured on the `tune` split and so is the check; `eval` is only what the compile reports of itself.
+"""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import quantkit
+from quantkit import machine
+from quantkit.bundle import Decision
+from quantkit.errors import InputError
+from quantkit.export import reader
+from quantkit.passes import decision
+from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.request import Request, default_out
+from quantkit.tuning import answer, front, store, timings, write
+from quantkit.tuning.answer import RECIPE
+from quantkit.tuning.budget import Budget
+from quantkit.tuning.candidates import Choices, choices, name_of
+from quantkit.tuning.check import scored_in
+from quantkit.tuning.front import Point, Tables
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.tokens.ids import TokenSet
+    from quantkit.measurement.rows import Row
+    from quantkit.pipeline import Prepared
+    from quantkit.recipe import Recipe
+    from quantkit.scheme import WeightScheme
+    from quantkit.tuning.check import Measured
+    from quantkit.tuning.harm import Harm, Subject
+
+# sequences of so many tokens that a harm is measured on; of the calibration set, the first so many sequences
+SAMPLES, TOKENS, CALIBRATED = 2, 128, 4
+# positions that a choice is scored on once it is compiled
+CHECKED = 6000
+# compiles that a limit on KL may take, and how much of the limit may be left unused
+_ROUNDS, _UNUSED = 3, 0.1
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of a search.
+
+    Args:
+        request: the model, the base recipe, the target; its `out` is the folder of the answer.
+        budget: the limits.
+        formats: candidates by format; None tries the usual ones.
+        schemes: candidates by the fields they change in the recipe's scheme.
+        samples: sequences that a harm is measured on.
+        exact: measure every candidate at the output, not the recipe's own scheme alone.
+        check: compile and score the choice, and the best single scheme within the budget beside it.
+        timings: measured rows with `latency.op`.
+        batches: of those, the wanted; all if empty.
+    """
+
+    request: Request
+    budget: Budget
+    formats: Sequence[str] | None = None
+    schemes: Sequence[Mapping[str, Any]] = ()
+    samples: int = SAMPLES
+    exact: bool = False
+    check: bool = True
+    timings: Sequence[Row] = ()
+    batches: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a search yields.
+
+    Args:
+        out: the folder.
+        front: what `front.json` holds.
+        decisions: what was done otherwise than asked.
+        warnings: what a reader must know.
+    """
+
+    out: Path
+    front: dict[str, Any]
+    decisions: list[Decision]
+    warnings: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """`result` of the `--json` envelope."""
+        return {"out": str(self.out), "recipe": str(self.out / RECIPE), **self.front}
+
+
+def tune(question: Question, progress: Progress | None = None) -> Tuned:
+    """Choose a scheme for every unit of a model within a budget, and write it as a recipe.
+
+    Raises:
+        InputError: `nothing-to-choose`, `budget-unreachable`, `timings-missing`, `model-kind`, of a compile.
+        Stopped: disk full. Harms that were measured are kept, and the same command goes on with them.
+    """
+    return _Search(question, progress or Progress()).run()
+
+
+class _Search:
+    """The stages; what they share."""
+
+    def __init__(self, question: Question, progress: Progress) -> None:
+        from quantkit.pipeline.blocks.prepared import prepare
+
+        self.question, self.progress = question, progress
+        self.started = time.perf_counter()
+        # the folder is for the answer, the compile that checks it has one inside
+        self.request = replace(question.request, out=None, speed=False)
+        self.prepared: Prepared = prepare(self.request)
+        if self.prepared.source.kind != "decoder":
+            raise InputError(
+                "model-kind",
+                where=self.prepared.source.ref,
+                value=f"a {self.prepared.source.kind}",
+                rule="harm is measured in the distribution of the next word",
+                remedy="tune a decoder",
+            )
+        if question.check:
+            recipe = self.prepared.request.recipe
+            scored_in([reader(step.name, step.options) for step in recipe.export], recipe.name)
+        self.decisions: list[Decision] = list(self.prepared.decisions)
+        self.found: Choices = choices(self.prepared, question.formats, question.schemes)
+        self.decisions += self.found.decisions
+        self.out = question.request.out or default_out(self.prepared.source.name, "tuned", resume=False)
+        self.work = self.out.with_name(f"{self.out.name}.partial")
+        shutil.rmtree(self.work, ignore_errors=True)  # of a search that was killed; its harms are kept
+        self.measured: list[tuple[Point, Measured]] = []
+        self.scored: TokenSet | None = None
+        self.factor = 1.0
+        # linears that nothing was measured of; they keep the recipe's own scheme
+        self.unmeasured: dict[str, WeightScheme] = {}
+
+    def run(self) -> Tuned:
+        harms = self._harms()
+        self._settle(harms)
+        tables = self._tables(harms)
+        chosen = front.best(tables, self.question.budget)
+        uniform = None
+        self.work.mkdir(parents=True)
+        try:
+            if self.question.check:
+                chosen = self._checked(tables, chosen)
+                uniform = self._uniform(tables, chosen)
+            self.progress.at("front", 0.0)
+            points = front.sweep(tables)
+            data = answer.front_of(self._facts(), tables, chosen, self.measured, uniform, points)
+            recipe = self._recipe(tables, chosen, Path(RECIPE).stem)
+            answer.write(self.work, recipe, data, harms)
+            self.work.rename(self.out)
+        finally:
+            shutil.rmtree(self.work, ignore_errors=True)
+        warnings = list(self.prepared.source.notes)
+        if data["chosen"].get("state") == "gate_failed":
+            warnings.append(f"the choice, compiled, fails a gate of {self.request.recipe.name}")
+        return Tuned(self.out, data, self.decisions, warnings)
+
+    def _facts(self) -> dict[str, Any]:
+        """What was asked, of what, and what was done otherwise."""
+        source = self.prepared.source
+        return {
+            "quantkit": quantkit.__version__,
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "model": {"name": source.name, "ref": source.ref, "sha256": source.sha256, "dtype": source.dtype},
+            "base": self.request.recipe.name,
+            "target": self.request.target.name,
+            "budget": self.question.budget.as_dict(),
+            "candidates": [
+                {"name": each.name, "scheme": each.scheme.model_dump(mode="json") if each.scheme else None}
+                for each in self.found.candidates
+            ],
+            "texts": {"harm": answer.text_of(self.text), "check": answer.text_of(self.scored) if self.scored else None},
+            "anchor": self._anchor(),
+            "factor": self.factor if self.measured else None,
+            "decisions": [each.model_dump(mode="json", by_alias=True) for each in self.decisions],
+            "notes": list(source.notes),
+            "seconds": time.perf_counter() - self.started,
+        }
+
+    # --- harms -------------------------------------------------------------------------------------------------------
+
+    def _harms(self) -> list[Harm]:
+        from quantkit.tuning import harm
+
+        source = self.prepared.source
+        calibration = self.prepared.calibration
+        self.text = self._guiding(self.question.samples, TOKENS)
+        ids = calibration.ids[:CALIBRATED] if calibration is not None else None
+        path = store.place(self._key(None if ids is None else ids.tolist()))
+        known = store.read(path)
+        count = len(self.prepared.stream.block_names)
+        start = known[-1].block + 1 if known else 0
+        self.progress.plan(self._expected(start))
+        self.progress.at("harm", start / count, f"{len(known)} known" if known else "")
+        if start == count:
+            return known
+        import torch
+
+        generator = torch.Generator().manual_seed(self.request.recipe.seed)
+        vocabulary = int(self.text.ids.max()) + 1
+        subject: Subject = harm.Subject(
+            stream=self.prepared.stream,
+            steps=self.prepared.steps,
+            candidates={each.name: each.layers for each in self.found.candidates if each.scheme is not None},
+            calibration=ids,
+            ids=self.text.ids,
+            probe_ids=torch.randint(0, vocabulary, (2, 12), generator=generator),
+            widest=self.prepared.layers.widest,
+            dtype=getattr(torch, source.dtype),
+            seed=self.request.recipe.seed,
+            anchor=self._anchor(),
+        )
+        left = 1 - start / count
+        for wave in harm.measure(
+            subject, start, lambda done: self.progress.at("harm", 1 - left * (1 - done), self._words())
+        ):
+            known = [*known, *wave]
+            store.write(path, known)
+        self.progress.at("harm", 1.0)
+        return known
+
+    def _anchor(self) -> str | None:
+        """The candidate that the recipe itself is about, or the one with the fewest bits above it."""
+        if self.question.exact:
+            return None
+        base = self.request.recipe.scheme.weights
+        quantized = [each for each in self.found.candidates if each.scheme is not None]
+        same = [each for each in quantized if base and each.scheme and each.scheme.format == base.format]
+        return (same or quantized)[0].name
+
+    def _words(self) -> str:
+        return f"{sum(each.scheme is not None for each in self.found.candidates)} candidates a unit"
+
+    def _guiding(self, samples: int, tokens: int) -> TokenSet:
+        from quantkit.pipeline.blocks.tokens import guiding, sequence_length
+
+        length = min(tokens, sequence_length(self.request.recipe.calibration.tokens, self.prepared.source, []))
+        decisions: list[Decision] = []
+        calibration = self.prepared.calibration
+        source, recipe = self.prepared.source, self.request.recipe
+        found = guiding(recipe, source, samples=samples, tokens=length, calibration=calibration, decisions=decisions)
+        self.decisions += [each for each in decisions if each not in self.decisions]
+        return found
+
+    def _key(self, calibrated: list[list[int]] | None) -> dict[str, Any]:
+        """All that a harm depends on."""
+        recipe = self.request.recipe.as_dict()
+        relevant = ("torch", "transformers", "numpy")
+        return {
+            "quantkit": quantkit.__version__,
+            "versions": {name: version for name, version in machine.versions().items() if name in relevant},
+            "source": self.prepared.source.sha256,
+            "passes": recipe["passes"],
+            "seed": recipe["seed"],
+            "calibration": calibrated,
+            "ids": self.text.sha256,
+            "anchor": self._anchor(),
+            "candidates": [
+                [each.name, sorted({name: scheme.model_dump() for name, scheme in each.layers.items()}.items())]
+                for each in self.found.candidates
+            ],
+        }
+
+    def _expected(self, start: int) -> dict[str, float]:
+        """A first guess of the seconds each stage takes, from its matrix products."""
+        import torch
+
+        from quantkit.pipeline.estimate import head_size
+
+        rate = 25e9 * torch.get_num_threads()
+        weights = sum(rows * columns for rows, columns in self.prepared.layers.inside.values())
+        count = len(self.prepared.stream.block_names)
+        tried = sum(each.scheme is not None for each in self.found.candidates)
+        # about four units a block; a variant goes through half of the model on average, and through the head
+        variants = 4 * (tried if self.question.exact else 1) * (count - start)
+        calibrated = CALIBRATED * self.request.recipe.calibration.tokens * 3 if self.prepared.calibration else 0
+        products = variants * self.text.ids.numel() * (weights / 2 + 2 * head_size(self.prepared))
+        stages = {"harm": 2 * (products + tried * calibrated * weights) / rate + tried * weights / 1e8}
+        if self.question.check:
+            from quantkit.pipeline.estimate import estimate
+
+            stages["check"] = 2 * (sum(estimate(self.prepared).seconds.values()) + 2 * CHECKED * weights * 4 / rate)
+        from quantkit.report.kit import words
+
+        self.progress.note(f"expected: {words.about(sum(stages.values()))}, {variants} variants of units to measure")
+        return {**stages, "front": 2.0}
+
+    def _settle(self, harms: Sequence[Harm]) -> None:
+        """Linears that no token of the texts reached, as those of an expert: nothing is known of their harm."""
+        seen = {name for harm in harms for name in harm.members}
+        own = next(each for each in self.found.candidates if each.name == (self._anchor() or each.name))
+        self.unmeasured = {name: scheme for name, scheme in own.layers.items() if name not in seen}
+        if self.unmeasured:
+            first = next(iter(self.unmeasured))
+            others = f" (and {len(self.unmeasured) - 1} others)" if len(self.unmeasured) > 1 else ""
+            reason = f"no token reached it while its block was traced; it is stored in {own.name}"
+            self.decisions.append(decision("tune", "not-measured", f"{first}{others}", reason))
+            self.found = replace(self.found, fixed={**self.found.fixed, **self.unmeasured})
+
+    # --- the choice --------------------------------------------------------------------------------------------------
+
+    def _tables(self, harms: Sequence[Harm]) -> Tables:
+        source = self.prepared.source
+        bits = {"float32": 32, "float16": 16, "bfloat16": 16}[source.dtype]
+        made = front.tables(harms, self.found, dtype_bits=bits, total_bytes=source.weights.total_bytes())
+        if not self.question.timings:
+            return made
+        shapes = [[self.found.shapes[name] for name in unit.members] for unit in made.units]
+        seconds, missing = timings.seconds(self.question.timings, shapes, self.found.candidates, self.question.batches)
+        for text in missing:
+            self.progress.note(f"timings: {text}")
+        return replace(made, seconds=seconds)
+
+    def _recipe(self, tables: Tables, point: Point, name: str) -> Recipe:
+        assignment = {
+            linear: self.found.candidates[int(c)].layers.get(linear)
+            for unit, c in zip(tables.units, point.choice, strict=True)
+            for linear in unit.members
+        }
+        assignment |= self.unmeasured
+        sizes = {name: rows * columns for name, (rows, columns) in self.found.shapes.items()}
+        budget = ", ".join(f"{kind} {value:g}" for kind, value in self.question.budget.as_dict().items())
+        summary = f"{self.request.recipe.name} in mixed precision for {self.prepared.source.name}: {budget}"
+        return write.recipe_of(self.request.recipe, assignment, sizes, name=name, summary=summary)
+
+    def _checked(self, tables: Tables, chosen: Point) -> Point:
+        """Compile and score the choice; under a limit on KL, choose again with what was learnt."""
+        limit, rounds = self.question.budget.kl, 0
+        while True:
+            measured = self._compile(self._recipe(tables, chosen, Path(RECIPE).stem), "bundle", rounds)
+            self.measured.append((chosen, measured))
+            self.factor = measured.kl / chosen.predicted if chosen.predicted > 0 else 1.0
+            rounds += 1
+            if limit is None or (1 - _UNUSED) * limit <= measured.kl <= limit or rounds == _ROUNDS:
+                break
+            again = front.best(tables, self.question.budget, self.factor)
+            if (again.choice == chosen.choice).all():
+                break
+            chosen = again
+            shutil.rmtree(self.work / "bundle")
+        return chosen
+
+    def _uniform(self, tables: Tables, chosen: Point) -> dict[str, Any] | None:
+        """The best that one scheme for all units comes to within the bits of the choice, compiled and scored."""
+        base = self.request.recipe.scheme.weights
+        options: list[tuple[float, str, Recipe]] = []
+        plain = self._plain_bits()
+        if base is not None and plain <= chosen.bits * 1.005:
+            options.append((plain, name_of(base), self.request.recipe))
+        for candidate in self.found.candidates:
+            choice = tables.uniform(candidate.name) if candidate.scheme is not None else None
+            if choice is not None and tables.mean_bits(choice) <= chosen.bits * 1.005:
+                recipe = self._recipe(tables, front.point(tables, choice), candidate.name.replace(" ", "-"))
+                options.append((tables.mean_bits(choice), candidate.name, recipe))
+        if not options:
+            return None
+        bits, name, recipe = max(options, key=lambda option: option[0])
+        measured = self._compile(recipe, "uniform", len(self.measured))
+        shutil.rmtree(self.work / "uniform")
+        return {**measured.as_dict(), "name": name, "bits": bits}
+
+    def _plain_bits(self) -> float:
+        """Bits a weight of the base recipe as it stands."""
+        from quantkit.tuning.candidates import bits_of
+
+        schemes = self.prepared.layers.schemes
+        wide = {"float32": 32, "float16": 16, "bfloat16": 16}[self.prepared.source.dtype]
+        inside = self.prepared.layers.inside
+        found = [
+            bits_of(shape, schemes[name]) if name in schemes else wide * shape[0] * shape[1]
+            for name, shape in inside.items()
+        ]
+        return sum(found) / sum(rows * columns for rows, columns in inside.values())
+
+    def _compile(self, recipe: Recipe, folder: str, number: int) -> Measured:
+        from quantkit.tuning.check import Within, compile_and_score
+
+        text = self._guiding(-(-CHECKED // (self._length() - 1)), self._length())
+        self.scored = text
+        start = 1 - 2.0**-number  # how many there will be is not known: each takes half of what is left
+        within = Within(self.progress, "check", start, start + 2.0 ** -(number + 1))
+        return compile_and_score(self.request, recipe, self.work / folder, text, within)
+
+    def _length(self) -> int:
+        from quantkit.pipeline.blocks.tokens import sequence_length
+
+        return sequence_length(self.request.recipe.calibration.tokens, self.prepared.source, [])

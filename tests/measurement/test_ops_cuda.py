@@ -1,0 +1,148 @@
+"""The GPU's bench, dry: tiny products in Triton's interpreter; what is right there is timed, and by which way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")  # Linux alone has it
+
+from quantkit.errors import InputError
+from quantkit.kernels.dispatch import EXPANDED, OURS
+from quantkit.measurement.cuda import ceilings, sides
+from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.cuda.timing import Side
+from quantkit.measurement.cuda.weights import known
+from quantkit.measurement.operators import cuda as ops_cuda
+from quantkit.measurement.operators import rows as ops_rows
+from quantkit.measurement.operators import run as ops_run
+from quantkit.measurement.operators.cuda import BASELINE, CudaBench, check_shape, torch_names, variant_of
+from quantkit.measurement.operators.products import Plan, measure
+from quantkit.measurement.operators.rows import Setting
+from quantkit.measurement.operators.tax import Limits
+from quantkit.planning.model.shapes import Linear
+
+LINEAR = Linear(name="up", K=128, N=32)
+DEVICE = Device("cpu", dry=True)
+
+
+def bench() -> CudaBench:
+    # the interpreter multiplies float16 exactly, and has no bfloat16 of its own
+    return CudaBench(DEVICE, torch.float16)
+
+
+def test_each_variant_is_ready_and_says_how_it_runs() -> None:
+    names = [BASELINE, "int4.g32.zeros", "int4.g32.zeros without decoding", "int8.dynamic", "quantize int8"]
+    found = bench().prepare(LINEAR, names, [3])
+    assert not [side for side in found.values() if isinstance(side, str)]
+    assert bench().quantizer("int8.dynamic") == "quantize int8"
+    assert bench().twin("int4.g32.zeros") == "int4.g32.zeros without decoding"
+    assert bench().twin("int8.dynamic") == bench().twin(BASELINE) == bench().twin("int4.g32.zeros.torch") == ""
+    side: Any = found["int4.g32.zeros"]
+    how = side.settings(3)
+    assert how["kernel"] in (OURS, EXPANDED)
+    assert how["copies"] == 2
+    assert ("config.block_n" in how) == (how["kernel"] == OURS)
+    assert isinstance(side.step(3)(), float), "seconds by the device's own clock"
+    assert side.cost.weight_bytes == 128 * 32 / 2 + 32 * 4 * 3
+    assert found[BASELINE].resident_bytes == 2 * 128 * 32  # type: ignore[union-attr]
+
+
+def test_the_fastest_way_is_taken_and_has_a_twin_if_it_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = {OURS: 2.0, EXPANDED: 1.0}
+    monkeypatch.setattr(Side, "ready", lambda self: lambda: taken[self.name])
+    one: Any = bench().prepare(LINEAR, ["int4.g32"], [3])["int4.g32"]
+    assert one.settings(3)["kernel"] == EXPANDED
+    with pytest.raises(InputError, match="no-twin"):
+        one.twin(3)
+    taken[EXPANDED] = 3.0
+    one = bench().prepare(LINEAR, ["int4.g32"], [3])["int4.g32"]
+    assert one.settings(3)["kernel"] == OURS
+    assert one.settings(3)["config.block_m"] == 16
+
+
+def test_what_gives_wrong_numbers_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*args: Any, **more: Any) -> Side:
+        made = real(*args, **more)
+        return Side(made.name, [lambda: made.steps[0]() + 1.0], made.resident_bytes, made.settings)  # type: ignore[operator]
+
+    real = sides.ours
+    monkeypatch.setattr(ops_cuda, "_tried", lambda step: 1.0)  # ours, of equals
+    assert not isinstance(bench().prepare(LINEAR, ["int8"], [3])["int8"], str)
+    monkeypatch.setattr(sides, "ours", wrong)
+    assert bench().prepare(LINEAR, ["int8"], [3]) == {"int8": "wrong-result"}
+
+
+def test_torchs_own_operators_are_right_or_say_that_they_cannot() -> None:
+    found: Any = bench().prepare(LINEAR, ["int8.dynamic.torch", "int4.g32.zeros.torch"], [3])
+    assert found["int8.dynamic.torch"].settings(3)["kernel"] == "torch._int_mm"
+    # it takes bfloat16 alone
+    assert found["int4.g32.zeros.torch"] == "no-operator"
+
+
+def test_a_full_gpu_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(variant: Any, *rest: Any) -> Any:
+        if variant.format == "int4":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+        return real(variant, *rest)
+
+    real = sides.held_copies
+    monkeypatch.setattr(sides, "held_copies", full)
+    found = bench().prepare(LINEAR, ["int4.g32", "int4.g32 without decoding", "int8"], [3])
+    assert found["int4.g32"] == found["int4.g32 without decoding"] == "out-of-memory"
+    assert not isinstance(found["int8"], str)
+
+
+def test_codes_that_the_gpu_cannot_multiply_are_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "sm", property(lambda self: 86))
+    assert bench().prepare(LINEAR, ["fp8_e4m3.dynamic"], [1]) == {"fp8_e4m3.dynamic": "device-lacks-format"}
+
+
+def test_groups_divide_the_inputs() -> None:
+    check_shape(variant_of("int4.g64"), Linear(name="x", K=192, N=8))
+    with pytest.raises(InputError, match=r"group-indivisible.*groups of 32 or 64"):
+        check_shape(variant_of("int4.g128"), Linear(name="x", K=192, N=8))
+    assert set(torch_names()) <= {f"{name}.torch" for name in known()}
+
+
+def test_the_tax_is_split_where_the_kernel_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"torch.linear": 4e-3, OURS: 2e-3, EXPANDED: 9e-3, "quantkit raw twin": 1.5e-3, "quantize_tokens": 1e-4}
+    monkeypatch.setattr(Side, "ready", lambda self: lambda: seconds[self.name])
+    variants = ["int4.g32", "int8.dynamic"]
+    timed = measure(bench(), [LINEAR], BASELINE, variants, Plan([3], seconds=0.2, rounds=2))
+    limits = Limits(1e9, {"bf16": 1e12, "fp16": 1e12, "int8": 1e12})
+    setting = Setting("torch", None, DEVICE.identity(), {}, limits, 1e-6, 1, BASELINE)
+    rows = ops_rows.rows(timed, setting, model="m")
+    taxes = {(r.name, r.settings["variant"], r.op.layer): r for r in rows if r.name.startswith("tax.") and r.op}
+    for layer in (None, "all linears"):
+        bound = taxes["tax.total", "int4.g32", layer].op.bound_s  # type: ignore[union-attr]
+        assert taxes["tax.streaming", "int4.g32", layer].value == pytest.approx(1.5e-3 - bound)
+        assert taxes["tax.decode", "int4.g32", layer].value == pytest.approx(0.5e-3)
+        assert taxes["tax.total", "int4.g32", layer].value == pytest.approx(2e-3 - bound)
+        assert "sum-only" not in taxes["tax.total", "int4.g32", layer].flags
+        assert "sum-only" in taxes["tax.total", "int8.dynamic", layer].flags
+    assert taxes["tax.activation", "int8.dynamic", None].value == pytest.approx(1e-4)
+    (base,) = [r for r in rows if r.name == "latency.op" and r.settings["variant"] == BASELINE and not r.op.layer]  # type: ignore[union-attr]
+    # 2 bytes a weight, and 16-bit inputs and outputs
+    assert base.op.hp_bound_s == pytest.approx((2 * 128 * 32 + 3 * 2 * (128 + 32)) / 1e9)  # type: ignore[union-attr]
+
+
+def test_slower_products_at_the_end_are_throttling() -> None:
+    def of(rate: float) -> list[dict[str, Any]]:
+        return [{"name": "ceiling.compute", "settings": {"compute_type": "bf16"}, "value": rate}]
+
+    assert ceilings.slower(of(1.0), of(0.85))
+    assert not ceilings.slower(of(1.0), of(0.95))
+    assert not ceilings.slower(of(1.0), [])
+
+
+def test_a_whole_run_in_a_process_of_its_own() -> None:
+    linear = {"name": "up", "K": 128, "N": 32}
+    rows = ops_run.run(ops_run.Job([linear], "", "bfloat16", ["int8.dynamic"], [3], 0, 0.2, rounds=1))
+    names = {row.name for row in rows}
+    assert {"ceiling.read", "ceiling.compute", "latency.op", "tax.total", "tax.activation"} <= names
+    assert all(row.settings.get("threads") is None for row in rows)
+    (read,) = [row for row in rows if row.name == "ceiling.read"]
+    assert read.settings["last_level_cache"] == 1

@@ -1,0 +1,127 @@
+"""Raw times of two models in rounds: both loaded anew in each, and nothing lost on the way to a decision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from quantkit.errors import InputError
+from quantkit.measurement.timing.latency import Plan, Step
+from quantkit.measurement.timing.rounds import LEAST, MOST, Job, Shape, Taken, run, shapes_of, take
+from quantkit.stats.deciding.decision import decide
+from quantkit.stats.deciding.slowdown import BLOCKS, slowdown
+
+STEP = Shape("latency.decode_step", 4, 128)
+PROMPT = Shape("latency.prefill", 1, 256)
+
+
+class Machine:
+    """A clock that moves only by what is run on it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.loads: list[str] = []
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def load(self, name: str, seconds: float, *, refuses: str = "") -> Callable[[], Side]:
+        def loaded() -> Side:
+            self.loads.append(name)
+            self.now += 0.1
+            # how a load happens to lie in memory lasts as long as it does
+            return Side(self, seconds * float(self.generator.lognormal(0.0, 0.002)), refuses)
+
+        return loaded
+
+
+class Side:
+    def __init__(self, machine: Machine, seconds: float, refuses: str) -> None:
+        self.machine, self.seconds, self.refuses = machine, seconds, refuses
+
+    def decode(self, batch: int, context: int) -> Step:
+        return self._step(1.0)
+
+    def prefill(self, batch: int, tokens: int) -> Step:
+        if self.refuses:
+            raise InputError(self.refuses, where="prefill")
+        return self._step(10.0)
+
+    def _step(self, times: float) -> Step:
+        def step() -> None:
+            self.machine.now += times * self.seconds * float(self.machine.generator.lognormal(0.0, 0.01))
+
+        return step
+
+
+def timed(slower: float, *, seconds: float = 0.01, budget: float = 20.0, **options: str) -> tuple[list[Taken], Machine]:
+    machine = Machine()
+    loads = machine.load("candidate", slower * seconds, **options), machine.load("baseline", seconds)
+    return take(*loads, [STEP, PROMPT], seconds=budget, clock=machine), machine
+
+
+def test_both_are_loaded_anew_in_every_round_in_an_order_that_is_drawn() -> None:
+    (step, _), machine = timed(1.0)
+    rounds = len(step.rounds)
+    assert LEAST <= rounds <= MOST
+    pairs = list(zip(machine.loads[::2], machine.loads[1::2], strict=True))
+    assert len(pairs) == rounds
+    assert set(pairs) == {("candidate", "baseline"), ("baseline", "candidate")}
+    assert step.candidate.shape == step.baseline.shape == (sum(step.rounds), 2, 2)
+    assert len(step.began) == rounds
+    assert set(step.rounds) == {BLOCKS}
+
+
+@pytest.mark.parametrize(("slower", "answer"), [(1.0, "same"), (1.1, "worse"), (1 / 1.1, "better")])
+def test_what_is_slower_is_found_by_the_test_of_every_night(slower: float, answer: str) -> None:
+    found, _ = timed(slower)
+    evidence = [slowdown(each.candidate, each.baseline, rounds=each.rounds, margin=0.05) for each in found]
+    assert [each.answer for each in decide(evidence)] == [answer] * 2
+    assert [each.groups for each in evidence] == [len(each.rounds) for each in found], "rounds are what is resampled"
+
+
+def test_a_round_is_shorter_where_there_is_no_time_and_never_less_than_a_block() -> None:
+    (step, prompt), _ = timed(1.0, seconds=1.0, budget=1.0)
+    assert step.rounds == prompt.rounds == (1,) * LEAST
+    assert step.candidate.shape == (LEAST, 2, 1), "what takes long is timed once a visit"
+
+
+def test_what_takes_microseconds_is_run_several_times_and_told_as_one() -> None:
+    (step, _), _ = timed(1.0, seconds=2e-5, budget=60.0)
+    assert len(step.rounds) == MOST
+    assert np.median(step.candidate) == pytest.approx(2e-5, rel=0.05)
+
+
+def test_a_shape_that_does_not_fit_is_left_out_and_said() -> None:
+    (step, prompt), _ = timed(1.0, refuses="out-of-memory")
+    assert (prompt.skipped, prompt.rounds, step.skipped) == ("out-of-memory", (), "")
+    assert Taken.read(prompt.line()).skipped == "out-of-memory"
+    with pytest.raises(InputError, match="onnx-unreadable"):
+        timed(1.0, refuses="onnx-unreadable")
+
+
+def test_times_survive_the_way_between_processes() -> None:
+    (step, _), _ = timed(1.0)
+    again = Taken.read(step.line())
+    assert (again.shape, again.rounds, again.began) == (step.shape, step.rounds, step.began)
+    np.testing.assert_array_equal(again.candidate, step.candidate)
+    np.testing.assert_array_equal(again.baseline, step.baseline)
+
+
+def test_the_shapes_of_a_plan() -> None:
+    found = shapes_of(Plan(batches=(1, 4), contexts=(128,), prefills=(64,), prefill_batches=(1,)))
+    assert [each.words for each in found] == [
+        "decode, batch 1, context 128",
+        "decode, batch 4, context 128",
+        "prefill, batch 1, tokens 64",
+    ]
+    assert [each.shape for each in found[1:]] == [{"new_tokens": 1, "context": 128}, {"new_tokens": 64, "context": 0}]
+
+
+def test_two_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setattr("quantkit.machine.memory_available", lambda: -1)
+    with pytest.raises(InputError, match="out-of-memory"):
+        run(Job(str(tmp_path), str(tmp_path), [STEP], 1, 1.0))

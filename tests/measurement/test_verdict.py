@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quantkit.bundle import Check
+from quantkit.errors import InputError
+from quantkit.measurement.rows import Baseline, Row
+from quantkit.measurement.verdict import Measured, state, verdict
+
+BATCHES = (1, 2, 4, 8)
+FAILED = Check(name="gate.kl_max", value=0.4, limit=0.25, ok=False)
+PASSED = Check(name="gate.kl_max", value=0.1, limit=0.25, ok=True)
+
+
+def row(batch, ratio, *, width=0.02, context=128, n=120, p99=None, p99_width=0.1, flags=(), **kept):
+    low, high = ratio / (1 + width), ratio * (1 + width)
+    tail = ratio if p99 is None else p99
+    fields = {
+        "name": "latency.decode_step",
+        "value": 0.03 / ratio,
+        "unit": "s",
+        "subject": "a",
+        "batch": batch,
+        "shape": {"new_tokens": 1, "context": context},
+        "baseline": Baseline(subject="b", value=0.03, ratio=ratio, ratio_ci95=(low, high)),
+        "n": n,
+        "settings": {
+            "p99_ratio": tail,
+            "p99_ratio_low": tail / (1 + p99_width),
+            "p99_ratio_high": tail * (1 + p99_width),
+        },
+        "flags": list(flags),
+    }
+    return Row(**(fields | kept))
+
+
+def missing(batch, flag="out-of-memory"):
+    return Row(name="latency.decode_step", value=None, unit="s", subject="a", batch=batch, flags=[flag])
+
+
+def of(*ratios, checks=(PASSED,), name="int4", **kept):
+    rows = [row(batch, ratio, **kept) for batch, ratio in zip(BATCHES, ratios, strict=False)]
+    return Measured(name, rows, checks)
+
+
+def answer(subject, batches=BATCHES, **kept):
+    found = verdict(subject, batches, **kept)
+    return found.answer, found.batch
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ((2.5, 2.0, 1.5, 1.1), ("ship_it", None)),
+        ((2.5, 2.0, 1.5, 0.9), ("ship_up_to", 4)),
+        ((2.5, 2.0, 0.9, 0.9), ("ship_up_to", 2)),
+        ((2.5, 2.0, 1.0, 0.9), ("ship_up_to", 2)),
+        ((0.9, 0.8, 0.9, 0.5), ("do_not_quantize", None)),
+        ((1.0, 1.0, 1.0, 1.0), ("do_not_quantize", None)),
+        ((0.9, 2.0, 2.0, 2.0), ("intervals", None)),
+        ((2.0, 0.9, 2.0, 0.9), ("intervals", None)),
+    ],
+)
+def test_the_pattern_of_batches_decides(ratios, expected):
+    assert answer(of(*ratios)) == expected
+
+
+def test_swapped_times_swap_the_verdict():
+    fast, slow = (2.5, 2.0, 1.5, 1.2), (0.4, 0.5, 0.7, 0.8)
+    assert (answer(of(*fast, name="int4"))[0], answer(of(*slow, name="nf4"))[0]) == ("ship_it", "do_not_quantize")
+    assert (answer(of(*slow, name="int4"))[0], answer(of(*fast, name="nf4"))[0]) == ("do_not_quantize", "ship_it")
+    # and which of two is named when a third fails its gate
+    third = Measured("int3", [], [FAILED])
+    for int4, nf4, named in ((fast, slow, "int4"), (slow, fast, "nf4")):
+        found = verdict(third, BATCHES, others=[of(*int4, name="int4"), of(*nf4, name="nf4")])
+        assert (found.answer, found.format) == ("use_instead", named)
+
+
+def test_a_failed_gate_comes_before_any_speed():
+    fast = of(3.0, 3.0, 3.0, 3.0, checks=(PASSED, FAILED))
+    found = verdict(fast, BATCHES)
+    assert found.answer == "do_not_quantize"
+    assert found.because == ["int4 failed gate.kl_max: 0.4 against a limit of 0.25"]
+    # another that fails as well, loses, or was only predicted, is no help
+    others = [
+        of(3.0, 3.0, 3.0, 3.0, checks=(FAILED,), name="nf4"),
+        of(0.9, 0.9, 0.9, 0.9, name="int2"),
+        of(3.0, 3.0, 3.0, 3.0, name="fp8_e4m3", flags=["predicted"]),
+        Measured("mxfp4", []),
+    ]
+    assert answer(fast, others=others)[0] == "do_not_quantize"
+    found = verdict(fast, BATCHES, others=[*others, of(1.5, 1.2, 0.9, 0.9, name="int8")])
+    assert (found.answer, found.format, found.batch) == ("use_instead", "int8", 2)
+    assert len(found.because) == 3
+    assert found.because[1].startswith("int8: batch 2")
+
+
+def test_a_batch_wins_only_at_every_context():
+    rows = [row(1, 2.0), row(1, 1.5, context=1024), row(2, 2.0), row(2, 0.9, context=1024)]
+    assert answer(Measured("int4", rows), (1, 2)) == ("ship_up_to", 1)
+
+
+def test_a_worse_p99_loses_the_batch():
+    assert state(row(1, 2.0, p99=0.7)) == "loses"
+    assert answer(of(2.0, 2.0, 2.0, 2.0, p99=0.7))[0] == "do_not_quantize"
+    # no interval above 1 is asked of it
+    assert state(row(1, 2.0, p99=0.95)) == "wins"
+    # and what noise swamps has no veto, and is said
+    few = Measured("int4", [row(1, 2.0, p99=0.7, n=30)])
+    found = verdict(few, [1])
+    assert found.answer == "ship_it"
+    assert found.because[0].endswith("; p99 from 30 steps is not judged")
+    wide = verdict(Measured("int4", [row(1, 2.0, p99=0.9, p99_width=0.5)]), [1])
+    assert wide.answer == "ship_it"
+    assert "p99 not shown to differ (0.60 to 1.35)" in wide.because[0]
+
+
+def test_a_gain_within_the_aa_spread_is_told():
+    close = verdict(Measured("int4", [row(1, 1.04, aa_spread=0.051)]), [1])
+    assert close.answer == "ship_it"
+    assert "though two measurements of one side differ by 5.1 %" in close.because[0]
+    assert "differ by" not in verdict(Measured("int4", [row(1, 1.2, aa_spread=0.051)]), [1]).because[0]
+
+
+def test_noise_makes_it_inconclusive():
+    noisy = of(1.2, 1.1, 1.1, 0.9, width=0.4)
+    found = verdict(noisy, BATCHES)
+    assert found.answer == "inconclusive"
+    assert any("too noisy to tell" in reason for reason in found.because)
+    # a tie that is measured well is none
+    assert answer(of(1.0, 1.0, 1.0, 1.0, width=0.03))[0] == "do_not_quantize"
+    # one sure win is worth more than the open rest
+    rows = [row(1, 2.0), row(2, 1.1, width=0.4)]
+    assert answer(Measured("int4", rows), (1, 2)) == ("ship_up_to", 1)
+
+
+def test_what_does_not_fit_has_not_won():
+    rows = [row(1, 2.0), row(2, 2.0), missing(4), missing(8)]
+    found = verdict(Measured("int4", rows), BATCHES)
+    assert (found.answer, found.batch) == ("ship_up_to", 2)
+    assert found.because[-1].endswith("Not measured: batch 4, 8 (out-of-memory)")
+
+
+def test_a_reason_holds_its_three_numbers():
+    found = verdict(of(2.66, 2.0, 1.5, 0.9), BATCHES)
+    assert found.because == [
+        "batch 4, context 128: 20 ms a step against 30 ms, 1.50 times as fast (1.47 to 1.53)",
+        "batch 8, context 128: 33.3 ms a step against 30 ms, 0.90 times as fast (0.88 to 0.92)",
+        "batch 1, context 128: 11.3 ms a step against 30 ms, 2.66 times as fast (2.61 to 2.71)",
+    ]
+    weakest = verdict(of(2.6, 1.3, 1.5, 1.4), BATCHES).because
+    assert [reason.split(",")[0] for reason in weakest] == ["batch 2", "batch 1", "batch 8"]
+    assert verdict(of(0.9, 2.0, 2.0, 0.9), BATCHES).because[0].startswith("wins at batch 2 to 4. batch 2")
+
+
+def test_a_prediction_is_a_forecast_and_gives_way_to_a_measurement():
+    guess = of(3.0, 3.0, 3.0, 3.0, flags=["predicted"])
+    found = verdict(guess, BATCHES)
+    assert (found.answer, found.forecast) == ("ship_it", True)
+    assert "would confirm it" in found.because[-1]
+    both = Measured("int4", [*guess.rows, *of(0.8, 0.8).rows])
+    found = verdict(both, BATCHES)
+    # batches 4 and 8 were only predicted: that is not measured
+    assert (found.answer, found.forecast) == ("do_not_quantize", False)
+
+
+def test_traffic_names_the_batches_and_weighs_the_time():
+    found = verdict(of(2.0, 2.0, 0.5, 0.5), BATCHES, traffic={1: 0.75, 4: 0.25})
+    assert (found.answer, found.batch) == ("ship_up_to", 1)
+    # 0.75 · 15 + 0.25 · 60 ms against 30
+    assert found.because[0].startswith("over the traffic: 26.2 ms a step against 30 ms, 1.14 times as fast. batch 1")
+    assert answer(of(2.0, 2.0, 0.5, 0.5), traffic={1: 1.0, 8: 0.0}) == ("ship_it", None)
+    with pytest.raises(InputError, match="traffic-invalid"):
+        verdict(of(2.0), BATCHES, traffic={1: -1.0, 2: 1.0})
+
+
+def test_a_model_that_does_not_decode_is_judged_by_its_prefill():
+    rows = [row(b, 1.5, name="latency.prefill", shape={"new_tokens": 64, "context": 0}) for b in BATCHES]
+    found = verdict(Measured("int8", rows), BATCHES)
+    assert found.answer == "ship_it"
+    assert found.because[0].startswith("batch 1, 64 tokens: 20 ms a prefill")
+    # the prefill of one that does is not asked
+    assert answer(Measured("int8", [*of(0.9, 0.9, 0.9, 0.9).rows, *rows]))[0] == "do_not_quantize"
+
+
+def test_nothing_measured_is_no_verdict():
+    for rows in ([], [missing(1)], [row(64, 2.0)]):
+        with pytest.raises(InputError, match="not-measured"):
+            verdict(Measured("int4", rows), BATCHES)
+    with pytest.raises(InputError, match="no-batches"):
+        verdict(of(2.0), [])
+
+
+ratios = st.lists(st.floats(0.2, 5.0), min_size=4, max_size=4)
+widths = st.floats(0.001, 0.5)
+
+
+def winning(subject):
+    return {b for b, r in zip(BATCHES, subject.rows, strict=True) if state(r) == "wins"}
+
+
+@given(ratios, widths, st.floats(1.0, 3.0), st.integers(0, 3))
+def test_a_faster_batch_never_loses_what_was_won(values, width, faster, which):
+    quicker = [value * faster if i == which else value for i, value in enumerate(values)]
+    before, after = of(*values, width=width), of(*quicker, width=width)
+    assert winning(before) <= winning(after)
+    if answer(before)[0] == "ship_it":
+        assert answer(after)[0] == "ship_it"
+    if answer(before)[0] == "ship_up_to" and answer(after)[0] == "ship_up_to":
+        assert answer(after)[1] >= answer(before)[1]
+
+
+@given(ratios, widths)
+def test_the_answer_says_no_more_than_what_was_won(values, width):
+    subject = of(*values, width=width)
+    found, won = verdict(subject, BATCHES), winning(subject)
+    prefix = [batch for batch in BATCHES if found.batch is not None and batch <= found.batch]
+    assert (found.answer == "ship_it") == (won == set(BATCHES))
+    assert (found.answer in {"do_not_quantize", "inconclusive"}) == (not won)
+    assert set(prefix) <= won
+    assert (found.answer == "ship_up_to") == (won == set(prefix) and bool(won) and won != set(BATCHES))
+    assert 1 <= len(found.because) <= 3
+
+
+@given(ratios, widths, st.floats(1.1, 3.0))
+def test_more_noise_wins_nothing(values, width, noisier):
+    assert winning(of(*values, width=width * noisier)) <= winning(of(*values, width=width))
+
+
+@given(ratios, widths, ratios)
+def test_a_failed_check_never_ships(values, width, others):
+    failed = of(*values, width=width, checks=(PASSED, FAILED))
+    found = verdict(failed, BATCHES, others=[of(*others, name="int8")])
+    assert found.answer in {"use_instead", "do_not_quantize"}
+    assert (found.answer == "use_instead") == (answer(of(*others))[0] in {"ship_it", "ship_up_to"})
+
+
+@given(st.permutations(list(zip(BATCHES, (2.0, 1.5, 1.2, 0.8), strict=True))))
+def test_the_order_of_rows_does_not_matter(pairs):
+    subject = Measured("int4", [row(batch, ratio) for batch, ratio in pairs])
+    assert verdict(subject, BATCHES) == verdict(of(2.0, 1.5, 1.2, 0.8), BATCHES)

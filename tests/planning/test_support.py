@@ -1,0 +1,228 @@
+"""Every shipped recipe on every shipped target is taken, taken with a warning, or refused with what is taken."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from functools import cache
+from typing import Any
+
+import pytest
+
+from quantkit import content
+from quantkit.errors import InputError
+from quantkit.kinds import Kind
+from quantkit.planning.support import Reader, best, caveats, reader, readers, refusal, slower, stored_formats
+from quantkit.recipe import Recipe
+from quantkit.target import Stored, Target
+
+RECIPES, TARGETS = content.names("recipes"), content.names("export")
+
+
+@cache
+def recipe(name: str) -> Recipe:
+    return Recipe.load(name)
+
+
+@cache
+def target(name: str) -> Target:
+    return Target.load(name)
+
+
+def changed(name: str, *changes: str) -> Recipe:
+    return Recipe.load(name, changes)
+
+
+def asked_for(remedy: str, asked: Recipe, where: Target) -> list[tuple[Recipe, Target]]:
+    """What the command lines in a remedy ask for."""
+    found = []
+    for part in remedy.split("; or: "):
+        words = shlex.split(re.sub(r" \((native|computed).*\)$", "", part).replace("`", ""))
+        if words[0] in ("--recipe", "--target"):
+            named = dict(zip(words[::2], words[1::2], strict=True))
+            chosen = recipe(named["--recipe"]) if "--recipe" in named else asked
+            found.append((chosen, target(named["--target"]) if "--target" in named else where))
+        elif words[0] == "--set":
+            data = {key: value for key, value in asked.as_dict().items() if key != "name"}
+            found.append((Recipe.from_dict(data, name=asked.name, changes=words[1:2]), where))
+        elif words[0] == "leave":
+            kept = [step for step in asked.export if step.name != words[1]]
+            found.append((asked.model_copy(update={"export": kept}), where))
+    return found
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_is_refused_is_refused_with_something_that_is_taken(name: str) -> None:
+    where = target(name)
+    for asked in map(recipe, RECIPES):
+        for kind in asked.models:
+            try:
+                found = readers(asked, where, kind)
+            except InputError as problem:
+                line = refusal(problem, asked, where, kind)
+                others = asked_for(line.remedy, asked, where)
+                assert others, line.line()
+                for other, there in others:
+                    assert readers(other, there, kind), line.line()
+                continue
+            words = slower(asked, where, found, kind)
+            assert bool(words) == (best(found).state == "emulated"), (asked.name, kind)
+            if words and "--" in words:
+                for other, there in asked_for(words[words.index("--") :], asked, where):
+                    assert best(readers(other, there, kind)).state == "native", words
+
+
+def test_every_recipe_is_computed_in_somewhere() -> None:
+    for name in RECIPES:
+        states = set()
+        for where in TARGETS:
+            try:
+                states.add(best(readers(recipe(name), target(where), recipe(name).models[0])).state)
+            except InputError:
+                states.add("absent")
+        assert "native" in states, name
+
+
+def state(name: str, where: str, kind: Kind | None = None) -> Reader:
+    return best(readers(recipe(name), target(where), kind))
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "kind", "runtime", "expected"),
+    [
+        ("awq-int4", "cpu-x86", None, "onnxruntime", "native"),  # its graph, whatever becomes of its checkpoint
+        ("gptq-int4", "cpu-x86", None, "torch", "emulated"),
+        ("gptq-int4", "l4", None, "vllm", "native"),
+        ("int8-dynamic", "h100", None, "vllm", "native"),
+        ("int8-dynamic", "b200", None, "torch", "emulated"),  # INT8 products left vLLM with Blackwell
+        ("int8-weights", "b200", None, "vllm", "native"),  # its weights did not
+        ("fp8", "h100", None, "vllm", "native"),
+        ("fp8", "a100", None, "vllm", "emulated"),  # the weights are read, nothing multiplies in FP8
+        ("fp8", "v100", None, "torch", "emulated"),
+        ("kv-fp8", "l4", None, "vllm", "native"),
+        ("kv-fp8", "a100", None, "torch", "emulated"),
+        ("nvfp4", "rtx-5090", None, "vllm", "native"),
+        ("int3", "h100", None, "vllm", "native"),  # Humming takes what Marlin does not
+        ("int3", "v100", None, "torch", "emulated"),
+        ("nf4", "l4", None, "torch", "native"),
+        ("nf4", "cpu-x86-vnni", None, "torch", "emulated"),
+        ("int4-tensorrt", "rtx-4090", "network", "tensorrt_rtx", "native"),
+        ("int8-tensorrt", "t4", "network", "tensorrt", "native"),  # of two libraries, the one that computes in it
+        ("int8", "cpu-x86", "network", "onnxruntime", "native"),
+        ("float", "v100", None, "torch", "native"),
+    ],
+)
+def test_who_reads_what(name: str, where: str, kind: Kind | None, runtime: str, expected: str) -> None:
+    found = state(name, where, kind)
+    assert (found.runtime, found.state) == (runtime, expected)
+
+
+@pytest.mark.parametrize(
+    ("asked", "where", "kind", "code", "says"),
+    [
+        (
+            ["int4-tensorrt"],
+            "t4",
+            None,
+            "target-cannot-run",
+            ["below SM 8.0", "leave `tensorrt` out", "int4-symmetric"],
+        ),
+        (["int8-network"], "v100", "network", "target-cannot-run", ["runtime onnxruntime", "--target apple-m3"]),
+        (["awq-int4+kv-fp8"], "cpu-x86", None, "target-cannot-run", ["KV cache does not run", "leave `onnx` out"]),
+        (
+            ["gptq-int4", "export=[{onnx: {}}]", "scheme.weights.format=int3"],
+            "cpu-x86",
+            None,
+            "target-cannot-run",
+            ["2, 4"],
+        ),
+        (
+            ["int8-dynamic", "export=[{tensorrt: {}}]"],
+            "l4",
+            None,
+            "layout-unsupported",
+            ["as the model runs", "dynamic=false"],
+        ),
+        (
+            ["gptq-int4", "export=[{tensorrt: {}}]"],
+            "l4",
+            None,
+            "target-cannot-run",
+            ["symmetric=true", "int4-tensorrt"],
+        ),
+        (
+            ["nf4", "export=[{onnx: {}}]"],
+            "cpu-x86",
+            None,
+            "layout-unsupported",
+            ["MatMulNBits holds", "--recipe int4-best"],
+        ),
+        (
+            ["int4-best", "models=[network]"],
+            "cpu-x86",
+            "network",
+            "scheme-unsupported",
+            ["a graph is", "--recipe int8"],
+        ),
+        (["int8-encoder", "export=[{checkpoint: {}}]"], "cpu-x86", "encoder", "layout-unsupported", ["center moves"]),
+    ],
+)
+def test_refusals_say_why_and_what_instead(
+    asked: list[str], where: str, kind: Kind | None, code: str, says: list[str]
+) -> None:
+    chosen = changed(*asked)
+    with pytest.raises(InputError) as caught:
+        readers(chosen, target(where), kind)
+    line = refusal(caught.value, chosen, target(where), kind)
+    assert line.code == code
+    for part in says:
+        assert part in line.line()
+
+
+def test_a_dense_checkpoint_holds_floats_whatever_was_rounded() -> None:
+    dense = changed("gptq-int4", "export=[{checkpoint: {layout: dense}}]")
+    found = best(readers(dense, target("h100")))
+    assert found.state == "emulated"
+    assert "values that codes stand for" in found.taken[0].source
+
+
+def test_vllm_reads_a_layout_only_where_it_has_a_kernel() -> None:
+    """Marlin has no groups of 16, and symmetric codes alone in the layout of GPTQ."""
+    odd = changed("gptq-int4", "scheme.weights.group=16")
+    assert best(readers(odd, target("h100"))).runtime == "torch"
+    assert best(readers(recipe("gptq-int4"), target("h100"))).runtime == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "says"),
+    [
+        ("nf4", "l4", "vllm-bnb-plugin"),
+        ("mxfp4", "b200", "rounds inputs too"),
+        ("nf4", "cpu-x86", ""),  # vLLM does not read it there at all
+        ("nf4", "v100", ""),
+        ("gptq-int4", "l4", ""),
+        ("float", "l4", ""),
+    ],
+)
+def test_what_a_runtime_needs_beside_itself_is_said(name: str, where: str, says: str) -> None:
+    found = caveats(recipe(name), target(where))
+    assert len(found) == bool(says) and all(says in each for each in found)
+    assert caveats(recipe(name), target(where), ["torch"]) == []
+
+
+def test_overrides_are_stored_too() -> None:
+    mixed = changed(
+        "int8-dynamic", "overrides=[{match: '*.down_proj', weights: {format: fp8_e4m3}, activations: null}]"
+    )
+    assert stored_formats(mixed) == [
+        Stored("int8", True),
+        Stored("int8", True, "inputs"),
+        Stored("fp8_e4m3", True),
+    ]
+
+
+def test_an_export_of_its_own_is_judged_alone() -> None:
+    chosen: Any = recipe("awq-int4")
+    checkpoint, onnx = chosen.export
+    assert reader(chosen, checkpoint, target("cpu-x86")).state == "emulated"
+    assert reader(chosen, onnx, target("cpu-x86")).state == "native"
