@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from quantkit import cli
 from quantkit.bundle.manifest import MEASUREMENTS
+from quantkit.cli.commands import compile as command
 from quantkit.pipeline import DEFAULT_MODEL, Request
 
 
 def test_defaults_are_the_pipeline_s() -> None:
-    assert inspect.signature(cli.compile.compile).parameters["model"].default == DEFAULT_MODEL
+    assert inspect.signature(command.compile).parameters["model"].default == DEFAULT_MODEL
 
 
 def test_existing_out_is_refused_before_anything_is_opened(quantkit: Any, tmp_path: Path) -> None:

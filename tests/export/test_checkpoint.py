@@ -326,6 +326,6 @@ def test_torch_free_at_import() -> None:
     import subprocess
     import sys
 
-    code = "import sys\nfrom quantkit import plugins\nregistry.load('export', 'checkpoint').Options()\n"
+    code = "import sys\nfrom quantkit import plugins\nplugins.load('export', 'checkpoint').Options()\n"
     code += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'compressed_tensors')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from measure.labelled.made_up import about
 
+from measurement.labelled.made_up import about
 from quantkit.calibrate.sets.pairs import PairSet
 from quantkit.calibrate.tokens.pairs import token_ids
 from quantkit.measurement.accuracy.embed import embeddings, pair_rows

@@ -176,7 +176,7 @@ def test_a_commit_that_is_killed_between_files_never_was(
 
 _WRITER = """
 import os, sys
-from quantkit.nightly import _files
+from quantkit.nightly.store import files as _files
 from quantkit.nightly.store.records import Cell, Result, Time
 from quantkit.nightly.store.parquet import Store
 path, way, night, *cells = sys.argv[1:]

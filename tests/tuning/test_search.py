@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import zoo
-from tune.conftest import recipe
 
 from quantkit import cli
 from quantkit.bundle import Bundle
@@ -17,6 +16,7 @@ from quantkit.pipeline import Request
 from quantkit.recipe import Recipe
 from quantkit.tuning import Budget, Question, Tuned, tune
 from quantkit.tuning import harm as measurement
+from tuning.conftest import recipe
 
 
 def search(model: Path, out: Path, *limits: str, check: bool = False, **changes: Any) -> Tuned:

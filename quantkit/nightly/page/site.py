@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _FOLDER = Path(__file__).parent
-_REPORT = _FOLDER.parent.parent / "report"
+_REPORT = _FOLDER.parent.parent / "report" / "kit" / "templates"
 # by which a page of this site is known
 MARK = '<meta name="generator" content="quantkit nightly page">'
 # a browser takes `'self'` for a web server's files, `file:` for those of a disk

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from measure.labelled.made_up import about
 
+from measurement.labelled.made_up import about
 from quantkit.errors import GateError, InputError
 from quantkit.measurement.accuracy.labelled import outputs
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from measure.labelled.made_up import about
 from reference import plain_labelled as plain
 
+from measurement.labelled.made_up import about
 from quantkit.errors import GateError, InputError
 from quantkit.measurement.accuracy.labelled import pairs, retrieval
 

@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
-from measure.labelled.made_up import about
 from scipy import stats
 
+from measurement.labelled.made_up import about
 from quantkit.measurement.accuracy.labelled.share import difference_interval, share_interval, share_row
 
 
