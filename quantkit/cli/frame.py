@@ -15,7 +15,7 @@ from typing import IO, Annotated, Any
 
 import typer
 
-import quantkit
+from quantkit._version import __version__
 from quantkit.cli.answer import Answer
 from quantkit.cli.commands import nightly
 from quantkit.cli.commands.compare import compare
@@ -99,7 +99,7 @@ for _name, (_about, _members) in _GROUPS.items():
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"quantkit {quantkit.__version__}")
+        typer.echo(f"quantkit {__version__}")
         raise typer.Exit
 
 

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import quantkit
 from quantkit import content, machine, plugins
+from quantkit._version import __version__
 from quantkit.bundle.disk import fsync_tree, is_disk_full
 from quantkit.errors import InputError, Stopped
-from quantkit.pipeline.checks import demand
+from quantkit.pipeline.refusals import demand
 from quantkit.report.kit import words
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def place(source: Source, options: dict[str, Any]) -> Path:
     """Where the float model's bundle is kept, whether it is there or not; `float_onnx` has the arguments."""
     versions = machine.versions()
     key = {
-        "quantkit": quantkit.__version__,
+        "quantkit": __version__,
         "source": source.sha256,
         "options": {name: value for name, value in options.items() if name not in _QUANTIZED},
         "versions": {name: versions.get(name) for name in _PACKAGES},

@@ -6,8 +6,8 @@ import datetime
 from collections.abc import Sequence
 from pathlib import Path
 
-import quantkit
 from quantkit import machine
+from quantkit._version import __version__
 from quantkit.bundle import (
     CalibrationEntry,
     Check,
@@ -15,14 +15,12 @@ from quantkit.bundle import (
     LayerEntry,
     Manifest,
     ModelEntry,
-    SourceEntry,
     WeightsEntry,
     inventory,
 )
 from quantkit.measurement.engine_layers import NAME
 from quantkit.measurement.rows import Row
 from quantkit.pipeline.blocks import tokens
-from quantkit.pipeline.blocks.prepared import Prepared
 from quantkit.pipeline.request import Request
 from quantkit.pipeline.verdict import REPORT, page
 
@@ -46,7 +44,7 @@ def manifest_of(
     import torch
 
     return Manifest(
-        quantkit=quantkit.__version__,
+        quantkit=__version__,
         content_sha256=subject,
         state="complete" if all(check.ok for check in checks if check.name != NAME) else "gate_failed",
         model=model,
@@ -65,19 +63,6 @@ def manifest_of(
         checks=checks,
         weights=list(weights),
         verdict=None,
-    )
-
-
-def entries_of(prepared: Prepared) -> tuple[ModelEntry, CalibrationEntry | None]:
-    """A model of transformers and what it was calibrated on, as a manifest lists them."""
-    source, seen = prepared.source, prepared.calibration
-    origin = SourceEntry(ref=source.ref, sha256=source.sha256, dtype=source.dtype, was=source.was)
-    model = ModelEntry(name=source.name, kind=source.kind, source=origin)
-    if seen is None:
-        return model, None
-    samples, length = seen.ids.shape
-    return model, CalibrationEntry(
-        set=seen.name, split=seen.split, ids_sha256=seen.sha256, samples=samples, tokens=length, begins=seen.begins
     )
 
 

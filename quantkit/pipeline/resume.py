@@ -16,21 +16,17 @@ from quantkit.errors import Stopped
 from quantkit.measurement.rows import Row
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.gates import warnings
-from quantkit.pipeline.request import Request
-from quantkit.pipeline.strict import refuse
+from quantkit.pipeline.refusals import refuse
+from quantkit.pipeline.subject import Subject
 from quantkit.report.kit import words
 
 
-def given_back(
-    bundle: Bundle, request: Request, *, source: str, calibration: str | None
-) -> tuple[list[Row], list[str]]:
+def given_back(bundle: Bundle, subject: Subject) -> tuple[list[Row], list[str]]:
     """The measurements of a bundle that had been finished already, and what its decisions warn of.
 
     Args:
         bundle: that lies where one is asked for.
-        request: what is asked for, its recipe as it is compiled.
-        source: hash of the model.
-        calibration: hash of what calibrates; None where nothing does.
+        subject: what is asked for.
 
     Raises:
         InputError: `out-exists`: it is another one.
@@ -38,7 +34,8 @@ def given_back(
     """
     import torch
 
-    manifest = bundle.manifest
+    manifest, request = bundle.manifest, subject.request
+    model, calibration = subject.entries()
     found = {
         "model": manifest.model.source.sha256,
         "recipe": manifest.recipe,
@@ -48,9 +45,9 @@ def given_back(
         "instruction set": manifest.isa,
     }
     asked = {
-        "model": source,
+        "model": model.source.sha256,
         "recipe": tokens.without_paths(request.recipe.as_dict()),
-        "calibration": calibration,
+        "calibration": calibration.ids_sha256 if calibration else None,
         "target": _target(request.target.as_dict()),
         "number of threads": torch.get_num_threads(),
         "instruction set": machine.isa(),

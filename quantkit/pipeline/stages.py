@@ -53,5 +53,5 @@ class Stages:
         return self.ended
 
     def _now(self) -> tuple[float, float]:
-        used = os.times()
-        return time.perf_counter(), used.user + used.system + used.children_user + used.children_system
+        used = os.times()  # of this process it counts hundredths of a second, which a short stage has none of
+        return time.perf_counter(), time.process_time() + used.children_user + used.children_system

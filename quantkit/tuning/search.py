@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import quantkit
 from quantkit import machine
+from quantkit._version import __version__
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.export import reader
@@ -167,7 +167,7 @@ class _Search:
         """What was asked, of what, and what was done otherwise."""
         source = self.prepared.source
         return {
-            "quantkit": quantkit.__version__,
+            "quantkit": __version__,
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "model": {"name": source.name, "ref": source.ref, "sha256": source.sha256, "dtype": source.dtype},
             "base": self.request.recipe.name,
@@ -255,7 +255,7 @@ class _Search:
         recipe = self.request.recipe.as_dict()
         relevant = ("torch", "transformers", "numpy")
         return {
-            "quantkit": quantkit.__version__,
+            "quantkit": __version__,
             "versions": {name: version for name, version in machine.versions().items() if name in relevant},
             "source": self.prepared.source.sha256,
             "passes": recipe["passes"],

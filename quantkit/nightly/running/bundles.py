@@ -22,6 +22,7 @@ from pathlib import Path
 
 import quantkit
 from quantkit import content, machine
+from quantkit._version import __version__
 from quantkit.bundle import Bundle
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError
@@ -122,7 +123,7 @@ def inputs_sha256(request: Request) -> str:
     recipe = request.recipe.as_dict()
     chosen = recipe["calibration"].pop("set")
     known = {
-        "quantkit": quantkit.__version__,
+        "quantkit": __version__,
         "code": _code(),
         "model": _model_sha256(request),
         "recipe": recipe,
@@ -137,10 +138,10 @@ def inputs_sha256(request: Request) -> str:
 
 def _model_sha256(request: Request) -> str:
     from quantkit.graph.open import open_graph
-    from quantkit.pipeline.compile import located, takes_graph
+    from quantkit.pipeline.graphs.located import located, takes_graph
 
     if takes_graph(request.model):
-        return open_graph(located(request)[0]).sha256
+        return open_graph(located(request).path).sha256
     from quantkit.model.source.open import open_model
 
     return open_model(request.model).sha256

@@ -150,13 +150,13 @@ def _graph(candidate: Bundle, request: Request) -> Callable[[Bundle], _Answers]:
     from quantkit.graph.open import open_graph
     from quantkit.graph.run import Runner
     from quantkit.measurement.accuracy.labelled.classes import by_item
-    from quantkit.pipeline.compile import located
+    from quantkit.pipeline.graphs.located import located
     from quantkit.pipeline.graphs.measure import answers, classes_of
     from quantkit.pipeline.graphs.prepared import inputs_of
 
-    path, _, _, alias = located(request)
-    graph = open_graph(path)
-    samples = inputs_of(request, graph, "eval", alias, None)
+    file = located(request)
+    graph = open_graph(file.path)
+    samples = inputs_of(request, graph, "eval", file.alias, None)
     expected = answers(graph.model, samples)
     name = classes_of(expected, samples)
     if name is None:
@@ -173,11 +173,11 @@ def _graph(candidate: Bundle, request: Request) -> Callable[[Bundle], _Answers]:
 def samples(request: Request, path: Path, most: int) -> None:
     """Write the first samples that a graph is scored on into a `.npz` file, for timing."""
     from quantkit.graph.open import open_graph
-    from quantkit.pipeline.compile import located
+    from quantkit.pipeline.graphs.located import located
     from quantkit.pipeline.graphs.prepared import inputs_of
 
-    file, _, _, alias = located(request)
-    found = inputs_of(request, open_graph(file), "eval", alias, None)
+    file = located(request)
+    found = inputs_of(request, open_graph(file.path), "eval", file.alias, None)
     np.savez(path, allow_pickle=False, **found.first(most))
 
 

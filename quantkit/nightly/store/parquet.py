@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import quantkit
+from quantkit._version import __version__
 from quantkit.bundle.disk import write_atomic
 from quantkit.errors import InputError, did_you_mean
 from quantkit.nightly.store import compact as _compact
@@ -347,14 +347,14 @@ def _schema(place: Path) -> int:
             "store-newer",
             where=where,
             value=f"schema {schema}, of quantkit {version}",
-            rule=f"this quantkit {quantkit.__version__} reads schemas up to {_files.SCHEMA}",
+            rule=f"this quantkit {__version__} reads schemas up to {_files.SCHEMA}",
             remedy="install that version; the store is as it was",
         )
     return schema
 
 
 def _write_schema(place: Path) -> None:
-    text = json.dumps({"schema": _files.SCHEMA, "quantkit": quantkit.__version__})
+    text = json.dumps({"schema": _files.SCHEMA, "quantkit": __version__})
     write_atomic(place, f"{text}\n".encode())
 
 

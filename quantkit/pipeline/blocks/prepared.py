@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import quantkit
 from quantkit import machine, plugins
+from quantkit._version import __version__
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.kinds import one
@@ -192,7 +192,7 @@ def fingerprint(prepared: Prepared) -> dict[str, Any]:
     versions = machine.versions()
     relevant = ("python", "torch", "transformers", "compressed-tensors", "safetensors", "numpy", *_GRAPH)
     return {
-        "quantkit": quantkit.__version__,
+        "quantkit": __version__,
         "model": prepared.source.ref,
         "source": prepared.source.sha256,
         "recipe": prepared.request.recipe.as_dict(),

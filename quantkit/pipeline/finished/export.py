@@ -18,10 +18,10 @@ from quantkit.export.layer_spec import Asked
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
 from quantkit.pipeline import verdict
-from quantkit.pipeline.checks import demand
 from quantkit.pipeline.finished import engine
 from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, is_network
 from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.refusals import demand
 from quantkit.report.bundle import usage
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 

@@ -76,7 +76,7 @@ def of_exports(
     Raises:
         GateError: `strict`, a layer is multiplied in more bits than asked.
     """
-    from quantkit.pipeline.strict import refuse
+    from quantkit.pipeline.refusals import refuse
 
     found = []
     for step in exports:

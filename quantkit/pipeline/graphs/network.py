@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import quantkit
 from quantkit import plugins
+from quantkit._version import __version__
 from quantkit.bundle import Check, Decision, LayerEntry
 from quantkit.passes import NOTE, decision
-from quantkit.pipeline.checks import demand
 from quantkit.pipeline.graphs.engine import EXPORT, wanted
 from quantkit.pipeline.graphs.prepared import Prepared
 from quantkit.pipeline.graphs.quantized import BATCH, SOLVING
 from quantkit.pipeline.graphs.steps import IntegerForm, Steps, WeightForm
 from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.refusals import demand
 from quantkit.runtimes.tensorrt.file import DATA, FOLDER, NETWORK
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Network:
         from quantkit.export.tensorrt.network.graph import network
 
         made = network(self.prepared.graph.model, self.products, self.pairs, self.format)
-        made.producer_name, made.producer_version = "quantkit", quantkit.__version__
+        made.producer_name, made.producer_version = "quantkit", __version__
         ir.save(made, path, external_data=DATA, size_threshold_bytes=EXTERNAL)
 
     def checks(self, path: Path) -> list[Check]:

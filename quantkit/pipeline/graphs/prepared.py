@@ -15,6 +15,7 @@ from quantkit.kinds import one
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.graphs import engine as graph_engine
+from quantkit.pipeline.graphs.located import located
 from quantkit.pipeline.graphs.measure import Cost, cost
 from quantkit.pipeline.request import Request, check_target, computed_in_floats, default_out
 from quantkit.planning.model.assigned import ROLES
@@ -62,14 +63,15 @@ class Prepared:
     decisions: list[Decision]
 
 
-def prepare(request: Request, path: Path, ref: str, name: str, alias: Alias | None = None) -> Prepared:
+def prepare(request: Request) -> Prepared:
     """Open and check everything. Raises InputError."""
     from quantkit.graph.fuse import fuse, fusions
     from quantkit.graph.open import open_graph
     from quantkit.graph.sites import sites
 
-    recipe = request.recipe
-    graph = open_graph(path, name)
+    recipe, file = request.recipe, located(request)
+    path, ref, alias = file.path, file.ref, file.alias
+    graph = open_graph(path, file.name)
     # an encoder is a graph all the same, and compiled as networks are
     if not {graph.kind, "network"} & set(recipe.models):
         raise InputError(

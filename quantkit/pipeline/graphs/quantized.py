@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-import quantkit
+from quantkit._version import __version__
 from quantkit.bundle import Check, Decision, LayerEntry
 from quantkit.errors import GateError
-from quantkit.pipeline.checks import demand
 from quantkit.pipeline.graphs.prepared import Prepared
 from quantkit.pipeline.graphs.steps import IntegerForm, Steps
 from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.refusals import demand
 from quantkit.planning.support import graph_schemes
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class Quantized:
         """Write the graph, with its weights beside it."""
         import onnx_ir as ir
 
-        self.model.producer_name, self.model.producer_version = "quantkit", quantkit.__version__
+        self.model.producer_name, self.model.producer_version = "quantkit", __version__
         for node in self.model.graph:
             node.metadata_props.clear()  # where in torch's source it came from: half of a small file
         apart = sum(value.const_value.nbytes for value in self.model.graph.initializers.values() if value.const_value)

@@ -111,7 +111,7 @@ def rehearse(request: Request, progress: Progress | None = None, *, seconds: flo
     Raises:
         InputError: `compile-unknown`, of a graph of images.
     """
-    from quantkit.pipeline.compile import takes_graph
+    from quantkit.pipeline.graphs.located import takes_graph
 
     if takes_graph(request.model):
         raise InputError(
@@ -209,8 +209,9 @@ class _Rehearsing:
     def _compile(self, prepared: Prepared, index: int, out: Path, model: Path, samples: int) -> dict[str, float]:
         """Stage -> processor seconds of the block's quantizing, exports and checks."""
         from quantkit.bundle import Build
-        from quantkit.pipeline.blocks.prepared import fingerprint, prepare
-        from quantkit.pipeline.compile import Compilation
+        from quantkit.pipeline.blocks.prepared import prepare
+        from quantkit.pipeline.blocks.subject import TransformerSubject
+        from quantkit.pipeline.compile import make
         from quantkit.pipeline.rehearsal import one_block
         from quantkit.pipeline.stages import Stages
 
@@ -229,9 +230,9 @@ class _Rehearsing:
             seen = replace(seen, ids=one_block.few(seen.ids, max(samples, 1)))
         scoring = replace(prepared.scoring, ids=one_block.few(prepared.scoring.ids, 1), pairs=None)
         stages = Stages("open")
-        single = prepare(request, whole=False, seen=(seen, scoring))
-        with Build.open(out, fingerprint(single), resume=False) as build:
-            Compilation(single, build, self.progress, stages).made()
+        subject = TransformerSubject(prepare(request, whole=False, seen=(seen, scoring)))
+        with Build.open(out, subject.fingerprint(), resume=False) as build:
+            make(subject.work(build, self.progress, stages), stages)
         found: dict[str, float] = {}
         for stage in stages.end():
             if stage.name in _REHEARSED:

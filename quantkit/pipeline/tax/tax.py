@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import quantkit
+from quantkit._version import __version__
 from quantkit.bundle import Verdict
 from quantkit.kernels.dispatch import EXPANDED, OURS, Timing, fastest
 from quantkit.kernels.recorded import FILE, Recorded
@@ -66,7 +66,7 @@ class Answer:
         """For the page and the screen."""
         plan = self.plan
         found = (self.rows, self.verdicts, self.advice, plan.traffic, self.notes)
-        return Taxed(plan.shapes, plan.on.target, *found, baseline=plan.on.baseline, version=quantkit.__version__)
+        return Taxed(plan.shapes, plan.on.target, *found, baseline=plan.on.baseline, version=__version__)
 
     def as_dict(self) -> dict[str, Any]:
         """The result of the command."""

@@ -1,0 +1,279 @@
+"""A transformer as the subject of a compile: blocks through the passes, each committed before the next."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from quantkit import machine, plugins
+from quantkit.bundle import (
+    Build,
+    CalibrationEntry,
+    Check,
+    Decision,
+    FileEntry,
+    LayerEntry,
+    ModelEntry,
+    SourceEntry,
+    WeightsEntry,
+)
+from quantkit.measurement.rows import Row
+from quantkit.measurement.size import folder_of
+from quantkit.passes import NOTE, decision
+from quantkit.pipeline.blocks.accounting import account
+from quantkit.pipeline.blocks.confirm import KL, OUTPUT
+from quantkit.pipeline.blocks.prepared import Prepared, fingerprint
+from quantkit.pipeline.blocks.quantize import quantize, results
+from quantkit.pipeline.blocks.score import score_exports, unscored
+from quantkit.pipeline.estimate import estimate, head_size, line, times
+from quantkit.pipeline.finished import engine
+from quantkit.pipeline.finished.inspect_engine import of_exports
+from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.refusals import demand
+from quantkit.pipeline.request import Request
+from quantkit.pipeline.stages import Stages
+from quantkit.pipeline.subject import Engines, Expected, Scores
+from quantkit.pipeline.verdict import try_to_time
+from quantkit.planning.bound import efficiency
+from quantkit.planning.compiling.forecast import Compiling
+from quantkit.planning.compiling.memory import WHOLE
+from quantkit.planning.model.assigned import takes_head
+
+# a checkpoint whose tensors were compared, but no logits
+UNRUN = "reload-not-run"
+
+
+class TransformerSubject:
+    """See `pipeline/subject.py`."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+        self.request: Request = prepared.request
+        self.out: Path = prepared.out
+        self.decisions: list[Decision] = prepared.decisions
+        self.notes: Sequence[str] = prepared.source.notes
+
+    @cached_property
+    def estimate(self) -> Compiling:
+        """Seconds, memory and disk."""
+        return estimate(self.prepared)
+
+    def expected(self) -> Expected:
+        """What the compile will take."""
+        return Expected(self.estimate.seconds, self.estimate.disk.most, (line(self.estimate),))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that the bundle's content depends on."""
+        return fingerprint(self.prepared)
+
+    def entries(self) -> tuple[ModelEntry, CalibrationEntry | None]:
+        """The model, and what it is calibrated on, as a manifest lists them."""
+        source, seen = self.prepared.source, self.prepared.calibration
+        origin = SourceEntry(ref=source.ref, sha256=source.sha256, dtype=source.dtype, was=source.was)
+        model = ModelEntry(name=source.name, kind=source.kind, source=origin)
+        if seen is None:
+            return model, None
+        samples, length = seen.ids.shape
+        return model, CalibrationEntry(
+            set=seen.name, split=seen.split, ids_sha256=seen.sha256, samples=samples, tokens=length, begins=seen.begins
+        )
+
+    def planned(self) -> dict[str, Any]:
+        """What the compile would do, as JSON."""
+        from quantkit.pipeline.plan.dry_run import planned
+
+        return planned(self.prepared)
+
+    def work(self, build: Build, progress: Progress, stages: Stages) -> BlocksWork:
+        """The work on it, in a build."""
+        return BlocksWork(self.prepared, build, progress, stages, int(self.estimate.peak))
+
+
+class BlocksWork:
+    """See `pipeline/subject.py`; the state between the steps is what is on disk.
+
+    Args:
+        prepared: what to compile.
+        build: where it is committed.
+        progress: told how far it is.
+        stages: the stop watch.
+        expected_peak: bytes that the compile is expected to have resident at most.
+    """
+
+    def __init__(
+        self, prepared: Prepared, build: Build, progress: Progress, stages: Stages, expected_peak: int = 0
+    ) -> None:
+        self.prepared, self.build, self.progress, self.stages = prepared, build, progress, stages
+        self.expected_peak = expected_peak
+        self.layers: list[LayerEntry] = []
+        self.quantize_cpu = 0.0
+
+    def prove(self) -> list[Check]:
+        """That the stream, which calibrates and scores, is the model: before the first block is touched."""
+        from quantkit.model.streaming import own_forward
+
+        self.stages.begin("prove")
+        self.progress.at("prove", 0.0, "the stream against the model's own forward")
+        original = self.prepared.unchanged()
+        check = own_forward.demand_equal(original, self.prepared.scoring.ids, self._fitting_blocks(1))
+        machine.let_go()
+        self.progress.at("prove", 1.0)
+        return [check]
+
+    def solve(self) -> list[Decision]:
+        """Blocks through the passes, then what lies outside them."""
+        prepared = self.prepared
+        if prepared.steps or prepared.calibration is not None:
+            self.stages.begin("quantize")
+            quantize(prepared, self.build, self.progress)
+        records = [record for key, record in self.build.done().items() if key.startswith(("block-", "head"))]
+        self.layers = [LayerEntry.model_validate(each) for record in records for each in record["layers"]]
+        self.quantize_cpu = prepared.cpu_seconds + sum(record["cpu_seconds"] for record in records)
+        return [Decision.model_validate(each) for record in records for each in record.get("decisions", [])]
+
+    def export(self) -> list[Decision]:
+        """Every export, from what was committed."""
+        stored, steps = results(self.prepared, self.build), self.request.recipe.export
+        taken: list[Decision] = []
+        for number, step in enumerate(steps):
+            self.progress.at("export", number / len(steps), step.name)
+            before = time.process_time()
+            exporter = plugins.load("export", step.name)
+            taken += (
+                exporter.write(self.build.bundle, self.prepared.source, self.prepared.stream, stored, step.options)
+                or []
+            )
+            if step.name == "checkpoint":
+                self.quantize_cpu += time.process_time() - before
+        self.progress.at("export", 1.0)
+        return taken
+
+    def check(self) -> tuple[list[Check], list[Decision]]:
+        """Load every export again in somebody else's library and compare; a mismatch ends the compile."""
+        checks: list[Check] = []
+        stored = results(self.prepared, self.build)
+        for step in self.request.recipe.export:
+            self.progress.at("check", 0.0, f"reloading the {step.name}")
+            checks += plugins.load("export", step.name).check(
+                self.build.bundle,
+                self.prepared.source,
+                self.prepared.stream,
+                stored,
+                step.options,
+                blocks=self._fitting_blocks(2),
+            )
+        self.progress.at("check", 1.0)
+        demand(checks, "the export is not what was decided on; nothing was delivered. Please report it")
+        return checks, _about_reload(checks)
+
+    def engines(self) -> Engines:
+        """What is compiled from a checked export, and what it really does, where this machine can look."""
+        made: dict[str, str] = {}
+        request = self.request
+        for step in request.recipe.export:
+            exporter = plugins.load("export", step.name)
+            if hasattr(exporter, "build"):
+                self.stages.begin("build")
+                made |= exporter.build(
+                    self.build.bundle, step.options, lambda share, words: self.progress.at("build", share, words)
+                )
+        notes = engine.notes(self.build.bundle, made)
+        looked = of_exports(request.recipe.export, self.build.bundle, self.layers, made, strict=request.strict)
+        taken = [taken for each in looked for taken in each.decisions()]
+        return Engines(made, [*notes, *taken], [each.check for each in looked])
+
+    def score(self, subject: str, files: list[FileEntry], engines: Mapping[str, str]) -> Scores:
+        """Every export in its own runtime, confirmed by plain transformers where the model fits."""
+        prepared, exports = self.prepared, self.request.recipe.export
+        whole = self._fitting_blocks(1) == len(prepared.stream.block_names)
+        rows, confirmed = score_exports(
+            prepared,
+            self.build,
+            self.progress,
+            subject=subject,
+            layers=self.layers,
+            files=files,
+            built=engines,
+            whole=whole,
+        )
+        reason, checkpoint = "", any(step.name == "checkpoint" for step in exports)
+        if not whole:
+            why = "plain transformers does not hold the whole model in the memory of this compile"
+            reason = f"not confirmed outside of the stream: {why}"
+        elif checkpoint and not {KL, OUTPUT} & {each.name for each in confirmed}:
+            why = "as transformers loads the checkpoint, it leaves out some of what is quantized"
+            reason = f"of the original alone confirmed: {why}"
+        said = [decision("score", NOTE, "score", reason)] if reason else []
+        return Scores(rows, confirmed, [*said, *unscored(exports, self.build.bundle)])
+
+    def time(self, subject: str) -> tuple[list[Row], list[Decision]]:
+        """The ONNX graph against the float model's, if there is one and the target is this machine."""
+        if not times(self.prepared):
+            return [], self._untimed()
+        self.stages.begin("speed")
+        self.progress.at("speed", 0.0, "the float model as ONNX, for comparison")
+        step = next(step for step in self.request.recipe.export if step.name == "onnx")
+        rows, untimed = try_to_time(
+            self.build.bundle / folder_of("onnx"),
+            subject,
+            self.layers,
+            self.prepared.original,
+            step.options,
+            lambda share, words: self.progress.at("speed", share, words),
+        )
+        efficiency.keep([row.as_dict() for row in rows])
+        return rows, untimed
+
+    def weights(self, decisions: Sequence[Decision]) -> list[WeightsEntry]:
+        """Every tensor of the source, accounted for."""
+        names = {each.name for each in self.layers}
+        return account(self.prepared.stream, names, decisions, head=takes_head(self.request.recipe))
+
+    @property
+    def request(self) -> Request:
+        """As it is compiled."""
+        return self.prepared.request
+
+    def _fitting_blocks(self, copies: int) -> int:
+        """How many blocks can be in memory at once, in so many copies, without raising the peak that was reached or is
+        expected; all of a small model.
+
+        At least one: memory then grows with the size of a block, never with their number.
+        """
+        import psutil
+
+        stream, weights = self.prepared.stream, self.prepared.source.weights
+        blocks = [sum(value.numel() for value in block.parameters()) for block in stream.blocks]
+        outside = sum(math.prod(weights.entries[name].shape) for name in {stream.files[x] for x in stream.rest_names()})
+        used: int = psutil.Process().memory_info().rss
+        small = used + min(WHOLE, machine.memory_limit() // 4, machine.memory_available() // 2)
+        free = max(self.expected_peak, machine.peak_bytes(), small) - used
+        # what lies outside the blocks comes along, and logits of a few tokens
+        room = free // (4 * copies) - max(outside, 2 * head_size(self.prepared))
+        return max(1, sum(together <= room for together in itertools.accumulate(blocks)))
+
+    def _untimed(self) -> list[Decision]:
+        """Why an ONNX graph that could have been timed was not, where nobody asked for that."""
+        request = self.request
+        exported = any(step.name == "onnx" for step in request.recipe.export)
+        if not (request.speed and exported and self.prepared.layers.schemes):
+            return []
+        return [decision("measure", NOTE, "speed", f"target {request.target.name} is another machine")]
+
+
+def _about_reload(checks: Sequence[Check]) -> list[Decision]:
+    """That what was written was not run, where it cannot be in the memory that there is."""
+    from quantkit.export.checkpoint.reload import APART
+
+    if not any(check.name == APART for check in checks):
+        return []
+    reason = (
+        "its class makes no model of its first blocks alone, and there is no room for all of it: its tensors were "
+        "compared, and no logits"
+    )
+    return [decision("check", UNRUN, "model/", reason)]

@@ -1,0 +1,48 @@
+"""Rooms: how many modules a folder holds, who may look into which, and that no two modules need each other."""
+
+from __future__ import annotations
+
+import graphlib
+from pathlib import Path
+
+from house.source import PACKAGE, files, imports
+
+# more than so many modules and nobody finds the right one by its name
+MOST = 12
+# one thing a file, found by its name: nobody reads these lists
+PLUG_INS = {"formats", "graph/fuse", "model/layouts", "passes", "runtimes", "cli/commands"}
+
+
+def test_a_folder_holds_a_dozen_modules_at_most() -> None:
+    counted = {
+        str(folder.relative_to(PACKAGE)): sum(path.name != "__init__.py" for path in folder.glob("*.py"))
+        for folder in {path.parent for path in files().values()}
+    }
+    too_many = {folder: count for folder, count in counted.items() if count > MOST and folder not in PLUG_INS}
+    assert not too_many, "a folder of its own for what belongs together"
+
+
+def test_a_leading_underscore_is_for_its_own_package() -> None:
+    foreign = [
+        f"{module}:{line} imports {name}"
+        for module in files()
+        for line, name in imports(module)
+        if any(part.startswith("_") for part in name.split(".")[2:]) and name.split(".")[1] != module.split(".")[1]
+    ]
+    assert not foreign, "what others use is public and has a public name"
+
+
+def test_no_two_modules_need_each_other() -> None:
+    sorter = graphlib.TopologicalSorter(
+        {module: {name for _, name in imports(module, types=False)} - {module} for module in files()}
+    )
+    sorter.prepare()  # CycleError names the circle: what both need belongs below them
+
+
+def test_a_file_is_read_in_one_sitting() -> None:
+    long = {module: lines for module, path in files().items() if (lines := _lines(path)) > 520}
+    assert not long, "one idea, one file"
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())

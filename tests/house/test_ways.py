@@ -1,0 +1,48 @@
+"""One way to do what every room needs: processes, atomic writes, randomness by resampling."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from house.source import files, tree
+
+
+def calls(module: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything that a module calls by a dotted name."""
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            yield node.lineno, ast.unparse(node.func)
+
+
+@pytest.mark.parametrize(
+    ("names", "homes", "instead"),
+    [
+        (
+            {"subprocess.Popen", "multiprocessing.get_context", "multiprocessing.Process"},
+            {"quantkit.runtimes.child", "quantkit.nightly.running.jobs"},
+            "a process of its own is started by runtimes/child.py, which limits, cleans up and explains",
+        ),
+        (
+            {"os.replace", "os.rename", "os.fsync"},
+            # a journal is appended to, weights are streamed
+            {"quantkit.bundle.disk", "quantkit.bundle.build", "quantkit.model.source.weights"},
+            "files are written by bundle/disk.py, which leaves the old state or the new one",
+        ),
+        (
+            {"pickle.load", "pickle.loads", "torch.load"},
+            {"quantkit.model.source.packaged"},  # with `weights_only`
+            "nothing is unpickled",
+        ),
+    ],
+)
+def test_one_way(names: set[str], homes: set[str], instead: str) -> None:
+    found = [
+        f"{module}:{line}: {name}"
+        for module in files()
+        if module not in homes
+        for line, name in calls(module)
+        if name in names
+    ]
+    assert not found, instead
