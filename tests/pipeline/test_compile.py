@@ -291,7 +291,7 @@ def test_a_transform_of_scope_model_is_exact_and_exported(
 ) -> None:
     """Reordering the hidden features of a whole model changes no output: a stand-in for rotations."""
     from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.pipeline import compile as module
+    from quantkit.pipeline.blocks import prepared as module
 
     class Reorder:
         order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
