@@ -37,7 +37,8 @@ def write(layout: str, fields: dict[str, Any], folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from quantkit import plugins
+    from quantkit.export import load_exporter
+    from quantkit.formats import load_format
     from quantkit.model import finished
     from quantkit.model.finished import Finished
     from quantkit.model.source.open import open_model
@@ -45,7 +46,7 @@ def write(layout: str, fields: dict[str, Any], folder: Path) -> Any:
     from quantkit.scheme import WeightScheme
 
     how = WeightScheme(**fields)
-    form = plugins.load("formats", how.format)
+    form = load_format(how.format)
     source = open_model("smollm2-135m")
     stream = StreamedModel(source)
     model = AutoModelForCausalLM.from_pretrained(source.path).eval()
@@ -56,7 +57,7 @@ def write(layout: str, fields: dict[str, Any], folder: Path) -> Any:
             module.weight.data.copy_(form.dequantize(tensors[name]))
     finished.save(folder / "codes", tensors, {})
     results = Finished([folder / "codes"], dict.fromkeys(tensors, how))
-    plugins.load("export", "checkpoint").write(folder, source, stream, results, {"layout": layout})
+    load_exporter("checkpoint").write(folder, source, stream, results, {"layout": layout})
     return model
 
 

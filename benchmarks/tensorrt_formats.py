@@ -17,7 +17,6 @@ from typing import Any
 
 from harness.record import record, show
 
-from quantkit import plugins
 from quantkit.errors import InputError
 from quantkit.export.tensorrt import engine as _engine
 from quantkit.export.tensorrt.exporter import TensorrtOptions
@@ -25,6 +24,7 @@ from quantkit.export.tensorrt.network import check as check_network
 from quantkit.export.tensorrt.network.folder import NETWORK, write_network
 from quantkit.export.tensorrt.profiles import inputs_of, shapes
 from quantkit.export.values import Values
+from quantkit.formats import load_format
 from quantkit.formats.base.activation import InputScale
 from quantkit.model.run_time import RunTime
 from quantkit.model.source.open import open_model
@@ -94,7 +94,7 @@ def values(folder: Path, weights: dict[str, Any] | None, inputs: str | None) -> 
     scheme = None if weights is None else WeightScheme(**weights)
     tensors = {}
     if scheme is not None:
-        form = plugins.load("formats", scheme.format)
+        form = load_format(scheme.format)
         tensors = {name: form.quantize(stream.tensor(f"{name}.weight"), scheme) for name in linears}
 
     class Dense(Weights):

@@ -3,42 +3,84 @@
 A pass, format, exporter, runtime or layout is a module or a package in `quantkit/<kind>/` that has one constant:
 `PASS`, `FORMAT`, `EXPORT`, `RUNTIME`, `LAYOUT`. Its name is the stem, its summary the first line of its docstring; both
 are read without importing, so that listing needs no torch. What has no such constant is a helper.
+
+`Kind` finds them. What a plug-in does is declared by a Protocol beside its kind, with a loader that returns it:
+`load_format`, `load_pass`, `load_layout`, `load_exporter`, `load_runtime`. What a plug-in declares as plain data is
+read here, by floors that stand below it: recipes validate settings, plans ask what a pass needs.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
+
+from pydantic import BaseModel
 
 from quantkit.errors import unknown_name
 
-CONSTANTS = {
-    "passes": "PASS",
-    "formats": "FORMAT",
-    "export": "EXPORT",
-    "runtimes": "RUNTIME",
-    "model.layouts": "LAYOUT",
+# folder -> (the constant that a plug-in defines, one of the kind in a sentence)
+_WORDS = {
+    "passes": ("PASS", "pass"),
+    "formats": ("FORMAT", "format"),
+    "export": ("EXPORT", "exporter"),
+    "runtimes": ("RUNTIME", "runtime"),
+    "model.layouts": ("LAYOUT", "layout"),
 }
-_SINGULAR = {
-    "passes": "pass",
-    "formats": "format",
-    "export": "exporter",
-    "runtimes": "runtime",
-    "model.layouts": "layout",
-}
+Plugin_co = TypeVar("Plugin_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Kind(Generic[Plugin_co]):
+    """Plug-ins of one kind, loaded as `Plugin_co`.
+
+    Args:
+        folder: in `quantkit/`, with dots: "passes", "model.layouts".
+    """
+
+    folder: str
+
+    @property
+    def constant(self) -> str:
+        """What a module of this kind defines: `PASS`."""
+        return _WORDS[self.folder][0]
+
+    @property
+    def singular(self) -> str:
+        """One of this kind: `pass`."""
+        return _WORDS[self.folder][1]
+
+    def summaries(self) -> dict[str, str]:
+        """Name -> one-line summary of all that exist, sorted."""
+        return _summaries(self.folder, self.constant)
+
+    def names(self) -> list[str]:
+        """The names that exist, sorted."""
+        return list(self.summaries())
+
+    def load(self, name: str, *, where: str = "") -> Plugin_co:
+        """The plug-in of that name; a near miss gets a did-you-mean.
+
+        Raises:
+            InputError: no file of that name (`unknown-pass`, `unknown-format`, ...).
+        """
+        if name not in self.summaries():
+            raise unknown_name(self.singular, name, self.names(), where=where)
+        found: Plugin_co = getattr(importlib.import_module(f"quantkit.{self.folder}.{name}"), self.constant)
+        return found
 
 
 @cache
-def summaries(kind: str) -> dict[str, str]:
-    """Name -> one-line summary of all that exists of a kind ("passes", "formats", "export", "runtimes", ...)."""
+def _summaries(kind: str, constant: str) -> dict[str, str]:
     folder = Path(__file__).parent.joinpath(*kind.split("."))
     found = {}
     for path in sorted({*folder.glob("*.py"), *folder.glob("*/__init__.py")}):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        if CONSTANTS[kind] in _defined(tree):
+        if constant in _defined(tree):
             name = path.parent.name if path.name == "__init__.py" else path.stem
             found[name] = (ast.get_docstring(tree) or "").split("\n", 1)[0].strip()
     return dict(sorted(found.items()))
@@ -57,17 +99,78 @@ def _defined(tree: ast.Module) -> set[str]:
     return found
 
 
-def names(kind: str) -> list[str]:
-    """The names that exist of a kind, sorted."""
-    return list(summaries(kind))
+@dataclass(frozen=True)
+class Rules:
+    """What a scheme of one format may say, and what it means where it says nothing; `WeightScheme` consults it.
 
-
-def load(kind: str, name: str, *, where: str = "") -> Any:
-    """The constant that the module of that name exposes; a near miss gets a did-you-mean.
-
-    Raises:
-        InputError: no file of that name (`unknown-pass`, `unknown-format`, ...).
+    Args:
+        granularities: granularity -> its group where none is written; None: it has no group, or it has to be written.
+            The first is the default.
+        symmetric: with (False) or without (True) zero points; the first is the default.
+        scales: storage types of the scale; the first is the default.
+        groups: the group sizes there are; empty: any.
+        codes: whether there are codes for a pass to assign; a plain floating-point number has none.
+        activations: whether inputs, keys and values can be in it, under any scale.
     """
-    if name not in summaries(kind):
-        raise unknown_name(_SINGULAR[kind], name, names(kind), where=where)
-    return getattr(importlib.import_module(f"quantkit.{kind}.{name}"), CONSTANTS[kind])
+
+    granularities: Mapping[str, int | None]
+    symmetric: tuple[bool, ...]
+    scales: tuple[str, ...]
+    groups: tuple[int, ...] = ()
+    codes: bool = True
+    activations: bool = False
+
+
+class Named(Protocol):
+    """What every plug-in declares."""
+
+    @property
+    def name(self) -> str:
+        """The file's stem, or the folder's; recipes write `-` for the `_` of a layout."""
+        ...
+
+
+class FormatFacts(Named, Protocol):
+    """What a format declares."""
+
+    @property
+    def bits(self) -> int:
+        """Of one code."""
+        ...
+
+    @property
+    def rules(self) -> Rules:
+        """What its schemes may say."""
+        ...
+
+
+class PassFacts(Protocol):
+    """What a pass declares; `quantkit.passes.Pass` says what each of these means."""
+
+    name: str
+    needs: frozenset[str]
+    requires: frozenset[str]
+    ensures: frozenset[str]
+    Settings: type[BaseModel]
+
+    def needs_with(self, settings: Any) -> frozenset[str]:
+        """The statistics that it needs with these settings."""
+        ...
+
+
+class ExporterFacts(Protocol):
+    """What an exporter declares; `quantkit.export.Exporter` says what each of these means."""
+
+    name: str
+    runtimes: tuple[str, ...]
+    fuses: bool
+    moves: bool
+    Options: type[BaseModel]
+
+
+FORMATS: Kind[FormatFacts] = Kind("formats")
+PASSES: Kind[PassFacts] = Kind("passes")
+EXPORTERS: Kind[ExporterFacts] = Kind("export")
+RUNTIMES: Kind[Named] = Kind("runtimes")
+LAYOUTS: Kind[Named] = Kind("model.layouts")
+KINDS = (PASSES, FORMATS, EXPORTERS, RUNTIMES, LAYOUTS)

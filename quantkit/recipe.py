@@ -35,12 +35,12 @@ SchemeKind = TypeVar("SchemeKind", WeightScheme, ActivationScheme)
 
 def assigners() -> list[str]:
     """The passes that decide the codes of the weights; a recipe has exactly one of them."""
-    return [name for name in plugins.names("passes") if _assigns(name)]
+    return [name for name in plugins.PASSES.names() if _assigns(name)]
 
 
 def _assigns(name: str) -> bool:
     """Whether a pass finds linears without codes and leaves them with; one that improves codes requires them."""
-    found = plugins.load("passes", name)
+    found = plugins.PASSES.load(name)
     return "codes" in found.ensures and "codes" not in found.requires
 
 
@@ -108,9 +108,9 @@ class Override(Closed):
 
 def _carried(fields: dict[str, Any], name: Any) -> dict[str, Any]:
     """The fields of a scheme that another format has as well."""
-    if name not in plugins.names("formats"):
+    if name not in plugins.FORMATS.names():
         return fields  # validation, which follows, says so
-    rules = plugins.load("formats", name).rules
+    rules = plugins.FORMATS.load(name).rules
     group, granularity = fields.get("group"), fields.get("granularity")
     if granularity not in rules.granularities or group not in (rules.groups or [group]):
         fields = {key: value for key, value in fields.items() if key not in ("granularity", "group")}
@@ -207,9 +207,9 @@ class Recipe(Closed):
     def _read_passes(cls, value: Any) -> list[PassStep]:
         steps = []
         for name, settings in steps_of(value):
-            if name not in plugins.names("passes"):
-                raise ValueError(f"no pass is called {name!r}; {did_you_mean(name, plugins.names('passes'))}")
-            checked = _checked(f"pass {name}", plugins.load("passes", name).Settings, settings)
+            if name not in plugins.PASSES.names():
+                raise ValueError(f"no pass is called {name!r}; {did_you_mean(name, plugins.PASSES.names())}")
+            checked = _checked(f"pass {name}", plugins.PASSES.load(name).Settings, settings)
             steps.append(PassStep(name=name, settings=checked))
         return steps
 
@@ -218,9 +218,9 @@ class Recipe(Closed):
     def _read_export(cls, value: Any) -> list[ExportStep]:
         steps = []
         for name, options in steps_of(value):
-            if name not in plugins.names("export"):
-                raise ValueError(f"no exporter is called {name!r}; {did_you_mean(name, plugins.names('export'))}")
-            _checked(f"export {name}", plugins.load("export", name).Options, options)
+            if name not in plugins.EXPORTERS.names():
+                raise ValueError(f"no exporter is called {name!r}; {did_you_mean(name, plugins.EXPORTERS.names())}")
+            _checked(f"export {name}", plugins.EXPORTERS.load(name).Options, options)
             steps.append(ExportStep(name=name, options=options))
         twice = [step.name for step in steps if sum(other.name == step.name for other in steps) > 1]
         if twice:
@@ -231,7 +231,7 @@ class Recipe(Closed):
     def _one_assigner(self) -> Self:
         assigning = [step.name for step in self.passes if _assigns(step.name)]
         # one that asks for nothing may also improve the codes of those before it: gptq, then round
-        improving = [name for name in assigning[1:] if "unassigned" not in plugins.load("passes", name).requires]
+        improving = [name for name in assigning[1:] if "unassigned" not in plugins.PASSES.load(name).requires]
         if self.passes and self.scheme.weights is not None and len(assigning) - len(improving) != 1:
             found = ", ".join(assigning) or "none"
             raise ValueError(f"exactly one of {', '.join(assigners())} assigns the codes; found {found}")

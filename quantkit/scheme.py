@@ -17,8 +17,8 @@ from quantkit.errors import did_you_mean
 
 
 def _known_format(name: str) -> str:
-    if name not in plugins.names("formats"):
-        raise ValueError(f"no format is called {name!r}; {did_you_mean(name, plugins.names('formats'))}")
+    if name not in plugins.FORMATS.names():
+        raise ValueError(f"no format is called {name!r}; {did_you_mean(name, plugins.FORMATS.names())}")
     return name
 
 
@@ -54,9 +54,9 @@ class WeightScheme(Closed):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_format(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or data.get("format") not in plugins.names("formats"):
+        if not isinstance(data, dict) or data.get("format") not in plugins.FORMATS.names():
             return data
-        rules = plugins.load("formats", data["format"]).rules
+        rules = plugins.FORMATS.load(data["format"]).rules
         filled = {"granularity": next(iter(rules.granularities)), "symmetric": rules.symmetric[0]}
         filled |= {"scale": rules.scales[0], **data}
         if filled.get("group") is None and isinstance(filled["granularity"], str):
@@ -71,7 +71,7 @@ class WeightScheme(Closed):
 
     @model_validator(mode="after")
     def _what_the_format_has(self) -> Self:
-        rules = plugins.load("formats", self.format).rules
+        rules = plugins.FORMATS.load(self.format).rules
         if self.granularity not in rules.granularities:
             raise ValueError(f"{self.format} has granularity {_either(rules.granularities)}, not {self.granularity}")
         if rules.groups and self.group not in (None, *rules.groups):
@@ -178,8 +178,8 @@ class CacheScheme(Closed):
 
 
 def _bounded(name: str, what: str) -> str:
-    """A format that activations can have (`formats._activation.Bounded`). Raises ValueError."""
-    able = [each for each in plugins.names("formats") if hasattr(plugins.load("formats", each), "low")]
+    """A format that activations can have (`Rules.activations`). Raises ValueError."""
+    able = [each for each in plugins.FORMATS.names() if plugins.FORMATS.load(each).rules.activations]
     if name not in able:
         raise ValueError(f"{what} cannot be in {name}; use {_either(able)}")
     return name

@@ -36,12 +36,12 @@ _RUNTIMES = ("torch", "onnxruntime", "tensorrt", "tensorrt_rtx", "vllm", "llama_
 
 def known_formats() -> list[str]:
     """Formats that a target may speak of."""
-    return sorted({*_FLOATS, *_INTEGERS, *plugins.names("formats")})
+    return sorted({*_FLOATS, *_INTEGERS, *plugins.FORMATS.names()})
 
 
 def known_runtimes() -> list[str]:
     """Runtimes that a target may speak of."""
-    return sorted({*_RUNTIMES, *plugins.names("runtimes")})
+    return sorted({*_RUNTIMES, *plugins.RUNTIMES.names()})
 
 
 class Figure(Closed):

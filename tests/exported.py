@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit import plugins
 from quantkit.bundle import Check
 from quantkit.export.checkpoint.exporter import EXPORT
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, load_format
 from quantkit.model import finished
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import Source, open_model
@@ -27,7 +26,7 @@ def scheme(form: str = "int4", **fields: Any) -> WeightScheme:
 
 
 def quantize(weight: Tensor, how: WeightScheme) -> QuantTensor:
-    found: QuantTensor = plugins.load("formats", how.format).quantize(weight.float(), how)
+    found: QuantTensor = load_format(how.format).quantize(weight.float(), how)
     return found
 
 

@@ -22,9 +22,9 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from quantkit import plugins
 from quantkit.bundle import Bundle, Check, Decision, Manifest, ModelEntry, SourceEntry, content_sha256, inventory
-from quantkit.formats import QuantTensor
+from quantkit.export import load_exporter
+from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.activation import InputScale
 from quantkit.model import finished
 from quantkit.model.finished import Finished
@@ -39,7 +39,7 @@ Schemes = WeightScheme | Callable[[str], WeightScheme | None] | None
 TEXT = {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 128, "eos_token_id": 257}
 # of networks for TensorRT: two alternate where blocks do
 LAYERS = {"num_hidden_layers": 2}
-EXPORT = plugins.load("export", "onnx")
+EXPORT = load_exporter("onnx")
 
 
 def scheme(form: str = "int4", **fields: Any) -> WeightScheme:
@@ -161,9 +161,7 @@ def traced_once(name: str, changes: Mapping[str, Any]) -> Iterator[None]:
 def quantized(weight: Tensor, how: WeightScheme) -> QuantTensor:
     """[N, K] rounded to nearest; filled up with zeros to whole groups, as `on_indivisible: pad` does."""
     missing = -weight.shape[1] % (how.group or 1)
-    found: QuantTensor = plugins.load("formats", how.format).quantize(
-        nn.functional.pad(weight.float(), (0, missing)), how
-    )
+    found: QuantTensor = load_format(how.format).quantize(nn.functional.pad(weight.float(), (0, missing)), how)
     return found
 
 
@@ -209,7 +207,7 @@ def export(
         weight = source.weights.read(stream.files[f"{linear}.weight"])
         turned = is_transposed(module)
         tensors[linear], chosen[linear] = quantized(weight.T if turned else weight, how), how
-        values = plugins.load("formats", how.format).dequantize(tensors[linear])
+        values = load_format(how.format).dequantize(tensors[linear])
         target: Any = model.get_submodule(linear).weight
         with torch.no_grad():
             target.copy_(values[:, : target.shape[0]].T if turned else values[:, : target.shape[1]])

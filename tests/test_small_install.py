@@ -77,10 +77,10 @@ def test_a_bundle_s_onnx_is_loaded_checked_and_run(small: Small, without: Withou
     ran(
         without,
         "import sys, numpy as np, quantkit\n"
-        + "from quantkit import plugins\n"
+        + "from quantkit.runtimes import load_runtime\n"
         + "bundle = quantkit.load(sys.argv[1])\n"
         + "assert all(check.ok for check in bundle.verify())\n"
-        + "model = plugins.load('runtimes', 'onnxruntime').load(bundle, threads=1)\n"
+        + "model = load_runtime('onnxruntime').load(bundle, threads=1)\n"
         + "state = model.state(2, 5)\n"
         + "ids = np.arange(3, 13).reshape(2, 5)\n"
         + "parts = [model.run(state, ids[:, :3]), model.run(state, ids[:, [3]]), model.run(state, ids[:, [4]])]\n"

@@ -36,10 +36,10 @@ from parts import decoder  # noqa: E402
 from parts.end_to_end import BASELINE, _dense, _step  # noqa: E402
 
 import quantkit  # noqa: E402
-from quantkit import plugins  # noqa: E402
 from quantkit.bundle import Bundle  # noqa: E402
 from quantkit.measurement.cuda.device import Device, versions  # noqa: E402
 from quantkit.measurement.cuda.timing import Side, interleaved, ratio, summary  # noqa: E402
+from quantkit.runtimes import load_runtime  # noqa: E402
 
 # this file is called like a library: its folder must not be where that is looked for
 sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != HERE]
@@ -76,7 +76,7 @@ def main() -> int:
     device = Device("cuda", dry=False)
     found = run(
         args.bundles,
-        plugins.load("runtimes", args.runtime).load,
+        load_runtime(args.runtime).load,
         device,
         expectations={path.stem: dict(np.load(path)) for path in args.expected},
         batches=[int(size) for size in args.batches.split(",")],

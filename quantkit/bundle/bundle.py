@@ -8,9 +8,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from quantkit import plugins
 from quantkit.bundle.disk import fsync_tree, sha256, stopping_when_full, write_atomic
 from quantkit.bundle.manifest import (
     MANIFEST,
@@ -24,6 +23,13 @@ from quantkit.bundle.manifest import (
 )
 from quantkit.bundle.verify import verify_files
 from quantkit.errors import InputError
+from quantkit.plugins import Kind
+
+
+class _ModelLoader(Protocol):
+    """What a bundle needs of a runtime."""
+
+    def load(self, bundle: Bundle, **settings: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class Bundle:
 
     def model(self, **settings: Any) -> Any:
         """The quantized model as torch runs it; needs the `compile` extra."""
-        return plugins.load("runtimes", "torch").load(self, **settings)
+        return Kind[_ModelLoader]("runtimes").load("torch").load(self, **settings)
 
     def demand_writable(self) -> None:
         """Refuse a bundle that nothing can be put into, before hours of work end there.

@@ -13,11 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quantkit import plugins
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.export.onnx.nbits import Input
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, load_format
 from quantkit.model import run_time
 from quantkit.model.finished import Finished
 from quantkit.model.run_time import RunTime
@@ -185,7 +184,7 @@ class _Decided(Weights):
         if name in self.linears:
             linear = self.linears[name]
             tensor = self.results.quantized(linear)
-            values: Tensor = plugins.load("formats", tensor.scheme.format).dequantize(tensor)
+            values: Tensor = load_format(tensor.scheme.format).dequantize(tensor)
             shape = self.entries[name].shape
             if self.transposed[linear]:
                 return values[:, : shape[0]].T.contiguous()

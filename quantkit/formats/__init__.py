@@ -5,32 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
+
+from quantkit.plugins import FormatFacts, Kind
 
 if TYPE_CHECKING:
     import torch
 
     from quantkit.scheme import WeightScheme
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What a scheme of one format may say, and what it means where it says nothing; `WeightScheme` consults it.
-
-    Args:
-        granularities: granularity -> its group where none is written; None: it has no group, or it has to be written.
-            The first is the default.
-        symmetric: with (False) or without (True) zero points; the first is the default.
-        scales: storage types of the scale; the first is the default.
-        groups: the group sizes there are; empty: any.
-    """
-
-    granularities: Mapping[str, int | None]
-    symmetric: tuple[bool, ...]
-    scales: tuple[str, ...]
-    groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,24 +109,28 @@ def apart(tensor: QuantTensor, rows: Sequence[int]) -> list[QuantTensor]:
     return [tensor.replace(codes=codes, scale=scale, zero=zero) for codes, scale, zero in parts]
 
 
-class Format(Protocol):
+class Format(FormatFacts, Protocol):
     """What every format's constant `FORMAT` offers. Tensors are torch's; inputs are never modified."""
-
-    name: str
-    bits: int
-    rules: Rules
 
     def quantize(self, weight: torch.Tensor, scheme: WeightScheme) -> QuantTensor:
         """Round [N, K] to nearest, each range from the smallest to the largest weight it covers."""
+        ...
 
     def dequantize(self, tensor: QuantTensor) -> torch.Tensor:
         """The values that the codes stand for, [N, K] float32."""
+        ...
 
     def pack(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes [N, K] as densely packed bytes, uint8 [N, ceil(K * bits / 8)]."""
+        ...
 
     def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
         """The inverse of `pack`; K = columns."""
+        ...
 
     def bits_per_weight(self, shape: tuple[int, int], scheme: WeightScheme) -> float:
         """Stored bits per weight of a [N, K] matrix: codes, scales and zero points."""
+        ...
+
+
+load_format = Kind[Format]("formats").load

@@ -1,5 +1,6 @@
 """IEEE half precision."""
 
+from quantkit.formats import Format
 from quantkit.formats.base.floats import FloatFormat
 
-FORMAT = FloatFormat("float16", 16)
+FORMAT: Format = FloatFormat("float16", 16)

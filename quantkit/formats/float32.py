@@ -1,5 +1,6 @@
 """IEEE single precision."""
 
+from quantkit.formats import Format
 from quantkit.formats.base.floats import FloatFormat
 
-FORMAT = FloatFormat("float32", 32)
+FORMAT: Format = FloatFormat("float32", 32)

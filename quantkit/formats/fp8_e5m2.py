@@ -1,6 +1,7 @@
 """8-bit floats of 5 exponent and 2 mantissa bits up to 57344, per tensor, channel, group or block of 128 x 128."""
 
+from quantkit.formats import Format
 from quantkit.formats.base.elements import FP8_E5M2
 from quantkit.formats.base.scaled import Fp8Format
 
-FORMAT = Fp8Format("fp8_e5m2", 8, FP8_E5M2)
+FORMAT: Format = Fp8Format("fp8_e5m2", 8, FP8_E5M2)

@@ -1,5 +1,6 @@
 """3-bit integers, per tensor, channel or group, with or without a zero point."""
 
+from quantkit.formats import Format
 from quantkit.formats.base.integers import IntegerFormat
 
-FORMAT = IntegerFormat("int3", 3)
+FORMAT: Format = IntegerFormat("int3", 3)

@@ -1,5 +1,6 @@
 """4-bit integers, per tensor, channel or group, with or without a zero point."""
 
+from quantkit.formats import Format
 from quantkit.formats.base.integers import IntegerFormat
 
-FORMAT = IntegerFormat("int4", 4)
+FORMAT: Format = IntegerFormat("int4", 4)

@@ -1,6 +1,7 @@
 """4-bit floats (E2M1) in groups of 32 under a shared power of two: OCP Microscaling."""
 
+from quantkit.formats import Format
 from quantkit.formats.base.elements import FP4_E2M1
 from quantkit.formats.base.scaled import MxFormat
 
-FORMAT = MxFormat("mxfp4", 4, FP4_E2M1, exponent=2)
+FORMAT: Format = MxFormat("mxfp4", 4, FP4_E2M1, exponent=2)

@@ -16,8 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from quantkit.formats import Nested, Rules
+from quantkit.formats import Format, Nested
 from quantkit.formats.base.scaled import ScaledFormat
+from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
     import torch
@@ -148,4 +149,4 @@ def undoubled(nested: Nested) -> torch.Tensor:
     return values * nested.absmax.repeat_interleave(_NESTED)[: len(values)] + nested.offset
 
 
-FORMAT = Nf4("nf4", 4, NormalFloat())
+FORMAT: Format = Nf4("nf4", 4, NormalFloat())

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from quantkit.formats import Rules
+from quantkit.formats import Format
 from quantkit.formats.base.elements import FP4_E2M1, FP8_E4M3
 from quantkit.formats.base.scaled import ScaledFormat
+from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
     import torch
@@ -55,4 +56,4 @@ class Nvfp4(ScaledFormat):
         return {**fields, "global_scale": global_scale.float()}
 
 
-FORMAT = Nvfp4("nvfp4", 4, FP4_E2M1)
+FORMAT: Format = Nvfp4("nvfp4", 4, FP4_E2M1)

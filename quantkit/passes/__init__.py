@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from quantkit.bundle import Decision
 from quantkit.bundle import decision as decision
+from quantkit.plugins import Kind
 
 if TYPE_CHECKING:
     from quantkit.calibrate.statistics.collected import Stats
@@ -53,7 +54,7 @@ class ModelOutcome:
 
 
 class Pass(Protocol):
-    """One transformation of the model.
+    """One transformation of the model; a pass inherits what it does not declare.
 
     Attributes:
         name: as in recipes; the file's stem.
@@ -61,29 +62,40 @@ class Pass(Protocol):
         scope: `block`, or `model` for what reaches every block: its `transform` is then applied to each block, and to
             the rest of the model, as they load.
         needs: statistics: "hessian", "mean_square", "absmax", "mean", "original_inputs", "original_outputs";
-            "weight_errors": what codes lose of the weights of linears with a bias. Settings that need more have a
-            property `needs`.
+            "weight_errors": what codes lose of the weights of linears with a bias. `needs_with` says what
+            settings add.
         requires, ensures: facts about a block: "codes" (assigned), "unassigned", "folded", "moved" (inputs, before they
             are quantized).
         Settings: closed pydantic model of its settings.
-        on_graphs: why it has nothing to do on a float ONNX graph; "" where it works there. Without it, it does not.
+        on_graphs: why it has nothing to do on a float ONNX graph; "" where it works there.
         for_blocks: whether a recipe for both may have it for the sake of transformers alone: then `--strict` takes it
-            on a graph, too. Without it, no.
+            on a graph, too.
     """
 
     name: str
-    paper: str
-    scope: Literal["block", "model"]
-    needs: frozenset[str]
-    requires: frozenset[str]
-    ensures: frozenset[str]
+    paper: str = ""
+    scope: Literal["block", "model"] = "block"
+    needs: frozenset[str] = frozenset()
+    requires: frozenset[str] = frozenset()
+    ensures: frozenset[str] = frozenset()
+    on_graphs: str = "it knows the blocks of a transformer; this is a graph"
+    for_blocks: bool = False
     Settings: type[BaseModel]
+
+    def needs_with(self, settings: Any) -> frozenset[str]:
+        """The statistics that it needs with these settings."""
+        return self.needs
 
     def run(self, block: Block, stats: Stats, settings: Any) -> Outcome:
         """Change the block in place. Of scope `block`."""
+        raise AssertionError(f"{self.name} is of scope {self.scope}")
 
     def transform(self, model: Whole, settings: Any, seed: int) -> ModelOutcome:
         """What to do to each block and to the rest as they load, seeded or in closed form. Of scope `model`."""
+        raise AssertionError(f"{self.name} is of scope {self.scope}")
+
+
+load_pass = Kind[Pass]("passes").load
 
 
 def declined(name: str, block: str, reason: str, code: str = "nothing-to-do") -> Outcome:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from quantkit.content import Closed
-from quantkit.passes import Outcome, decision
+from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
     from quantkit.model.structure.traced import SharedInput
 
 
-class Awq:
+class Awq(Pass):
     """See the module."""
 
     name = "awq"
     paper = "arXiv 2306.00978"
-    scope = "block"
     needs = frozenset({"hessian"})
     requires = frozenset({"unassigned"})
     ensures = frozenset({"folded"})
@@ -105,4 +104,4 @@ class Awq:
         return outcome
 
 
-PASS = Awq()
+PASS: Pass = Awq()

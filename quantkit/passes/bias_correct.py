@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quantkit.content import Closed
-from quantkit.passes import Outcome, decision, declined
+from quantkit.passes import Outcome, Pass, decision, declined
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,15 +41,13 @@ def shift(error: Tensor, mean: Tensor) -> Tensor:
     return (error.double() @ mean.double()).float()
 
 
-class BiasCorrect:
+class BiasCorrect(Pass):
     """See the module."""
 
     name = "bias_correct"
     paper = "arXiv 1906.04721"
-    scope = "block"
     needs = frozenset({"mean", "weight_errors"})
     requires = frozenset({"codes"})
-    ensures: frozenset[str] = frozenset()
     on_graphs = ""
 
     class Settings(Closed):
@@ -83,4 +81,4 @@ class BiasCorrect:
         return outcome
 
 
-PASS = BiasCorrect()
+PASS: Pass = BiasCorrect()

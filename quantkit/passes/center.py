@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from quantkit.content import Closed
-from quantkit.passes import Outcome, decision, declined
+from quantkit.passes import Outcome, Pass, decision, declined
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,12 +37,11 @@ def moves(low: Tensor, high: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     return ((low + high) / 2).float(), (scale - scale.mean()).exp().float()
 
 
-class Center:
+class Center(Pass):
     """See the module."""
 
     name = "center"
     paper = "arXiv 2304.09145"
-    scope = "block"
     needs = frozenset({"absmax"})
     requires = frozenset({"unassigned"})
     ensures = frozenset({"moved"})
@@ -93,4 +92,4 @@ def _fixed(block: Block, group: SharedInput) -> bool:
     return all(hook is not None and not hook.scheme.dynamic for hook in hooks)
 
 
-PASS = Center()
+PASS: Pass = Center()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quantkit.content import Closed
-from quantkit.passes import Outcome, decision, declined
+from quantkit.passes import Outcome, Pass, decision, declined
 
 if TYPE_CHECKING:
     from quantkit.calibrate.statistics.collected import Stats
@@ -20,13 +20,10 @@ if TYPE_CHECKING:
 _SMALLEST = 1e-4
 
 
-class FoldNorms:
+class FoldNorms(Pass):
     """See the module."""
 
     name = "fold_norms"
-    paper = ""
-    scope = "block"
-    needs: frozenset[str] = frozenset()
     requires = frozenset({"unassigned"})
     ensures = frozenset({"folded"})
     on_graphs = "batch norms are in the convolutions before any pass comes (`conv_batch_norm`), other norms stay"
@@ -56,4 +53,4 @@ class FoldNorms:
         return outcome
 
 
-PASS = FoldNorms()
+PASS: Pass = FoldNorms()

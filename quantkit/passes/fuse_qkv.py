@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quantkit.content import Closed
-from quantkit.passes import Outcome, decision, declined
+from quantkit.passes import Outcome, Pass, decision, declined
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,15 +33,11 @@ def fuse(tensors: Sequence[QuantTensor]) -> QuantTensor:
     return joined(tensors)
 
 
-class FuseQkv:
+class FuseQkv(Pass):
     """See the module."""
 
     name = "fuse_qkv"
-    paper = ""
-    scope = "block"
-    needs: frozenset[str] = frozenset()
     requires = frozenset({"codes"})
-    ensures: frozenset[str] = frozenset()
     on_graphs = "the products of a graph stay as they are written"
 
     class Settings(Closed):
@@ -67,4 +63,4 @@ class FuseQkv:
         return outcome
 
 
-PASS = FuseQkv()
+PASS: Pass = FuseQkv()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from quantkit.content import Closed
-from quantkit.passes import Outcome, decision
+from quantkit.passes import Outcome, Pass, decision
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -24,12 +24,11 @@ if TYPE_CHECKING:
     from quantkit.model.structure.traced import SharedInput
 
 
-class Gptq:
+class Gptq(Pass):
     """See the module."""
 
     name = "gptq"
     paper = "arXiv 2210.17323"
-    scope = "block"
     needs = frozenset({"hessian"})
     requires = frozenset({"unassigned"})
     ensures = frozenset({"codes"})
@@ -74,10 +73,9 @@ class Gptq:
                 raise ValueError("`unsaturated` goes without `sweeps`: they know no bounds")
             return self
 
-        @property
-        def needs(self) -> frozenset[str]:
-            """The original stream, if anything is corrected."""
-            return frozenset({"original_inputs"}) if self.correction else frozenset()
+    def needs_with(self, settings: Settings) -> frozenset[str]:
+        """The original stream as well, if anything is corrected."""
+        return self.needs | {"original_inputs"} if settings.correction else self.needs
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, stage by stage."""
@@ -153,4 +151,4 @@ def widened(moments: Tensor | None, width: int) -> Tensor | None:
     return None if moments is None else torch.nn.functional.pad(moments, (0, width - moments.shape[1]))
 
 
-PASS = Gptq()
+PASS: Pass = Gptq()

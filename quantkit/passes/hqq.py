@@ -15,22 +15,20 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from quantkit import plugins
 from quantkit.content import Closed
-from quantkit.passes import Outcome
+from quantkit.formats.base.grid import load_grid
+from quantkit.passes import Outcome, Pass
 
 if TYPE_CHECKING:
     from quantkit.calibrate.statistics.collected import Stats
     from quantkit.model.structure.block import Block
 
 
-class Hqq:
+class Hqq(Pass):
     """See the module."""
 
     name = "hqq"
     paper = "https://mobiusml.github.io/hqq_blog"
-    scope = "block"
-    needs: frozenset[str] = frozenset()
     requires = frozenset({"unassigned"})
     ensures = frozenset({"codes"})
     on_graphs = ""
@@ -58,10 +56,10 @@ class Hqq:
         for linear in block.linears():
             scheme, weight = block.scheme(linear), block.weight(linear)
             scale, zero = half_quadratic(weight, scheme, **settings.model_dump())
-            tensor = plugins.load("formats", scheme.format).nearest(weight, scale, zero, scheme)
+            tensor = load_grid(scheme.format).nearest(weight, scale, zero, scheme)
             outcome.errors[linear] = block.assign(linear, tensor)
         stats.outputs = None
         return outcome
 
 
-PASS = Hqq()
+PASS: Pass = Hqq()

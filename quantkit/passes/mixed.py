@@ -20,22 +20,19 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from quantkit.content import Closed
-from quantkit.passes import Outcome, declined
+from quantkit.passes import Outcome, Pass, declined
 
 if TYPE_CHECKING:
     from quantkit.calibrate.statistics.collected import Stats
     from quantkit.model.structure.block import Block
 
 
-class Mixed:
+class Mixed(Pass):
     """See the module."""
 
     name = "mixed"
     paper = "arXiv 2004.09602"
-    scope = "block"
-    needs: frozenset[str] = frozenset()
     requires = frozenset({"codes"})
-    ensures: frozenset[str] = frozenset()
     on_graphs = ""
 
     class Settings(Closed):
@@ -58,4 +55,4 @@ class Mixed:
         return declined(self.name, block.name, "it knows graphs; `quantkit tune` mixes the formats of a transformer")
 
 
-PASS = Mixed()
+PASS: Pass = Mixed()

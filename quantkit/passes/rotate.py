@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.content import Closed
-from quantkit.passes import ModelOutcome, decision
+from quantkit.passes import ModelOutcome, Pass, decision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,13 +68,12 @@ class Turning:
         turn(model, self.outside, self.rotation)
 
 
-class Rotate:
+class Rotate(Pass):
     """See the module."""
 
     name = "rotate"
     paper = "arXiv 2404.00456"
     scope = "model"
-    needs: frozenset[str] = frozenset()
     requires = frozenset({"unassigned"})
     ensures = frozenset({"folded"})
     on_graphs = "it turns the residual stream of a transformer, which a convolution or an activation would not let pass"
@@ -187,4 +186,4 @@ def _prove_ends(ends: Ends, outside: Residual, rotation: Rotation, hidden: Tenso
         raise Unturnable(f"what the first block is given differs by {max([error, *moved]):.1e} after turning")
 
 
-PASS = Rotate()
+PASS: Pass = Rotate()

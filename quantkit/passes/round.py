@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from quantkit import plugins
 from quantkit.content import Closed
-from quantkit.passes import Outcome, declined
+from quantkit.formats.base.grid import load_grid
+from quantkit.passes import Outcome, Pass, declined
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor, nn
@@ -38,15 +38,13 @@ if TYPE_CHECKING:
     from quantkit.passes.solvers.round import LearnedRounding
 
 
-class Round:
+class Round(Pass):
     """See the module."""
 
     name = "round"
     paper = "arXiv 2309.05516"
-    scope = "block"
     needs = frozenset({"original_outputs"})
     # neither codes nor their absence: it assigns them, or improves what another pass assigned
-    requires: frozenset[str] = frozenset()
     ensures = frozenset({"codes"})
     on_graphs = ""
 
@@ -111,7 +109,7 @@ def _nearest(block: Block, name: str) -> QuantTensor:
 
     scheme, weight = block.scheme(name), block.weight(name)
     scale, zero = ranges.searched(weight, scheme)
-    tensor: QuantTensor = plugins.load("formats", scheme.format).nearest(weight, scale, zero, scheme)
+    tensor: QuantTensor = load_grid(scheme.format).nearest(weight, scale, zero, scheme)
     return tensor
 
 
@@ -192,4 +190,4 @@ def _loss(block: Block, stats: Stats, targets: Tensor, row: int) -> Tensor:
     return ((output - target).square().sum(dim=1) / size).mean()
 
 
-PASS = Round()
+PASS: Pass = Round()

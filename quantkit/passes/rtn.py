@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from quantkit import plugins
 from quantkit.content import Closed
 from quantkit.formats import QuantTensor, apart
-from quantkit.passes import Outcome, decision
+from quantkit.formats.base.grid import load_grid
+from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,13 +27,10 @@ if TYPE_CHECKING:
 WIDE = (0.55, 6, 2)
 
 
-class Rtn:
+class Rtn(Pass):
     """See the module."""
 
     name = "rtn"
-    paper = ""
-    scope = "block"
-    needs: frozenset[str] = frozenset()
     requires = frozenset({"unassigned"})
     ensures = frozenset({"codes"})
     on_graphs = ""
@@ -48,10 +45,9 @@ class Rtn:
 
         range: Literal["minmax", "mse", "importance"] = "mse"
 
-        @property
-        def needs(self) -> frozenset[str]:
-            """What only some settings need."""
-            return frozenset({"mean_square"} if self.range == "importance" else ())
+    def needs_with(self, settings: Settings) -> frozenset[str]:
+        """Squared inputs, where the range weighs by them."""
+        return self.needs | {"mean_square"} if settings.range == "importance" else self.needs
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block."""
@@ -82,7 +78,7 @@ def _rounded(
 
     for names in block.alike(linears):
         scheme = block.scheme(names[0])
-        together = plugins.load("formats", scheme.format).shares_scale(scheme)
+        together = load_grid(scheme.format).shares_scale(scheme)
         for some in [names] if together else [[name] for name in names]:
             weights = [block.weight(name) for name in some]
             tensor = _nearest(torch.cat(weights), scheme, importance, minmax)
@@ -94,7 +90,7 @@ def _nearest(weight: Tensor, scheme: WeightScheme, importance: Tensor | None, mi
 
     from quantkit.passes.solvers import ranges
 
-    form = plugins.load("formats", scheme.format)
+    form = load_grid(scheme.format)
     if minmax:
         tensor = form.quantize(weight, scheme)
     else:
@@ -106,4 +102,4 @@ def _nearest(weight: Tensor, scheme: WeightScheme, importance: Tensor | None, mi
     return tensor
 
 
-PASS = Rtn()
+PASS: Pass = Rtn()

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from quantkit import plugins
 from quantkit.content import Closed
-from quantkit.passes import Outcome, decision
+from quantkit.formats.base.grid import load_grid
+from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,12 +26,11 @@ if TYPE_CHECKING:
     from quantkit.model.structure.traced import SharedInput
 
 
-class SmoothQuant:
+class SmoothQuant(Pass):
     """See the module."""
 
     name = "smoothquant"
     paper = "arXiv 2211.10438"
-    scope = "block"
     needs = frozenset({"absmax"})
     requires = frozenset({"unassigned"})
     ensures = frozenset({"folded"})
@@ -108,7 +107,7 @@ def _rounded(block: Block, linear: str) -> Callable[[Tensor], Tensor]:
     import torch
 
     scheme = block.scheme(linear)
-    form = plugins.load("formats", scheme.format)
+    form = load_grid(scheme.format)
 
     def rounded(weight: Tensor) -> Tensor:
         padded = torch.nn.functional.pad(weight, (0, scheme.padding(weight.shape[1])))
@@ -126,4 +125,4 @@ def _seen(block: Block, linear: str) -> Callable[[Tensor], Tensor]:
     return (lambda x: x) if hook is None else lambda x: activation.fake_quantize(x, hook.scheme)
 
 
-PASS = SmoothQuant()
+PASS: Pass = SmoothQuant()

@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit import content, machine, plugins
+from quantkit import content, machine
 from quantkit._version import __version__
 from quantkit.bundle.disk import fsync_tree, is_disk_full
 from quantkit.errors import InputError, Stopped
+from quantkit.export import load_exporter
 from quantkit.pipeline.refusals import demand
 from quantkit.report.kit import words
 
@@ -101,7 +102,7 @@ def _make(folder: Path, source: Source, options: dict[str, Any]) -> None:
     need = 4 * sum(entry.bytes for entry in source.weights.entries.values()) // _width(source.dtype)
     if shutil.disk_usage(home).free < 1.1 * need:
         raise OSError(errno.ENOSPC, f"it takes {words.size(need)}, which are not free")
-    exporter = plugins.load("export", "onnx")
+    exporter = load_exporter("onnx")
     with tempfile.TemporaryDirectory(dir=home, prefix=f"{folder.name}-") as temporary:
         build = Path(temporary) / "bundle"
         build.mkdir()

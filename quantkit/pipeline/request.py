@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit import content, machine, plugins
+from quantkit import content, machine
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
+from quantkit.export import load_exporter
 from quantkit.graph.open import is_graph
 from quantkit.kinds import Kind
 from quantkit.model.source.alias import ALIASES
@@ -173,7 +174,7 @@ def for_target(recipe: Recipe, target: Target) -> tuple[Recipe, tuple[str, ...]]
     """
     kept, left_out = [], []
     for step in recipe.export:
-        exporter = plugins.load("export", step.name)
+        exporter = load_exporter(step.name)
         readers = [name for name in exporter.runtimes if name in target.runtimes]
         if not readers:
             left_out.append(step.name)
@@ -204,7 +205,7 @@ def with_own_runtime(request: Request, kind: str) -> Request:
     exported = [step.name for step in recipe.export]
     if not (request.as_shipped and kind == "encoder" and integers) or "onnx" in exported:
         return request
-    if target.kind != "cpu" or not set(plugins.load("export", "onnx").runtimes) & set(target.runtimes):
+    if target.kind != "cpu" or not set(load_exporter("onnx").runtimes) & set(target.runtimes):
         return request
     steps = [ExportStep(name="onnx"), *recipe.export]
     completed, _ = for_target(recipe.model_copy(update={"export": steps}), target)

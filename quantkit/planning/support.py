@@ -7,18 +7,19 @@ that ship: the same kind of model, computed in as it is stored, the nearest bits
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
 from quantkit import content, plugins
 from quantkit.errors import InputError
+from quantkit.formats import load_format
 from quantkit.kinds import Kind
 from quantkit.recipe import ExportStep, Recipe
-from quantkit.scheme import ActivationScheme, WeightScheme
+from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 from quantkit.target import State, Stored, Target
 
 # code of the decision that nothing on the target computes in what is stored
@@ -27,6 +28,24 @@ _ORDER: tuple[State, ...] = ("native", "emulated", "absent")
 # what a float graph becomes: an engine where its recipe has one, else this
 _GRAPH = ExportStep(name="onnx", options={"dialect": "onnxruntime"})
 _ENGINE = "tensorrt"
+
+
+class _Exporter(plugins.ExporterFacts, Protocol):
+    """What a plan asks of an exporter; see `quantkit.export.Exporter`."""
+
+    def holds(
+        self,
+        options: Mapping[str, Any],
+        runtime: str,
+        weights: Mapping[str, WeightScheme],
+        activations: Mapping[str, ActivationScheme],
+        cache: CacheScheme | None,
+    ) -> State: ...
+
+    def caveat(self, options: Mapping[str, Any], runtime: str) -> str: ...
+
+
+_EXPORTERS: plugins.Kind[_Exporter] = plugins.Kind("export")
 
 
 @dataclass(frozen=True)
@@ -113,7 +132,7 @@ def readers(recipe: Recipe, target: Target, kind: Kind | None = None) -> list[Re
 
 def reader(recipe: Recipe, step: ExportStep, target: Target) -> Reader:
     """The best of the target's runtimes for one export. Raises InputError, that of the first one."""
-    exporter = plugins.load("export", step.name)
+    exporter = _EXPORTERS.load(step.name)
     if step is not _GRAPH:
         _demand_place_for_moved(recipe, step, exporter)
     problems: list[InputError] = []
@@ -143,9 +162,9 @@ def caveats(recipe: Recipe, target: Target, runtimes: Sequence[str] | None = Non
     """
     found = []
     for step in recipe.export:
-        exporter = plugins.load("export", step.name)
+        exporter = _EXPORTERS.load(step.name)
         for runtime in exporter.runtimes:
-            said = exporter.caveat(step.options, runtime) if hasattr(exporter, "caveat") else ""
+            said = exporter.caveat(step.options, runtime)
             if not said or runtime not in (target.runtimes if runtimes is None else runtimes):
                 continue
             try:
@@ -223,7 +242,7 @@ def instead(recipe: Recipe, target: Target, kind: Kind | None = None, *, native:
 
 def _elsewhere(recipe: Recipe, target: Target, kind: Kind) -> str:
     """The nearest target that computes in all that a recipe stores."""
-    wanted = {runtime for step in _steps(recipe, kind) for runtime in plugins.load("export", step.name).runtimes}
+    wanted = {runtime for step in _steps(recipe, kind) for runtime in plugins.EXPORTERS.load(step.name).runtimes}
     for name in sorted(content.names("export"), key=lambda name: _apart(_outline(name), target)):
         if not wanted & set(_outline(name)["runtimes"]):
             continue  # to parse all of them would take a second
@@ -275,14 +294,14 @@ def _steps(recipe: Recipe, kind: Kind | None) -> list[ExportStep]:
 def _read(recipe: Recipe, target: Target, kind: Kind | None) -> list[ExportStep]:
     """The exports that a runtime of the target reads; all of them where it reads none."""
     steps = _steps(recipe, kind)
-    kept = [step for step in steps if set(plugins.load("export", step.name).runtimes) & set(target.runtimes)]
+    kept = [step for step in steps if set(plugins.EXPORTERS.load(step.name).runtimes) & set(target.runtimes)]
     return kept or steps
 
 
-def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: Any) -> None:
+def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: _Exporter) -> None:
     """Refuse an export that has no place for what a pass makes of inputs. Raises InputError `layout-unsupported`."""
-    moving = [each.name for each in recipe.passes if "moved" in plugins.load("passes", each.name).ensures]
-    if moving and not getattr(exporter, "moves", False):
+    moving = [each.name for each in recipe.passes if "moved" in plugins.PASSES.load(each.name).ensures]
+    if moving and not exporter.moves:
         raise InputError(
             "layout-unsupported",
             where=f"export: {step.name}",
@@ -292,7 +311,7 @@ def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: Any) -> 
         )
 
 
-def _read_by(recipe: Recipe, step: ExportStep, exporter: Any, target: Target, runtime: str) -> Reader:
+def _read_by(recipe: Recipe, step: ExportStep, exporter: _Exporter, target: Target, runtime: str) -> Reader:
     stored = stored_formats(recipe)
     target.check(stored, runtime)
     weights = {place: own for place, own, _ in _schemes(recipe)}
@@ -311,7 +330,7 @@ def _read_by(recipe: Recipe, step: ExportStep, exporter: Any, target: Target, ru
 
 def _exports(recipe: Recipe, target: Target, kind: Kind) -> Iterator[tuple[str, str]]:
     """(export, runtime): the first export that the recipe could have, and that is computed in as it is stored."""
-    for name in sorted({*plugins.names("export")} - {step.name for step in recipe.export}):
+    for name in sorted({*plugins.EXPORTERS.names()} - {step.name for step in recipe.export}):
         changed = recipe.model_copy(update={"export": [ExportStep(name=name)]})
         try:
             found = best(readers(changed, target, kind))
@@ -350,7 +369,7 @@ def _others(recipe: Recipe, target: Target, kind: Kind) -> Iterator[tuple[tuple[
 def _differ(recipe: Recipe, other: Recipe) -> tuple[float | bool, ...]:
     """How unlike two recipes are, what matters most first: bits, inputs, exports, kind of format, zero points."""
     one, two = recipe.scheme, other.scheme
-    bits = [float(plugins.load("formats", x.weights.format).bits) if x.weights else 16.0 for x in (one, two)]
+    bits = [float(load_format(x.weights.format).bits) if x.weights else 16.0 for x in (one, two)]
     inputs = [x.activations.format if x.activations else "" for x in (one, two)]
     kinds = [x.weights.format[:2] if x.weights else "" for x in (one, two)]
     exports = [{step.name for step in x.export} for x in (recipe, other)]

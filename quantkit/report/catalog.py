@@ -12,6 +12,9 @@ import yaml
 
 from quantkit import content, plugins
 from quantkit.errors import InputError, unknown_name
+from quantkit.export import load_exporter
+from quantkit.formats import load_format
+from quantkit.passes import load_pass
 from quantkit.planning.model import configs, shipped
 from quantkit.report.kit import words
 
@@ -123,13 +126,13 @@ def _models() -> dict[str, str]:
 
 _LISTS: dict[str, Callable[[], dict[str, str]]] = {
     "recipes": _recipes,
-    "passes": lambda: plugins.summaries("passes"),
-    "formats": lambda: plugins.summaries("formats"),
-    "exporters": lambda: plugins.summaries("export"),
+    "passes": plugins.PASSES.summaries,
+    "formats": plugins.FORMATS.summaries,
+    "exporters": plugins.EXPORTERS.summaries,
     "targets": _targets,
     "calibrations": _calibrations,
     "models": _models,
-    "runtimes": lambda: plugins.summaries("runtimes"),
+    "runtimes": plugins.RUNTIMES.summaries,
 }
 KINDS = tuple(_LISTS)
 
@@ -151,13 +154,13 @@ def _model_names() -> list[str]:
 
 _NAMES: dict[str, Callable[[], list[str]]] = {
     "recipes": lambda: content.names("recipes"),
-    "passes": lambda: plugins.names("passes"),
-    "formats": lambda: plugins.names("formats"),
-    "exporters": lambda: plugins.names("export"),
+    "passes": plugins.PASSES.names,
+    "formats": plugins.FORMATS.names,
+    "exporters": plugins.EXPORTERS.names,
     "targets": lambda: content.names("export"),
     "calibrations": lambda: content.names("calibration"),
     "models": _model_names,
-    "runtimes": lambda: plugins.names("runtimes"),
+    "runtimes": plugins.RUNTIMES.names,
 }
 
 
@@ -235,7 +238,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _pass(name: str) -> Entry:
-    found = plugins.load("passes", name)
+    found = load_pass(name)
     facts = [("paper", found.paper)] if found.paper else []
     facts += [("scope", found.scope), ("looks at", ", ".join(sorted(found.needs)) or "no data")]
     facts += [(label, ", ".join(sorted(value))) for label, value in _facts_of(found) if value]
@@ -245,7 +248,7 @@ def _pass(name: str) -> Entry:
         about = _described(found.Settings.__doc__ or "", key)
         facts.append((f"{name}.{key}", _setting(field.default, about)))
     data = {"paper": found.paper, "scope": found.scope, "needs": sorted(found.needs), "settings": settings}
-    return Entry("pass", name, plugins.summaries("passes")[name], facts, "", data)
+    return Entry("pass", name, plugins.PASSES.summaries()[name], facts, "", data)
 
 
 def _facts_of(found: Any) -> Iterator[tuple[str, frozenset[str]]]:
@@ -274,13 +277,16 @@ def _described(docstring: str, key: str) -> str:
 
 
 def _format(name: str) -> Entry:
-    found = plugins.load("formats", name)
+    found = load_format(name)
     rules = found.rules
     sizes = f"{', '.join(str(size) for size in rules.groups)}" if rules.groups else ""
     facts = [
         ("bits", f"{found.bits:g}"),
         ("granularity", ", ".join(_sharing(each, group, sizes) for each, group in rules.granularities.items())),
-        ("zero points", {(True,): "never", (False,): "always"}.get(rules.symmetric, "without, or with")),
+        (
+            "zero points",
+            "without, or with" if len(rules.symmetric) > 1 else "never" if rules.symmetric[0] else "always",
+        ),
         ("scale", ", ".join(rules.scales)),
     ]
     from quantkit.planning import matrix
@@ -296,7 +302,7 @@ def _format(name: str) -> Entry:
         "symmetric": list(rules.symmetric),
         "scales": list(rules.scales),
     }
-    return Entry("format", name, plugins.summaries("formats")[name], facts, "", stated)
+    return Entry("format", name, plugins.FORMATS.summaries()[name], facts, "", stated)
 
 
 def _sharing(name: str, group: int | None, sizes: str) -> str:
@@ -306,18 +312,18 @@ def _sharing(name: str, group: int | None, sizes: str) -> str:
 
 
 def _exporter(name: str) -> Entry:
-    found = plugins.load("export", name)
+    found = load_exporter(name)
     options = {key: field.default for key, field in found.Options.model_fields.items()}
     facts = [("read by", ", ".join(found.runtimes))]
     for key, default in options.items():
         about = _described(found.Options.__doc__ or "", key)
         facts.append((key, _setting(default, about)))
     data = {"runtimes": list(found.runtimes), "options": options}
-    return Entry("exporter", name, plugins.summaries("export")[name], facts, "", data)
+    return Entry("exporter", name, plugins.EXPORTERS.summaries()[name], facts, "", data)
 
 
 def _runtime(name: str) -> Entry:
-    return Entry("runtime", name, plugins.summaries("runtimes")[name], [], "", {})
+    return Entry("runtime", name, plugins.RUNTIMES.summaries()[name], [], "", {})
 
 
 def _model(name: str) -> Entry:

@@ -1,1 +1,103 @@
-"""Runtimes, one a file: load a bundle, run it, say what was used."""
+"""Runtimes, one a folder: load a bundle, run it, say what was used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quantkit.plugins import Kind
+
+if TYPE_CHECKING:
+    from quantkit.bundle import Bundle
+    from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.runtimes.onnxruntime.session import Loaded
+    from quantkit.runtimes.tensorrt import decode
+
+    # a model in a runtime: torch runs it block by block, a session or an engine runs it whole
+    Candidate = StreamedModel | Loaded | decode.Loaded
+
+
+class Runtime(Protocol):
+    """One runtime; it inherits what it does not declare.
+
+    Attributes:
+        name: as in targets and on the command line; the folder's name.
+        engines: whether it runs engines, each built for one kind of GPU.
+    """
+
+    name: str
+    engines: bool = False
+
+    def why_not_here(self, folder: Path | None = None) -> str | None:
+        """Why nothing can be run in it on this machine; None where it can.
+
+        Args:
+            folder: of a bundle, or of one that is being built: then of what this bundle has for it.
+        """
+        return None
+
+    def folder(self, bundle: Bundle) -> Path:
+        """The folder of a bundle that it reads. Raises InputError, `bundle-without-...`."""
+        ...
+
+    def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> Candidate:
+        """What scores a bundle, or the folder of one that is being built.
+
+        Args:
+            path: of it.
+            threads: to compute with, where the runtime takes a number.
+            built: of one that is being built, the hashes of what may be executed, by their paths in it; None: the
+                manifest says.
+
+        Raises:
+            InputError: as `load`; `not-a-bundle`.
+        """
+        ...
+
+    def load(self, bundle: Bundle) -> Any:
+        """The model of a bundle as the runtime's library runs it; settings are each runtime's own."""
+        ...
+
+    def generate(
+        self,
+        bundle: Bundle,
+        prompt: str,
+        *,
+        new_tokens: int = 64,
+        sample: bool = False,
+        seed: int = 0,
+        chat: bool = False,
+    ) -> dict[str, Any]:
+        """Continue a prompt.
+
+        Args:
+            bundle: a decoder's.
+            prompt: text.
+            new_tokens: at most.
+            sample: draw from the distribution instead of taking the most likely token.
+            seed: of the drawing.
+            chat: wrap the prompt in the model's chat template.
+
+        Returns:
+            `text`, `tokens` (how many), `seconds`; of runtimes with a step of their own `first_token_s` and
+            `tokens_per_s` of the steps after it, and `notes`, where a user has to know something of the runtime.
+
+        Raises:
+            InputError: of `load`; `not-a-decoder`, `no-tokenizer`, `prompt-empty`, `prompt-too-long`.
+        """
+        from quantkit.runtimes.generate import generated
+
+        return generated(
+            bundle,
+            self.folder(bundle),
+            lambda: self.load(bundle),
+            prompt,
+            new_tokens=new_tokens,
+            sample=sample,
+            seed=seed,
+            chat=chat,
+        )
+
+
+load_runtime = Kind[Runtime]("runtimes").load

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from quantkit import plugins
 from quantkit.bundle import Decision
 from quantkit.errors import InputError, did_you_mean
+from quantkit.export import load_exporter
 from quantkit.export.layer_spec import Asked
+from quantkit.formats import load_format
 from quantkit.passes import decision
 from quantkit.pipeline.request import check_target
 from quantkit.recipe import Recipe
@@ -77,7 +79,7 @@ def bits_of(shape: tuple[int, int], scheme: WeightScheme) -> float:
     """All stored bits of a [N, K] matrix: codes, scales, zero points, what fills up the last group."""
     rows, columns = shape
     padded = columns + scheme.padding(columns)
-    stored: float = plugins.load("formats", scheme.format).bits_per_weight((rows, padded), scheme)
+    stored: float = load_format(scheme.format).bits_per_weight((rows, padded), scheme)
     return stored * rows * padded
 
 
@@ -105,7 +107,7 @@ def choices(
             rule="tune chooses among weight schemes",
             remedy="take a recipe that quantizes weights, such as gptq-int4",
         )
-    known = [*plugins.names("formats"), FLOAT]
+    known = [*plugins.FORMATS.names(), FLOAT]
     for name in formats or ():
         if name not in known:
             remedy = did_you_mean(name, known)
@@ -142,7 +144,7 @@ def choices(
 
 
 def _changed(base: WeightScheme, change: Mapping[str, Any], recipe: str) -> WeightScheme:
-    rules = plugins.load("formats", change.get("format", base.format)).rules
+    rules = load_format(change.get("format", base.format)).rules
     fields: dict[str, Any] = {"format": base.format}
     # of the recipe's scheme, what the new format has as well; where it has not, what it says of itself
     if base.granularity in rules.granularities and (not rules.groups or base.group in (None, *rules.groups)):
@@ -197,9 +199,7 @@ def with_weights(recipe: Recipe, scheme: WeightScheme) -> Recipe:
 
 def _accept(prepared: Prepared, layers: Layers, schemes: Mapping[str, WeightScheme]) -> None:
     for step in prepared.request.recipe.export:
-        plugins.load("export", step.name).accepts(
-            step.options, Asked(schemes, layers.plain, layers.padded(), layers.tied)
-        )
+        load_exporter(step.name).accepts(step.options, Asked(schemes, layers.plain, layers.padded(), layers.tied))
 
 
 def _together(

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit import plugins
 from quantkit.errors import InputError
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import weight_bytes
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request
 from quantkit.recipe import Recipe
+from quantkit.runtimes import load_runtime
 
 if TYPE_CHECKING:
     from quantkit.bundle import Bundle
@@ -99,7 +99,7 @@ def scored_in(runtimes: Sequence[str], where: str) -> str:
 
     found = next((runtime for runtime in runtimes if runs_here(runtime)), None)
     if found is None:
-        why = "; ".join(f"{runtime}: {plugins.load('runtimes', runtime).why_not_here()}" for runtime in runtimes)
+        why = "; ".join(f"{runtime}: {load_runtime(runtime).why_not_here()}" for runtime in runtimes)
         raise InputError(
             "tune-unscored",
             where=where,
@@ -129,6 +129,6 @@ def compile_and_score(request: Request, recipe: Recipe, out: Path, text: TokenSe
     compiled = compile_model(asked, progress)
     runtime = scored_in(runtimes_of(compiled.bundle.manifest), recipe.name)
     original = StreamedModel(open_model(request.model, trust_remote_code=request.trust_remote_code))
-    candidate = plugins.load("runtimes", runtime).open(compiled.bundle.path, torch_threads())
+    candidate = load_runtime(runtime).open(compiled.bundle.path, torch_threads())
     items = score.score(original, candidate, text)
     return Measured(recipe.name, compiled.bundle, float(items.kl.mean()), compiled.rows)

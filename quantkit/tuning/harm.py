@@ -25,18 +25,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantkit import plugins
 from quantkit.calibrate.statistics.collected import Stats
+from quantkit.formats import load_format
 from quantkit.model.streaming.calls import Calls, unsupported
 from quantkit.model.streaming.stream import Head, StreamedModel
 from quantkit.model.structure.block import Block
 from quantkit.model.structure.traced import set_weight, weight_of
-from quantkit.passes import Outcome
+from quantkit.passes import Outcome, Pass
 from quantkit.pipeline.blocks.work import Step, Worked, looks_at_original, work
 from quantkit.planning.compiling.work import chunk_size
 from quantkit.recipe import assigners
@@ -280,7 +280,7 @@ def _units(worked: Worked) -> Iterator[tuple[tuple[str, ...], dict[str, Tensor]]
             tensor = block.tensors.get(linear)
             if tensor is not None:
                 columns = weight_of(block.module.get_submodule(linear)).shape[1]
-                values[linear] = plugins.load("formats", tensor.scheme.format).dequantize(tensor)[:, :columns]
+                values[linear] = load_format(tensor.scheme.format).dequantize(tensor)[:, :columns]
         if values:
             yield tuple(block.full_name(linear) for linear in values), values
 
@@ -301,15 +301,10 @@ class _replaced:  # noqa: N801 (reads as the word it is)
             self.module.get_submodule(name).weight = weight
 
 
-class _Before:
+class _Before(Pass):
     """A step just before codes are assigned, that keeps the block as it is there: folded, in full precision."""
 
     name = "tune-before"
-    paper = ""
-    scope: Literal["block", "model"] = "block"
-    needs: frozenset[str] = frozenset()
-    requires: frozenset[str] = frozenset()
-    ensures: frozenset[str] = frozenset()
     Settings: Any = None
 
     def __init__(self) -> None:
@@ -319,10 +314,6 @@ class _Before:
         """Keep a copy."""
         self.module = copy.deepcopy(block.module)
         return Outcome(False)
-
-    def transform(self, model: Any, settings: Any, seed: int) -> Any:
-        """Not of scope `model`."""
-        raise NotImplementedError
 
 
 class _OneBegin:

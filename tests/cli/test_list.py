@@ -13,7 +13,7 @@ def test_list_shows_every_kind_with_its_summaries(quantkit: Any) -> None:
     assert all(kind in ran.out for kind in catalog.KINDS)
     found = quantkit("list", "--json").envelope["result"]
     assert list(found) == list(catalog.KINDS)
-    assert found["passes"] == plugins.summaries("passes")
+    assert found["passes"] == plugins.PASSES.summaries()
     assert all(summary for names in found.values() for summary in names.values())
     assert list(quantkit("list", "formats", "--json").envelope["result"]) == ["formats"]
 

@@ -12,11 +12,11 @@ from exported import SCHEMES, by_name, export, llama, scheme
 from safetensors.torch import load_file
 from zoo import shrink
 
-from quantkit import plugins
 from quantkit.bundle import inventory
 from quantkit.errors import InputError
 from quantkit.export.checkpoint.exporter import EXPORT
 from quantkit.export.layer_spec import Asked
+from quantkit.formats import load_format
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
 from quantkit.model.source.unloadable import Obstacle
@@ -51,7 +51,7 @@ def test_plain_transformers_loads_what_was_decided(tmp_path: Path, tiny: Path, h
         reference = AutoModelForCausalLM.from_pretrained(tiny)
         for linear in exported.results.schemes:
             tensor = exported.results.quantized(linear)
-            values = plugins.load("formats", how.format).dequantize(tensor)
+            values = load_format(how.format).dequantize(tensor)
             reference.get_submodule(linear).weight.copy_(values)
         for layer in reference.model.layers:
             layer.post_attention_layernorm.weight.mul_(1.5)
@@ -163,7 +163,7 @@ def test_an_untied_head_is_packed_like_any_linear(tmp_path: Path, mixed: bool, d
     with torch.no_grad():
         loaded = model(ids).logits.float()
         hidden = model.model(ids).last_hidden_state
-        values = plugins.load("formats", top.format).dequantize(exported.results.quantized("lm_head"))
+        values = load_format(top.format).dequantize(exported.results.quantized("lm_head"))
         expected = torch.nn.functional.linear(hidden, values.to(dtype)).float()
         unquantized = torch.nn.functional.linear(hidden, exported.weight("lm_head")).float()
     off = float((loaded - expected).abs().max() / expected.abs().max())
@@ -207,7 +207,7 @@ def test_zeros_are_stored_and_loaded_in_every_layout(tmp_path: Path, layout: str
     results = exported.results
     for name in ("mlp.gate_proj", "mlp.down_proj"):
         tensor = results.quantized(f"model.layers.0.{name}")
-        assert not plugins.load("formats", tensor.scheme.format).dequantize(tensor).any()
+        assert not load_format(tensor.scheme.format).dequantize(tensor).any()
 
 
 def test_what_the_layout_cannot_hold_is_refused_before_any_work() -> None:
@@ -270,7 +270,7 @@ def test_dense_of_families_that_store_otherwise(tmp_path: Path, family: str) -> 
     assert checks[0].value == 0
     linear = next(iter(exported.results.schemes))
     stored = load_file(exported.model / "model.safetensors")[exported.stream.files[f"{linear}.weight"]]
-    values = plugins.load("formats", "int4").dequantize(exported.results.quantized(linear))
+    values = load_format("int4").dequantize(exported.results.quantized(linear))
     assert torch.equal(stored, values.T if family == "gpt2" else values)
     if family == "bert":
         packed = export(tmp_path / "source", tmp_path / "packed", scheme())
@@ -326,6 +326,6 @@ def test_torch_free_at_import() -> None:
     import subprocess
     import sys
 
-    code = "import sys\nfrom quantkit import plugins\nplugins.load('export', 'checkpoint').Options()\n"
+    code = "import sys\nfrom quantkit.export import load_exporter\nload_exporter('checkpoint').Options()\n"
     code += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'compressed_tensors')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -424,13 +424,13 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Small]:
     """A bundle with a packed checkpoint, and the ONNX file that the same compile made."""
-    from quantkit import plugins
     from quantkit.bundle import LayerEntry
+    from quantkit.export import load_exporter
 
     found = export(tmp_path_factory.mktemp("finished"), "llama", scheme())
     folder = tmp_path_factory.mktemp("finished") / "b"
     folder.mkdir()
-    plugins.load("export", "checkpoint").write(folder, found.source, found.stream, found.results, {})
+    load_exporter("checkpoint").write(folder, found.source, found.stream, found.results, {})
     layers = [
         LayerEntry(name=name, shape=[1, 1], scheme=how.model_dump(), bits_per_weight=4.5)
         for name, how in found.results.schemes.items()
@@ -448,7 +448,7 @@ def test_a_finished_bundle_s_export_is_the_same_file(tmp_path: Path, finished: t
 
 
 def test_a_bundle_that_has_no_codes_is_refused(tmp_path: Path, finished: tuple[Bundle, Small]) -> None:
-    from quantkit import plugins
+    from quantkit.export import load_exporter
 
     bundle, found = finished
     (tmp_path / "none").mkdir()
@@ -458,7 +458,7 @@ def test_a_bundle_that_has_no_codes_is_refused(tmp_path: Path, finished: tuple[B
     assert caught.value.code == "bundle-without-checkpoint"
     (tmp_path / "dense").mkdir()
     dense = {"layout": "dense"}
-    plugins.load("export", "checkpoint").write(tmp_path / "dense", found.source, found.stream, found.results, dense)
+    load_exporter("checkpoint").write(tmp_path / "dense", found.source, found.stream, found.results, dense)
     small_onnx.bundle(tmp_path / "dense", layers=bundle.manifest.layers)
     with pytest.raises(InputError) as caught:
         EXPORT.add(tmp_path / "dense", tmp_path / "onnx", {})

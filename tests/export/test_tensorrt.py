@@ -11,8 +11,8 @@ import onnx_ir as ir
 import pytest
 from small_onnx import LAYERS, Small, export
 
-from quantkit import plugins
 from quantkit.errors import InputError
+from quantkit.export import load_exporter
 from quantkit.export.layer_spec import Asked
 from quantkit.export.tensorrt import engine as _engine
 from quantkit.export.tensorrt.profiles import Shapes, capacity, fitted, inputs_of, shapes
@@ -22,7 +22,7 @@ from quantkit.target import Profile, Target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-EXPORT = plugins.load("export", "tensorrt")
+EXPORT = load_exporter("tensorrt")
 DECODE = Profile(name="decode", batch=(1, 2, 4), length=(1, 1, 1), context=(1, 16, 60))
 PREFILL = Profile(name="prefill", batch=(1, 1, 2), length=(1, 16, 48), context=(0, 0, 0))
 PROFILES = [DECODE.model_dump(), PREFILL.model_dump()]

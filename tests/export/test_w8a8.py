@@ -18,7 +18,7 @@ from small_onnx import EXPORT, Small, expected, export, kept, relative, traced_o
 from test_check_onnx import spoil  # type: ignore[import-not-found]
 from test_dialect_ort import Graph, dense, run, weights  # type: ignore[import-not-found]
 
-from quantkit import machine, plugins
+from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.export.layer_spec import Asked
 from quantkit.export.onnx import check_w8a8
@@ -26,6 +26,7 @@ from quantkit.export.onnx.dialect import Dialect
 from quantkit.export.onnx.nbits import Input, Linear, Weights
 from quantkit.export.onnx.single_op import EXACT_SUMS
 from quantkit.export.values import Values
+from quantkit.formats import load_format
 from quantkit.graph import integer
 from quantkit.runtimes.onnxruntime.open import write_optimized
 from quantkit.scheme import ActivationScheme, WeightScheme
@@ -264,7 +265,7 @@ def test_sums_that_saturate_are_found(tmp_path: Path, form: str, codes: str) -> 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_no_two_products_of_7_bits_leave_16_bits(sign: int) -> None:
     """The largest there are, in ONNX Runtime without any option."""
-    form = plugins.load("formats", "int7")
+    form = load_format("int7")
     code = form.high if sign > 0 else form.low
     assert 2 * 255 * abs(code) < 2**15
     stored = Weights(

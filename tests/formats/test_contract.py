@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit import plugins
-from quantkit.formats import apart, joined
+from quantkit.formats import apart, joined, load_format
 from quantkit.formats.base.grid import GridFormat
 from quantkit.formats.base.layout import against, by_row, extremes, scale_shape, split
 from quantkit.scheme import WeightScheme
 
 FORMATS: dict[str, GridFormat] = {
-    name: found for name in plugins.names("formats") if isinstance(found := plugins.load("formats", name), GridFormat)
+    name: found for name in plugins.FORMATS.names() if isinstance(found := load_format(name), GridFormat)
 }
 
 

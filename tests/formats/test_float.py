@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit import plugins
+from quantkit.formats import load_format
 from quantkit.scheme import WeightScheme
 
 NAMES = ["float32", "float16", "bfloat16"]
@@ -43,7 +43,7 @@ def bfloat16_bits(value: float) -> int:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(3, 17), (1, 1), (1, 51)])
 def test_casts_and_bytes(name: str, shape: tuple[int, int]) -> None:
-    form = plugins.load("formats", name)
+    form = load_format(name)
     weight = awkward().reshape(-1)[: shape[0] * shape[1]].reshape(shape)
     tensor = form.quantize(weight, WeightScheme(format=name))
     packed = form.pack(tensor.codes)
@@ -65,7 +65,7 @@ def test_casts_and_bytes(name: str, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_second_cast_changes_nothing_and_the_width_is_counted(name: str) -> None:
-    form, how = plugins.load("formats", name), WeightScheme(format=name)
+    form, how = load_format(name), WeightScheme(format=name)
     once = form.dequantize(form.quantize(awkward(), how))
     assert torch.equal(form.dequantize(form.quantize(once, how)), once)
     codes = form.quantize(awkward(), how).codes

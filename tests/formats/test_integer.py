@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import plain_formats
 
-from quantkit import plugins
 from quantkit.errors import InputError
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.formats.base.layout import groups_of
 from quantkit.scheme import WeightScheme
 
-FORMATS = {name: plugins.load("formats", name) for name in ("int4", "int8")}
+FORMATS = {name: load_format(name) for name in ("int4", "int8")}
 # [N, K], group: a lone weight, odd sizes, a row a runtime would split unevenly, groups of one weight
 SHAPES = [((1, 1), 1), ((3, 17), 17), ((2, 34), 17), ((5, 4095), 4095), ((7, 96), 32), ((4, 6), 1)]
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from bitsandbytes import functional
 
-from quantkit import plugins
+from quantkit.formats import load_format
 from quantkit.formats.nf4 import VALUES, doubled, dynamic_values, undoubled
 from quantkit.scheme import WeightScheme
 
-NF4 = plugins.load("formats", "nf4")
+NF4 = load_format("nf4")
 # compiling theirs, which falls on groups of 4096 alone, takes half a minute and changes no bit
 pytestmark = pytest.mark.usefixtures("uncompiled")
 RECORDED = "000001111111122222333344455566677788999aaabbbccccddddeeeeeeeffff"

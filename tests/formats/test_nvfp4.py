@@ -8,11 +8,11 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
-from quantkit import plugins
+from quantkit.formats import load_format
 from quantkit.formats.base.layout import extremes
 from quantkit.scheme import WeightScheme
 
-NVFP4 = plugins.load("formats", "nvfp4")
+NVFP4 = load_format("nvfp4")
 HOW = WeightScheme(format="nvfp4")
 
 

@@ -13,10 +13,10 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantkit import plugins
+from quantkit.formats import load_format
 from quantkit.scheme import WeightScheme
 
-MXFP4, MXFP8 = plugins.load("formats", "mxfp4"), plugins.load("formats", "mxfp8")
+MXFP4, MXFP8 = load_format("mxfp4"), load_format("mxfp8")
 ELEMENTS = {"mxfp4": (2, ml_dtypes.float4_e2m1fn), "mxfp8": (8, ml_dtypes.float8_e4m3fn)}
 
 
@@ -28,7 +28,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("size", [1.0, 1e-20, 1e20])
 def test_microscaling_is_that_of_the_specification(name: str, size: float) -> None:
     """One group at a time, in Python and ml_dtypes."""
-    form, (exponent, dtype) = plugins.load("formats", name), ELEMENTS[name]
+    form, (exponent, dtype) = load_format(name), ELEMENTS[name]
     weight = random(4, 96) * size
     tensor = form.quantize(weight, WeightScheme(format=name))
     assert tensor.scale.dtype == torch.float8_e8m0fnu
@@ -47,7 +47,7 @@ def test_microscaling_is_that_of_the_specification(name: str, size: float) -> No
 def test_scales_are_those_of_compressed_tensors_or_one_power_below(name: str, bits: int) -> None:
     """They go up where the mantissa of the largest weight is 1.75 or more; the specification does not."""
     amax = torch.rand(4000, generator=torch.Generator().manual_seed(0)) * 8 + 1e-3
-    scale, _ = plugins.load("formats", name).parameters(-amax, amax, WeightScheme(format=name))
+    scale, _ = load_format(name).parameters(-amax, amax, WeightScheme(format=name))
     arguments = QuantizationArgs(
         num_bits=bits, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8, zp_dtype=torch.uint8
     )
@@ -71,7 +71,7 @@ def test_powers_of_two_are_exact(exponent: int, mantissa: float) -> None:
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
 def test_the_largest_weight_is_the_largest_float(name: str) -> None:
-    form, weight = plugins.load("formats", name), random(6, 64)
+    form, weight = load_format(name), random(6, 64)
     for granularity in ("tensor", "channel", "group", "block"):
         fields = {
             "format": name,
@@ -85,6 +85,6 @@ def test_the_largest_weight_is_the_largest_float(name: str) -> None:
 
 
 def test_outliers_saturate_under_a_scale_that_is_too_small() -> None:
-    form, how = plugins.load("formats", "fp8_e4m3"), WeightScheme(format="fp8_e4m3", granularity="tensor")
+    form, how = load_format("fp8_e4m3"), WeightScheme(format="fp8_e4m3", granularity="tensor")
     tensor = form.nearest(torch.tensor([[1e9, -1e9, 449.0, 1.0]]), torch.ones(1, 1), None, how)
     assert form.dequantize(tensor).tolist() == [[448.0, -448.0, 448.0, 1.0]]

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from quantkit import plugins
+from quantkit.formats import load_format
 from quantkit.graph.codes.assign import Seen, assigned
 from quantkit.graph.sites import Site
 from quantkit.passes.gptq import Gptq
@@ -18,7 +18,7 @@ from quantkit.passes.solvers import ranges
 from quantkit.passes.solvers.gptq import gptq
 from quantkit.scheme import WeightScheme
 
-INT8 = plugins.load("formats", "int8")
+INT8 = load_format("int8")
 CHANNEL = WeightScheme(format="int8", granularity="channel", scale="float32")
 TENSOR = WeightScheme(format="int8", granularity="tensor", scale="float32")
 GROUPS, EACH, WIDTH = 3, 4, 9

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
-from quantkit import plugins
+from quantkit.formats import load_format
 from quantkit.graph.codes.rounding import Rows, _Objective, _within, learned, limits
 from quantkit.graph.sites import Site, patches
 from quantkit.passes.round import Round
 from quantkit.scheme import WeightScheme
 
-INT4 = plugins.load("formats", "int4")
+INT4 = load_format("int4")
 SCHEME = WeightScheme(format="int4", granularity="channel", scale="float32")
 TENSOR = WeightScheme(format="int4", granularity="tensor", scale="float32")
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from small_graph import Small
 
-from quantkit import plugins
+from quantkit.formats import load_format
 from quantkit.graph.codes.weights_only import rounded
 from quantkit.graph.run import Runner
 from quantkit.graph.sites import sites
@@ -25,7 +25,7 @@ def graph() -> tuple[Small, object]:
 def outputs(model: object, found: dict[str, object], feed: dict[str, np.ndarray]) -> np.ndarray:
     made = model.clone()  # type: ignore[attr-defined]
     for site in sites(made):
-        values = plugins.load("formats", "int4").dequantize(found[site.name]).float().numpy()
+        values = load_format("int4").dequantize(found[site.name]).float().numpy()
         weight = site.node.inputs[1]
         import onnx_ir as ir
 
@@ -37,7 +37,7 @@ def test_rounding_to_nearest_looks_at_nothing() -> None:
     _, model = graph()
     plain = rounded(model, sites(model), iter(()), INT4, None, search=False)  # type: ignore[arg-type]
     searched = rounded(model, sites(model), iter(()), INT4, None)  # type: ignore[arg-type]
-    form = plugins.load("formats", "int4")
+    form = load_format("int4")
     for site in sites(model):  # type: ignore[arg-type]
         matrix = torch.from_numpy(site.matrix())
         assert torch.equal(plain[site.name].codes, form.quantize(matrix, INT4).codes)
@@ -64,6 +64,6 @@ def test_grouped_convolutions_are_solved_group_by_group() -> None:
     found = rounded(model, sites(model), small.feeds(2, x=(2, 8, 5, 5)), scheme, {"damping": 0.01, "shrink": 0.3})
     (tensor,) = found.values()
     assert tensor.shape == (8, 9)
-    dense = plugins.load("formats", "fp8_e4m3").dequantize(tensor)
+    dense = load_format("fp8_e4m3").dequantize(tensor)
     weight = torch.from_numpy(sites(model)[0].matrix())
     assert ((dense - weight).abs() <= 0.07 * weight.abs().amax(dim=1, keepdim=True)).all()

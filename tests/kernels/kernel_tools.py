@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 
-from quantkit import plugins
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, load_format
 from quantkit.scheme import WeightScheme
 
 
 def quantized(rows: int, columns: int, seed: int = 0, **scheme: Any) -> QuantTensor:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     made = WeightScheme(**scheme)
-    found: QuantTensor = plugins.load("formats", made.format).quantize(weight, made)
+    found: QuantTensor = load_format(made.format).quantize(weight, made)
     return found
 
 

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")  # Linux alone has it
 from kernel_tools import bound, quantized
 
-from quantkit import plugins
 from quantkit.errors import InputError
+from quantkit.formats import load_format
 from quantkit.kernels import linear as layers
 from quantkit.kernels.configs import Config
 from quantkit.kernels.dequantize import dequantize
@@ -49,7 +49,7 @@ def test_each_number_of_rows_goes_to_its_kernel(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("name", [OURS, EXPANDED])
 def test_it_computes_what_the_weight_stands_for(name: str) -> None:
     tensor = quantized(N, K, **SCHEME)
-    weight = plugins.load("formats", "int4").dequantize(tensor).double()
+    weight = load_format("int4").dequantize(tensor).double()
     bias = torch.arange(N).half()
     config = TILES.as_dict() if name == OURS else None
     layer = QuantLinear(pack(tensor), bias, table=table((4, name, config)))
@@ -67,7 +67,7 @@ def test_inputs_of_eight_bits_are_quantized_by_token() -> None:
     tensor = quantized(N, K, format="int8")
     layer = QuantLinear(pack(tensor, native=True))
     x = torch.randn(3, K, generator=torch.Generator().manual_seed(1)).half()
-    exact = x.double() @ plugins.load("formats", "int8").dequantize(tensor).double().T
+    exact = x.double() @ load_format("int8").dequantize(tensor).double().T
     error = (layer(x).double() - exact).norm() / exact.norm()
     assert 0 < error < 0.02
 

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")  # Linux alone has it
 from kernel_tools import bound, quantized
 
-from quantkit import plugins
 from quantkit.errors import InputError
+from quantkit.formats import load_format
 from quantkit.kernels.configs import Config
 from quantkit.kernels.dequantize import dequantize
 from quantkit.kernels.layout import KINDS, pack, pack_parts, scales_of
@@ -41,7 +41,7 @@ CASES: list[tuple[dict[str, Any], int, int, int, Config]] = [
 @pytest.mark.parametrize(("scheme", "M", "N", "K", "config"), CASES, ids=lambda value: str(value).replace("'", ""))
 def test_products_equal_float64(scheme: dict[str, Any], M: int, N: int, K: int, config: Config) -> None:
     tensor = quantized(N, K, **scheme)
-    weight = plugins.load("formats", scheme["format"]).dequantize(tensor).double()
+    weight = load_format(scheme["format"]).dequantize(tensor).double()
     x = torch.randn(M, K, generator=torch.Generator().manual_seed(7)).half()
     y = weight_only(x, pack(tensor), config)
     assert y.shape == (M, N) and y.dtype == torch.float16
@@ -74,7 +74,7 @@ def test_whole_numbers_are_multiplied_exactly(kind: str) -> None:
 @pytest.mark.parametrize("scheme", [case[0] for case in CASES], ids=lambda scheme: "-".join(map(str, scheme.values())))
 def test_every_weight_decodes_to_its_value(scheme: dict[str, Any]) -> None:
     tensor = quantized(24, 128, **scheme)
-    want = plugins.load("formats", scheme["format"]).dequantize(tensor)
+    want = load_format(scheme["format"]).dequantize(tensor)
     found = dequantize(pack(tensor), torch.float32)
     if scheme["format"] == "nf4":
         # the codebook in float16, and a scale whose sum may be rounded otherwise
@@ -87,7 +87,7 @@ def test_every_weight_decodes_to_its_value(scheme: dict[str, Any]) -> None:
 def test_bfloat16_inputs(scheme: dict[str, Any]) -> None:
     """Magic numbers of their own; codes and FP8 are exact there, nf4's codebook has 8 significant bits."""
     tensor = quantized(24, 128, **scheme)
-    weight = plugins.load("formats", scheme["format"]).dequantize(tensor).double()
+    weight = load_format(scheme["format"]).dequantize(tensor).double()
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(7)).bfloat16()
     y = weight_only(x, pack(tensor), WHOLE)
     # the interpreter cuts what is written in bfloat16, where a GPU rounds it

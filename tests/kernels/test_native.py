@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton")  # Linux alone has it
 from kernel_tools import bound, quantized
 
-from quantkit import plugins
 from quantkit.errors import InputError
+from quantkit.formats import load_format
 from quantkit.formats.base import activation
 from quantkit.kernels.configs import Config
 from quantkit.kernels.layout import pack
@@ -26,7 +26,7 @@ SPLIT = Config(block_n=64, block_m=16, unroll=4, split=3, warps=4, stages=3)
 @pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3"])
 def test_products_equal_float64(fmt: str, M: int, N: int, K: int, config: Config) -> None:
     tensor = quantized(N, K, format=fmt, granularity="channel")
-    weight = plugins.load("formats", fmt).dequantize(tensor).double()
+    weight = load_format(fmt).dequantize(tensor).double()
     x = torch.randn(M, K, generator=torch.Generator().manual_seed(5)).half()
     codes, step = quantize_tokens(x, fmt)
     y = native(codes, step, pack(tensor, native=True), config)

@@ -7,7 +7,7 @@ import torch
 import zoo
 from transformers.pytorch_utils import Conv1D
 
-from quantkit import plugins
+from quantkit.formats import load_format
 from quantkit.model.streaming.calls import Call
 from quantkit.model.streaming.loaded import LoadedModel
 from quantkit.model.structure import fold
@@ -58,7 +58,7 @@ def test_a_group_goes_by_the_name_it_was_traced_under() -> None:
 def test_assigned_codes_are_what_the_block_computes_with() -> None:
     block, call = make()
     weight = block.weight("mlp.up_proj").clone()
-    form = plugins.load("formats", "int4")
+    form = load_format("int4")
     tensor = form.quantize(weight, INT4)
     before = call(block.module)
     error = block.assign("mlp.up_proj", tensor)
@@ -72,7 +72,7 @@ def test_assigned_codes_are_what_the_block_computes_with() -> None:
 def test_zero_weights_have_no_error() -> None:
     block, _ = make()
     block.replace("mlp.up_proj", torch.zeros(96, 64))
-    tensor = plugins.load("formats", "int4").quantize(block.weight("mlp.up_proj"), INT4)
+    tensor = load_format("int4").quantize(block.weight("mlp.up_proj"), INT4)
     assert block.assign("mlp.up_proj", tensor) == 0.0
 
 
@@ -82,12 +82,12 @@ def test_padding_is_seen_by_the_solver_and_by_nobody_else() -> None:
     weight = block.weight("mlp.up_proj")
     assert weight.shape == (96, 80)
     assert not weight[:, 64:].any()
-    tensor = plugins.load("formats", "int4").quantize(weight, wide)
+    tensor = load_format("int4").quantize(weight, wide)
     block.assign("mlp.up_proj", tensor)
     assert tensor.shape == (96, 80)
     assert block.module.get_parameter("mlp.up_proj.weight").shape == (96, 64)
     # padded columns are stored as exact zeros
-    assert not plugins.load("formats", "int4").dequantize(tensor)[:, 64:].any()
+    assert not load_format("int4").dequantize(tensor)[:, 64:].any()
 
 
 def test_transposed_linears_are_assigned_as_outputs_by_inputs() -> None:
@@ -95,9 +95,9 @@ def test_transposed_linears_are_assigned_as_outputs_by_inputs() -> None:
     assert isinstance(block.module.get_submodule("attn.c_attn"), Conv1D)
     weight = block.weight("attn.c_attn")
     assert weight.shape == (192, 64)
-    tensor = plugins.load("formats", "int8").quantize(weight, INT8)
+    tensor = load_format("int8").quantize(weight, INT8)
     block.assign("attn.c_attn", tensor)
-    values = plugins.load("formats", "int8").dequantize(tensor)
+    values = load_format("int8").dequantize(tensor)
     assert torch.equal(block.module.get_parameter("attn.c_attn.weight"), values.T)
 
 

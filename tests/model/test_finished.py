@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit import plugins
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, load_format
 from quantkit.model import finished
 from quantkit.model.finished import Finished
 from quantkit.scheme import WeightScheme
@@ -17,7 +16,7 @@ from quantkit.scheme import WeightScheme
 
 def quantized(scheme: WeightScheme, shape: tuple[int, int] = (3, 8), seed: int = 0) -> QuantTensor:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    found: QuantTensor = plugins.load("formats", scheme.format).quantize(weight, scheme)
+    found: QuantTensor = load_format(scheme.format).quantize(weight, scheme)
     return found
 
 
@@ -65,7 +64,7 @@ def test_whatever_a_format_stores_comes_back(tmp_path: Path, written: dict[str, 
     finished.save(tmp_path / "0", tensors, {})
     found = Finished([tmp_path / "0"], dict.fromkeys("ab", scheme))
     assert found.changed == []
-    form = plugins.load("formats", scheme.format)
+    form = load_format(scheme.format)
     for name, tensor in tensors.items():
         back = found.quantized(name)
         assert torch.equal(form.dequantize(back), form.dequantize(tensor))

@@ -9,9 +9,10 @@ from planted_pass import GROUPED, run
 from torch import nn
 from zoo import outputs
 
-from quantkit import Pipeline, plugins
+from quantkit import Pipeline
+from quantkit.passes import load_pass
 
-AWQ = plugins.load("passes", "awq")
+AWQ = load_pass("awq")
 
 
 def spiky(name: str) -> nn.Module:

@@ -10,12 +10,13 @@ import zoo
 from planted_pass import run
 from torch import Tensor, nn
 
-from quantkit import Pipeline, plugins
+from quantkit import Pipeline
 from quantkit.errors import InputError
 from quantkit.model.structure.traced import weight_of
+from quantkit.passes import load_pass
 from quantkit.passes.bias_correct import shift
 
-CORRECT, RTN, GPTQ = (plugins.load("passes", name) for name in ("bias_correct", "rtn", "gptq"))
+CORRECT, RTN, GPTQ = (load_pass(name) for name in ("bias_correct", "rtn", "gptq"))
 FOUR = {"format": "int4", "granularity": "channel", "symmetric": True}
 TOKENS = {"format": "int8", "granularity": "token"}
 

@@ -11,10 +11,10 @@ from planted_pass import run
 from torch import nn
 from zoo import outputs
 
-from quantkit import plugins
+from quantkit.passes import load_pass
 from quantkit.passes.center import moves
 
-CENTER, RTN, GPTQ = (plugins.load("passes", name) for name in ("center", "rtn", "gptq"))
+CENTER, RTN, GPTQ = (load_pass(name) for name in ("center", "rtn", "gptq"))
 EIGHT = {"format": "int8", "granularity": "channel", "scale": "float32"}
 FIXED = {"format": "int8", "granularity": "tensor", "dynamic": False}
 

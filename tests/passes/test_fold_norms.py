@@ -7,10 +7,10 @@ import torch
 import zoo
 from planted_pass import run
 
-from quantkit import plugins
 from quantkit.model.structure.traced import weight_of
+from quantkit.passes import load_pass
 
-FOLD = plugins.load("passes", "fold_norms")
+FOLD = load_pass("fold_norms")
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,17 @@ import torch
 import zoo
 from planted_pass import run
 
-from quantkit import plugins
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, load_format
+from quantkit.passes import load_pass
 from quantkit.passes.fuse_qkv import fuse
 from quantkit.scheme import WeightScheme
 
-FUSE, RTN = plugins.load("passes", "fuse_qkv"), plugins.load("passes", "rtn")
+FUSE, RTN = load_pass("fuse_qkv"), load_pass("rtn")
 
 
 def quantized(scheme: WeightScheme, rows: int, seed: int) -> QuantTensor:
     weight = torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
-    found: QuantTensor = plugins.load("formats", scheme.format).quantize(weight, scheme)
+    found: QuantTensor = load_format(scheme.format).quantize(weight, scheme)
     return found
 
 
@@ -29,7 +29,7 @@ def test_one_product_gives_what_three_gave(name: str, granularity: str, symmetri
     scheme = WeightScheme(format=name, granularity=granularity, group=group, symmetric=symmetric)  # type: ignore[arg-type]
     parts = [quantized(scheme, rows, rows) for rows in (64, 32, 1)]
     whole = fuse(parts)
-    form = plugins.load("formats", name)
+    form = load_format(name)
     assert whole.shape == (97, 64)
     assert whole.scheme == scheme
     assert torch.equal(form.dequantize(whole), torch.cat([form.dequantize(part) for part in parts]))

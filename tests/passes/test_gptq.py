@@ -9,7 +9,8 @@ from planted_pass import GROUPED
 from torch import Tensor, nn
 from zoo import outputs
 
-from quantkit import Pipeline, plugins
+from quantkit import Pipeline
+from quantkit.formats import load_format
 from quantkit.passes import gptq
 from quantkit.passes.gptq import padded
 from quantkit.passes.solvers import factor as solver
@@ -115,7 +116,7 @@ def test_inputs_that_are_always_zero_get_the_nearest_codes() -> None:
     pipeline = Pipeline([{"gptq": {"range": "minmax"}}], weights=GROUPED)
     model = pipeline.apply(Correlated(), x)
     tensor = pipeline.tensors["up"]
-    form = plugins.load("formats", "int4")
+    form = load_format("int4")
     nearest = form.nearest(original.up.weight.detach(), tensor.scale, tensor.zero, tensor.scheme)
     assert torch.equal(tensor.codes[:, :5], nearest.codes[:, :5])
     assert not torch.equal(tensor.codes, nearest.codes)
@@ -125,7 +126,7 @@ def test_inputs_that_are_always_zero_get_the_nearest_codes() -> None:
 def test_nothing_but_zeros_is_plain_rounding() -> None:
     pipeline = Pipeline([{"gptq": {"range": "minmax"}}], weights=GROUPED)
     pipeline.apply(Correlated(), torch.zeros(16, 32))
-    expected = plugins.load("formats", "int4").quantize(Correlated().up.weight.detach(), pipeline.tensors["up"].scheme)
+    expected = load_format("int4").quantize(Correlated().up.weight.detach(), pipeline.tensors["up"].scheme)
     assert torch.equal(pipeline.tensors["up"].codes, expected.codes)
 
 
@@ -142,7 +143,7 @@ def test_padded_columns_are_zero_and_cost_nothing() -> None:
     assert pipeline.tensors["up"].shape == (64, 48)
     assert pipeline.tensors["down"].shape == (32, 72)
     assert [each.code for each in pipeline.decisions] == ["padded", "padded"]
-    values = plugins.load("formats", "int4").dequantize(pipeline.tensors["up"])
+    values = load_format("int4").dequantize(pipeline.tensors["up"])
     assert not values[:, 32:].any()
     assert torch.equal(model.up.weight, values[:, :32])
 
@@ -179,5 +180,5 @@ def test_without_drift_there_is_nothing_to_correct() -> None:
 
 
 def test_the_original_stream_is_asked_for_only_to_correct() -> None:
-    assert gptq.PASS.Settings(correction=0.5).needs == {"original_inputs"}
-    assert gptq.PASS.Settings(correction=0).needs == frozenset()
+    assert gptq.PASS.needs_with(gptq.PASS.Settings(correction=0.5)) == {"hessian", "original_inputs"}
+    assert gptq.PASS.needs_with(gptq.PASS.Settings(correction=0)) == {"hessian"}

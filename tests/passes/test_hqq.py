@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 import zoo
 
-from quantkit import Pipeline, plugins
+from quantkit import Pipeline
+from quantkit.formats import load_format
 from quantkit.model.structure.traced import weight_of
+from quantkit.passes import load_pass
 from quantkit.passes.solvers.hqq import half_quadratic
 from quantkit.scheme import WeightScheme
 
@@ -18,7 +20,7 @@ def test_codes_lie_on_the_fitted_grids() -> None:
     pipeline = Pipeline([{"hqq": {"iterations": 4, "norm": 0.8}}], weights=GROUPED)
     model = pipeline.apply(zoo.tiny("llama"), zoo.ids(2, 8))
     scheme = WeightScheme.model_validate(GROUPED)
-    form = plugins.load("formats", "int4")
+    form = load_format("int4")
     assert len(pipeline.tensors) == 21
     for linear, tensor in pipeline.tensors.items():
         weight = weight_of(original.get_submodule(linear))
@@ -27,4 +29,4 @@ def test_codes_lie_on_the_fitted_grids() -> None:
         assert torch.equal(tensor.codes, form.nearest(weight, scale, zero, scheme).codes)
         assert torch.equal(weight_of(model.get_submodule(linear)), form.dequantize(tensor))
     assert not pipeline.decisions
-    assert not plugins.load("passes", "hqq").needs
+    assert not load_pass("hqq").needs

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from quantkit import plugins
+from quantkit.passes import load_pass
 
-MIXED = plugins.load("passes", "mixed")
+MIXED = load_pass("mixed")
 
 
 def test_a_transformers_block_is_declined() -> None:

@@ -10,15 +10,15 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from quantkit import Pipeline, plugins
+from quantkit import Pipeline
 from quantkit.errors import InputError
 from quantkit.model.streaming.loaded import LoadedModel
 from quantkit.model.structure.fold import InDouble
 from quantkit.model.structure.turn import Part, Residual, prove
-from quantkit.passes import ModelOutcome
+from quantkit.passes import ModelOutcome, load_pass
 from quantkit.passes.solvers import rotate as solver
 
-ROTATE = plugins.load("passes", "rotate")
+ROTATE = load_pass("rotate")
 EIGHT = {"format": "int8", "granularity": "channel", "scale": "float32"}
 
 

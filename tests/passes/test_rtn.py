@@ -6,8 +6,10 @@ import pytest
 import torch
 import zoo
 
-from quantkit import Pipeline, plugins
+from quantkit import Pipeline
+from quantkit.formats import load_format
 from quantkit.model.structure.traced import weight_of
+from quantkit.passes import load_pass
 from quantkit.scheme import WeightScheme
 
 GROUPED = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
@@ -20,7 +22,7 @@ def test_minmax_is_the_formats_own_rounding(name: str, weights: dict[str, object
     pipeline = Pipeline([{"rtn": {"range": "minmax"}}], weights=weights)
     model = pipeline.apply(zoo.tiny(name), zoo.ids(2, 8))
     scheme = WeightScheme.model_validate(weights)
-    form = plugins.load("formats", scheme.format)
+    form = load_format(scheme.format)
     assert len(pipeline.tensors) == (12 if name == "gpt2" else 21)
     for linear, tensor in pipeline.tensors.items():
         expected = form.quantize(weight_of(original.get_submodule(linear)), scheme)
@@ -68,9 +70,10 @@ def test_importance_spends_the_grid_where_inputs_are_large() -> None:
         error = weight_of(model.get_submodule(linear)) - weight_of(original.get_submodule(linear))
         costs[kind] = float((error.square() @ power).sum())
     assert costs["importance"] < 0.9 * costs["mse"]
-    step = plugins.load("passes", "rtn").Settings
-    assert step(range="importance").needs == {"mean_square"}
-    assert not step(range="mse").needs
+    found = load_pass("rtn")
+    step = found.Settings
+    assert found.needs_with(step(range="importance")) == {"mean_square"}
+    assert not found.needs_with(step(range="mse"))
 
 
 def test_what_no_token_reaches_is_rounded_all_the_same() -> None:

@@ -11,9 +11,9 @@ from planted_pass import run
 from torch import Tensor, nn
 from zoo import outputs
 
-from quantkit import plugins
+from quantkit.passes import load_pass
 
-SMOOTH, RTN = (plugins.load("passes", name) for name in ("smoothquant", "rtn"))
+SMOOTH, RTN = (load_pass(name) for name in ("smoothquant", "rtn"))
 EIGHT = {"format": "int8", "granularity": "channel", "scale": "float32"}
 TOKENS = {"format": "int8", "granularity": "token"}
 

@@ -10,14 +10,13 @@ import zoo
 from torch import nn
 
 from quantkit import Pipeline, plugins
+from quantkit.formats import load_format
 from quantkit.formats.base.grid import GridFormat
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.model.structure.traced import weight_of
 
 LAYER, ALL = "model.layers.0", (slice(None), slice(None))
-FORMATS = {
-    name: form for name in plugins.names("formats") if isinstance(form := plugins.load("formats", name), GridFormat)
-}
+FORMATS = {name: form for name in plugins.FORMATS.names() if isinstance(form := load_format(name), GridFormat)}
 ASSIGNERS: list[Any] = [{"rtn": {"range": "minmax"}}, "rtn", {"rtn": {"range": "importance"}}, "gptq", "hqq"]
 
 

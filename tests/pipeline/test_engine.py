@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import small_onnx
 
-from quantkit import machine, plugins
+from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
+from quantkit.export import load_exporter
 from quantkit.pipeline.finished import engine
 from quantkit.pipeline.finished.export import export_bundle
 from quantkit.runtimes.tensorrt.file import verified
@@ -31,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory.mktemp("engine"),
         "llama",
         None,
-        exporter=plugins.load("export", "tensorrt"),
+        exporter=load_exporter("tensorrt"),
         engine=False,
         changes=small_onnx.LAYERS,
         profiles=[PROFILE.model_dump()],

@@ -9,9 +9,9 @@ import pytest
 import torch
 import zoo
 
-from quantkit import plugins
 from quantkit.errors import InputError
 from quantkit.export.values import Values
+from quantkit.formats import load_format
 from quantkit.model import finished
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
@@ -40,7 +40,7 @@ SCHEMES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pieces_make_the_whole(scheme: WeightScheme, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(101, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
-    form = plugins.load("formats", scheme.format)
+    form = load_format(scheme.format)
     whole = form.nearest(weight, *ranges.searched(weight, scheme), scheme)
     monkeypatch.setattr(heads, "_PIECE", 96 * 7)
     tensor, error = rounded(weight, scheme)
@@ -99,7 +99,7 @@ def test_only_the_product_of_the_head_uses_the_codes(name: str, tmp_path: Path) 
     results = Finished([tmp_path / "head"], layers.schemes)
     assert list(results.schemes) == ["lm_head"]
     values = Values.of_results(stream.source, stream, results)
-    dense = plugins.load("formats", "int8").dequantize(tensor)
+    dense = load_format("int8").dequantize(tensor)
     assert torch.equal(values.tensor("lm_head.weight"), dense)
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     path = next(path for path, module in model.named_modules() if module is model.get_input_embeddings())  # type: ignore[operator]

@@ -10,9 +10,9 @@ import pytest
 import small_onnx
 from fake_tensorrt import GPU
 
-from quantkit import plugins
 from quantkit.bundle import Bundle, LayerEntry
 from quantkit.errors import GateError
+from quantkit.export import load_exporter
 from quantkit.measurement.engine_layers import stored
 from quantkit.pipeline.finished import inspect_engine
 from quantkit.pipeline.finished.measure import _with_engine
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory.mktemp("look"),
         "llama",
         SCHEME,
-        exporter=plugins.load("export", "tensorrt"),
+        exporter=load_exporter("tensorrt"),
         engine=False,
         changes=small_onnx.LAYERS,
         profiles=[PROFILE.model_dump()],

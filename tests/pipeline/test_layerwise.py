@@ -10,9 +10,10 @@ import onnx_ir as ir
 import pytest
 import small_onnx
 
-from quantkit import machine, plugins
+from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
+from quantkit.export import load_exporter
 from quantkit.measurement.accuracy import layerwise
 from quantkit.pipeline.finished.layerwise import compare_layers, fed
 from quantkit.report.bundle.layers import layers as shown
@@ -29,7 +30,7 @@ HARMED = "model.layers.1.mlp.up_proj"
 
 def made(folder: Path, how: Any, **more: Any) -> Bundle:
     options = {"engine": False, "profiles": [PROFILE], "changes": small_onnx.LAYERS, **more}
-    small = small_onnx.export(folder, "llama", how, exporter=plugins.load("export", "tensorrt"), **options)
+    small = small_onnx.export(folder, "llama", how, exporter=load_exporter("tensorrt"), **options)
     return small_onnx.bundle(small.folder)
 
 

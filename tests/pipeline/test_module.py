@@ -8,8 +8,8 @@ import zoo
 from torch import Tensor, nn
 
 import quantkit
-from quantkit import plugins
 from quantkit.errors import InputError
+from quantkit.formats import load_format
 
 GROUPED = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
 
@@ -35,7 +35,7 @@ def test_the_example_of_the_readme() -> None:
     pipeline = quantkit.Pipeline(["fold_norms", {"gptq": {}}], weights=GROUPED)
     assert pipeline.apply(model, ids) is model
     assert len(pipeline.tensors) == 21
-    form = plugins.load("formats", "int4")
+    form = load_format("int4")
     for name, tensor in pipeline.tensors.items():
         assert tensor.scheme.group == 32
         assert torch.equal(model.get_submodule(name).weight, form.dequantize(tensor))

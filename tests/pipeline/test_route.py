@@ -11,12 +11,12 @@ import zoo
 from pipeline.conftest import recipe
 from torch import Tensor, nn
 
-from quantkit import plugins
 from quantkit.calibrate.statistics.collected import InputStats
 from quantkit.errors import InputError
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure import experts
+from quantkit.passes import load_pass
 from quantkit.passes.solvers.gptq import factor, gptq_shared
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.blocks.layers import lay_out
@@ -52,7 +52,7 @@ def worked(
     stream = StreamedModel(open_model(str(folder)))
     chosen = recipe("checkpoint", passes=("gptq",), scheme={"weights": scheme})
     layers = lay_out(chosen, stream.skeleton, stream.block_names, "float32")
-    gptq = plugins.load("passes", "gptq")
+    gptq = load_pass("gptq")
     found = work(
         stream,
         [Step(gptq, gptq.Settings(**{**PLAIN, **settings}))],

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from quantkit import plugins
 from quantkit.pipeline.blocks.score import unscored
 from quantkit.recipe import ExportStep
+from quantkit.runtimes import load_runtime
 
 
 @pytest.mark.parametrize("library", ["tensorrt", "tensorrt_rtx"])
@@ -16,7 +16,7 @@ def test_an_engine_is_asked_of_the_library_that_made_it(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("tensorrt", "tensorrt_rtx"):
-        runtime = plugins.load("runtimes", name)
+        runtime = load_runtime(name)
         monkeypatch.setattr(type(runtime), "why_not_here", lambda self, folder=None: f"no {self.name} here")
     steps = [
         ExportStep(name="checkpoint", options={}),

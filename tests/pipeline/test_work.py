@@ -10,10 +10,10 @@ import zoo
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from quantkit import plugins
 from quantkit.errors import InputError
 from quantkit.model.streaming.loaded import LoadedModel
 from quantkit.model.structure import fold
+from quantkit.passes import load_pass
 from quantkit.pipeline.blocks.layers import lay_out
 from quantkit.pipeline.blocks.work import Step, Worked, check_order, looks_at_data, work
 from quantkit.planning.compiling.work import chunk_size
@@ -22,7 +22,7 @@ from quantkit.recipe import Recipe
 
 def steps(*names: str) -> list[Step]:
     """By name; `gptq+` corrects for the drift of its inputs, and so looks at the original stream."""
-    found = [(plugins.load("passes", name.removesuffix("+")), name.endswith("+")) for name in names]
+    found = [(load_pass(name.removesuffix("+")), name.endswith("+")) for name in names]
     gptq = {False: {"shrink": 0.25}, True: {"shrink": 0.25, "correction": 0.5}}
     return [Step(each, each.Settings(**(gptq[more] if each.name == "gptq" else {}))) for each, more in found]
 

@@ -213,7 +213,7 @@ def test_a_network_of_images_is_another_compile() -> None:
 
 def test_every_exporter_is_known() -> None:
     work = counted(replace(question(), recipe=Recipe.load("int4-tensorrt")))
-    for name in plugins.names("export"):
+    for name in plugins.EXPORTERS.names():
         if name in ("checkpoint", "tensorrt"):
             assert f"export {name}" in work
     assert "build" in work

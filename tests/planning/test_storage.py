@@ -12,8 +12,9 @@ import pytest
 import small_onnx
 import zoo
 
-from quantkit import content, plugins
+from quantkit import content
 from quantkit.errors import InputError
+from quantkit.export import load_exporter
 from quantkit.planning.model import configs
 from quantkit.planning.model.storage import Storage, storage
 from quantkit.recipe import Recipe
@@ -65,7 +66,7 @@ def test_a_checkpoint_holds_what_was_predicted(tmp_path: Path, label: str, dtype
         dtype=getattr(torch, dtype),
         changes=CHANGES,
         activations=asked.scheme.activations,
-        exporter=plugins.load("export", "checkpoint"),
+        exporter=load_exporter("checkpoint"),
         layout=layout,
     )
     real = sum(path.stat().st_size for path in (tmp_path / "bundle" / "model").glob("*.safetensors"))

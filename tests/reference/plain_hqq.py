@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from quantkit import plugins
+from quantkit.formats import load_format
 from quantkit.scheme import WeightScheme
 
 
@@ -21,7 +21,7 @@ def cost(weights: list[float], scale: float, zero: float, norm: float, low: int,
 
 def best(weights: list[float], scheme: WeightScheme, norm: float, beta: float, growth: float, turns: int) -> float:
     """The least cost that the alternation comes by, from min-max on."""
-    form = plugins.load("formats", scheme.format)
+    form = load_format(scheme.format)
     scale_, zero_ = form.parameters(torch.tensor(min(weights)), torch.tensor(max(weights)), scheme)
     scale, zero = float(scale_), 0.0 if zero_ is None else float(zero_)
     unit, least = scale, math.inf

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quantkit import plugins
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, load_format
 
 
 def slopes(
@@ -15,7 +14,7 @@ def slopes(
 
     One group after the other, from the definition: `c = clip(round(w / s + t + v), low - z, high - z)`.
     """
-    form = plugins.load("formats", start.scheme.format)
+    form = load_format(start.scheme.format)
     rows, columns = weight.shape
     groups = start.scale.shape[1]
     length = columns // groups

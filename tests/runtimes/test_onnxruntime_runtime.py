@@ -17,16 +17,17 @@ import torch
 import zoo
 from small_onnx import TEXT, Small, export, scheme
 
-from quantkit import machine, plugins
+from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError, MissingDependency
+from quantkit.runtimes import load_runtime
 from quantkit.runtimes.onnxruntime.runtime import Sampling, stream
 from quantkit.runtimes.onnxruntime.session import Loaded
 from quantkit.runtimes.text import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RUNTIME = plugins.load("runtimes", "onnxruntime")
+RUNTIME = load_runtime("onnxruntime")
 GREEDY = Sampling()
 
 

@@ -13,18 +13,18 @@ import transformers
 import zoo
 
 import quantkit
-from quantkit import plugins
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.kernels.dispatch import Choice, Table
 from quantkit.kernels.recorded import FILE, Recorded
 from quantkit.recipe import Recipe
+from quantkit.runtimes import load_runtime
 from quantkit.runtimes.torch.decode_graph import DecodeGraph
 
 pytest.importorskip("triton")  # Linux alone has it
 from quantkit.kernels.linear import QuantLinear
 
-RUNTIME = plugins.load("runtimes", "torch")
+RUNTIME = load_runtime("torch")
 GROUPS = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
 BYTES = {"format": "int8", "granularity": "channel"}
 

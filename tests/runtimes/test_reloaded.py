@@ -11,7 +11,8 @@ import zoo
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
-from quantkit import plugins
+from quantkit.export import load_exporter
+from quantkit.formats import load_format
 from quantkit.model import finished
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
@@ -33,13 +34,11 @@ def export(model: nn.Module, folder: Path, scheme: Any, **options: Any) -> Path:
             continue
         weight = source.weights.read(stream.files[f"{name}.weight"]).float()
         weight = weight.T if is_transposed(module) else weight
-        tensors[name] = plugins.load("formats", chosen.format).quantize(weight, chosen)
+        tensors[name] = load_format(chosen.format).quantize(weight, chosen)
         schemes[name] = chosen
     finished.save(folder / "block", tensors, {})
     (folder / "bundle").mkdir()
-    plugins.load("export", "checkpoint").write(
-        folder / "bundle", source, stream, Finished([folder / "block"], schemes), options
-    )
+    load_exporter("checkpoint").write(folder / "bundle", source, stream, Finished([folder / "block"], schemes), options)
     return folder / "bundle" / "model"
 
 

@@ -14,7 +14,7 @@ import pytest
 import small_onnx
 from fake_tensorrt import GPU
 
-from quantkit import plugins
+from quantkit.export import load_exporter
 from quantkit.measurement.cuda.device import Device
 from quantkit.measurement.rows import Row
 from quantkit.runtimes.tensorrt.runtime import Tensorrt
@@ -44,7 +44,7 @@ def test_engines_are_checked_and_timed_beside_torch(bench: Any, tmp_path: Path) 
         tmp_path,
         "llama",
         None,
-        exporter=plugins.load("export", "tensorrt"),
+        exporter=load_exporter("tensorrt"),
         engine=False,
         changes=small_onnx.LAYERS,
         profiles=[each.model_dump() for each in PROFILES],

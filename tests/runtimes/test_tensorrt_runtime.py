@@ -17,9 +17,9 @@ import torch
 from fake_tensorrt import GPU
 from small_onnx import LAYERS, TEXT, Small, expected, export, relative
 
-from quantkit import plugins
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
+from quantkit.export import load_exporter
 from quantkit.runtimes.tensorrt.decode import Loaded
 from quantkit.runtimes.tensorrt.library import Library
 from quantkit.runtimes.tensorrt.runtime import Tensorrt
@@ -50,7 +50,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Smal
         WeightScheme(format="int4", granularity="group", group=32, symmetric=True),
         tokenizer=byte_tokenizer,
         changes=TEXT,
-        exporter=plugins.load("export", "tensorrt"),
+        exporter=load_exporter("tensorrt"),
         engine=False,
         profiles=[each.model_dump() for each in PROFILES],
     )
@@ -377,7 +377,7 @@ def test_settings_are_plain(loaded: Loaded) -> None:
 
 
 def test_an_encoder_encodes(tmp_path: Path) -> None:
-    exporter = plugins.load("export", "tensorrt")
+    exporter = load_exporter("tensorrt")
     made = export(tmp_path, "bert", changes=LAYERS, exporter=exporter, engine=False, profiles=[])
     profile = Profile(name="any", batch=(1, 2, 4), length=(1, 8, 32), context=(0, 0, 0))
     fake_tensorrt.engine(made.folder / "engine", [profile])

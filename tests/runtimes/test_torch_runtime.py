@@ -10,11 +10,11 @@ import small_onnx
 import torch
 import zoo
 
-from quantkit import plugins
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
+from quantkit.runtimes import load_runtime
 
-RUNTIME = plugins.load("runtimes", "torch")
+RUNTIME = load_runtime("torch")
 
 
 def bundle(folder: Path, name: str, tokenizer: Any, kind: Any = "decoder", checkpoint: bool = True) -> Bundle:

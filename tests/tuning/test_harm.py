@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quantkit import plugins
+from quantkit.formats import load_format
 from quantkit.measurement.accuracy.positions import Accuracy
 from quantkit.pipeline import Prepared
 from quantkit.tuning import harm
@@ -49,7 +49,7 @@ def by_hand(folder: str, members: tuple[str, ...], candidate: Any) -> float:
     for name in members:
         linear = model.get_submodule(name)
         scheme = candidate.layers[name]
-        form = plugins.load("formats", scheme.format)
+        form = load_format(scheme.format)
         linear.weight.copy_(form.dequantize(form.quantize(linear.weight, scheme)))
     after = model(IDS).logits
     found = Accuracy()

@@ -13,9 +13,10 @@ import small_graph
 import small_onnx
 from fake_tensorrt import GPU
 
-from quantkit import machine, plugins
+from quantkit import machine
 from quantkit.bundle import inventory
 from quantkit.errors import InputError
+from quantkit.export import load_exporter
 from quantkit.export.tensorrt.network import pairs
 from quantkit.runtimes.tensorrt.runtime import Tensorrt
 from quantkit.scheme import ActivationScheme, WeightScheme
@@ -83,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "llama",
         WeightScheme(format="int8", granularity="channel", scale="float32"),
         activations=ActivationScheme(format="int8", granularity="tensor", dynamic=False),
-        exporter=plugins.load("export", "tensorrt"),
+        exporter=load_exporter("tensorrt"),
         engine=False,
         profiles=[PROFILE.model_dump()],
     )
@@ -143,7 +144,7 @@ def test_an_encoder_s_passes_are_compared_by_cosine(tmp_path: Path) -> None:
         "bert",
         WeightScheme(format="int8", granularity="channel", scale="float32"),
         activations=ActivationScheme(format="int8", granularity="tensor", dynamic=False),
-        exporter=plugins.load("export", "tensorrt"),
+        exporter=load_exporter("tensorrt"),
         engine=False,
         changes={"num_hidden_layers": 2},
         profiles=[(passes := Profile(name="text", batch=(1, 1, 1), length=(1, 8, 16), context=(0, 0, 0))).model_dump()],

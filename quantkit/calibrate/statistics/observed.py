@@ -25,6 +25,7 @@ from quantkit.calibrate.statistics import entropy
 from quantkit.errors import InputError
 from quantkit.formats.base import activation
 from quantkit.formats.base.activation import InputScale
+from quantkit.formats.base.grid import load_grid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,7 +122,7 @@ class Observed:
         scale = scale.clamp(min=torch.finfo(dtype).tiny, max=torch.finfo(dtype).max).to(dtype)
         beyond, total = 0, 0
         if self._counted:
-            form = activation.form_of(scheme)
+            form = load_grid(scheme.format)
             for row in range(low.numel()):
                 values, counts = self._row(row)
                 shift = 0.0 if zero is None else float(zero[row])

@@ -53,8 +53,8 @@ def _autotuned(bundle: Bundle, to: str, changes: Sequence[str], inputs: Path | N
 
     from rich.text import Text
 
-    from quantkit import plugins
     from quantkit.errors import InputError
+    from quantkit.export import load_exporter
     from quantkit.pipeline.finished.export import engine_options
     from quantkit.tuning.placement.engine import autotune
 
@@ -64,7 +64,7 @@ def _autotuned(bundle: Bundle, to: str, changes: Sequence[str], inputs: Path | N
     with showing() as progress:
         progress.begin("measuring placements", 600.0)
         progress.plan({"measure": 600.0})
-        options = engine_options(bundle, plugins.load("export", to), changes)
+        options = engine_options(bundle, load_exporter(to), changes)
         found, changed = autotune(
             bundle, options, inputs=inputs, progress=lambda share, words: progress.at("measure", share, words)
         )

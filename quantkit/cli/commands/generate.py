@@ -25,11 +25,11 @@ def generate(
     """Let a bundle's model go on from a prompt."""
     from rich.text import Text
 
-    from quantkit import plugins
     from quantkit.pipeline.finished.measure import default_runtime
+    from quantkit.runtimes import load_runtime
 
     opened = quantkit.load(bundle)
-    runner = plugins.load("runtimes", runtime or default_runtime(opened), where="--runtime")
+    runner = load_runtime(runtime or default_runtime(opened), where="--runtime")
     with showing() as progress:
         progress.begin(f"loading {bundle}", 15.0)
         made = runner.generate(opened, prompt, new_tokens=new_tokens, sample=sample, seed=seed, chat=chat)

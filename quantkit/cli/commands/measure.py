@@ -36,7 +36,6 @@ def measure(
     as_json: Json = False,
 ) -> Answer:
     """Score, weigh and time a bundle again."""
-    from quantkit import plugins
     from quantkit.bundle import Decision
     from quantkit.measurement.engine_layers import stored
     from quantkit.measurement.timing.latency import Plan
@@ -48,12 +47,12 @@ def measure(
     from quantkit.pipeline.verdict import quick as few
     from quantkit.report import terminal
     from quantkit.report.bundle import engine, figures
+    from quantkit.runtimes import load_runtime
 
     opened = quantkit.load(bundle)
     chosen = runtime or default_runtime(opened)
-    if not hasattr(plugins.load("runtimes", chosen, where="--runtime"), "open") or (
-        holds_graph(opened) and chosen != RUNTIME
-    ):
+    known = load_runtime(chosen, where="--runtime")
+    if holds_graph(opened) and known.name != RUNTIME:
         rule = "it is a runtime that bundles are scored in"
         raise InputError(
             "runtime-unsupported", where="--runtime", value=chosen, rule=rule, remedy=f"use {default_runtime(opened)}"

@@ -16,6 +16,7 @@ from pydantic import field_validator
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, did_you_mean
+from quantkit.export import Exporter
 from quantkit.export.checkpoint import experts, reload
 from quantkit.export.checkpoint.writer import Writer
 from quantkit.export.layer_spec import Asked
@@ -60,25 +61,15 @@ class CheckpointOptions(Closed):
         return None if self.layout == DENSE else layouts.load(self.layout)
 
 
-class Checkpoint:
-    """The exporter. `runtimes`: what loads the result."""
+class Checkpoint(Exporter):
+    """See the module."""
 
     name = "checkpoint"
     runtimes = ("torch", "vllm")
-    fuses = False
     Options = CheckpointOptions
 
     def accepts(self, options: Mapping[str, Any], asked: Asked) -> None:
-        """Refuse, before any work, what the layout cannot hold.
-
-        Args:
-            options: of the recipe's export step.
-            asked: the layers.
-
-        Raises:
-            InputError: `layout-unsupported`, naming the first layer.
-            MissingDependency: what the layout is written with.
-        """
+        """Refuse, before any work, what the layout cannot hold."""
         schemes = asked.schemes
         for linear in asked.tied:
             raise InputError(
@@ -135,21 +126,7 @@ class Checkpoint:
         activations: Mapping[str, ActivationScheme],
         cache: CacheScheme | None,
     ) -> State:
-        """What the export leaves of what a runtime can do with the formats of a recipe; no model is needed to say so.
-
-        Args:
-            options: of the recipe's export step.
-            runtime: that will read it: one of `runtimes`.
-            weights, activations: how they are quantized; keys are where a recipe says so: `scheme`,
-                `overrides: *.o_proj`.
-            cache: how keys and values are quantized.
-
-        Returns:
-            `native` where it leaves all of it, `emulated` where floats are stored.
-
-        Raises:
-            InputError: `layout-unsupported`; it cannot be stored so, or that runtime has no kernel for it so.
-        """
+        """Floats are stored in `dense`; vLLM has kernels for some of what a layout stores. See `Exporter`."""
         chosen = CheckpointOptions(**options)
         if chosen.found is None:
             return "emulated" if weights else "native"
@@ -220,12 +197,8 @@ class Checkpoint:
     ) -> list[Check]:
         """Load what was written in other people's code and hold it against the codes that were decided on.
 
-        Args:
-            bundle: its folder.
-            source, stream, results, options: as for `write`. Without them, for a finished bundle, the expected values
-                are our own reading of the stored codes.
-            inputs: keyword arguments of a forward; a fixed batch of ids by default.
-            blocks: compare the outputs of only so many layers; by default all of a small model, two of a large one.
+        Without `source` the expected values are our own reading of the stored codes. By default the outputs of all
+        layers of a small model are compared, of two of a large one.
 
         Returns:
             checks `scales.finite`, `bits_per_weight.checkpoint`, `reload.LIBRARY` (every linear) and

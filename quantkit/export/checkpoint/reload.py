@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit import machine, plugins
+from quantkit import machine
 from quantkit.bundle import Bundle, Check
 from quantkit.errors import GateError, InputError, QuantkitError
+from quantkit.formats import load_format
 from quantkit.formats.base.layout import against, split
 from quantkit.model import layouts, run_time
 from quantkit.model.full_memory import is_out_of_memory, out_of_memory
@@ -261,7 +262,7 @@ def _stored(weights: Weights, layout: Layout, packed: Mapping[str, WeightScheme]
         parts = (prefix + part for part in layout.parts)
         bits += sum(8 * weights.entries[part].bytes for part in parts if part in weights.entries)
         weighed = shape[0] * shape[1]
-        planned += plugins.load("formats", scheme.format).bits_per_weight(shape, scheme) * weighed
+        planned += load_format(scheme.format).bits_per_weight(shape, scheme) * weighed
         slack += layout.overhead(shape, scheme)
         count += weighed
     holds = planned <= bits + 1e-6 * count and bits <= planned + slack
@@ -289,7 +290,7 @@ def _scales_are_good(layout: Layout, prefix: str, scheme: WeightScheme, read: la
         return True
     tensor = layout.read_back(prefix, scheme, read)
     ones = tensor.replace(scale=tensor.scale.new_ones(()).expand_as(tensor.scale), global_scale=None)
-    units = split(plugins.load("formats", scheme.format).dequantize(ones), scheme)
+    units = split(load_format(scheme.format).dequantize(ones), scheme)
     return not bool((units.bool() & against(tensor.scale.float() <= 0, tensor.shape, scheme)).any())
 
 

@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit import plugins
 from quantkit.export.carried import carried
 from quantkit.export.checkpoint import reload
+from quantkit.formats import load_format
 from quantkit.model import run_time
 from quantkit.model.layouts import Header, Layout
 from quantkit.model.run_time import RunTime
@@ -197,7 +197,7 @@ class Writer:
     def _values(self, linear: str, shape: tuple[int, ...]) -> torch.Tensor:
         """What a linear's codes stand for, float32, without padding, as its weight lies in the files."""
         tensor = self.finished.quantized(linear)
-        values: torch.Tensor = plugins.load("formats", tensor.scheme.format).dequantize(tensor)
+        values: torch.Tensor = load_format(tensor.scheme.format).dequantize(tensor)
         if self.linears[linear]:
             return values[:, : shape[0]].T.contiguous()
         return values[:, : shape[1]].contiguous()

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from quantkit import plugins
 from quantkit.bundle import Check
 from quantkit.export.onnx.w8a8 import LINEARS
 from quantkit.export.values import Values
+from quantkit.formats import load_format
 from quantkit.formats.base import activation
 from quantkit.graph import integer
 from quantkit.graph.integer import Site
@@ -133,7 +133,7 @@ def _error(product: Product, values: Values, seen: Mapping[str, Array]) -> float
 
 def _weight(values: Values, linear: str) -> torch.Tensor:
     tensor = values.quantized(linear)
-    found: torch.Tensor = plugins.load("formats", tensor.scheme.format).dequantize(tensor)
+    found: torch.Tensor = load_format(tensor.scheme.format).dequantize(tensor)
     return found
 
 

@@ -22,13 +22,13 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from quantkit import plugins
 from quantkit.errors import InputError
 from quantkit.export.onnx.nbits import PackedWeights, block_size
 from quantkit.export.onnx.w8a8 import Codes, Integers
 from quantkit.export.trace.rewrite import Rewriting
 from quantkit.export.trace.rotary import RotaryTables
 from quantkit.export.trace.traced import DOMAIN
+from quantkit.formats import load_format
 from quantkit.passes import decision
 
 Array = NDArray[Any]
@@ -333,7 +333,7 @@ class Dialect(Rewriting):
         if linears[0].input is not None:
             assert source is not None
             return self._integers.product(before, source, names, name)
-        bits = plugins.load("formats", scheme.format).bits
+        bits = load_format(scheme.format).bits
         block = block_size(columns, scheme, names[0])
         count = -(-columns // block)
         packed = PackedWeights(self.weights, tuple(names), bits, block, columns)

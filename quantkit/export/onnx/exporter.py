@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import MissingDependency
+from quantkit.export import Exporter
 from quantkit.export.layer_spec import Asked
 from quantkit.export.onnx.refusals import refuse
 
@@ -54,14 +55,14 @@ class OnnxOptions(Closed):
     weight_codes: Literal["uint8", "int8"] = "uint8"
 
 
-class Onnx:
-    """The exporter. `runtimes`: what loads the result."""
+class Onnx(Exporter):
+    """See the module."""
 
     name = "onnx"
     runtimes = ("onnxruntime",)
     fuses = True
-    # holds inputs whose channels are moved before they are quantized
     moves = True
+    adds = True
     Options = OnnxOptions
 
     def accepts(self, options: Mapping[str, Any], asked: Asked) -> None:
@@ -84,7 +85,7 @@ class Onnx:
         activations: Mapping[str, ActivationScheme],
         cache: CacheScheme | None,
     ) -> State:
-        """See `export.checkpoint`."""
+        """See `Exporter`."""
         refuse(weights, activations, cache)
         return "native"
 
@@ -167,11 +168,7 @@ class Onnx:
     ) -> list[Check]:
         """Load the graph in ONNX Runtime and hold its numbers against the model that was decided on.
 
-        Args:
-            bundle: its folder.
-            source, stream, results, options: as for `write`. Without them, for a finished bundle, the expected values
-                are those of its checkpoint, where it has one.
-            inputs, blocks: of other exporters; the whole graph always runs.
+        The whole graph always runs, whatever `blocks` says.
 
         Returns:
             checks `onnx.valid`, `onnx.operators`, `onnx.contained` and `reload.onnxruntime` (logits of a prompt, of
@@ -206,7 +203,6 @@ def context_of(config: Mapping[str, Any]) -> int:
 
 def dialect_weights(values: Values) -> Weights:
     """The model's weights as the dialect asks for them: numpy, float32, [N, K]."""
-    from quantkit import plugins
     from quantkit.export.onnx.nbits import Linear, Weights
     from quantkit.export.values import as_float32
 
@@ -233,7 +229,6 @@ def dialect_weights(values: Values) -> Weights:
 
     def codes(linear: str) -> Any:
         found = values.quantized(linear)
-        assert hasattr(plugins.load("formats", found.scheme.format), "bits")
         zero = None if found.zero is None else found.zero.numpy()
         return found.codes.numpy(), found.scale.float().numpy(), zero
 

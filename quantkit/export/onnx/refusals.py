@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quantkit import plugins
 from quantkit.errors import InputError
 from quantkit.export.onnx.nbits import BITS, block_size
+from quantkit.formats import load_format
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 # codes of 7 bits in bytes never saturate
@@ -39,7 +39,7 @@ def refuse(
     for linear, scheme in weights.items():
         if linear in activations:
             continue
-        bits = plugins.load("formats", scheme.format).bits
+        bits = load_format(scheme.format).bits
         if bits not in BITS or not scheme.format.startswith("int"):
             raise InputError(
                 "layout-unsupported",

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit import plugins
 from quantkit.errors import InputError, did_you_mean
 from quantkit.export.onnx.pack import pack
+from quantkit.formats import load_format
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ def product(of: Variant, weight: torch.Tensor) -> Product:
             return Product(of, K, K, None, stored, nodes)
         stored, nodes = make(of, values)
         return Product(of, K, N, np.asarray(stored["w"].raw.T, np.float32), stored, nodes)
-    form = plugins.load("formats", of.scheme.format)
+    form = load_format(of.scheme.format)
     tensor = form.quantize(weight, of.scheme)
     stored, nodes = _BUILDERS[of.kind](of, tensor)
     return Product(of, K, N, form.dequantize(tensor).numpy(), stored, nodes)
@@ -353,7 +353,7 @@ def _dynamic(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Node
 
 def _matmul_nbits(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
     assert of.scheme is not None
-    bits, block = plugins.load("formats", of.scheme.format).bits, of.scheme.group or 0
+    bits, block = load_format(of.scheme.format).bits, of.scheme.group or 0
     N, K = tensor.shape
     half = 1 << (bits - 1)
     words = (_codes(tensor).astype(np.int16) + half).astype(np.uint8).reshape(N, K // block, block)
@@ -415,7 +415,7 @@ def _bnb4(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
     assert of.scheme is not None
     from onnx import TensorProto
 
-    packed = plugins.load("formats", "nf4").pack(tensor.codes).numpy()
+    packed = load_format("nf4").pack(tensor.codes).numpy()
     scales = _scales(tensor)
     stored = {
         "w": _Stored(TensorProto.UINT8, (packed.size,), packed, 0),

@@ -10,7 +10,7 @@ TensorRT-RTX compiles ahead of time for the GPUs that it lists; TensorRT builds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,7 @@ from pydantic import Field
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, MissingDependency
+from quantkit.export import BuildReport, Exporter
 from quantkit.export.layer_spec import Asked
 from quantkit.export.onnx.exporter import context_of
 from quantkit.export.tensorrt.engine import TENSORRT_ALONE, build_engine
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from quantkit.model.source.open import Source
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
-
-Report = Callable[[float, str], None]
 
 
 class TensorrtOptions(Closed):
@@ -73,14 +72,14 @@ class TensorrtOptions(Closed):
     build_timeout: float | None = Field(default=None, gt=0)
 
 
-class Tensorrt:
-    """The exporter. `runtimes`: what loads the result."""
+class Tensorrt(Exporter):
+    """See the module."""
 
     name = "tensorrt"
     runtimes = ("tensorrt_rtx", "tensorrt")
-    fuses = False
-    # holds inputs whose channels are moved before they are quantized
     moves = True
+    adds = True
+    builds = True
     Options = TensorrtOptions
 
     def accepts(self, options: Mapping[str, Any], asked: Asked) -> None:
@@ -110,7 +109,7 @@ class Tensorrt:
         activations: Mapping[str, ActivationScheme],
         cache: CacheScheme | None,
     ) -> State:
-        """See `export.checkpoint`."""
+        """See `Exporter`."""
         _refuse(TensorrtOptions(**options), weights, activations, cache, {})
         return "native"
 
@@ -168,17 +167,8 @@ class Tensorrt:
         """Compute capabilities that the chosen library builds for ahead of time; [] where it builds on the GPU."""
         return load(TensorrtOptions(**options).library).capabilities()
 
-    def build(self, bundle: Path, options: Mapping[str, Any], progress: Report | None = None) -> dict[str, str]:
+    def build(self, bundle: Path, options: Mapping[str, Any], progress: BuildReport | None = None) -> dict[str, str]:
         """Build the engine of a network that was checked.
-
-        Args:
-            bundle: with `engine/network.onnx`.
-            options: of the export.
-            progress: told the share that is done, and what is being done.
-
-        Returns:
-            the hashes of what was built, by path in the bundle: what may be run before there is a manifest; empty if
-            it was told to build nothing.
 
         Raises:
             InputError: `network-unsupported`, `build-failed`, `timeout`, `sm-unsupported`.

@@ -15,29 +15,14 @@ What shares a scale: a `token` (one row of [..., K]), a `group` of its features,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from quantkit import plugins
+from quantkit.formats.base.grid import load_grid
 
 if TYPE_CHECKING:
     import torch
 
     from quantkit.scheme import ActivationScheme, CacheScheme
-
-
-class Bounded(Protocol):
-    """A format whose values lie between two that are known, with any scale: what an activation can have."""
-
-    @property
-    def low(self) -> float:
-        """The smallest value."""
-
-    @property
-    def high(self) -> float:
-        """The largest value."""
-
-    def snap(self, units: torch.Tensor) -> torch.Tensor:
-        """The nearest of the format's values, float32."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +48,13 @@ class InputScale:
     moved: Moved | None = None
 
 
-def form_of(scheme: ActivationScheme | CacheScheme) -> Bounded:
-    """The scheme's format."""
-    found: Bounded = plugins.load("formats", scheme.format)
-    return found
-
-
 def parameters(
     low: torch.Tensor, high: torch.Tensor, scheme: ActivationScheme | CacheScheme
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scale and zero point for values between `low` and `high`, all of one shape and dtype; zero is int8 or None."""
     import torch
 
-    form = form_of(scheme)
+    form = load_grid(scheme.format)
     low, high = low.clamp(max=0), high.clamp(min=0)
     if scheme.symmetric:
         scale = torch.maximum(-low, high) / ((form.high - form.low) / 2)
@@ -126,7 +105,7 @@ def apply(
     x: torch.Tensor, scheme: ActivationScheme | CacheScheme, scale: torch.Tensor, zero: torch.Tensor | None
 ) -> torch.Tensor:
     """`fake_quantize` with a scale and zero point that broadcast against `x`."""
-    form = form_of(scheme)
+    form = load_grid(scheme.format)
     scaled = x / scale
     if zero is not None:
         scaled = scaled + zero.to(x.dtype)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from quantkit.formats import QuantTensor, Rules
+from quantkit.formats import QuantTensor
+from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,7 @@ class FloatFormat:
 
     name: str
     bits: int
-    rules: ClassVar[Rules] = Rules(granularities={"tensor": None}, symmetric=(True,), scales=("float32",))
+    rules: ClassVar[Rules] = Rules(granularities={"tensor": None}, symmetric=(True,), scales=("float32",), codes=False)
 
     def quantize(self, weight: torch.Tensor, scheme: WeightScheme) -> QuantTensor:
         """Round to nearest even in this dtype; the scale is 1."""

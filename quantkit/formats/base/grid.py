@@ -12,8 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from quantkit.formats import QuantTensor, Rules
+from quantkit.errors import InputError
+from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.layout import against, extremes, scale_shape, split
+from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +40,16 @@ class GridFormat:
     rules: ClassVar[Rules]
     # ranges longer than from the smallest to the largest weight that a range search should try as well
     stretches: ClassVar[tuple[float, ...]] = ()
+
+    @property
+    def low(self) -> float:
+        """The smallest value of the grid."""
+        raise NotImplementedError
+
+    @property
+    def high(self) -> float:
+        """The largest value of the grid."""
+        raise NotImplementedError
 
     def global_scale(self, amax: torch.Tensor, scheme: WeightScheme) -> torch.Tensor | None:
         """The factor for a whole matrix whose largest magnitude is `amax` []; None: this format has none."""
@@ -164,6 +176,23 @@ class GridFormat:
         if scheme.scale == "fp8_e4m3":
             bits += 32
         return self.bits + bits / (shape[0] * shape[1])
+
+
+def load_grid(name: str) -> GridFormat:
+    """A format that has scales, by its name.
+
+    Raises:
+        InputError: `unknown-format`; `format-without-scale`, a plain floating-point number.
+    """
+    found = load_format(name)
+    if not isinstance(found, GridFormat):
+        raise InputError(
+            "format-without-scale",
+            value=f"format {name}",
+            rule="ranges are searched for formats with scales",
+            remedy="use a quantizing format, see `quantkit list formats`",
+        )
+    return found
 
 
 def storage(scheme: WeightScheme) -> torch.dtype:

@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from quantkit import plugins
-from quantkit.formats import Rules
+from quantkit.formats import load_format
 from quantkit.formats.base import bits as _bits
 from quantkit.formats.base import grid
 from quantkit.formats.base.grid import GridFormat
+from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ def stored(scale: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
 
 def _exact_bits(scheme: WeightScheme) -> int | None:
     """Significant bits with which a scale's products with codes are exact in its dtype; None: not limited."""
-    bits: int = plugins.load("formats", scheme.format).bits
+    bits: int = load_format(scheme.format).bits
     if scheme.scale != "float16" or bits > 4:
         return None
     # codes less their zero point span 2^b - 1 steps; without one, the lowest code is a power of two
@@ -66,6 +66,7 @@ class IntegerFormat(GridFormat):
         granularities={"channel": None, "tensor": None, "group": None},
         symmetric=(True, False),
         scales=("float16", "bfloat16", "float32"),
+        activations=True,
     )
 
     @property

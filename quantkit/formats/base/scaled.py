@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from quantkit.formats import Rules
 from quantkit.formats.base.elements import Element
 from quantkit.formats.base.grid import GridFormat
+from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,16 @@ class ScaledFormat(GridFormat):
     """
 
     element: Element
+
+    @property
+    def low(self) -> float:
+        """The smallest value."""
+        return -self.element.top
+
+    @property
+    def high(self) -> float:
+        """The largest value."""
+        return self.element.top
 
     def parameters(
         self,
@@ -77,21 +87,12 @@ class Fp8Format(ScaledFormat):
         granularities={"channel": None, "tensor": None, "group": None, "block": 128},
         symmetric=(True,),
         scales=("float32", "bfloat16", "float16"),
+        activations=True,
     )
 
     def shares_scale(self, scheme: WeightScheme) -> bool:
         """Per tensor: vLLM multiplies fused linears under the largest of their scales, and rounds the others again."""
         return scheme.granularity == "tensor"
-
-    @property
-    def low(self) -> float:
-        """The smallest value."""
-        return -self.element.top
-
-    @property
-    def high(self) -> float:
-        """The largest value."""
-        return self.element.top
 
 
 @dataclass(frozen=True)

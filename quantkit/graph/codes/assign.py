@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantkit import plugins
 from quantkit.formats import QuantTensor, joined
+from quantkit.formats.base.grid import load_grid
 from quantkit.passes.gptq import Gptq
 from quantkit.passes.hqq import Hqq
 from quantkit.passes.rtn import WIDE, Rtn
@@ -83,7 +83,7 @@ def assigned(
     given = passes.get("gptq")
     if isinstance(given, Gptq.Settings) and (scheme.rows_apart or site.group == 1):
         return _by_gptq(weight, site, seen, scheme, given, neighbours)
-    form = plugins.load("formats", scheme.format)
+    form = load_grid(scheme.format)
     given = passes.get("hqq")
     if isinstance(given, Hqq.Settings):
         found: QuantTensor = form.nearest(weight, *half_quadratic(weight, scheme, **given.model_dump()), scheme)

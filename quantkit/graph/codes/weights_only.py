@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from quantkit import plugins
 from quantkit.formats import QuantTensor, joined
+from quantkit.formats.base.grid import load_grid
 from quantkit.graph.run import Feed, Runner
 from quantkit.graph.sites import Site, patches
 from quantkit.passes.solvers import ranges
@@ -52,7 +52,7 @@ def rounded(
         keep: given the codes of each site once they are chosen.
         report: told the share of sites that is done.
     """
-    form = plugins.load("formats", scheme.format)
+    form = load_grid(scheme.format)
     again = again or {}
     left = [site for site in sites if site.name not in again]
     hessians = _hessians(model, sites, left, feeds) if left and settings is not None else {}

@@ -22,8 +22,8 @@ from quantkit.measurement.accuracy.labelled import About, retrieval
 from quantkit.measurement.rows import Data, Row
 
 if TYPE_CHECKING:
-    from quantkit.measurement.accuracy.score import Candidate
     from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.runtimes import Candidate
 
 Array = NDArray[Any]
 

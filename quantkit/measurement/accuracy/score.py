@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from quantkit.model.streaming.stream import Answers, StreamedModel
+    from quantkit.runtimes import Candidate
     from quantkit.runtimes.onnxruntime.session import Loaded
     from quantkit.runtimes.tensorrt import decode
-
-    # each is a model in a runtime: torch runs it block by block, a session or an engine runs it whole
-    Candidate = StreamedModel | Loaded | decode.Loaded
 
 
 # logits of one model that are in memory at one time

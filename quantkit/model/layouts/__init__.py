@@ -19,7 +19,6 @@ from quantkit.scheme import WeightScheme
 if TYPE_CHECKING:
     import torch
 
-KIND = "model.layouts"
 # of vLLM's Marlin kernels; -1: per channel
 MARLIN_GROUPS = (-1, 32, 64, 128)
 Header = tuple[str, str, tuple[int, ...]]
@@ -123,9 +122,12 @@ class Layout(Protocol):
         """What expands the stored tensors, by its library's own code where that is installed."""
 
 
+load_layout = plugins.Kind[Layout]("model.layouts").load
+
+
 def names() -> list[str]:
     """What recipes may call for, sorted."""
-    return [name.replace("_", "-") for name in plugins.names(KIND)]
+    return [name.replace("_", "-") for name in plugins.LAYOUTS.names()]
 
 
 def load(name: str) -> Layout:
@@ -136,8 +138,7 @@ def load(name: str) -> Layout:
     """
     if name not in names():
         raise unknown_name("layout", name, names())
-    found: Layout = plugins.load(KIND, name.replace("-", "_"))
-    return found
+    return load_layout(name.replace("-", "_"))
 
 
 def missing(layout: Layout) -> list[str]:

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from quantkit import plugins
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, load_format
+from quantkit.formats.base.elements import FP4_E2M1
 from quantkit.model.layouts import Header, Read
 from quantkit.model.layouts._compressed_tensors import SCALE, CompressedTensors
 from quantkit.model.layouts._refusals import check_format
@@ -117,7 +117,7 @@ class PackedFp4(CompressedTensors):
         codes = torch.stack((packed & 15, packed >> 4), dim=2).reshape(packed.shape[0], -1)
         whole = 1 / read(prefix + GLOBAL).reshape(()) if self._global else None
         scale = scale.view(torch.float8_e8m0fnu) if self.dtype == "U8" else scale
-        book = plugins.load("formats", self.format).element.codebook()
+        book = FP4_E2M1.codebook()
         return QuantTensor(codes, scale, None, scheme, codebook=book, global_scale=whole)
 
     def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
@@ -127,7 +127,7 @@ class PackedFp4(CompressedTensors):
         if tensor.global_scale is not None:
             # where a product lies between two numbers of bfloat16, the last bit of a factor decides
             tensor = replace(tensor, scale=tensor.scale.float() / (1 / tensor.global_scale.float()), global_scale=None)
-        values: torch.Tensor = plugins.load("formats", self.format).dequantize(tensor)
+        values: torch.Tensor = load_format(self.format).dequantize(tensor)
         return values.to(torch.bfloat16).to(dtype)
 
     def arguments(self, scheme: WeightScheme) -> dict[str, Any]:

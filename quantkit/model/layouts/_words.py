@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from quantkit import plugins
+from quantkit.formats import load_format
 from quantkit.model.layouts._refusals import unsupported
 from quantkit.scheme import WeightScheme
 
@@ -44,7 +44,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
             pairs = (packed & 15).reshape(-1).view(torch.int16)
             packed = (pairs | (pairs >> 4)).to(torch.uint8)
     else:
-        packed = plugins.load("formats", f"int{bits}").pack(codes)
+        packed = load_format(f"int{bits}").pack(codes)
         packed = torch.nn.functional.pad(packed, (0, 4 * words - packed.shape[1]))
     found: torch.Tensor = packed.reshape(-1).view(torch.int32).reshape(rows, words)
     return found
@@ -60,5 +60,5 @@ def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     if bits == 4:
         pairs = torch.stack((packed & 15, packed >> 4), dim=2).reshape(packed.shape[0], -1)
         return pairs[:, :columns].to(torch.int8) - 8
-    codes: torch.Tensor = plugins.load("formats", f"int{bits}").unpack(packed, columns)
+    codes: torch.Tensor = load_format(f"int{bits}").unpack(packed, columns)
     return codes

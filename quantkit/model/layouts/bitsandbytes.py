@@ -19,9 +19,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quantkit import plugins
-from quantkit.formats import Nested, QuantTensor
-from quantkit.model.layouts import Expansion, Header, Read, missing, stored_with
+from quantkit.formats import Nested, QuantTensor, load_format
+from quantkit.model.layouts import Expansion, Header, Layout, Read, missing, stored_with
 from quantkit.model.layouts._refusals import check_format
 from quantkit.scheme import WeightScheme
 
@@ -155,7 +154,7 @@ class BitsAndBytes:
 
     def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
         """The product in float32, rounded once."""
-        values: torch.Tensor = plugins.load("formats", "nf4").dequantize(tensor)
+        values: torch.Tensor = load_format("nf4").dequantize(tensor)
         return values.to(dtype)
 
     def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
@@ -190,4 +189,4 @@ def _state(prefix: str, read: Read) -> dict[str, Any]:
     return found
 
 
-LAYOUT = BitsAndBytes()
+LAYOUT: Layout = BitsAndBytes()

@@ -19,9 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quantkit import plugins
-from quantkit.formats import QuantTensor
-from quantkit.model.layouts import MARLIN_GROUPS, Expansion, Header, Read, missing, stored_with
+from quantkit.formats import QuantTensor, load_format
+from quantkit.model.layouts import MARLIN_GROUPS, Expansion, Header, Layout, Read, missing, stored_with
 from quantkit.model.layouts._refusals import unsupported
 from quantkit.model.layouts._words import FLOATS, bits_of, pack, unpack
 from quantkit.scheme import WeightScheme
@@ -164,7 +163,7 @@ class Gptq:
 
     def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
         """Code and scale are multiplied in the dtype of the scale."""
-        values: torch.Tensor = plugins.load("formats", tensor.scheme.format).dequantize(tensor)
+        values: torch.Tensor = load_format(tensor.scheme.format).dequantize(tensor)
         return values.to(tensor.scale.dtype).to(dtype)
 
     def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
@@ -207,4 +206,4 @@ class Gptq:
         return bits_of(scheme, self.name, linear), scheme.group or -1, scheme.symmetric
 
 
-LAYOUT = Gptq("gptq", less=1)
+LAYOUT: Layout = Gptq("gptq", less=1)

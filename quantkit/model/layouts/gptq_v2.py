@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quantkit.model.layouts import Layout
 from quantkit.model.layouts.gptq import Gptq
 
-LAYOUT = Gptq("gptq_v2", less=0)
+LAYOUT: Layout = Gptq("gptq_v2", less=0)

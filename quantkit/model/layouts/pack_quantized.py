@@ -19,9 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from quantkit import plugins
-from quantkit.formats import QuantTensor
-from quantkit.model.layouts import MARLIN_GROUPS, Header, Read
+from quantkit.formats import QuantTensor, load_format
+from quantkit.model.layouts import MARLIN_GROUPS, Header, Layout, Read
 from quantkit.model.layouts._compressed_tensors import SCALE, CompressedTensors, exact_scale
 from quantkit.model.layouts._refusals import unsupported
 from quantkit.model.layouts._words import FLOATS, bits_of, pack, unpack
@@ -152,7 +151,7 @@ class PackQuantized(CompressedTensors):
         dtype the scale is stored in, else in the model's. The two differ where float16 scales stand in a float32 model,
         by one rounding to 11 bits.
         """
-        values: torch.Tensor = plugins.load("formats", tensor.scheme.format).dequantize(tensor)
+        values: torch.Tensor = load_format(tensor.scheme.format).dequantize(tensor)
         # codes and scales are short enough for their product to be exact in float32: what follows is the only rounding
         return values.to(tensor.scale.dtype).to(dtype) if config.get("dequantize") else values.to(dtype)
 
@@ -167,4 +166,4 @@ class PackQuantized(CompressedTensors):
         }
 
 
-LAYOUT = PackQuantized("pack_quantized")
+LAYOUT: Layout = PackQuantized("pack_quantized")

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from quantkit import plugins
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.activation import InputScale, Moved
 from quantkit.model.streaming.cache import QuantizedCache
 from quantkit.model.streaming.inputs import QuantizedInput
@@ -120,7 +119,7 @@ class Block:
         """
         module = self.module.get_submodule(linear)
         weight = weight_of(module).float()
-        values = plugins.load("formats", tensor.scheme.format).dequantize(tensor)[:, : weight.shape[1]]
+        values = load_format(tensor.scheme.format).dequantize(tensor)[:, : weight.shape[1]]
         self.tensors[linear] = tensor
         if self.keeps_errors and getattr(module, "bias", None) is not None:
             # where a later pass improves codes, what the first ones lost is in it

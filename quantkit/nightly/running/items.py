@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit import plugins
 from quantkit.bundle import Bundle
 from quantkit.bundle.manifest import MEASUREMENTS
 from quantkit.errors import InputError, QuantkitError
@@ -30,6 +29,7 @@ from quantkit.pipeline.compare.sides import Side as Compared
 from quantkit.pipeline.compare.words import flips, scored_text
 from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, is_network
 from quantkit.pipeline.request import Request
+from quantkit.runtimes import load_runtime
 
 Array = NDArray[Any]
 # flipped words of each kind that keep their text: those that moved most
@@ -197,7 +197,7 @@ def _encoder(runtime: str, request: Request) -> Callable[[Bundle], _Answers]:
     ids = token_ids([*pairs.left, *pairs.right], source.tokenizer(), scoring.ids.shape[1])
 
     def answer(bundle: Bundle) -> _Answers:
-        vectors = embeddings(plugins.load("runtimes", runtime).open(bundle.path), ids)
+        vectors = embeddings(load_runtime(runtime).open(bundle.path), ids)
         return _Answers(found_first(vectors[: len(pairs.left)], vectors[len(pairs.left) :]))
 
     return answer

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from quantkit import machine, plugins
+from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.pipeline.finished.measure import config_of
 from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, is_network
+from quantkit.runtimes import load_runtime
 from quantkit.stats.abba import Step
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def loaded(path: Path, runtime: str, batch: int, samples: Mapping[str, NDArray[A
     decodes = bundle.manifest.model.kind == "decoder"
     if runtime == "torch":
         return _in_torch(bundle, batch, decodes=decodes)
-    model = plugins.load("runtimes", runtime).load(bundle)
+    model = load_runtime(runtime).load(bundle)
     # of an engine, what it was built for
     context = int(getattr(model, "capacity", None) or model.context)
     step: Step = _decode(model, batch, context) if decodes else model.prefill(batch, min(TOKENS, context))
@@ -63,7 +64,7 @@ def _in_torch(bundle: Bundle, batch: int, *, decodes: bool) -> Step:
 
     from quantkit.measurement.timing.cuda import Decoder
 
-    model = plugins.load("runtimes", "torch").load(bundle)
+    model = load_runtime("torch").load(bundle)
     if torch.cuda.is_available():
         model = model.to("cuda")
     config = config_of(bundle)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from quantkit.formats import QuantTensor
-from quantkit.formats.base.grid import GridFormat, effective
+from quantkit.formats.base.grid import GridFormat, effective, load_grid
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.formats.base.layout import by_row, groups_of
 from quantkit.formats.base.scaled import ScaledFormat
@@ -126,7 +126,7 @@ def gptq_shared(
     Raises:
         InputError: `hessian-nonfinite`, `hessian-not-positive`, `group-indivisible`, `format-without-scale`.
     """
-    form = ranges.grid_format(scheme)
+    form = load_grid(scheme.format)
     with one_thread():
         solved = (
             hessian

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantkit.passes.solvers import one_thread, ranges
+from quantkit.formats.base.grid import load_grid
+from quantkit.passes.solvers import one_thread
 
 if TYPE_CHECKING:
     from quantkit.scheme import WeightScheme
@@ -33,7 +34,7 @@ def gptq_rows(
         damping, shrink: as of `factor`; a row whose Hessian then has no Cholesky factor is damped more.
     """
     with one_thread():
-        form = ranges.grid_format(scheme)
+        form = load_grid(scheme.format)
         columns = weight.shape[1]
         eye = torch.eye(columns)
         diagonal = hessian.diagonal(dim1=1, dim2=2).float()
@@ -54,7 +55,7 @@ def gptq_rows(
 
 def _scales(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Tensor:
     """[N]: of some shares of each row's largest weight, that with the least weighted squared error."""
-    form = ranges.grid_format(scheme)
+    form = load_grid(scheme.format)
     top = weight.abs().amax(1, keepdim=True)
     best, least = torch.empty(0), torch.empty(0)
     for share in _SHARES:

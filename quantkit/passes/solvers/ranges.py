@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit import plugins
 from quantkit.errors import InputError
-from quantkit.formats.base.grid import GridFormat
+from quantkit.formats import load_format
+from quantkit.formats.base.grid import GridFormat, load_grid
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.formats.base.layout import groups_of, tiles
 
@@ -49,30 +49,13 @@ class Search:
     refinements: int = 1
 
 
-def grid_format(scheme: WeightScheme) -> GridFormat:
-    """The scheme's format, which has to have scales.
-
-    Raises:
-        InputError: `format-without-scale`.
-    """
-    found = plugins.load("formats", scheme.format)
-    if not isinstance(found, GridFormat):
-        raise InputError(
-            "format-without-scale",
-            value=f"format {scheme.format}",
-            rule="ranges are searched for formats with scales",
-            remedy="use a quantizing format, see `quantkit list formats`",
-        )
-    return found
-
-
 def integer_format(scheme: WeightScheme) -> IntegerFormat:
     """The scheme's format, which has to be a uniform integer one.
 
     Raises:
         InputError: `format-not-integer`.
     """
-    found = plugins.load("formats", scheme.format)
+    found = load_format(scheme.format)
     if not isinstance(found, IntegerFormat):
         raise InputError(
             "format-not-integer",
@@ -170,7 +153,7 @@ def _by_blocks(
 ) -> tuple[Tensor, Tensor | None]:
     """The tiles over the same inputs side by side, each as one column; zeros that fill up a tile cost nothing."""
     size = scheme.group or max(weight.shape)
-    whole = grid_format(scheme).global_scale(weight.abs().amax(), scheme)
+    whole = load_grid(scheme.format).global_scale(weight.abs().amax(), scheme)
     if costs is not None:
         costs = torch.nn.functional.pad(costs, (0, -len(costs) % size)).reshape(-1, size).repeat(1, size)
     scales, zeros = [], []
@@ -204,7 +187,7 @@ def transposed(
     Returns:
         effective scale [K / length, N], and zero of that shape, int8, None when symmetric.
     """
-    form = grid_format(scheme)
+    form = load_grid(scheme.format)
     groups, columns = target.shape[0] // length, target.shape[1]
     whole = form.global_scale(target.abs().amax(), scheme) if global_scale is None else global_scale
     parts = target.unflatten(0, (groups, length))

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantkit import plugins
 from quantkit.bundle import LayerEntry
 from quantkit.formats import QuantTensor, joined
+from quantkit.formats.base.grid import load_grid
 from quantkit.model.structure.traced import weight_of
 from quantkit.passes.solvers import ranges
 from quantkit.pipeline.blocks.layers import Layers
@@ -46,7 +46,7 @@ def rounded(weight: Tensor, scheme: WeightScheme) -> tuple[QuantTensor, float]:
     Returns:
         codes [N, K + padding of the last group], and the relative squared error `||W - dequantize(codes)||² / ||W||²`.
     """
-    form = plugins.load("formats", scheme.format)
+    form = load_grid(scheme.format)
     rows, columns = weight.shape
     # rows that share a scale are taken at once
     step = max(1, _PIECE // columns) if scheme.rows_apart else rows

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from quantkit import plugins
 from quantkit.bundle import Decision, LayerEntry, decision
 from quantkit.export.layer_spec import Asked
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.activation import InputScale
 from quantkit.model.structure import experts
 from quantkit.model.structure.traced import is_linear, weight_of
@@ -77,7 +76,7 @@ class Layers:
         """A quantized layer as the manifest lists it; `error` is its relative squared weight error, `static` the fixed
         scale of its input.
         """
-        form = plugins.load("formats", tensor.scheme.format)
+        form = load_format(tensor.scheme.format)
         rows, columns = self.shapes[name]
         stored = (rows, tensor.shape[1])  # with what fills up the last group
         return LayerEntry(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quantkit import plugins
 from quantkit.bundle import Decision
+from quantkit.passes import load_pass
 from quantkit.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Pipeline:
         own_forward.demand_equal_in_memory(stream, inputs)
         dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
         layers = lay_out(self.recipe, model, stream.block_names, str(dtype).removeprefix("torch."))
-        steps = [Step(plugins.load("passes", step.name), step.settings) for step in self.recipe.passes]
+        steps = [Step(load_pass(step.name), step.settings) for step in self.recipe.passes]
         check_order(steps)
         self.tensors, self.decisions = {}, list(layers.decisions)
         for step in steps:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit import machine, plugins
+from quantkit import machine
 from quantkit._version import __version__
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
+from quantkit.export import load_exporter
 from quantkit.kinds import one
-from quantkit.passes import NOTE, decision
+from quantkit.passes import NOTE, decision, load_pass
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.accounting import about, account
 from quantkit.pipeline.blocks.layers import Layers, lay_out
@@ -114,7 +115,7 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
         source.weights.read(tensor)  # finite, every one of them: now, not hours later
     if recipe.passes:
         _demand_equal_experts(stream)
-    steps = [Step(plugins.load("passes", step.name), step.settings) for step in recipe.passes]
+    steps = [Step(load_pass(step.name), step.settings) for step in recipe.passes]
     check_order(steps)
     begun = time.process_time()
     stream, taken = _transformed(stream, steps, recipe.seed)
@@ -126,7 +127,7 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
         layers.asked(partly=partly, cache=recipe.scheme.kv_cache), obstacles=obstacles(stream.skeleton, stream.files)
     )
     for step in recipe.export:
-        plugins.load("export", step.name).accepts(step.options, asked)
+        load_exporter(step.name).accepts(step.options, asked)
     decisions = [*computed_in_floats(request, source.kind), *taken, *layers.decisions]
     if recipe.passes:
         decisions += about(account(stream, layers.schemes, decisions, head=takes_head(recipe)))

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from quantkit import plugins
 from quantkit.bundle import Build
 from quantkit.errors import InputError
+from quantkit.export import load_exporter
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.prepared import Prepared
 from quantkit.pipeline.progress import Progress
@@ -63,7 +63,7 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
         seed=prepared.request.recipe.seed,
         activations=prepared.layers.activations,
         cache=prepared.request.recipe.scheme.kv_cache,
-        fuses=any(plugins.load("export", step.name).fuses for step in prepared.request.recipe.export),
+        fuses=any(load_exporter(step.name).fuses for step in prepared.request.recipe.export),
         start=start,
         hidden=states.get("hidden"),
         original=states.get("original"),

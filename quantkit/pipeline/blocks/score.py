@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantkit import plugins
 from quantkit.bundle import Build, Check, Decision, FileEntry, LayerEntry
 from quantkit.export import reader
 from quantkit.measurement.rows import Row
@@ -20,9 +19,11 @@ from quantkit.pipeline.blocks.quantize import results
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.verdict import HARM, worst_positions
 from quantkit.recipe import ExportStep
+from quantkit.runtimes import load_runtime
 
 if TYPE_CHECKING:
     from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.runtimes import Candidate
 
 # how the part that plain transformers does is called
 CONFIRMING = "a few of them by plain transformers"
@@ -72,13 +73,14 @@ def score_exports(
             folder=folder_of(step.name),
         )
         rows += sizes if number == 0 else [row for row in sizes if row.name == "size.bytes"]
+        candidate: Candidate
         here = runs_here(runtime, build.bundle)
         if not here and number > 0:
             continue
         if not here:  # the values that it was built from, since nothing else was exported that runs here
             runtime, candidate = "torch", _dense(prepared, build)
         else:
-            candidate = plugins.load("runtimes", runtime).open(build.bundle, torch_threads(), built=built)
+            candidate = load_runtime(runtime).open(build.bundle, torch_threads(), built=built)
         count, unit = score.counted(original, scoring)
         progress.at("score", number / len(exports), f"{count} {unit}s of {scoring.name}, {runtime}")
         found, items = score.rows(
@@ -118,8 +120,7 @@ def score_exports(
 
 def runs_here(runtime: str, bundle: Path | None = None) -> bool:
     """Whether what a runtime reads, of a bundle, can be run on this machine: an engine needs its GPU."""
-    why = getattr(plugins.load("runtimes", runtime), "why_not_here", None)
-    return why is None or why(bundle) is None
+    return load_runtime(runtime).why_not_here(bundle) is None
 
 
 def unscored(exports: Sequence[ExportStep], bundle: Path) -> list[Decision]:
@@ -128,7 +129,7 @@ def unscored(exports: Sequence[ExportStep], bundle: Path) -> list[Decision]:
     for step in exports:
         runtime = reader(step.name, step.options)
         if not runs_here(runtime, bundle):
-            reason = plugins.load("runtimes", runtime).why_not_here(bundle)
+            reason = load_runtime(runtime).why_not_here(bundle)
             found.append(decision("measure", NOTE, folder_of(step.name), f"not run: {reason}"))
     return found
 
@@ -138,19 +139,20 @@ def _score_long(
 ) -> list[Row]:
     """What the quantized cache costs at a long context, beside what the rest costs there."""
     from quantkit.measurement.accuracy import long_context, score
+    from quantkit.runtimes.torch import RUNTIME as TORCH
 
-    recipe, runtime = prepared.request.recipe, plugins.load("runtimes", "torch")
+    recipe = prepared.request.recipe
     progress.at("score", 0.9, f"up to {long_context.CONTEXT:,} tokens, with a quantized and a float cache")
     folder = bundle / "model"
     found = long_context.rows(
         original,
         {
-            long_context.named(recipe.scheme.kv_cache): runtime.stream(folder),
-            long_context.FLOAT: runtime.stream(folder, cache=False),
+            long_context.named(recipe.scheme.kv_cache): TORCH.stream(folder),
+            long_context.FLOAT: TORCH.stream(folder, cache=False),
         },
         tokens.long(recipe, prepared.source, long_context.CONTEXT, long_context.SAMPLES),
         subject=subject,
-        runtime=runtime.name,
+        runtime=TORCH.name,
         settings={"dtype": "float32"},
     )
     return score.flagged(found, prepared.source.was)

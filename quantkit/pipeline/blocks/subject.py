@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from quantkit import machine, plugins
+from quantkit import machine
 from quantkit.bundle import (
     Build,
     CalibrationEntry,
@@ -22,6 +22,7 @@ from quantkit.bundle import (
     SourceEntry,
     WeightsEntry,
 )
+from quantkit.export import load_exporter
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
 from quantkit.passes import NOTE, decision
@@ -143,7 +144,7 @@ class BlocksWork:
         for number, step in enumerate(steps):
             self.progress.at("export", number / len(steps), step.name)
             before = time.process_time()
-            exporter = plugins.load("export", step.name)
+            exporter = load_exporter(step.name)
             taken += (
                 exporter.write(self.build.bundle, self.prepared.source, self.prepared.stream, stored, step.options)
                 or []
@@ -159,7 +160,7 @@ class BlocksWork:
         stored = results(self.prepared, self.build)
         for step in self.request.recipe.export:
             self.progress.at("check", 0.0, f"reloading the {step.name}")
-            checks += plugins.load("export", step.name).check(
+            checks += load_exporter(step.name).check(
                 self.build.bundle,
                 self.prepared.source,
                 self.prepared.stream,
@@ -176,8 +177,8 @@ class BlocksWork:
         made: dict[str, str] = {}
         request = self.request
         for step in request.recipe.export:
-            exporter = plugins.load("export", step.name)
-            if hasattr(exporter, "build"):
+            exporter = load_exporter(step.name)
+            if exporter.builds:
                 self.stages.begin("build")
                 made |= exporter.build(
                     self.build.bundle, step.options, lambda share, words: self.progress.at("build", share, words)

@@ -53,8 +53,7 @@ class Step:
     @property
     def needs(self) -> frozenset[str]:
         """The statistics that the pass needs with these settings."""
-        more: frozenset[str] = getattr(self.settings, "needs", frozenset())
-        return self.run.needs | more
+        return self.run.needs_with(self.settings)
 
 
 @dataclass

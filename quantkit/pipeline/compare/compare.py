@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from math import isfinite, log
 from pathlib import Path
 
-from quantkit import plugins
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.measurement.compared import (
@@ -34,6 +33,7 @@ from quantkit.pipeline.compare.times import Timing
 from quantkit.pipeline.compare.words import flips, scored_text
 from quantkit.pipeline.finished.measure import default_runtime
 from quantkit.pipeline.progress import Progress
+from quantkit.runtimes import load_runtime
 from quantkit.stats.deciding.apart import KNOWN, Measured, difference
 from quantkit.stats.deciding.decision import Decision, confirm
 
@@ -161,7 +161,7 @@ def _demand_sense(measure: bool, speed: bool, runtime: str | None, timing: Mappi
             rule = "what is recorded is compared, at every batch that both have"
             raise InputError("usage", where=option, value="without --measure", rule=rule, remedy="add --measure")
     if runtime is not None:
-        plugins.load("runtimes", runtime, where="--runtime")
+        load_runtime(runtime, where="--runtime")
 
 
 def _scored(a: Side, b: Side, margin: float, runtime: str | None, calibration: str | None, examples: int) -> _Scored:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit import machine, plugins
+from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.measurement.compared import Asked, How
 from quantkit.measurement.rows import Row
@@ -22,6 +22,7 @@ from quantkit.pipeline.compare.sides import Side
 from quantkit.pipeline.finished.measure import with_changes
 from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, samples_of
 from quantkit.pipeline.progress import Progress
+from quantkit.runtimes.onnxruntime import RUNTIME as ONNXRUNTIME
 from quantkit.stats.deciding.apart import KNOWN, Apart, Measured, difference
 from quantkit.stats.deciding.slowdown import slowdown
 
@@ -99,7 +100,7 @@ def prepare(
                 rule="a bundle is timed against its float model by `measure`",
                 remedy=side.measure(),
             )
-    ours, theirs = (plugins.load("runtimes", verdict.RUNTIME).checked(side.bundle) for side in (b, a))
+    ours, theirs = (ONNXRUNTIME.checked(side.bundle) for side in (b, a))
     kind, threads = b.manifest.model.kind, machine.cores()
     plan = with_changes(verdict.quick(kind), batches, seconds)
     if not holds_graph(b.bundle):

@@ -14,6 +14,7 @@ from quantkit import plugins
 from quantkit.bundle import Bundle, Check, Decision
 from quantkit.content import parse_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
+from quantkit.export import load_exporter
 from quantkit.export.layer_spec import Asked
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
@@ -88,8 +89,8 @@ def export_bundle(
         GateError: `check-failed`, the result is not what the checkpoint is; nothing is added.
     """
     progress = progress or Progress()
-    exporter = plugins.load("export", to, where="--to")
-    if hasattr(exporter, "build") and engine.has_network(bundle, to):
+    exporter = load_exporter(to, where="--to")
+    if exporter.builds and engine.has_network(bundle, to):
         return _one_engine_more(bundle, exporter, changes, dry_run, progress)
     if holds_graph(bundle):
         raise InputError(
@@ -100,13 +101,13 @@ def export_bundle(
             remedy=f"its graph runs as it is: {file_of(bundle)}"
             + ("; for ONNX Runtime's kernels, compile with int8-network" if is_network(bundle) else ""),
         )
-    if not hasattr(exporter, "add"):
+    if not exporter.adds:
         raise InputError(
             "export-unsupported",
             where=f"--to {to}",
             value="made by a compile only",
             rule="an export that is made from a checkpoint",
-            remedy=did_you_mean("onnx", [name for name in plugins.names("export") if name != to]),
+            remedy=did_you_mean("onnx", [name for name in plugins.EXPORTERS.names() if name != to]),
         )
     options = _options(exporter, changes, bundle)
     manifest = bundle.manifest
@@ -146,7 +147,7 @@ def export_bundle(
         progress.at("check", 0.0, f"reloading the {to}")
         checks = exporter.check(beside)
         demand(checks, "the export is not what the checkpoint is; nothing was added. Please report it")
-        if hasattr(exporter, "build"):
+        if exporter.builds:
             built = exporter.build(beside, options, lambda share, words: progress.at("build", share, words))
             decisions = [*decisions, *engine.notes(beside, built)]
         recipe = {**manifest.recipe, "export": [*manifest.recipe.get("export", []), {to: options}]}

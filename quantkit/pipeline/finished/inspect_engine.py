@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from quantkit import plugins
 from quantkit.bundle import Decision, LayerEntry
 from quantkit.export import reader
 from quantkit.export.tensorrt import tactics
 from quantkit.measurement.engine_layers import FALLBACK, NAME, SUFFIX, Inspected, inspected
 from quantkit.recipe import ExportStep
+from quantkit.runtimes import load_runtime
 
 if TYPE_CHECKING:
     from quantkit.runtimes.tensorrt.decode import Loaded
@@ -77,13 +77,16 @@ def of_exports(
         GateError: `strict`, a layer is multiplied in more bits than asked.
     """
     from quantkit.pipeline.refusals import refuse
+    from quantkit.runtimes.tensorrt.decode import Loaded
 
     found = []
     for step in exports:
-        runtime: Any = plugins.load("runtimes", reader(step.name, step.options))
-        if not hasattr(runtime, "why_not_here") or runtime.why_not_here(bundle) is not None:
+        runtime = load_runtime(reader(step.name, step.options))
+        if not runtime.engines or runtime.why_not_here(bundle) is not None:
             continue
-        each = look(runtime.open(bundle, built=built), layers)
+        opened = runtime.open(bundle, built=built)
+        assert isinstance(opened, Loaded)
+        each = look(opened, layers)
         (bundle / place(each)).write_bytes(data(each))
         found.append(each)
     if strict:

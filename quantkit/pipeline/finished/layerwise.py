@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit import content, plugins
+from quantkit import content
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.measurement.accuracy import layerwise
 from quantkit.measurement.accuracy.layerwise import LayerError
+from quantkit.runtimes import load_runtime
 from quantkit.runtimes.tensorrt import library as tensorrt_library
 from quantkit.runtimes.tensorrt.file import FOLDER, NETWORK
 
@@ -51,7 +52,7 @@ def compare_layers(
         )
     engine = None
     if runtime is not None:
-        why = plugins.load("runtimes", runtime).why_not_here()
+        why = load_runtime(runtime).why_not_here()
         if why is not None:
             rule = "an engine runs on the GPU that it was built for"
             remedy = "without --runtime both networks are compared on the CPU"

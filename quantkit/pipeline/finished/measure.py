@@ -21,7 +21,7 @@ from quantkit import machine, plugins
 from quantkit.bundle import Bundle, Check, Decision, Manifest
 from quantkit.bundle.manifest import MANIFEST, MEASUREMENTS
 from quantkit.errors import InputError, MissingDependency, QuantkitError
-from quantkit.export import reader
+from quantkit.export import load_exporter, reader
 from quantkit.measurement.rows import Row, read_rows
 from quantkit.measurement.size import folder_of, size_rows
 from quantkit.measurement.timing.latency import Plan
@@ -33,6 +33,8 @@ from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import runs_here
 from quantkit.planning.bound import efficiency
 from quantkit.recipe import Gates, Recipe
+from quantkit.runtimes import load_runtime
+from quantkit.runtimes.onnxruntime import RUNTIME as ONNXRUNTIME
 from quantkit.target import Target
 
 if TYPE_CHECKING:
@@ -100,13 +102,13 @@ def measure_bundle(
     progress = progress or Progress()
     decisions = [] if decisions is None else decisions
     runtime = runtime or default_runtime(bundle)
-    runner = plugins.load("runtimes", runtime)
+    runner = load_runtime(runtime)
     network = is_network(bundle) and runtime == worth.RUNTIME
     if not network:
         runner.folder(bundle)
     bundle.demand_writable()
     bundle.demand_intact()
-    engine = runner.load(bundle) if hasattr(runner, "why_not_here") else None
+    engine = runner.load(bundle) if runner.engines else None
     looked = None if engine is None else inspect_engine.look(engine, bundle.manifest.layers)
     for note in () if engine is None else engine.notes:
         progress.note(note)
@@ -167,16 +169,17 @@ def _against(bundle: Bundle, baseline: str | None, *, timed: bool) -> _Against:
         other = Bundle.load(baseline)
         other.demand_intact()
         _demand_alike(bundle, other.manifest.model.kind, config_of(other), baseline)
-        torch = plugins.load("runtimes", "torch")
+        from quantkit.runtimes.torch import RUNTIME as TORCH
+
         checkpoint = (other.model_folder / "config.json").is_file()
         if not timed and has_torch:
-            torch.folder(other)
+            TORCH.folder(other)
         is_original = not other.manifest.layers and other.manifest.model.source.sha256 == source.sha256
         found = _Against(
             source.sha256 if is_original else other.manifest.content_sha256,
             worth.format_of(other.manifest.layers),
-            torch.stream(other.model_folder) if has_torch and checkpoint else None,
-            plugins.load("runtimes", worth.RUNTIME).checked(other) if timed else None,
+            TORCH.stream(other.model_folder) if has_torch and checkpoint else None,
+            ONNXRUNTIME.checked(other) if timed else None,
         )
     elif has_torch:
         from quantkit.model.source.open import open_model
@@ -240,7 +243,7 @@ def _accuracy(
     manifest = bundle.manifest
     recipe = Recipe.from_dict(manifest.recipe, name=str(manifest.recipe["name"]))
     scoring = tokens.again(recipe, original.source, calibration, manifest.calibration, decisions)
-    candidate = plugins.load("runtimes", runtime).open(bundle.path)
+    candidate = load_runtime(runtime).open(bundle.path)
     rows, items = score.rows(
         original,
         candidate,
@@ -272,7 +275,7 @@ def _renamed(row: Row, old: str, new: str) -> Row:
 def _speed(bundle: Bundle, against: _Against, plan: Plan, progress: Progress) -> list[Row]:
     from quantkit.pipeline.baseline import float_onnx
 
-    folder = plugins.load("runtimes", worth.RUNTIME).folder(bundle)
+    folder = ONNXRUNTIME.folder(bundle)
     progress.at("speed", 0.0, "the float model as ONNX, for comparison")
     theirs = against.onnx
     if theirs is None:
@@ -403,7 +406,7 @@ def _judged(manifest: Manifest, rows: Sequence[Row]) -> Manifest:
 
 def export_of(runtime: str) -> str:
     """What a runtime runs."""
-    return next(name for name in plugins.names("export") if runtime in plugins.load("export", name).runtimes)
+    return next(name for name in plugins.EXPORTERS.names() if runtime in load_exporter(name).runtimes)
 
 
 def runtimes_of(manifest: Manifest) -> list[str]:

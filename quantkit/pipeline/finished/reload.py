@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quantkit import plugins
 from quantkit.bundle import Bundle, Check
 from quantkit.errors import MissingDependency
+from quantkit.export import load_exporter
 from quantkit.pipeline.graphs.remeasure import holds_graph, reload_graph
 
 
@@ -25,7 +25,7 @@ def reload(bundle: Bundle) -> tuple[list[Check], list[str]]:
     notes = []
     for name in (next(iter(step)) for step in bundle.manifest.recipe.get("export", [])):
         try:
-            found += plugins.load("export", name).check(bundle.path)
+            found += load_exporter(name).check(bundle.path)
         except (ImportError, MissingDependency) as problem:
             missing = problem.where if isinstance(problem, MissingDependency) else problem.name
             why = f"{missing} is not installed" if missing else str(problem)

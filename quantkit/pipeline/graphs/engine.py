@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quantkit import plugins
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
+from quantkit.export import load_exporter
 from quantkit.export.layer_spec import Asked
+from quantkit.export.tensorrt import EXPORT as TENSORRT
 from quantkit.passes import decision
 from quantkit.recipe import ExportStep, Recipe
 
@@ -48,7 +49,7 @@ def takes(
         MissingDependency: the library.
     """
     weights, activations = recipe.scheme.weights, recipe.scheme.activations
-    exporter = plugins.load("export", EXPORT)
+    exporter = load_exporter(EXPORT)
     _demand_known(graph, step)
     if step.options.get("type", "float16") != "float16":
         raise InputError(
@@ -112,7 +113,7 @@ def _demand_known(graph: FloatGraph, step: ExportStep) -> None:
 
     nodes = list(graph.model.graph.all_nodes())
     own = {node.op_type for node in nodes if node.domain in _ONNX}
-    unknown = plugins.load("export", EXPORT).unknown(step.options, own)
+    unknown = TENSORRT.unknown(step.options, own)
     refused = [
         Refused(node.op_type, node.name or "", domain="" if node.domain in _ONNX else node.domain)
         for node in nodes

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit import plugins
 from quantkit._version import __version__
 from quantkit.bundle import Check, Decision, LayerEntry
+from quantkit.export import load_exporter
+from quantkit.formats import load_format
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.graphs.engine import EXPORT, wanted
 from quantkit.pipeline.graphs.prepared import Prepared
@@ -18,6 +19,7 @@ from quantkit.pipeline.graphs.quantized import BATCH, SOLVING
 from quantkit.pipeline.graphs.steps import IntegerForm, Steps, WeightForm
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.refusals import demand
+from quantkit.runtimes import load_runtime
 from quantkit.runtimes.tensorrt.file import DATA, FOLDER, NETWORK
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ class Network:
 
     def build(self, bundle: Path) -> dict[str, str]:
         """The engine of a checked network: hashes by path in the bundle. Raises InputError."""
-        made: dict[str, str] = plugins.load("export", EXPORT).build(
+        made: dict[str, str] = load_exporter(EXPORT).build(
             bundle, self.options, lambda share, words: self.progress.at("build", share, words)
         )
         return made
@@ -96,7 +98,7 @@ class Network:
     def notes(self) -> list[Decision]:
         """What a reader of the figures has to know."""
         library = self.options.get("library", "tensorrt_rtx")
-        why = plugins.load("runtimes", library).why_not_here()
+        why = load_runtime(library).why_not_here()
         if not self.options.get("engine", True):
             why = "none was built (engine: false)"
         reason = f"not run: {why or 'engines of graphs are not run yet'}; scored is its network, in ONNX Runtime"
@@ -110,7 +112,7 @@ class Network:
         for name, product in self.products.items():
             matrix, tensor = product.site.matrix(), product.weight
             error = float(np.square(dense(product) - matrix).sum() / (np.square(matrix).sum() or 1.0))
-            bits = plugins.load("formats", tensor.scheme.format).bits_per_weight(matrix.shape, tensor.scheme)
+            bits = load_format(tensor.scheme.format).bits_per_weight(matrix.shape, tensor.scheme)
             given = None if self.activations is None else self.activations.model_dump(mode="json", exclude_none=True)
             found.append(
                 LayerEntry(

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit import plugins
 from quantkit.bundle import Decision
 from quantkit.errors import InputError, did_you_mean
 from quantkit.kinds import one
-from quantkit.passes import NOTE, decision
+from quantkit.passes import NOTE, decision, load_pass
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.graphs import engine as graph_engine
 from quantkit.pipeline.graphs.located import located
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from quantkit.model.source.alias import Alias
 
 _MIXED = "mixed"
-_NO_GRAPHS = "it knows the blocks of a transformer; this is a graph"
 
 
 @dataclass(frozen=True)
@@ -113,10 +111,10 @@ def prepare(request: Request) -> Prepared:
             remedy="--set keep=[]" if found else "a float graph with convolutions or linears",
         )
     for step in recipe.passes:
-        each = plugins.load("passes", step.name)
-        if reason := getattr(each, "on_graphs", _NO_GRAPHS):
-            code = NOTE if getattr(each, "for_blocks", False) else "declined"
-            decisions.append(decision(step.name, code, graph.name, reason))
+        each = load_pass(step.name)
+        if each.on_graphs:
+            code = NOTE if each.for_blocks else "declined"
+            decisions.append(decision(step.name, code, graph.name, each.on_graphs))
     grouped = [site.name for site in chosen if site.group > 1]
     if by_tensor and grouped and any(step.name == "gptq" for step in recipe.passes):
         reason = f"{len(grouped)} convolutions in groups have one scale, which no group can choose alone"

@@ -8,6 +8,7 @@ from functools import cache
 
 from quantkit import content, plugins
 from quantkit.errors import InputError, unknown_name
+from quantkit.export import load_exporter
 from quantkit.kinds import Kind
 from quantkit.pipeline.request import check_target, for_target
 from quantkit.planning.support import stored_formats
@@ -89,9 +90,9 @@ def _recipe(label: str, kind: Kind, target: Target, changes: Sequence[str]) -> R
         return Recipe.load(name, changes) if changes or content.is_path(first) else _shipped(name)
     if name in _UNQUANTIZED:
         return Recipe.load("float", changes) if changes else _shipped("float")
-    storing = _storing(first, kind) if first in plugins.names("formats") else []
+    storing = _storing(first, kind) if first in plugins.FORMATS.names() else []
     if not storing:
-        known = sorted({*content.names("recipes"), *_FLOATS, *plugins.names("formats")})
+        known = sorted({*content.names("recipes"), *_FLOATS, *plugins.FORMATS.names()})
         raise unknown_name("recipe", label, known)
     chosen = next((each for each in storing if _runs(each.name, kind, target, native=True)), None)
     chosen = chosen or next((each for each in storing if _runs(each.name, kind, target)), storing[0])
@@ -127,7 +128,7 @@ def _runtime(recipe: Recipe, kind: Kind, target: Target, asked: str | None) -> s
     """The target's first runtime that reads an export and computes natively in what it stores; else the first that
     runs it at all.
     """
-    readers = {name for step in recipe.export for name in plugins.load("export", step.name).runtimes}
+    readers = {name for step in recipe.export for name in load_exporter(step.name).runtimes}
     if asked is not None:
         if asked not in target.runtimes:
             target.check([], asked)

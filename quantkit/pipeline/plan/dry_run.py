@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from quantkit import plugins
+from quantkit.formats import load_format
 from quantkit.pipeline.blocks.prepared import Prepared
 from quantkit.pipeline.estimate import estimate
 from quantkit.report.bundle import figures
@@ -20,7 +20,7 @@ def planned(prepared: Prepared) -> dict[str, Any]:
     for name, scheme in layers.schemes.items():
         rows, columns = layers.shapes[name]
         padded = (rows, columns + scheme.padding(columns))
-        bits = plugins.load("formats", scheme.format).bits_per_weight(padded, scheme) * padded[1] / columns
+        bits = load_format(scheme.format).bits_per_weight(padded, scheme) * padded[1] / columns
         found = counts.setdefault(figures.scheme_of(scheme.model_dump(mode="json")), [0, 0, 0.0])
         found[0] += 1
         found[1] += rows * columns

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from quantkit import machine, plugins
+from quantkit import machine
 from quantkit.errors import InputError
+from quantkit.export import load_exporter
 from quantkit.pipeline.plan.candidates import Chosen, choose, float_of, labels
 from quantkit.pipeline.request import runs_here, this_machine
 from quantkit.planning.bound import efficiency
@@ -248,7 +249,7 @@ def _other_floats(label: str, target: Target) -> list[str]:
 def _export(chosen: Chosen) -> str | None:
     """The export that its runtime reads."""
     names = [step.name for step in chosen.recipe.export]
-    return next((name for name in names if chosen.runtime in plugins.load("export", name).runtimes), None)
+    return next((name for name in names if chosen.runtime in load_exporter(name).runtimes), None)
 
 
 def _served(

@@ -100,8 +100,8 @@ class Processor:
 
 def absent(name: str, known: Sequence[str], where: str) -> InputError:
     """The error for a format that cannot be run here, or for no format at all."""
-    if name not in plugins.names("formats"):
-        return unknown_name("format", name, {*plugins.names("formats"), *known}, where="--format")
+    if name not in plugins.FORMATS.names():
+        return unknown_name("format", name, {*plugins.FORMATS.names(), *known}, where="--format")
     having = []
     for target in (Target.load(each) for each in content.names("export")):
         native = [runtime for runtime, cell in target.formats.get(name, {}).items() if cell.state == "native"]
@@ -123,7 +123,7 @@ def demand_runtime(asked: str, own: str, where: str) -> None:
             where="--runtime",
             value=asked,
             rule=f"on a {where} single products are timed in {own}",
-            remedy=f"use {own}" if asked in plugins.names("runtimes") else did_you_mean(asked, [own]),
+            remedy=f"use {own}" if asked in plugins.RUNTIMES.names() else did_you_mean(asked, [own]),
         )
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from quantkit import plugins
+from quantkit.formats import load_format
 from quantkit.planning.bound.roofline import Cache, Product
 from quantkit.planning.model.architecture import Architecture, Attention, Layer, Matrix
 from quantkit.planning.model.stored import WIDTHS
@@ -74,7 +74,7 @@ def cache_of(scheme: CacheScheme | None, dtype: str) -> Cache:
         dtype: in which they come, and in which the scales of tokens are kept.
     """
     form = scheme.format if scheme is not None else dtype
-    element: float = plugins.load("formats", form).bits / 8
+    element: float = load_format(form).bits / 8
     # a fixed scale is one for all tokens; one of a token goes with each head's keys, and with its values
     scale = 0 if scheme is None or not scheme.dynamic else WIDTHS[dtype] + (0 if scheme.symmetric else 1)
 

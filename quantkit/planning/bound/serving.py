@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from quantkit import plugins
+from quantkit.formats import load_format
 from quantkit.planning.bound.roofline import Product
 from quantkit.planning.model.architecture import Architecture, Matrix
 from quantkit.scheme import ActivationScheme, WeightScheme
@@ -64,7 +64,7 @@ def products(
 def stored_bytes(matrix: Matrix, scheme: WeightScheme) -> float:
     """Codes, scales and zeros of one of a linear's `count`, with what fills up its last group."""
     shape = (matrix.N, matrix.K + scheme.padding(matrix.K))
-    bits: float = plugins.load("formats", scheme.format).bits_per_weight(shape, scheme)
+    bits: float = load_format(scheme.format).bits_per_weight(shape, scheme)
     return shape[0] * shape[1] * bits / 8
 
 

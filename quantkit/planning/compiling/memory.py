@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quantkit import plugins
+from quantkit.formats import load_format
 from quantkit.planning.compiling.work import LONG, LONG_SEQUENCES, SCORED_TOGETHER, Question, elements, shared
 from quantkit.planning.model.architecture import Architecture
 
@@ -146,7 +146,7 @@ def packed_bytes(question: Question) -> float:
         scheme = question.schemes.get(matrix.name)
         if scheme is not None:
             shape = (matrix.N, matrix.K + scheme.padding(matrix.K))
-            bits = plugins.load("formats", scheme.format).bits_per_weight(shape, scheme)
+            bits = load_format(scheme.format).bits_per_weight(shape, scheme)
             found += matrix.count * shape[0] * shape[1] * bits / 8
     return found
 

@@ -117,9 +117,7 @@ def chunk_size(widest: int, tokens: int) -> int:
 
 def needs(step: Any) -> frozenset[str]:
     """The statistics that a pass of a recipe needs with its settings."""
-    more: frozenset[str] = getattr(step.settings, "needs", frozenset())
-    found: frozenset[str] = plugins.load("passes", step.name).needs | more
-    return found
+    return plugins.PASSES.load(step.name).needs_with(step.settings)
 
 
 def shared(layer: Layer) -> list[list[Matrix]]:
@@ -348,7 +346,7 @@ def _score(question: Question) -> dict[str, Work]:
     inside = elements([matrix for matrix in model.inside() if matrix.name in question.schemes])
     parts = {}
     for number, name in enumerate(question.exports):
-        runtime = plugins.load("export", name).runtimes[0]
+        runtime = plugins.EXPORTERS.load(name).runtimes[0]
         here = runtime in ("torch", "onnxruntime")
         if not here and number:
             continue

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from quantkit import plugins
 from quantkit.bundle import Decision, decision
 from quantkit.errors import InputError
+from quantkit.formats import load_format
 from quantkit.recipe import Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 
@@ -123,7 +124,7 @@ def _check_activations(activations: Mapping[str, ActivationScheme], shapes: Mapp
 
 def _check_formats(schemes: Mapping[str, WeightScheme]) -> None:
     for name, scheme in schemes.items():
-        if not hasattr(plugins.load("formats", scheme.format), "nearest"):
+        if not load_format(scheme.format).rules.codes:
             raise InputError(
                 "format-unsupported",
                 where=name,
@@ -134,7 +135,7 @@ def _check_formats(schemes: Mapping[str, WeightScheme]) -> None:
 
 
 def _quantizing() -> list[str]:
-    return [name for name in plugins.names("formats") if hasattr(plugins.load("formats", name), "nearest")]
+    return [name for name in plugins.FORMATS.names() if load_format(name).rules.codes]
 
 
 def _check_globs(recipe: Recipe, shapes: Mapping[str, tuple[int, int]]) -> None:
@@ -198,7 +199,7 @@ def _divisible(
     first = wrong[0]
     group, columns = schemes[first].group or 1, shapes[first][1]
     widths = sorted({shapes[name][1] for name in wrong})
-    sizes_of = plugins.load("formats", schemes[first].format).rules.groups or (256, 192, 128, 96, 64, 48, 32, 16)
+    sizes_of = load_format(schemes[first].format).rules.groups or (256, 192, 128, 96, 64, 48, 32, 16)
     fitting = [size for size in sizes_of if all(width % size == 0 for width in widths)]
     use = f"use {min(fitting, key=lambda size: abs(size - group))}, or " if fitting else ""
     others = f" (and {len(wrong) - 1} other layers)" if len(wrong) > 1 else ""
@@ -213,7 +214,7 @@ def _divisible(
 
 def _power(name: str, group: int, columns: int) -> int | None:
     """The largest power of two up to `group` that divides K and that the format has."""
-    allowed = plugins.load("formats", name).rules.groups or _POWERS
+    allowed = load_format(name).rules.groups or _POWERS
     return next((size for size in _POWERS if size <= group and columns % size == 0 and size in allowed), None)
 
 
@@ -259,9 +260,7 @@ def _storable(schemes: Mapping[str, WeightScheme], dtype: str, decisions: list[D
         return dict(schemes)
     found = {
         # a format may have no such scales, and be read by kernels of its own
-        name: scheme.model_copy(update={"scale": dtype})
-        if dtype in plugins.load("formats", scheme.format).rules.scales
-        else scheme
+        name: scheme.model_copy(update={"scale": dtype}) if dtype in load_format(scheme.format).rules.scales else scheme
         for name, scheme in schemes.items()
     }
     for scale in sorted({schemes[name].scale for name, scheme in found.items() if scheme != schemes[name]}):

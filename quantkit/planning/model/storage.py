@@ -16,7 +16,17 @@ from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.planning.model.architecture import Architecture, Matrix
 from quantkit.planning.model.assigned import ROLES, Assigned, assign, takes_head
-from quantkit.planning.model.stored import ENTRY, WIDTHS, Stored, header_bytes, in_engine, in_graph, in_layout
+from quantkit.planning.model.stored import (
+    ENTRY,
+    LAYOUTS,
+    WIDTHS,
+    LayoutHeaders,
+    Stored,
+    header_bytes,
+    in_engine,
+    in_graph,
+    in_layout,
+)
 from quantkit.recipe import Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 
@@ -104,7 +114,7 @@ def storage(architecture: Architecture, recipe: Recipe, export: str | None = Non
     if chosen not in steps:
         raise InputError("export-unknown", where=recipe.name, value=chosen, rule=f"it exports {', '.join(steps)}")
     linears, head, assigned = _laid_over(architecture, recipe)
-    options = plugins.load("export", chosen).Options(**steps[chosen])
+    options: Any = plugins.EXPORTERS.load(chosen).Options(**steps[chosen])
     if chosen == "onnx":
         _refuse_experts(architecture)
         found = _graph(architecture, recipe, linears, head, options)
@@ -113,7 +123,7 @@ def storage(architecture: Architecture, recipe: Recipe, export: str | None = Non
         found = _engine(architecture, linears, head)
     else:
         _refuse_tied(architecture, assigned)
-        layout = None if options.layout == "dense" else plugins.load("model.layouts", options.layout.replace("-", "_"))
+        layout = None if options.layout == "dense" else LAYOUTS.load(options.layout.replace("-", "_"))
         found = _checkpoint(architecture, recipe, linears, head, layout)
     shared = architecture.tied and assigned.head is None
     return replace(found, shared=shared, decisions=assigned.decisions)
@@ -190,7 +200,11 @@ def _refuse_experts(architecture: Architecture) -> None:
 
 
 def _checkpoint(
-    architecture: Architecture, recipe: Recipe, linears: Sequence[Stored], head: Stored | None, layout: Any
+    architecture: Architecture,
+    recipe: Recipe,
+    linears: Sequence[Stored],
+    head: Stored | None,
+    layout: LayoutHeaders | None,
 ) -> Storage:
     dtype = architecture.dtype
     width = WIDTHS[dtype]
@@ -241,7 +255,7 @@ def _graph(
     # of an encoder the graph gives the last hidden states
     head = None if architecture.kind == "encoder" else head
     others = 4.0 * (_elsewhere(architecture) - architecture.ends) + _rotary(architecture)
-    if any("moved" in plugins.load("passes", step.name).ensures for step in recipe.passes):
+    if any("moved" in plugins.PASSES.load(step.name).ensures for step in recipe.passes):
         others += sum(8.0 * columns for columns in _shared_inputs(filled))  # a shift and a scale a channel
     block, rest = _GRAPH[architecture.kind]
     return Storage(

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil, prod
-from typing import Any
+from typing import Any, Protocol
 
-from quantkit import plugins
+from quantkit.formats import load_format
 from quantkit.formats.base.layout import scale_shape
 from quantkit.planning.model.architecture import Matrix
 from quantkit.planning.model.assigned import padded
+from quantkit.plugins import Kind
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -26,6 +27,22 @@ _ELEMENTS = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I64": 8, "U8": 1, "I8": 1
 ENTRY = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
 # name, type, shape
 _Header = tuple[str, str, tuple[int, ...]]
+
+
+class LayoutHeaders(Protocol):
+    """What a plan asks of a checkpoint's layout; see `quantkit.model.layouts.Layout`."""
+
+    @property
+    def codes(self) -> str:
+        """Suffix of the tensor that holds the codes."""
+        ...
+
+    def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[_Header]:
+        """(name, safetensors dtype, shape) of what is stored of [N, K]."""
+        ...
+
+
+LAYOUTS: Kind[LayoutHeaders] = Kind("model.layouts")
 
 
 @dataclass(frozen=True)
@@ -61,7 +78,7 @@ class Stored:
         return self.codes + self.scales + self.zeros + self.padding + self.tables + self.bias
 
 
-def in_layout(each: Stored, dtype: str, layout: Any) -> Stored:
+def in_layout(each: Stored, dtype: str, layout: LayoutHeaders | None) -> Stored:
     """In a checkpoint.
 
     Args:
@@ -112,7 +129,7 @@ def in_graph(each: Stored, options: Any) -> Stored:
             tables=4.0 * rows * centred,
             bias=bias,
         )
-    bits, block, exact = plugins.load("formats", scheme.format).bits, _block(columns, scheme), _exact(each)
+    bits, block, exact = load_format(scheme.format).bits, _block(columns, scheme), _exact(each)
     count = ceil(columns / block)
     return replace(
         each,
@@ -136,7 +153,7 @@ def in_engine(each: Stored) -> Stored:
     return replace(each, format=scheme.format, codes=codes, scales=float(rows * columns * width), bias=bias)
 
 
-def header_bytes(each: Stored, layout: Any, digits: int) -> int:
+def header_bytes(each: Stored, layout: LayoutHeaders | None, digits: int) -> int:
     """What all `count` of a linear add to the header of a safetensors file; `digits`: of an offset."""
     matrix = each.matrix
     headers: list[_Header] = [(f"{matrix.name}.weight", "BF16", (matrix.N, matrix.K))]
@@ -149,10 +166,11 @@ def header_bytes(each: Stored, layout: Any, digits: int) -> int:
     )
 
 
-def _headers(each: Stored, layout: Any) -> list[_Header]:
+def _headers(each: Stored, layout: LayoutHeaders) -> list[_Header]:
     """What a layout lists of a linear, and the fixed scale and zero point of its input."""
     matrix = each.matrix
-    found: list[_Header] = layout.headers(matrix.name, (matrix.N, matrix.K), each.scheme)
+    assert each.scheme is not None
+    found = layout.headers(matrix.name, (matrix.N, matrix.K), each.scheme)
     if each.activations is None or each.activations.dynamic:
         return found
     found = [*found, (f"{matrix.name}.input_scale", "F32", (1,))]
@@ -178,7 +196,7 @@ def _plain(each: Stored, dtype: str) -> Stored:
 def _exact(each: Stored) -> float:
     """Bytes of the codes alone, without what fills them up."""
     assert each.scheme is not None
-    bits: int = plugins.load("formats", each.scheme.format).bits
+    bits: int = load_format(each.scheme.format).bits
     return each.matrix.N * each.matrix.K * bits / 8
 
 

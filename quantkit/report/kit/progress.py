@@ -26,9 +26,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from quantkit import content, plugins
+from quantkit import content
 from quantkit.errors import InputError
 from quantkit.model.source.alias import ALIASES
+from quantkit.passes import load_pass
 from quantkit.recipe import Recipe
 from quantkit.report.kit import words
 
@@ -261,7 +262,7 @@ def first_guess(model: str, recipe: Recipe, threads: int) -> float | None:
     count = _weights(model)
     if count is None:
         return None
-    looks = any(plugins.load("passes", step.name).needs for step in recipe.passes)
+    looks = any(load_pass(step.name).needs for step in recipe.passes)
     seen = recipe.calibration.samples * recipe.calibration.tokens if looks else 0
     positions = 2 * _SCORED + 3 * seen
     return 12.0 + 2 * count * positions / (35e9 * max(threads, 1)) + count / 2e7

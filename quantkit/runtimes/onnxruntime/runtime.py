@@ -8,13 +8,14 @@ from typing import Any
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.runtimes.generate import Sampling, generated, stream
+from quantkit.runtimes import Runtime
+from quantkit.runtimes.generate import Sampling, stream
 from quantkit.runtimes.onnxruntime.session import FOLDER, MODEL, Loaded
 
 __all__ = ["RUNTIME", "OnnxRuntime", "Sampling", "stream"]
 
 
-class OnnxRuntime:
+class OnnxRuntime(Runtime):
     """See the module."""
 
     name = "onnxruntime"
@@ -72,35 +73,6 @@ class OnnxRuntime:
                 remedy="fetch or compile the bundle again",
             )
         return folder
-
-    def generate(
-        self,
-        bundle: Bundle,
-        prompt: str,
-        *,
-        new_tokens: int = 64,
-        sample: bool = False,
-        seed: int = 0,
-        chat: bool = False,
-    ) -> dict[str, Any]:
-        """Continue a prompt; see `runtimes.torch` for the arguments.
-
-        Returns:
-            `text`, `tokens` (how many), `seconds`, `first_token_s` and `tokens_per_s` of the steps after it.
-
-        Raises:
-            InputError: `not-a-decoder`, `no-tokenizer`, `prompt-empty`, `prompt-too-long`.
-        """
-        return generated(
-            bundle,
-            self.folder(bundle),
-            lambda: self.load(bundle),
-            prompt,
-            new_tokens=new_tokens,
-            sample=sample,
-            seed=seed,
-            chat=chat,
-        )
 
 
 RUNTIME = OnnxRuntime()

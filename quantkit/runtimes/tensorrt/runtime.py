@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError, MissingDependency
-from quantkit.runtimes.generate import generated
+from quantkit.runtimes import Runtime
 from quantkit.runtimes.tensorrt import library as tensorrt_library
 from quantkit.runtimes.tensorrt.file import FOLDER, choose, descriptions, matching, verified
 from quantkit.runtimes.tensorrt.library import Library, Name
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 Gpus = Callable[[], tuple[Sequence[Mapping[str, Any]], str]]
 
 
-class Tensorrt:
+class Tensorrt(Runtime):
     """One of the two libraries; see `_tensorrt_library`.
 
     Args:
         name: of it.
         library: that runs engines, gpus: of this machine, device: torch's; None: what is here. For tests.
     """
+
+    engines = True
 
     def __init__(
         self, name: Name, *, library: Library | None = None, gpus: Gpus | None = None, device: str = "cuda"
@@ -134,32 +136,6 @@ class Tensorrt:
         if blind := self._torch_blind():
             raise self._absent(blind)
         return Engine(file, library, device=self._device)
-
-    def generate(
-        self,
-        bundle: Bundle,
-        prompt: str,
-        *,
-        new_tokens: int = 64,
-        sample: bool = False,
-        seed: int = 0,
-        chat: bool = False,
-    ) -> dict[str, Any]:
-        """Continue a prompt; see `runtimes.torch` for the arguments and `_generate` for what comes back.
-
-        Raises:
-            InputError: of `load`; `not-a-decoder`, `no-tokenizer`, `prompt-empty`, `prompt-too-long`.
-        """
-        return generated(
-            bundle,
-            self.folder(bundle),
-            lambda: self.load(bundle),
-            prompt,
-            new_tokens=new_tokens,
-            sample=sample,
-            seed=seed,
-            chat=chat,
-        )
 
     def _here(self) -> tuple[Sequence[Mapping[str, Any]], str]:
         from quantkit import machine

@@ -17,6 +17,7 @@ from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.kinds import one
 from quantkit.model import layouts
+from quantkit.runtimes import Runtime
 from quantkit.runtimes.torch.classes import built, described
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from quantkit.model.streaming.stream import StreamedModel
 
 
-class TorchRuntime:
+class TorchRuntime(Runtime):
     """See the module."""
 
     name = "torch"
@@ -142,19 +143,7 @@ class TorchRuntime:
         seed: int = 0,
         chat: bool = False,
     ) -> dict[str, Any]:
-        """Continue a prompt.
-
-        Args:
-            bundle: a decoder's.
-            prompt: text.
-            new_tokens: at most.
-            sample: draw from the distribution instead of taking the most likely token.
-            seed: of the drawing.
-            chat: wrap the prompt in the model's chat template (rendered by transformers in a Jinja sandbox).
-
-        Returns:
-            `text`, `tokens` (how many) and `seconds`.
-        """
+        """Continue a prompt; the chat template is rendered by transformers in a Jinja sandbox."""
         import time
 
         import torch

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit import content, machine, plugins
+from quantkit import content, machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
+from quantkit.export import load_exporter
 from quantkit.export.tensorrt.network import pairs
 from quantkit.export.tensorrt.profiles import inputs_of
 from quantkit.pipeline.finished.layerwise import fed
+from quantkit.runtimes import load_runtime
 from quantkit.runtimes.tensorrt.file import FOLDER, NETWORK
+from quantkit.runtimes.tensorrt.runtime import Tensorrt
 from quantkit.tuning.placement.search import Found, Measured, Report, search
 
 if TYPE_CHECKING:
@@ -58,8 +61,9 @@ def autotune(
         InputError: `gpu-absent`, `engine-missing`, `inputs-missing`, `inputs-differ`, `nothing-to-tune`, those of a
             build.
     """
-    exporter = plugins.load("export", "tensorrt")
-    runtime = plugins.load("runtimes", str(options.get("library", "tensorrt_rtx")))
+    exporter = load_exporter("tensorrt")
+    runtime = load_runtime(str(options.get("library", "tensorrt_rtx")))
+    assert isinstance(runtime, Tensorrt)
     why = runtime.why_not_here()
     if why is not None:
         raise InputError(
@@ -96,10 +100,8 @@ def autotune(
     journal = content.cache_dir() / "tune" / f"qdq-{name}.jsonl"
 
     def build(beside: Path) -> Loaded | LoadedGraph:
-        opened: Loaded | LoadedGraph
         built = exporter.build(beside, options)
-        opened = runtime.open_graph(beside, built=built) if graph else runtime.open(beside, built=built)
-        return opened
+        return runtime.open_graph(beside, built=built) if graph else runtime.open(beside, built=built)
 
     groups = pairs.groups(network)
     measure = Placements(folder, groups, build, feed)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from reference import plain_gptq
 
-from quantkit import plugins
 from quantkit.errors import InputError
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, load_format
 from quantkit.model import layouts
 from quantkit.scheme import WeightScheme
 
@@ -20,7 +19,7 @@ LAYER = "model.layers.0.mlp.up_proj"
 def quantized(how: WeightScheme, shape: tuple[int, int] = (64, 96), seed: int = 0) -> QuantTensor:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator)
-    found: QuantTensor = plugins.load("formats", how.format).quantize(weight, how)
+    found: QuantTensor = load_format(how.format).quantize(weight, how)
     return found
 
 
@@ -58,7 +57,7 @@ def test_an_independent_reader_finds_what_was_stored(name: str, bits: int, field
     assert layout.prefixes(found) == [LAYER]
     assert layout.shape(LAYER, found.__getitem__) == tensor.shape
     bits_stored = sum(8 * value.numel() * value.element_size() for value in found.values())
-    planned = plugins.load("formats", how.format).bits_per_weight(tensor.shape, how) * tensor.codes.numel()
+    planned = load_format(how.format).bits_per_weight(tensor.shape, how) * tensor.codes.numel()
     assert planned <= bits_stored <= planned + layout.overhead(tensor.shape, how)
 
 

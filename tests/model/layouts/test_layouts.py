@@ -13,17 +13,17 @@ import zoo
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from quantkit import plugins
 from quantkit.errors import InputError
 from quantkit.export.checkpoint import reload
 from quantkit.export.checkpoint.exporter import EXPORT
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, load_format
 from quantkit.model import finished, layouts
 from quantkit.model.finished import Finished
 from quantkit.model.kernel_limit import kernel_limit
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import Head, StreamedModel
 from quantkit.model.structure.traced import is_linear
+from quantkit.runtimes import load_runtime
 from quantkit.runtimes.torch.reloaded import reloaded
 from quantkit.scheme import WeightScheme
 
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def quantize(weight: torch.Tensor, how: WeightScheme) -> QuantTensor:
-    found: QuantTensor = plugins.load("formats", how.format).quantize(weight, how)
+    found: QuantTensor = load_format(how.format).quantize(weight, how)
     return found
 
 
@@ -69,12 +69,12 @@ def test_what_is_written_is_read_back(name: str, fields: dict[str, Any]) -> None
     assert layout.shape(PREFIX, stored.__getitem__) == (96, 128)
     assert bool((layout.scale(PREFIX, stored.__getitem__).float() > 0).all())
     back = layout.read_back(PREFIX, how, stored.__getitem__)
-    values = plugins.load("formats", how.format).dequantize(tensor)
+    values = load_format(how.format).dequantize(tensor)
     assert torch.equal(back.codes, tensor.codes)
     assert back.scale.dtype == tensor.scale.dtype
-    torch.testing.assert_close(plugins.load("formats", how.format).dequantize(back), values, rtol=2e-7, atol=0)
+    torch.testing.assert_close(load_format(how.format).dequantize(back), values, rtol=2e-7, atol=0)
     bits = sum(8 * value.numel() * value.element_size() for value in stored.values())
-    planned = plugins.load("formats", how.format).bits_per_weight((96, 128), how) * 96 * 128
+    planned = load_format(how.format).bits_per_weight((96, 128), how) * 96 * 128
     assert planned <= bits <= planned + layout.overhead((96, 128), how)
     config = layout.quantization_config({PREFIX: how}, ["lm_head"], "bfloat16")
     assert layouts.of(json.loads(json.dumps(config))) is layout
@@ -97,7 +97,7 @@ def test_a_tie_in_bfloat16_goes_the_library_s_way() -> None:
     config = layout.quantization_config({PREFIX: how}, [], "bfloat16")
     expanded = layout.expansion(config, torch.bfloat16).weight(PREFIX, stored.__getitem__)
     assert torch.equal(expanded, layout.as_loaded(tensor, torch.bfloat16, config))
-    assert not torch.equal(expanded, plugins.load("formats", "nvfp4").dequantize(tensor).bfloat16())
+    assert not torch.equal(expanded, load_format("nvfp4").dequantize(tensor).bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def dense(source: Path, tensors: dict[str, QuantTensor]) -> nn.Module:
     model = AutoModelForCausalLM.from_pretrained(source)
     with torch.no_grad():
         for linear, tensor in tensors.items():
-            values = plugins.load("formats", tensor.scheme.format).dequantize(tensor)
+            values = load_format(tensor.scheme.format).dequantize(tensor)
             model.get_submodule(linear).weight.copy_(values)
     return model.eval()
 
@@ -221,7 +221,7 @@ def test_a_bundle_without_its_library_still_runs(tmp_path: Path, source: Path, m
 
     ids = zoo.ids(2, 12)
     with torch.no_grad():
-        found = plugins.load("runtimes", "torch").load(Bundle())(ids).logits
+        found = load_runtime("torch").load(Bundle())(ids).logits
         meant = dense(source, tensors)(ids).logits
     assert float((found - meant).abs().max() / meant.abs().max()) <= 1e-3
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit import plugins
+from quantkit.formats import load_format
 from quantkit.model.layouts.pack_quantized import LAYOUT
 from quantkit.scheme import WeightScheme
 
@@ -23,7 +23,7 @@ def test_packing_agrees_with_the_library_and_is_its_own_inverse(
 
     torch.manual_seed(bits)
     how = WeightScheme(format=f"int{bits}", granularity=granularity, symmetric=symmetric, scale="float32")
-    tensor = plugins.load("formats", how.format).quantize(torch.randn(shape), how)
+    tensor = load_format(how.format).quantize(torch.randn(shape), how)
     stored = {"x" + LAYOUT.codes: LAYOUT.packed(tensor), **LAYOUT.companions("x", tensor, torch.float32)}
     assert [(name, tuple(value.shape)) for name, value in stored.items()] == [
         (name, size) for name, _, size in LAYOUT.headers("x", shape, how)
@@ -37,5 +37,5 @@ def test_packing_agrees_with_the_library_and_is_its_own_inverse(
     assert torch.equal(back.scale, tensor.scale)
     assert back.zero is None if symmetric else torch.equal(back.zero, tensor.zero)
     # the same bytes as the format's own packing, rows filled up to whole words
-    reference = plugins.load("formats", f"int{bits}").pack(tensor.codes)
+    reference = load_format(f"int{bits}").pack(tensor.codes)
     assert torch.equal(stored["x.weight_packed"].view(torch.uint8)[:, : reference.shape[1]], reference)

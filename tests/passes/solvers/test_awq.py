@@ -2,15 +2,15 @@ import pytest
 import torch
 from reference.gptq_oracle import cost
 
-from quantkit import plugins
 from quantkit.errors import InputError
+from quantkit.formats import load_format
 from quantkit.passes.solvers import awq as solver
 from quantkit.passes.solvers.awq import clip, search_scales, transformed
 from quantkit.passes.solvers.factor import factor
 from quantkit.passes.solvers.gptq import gptq
 from quantkit.scheme import WeightScheme
 
-INT4 = plugins.load("formats", "int4")
+INT4 = load_format("int4")
 
 
 def scheme(granularity="group", symmetric=False, group=16):

@@ -2,8 +2,8 @@ import pytest
 import torch
 from reference.gptq_oracle import cost, wanted
 
-from quantkit import plugins
 from quantkit.errors import InputError
+from quantkit.formats import load_format
 from quantkit.formats.base.grid import GridFormat
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.passes.solvers import gptq as solver
@@ -12,7 +12,7 @@ from quantkit.passes.solvers.factor import factor
 from quantkit.passes.solvers.gptq import gptq, gptq_shared
 from quantkit.scheme import WeightScheme
 
-INT4 = plugins.load("formats", "int4")
+INT4 = load_format("int4")
 
 
 def scheme(granularity="group", group=16, symmetric=False, name="int4", scale="float16"):
@@ -35,7 +35,7 @@ def problem(rows, columns, tokens=256, seed=0, outlier=True):
 
 
 def read(result):
-    return plugins.load("formats", result.tensor.scheme.format).dequantize(result.tensor)
+    return load_format(result.tensor.scheme.format).dequantize(result.tensor)
 
 
 SCHEMES = [
@@ -57,7 +57,7 @@ def test_each_code_is_the_nearest_to_what_its_column_asked_for(choice, act_order
     solved = factor(hessian, damping=0.02, act_order=act_order)
     result = gptq(weight, solved, choice)
     asked = wanted(weight, read(result), solved.hessian, solved.order)
-    form = plugins.load("formats", choice.format)
+    form = load_format(choice.format)
     groups = result.tensor.scale.shape[1]
     step = result.tensor.scale.double().repeat_interleave(shape[1] // groups, dim=1)
     zero = 0 if result.tensor.zero is None else result.tensor.zero.double().repeat_interleave(shape[1] // groups, dim=1)
@@ -69,7 +69,7 @@ def test_each_code_is_the_nearest_to_what_its_column_asked_for(choice, act_order
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_any_width_stays_in_its_range(bits, monkeypatch):
-    monkeypatch.setattr(solver.ranges, "grid_format", lambda _: IntegerFormat("any", bits))
+    monkeypatch.setattr(solver, "load_grid", lambda _: IntegerFormat("any", bits))
     weight, hessian = problem(5, 32)
     for symmetric in (True, False):
         codes = gptq(weight, hessian, scheme(symmetric=symmetric)).tensor.codes
@@ -247,7 +247,7 @@ class Uniform(GridFormat):
 def test_a_format_known_by_its_grid_alone_gets_the_codes_of_an_integer_one(choice, sweeps, monkeypatch):
     weight, hessian = problem(12, 48)
     expected = gptq_shared([weight, weight * 2], hessian, choice, sweeps=sweeps, refit=False)
-    monkeypatch.setattr(solver.ranges, "grid_format", lambda _: Uniform("uniform", 4))
+    monkeypatch.setattr(solver, "load_grid", lambda _: Uniform("uniform", 4))
     found = gptq_shared([weight, weight * 2], hessian, choice, sweeps=sweeps, refit=False)
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one.tensor.codes, other.tensor.codes)
@@ -268,7 +268,7 @@ SCALED = {
 @pytest.mark.parametrize("sweeps", [0, 1])
 def test_any_grid_makes_up_for_errors(name, sweeps):
     choice = WeightScheme(format=name, symmetric=True, **SCALED[name])
-    form = plugins.load("formats", name)
+    form = load_format(name)
     weight, hessian = problem(20, 192)
     other = 5 * weight[:7].flip(0)
     other[:, :64] = 0  # groups without a range

@@ -6,8 +6,8 @@ import pytest
 import torch
 from reference import plain_hqq
 
-from quantkit import plugins
 from quantkit.errors import InputError
+from quantkit.formats import load_format
 from quantkit.passes.solvers import ranges
 from quantkit.passes.solvers.hqq import half_quadratic
 from quantkit.scheme import WeightScheme
@@ -30,7 +30,7 @@ def weights(rows: int = 6, columns: int = 48) -> torch.Tensor:
 
 def costs(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: WeightScheme) -> torch.Tensor:
     """`sum |r|^0.7` of each group, in the order of the scales."""
-    form = plugins.load("formats", scheme.format)
+    form = load_format(scheme.format)
     values = form.dequantize(form.nearest(weight, scale, zero, scheme))
     return (weight - values).abs().pow(0.7).reshape(scale.numel(), -1).sum(dim=1)
 
@@ -39,7 +39,7 @@ def costs(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, 
 def test_grids_cost_no_more_than_min_max_and_can_be_stored(scheme: WeightScheme) -> None:
     weight = weights()
     scale, zero = half_quadratic(weight, scheme)
-    form = plugins.load("formats", scheme.format)
+    form = load_format(scheme.format)
     assert torch.equal(form.stored(scale.float(), scheme), scale)
     assert (zero is None) == scheme.symmetric
     found, plain = costs(weight, scale, zero, scheme), costs(weight, *ranges.minmax(weight, scheme), scheme)
@@ -65,7 +65,7 @@ def test_no_turns_is_min_max_and_groups_of_zeros_stay_zero() -> None:
     for turns in (0, 10):
         scale, zero = half_quadratic(weight, SCHEMES[0], iterations=turns)
         assert bool(torch.isfinite(scale).all())
-        form = plugins.load("formats", "int4")
+        form = load_format("int4")
         assert not form.dequantize(form.nearest(weight, scale, zero, SCHEMES[0]))[2, :16].any()
     assert torch.equal(half_quadratic(weight, SCHEMES[0], iterations=0)[0], ranges.minmax(weight, SCHEMES[0])[0])
 

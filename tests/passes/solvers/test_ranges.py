@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from quantkit import plugins
 from quantkit.errors import InputError
+from quantkit.formats import load_format
 from quantkit.passes.solvers.ranges import Search, for_output, minmax, searched, transposed
 from quantkit.scheme import WeightScheme
 
-INT4 = plugins.load("formats", "int4")
+INT4 = load_format("int4")
 
 
 def scheme(granularity="group", symmetric=False, group=16):
@@ -97,7 +97,7 @@ OTHERS = [
 
 
 def cost(weight, tensor, importance=None):
-    squared = (plugins.load("formats", tensor.scheme.format).dequantize(tensor) - weight).double().square()
+    squared = (load_format(tensor.scheme.format).dequantize(tensor) - weight).double().square()
     return float((squared if importance is None else squared * importance.double()).sum())
 
 
@@ -106,7 +106,7 @@ def cost(weight, tensor, importance=None):
 @pytest.mark.parametrize("shape", [(1, 32), (37, 96)])
 def test_searching_works_for_every_grid(choice, weighted, shape):
     generator = torch.Generator().manual_seed(4)
-    form, weight = plugins.load("formats", choice.format), torch.randn(*shape, generator=generator)
+    form, weight = load_format(choice.format), torch.randn(*shape, generator=generator)
     weight[:, 5] *= 3
     importance = torch.rand(shape[1], generator=generator) + 0.01 if weighted else None
     plain = form.quantize(weight, choice)
@@ -141,7 +141,7 @@ def test_the_hessian_ranges_every_grid():
     weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(8))
     inputs = torch.randn(200, 96, generator=torch.Generator().manual_seed(9))
     for choice in OTHERS:
-        form = plugins.load("formats", choice.format)
+        form = load_format(choice.format)
         scale, zero = for_output(weight, choice, inputs.T @ inputs)
         assert bool(torch.isfinite(form.dequantize(form.nearest(weight, scale, zero, choice))).all())
 
@@ -149,7 +149,7 @@ def test_the_hessian_ranges_every_grid():
 def test_each_matrix_keeps_its_own_global_scale():
     """Matrices side by side, as solvers hold them, get the scales that they get alone."""
     choice = WeightScheme(format="nvfp4")
-    form = plugins.load("formats", "nvfp4")
+    form = load_format("nvfp4")
     parts = [torch.randn(5, 32, generator=torch.Generator().manual_seed(seed)) * 10**seed for seed in (0, 1)]
     wholes = torch.cat([form.global_scale(part.abs().amax(), choice).expand(5) for part in parts])
     together, _ = transposed(torch.cat(parts).T.contiguous(), 16, choice, None, Search(), wholes)

@@ -6,9 +6,8 @@ import pytest
 import torch
 from reference import plain_round
 
-from quantkit import plugins
 from quantkit.errors import InputError
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, load_format
 from quantkit.passes.solvers.round import LearnedRounding
 from quantkit.scheme import WeightScheme
 
@@ -24,7 +23,7 @@ def planted(scheme: WeightScheme, moved: bool, seed: int = 0) -> tuple[torch.Ten
     """A weight [5, 24] with min-max codes; `moved`: a third of them by one, as another pass might."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(5, 24, generator=generator)
-    form = plugins.load("formats", scheme.format)
+    form = load_format(scheme.format)
     tensor = form.quantize(weight, scheme)
     if moved:
         by = torch.randint(-1, 2, weight.shape, generator=generator, dtype=torch.int8)
@@ -39,7 +38,7 @@ def test_it_starts_at_the_given_codes(scheme: WeightScheme, moved: bool) -> None
     learned = LearnedRounding(weight, start)
     assert torch.equal(learned.tensor().codes, start.codes)
     assert torch.equal(learned.tensor().scale, start.scale)
-    form = plugins.load("formats", scheme.format)
+    form = load_format(scheme.format)
     assert torch.equal(learned.values(), form.dequantize(start))
 
 
@@ -67,7 +66,7 @@ def test_steps_go_against_the_sign_that_autograd_finds(scheme: WeightScheme, mov
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_what_is_reached_can_be_stored(scheme: WeightScheme) -> None:
     weight, start = planted(scheme, False)
-    form = plugins.load("formats", scheme.format)
+    form = load_format(scheme.format)
     learned = LearnedRounding(weight, start)
     generator = torch.Generator().manual_seed(2)
     for _ in range(40):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from quantkit import plugins
+from quantkit.formats import load_format
+from quantkit.passes import load_pass
 from quantkit.passes.solvers.gptq import gptq
 from quantkit.passes.solvers.unsaturated import LIMIT, neighbours, scales
 from quantkit.scheme import WeightScheme
@@ -43,9 +44,7 @@ def test_it_costs_far_less_than_the_eighth_bit() -> None:
     weight, hessian = problem(64, 96)
 
     def error(scheme: WeightScheme, other: torch.Tensor | None = None) -> float:
-        found = plugins.load("formats", scheme.format).dequantize(
-            gptq(weight, hessian, scheme, neighbours=other).tensor
-        )
+        found = load_format(scheme.format).dequantize(gptq(weight, hessian, scheme, neighbours=other).tensor)
         return float(((found - weight) @ hessian * (found - weight)).sum())
 
     eight, seven, bounded = error(INT8), error(INT7), error(INT8, neighbours(96))
@@ -66,4 +65,4 @@ def test_a_row_without_large_neighbours_keeps_its_scale() -> None:
 
 def test_sweeps_would_undo_the_bounds() -> None:
     with pytest.raises(ValidationError, match="sweeps"):
-        plugins.load("passes", "gptq").Settings(unsaturated=True, sweeps=1)
+        load_pass("gptq").Settings(unsaturated=True, sweeps=1)

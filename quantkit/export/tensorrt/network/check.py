@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quantkit import plugins
 from quantkit.bundle import Check
 from quantkit.errors import InputError
 from quantkit.export.onnx.check import _difference, _expected, _prompt, _worst, sound
 from quantkit.export.tensorrt.network.weights import TYPES
 from quantkit.export.values import Values
+from quantkit.formats import load_format
 from quantkit.graph.problem import told
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _weights(model: ir.Model, values: Values, limit: float) -> Check:
     worst, where = 0.0, ""
     for name in values.schemes:
         tensor = values.quantized(name)
-        dense = plugins.load("formats", tensor.scheme.format).dequantize(tensor).float().numpy()
+        dense = load_format(tensor.scheme.format).dequantize(tensor).float().numpy()
         found = read_back(model, name, tensor.scheme.format)
         if found is None or found.shape != dense.shape:
             return Check(name="network.weights", value=None, limit=limit, ok=False, where=name)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit import plugins
 from quantkit.bundle import Check
 from quantkit.export.onnx.check import sound
 from quantkit.export.tensorrt.network.check import LIMITS, computed, constant, demand_finite, in_floats, read_back
 from quantkit.export.tensorrt.network.weights import TYPES
+from quantkit.formats import load_format
 from quantkit.graph.pairs.qdq import stem_of
 from quantkit.graph.run import Feed, Runner
 
@@ -64,7 +64,7 @@ def check(
 def dense(product: Product) -> Array:
     """What the codes of a product stand for, [N, K] float32."""
     tensor = product.weight
-    values: Array = plugins.load("formats", tensor.scheme.format).dequantize(tensor).float().numpy()
+    values: Array = load_format(tensor.scheme.format).dequantize(tensor).float().numpy()
     return values
 
 

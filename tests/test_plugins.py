@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, Protocol, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -13,49 +13,60 @@ from pydantic import BaseModel, ValidationError
 import quantkit
 from quantkit import plugins
 from quantkit.errors import InputError
-from quantkit.model.layouts import Layout
+from quantkit.export import Exporter, load_exporter
+from quantkit.formats import Format, load_format
+from quantkit.formats.base.grid import GridFormat
+from quantkit.model.layouts import Layout, load_layout
+from quantkit.passes import Pass, load_pass
+from quantkit.plugins import Kind
+from quantkit.runtimes import Runtime, load_runtime
 
 PACKAGE = Path(quantkit.__file__).parent
-EVERY = [(kind, name) for kind in plugins.CONSTANTS for name in plugins.names(kind)]
+EVERY = [(kind, name) for kind in plugins.KINDS for name in kind.names()]
+LOADERS = {
+    "passes": (load_pass, Pass),
+    "formats": (load_format, Format),
+    "export": (load_exporter, Exporter),
+    "runtimes": (load_runtime, Runtime),
+    "model.layouts": (load_layout, Layout),
+}
 FACTS = {"unassigned", "codes", "folded", "moved"}
 STATISTICS = {"hessian", "absmax", "mean", "weight_errors", "inputs", "original_outputs"}
 
 
 def passes() -> list[str]:
-    return plugins.names("passes")
+    return plugins.PASSES.names()
 
 
 def test_what_ships_today_is_there() -> None:
     assert {"rtn", "gptq", "awq", "fold_norms", "fuse_qkv"} <= set(passes())
-    assert {"int4", "int8", "float32", "float16", "bfloat16"} <= set(plugins.names("formats"))
-    assert "checkpoint" in plugins.names("export")
-    assert "torch" in plugins.names("runtimes")
-    assert "pack_quantized" in plugins.names("model.layouts")
+    assert {"int4", "int8", "float32", "float16", "bfloat16"} <= set(plugins.FORMATS.names())
+    assert "checkpoint" in plugins.EXPORTERS.names()
+    assert "torch" in plugins.RUNTIMES.names()
+    assert "pack_quantized" in plugins.LAYOUTS.names()
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY)
-def test_one_file_one_thing(kind: str, name: str) -> None:
-    summary = plugins.summaries(kind)[name]
+def test_one_file_one_thing(kind: Kind[Any], name: str) -> None:
+    summary = kind.summaries()[name]
     assert 10 < len(summary) <= 120, "the docstring's first line is its summary"
     assert summary.endswith((".", ":")) or "." in summary
-    thing = plugins.load(kind, name)
-    assert thing.name == name == PACKAGE.joinpath(*kind.split("."), f"{name}.py").stem
+    assert kind.load(name).name == name
 
 
-@pytest.mark.parametrize("kind", plugins.CONSTANTS)
-def test_helpers_are_not_listed_and_a_near_miss_is_named(kind: str) -> None:
-    assert not [name for name in plugins.names(kind) if name.startswith("_")]
-    assert plugins.names(kind) == sorted(plugins.names(kind))
-    known = plugins.names(kind)[0]
+@pytest.mark.parametrize("kind", plugins.KINDS)
+def test_helpers_are_not_listed_and_a_near_miss_is_named(kind: Kind[Any]) -> None:
+    assert not [name for name in kind.names() if name.startswith("_")]
+    assert kind.names() == sorted(kind.names())
+    known = kind.names()[0]
     with pytest.raises(InputError) as caught:
-        plugins.load(kind, known + "x", where="here")
-    singular = {"passes": "pass", "formats": "format", "export": "exporter", "runtimes": "runtime"}.get(kind, "layout")
-    assert caught.value.code == f"unknown-{singular}"
+        kind.load(known + "x", where="here")
+    assert caught.value.code == f"unknown-{kind.singular}"
     assert caught.value.where == "here"
     assert "did you mean" in caught.value.remedy
     assert known in caught.value.remedy
-    with pytest.raises(InputError, match=f"unknown-{singular}"):
-        plugins.load(kind, "__init__")
+    with pytest.raises(InputError, match=f"unknown-{kind.singular}"):
+        kind.load("__init__")
 
 
 def closed(model: type[BaseModel]) -> bool:
@@ -64,10 +75,10 @@ def closed(model: type[BaseModel]) -> bool:
 
 @pytest.mark.parametrize("name", passes())
 def test_a_pass_says_what_it_needs_and_takes_no_unknown_setting(name: str) -> None:
-    step = plugins.load("passes", name)
+    step = load_pass(name)
     assert isinstance(step.paper, str)
     assert step.scope in ("block", "model")
-    assert callable(step.run if step.scope == "block" else step.transform)
+    assert ("run" if step.scope == "block" else "transform") in vars(type(step))
     assert step.needs <= STATISTICS
     assert step.requires <= FACTS
     assert step.ensures <= FACTS
@@ -82,7 +93,7 @@ def test_a_pass_says_what_it_needs_and_takes_no_unknown_setting(name: str) -> No
 
 @pytest.mark.parametrize("name", passes())
 def test_every_setting_is_documented_and_bounded(name: str) -> None:
-    settings = plugins.load("passes", name).Settings
+    settings = load_pass(name).Settings
     for field, about in settings.model_fields.items():
         assert f"{field}:" in (settings.__doc__ or ""), f"{name}.{field} is not in the docstring"
         if about.annotation is bool or get_origin(about.annotation) is Literal:
@@ -92,39 +103,49 @@ def test_every_setting_is_documented_and_bounded(name: str) -> None:
                 settings(**{field: -1})
 
 
-@pytest.mark.parametrize("name", plugins.names("formats"))
-def test_a_format_offers_what_others_rely_on(name: str) -> None:
-    form = plugins.load("formats", name)
+def members(protocol: type) -> set[str]:
+    """What a Protocol names, with what it goes on from."""
+    found: set[str] = set()
+    for base in protocol.__mro__[:-1]:
+        if base is not Protocol:
+            found |= {
+                name for name in (*vars(base), *vars(base).get("__annotations__", ())) if not name.startswith("_")
+            }
+    return found
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY)
+def test_a_plugin_has_every_member_that_its_protocol_names(kind: Kind[Any], name: str) -> None:
+    load, protocol = LOADERS[kind.folder]
+    found, named = load(name), members(protocol)
+    assert found is kind.load(name)
+    assert "name" in named
+    assert not {each for each in named if not hasattr(found, each)}
+
+
+@pytest.mark.parametrize("name", plugins.FORMATS.names())
+def test_a_format_says_its_bits(name: str) -> None:
+    form = load_format(name)
     assert 0 < form.bits <= 32
-    for method in ("quantize", "dequantize", "pack", "unpack", "bits_per_weight"):
-        assert callable(getattr(form, method))
+    assert form.rules.codes == isinstance(form, GridFormat)
 
 
-@pytest.mark.parametrize("name", plugins.names("export"))
-def test_an_exporter_offers_what_the_pipeline_relies_on(name: str) -> None:
-    exporter = plugins.load("export", name)
+@pytest.mark.parametrize("name", plugins.EXPORTERS.names())
+def test_an_exporter_s_options_are_closed(name: str) -> None:
+    exporter = load_exporter(name)
     assert exporter.runtimes
-    assert isinstance(exporter.fuses, bool)
     assert exporter.Options.model_config.get("extra") == "forbid"
     exporter.Options()
-    for method in ("accepts", "write", "check"):
-        assert callable(getattr(exporter, method))
+    own = {name for base in type(exporter).__mro__ if base is not Exporter for name in vars(base)}
+    assert exporter.adds == ("add" in own)
+    assert exporter.builds == ("build" in own)
 
 
-@pytest.mark.parametrize("name", plugins.names("model.layouts"))
-def test_a_layout_offers_what_writing_and_reading_rely_on(name: str) -> None:
-    layout = plugins.load("model.layouts", name)
+@pytest.mark.parametrize("name", plugins.LAYOUTS.names())
+def test_a_layout_lists_its_codes_among_its_parts(name: str) -> None:
+    layout = load_layout(name)
     assert layout.codes in layout.parts
     assert layout.libraries
-    methods = [method for method, value in vars(Layout).items() if callable(value) and not method.startswith("_")]
-    assert "read_back" in methods
-    for method in methods:
-        assert callable(getattr(layout, method))
-
-
-@pytest.mark.parametrize("name", plugins.names("runtimes"))
-def test_a_runtime_loads(name: str) -> None:
-    assert callable(plugins.load("runtimes", name).load)
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -145,9 +166,9 @@ import quantkit, quantkit.cli
 from quantkit import content, plugins
 from quantkit.pipeline import Request
 from quantkit.recipe import Recipe
-for kind in plugins.CONSTANTS:
-    for name in plugins.names(kind):
-        plugins.load(kind, name)
+for kind in plugins.KINDS:
+    for name in kind.names():
+        kind.load(name)
 for name in content.names("recipes"):
     Request.of(recipe=name, target="t4" if name == "int8-tensorrt" else None)  # an engine alone: no CPU runs it
 quantkit.Pipeline([{{"gptq": {{"damping": 0.1}}}}])
@@ -160,12 +181,7 @@ print("fine")
 
 def test_summaries_are_read_without_importing() -> None:
     done = run(
-        "import sys; from quantkit import plugins; plugins.summaries('passes'); "
+        "import sys; from quantkit import plugins; plugins.PASSES.summaries(); "
         "print([name for name in sys.modules if name.startswith('quantkit.passes')])"
     )
     assert done.stdout == "[]\n", done.stderr
-
-
-@pytest.mark.parametrize(("kind", "name"), EVERY)
-def test_the_same_object_every_time(kind: str, name: str) -> None:
-    assert plugins.load(kind, name) is plugins.load(kind, name)
