@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.compile_fit import peaks, question, spent
+from harness.compile_fit import peaks, spec, spent
 from harness.compiles import compiled
 from harness.process import THREADS
 from harness.record import record, show, verdicts
@@ -57,7 +57,7 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
     """A line of the table: losses with their intervals, gates, and the peak that was forecast beside the one seen."""
     rows = {each["name"]: each for each in row["figures"]}
     kl, perplexity = rows.get("accuracy.kl"), rows.get("accuracy.perplexity")
-    expected, seen = forecast(question(row)), peaks(row)
+    expected, seen = forecast(spec(row)), peaks(row)
     part = max(seen, key=lambda name: seen[name])
     most = max(expected.values())
     found = {

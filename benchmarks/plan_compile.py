@@ -28,14 +28,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness.compile_fit import fitted, peaks, question, spent
+from harness.compile_fit import fitted, peaks, spec, spent
 from harness.compiles import compiled
 from harness.process import THREADS, envelope, environment, quantkit, run
 from harness.random_model import make
 from harness.record import RESULTS, record, show, verdicts
 
 from quantkit import machine as host
-from quantkit.planning.compiling.forecast import RATES, SCORED, Machine, Rates, compiling
+from quantkit.planning.compiling.forecast import SCORED, predict
+from quantkit.planning.compiling.result import RATES, Machine, Rates
 from quantkit.planning.model import shipped as shipped_models
 
 COLUMNS = {
@@ -195,7 +196,7 @@ def fit(
         rates = Rates.from_dict({**others, "interval": (1, 1), "machine": about})
         for row in rows:
             if row["model"] == left_out:
-                expected = compiling(question(row), machine, rates)
+                expected = predict(spec(row), machine, rates)
                 ratios.append(_seconds(row) / sum(expected.cpu_seconds.values()))
     table = fitted(rows, real, machine, MEMORY_ALONE)
     rates = Rates.from_dict({**table, "interval": (1, 1), "machine": about})
@@ -211,7 +212,7 @@ def shared_out(rows: Sequence[Mapping[str, Any]], machine: Machine, rates: Rates
     """
     best, least = 1.0, float("inf")
     for x in (step / 100 for step in range(50, 101)):
-        walls = [compiling(question(row), machine, replace(rates, sharing=x)).total for row in rows]
+        walls = [predict(spec(row), machine, replace(rates, sharing=x)).total for row in rows]
         cost = sum((wall / row["seconds"] - 1) ** 2 for wall, row in zip(walls, rows, strict=True))
         best, least = (x, cost) if cost < least else (best, least)
     return best
@@ -224,7 +225,7 @@ def _seconds(row: Mapping[str, Any]) -> float:
 
 def compared(row: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
     """Predicted and real of one compile."""
-    expected = compiling(question(row), machine)
+    expected = predict(spec(row), machine)
     cpu, wall = sum(expected.cpu_seconds.values()), expected.total
     peak, place = max((value, part) for part, value in peaks(row).items())
     bundle = row["bundle_bytes"]
@@ -269,7 +270,7 @@ def main() -> int:
     parser.add_argument("--speed", action="store_true", help="time graphs as well")
     parser.add_argument("--no-record", action="store_true")
     options = parser.parse_args()
-    return learn(options) if options.fit else predict(options)
+    return learn(options) if options.fit else predicted(options)
 
 
 def learn(options: argparse.Namespace) -> int:
@@ -326,7 +327,7 @@ def learn(options: argparse.Namespace) -> int:
     return 0
 
 
-def predict(options: argparse.Namespace) -> int:
+def predicted(options: argparse.Namespace) -> int:
     """Compile smollm2-135m and set what was predicted beside it."""
     place, figures = Path(tempfile.mkdtemp(prefix="plan-compile-")), known()
     machine = Machine("this machine", THREADS, figures["fp32"], figures["read"])

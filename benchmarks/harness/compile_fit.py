@@ -14,9 +14,10 @@ import numpy as np
 from scipy.optimize import lsq_linear, nnls
 
 from quantkit.pipeline.blocks.score import CONFIRMING
-from quantkit.planning.compiling.forecast import SCORED, Machine, asked, of
+from quantkit.planning.compiling.forecast import SCORED, described, of
 from quantkit.planning.compiling.memory import WHOLE, held
-from quantkit.planning.compiling.work import Question, counted
+from quantkit.planning.compiling.result import Machine
+from quantkit.planning.compiling.work import CompileSpec, counted
 from quantkit.planning.model import configs
 from quantkit.recipe import Recipe
 
@@ -66,11 +67,11 @@ _WELL = 1.05
 _LEFT = (0.0, 0.5)
 
 
-def question(row: Row) -> Question:
+def spec(row: Row) -> CompileSpec:
     """What a recorded compile was."""
     recipe = Recipe.load(row["recipe"], row["changes"])
     model = configs.from_config(row["config"], row["model"])
-    return asked(model, recipe, speed=row["speed"], positions=row["scored"] or SCORED)
+    return described(model, recipe, speed=row["speed"], positions=row["scored"] or SCORED)
 
 
 def parts(row: Row) -> list[tuple[str, float, int]]:
@@ -127,7 +128,7 @@ def fitted(
 def _kinds(rows: Iterable[Row], machine: Machine) -> dict[str, Any]:
     taken = []
     for row in rows:
-        work, seconds = counted(question(row)), spent(row)
+        work, seconds = counted(spec(row)), spent(row)
         # of one export, what says where the model is hurt comes after the share that is told of the score
         last = [part for part in seconds if part.startswith("score ")][-1:]
         for part in last if len(Recipe.load(row["recipe"]).export) == 1 else ():
@@ -153,7 +154,7 @@ def _kinds(rows: Iterable[Row], machine: Machine) -> dict[str, Any]:
 def _memory(rows: Sequence[Row], real: Sequence[Row]) -> dict[str, dict[str, float]]:
     seen: dict[str, list[tuple[Mapping[str, float], int]]] = {}
     for number, row in enumerate((*rows, *real)):
-        terms, found = held(question(row)), peaks(row)
+        terms, found = held(spec(row)), peaks(row)
         if number < len(rows):  # a random model's tokenizer has a token a byte: nothing to speak of
             terms = {part: {**each, "tokenizer": 0.0} for part, each in terms.items()}
         for part in terms.keys() & found.keys():

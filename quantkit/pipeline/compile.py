@@ -17,7 +17,7 @@ from quantkit import machine
 from quantkit.bundle import Build, Bundle, Check, Decision, content_sha256, inventory, stopping_when_full
 from quantkit.bundle.manifest import MEASUREMENTS
 from quantkit.measurement.rows import Row, write_rows
-from quantkit.pipeline.estimate import demand_space
+from quantkit.pipeline.estimate import demand_disk, line
 from quantkit.pipeline.gates import judge, warnings
 from quantkit.pipeline.graphs.located import takes_graph
 from quantkit.pipeline.manifest import manifest_of, with_documents
@@ -83,14 +83,14 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
     progress = progress or Progress()
     stages = Stages("open")
     subject = opened(request)
-    expected = subject.expected()
-    for said in (*expected.lines, *warnings(subject.decisions)):
+    expected = subject.expected
+    for said in (line(expected), *warnings(subject.decisions)):
         progress.note(said)
     progress.plan(expected.seconds)
     if request.strict:
         refuse(subject.decisions)
     if not request.resume:
-        demand_space(expected.disk, subject.out)
+        demand_disk(expected, subject.out)
     build = Build.open(subject.out, subject.fingerprint(), resume=request.resume)
     if build.finished is not None:
         rows, notes = given_back(build.finished, subject)

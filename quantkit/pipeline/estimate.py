@@ -10,13 +10,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantkit.errors import InputError
+from quantkit import machine
+from quantkit.errors import InputError, QuantkitError
 from quantkit.pipeline.baseline import place
-from quantkit.pipeline.request import runs_here
+from quantkit.pipeline.request import Request, runs_here, this_machine
 from quantkit.pipeline.verdict import quick
-from quantkit.planning.compiling import forecast
-from quantkit.planning.compiling.forecast import Compiling, Machine
-from quantkit.planning.compiling.work import Question
+from quantkit.planning.compiling.forecast import described, predict
+from quantkit.planning.compiling.result import Compiling, Machine
+from quantkit.planning.compiling.work import CompileSpec
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture, Layer, Matrix
 from quantkit.report.kit import words
@@ -25,13 +26,13 @@ from quantkit.target import Target
 if TYPE_CHECKING:
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.pipeline.blocks.prepared import Prepared
-    from quantkit.recipe import ExportStep
+    from quantkit.recipe import ExportStep, Recipe
     from quantkit.scheme import WeightScheme
 
 
 def estimate(prepared: Prepared) -> Compiling:
     """For a request whose inputs were opened, on this machine."""
-    return forecast.compiling(question(prepared), here())
+    return predict(spec(prepared), here())
 
 
 def line(expected: Compiling) -> str:
@@ -42,17 +43,44 @@ def line(expected: Compiling) -> str:
     return f"expected: {words.about(expected.total)}, {words.size(expected.peak)} of memory, {space}{kept}"
 
 
-def here() -> Machine:
-    """This machine, with the figures that `quantkit doctor --write` measured, if it did."""
-    import torch
+def unopened(architecture: Architecture, recipe: Recipe, *, speed: bool) -> Compiling:
+    """For a model whose config alone was read, on this machine.
 
-    from quantkit.pipeline.request import this_machine
+    Args:
+        architecture: of the model.
+        recipe: its exports those that the target reads.
+        speed: whether the target is this machine, so that what is exported is timed.
 
-    return Machine.of(Target.load(this_machine()), torch.get_num_threads())
+    Raises:
+        InputError: what the compile would refuse by the sizes alone; `compile-unknown`, a network of images.
+    """
+    return predict(described(architecture, recipe, speed=speed), here(machine.cores()))
 
 
-def question(prepared: Prepared) -> Question:
-    """What is asked, in sizes."""
+def first_guess(request: Request) -> float | None:
+    """Seconds that a compile may take, before anything is opened; None where the model's config is not at hand."""
+    try:
+        found = unopened(configs.read(request.model), request.recipe, speed=request.speed and runs_here(request.target))
+    except QuantkitError:
+        return None
+    return found.total
+
+
+def here(cores: int | None = None) -> Machine:
+    """This machine, with the figures that `quantkit doctor --write` measured, if it did.
+
+    Args:
+        cores: that may be used; None: those that torch computes with.
+    """
+    if cores is None:
+        import torch
+
+        cores = torch.get_num_threads()
+    return Machine.of(Target.load(this_machine()), cores)
+
+
+def spec(prepared: Prepared) -> CompileSpec:
+    """The compile in sizes."""
     from quantkit.measurement.accuracy import states
     from quantkit.model.streaming.stream import StreamedModel
 
@@ -66,7 +94,7 @@ def question(prepared: Prepared) -> Question:
     if prepared.stream.transforms:
         original = StreamedModel(prepared.original)
     timed = times(prepared)
-    return Question(
+    return CompileSpec(
         model,
         prepared.request.recipe,
         {name: scheme for name, scheme in named.items() if scheme is not None},
@@ -154,16 +182,8 @@ def _scheme(prepared: Prepared, name: str) -> WeightScheme | None:
 
 
 def demand_disk(expected: Compiling, out: Path) -> None:
-    """Refuse a build that cannot end. Raises InputError `disk-space`."""
-    demand_space(expected.disk.most, out)
-
-
-def demand_space(need: float, out: Path) -> None:
-    """Refuse a build that takes more bytes than are free.
-
-    Raises:
-        InputError: `disk-space`.
-    """
+    """Refuse a build that takes more bytes than are free. Raises InputError `disk-space`."""
+    need = expected.disk.most
     place = next((folder for folder in (out, *out.absolute().parents) if folder.is_dir()), Path())
     free = shutil.disk_usage(place).free
     if need > free:

@@ -25,21 +25,7 @@ from quantkit.measurement.rows import Row
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request
 from quantkit.pipeline.stages import Stages
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a compile will take.
-
-    Args:
-        seconds: by stage, in order.
-        disk: bytes at most while it is built.
-        lines: that are said of it before work starts.
-    """
-
-    seconds: Mapping[str, float]
-    disk: float
-    lines: Sequence[str] = ()
+from quantkit.planning.compiling.result import Compiling
 
 
 @dataclass(frozen=True)
@@ -127,6 +113,7 @@ class Subject(Protocol):
         out: the bundle's place.
         decisions: taken so far.
         notes: what is to be known of the source.
+        expected: what the compile will take.
     """
 
     @property
@@ -141,8 +128,8 @@ class Subject(Protocol):
     @property
     def notes(self) -> Sequence[str]: ...  # noqa: D102
 
-    def expected(self) -> Expected:
-        """What the compile will take."""
+    @property
+    def expected(self) -> Compiling: ...  # noqa: D102
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that the bundle's content depends on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from pipeline.conftest import recipe
 from quantkit.errors import InputError
 from quantkit.pipeline import Request
 from quantkit.pipeline.blocks.prepared import Prepared, prepare
-from quantkit.pipeline.estimate import architecture, demand_disk, estimate, line, question
-from quantkit.planning.compiling import forecast
+from quantkit.pipeline.estimate import architecture, demand_disk, estimate, first_guess, line, spec
+from quantkit.planning.compiling.forecast import described
+from quantkit.recipe import Recipe
 
 
 def prepared(name: str, byte_tokenizer: Any, tmp_path: Path, **changes: Any) -> Prepared:
@@ -41,7 +43,7 @@ def test_every_linear_counts_once(name: str, byte_tokenizer: Any, tmp_path: Path
     )
     # whatever the files hold is in it
     assert model.parameters == pytest.approx(found.source.weights.total_bytes() / 4, rel=0.02)
-    asked = question(found)
+    asked = spec(found)
     stored = {matrix.name: matrix.count for matrix in model.inside() if matrix.name in asked.schemes}
     assert sum(stored.values()) == len(found.layers.schemes)
     assert estimate(found).peak > 1e8
@@ -49,7 +51,7 @@ def test_every_linear_counts_once(name: str, byte_tokenizer: Any, tmp_path: Path
 
 def test_it_is_what_a_plan_says_of_the_config(byte_tokenizer: Any, tmp_path: Path) -> None:
     found = prepared("llama-tied", byte_tokenizer, tmp_path, passes=("gptq",))
-    mine, plans = question(found), forecast.asked(architecture(found), found.request.recipe)
+    mine, plans = spec(found), described(architecture(found), found.request.recipe)
     assert (mine.sequences, mine.length, mine.schemes) == (plans.sequences, plans.length, plans.schemes)
     assert (mine.scored, mine.scored_length) == (plans.scored, plans.scored_length)
 
@@ -80,6 +82,14 @@ def test_tables_for_each_block_are_given_beside_hidden_states(byte_tokenizer: An
     from quantkit.pipeline.estimate import _beside
 
     found = prepared("llama-tied", byte_tokenizer, tmp_path)
-    assert question(found).beside == 0
+    assert spec(found).beside == 0
     found.stream.skeleton.add_module("tables", torch.nn.Embedding(258, 3 * 96, device="meta"))
     assert _beside(found.stream, 64) == 3 * 96
+
+
+def test_the_first_guess_needs_the_config_of_a_model_that_is_here() -> None:
+    request = Request.of("smollm2-135m", recipe="gptq-int4", speed=False)
+    known = first_guess(request)
+    assert known is not None and known > first_guess(replace(request, recipe=Recipe.load("rtn-int4")))  # type: ignore[operator]
+    for model in ("hf:org/name", "./nowhere", "fashion-mnist-cnn"):
+        assert first_guess(replace(request, model=model)) is None

@@ -18,7 +18,7 @@ from quantkit.errors import QuantkitError
 from quantkit.formats import QuantTensor
 from quantkit.graph.codes import solve, weights_only
 from quantkit.graph.pairs.qdq import Codes, Range
-from quantkit.pipeline.graphs.plan import disk
+from quantkit.pipeline.graphs.plan import estimate
 from quantkit.pipeline.graphs.prepared import prepare
 from quantkit.pipeline.graphs.quantized import Quantized
 from quantkit.pipeline.graphs.steps import IntegerForm, Steps, WeightForm
@@ -107,7 +107,7 @@ def test_with_all_products_solved_nothing_runs_through_the_graph(
         compiled(files["chain"], tmp_path / "out", recipe="int8")
     kept = sum(path.stat().st_size for path in (tmp_path / "out.partial" / "steps").rglob("*") if path.is_file())
     request = Request.of(str(files["chain"][0]), recipe="int8", calibration=files["chain"][1])
-    assert disk(prepare(request))["work"] == pytest.approx(kept, rel=0.3), "as was reckoned before"
+    assert estimate(prepare(request)).disk.work == pytest.approx(kept, rel=0.3), "as was reckoned before"
     monkeypatch.undo()
     monkeypatch.setattr(solve, "Stepwise", None)
     monkeypatch.setattr(solve, "Runner", None)

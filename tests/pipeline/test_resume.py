@@ -12,7 +12,7 @@ from small_graph import chain
 
 import quantkit
 from quantkit.errors import GateError, InputError, QuantkitError
-from quantkit.pipeline.graphs.plan import disk
+from quantkit.pipeline.graphs.plan import estimate
 from quantkit.pipeline.graphs.prepared import prepare
 from quantkit.pipeline.request import Request
 
@@ -116,7 +116,7 @@ def test_before_anything_is_kept_an_interrupt_leaves_nothing(
 
 def test_a_disk_that_does_not_hold_it_is_refused(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request.of(str(made / "graph.onnx"), recipe="int8", target="cpu-x86", calibration=made / "set.npz")
-    free = sum(disk(prepare(request)).values()) - 1
+    free = estimate(prepare(request)).disk.most - 1
     monkeypatch.setattr("quantkit.pipeline.estimate.shutil.disk_usage", lambda _: type("Usage", (), {"free": free})())
     with pytest.raises(InputError, match="disk-space"):
         compiled(made, tmp_path / "out")

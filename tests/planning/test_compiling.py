@@ -9,9 +9,10 @@ import pytest
 from quantkit import plugins
 from quantkit.content import names
 from quantkit.errors import InputError
-from quantkit.planning.compiling.forecast import Machine, Rates, asked, compiling, of, shipped
+from quantkit.planning.compiling.forecast import described, of, predict
 from quantkit.planning.compiling.memory import held
-from quantkit.planning.compiling.work import Question, chunk_size, counted, shared
+from quantkit.planning.compiling.result import Machine, Rates, shipped
+from quantkit.planning.compiling.work import CompileSpec, chunk_size, counted, shared
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture, Attention, Layer, Matrix
 from quantkit.recipe import Recipe
@@ -39,8 +40,8 @@ def model(layers: int = 2) -> Architecture:
     )
 
 
-def question(recipe: str = "gptq-int4", *changes: str, layers: int = 2, speed: bool = False) -> Question:
-    return asked(model(layers), Recipe.load(recipe, [*changes, "calibration.samples=4"]), speed=speed)
+def spec(recipe: str = "gptq-int4", *changes: str, layers: int = 2, speed: bool = False) -> CompileSpec:
+    return described(model(layers), Recipe.load(recipe, [*changes, "calibration.samples=4"]), speed=speed)
 
 
 def test_linears_that_share_an_input_are_one_group() -> None:
@@ -49,7 +50,7 @@ def test_linears_that_share_an_input_are_one_group() -> None:
 
 
 def test_work_of_gptq_by_hand() -> None:
-    work = counted(question())["quantize"]
+    work = counted(spec())["quantize"]
     tokens = 4 * LENGTH
     weights = 2 * HIDDEN**2 + 2 * HIDDEN * (HIDDEN // 2) + 3 * HIDDEN * WIDE
     forward = 2 * tokens * weights + 2 * tokens * LENGTH * 4 * 32
@@ -62,58 +63,58 @@ def test_work_of_gptq_by_hand() -> None:
 
 
 def test_a_correction_runs_the_original_too() -> None:
-    plain, corrected = (counted(question("gptq-int4", f"gptq.correction={share}"))["quantize"] for share in (0, 1))
+    plain, corrected = (counted(spec("gptq-int4", f"gptq.correction={share}"))["quantize"] for share in (0, 1))
     assert corrected["products"] > 1.3 * plain["products"]
     assert corrected["solve"] > 2 * plain["solve"]
     assert corrected["columns"] == plain["columns"]
 
 
 def test_beyond_one_forward_every_stage_replays_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once = counted(question())["quantize"]["products"]
+    at_once = counted(spec())["quantize"]["products"]
     monkeypatch.setattr("quantkit.planning.compiling.work.ACTIVATION_BYTES", 1)
     assert chunk_size(WIDE, LENGTH) == 1
-    assert counted(question())["quantize"]["products"] > 1.3 * at_once
+    assert counted(spec())["quantize"]["products"] > 1.3 * at_once
 
 
 @pytest.mark.parametrize("recipe", ["float", "rtn-int4", "int4-fast"])
 def test_what_needs_no_text_takes_no_more_for_more_of_it(recipe: str) -> None:
-    few, many = (compiling(replace(question(recipe), length=length), HERE) for length in (LENGTH, 100 * LENGTH))
+    few, many = (predict(replace(spec(recipe), length=length), HERE) for length in (LENGTH, 100 * LENGTH))
     assert (few.total == many.total) == (recipe != "int4-fast")
 
 
 def test_more_text_costs_time_where_it_is_looked_at_and_nowhere_else() -> None:
-    few, many = (compiling(replace(question(), sequences=count), HERE) for count in (4, 400))
+    few, many = (predict(replace(spec(), sequences=count), HERE) for count in (4, 400))
     assert many.seconds["quantize"] > few.seconds["quantize"]
     assert {**few.seconds, "quantize": 0} == {**many.seconds, "quantize": 0}
 
 
 def test_memory_grows_with_the_block_and_not_with_their_number() -> None:
-    low, high = (compiling(question(layers=count), HERE).memory["quantize"] for count in (2, 200))
+    low, high = (predict(spec(layers=count), HERE).memory["quantize"] for count in (2, 200))
     assert low == high
     wide = replace(model(), layers=[replace(each, matrices=[Matrix("x", 4096, 4096)]) for each in model().layers])
-    assert compiling(replace(question(), architecture=wide), HERE).memory["quantize"] > low + 2 * 4 * 4096**2
+    assert predict(replace(spec(), architecture=wide), HERE).memory["quantize"] > low + 2 * 4 * 4096**2
 
 
 def test_a_faster_machine_takes_less_but_for_what_python_takes() -> None:
-    slow, fast = (compiling(question(), Machine("", 2, rate, 10e9)) for rate in (1e9, 1e12))
+    slow, fast = (predict(spec(), Machine("", 2, rate, 10e9)) for rate in (1e9, 1e12))
     assert fast.total < slow.total
     assert fast.seconds["open"] == slow.seconds["open"]
-    four = compiling(question(), Machine("", 4, 2e9, 10e9))  # twice the cores, each as fast
+    four = predict(spec(), Machine("", 4, 2e9, 10e9))  # twice the cores, each as fast
     assert sum(four.cpu_seconds.values()) == pytest.approx(sum(slow.cpu_seconds.values()))
     assert four.total < slow.total < sum(slow.cpu_seconds.values())
 
 
 def test_timing_takes_its_time_and_the_baseline_its_disk() -> None:
-    without, timed = (compiling(question("awq-int4", speed=speed), HERE) for speed in (False, True))
+    without, timed = (predict(spec("awq-int4", speed=speed), HERE) for speed in (False, True))
     assert timed.seconds["speed"] >= 40 and "speed" not in without.seconds
     assert timed.disk.cache == 4 * model().parameters
     assert without.disk.cache == 0
-    again = replace(question("awq-int4", speed=True), baseline=False)
-    assert compiling(again, HERE).disk.cache == 0
+    again = replace(spec("awq-int4", speed=True), baseline=False)
+    assert predict(again, HERE).disk.cache == 0
 
 
 def test_a_known_original_is_not_run_again() -> None:
-    fresh, known = (compiling(replace(question(), cached=cached), HERE).seconds["score"] for cached in (False, True))
+    fresh, known = (predict(replace(spec(), cached=cached), HERE).seconds["score"] for cached in (False, True))
     assert known < fresh
 
 
@@ -131,7 +132,7 @@ def test_everything_that_is_counted_has_a_rate(recipe: str, name: str) -> None:
     loaded, sizes = Recipe.load(recipe), configs.read(name)
     assert sizes.kind == KINDS[name]
     try:
-        found = asked(sizes, loaded, speed=True)
+        found = described(sizes, loaded, speed=True)
     except InputError as problem:
         # blocks of 128 of the inputs do not divide SmolLM2's 576
         assert (problem.code, name) == ("group-indivisible", "smollm2-135m")
@@ -140,7 +141,7 @@ def test_everything_that_is_counted_has_a_rate(recipe: str, name: str) -> None:
     kinds = {kind for work in counted(found).values() for kind, amount in work.items() if amount}
     assert kinds <= rates.kinds.keys()
     assert set(held(found)) <= rates.memory.keys()
-    expected = compiling(found, HERE)
+    expected = predict(found, HERE)
     assert 0 < expected.peak < 1e12
     assert all(value >= 0 for value in expected.seconds.values())
 
@@ -174,7 +175,7 @@ def large_vocabulary(**changes: object) -> Architecture:
 def test_two_heads_are_held_where_two_models_are_compared() -> None:
     """What is loaded whole is counted as often as it is there, and not fitted to models that have little of it."""
     for tied, tables in ((True, 1), (False, 2)):
-        found = held(asked(large_vocabulary(tie_word_embeddings=tied), Recipe.load("gptq-int4")))
+        found = held(described(large_vocabulary(tie_word_embeddings=tied), Recipe.load("gptq-int4")))
         ends = 4 * (tables * 262144 * 640 + 640)
         assert found["begin"]["ends"] == found["check checkpoint"]["ends"] == ends
         assert found["score checkpoint"]["ends"] == 2 * ends
@@ -183,14 +184,14 @@ def test_two_heads_are_held_where_two_models_are_compared() -> None:
 
 
 def test_an_encoder_has_no_head_to_compare() -> None:
-    found = held(asked(configs.read("minilm-l6"), Recipe.load("int8-dynamic")))
+    found = held(described(configs.read("minilm-l6"), Recipe.load("int8-dynamic")))
     assert found["score checkpoint"]["ends"] == found["begin"]["ends"]
 
 
 def test_the_peak_of_a_model_that_is_all_vocabulary() -> None:
     """2,055 MB were resident, without a tokenizer to speak of (`plan_compile.py --fit`); 1,667 were forecast once."""
-    found = asked(large_vocabulary(), Recipe.load("gptq-int4", ["calibration.samples=2"]), positions=500)
-    expected = compiling(found, HERE)
+    found = described(large_vocabulary(), Recipe.load("gptq-int4", ["calibration.samples=2"]), positions=500)
+    expected = predict(found, HERE)
     assert expected.at_peak == "score checkpoint"
     tokenizer = shipped().memory["score checkpoint"]["tokenizer"] * held(found)["score checkpoint"]["tokenizer"]
     assert expected.peak - tokenizer == pytest.approx(2055e6, rel=0.06)
@@ -207,12 +208,12 @@ def test_without_figures_of_the_doctor_it_says_whose_are_taken() -> None:
 
 def test_a_network_of_images_is_another_compile() -> None:
     with pytest.raises(InputError) as refused:
-        compiling(replace(question(), architecture=replace(model(), kind="network")), HERE)
+        predict(replace(spec(), architecture=replace(model(), kind="network")), HERE)
     assert refused.value.code == "compile-unknown"
 
 
 def test_every_exporter_is_known() -> None:
-    work = counted(replace(question(), recipe=Recipe.load("int4-tensorrt")))
+    work = counted(replace(spec(), recipe=Recipe.load("int4-tensorrt")))
     for name in plugins.EXPORTERS.names():
         if name in ("checkpoint", "tensorrt"):
             assert f"export {name}" in work
@@ -220,9 +221,9 @@ def test_every_exporter_is_known() -> None:
 
 
 def test_what_blocks_are_given_beside_hidden_states_is_counted_up_to_what_lies_in_files() -> None:
-    few, many = (replace(question(), beside=count) for count in (1000, 10**9))
-    plain = compiling(question(), HERE).memory
+    few, many = (replace(spec(), beside=count) for count in (1000, 10**9))
+    plain = predict(spec(), HERE).memory
     for part in ("begin", "quantize"):
-        grown = compiling(few, HERE).memory[part] - plain[part]
+        grown = predict(few, HERE).memory[part] - plain[part]
         assert grown == pytest.approx(4 * few.tokens * 1000)
-        assert compiling(many, HERE).memory[part] - plain[part] == pytest.approx(1 << 30)
+        assert predict(many, HERE).memory[part] - plain[part] == pytest.approx(1 << 30)

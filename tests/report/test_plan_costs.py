@@ -11,7 +11,7 @@ from typing import Any
 import planned
 import pytest
 
-from quantkit.planning.compiling.forecast import Compiling, Disk, Machine
+from quantkit.planning.compiling.result import Compiling, Disk, Machine
 from quantkit.planning.outlook import Candidate, Outlook
 from quantkit.planning.serving.cost import Work, bill
 from quantkit.planning.serving.load import Load

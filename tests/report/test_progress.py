@@ -6,8 +6,7 @@ import io
 
 import pytest
 
-from quantkit.recipe import Recipe
-from quantkit.report.kit.progress import Display, Estimate, first_guess
+from quantkit.report.kit.progress import Display, Estimate
 
 
 class Clock:
@@ -128,9 +127,3 @@ def test_the_bar_shows_stage_and_time_left() -> None:
         display._console.print(display._render())
     assert "quantize  block 2 of 4" in stream.getvalue()
     assert "left" in stream.getvalue()
-
-
-def test_first_guess_needs_a_model_that_is_here() -> None:
-    recipe = Recipe.load("gptq-int4")
-    assert first_guess("hf:org/name", recipe, 2) is None
-    assert first_guess("./nowhere", recipe, 2) is None

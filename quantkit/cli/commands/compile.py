@@ -34,11 +34,10 @@ def compile(  # noqa: A001 (the word of the command line)
     as_json: Json = False,
 ) -> Answer:
     """Quantize a model into a bundle, load it again, score it, time it."""
-    from quantkit import machine
     from quantkit.pipeline import Request
+    from quantkit.pipeline.estimate import first_guess
     from quantkit.pipeline.gates import failed_gate
     from quantkit.report import terminal
-    from quantkit.report.kit import progress as display
 
     request = Request.of(
         model,
@@ -53,7 +52,7 @@ def compile(  # noqa: A001 (the word of the command line)
         speed=speed,
     )
     with showing() as progress:
-        progress.begin(f"opening {model}", display.first_guess(model, request.recipe, machine.cores()))
+        progress.begin(f"opening {model}", first_guess(request))
         from quantkit.pipeline.compile import compile_model, opened
 
         if dry_run:

@@ -31,17 +31,17 @@ from quantkit.pipeline.blocks.confirm import KL, OUTPUT
 from quantkit.pipeline.blocks.prepared import Prepared, fingerprint
 from quantkit.pipeline.blocks.quantize import quantize, results
 from quantkit.pipeline.blocks.score import score_exports, unscored
-from quantkit.pipeline.estimate import estimate, head_size, line, times
+from quantkit.pipeline.estimate import estimate, head_size, times
 from quantkit.pipeline.finished import engine
 from quantkit.pipeline.finished.inspect_engine import of_exports
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.refusals import demand
 from quantkit.pipeline.request import Request
 from quantkit.pipeline.stages import Stages
-from quantkit.pipeline.subject import Engines, Expected, Scores
+from quantkit.pipeline.subject import Engines, Scores
 from quantkit.pipeline.verdict import try_to_time
 from quantkit.planning.bound import efficiency
-from quantkit.planning.compiling.forecast import Compiling
+from quantkit.planning.compiling.result import Compiling
 from quantkit.planning.compiling.memory import WHOLE
 from quantkit.planning.model.assigned import takes_head
 
@@ -60,13 +60,9 @@ class TransformerSubject:
         self.notes: Sequence[str] = prepared.source.notes
 
     @cached_property
-    def estimate(self) -> Compiling:
-        """Seconds, memory and disk."""
-        return estimate(self.prepared)
-
-    def expected(self) -> Expected:
+    def expected(self) -> Compiling:
         """What the compile will take."""
-        return Expected(self.estimate.seconds, self.estimate.disk.most, (line(self.estimate),))
+        return estimate(self.prepared)
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that the bundle's content depends on."""
@@ -92,7 +88,7 @@ class TransformerSubject:
 
     def work(self, build: Build, progress: Progress, stages: Stages) -> BlocksWork:
         """The work on it, in a build."""
-        return BlocksWork(self.prepared, build, progress, stages, int(self.estimate.peak))
+        return BlocksWork(self.prepared, build, progress, stages, int(self.expected.peak))
 
 
 class BlocksWork:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,16 @@ from quantkit.pipeline.graphs.engine import wanted
 from quantkit.pipeline.graphs.measure import Timed, scored, speed
 from quantkit.pipeline.graphs.mixed import NAME, mix
 from quantkit.pipeline.graphs.network import Network
-from quantkit.pipeline.graphs.plan import disk, planned_graph, seconds
+from quantkit.pipeline.graphs.plan import estimate
 from quantkit.pipeline.graphs.prepared import Prepared
 from quantkit.pipeline.graphs.quantized import MODEL, Quantized
 from quantkit.pipeline.graphs.steps import Steps
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, runs_here
 from quantkit.pipeline.stages import Stages
-from quantkit.pipeline.subject import Engines, Expected, Scores
+from quantkit.pipeline.subject import Engines, Scores
 from quantkit.pipeline.verdict import HARM
+from quantkit.planning.compiling.result import Compiling
 
 # packages that a graph's bytes depend on
 _PACKAGES = ("python", "torch", "onnx", "onnx-ir", "onnxruntime", "numpy", "safetensors")
@@ -59,9 +61,10 @@ class GraphSubject:
         self.decisions: list[Decision] = prepared.decisions
         self.notes: Sequence[str] = prepared.graph.notes
 
-    def expected(self) -> Expected:
+    @cached_property
+    def expected(self) -> Compiling:
         """What the compile will take."""
-        return Expected(seconds(self.prepared), sum(disk(self.prepared).values()))
+        return estimate(self.prepared)
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that a bundle's content depends on, and what its choices were made on."""
@@ -95,6 +98,8 @@ class GraphSubject:
 
     def planned(self) -> dict[str, Any]:
         """What the compile would do, as JSON."""
+        from quantkit.pipeline.plan.dry_run import planned_graph
+
         return planned_graph(self.prepared)
 
     def work(self, build: Build, progress: Progress, stages: Stages) -> GraphWork:

@@ -1,21 +1,24 @@
-"""What a compile would do: the result of `--dry-run`."""
+"""What a compile would do: the result of `--dry-run`, of a transformer and of a float graph."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from quantkit.formats import load_format
+from quantkit.pipeline import estimate
 from quantkit.pipeline.blocks.prepared import Prepared
-from quantkit.pipeline.estimate import estimate
 from quantkit.report.bundle import figures
 
 if TYPE_CHECKING:
+    from quantkit.calibrate.sets.inputs import InputSet
     from quantkit.calibrate.tokens.ids import TokenSet
+    from quantkit.pipeline.graphs.prepared import Prepared as PreparedGraph
+    from quantkit.planning.compiling.result import Compiling
 
 
 def planned(prepared: Prepared) -> dict[str, Any]:
-    """What a compile would do, as JSON. Sizes are in bytes; `seconds` is by stage."""
-    source, layers, recipe = prepared.source, prepared.layers, prepared.request.recipe
+    """What the compile of a transformer would do, as JSON. Sizes are in bytes; `seconds` is by stage."""
+    source, layers = prepared.source, prepared.layers
     counts: dict[str, list[float]] = {}
     for name, scheme in layers.schemes.items():
         rows, columns = layers.shapes[name]
@@ -25,7 +28,6 @@ def planned(prepared: Prepared) -> dict[str, Any]:
         found[0] += 1
         found[1] += rows * columns
         found[2] += rows * columns * bits
-    asked, expected = recipe.as_dict(), estimate(prepared)
     return {
         "model": {
             "name": source.name,
@@ -35,23 +37,68 @@ def planned(prepared: Prepared) -> dict[str, Any]:
             "was": source.was,
             "bytes": source.weights.total_bytes(),
         },
-        "recipe": recipe.name,
-        "target": prepared.request.target.name,
         "schemes": [
             {"scheme": scheme, "layers": int(count), "bits_per_weight": bits / weights}
             for scheme, (count, weights, bits) in counts.items()
         ],
         "kept": [name for name in layers.shapes if name not in layers.schemes] if layers.schemes else [],
-        "passes": asked["passes"],
-        "export": asked["export"],
         "calibration": _tokens(prepared.calibration) if prepared.calibration else None,
         "scoring": _tokens(prepared.scoring),
+        "notes": list(source.notes),
+        **_common(prepared, estimate.estimate(prepared)),
+    }
+
+
+def planned_graph(prepared: PreparedGraph) -> dict[str, Any]:
+    """The same of a float graph, with the multiply-accumulates of one sample and the runtime."""
+    from quantkit.pipeline.graphs import plan
+    from quantkit.pipeline.graphs.measure import RUNTIME
+
+    graph, scheme = prepared.graph, prepared.request.recipe.scheme
+    macs, chosen, sizes = prepared.cost.macs, {site.name for site in prepared.sites}, plan.spec(prepared)
+    stored = []
+    if scheme.weights is not None:
+        inputs = scheme.activations
+        stored.append(
+            {
+                "scheme": figures.scheme_of(scheme.weights.model_dump(mode="json")),
+                "activations": inputs.model_dump(mode="json", exclude_none=True) if inputs else None,
+                "layers": len(chosen),
+                "bits_per_weight": (8 * sizes.weights + 32 * sizes.scales) / sizes.weights,
+            }
+        )
+    return {
+        "model": {
+            "name": graph.name,
+            "ref": prepared.ref,
+            "kind": graph.kind,
+            "dtype": "float32",
+            "was": None,
+            "bytes": graph.bytes,
+        },
+        "schemes": stored,
+        "kept": [name for name in macs if name not in chosen],
+        "macs": {"quantized": sum(macs[name] for name in chosen), "all": sum(macs.values())},
+        "calibration": _samples(prepared.calib),
+        "scoring": _samples(prepared.scoring),
+        "runtime": RUNTIME,
+        "notes": list(graph.notes),
+        **_common(prepared, plan.estimate(prepared)),
+    }
+
+
+def _common(prepared: Prepared | PreparedGraph, expected: Compiling) -> dict[str, Any]:
+    request, asked = prepared.request, prepared.request.recipe.as_dict()
+    return {
+        "recipe": request.recipe.name,
+        "target": request.target.name,
+        "passes": asked["passes"],
+        "export": asked["export"],
         "seconds": dict(expected.seconds),
         "memory_bytes": round(expected.peak),
         "disk_bytes": expected.as_dict()["disk_bytes"],
         "out": str(prepared.out),
         "decisions": [decision.model_dump(mode="json", by_alias=True) for decision in prepared.decisions],
-        "notes": list(source.notes),
     }
 
 
@@ -61,3 +108,7 @@ def _tokens(tokens: TokenSet) -> dict[str, Any]:
         return {"set": tokens.name, "split": tokens.split, "pairs": tokens.items}
     about = {"set": tokens.name, "split": tokens.split, "samples": samples, "tokens": length}
     return about if tokens.begins is None else {**about, "begins": tokens.begins}
+
+
+def _samples(data: InputSet) -> dict[str, Any]:
+    return {"set": data.name, "split": data.split, "samples": len(data)}

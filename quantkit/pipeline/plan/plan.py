@@ -13,6 +13,7 @@ from typing import cast
 from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.export import load_exporter
+from quantkit.pipeline.estimate import unopened
 from quantkit.pipeline.plan.candidates import Chosen, choose, float_of, labels
 from quantkit.pipeline.request import runs_here, this_machine
 from quantkit.planning.bound import efficiency
@@ -21,8 +22,7 @@ from quantkit.planning.bound.forecast import Served, Timed
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
 from quantkit.planning.bound.roofline import Cache, Step
 from quantkit.planning.bound.serving import FLOATS, WIDTH, compute_type, products
-from quantkit.planning.compiling import forecast as compiling
-from quantkit.planning.compiling.forecast import Compiling, Machine
+from quantkit.planning.compiling.result import Compiling
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.assigned import Assigned, assign, takes_head
@@ -339,10 +339,8 @@ def _memory(footprint: Footprint, workload: Workload, devices: int, needed: int 
 
 def _compiling(chosen: Chosen, architecture: Architecture, target: Target) -> tuple[Compiling | None, list[str]]:
     """What the compile takes on this machine, which need not be the target."""
-    here = Target.load(this_machine())
     try:
-        asked = compiling.asked(architecture, chosen.recipe, speed=runs_here(target))
-        return compiling.compiling(asked, Machine.of(here, machine.cores())), []
+        return unopened(architecture, chosen.recipe, speed=runs_here(target)), []
     except InputError as problem:
         return None, [f"what the compile takes is not known: {problem.remedy or problem.value}"]
 

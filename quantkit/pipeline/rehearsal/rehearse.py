@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Any
 from quantkit import content, machine
 from quantkit.bundle.disk import not_writable
 from quantkit.errors import InputError, QuantkitError
+from quantkit.pipeline.estimate import demand_disk, estimate, here, spec
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request
-from quantkit.planning.compiling import forecast as compiling
-from quantkit.planning.compiling.forecast import Compiling
+from quantkit.planning.compiling.forecast import predict
+from quantkit.planning.compiling.result import Compiling, Machine
+from quantkit.planning.compiling.work import CompileSpec
 from quantkit.report.kit import words
 
 if TYPE_CHECKING:
@@ -134,7 +136,6 @@ class _Rehearsing:
 
     def run(self) -> Rehearsal:
         from quantkit.pipeline.blocks.prepared import prepare
-        from quantkit.pipeline.estimate import estimate
 
         self.progress.plan({"open": 8.0, "quantize": self.limit / 2, "export": 10.0, "check": 2.0})
         prepared: Prepared | None = None
@@ -164,17 +165,16 @@ class _Rehearsing:
 
     def _block(self, prepared: Prepared, expected: Compiling) -> Rehearsal:
         """Compile the largest block alone."""
-        from quantkit.pipeline.estimate import here, question
         from quantkit.pipeline.rehearsal import one_block
 
         index = _largest(prepared)
         name = prepared.stream.block_names[index]
-        whole = question(prepared)
+        whole, computer = spec(prepared), here()
         layer = whole.architecture.layers[index]
         single = replace(whole, architecture=replace(whole.architecture, layers=[layer]), timed=0.0)
-        samples = _affordable(single, here(), self.limit / 2)
+        samples = _affordable(single, computer, self.limit / 2)
         small = replace(single, sequences=min(samples, whole.sequences))
-        needed = compiling.compiling(small, here()).seconds.get("quantize", 0.0)
+        needed = predict(small, computer).seconds.get("quantize", 0.0)
         if needed > _PATIENCE * self.limit:
             line = f"{name} takes about {words.duration(needed)} alone: not run, its time and memory are the plan's"
             self.findings.append(Finding("block-not-run", line, fails=False))
@@ -195,7 +195,7 @@ class _Rehearsing:
             peak = machine.peak_bytes()
         if not measured:
             return Rehearsal(expected, [], block=name, sequences=small.sequences)
-        reckoned = compiling.compiling(_as_cut(small), here())
+        reckoned = predict(_as_cut(small), computer)
         factors = {
             stage: min(max(spent / reckoned.cpu_seconds[stage], _FACTORS[0]), _FACTORS[1])
             for stage, spent in measured.items()
@@ -271,8 +271,6 @@ class _Rehearsing:
 
     def _demand_room(self, found: Compiling, out: Path) -> None:
         """Disk for the bundle and for the float model, and memory."""
-        from quantkit.pipeline.estimate import demand_disk
-
         with self._noting():
             demand_disk(found, out)
         cache = content.cache_dir()
@@ -302,20 +300,20 @@ def _largest(prepared: Prepared) -> int:
     return max(range(len(names)), key=lambda index: size(names[index]))
 
 
-def _affordable(single: Any, here: Any, seconds: float) -> int:
+def _affordable(single: CompileSpec, here: Machine, seconds: float) -> int:
     """Sequences on which the block takes about so long; one at least."""
     if not single.sequences:
         return 0
     samples = 1
     while samples < single.sequences:
-        if compiling.compiling(replace(single, sequences=2 * samples), here).seconds["quantize"] > seconds:
+        if predict(replace(single, sequences=2 * samples), here).seconds["quantize"] > seconds:
             break
         samples *= 2
-    return min(samples, int(single.sequences))
+    return min(samples, single.sequences)
 
 
-def _as_cut(small: Any) -> Any:
-    """The question of the block alone, with the vocabulary that is kept."""
+def _as_cut(small: CompileSpec) -> CompileSpec:
+    """The compile of the block alone, with the vocabulary that is kept."""
     from quantkit.pipeline.rehearsal.one_block import ROWS
 
     model = small.architecture

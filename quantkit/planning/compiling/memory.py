@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quantkit.formats import load_format
-from quantkit.planning.compiling.work import LONG, LONG_SEQUENCES, SCORED_TOGETHER, Question, elements, shared
+from quantkit.planning.compiling.work import LONG, LONG_SEQUENCES, SCORED_TOGETHER, CompileSpec, elements, shared
 from quantkit.planning.model.architecture import Architecture
 
 # logits of one model that are in memory at one time
@@ -38,38 +38,38 @@ _ON_DISK = 1 << 30
 Terms = Mapping[str, float]
 
 
-def held(question: Question) -> dict[str, dict[str, float]]:
+def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
     """Part -> what it holds -> bytes; `one` is the interpreter with its libraries, `graph` and `engine` those of
     ONNX and of TensorRT.
     """
-    model = question.architecture
+    model = spec.architecture
     ends = _ends(model)
     libraries = {
         "one": 1.0,
         "tokenizer": float(_TOKEN * (model.vocabulary or 0)),
-        "graph": float("onnx" in question.exports),
-        "engine": float("tensorrt" in question.exports),
+        "graph": float("onnx" in spec.exports),
+        "engine": float("tensorrt" in spec.exports),
     }
     parts: dict[str, dict[str, float]] = {"open": {**libraries, "largest": _largest(model)}}
     parts["prove"] = {**libraries, "whole": min(4.0 * model.parameters, WHOLE)}
     left: dict[str, float] = {}
-    if question.recipe.passes or question.sequences:
-        quantized = _quantize(question)
+    if spec.recipe.passes or spec.sequences:
+        quantized = _quantize(spec)
         parts["begin"] = {**libraries, "ends": ends, "hidden": quantized["hidden"], "beside": quantized["beside"]}
         parts["quantize"] = {**libraries, **quantized}
         left = {f"left {name}": amount for name, amount in quantized.items()}
-    for step in question.recipe.export:
+    for step in spec.recipe.export:
         libraries["library"] = libraries.get("library", 0.0) + _LIBRARY.get(str(step.options.get("layout")), 0.0)
-    for name in question.exports:
-        session = _session(question) if name == "onnx" else {}
+    for name in spec.exports:
+        session = _session(spec) if name == "onnx" else {}
         block = 4.0 * max((elements(layer.matrices) for layer in model.layers), default=0.0)
         parts[f"check {name}"] = {**libraries, "ends": ends, "block": block, **session, **left}
         if name in ("checkpoint", "onnx"):
             parts[f"score {name}"] = {
                 **libraries,
                 "ends": ends * (2 if name == "checkpoint" and model.head is not None else 1),
-                **_scored(question, cache=name == "checkpoint" and question.recipe.scheme.kv_cache is not None),
-                "logits": _logits(question),
+                **_scored(spec, cache=name == "checkpoint" and spec.recipe.scheme.kv_cache is not None),
+                "logits": _logits(spec),
                 "block": block,
                 **session,
                 **left,
@@ -91,36 +91,36 @@ def _largest(model: Architecture) -> float:
     return float(width * max(largest, model.embeddings))
 
 
-def _quantize(question: Question) -> dict[str, float]:
-    model = question.architecture
+def _quantize(spec: CompileSpec) -> dict[str, float]:
+    model = spec.architecture
     layer = max(model.layers, key=lambda layer: elements(layer.matrices))
     groups = shared(layer)
-    solving = any(step.name in ("awq", "gptq") for step in question.recipe.passes)
+    solving = any(step.name in ("awq", "gptq") for step in spec.recipe.passes)
     widest = max(groups, key=lambda group: group[0].K * (group[0].K + sum(matrix.N for matrix in group)))
-    at_once = min(question.chunk, question.sequences) * question.length
+    at_once = min(spec.chunk, spec.sequences) * spec.length
     features = max((sum(matrix.N for matrix in group) + group[0].K for group in groups), default=0)
-    hidden = 4.0 * question.tokens * model.hidden
-    kept = sum(group[0].active * group[0].K for group in groups) if question.corrected else 0
+    hidden = 4.0 * spec.tokens * model.hidden
+    kept = sum(group[0].active * group[0].K for group in groups) if spec.corrected else 0
     return {
-        "weights": 4.0 * elements(layer.matrices) * (2 if question.corrected else 1),
+        "weights": 4.0 * elements(layer.matrices) * (2 if spec.corrected else 1),
         "solve": 4.0 * sum(matrix.N for matrix in widest) * widest[0].K if solving else 0.0,
         "hessian": 4.0 * widest[0].K ** 2 if solving else 0.0,
-        "hidden": 0.0 if hidden > _ON_DISK else hidden * (2 if question.corrected else 1),
+        "hidden": 0.0 if hidden > _ON_DISK else hidden * (2 if spec.corrected else 1),
         "activations": 4.0 * at_once * features,
         "originals": 4.0 * at_once * kept,
-        "beside": _beside(question, question.tokens),
+        "beside": _beside(spec, spec.tokens),
     }
 
 
-def _beside(question: Question, tokens: int) -> float:
+def _beside(spec: CompileSpec, tokens: int) -> float:
     """What blocks are given besides hidden states, of all tokens: from `_ON_DISK` bytes on, the rest lies in files."""
-    return min(4.0 * tokens * question.beside, _ON_DISK)
+    return min(4.0 * tokens * spec.beside, _ON_DISK)
 
 
-def _scored(question: Question, *, cache: bool) -> dict[str, float]:
+def _scored(spec: CompileSpec, *, cache: bool) -> dict[str, float]:
     """Hidden states of what is scored, and the activations of one forward; of a quantized cache, at a long context."""
-    model = question.architecture
-    tokens, length = question.scored, question.scored_length
+    model = spec.architecture
+    tokens, length = spec.scored, spec.scored_length
     if cache:
         length = min(LONG, model.max_context or LONG)
         tokens = max(tokens, LONG_SEQUENCES * length)
@@ -129,21 +129,21 @@ def _scored(question: Question, *, cache: bool) -> dict[str, float]:
     return {
         "states": 4.0 * tokens * model.hidden,
         "forward": 4.0 * together * widest,
-        "beside": _beside(question, tokens),
+        "beside": _beside(spec, tokens),
     }
 
 
-def _session(question: Question) -> dict[str, float]:
+def _session(spec: CompileSpec) -> dict[str, float]:
     """Of ONNX Runtime: packed weights, and the rest in 32-bit floats."""
-    return {"packed": packed_bytes(question), "floats": 4.0 * _kept(question)}
+    return {"packed": packed_bytes(spec), "floats": 4.0 * _kept(spec)}
 
 
-def packed_bytes(question: Question) -> float:
+def packed_bytes(spec: CompileSpec) -> float:
     """Of all codes with their scales and zero points."""
-    model, found = question.architecture, 0.0
+    model, found = spec.architecture, 0.0
     head = [model.head] if model.head is not None else []
     for matrix in [*model.inside(), *head]:
-        scheme = question.schemes.get(matrix.name)
+        scheme = spec.schemes.get(matrix.name)
         if scheme is not None:
             shape = (matrix.N, matrix.K + scheme.padding(matrix.K))
             bits = load_format(scheme.format).bits_per_weight(shape, scheme)
@@ -151,16 +151,16 @@ def packed_bytes(question: Question) -> float:
     return found
 
 
-def _kept(question: Question) -> float:
+def _kept(spec: CompileSpec) -> float:
     """Elements that get no codes."""
-    model = question.architecture
-    coded = elements([matrix for matrix in model.inside() if matrix.name in question.schemes])
+    model = spec.architecture
+    coded = elements([matrix for matrix in model.inside() if matrix.name in spec.schemes])
     return max(model.parameters - coded, 0.0)
 
 
-def _logits(question: Question) -> float:
+def _logits(spec: CompileSpec) -> float:
     """Of one model, as many positions as are looked at together."""
-    head = question.architecture.head
+    head = spec.architecture.head
     if head is None:
         return 0.0
-    return 4.0 * head.N * min(max(1, _LOGITS // head.N), question.scored_length)
+    return 4.0 * head.N * min(max(1, _LOGITS // head.N), spec.scored_length)

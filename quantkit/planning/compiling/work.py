@@ -59,7 +59,7 @@ class Work(dict[str, float]):
 
 
 @dataclass(frozen=True)
-class Question:
+class CompileSpec:
     """One compile.
 
     Args:
@@ -134,24 +134,24 @@ def shared(layer: Layer) -> list[list[Matrix]]:
     return groups
 
 
-def counted(question: Question) -> dict[str, Work]:
+def counted(spec: CompileSpec) -> dict[str, Work]:
     """Part -> kind of work -> how much of it; the parts are those that a compile names as it goes."""
-    parts = {"open": _open(question), "prove": _prove(question)}
-    if question.recipe.passes or question.sequences:
-        parts["quantize"] = _quantize(question)
-    for name in question.exports:
-        parts[f"export {name}"] = _export(question, name)
-        parts[f"check {name}"] = _check(question, name)
-    if "tensorrt" in question.exports:
-        layers = question.architecture.layers
-        inside = elements(list(question.architecture.inside()))
+    parts = {"open": _open(spec), "prove": _prove(spec)}
+    if spec.recipe.passes or spec.sequences:
+        parts["quantize"] = _quantize(spec)
+    for name in spec.exports:
+        parts[f"export {name}"] = _export(spec, name)
+        parts[f"check {name}"] = _check(spec, name)
+    if "tensorrt" in spec.exports:
+        layers = spec.architecture.layers
+        inside = elements(list(spec.architecture.inside()))
         parts["build"] = Work({"fixed:build": 1, "layers:build": len(layers), "built": inside})
-    parts |= _score(question)
-    if question.timed:
-        parts["speed"] = Work({"fixed:speed": 1, "timed": question.timed})
-        if question.baseline:
-            parts["speed"] += _export(question, "onnx", dense=True) + _check(question, "onnx", dense=True)
-    parts["finish"] = Work({"fixed:finish": 1, "fixed:page": 1 if question.schemes else 0})
+    parts |= _score(spec)
+    if spec.timed:
+        parts["speed"] = Work({"fixed:speed": 1, "timed": spec.timed})
+        if spec.baseline:
+            parts["speed"] += _export(spec, "onnx", dense=True) + _check(spec, "onnx", dense=True)
+    parts["finish"] = Work({"fixed:finish": 1, "fixed:page": 1 if spec.schemes else 0})
     return parts
 
 
@@ -160,11 +160,11 @@ def elements(matrices: Sequence[Matrix]) -> float:
     return float(sum(matrix.count * matrix.N * matrix.K for matrix in matrices))
 
 
-def _stored(question: Question) -> float:
+def _stored(spec: CompileSpec) -> float:
     """Elements of the linears that get codes, the head included."""
-    head = question.architecture.head
-    matrices = [*question.architecture.inside(), *([head] if head is not None else [])]
-    return elements([matrix for matrix in matrices if matrix.name in question.schemes])
+    head = spec.architecture.head
+    matrices = [*spec.architecture.inside(), *([head] if head is not None else [])]
+    return elements([matrix for matrix in matrices if matrix.name in spec.schemes])
 
 
 def forward(layer: Layer, tokens: int, length: int) -> float:
@@ -191,15 +191,15 @@ def _run(layers: Sequence[Layer], tokens: int, length: int, times: float = 1.0) 
     )
 
 
-def _open(question: Question) -> Work:
-    model = question.architecture
+def _open(spec: CompileSpec) -> Work:
+    model = spec.architecture
     return Work({"fixed:open": 1, "layers:open": len(model.layers), "bytes:open": model.parameters * _width(model)})
 
 
-def _prove(question: Question) -> Work:
+def _prove(spec: CompileSpec) -> Work:
     """Loaded as a whole, by plain transformers, and run on a few tokens, as is the stream; loading takes what it takes
     when a checkpoint is checked."""
-    model = question.architecture
+    model = spec.architecture
     return Work({"rest:check checkpoint": 4.0 * model.parameters}) + _run(model.layers, 128, 32, 2.0)
 
 
@@ -207,42 +207,42 @@ def _width(model: Architecture) -> int:
     return 4 if model.dtype == "float32" else 2
 
 
-def _quantize(question: Question) -> Work:
-    layers = question.architecture.layers
-    inside = list(question.architecture.inside())
+def _quantize(spec: CompileSpec) -> Work:
+    layers = spec.architecture.layers
+    inside = list(spec.architecture.inside())
     found = Work({"fixed:quantize": 1, "layers:quantize": len(layers), "elements:quantize": elements(inside)})
-    for step in question.recipe.passes:
+    for step in spec.recipe.passes:
         for layer in layers:
-            found += _pass(question, step, layer)
-    found += _streams(question)
-    head = question.architecture.head
-    if head is not None and head.name in question.schemes:
-        found += _searched(head.N * head.K, question.schemes[head.name], "searched")
+            found += _pass(spec, step, layer)
+    found += _streams(spec)
+    head = spec.architecture.head
+    if head is not None and head.name in spec.schemes:
+        found += _searched(head.N * head.K, spec.schemes[head.name], "searched")
     return found
 
 
-def _streams(question: Question) -> Work:
+def _streams(spec: CompileSpec) -> Work:
     """How often each layer runs on the calibration set, and what that costs its quantized inputs."""
-    if not question.sequences:
+    if not spec.sequences:
         return Work()
-    layers, tokens, length = question.architecture.layers, question.tokens, question.length
-    looking = [step for step in question.recipe.passes if needs(step)]
+    layers, tokens, length = spec.architecture.layers, spec.tokens, spec.length
+    looking = [step for step in spec.recipe.passes if needs(step)]
     staged = max(1, sum(step.name != "round" for step in looking))
     found = Work()
     runs = float(staged)
-    if question.sequences > question.chunk:  # each stage replays the layer up to its point
+    if spec.sequences > spec.chunk:  # each stage replays the layer up to its point
         runs += staged * _replayed(layers[0])
     found += _run(layers, tokens, length, runs)
-    if question.corrected:
+    if spec.corrected:
         found += _run(layers, tokens, length, 1.0 + (_replayed(layers[0]) if runs > staged else 0.0))
-    for step in question.recipe.passes:
+    for step in spec.recipe.passes:
         if step.name == "round":
             learned = step.settings.iterations * step.settings.batch * length
             # a forward and a backward, which is two
             found += _run(layers, learned + tokens, length, 3.0)
-            found["columns"] += step.settings.iterations * elements(list(question.architecture.inside())) / 4
-    if question.recipe.scheme.activations is not None:
-        dynamic = question.recipe.scheme.activations.dynamic
+            found["columns"] += step.settings.iterations * elements(list(spec.architecture.inside())) / 4
+    if spec.recipe.scheme.activations is not None:
+        dynamic = spec.recipe.scheme.activations.dynamic
         entering = sum(matrix.active * matrix.K for layer in layers for matrix in layer.matrices)
         found["rounded"] += 2 * tokens * entering
         if not dynamic:
@@ -258,18 +258,18 @@ def _replayed(layer: Layer) -> float:
     return sum(sum(sizes[:place]) for place in range(len(groups))) / max(sum(sizes), 1.0)
 
 
-def _pass(question: Question, step: Any, layer: Layer) -> Work:
+def _pass(spec: CompileSpec, step: Any, layer: Layer) -> Work:
     """What a pass does to a layer beside running it."""
     settings, found = step.settings, Work()
     gathers = step.name in ("awq", "gptq", "smoothquant", "bias_correct")
     for group in shared(layer):
-        named = [matrix for matrix in group if matrix.name in question.schemes]
+        named = [matrix for matrix in group if matrix.name in spec.schemes]
         if not named:
             continue
         count, active, columns = group[0].count, group[0].active, group[0].K
         rows = sum(matrix.N for matrix in named)
-        scheme = question.schemes[named[0].name]
-        seen = question.tokens * active
+        scheme = spec.schemes[named[0].name]
+        seen = spec.tokens * active
         if gathers:
             found["products"] += seen * columns * (columns + _PANEL)
         if step.name == "awq":
@@ -281,7 +281,7 @@ def _pass(question: Question, step: Any, layer: Layer) -> Work:
             if settings.clip:
                 found["solve"] += 2.0 * count * rows * columns * (scheme.group or columns) * _GRIDS["searched"]
         elif step.name == "gptq":
-            found += _gptq(question, settings, named, scheme, seen)
+            found += _gptq(spec, settings, named, scheme, seen)
         elif step.name in ("rtn", "hqq", "round"):
             chosen = getattr(settings, "range", "searched")
             chosen = {"importance": "wide", "minmax": "minmax"}.get(chosen, "searched")
@@ -291,7 +291,7 @@ def _pass(question: Question, step: Any, layer: Layer) -> Work:
     return found
 
 
-def _gptq(question: Question, settings: Any, group: Sequence[Matrix], scheme: WeightScheme, seen: int) -> Work:
+def _gptq(spec: CompileSpec, settings: Any, group: Sequence[Matrix], scheme: WeightScheme, seen: int) -> Work:
     count, columns = group[0].count, group[0].K
     rows = sum(matrix.N for matrix in group)
     found = Work({"calls": count * columns, "solve": count * (columns**3 / 3 + rows * columns**2)})
@@ -316,9 +316,9 @@ def _snap(scheme: WeightScheme) -> str:
     return "" if scheme.format.startswith("int") else ":looked-up"
 
 
-def _export(question: Question, name: str, *, dense: bool = False) -> Work:
-    model = question.architecture
-    codes = 0.0 if dense else _stored(question)
+def _export(spec: CompileSpec, name: str, *, dense: bool = False) -> Work:
+    model = spec.architecture
+    codes = 0.0 if dense else _stored(spec)
     kept = model.parameters - elements(list(model.inside()) if codes else [])
     found = Work({f"fixed:export {name}": 1, f"packed:{name}": codes, f"bytes:{name}": 4.0 * max(kept, 0.0)})
     if name != "checkpoint":
@@ -326,9 +326,9 @@ def _export(question: Question, name: str, *, dense: bool = False) -> Work:
     return found
 
 
-def _check(question: Question, name: str, *, dense: bool = False) -> Work:
-    model = question.architecture
-    codes = 0.0 if dense else _stored(question)
+def _check(spec: CompileSpec, name: str, *, dense: bool = False) -> Work:
+    model = spec.architecture
+    codes = 0.0 if dense else _stored(spec)
     found = Work({f"fixed:check {name}": 1, f"checked:{name}": codes})
     found[f"rest:check {name}"] += 4.0 * max(model.parameters - codes, 0.0)
     if name != "checkpoint":
@@ -336,16 +336,16 @@ def _check(question: Question, name: str, *, dense: bool = False) -> Work:
     return found
 
 
-def _score(question: Question) -> dict[str, Work]:
+def _score(spec: CompileSpec) -> dict[str, Work]:
     """Of each export in its own runtime; the first also says where the model is hurt."""
-    model, tokens, length = question.architecture, question.scored, question.scored_length
+    model, tokens, length = spec.architecture, spec.scored, spec.scored_length
     head = model.head
     logits = float(tokens * head.N) if head is not None else 0.0
     one_head = Work({"products": 2.0 * logits * head.K}) if head is not None else Work()
     run = _run(model.layers, tokens, length)
-    inside = elements([matrix for matrix in model.inside() if matrix.name in question.schemes])
+    inside = elements([matrix for matrix in model.inside() if matrix.name in spec.schemes])
     parts = {}
-    for number, name in enumerate(question.exports):
+    for number, name in enumerate(spec.exports):
         runtime = plugins.EXPORTERS.load(name).runtimes[0]
         here = runtime in ("torch", "onnxruntime")
         if not here and number:
@@ -353,18 +353,18 @@ def _score(question: Question) -> dict[str, Work]:
         # an engine alone, whose GPU is elsewhere: the values that it was built from are scored, as a checkpoint's are
         like = name if here else "checkpoint"
         found = Work({f"fixed:score {like}": 1, "logits": logits, f"elements:score {like}": inside}) + one_head
-        if number == 0 and not question.cached:
+        if number == 0 and not spec.cached:
             found += run
         if runtime == "onnxruntime":
             found["session"] += run["products"] + one_head["products"]
             found["activations"] += run["activations"]
         else:
             found += run + one_head
-            found += _rounded(question, tokens)
-        if number == 0 and question.schemes:
+            found += _rounded(spec, tokens)
+        if number == 0 and spec.schemes:
             found += _run(model.layers, _HARM, _HARM, 3.0)
             found["harmed"] += inside
-        if name == "checkpoint" and question.recipe.scheme.kv_cache is not None:
+        if name == "checkpoint" and spec.recipe.scheme.kv_cache is not None:
             # two candidates, whose original is computed once
             context = min(LONG, model.max_context or LONG)
             longer = LONG_SEQUENCES * context
@@ -376,8 +376,8 @@ def _score(question: Question) -> dict[str, Work]:
     return parts
 
 
-def _rounded(question: Question, tokens: int) -> Work:
+def _rounded(spec: CompileSpec, tokens: int) -> Work:
     """Inputs that are quantized as the model runs."""
-    if question.recipe.scheme.activations is None:
+    if spec.recipe.scheme.activations is None:
         return Work()
-    return Work({"rounded": tokens * sum(matrix.active * matrix.K for matrix in question.architecture.inside())})
+    return Work({"rounded": tokens * sum(matrix.active * matrix.K for matrix in spec.architecture.inside())})

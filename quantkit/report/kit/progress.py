@@ -11,12 +11,10 @@ terminal it is one bar over the whole command; elsewhere a line at the start, at
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
@@ -26,18 +24,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from quantkit import content
-from quantkit.errors import InputError
-from quantkit.model.source.alias import ALIASES
-from quantkit.passes import load_pass
-from quantkit.recipe import Recipe
 from quantkit.report.kit import words
 
 _PRIOR = 0.05
 _EVERY = 10.0
 _WIDTH = 24
-# positions that a compile scores on, about
-_SCORED = 6144
 
 
 class Estimate:
@@ -249,36 +240,3 @@ class Display:
         cells.append(Text(f"{stage}  {detail}" if stage else self._what, no_wrap=True, overflow="ellipsis"))
         table.add_row(*cells)
         return Group(table)
-
-
-def first_guess(model: str, recipe: Recipe, threads: int) -> float | None:
-    """Seconds that a compile may take, before anything is opened: matrix products, and the start of torch.
-
-    Args:
-        model: as it was given; what is not on this machine gets no guess.
-        recipe: what is done to it.
-        threads: of the processor.
-    """
-    count = _weights(model)
-    if count is None:
-        return None
-    looks = any(load_pass(step.name).needs for step in recipe.passes)
-    seen = recipe.calibration.samples * recipe.calibration.tokens if looks else 0
-    positions = 2 * _SCORED + 3 * seen
-    return 12.0 + 2 * count * positions / (35e9 * max(threads, 1)) + count / 2e7
-
-
-def _weights(model: str) -> float | None:
-    """How many weights a model has, by the size of its files."""
-    try:
-        if model in ALIASES:
-            alias = ALIASES[model]
-            return alias.source.find(model).stat().st_size * 8 / alias.bits
-        folder = Path(model).expanduser()
-        if not content.is_path(model) or not folder.is_dir():
-            return None
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        wide = str(config.get("dtype", config.get("torch_dtype"))) == "float32"
-        return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / (4 if wide else 2)
-    except (OSError, ValueError, AttributeError, InputError):
-        return None
