@@ -99,7 +99,7 @@ def _runtimes(config: Nightly, where: str) -> RuntimeOf:
             if asked not in aimed.runtimes:
                 aimed.check([], asked)  # which says so
             aimed = aimed.model_copy(update={"runtimes": [asked]})
-        return support.best(support.readers(request.recipe, aimed, kind)).runtime
+        return support.ask(request.recipe, aimed, kind).best.runtime
 
     alike: dict[tuple[str | None, str, str, str | None], str] = {}
 

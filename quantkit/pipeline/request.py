@@ -6,18 +6,17 @@ import platform
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from quantkit import content, machine
-from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.export import load_exporter
 from quantkit.graph.open import is_graph
 from quantkit.kinds import Kind
 from quantkit.model.source.alias import ALIASES
-from quantkit.passes import decision
 from quantkit.planning import support
+from quantkit.planning.support import Support
 from quantkit.recipe import CalibrationChoice, ExportStep, Recipe
 from quantkit.target import Target
 
@@ -60,6 +59,11 @@ class Request:
     as_shipped: bool = False
     gates_asked: frozenset[str] = frozenset()
 
+    @cached_property
+    def support(self) -> Support:
+        """What the recipe can have on the target. Raises InputError, that of `planning.support.ask`."""
+        return support.ask(self.recipe, self.target, kind_of(self.model))
+
     @classmethod
     def of(
         cls,
@@ -101,8 +105,7 @@ class Request:
             chosen = chosen.model_copy(update={"calibration": kept})
         content.find("calibration", chosen.calibration.set)
         aimed = target if isinstance(target, Target) else Target.load(target or this_machine())
-        check_target(chosen, aimed, kind_of(model))
-        chosen, left_out = for_target(chosen, aimed)
+        answer = support.ask(chosen, aimed, kind_of(model))
         where = None if out is None else Path(out)
         if where is not None and where.exists() and not resume:
             raise InputError(
@@ -114,14 +117,14 @@ class Request:
             )
         return cls(
             model,
-            chosen,
+            answer.recipe,
             aimed,
             where,
             resume,
             strict,
             trust_remote_code,
             speed,
-            left_out,
+            answer.left_out,
             as_shipped=shipped and not _names(changes, "export"),
             gates_asked=frozenset(
                 gate
@@ -165,33 +168,6 @@ def kind_of(model: str) -> Kind | None:
     return "network" if is_graph(model) else None if alias is None else alias.kind
 
 
-def for_target(recipe: Recipe, target: Target) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe with the exports that a runtime of the target reads, and the names of the others.
-
-    An option of an export that is left out takes what the target says: `accuracy_level` of `onnx` in its `build`, its
-    `profiles`, the compute capability of its GPU.
-    A recipe none of whose exports can be read is returned whole, for `check_target` to refuse.
-    """
-    kept, left_out = [], []
-    for step in recipe.export:
-        exporter = load_exporter(step.name)
-        readers = [name for name in exporter.runtimes if name in target.runtimes]
-        if not readers:
-            left_out.append(step.name)
-            continue
-        try:  # the one that can, where not all of them can
-            chosen = support.reader(recipe, step, target).runtime
-        except InputError:
-            chosen = readers[0]
-        settings: dict[str, Any] = {**target.build.get(chosen, {}), "library": chosen, "sm": target.arch.sm}
-        settings["profiles"] = [profile.model_dump(mode="json") for profile in target.profiles]
-        options = {name: settings[name] for name in exporter.Options.model_fields if name in settings}
-        kept.append(step.model_copy(update={"options": {**options, **step.options}}))
-    if not kept:
-        return recipe, ()
-    return recipe.model_copy(update={"export": kept}), tuple(left_out)
-
-
 def with_own_runtime(request: Request, kind: str) -> Request:
     """The request with an ONNX export, for encoders in 8-bit integers where that is what computes in them: on a CPU
     torch expands a checkpoint's weights to floats, ONNX Runtime does not.
@@ -208,31 +184,7 @@ def with_own_runtime(request: Request, kind: str) -> Request:
     if target.kind != "cpu" or not set(load_exporter("onnx").runtimes) & set(target.runtimes):
         return request
     steps = [ExportStep(name="onnx"), *recipe.export]
-    completed, _ = for_target(recipe.model_copy(update={"export": steps}), target)
-    check_target(completed, target)
-    return replace(request, recipe=completed)
-
-
-def check_target(recipe: Recipe, target: Target, kind: Kind | None = None) -> None:
-    """Refuse a recipe that none of the runtimes which read its exports can run on the target.
-
-    Raises:
-        InputError: `target-cannot-run`, `layout-unsupported`, with the nearest recipe, or target, that can.
-    """
-    try:
-        support.readers(recipe, target, kind)
-    except InputError as problem:
-        raise support.refusal(problem, recipe, target, kind) from None
-
-
-def computed_in_floats(request: Request, kind: Kind) -> list[Decision]:
-    """What the target's runtimes only emulate, where none of them computes in all that the recipe stores."""
-    recipe, target = request.recipe, request.target
-    words = support.slower(recipe, target, support.readers(recipe, target, kind), kind)
-    stored = recipe.scheme.weights or recipe.scheme.kv_cache
-    return (
-        [decision("target", support.EMULATED, target.name, words, stored.format, "float")] if words and stored else []
-    )
+    return replace(request, recipe=support.ask(recipe.model_copy(update={"export": steps}), target).recipe)
 
 
 def default_out(model: str, recipe: str, *, resume: bool) -> Path:

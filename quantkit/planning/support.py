@@ -1,8 +1,9 @@
 """What a recipe can have on a target: which runtime reads each of its exports, and whether it computes in the formats.
 
-A cell of a target's table (`target.py`) says what a runtime makes of a format; an exporter (`holds`) what of that it
-leaves. A recipe is refused where an export has no runtime that can, and the nearest recipe is looked for among those
-that ship: the same kind of model, computed in as it is stored, the nearest bits. No model is opened, torch not needed.
+`ask` is the one question, `Support` its answer. A cell of a target's table (`target.py`) says what a runtime makes of a
+format; an exporter (`holds`) what of that it leaves. A recipe is refused where an export has no runtime that can, and
+the nearest recipe is looked for among those that ship: the same kind of model, computed in as it is stored, the nearest
+bits. No model is opened, torch not needed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import yaml
 
 from quantkit import content, plugins
+from quantkit.bundle import Decision, decision
 from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.kinds import Kind
@@ -87,6 +89,98 @@ class Reader:
         return [each for each in self.taken if each.state == "emulated"]
 
 
+@dataclass(frozen=True)
+class Support:
+    """What a recipe can have on a target.
+
+    Args:
+        recipe: with the exports that a runtime of the target reads, each with the target's settings.
+        target: where.
+        left_out: the other exports.
+        readers: who reads each export; of a graph, what it becomes.
+    """
+
+    recipe: Recipe
+    target: Target
+    left_out: tuple[str, ...]
+    readers: Sequence[Reader]
+
+    @property
+    def best(self) -> Reader:
+        """The reader that computes in most of what is stored."""
+        return _best(self.readers)
+
+    def slower(self, kind: Kind | None = None) -> str:
+        """What is only emulated, whoever reads it, and what to do about it; "" where a runtime computes in all of it.
+
+        Args:
+            kind: of the model; None: the first of the recipe's.
+        """
+        chosen = self.best
+        if chosen.state != "emulated":
+            return ""
+        what = ", ".join(each.stored.words for each in chosen.emulated)
+        where = self.target.name
+        reason = f"{what}: stored so, but {chosen.runtime} computes in floats on {where}; smaller, not faster"
+        remedy = _instead(self.recipe, self.target, kind or self.recipe.models[0], native=True)
+        return f"{reason}; {remedy}" if remedy else reason
+
+    def decisions(self, kind: Kind) -> list[Decision]:
+        """The same as a decision, for a model of that kind."""
+        words, scheme = self.slower(kind), self.recipe.scheme
+        stored = scheme.weights or scheme.kv_cache
+        if not words or stored is None:
+            return []
+        return [decision("target", EMULATED, self.target.name, words, stored.format, "float")]
+
+
+def ask(recipe: Recipe, target: Target, kind: Kind | None = None) -> Support:
+    """What a recipe can have on a target.
+
+    Args:
+        recipe: as it is asked for; exports for which the target has no runtime are left out, if others are left.
+        target: where.
+        kind: of the model; None where it is not known yet: not a graph.
+
+    Raises:
+        InputError: `target-cannot-run`, `layout-unsupported`, `scheme-unsupported`: an export that none of the target's
+            runtimes can read, or no export for any of them; with the nearest recipe, or target, that can.
+    """
+    try:
+        found = _readers(recipe, target, kind)
+    except InputError as problem:
+        raise _refusal(problem, recipe, target, kind or recipe.models[0]) from None
+    readable, left_out = fitted(recipe, target, {each.export: each.runtime for each in found})
+    return Support(readable, target, left_out, found)
+
+
+def fitted(recipe: Recipe, target: Target, readers: Mapping[str, str] | None = None) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe with the exports that a runtime of the target reads, and the names of the others.
+
+    An option of an export that is left out takes what the target says: `accuracy_level` of `onnx` in its `build`, its
+    `profiles`, the compute capability of its GPU. A recipe none of whose exports can be read is returned whole.
+
+    Args:
+        recipe, target: as for `ask`.
+        readers: export -> who reads it; of others the first runtime that the target has.
+    """
+    kept, left_out = [], []
+    for step in recipe.export:
+        exporter = _EXPORTERS.load(step.name)
+        able = [name for name in exporter.runtimes if name in target.runtimes]
+        if not able:
+            left_out.append(step.name)
+            continue
+        chosen = (readers or {}).get(step.name, able[0])
+        settings: dict[str, Any] = {**target.build.get(chosen, {}), "library": chosen, "sm": target.arch.sm}
+        settings["profiles"] = [profile.model_dump(mode="json") for profile in target.profiles]
+        options = {name: settings[name] for name in exporter.Options.model_fields if name in settings}
+        kept.append(step.model_copy(update={"options": {**options, **step.options}}))
+    if not kept:
+        return recipe, ()
+    return recipe.model_copy(update={"export": kept}), tuple(left_out)
+
+
 def stored_formats(recipe: Recipe) -> list[Stored]:
     """Everything that a recipe stores: weights, inputs, keys and values; each once."""
     found: dict[Stored, None] = {}
@@ -100,64 +194,11 @@ def stored_formats(recipe: Recipe) -> list[Stored]:
     return list(found)
 
 
-def readers(recipe: Recipe, target: Target, kind: Kind | None = None) -> list[Reader]:
-    """Who reads each export of a recipe on a target.
-
-    Args:
-        recipe: as it is asked for; exports for which the target has no runtime are left out, if others are left.
-        target: where.
-        kind: of the model; None where it is not known yet: not a graph.
-
-    Raises:
-        InputError: `target-cannot-run` or `layout-unsupported`: an export that none of the target's runtimes can read,
-            or no export for any of them.
-    """
-    found: list[Reader] = []
-    problems: list[tuple[str, InputError]] = []
-    for step in _read(recipe, target, kind):
-        try:
-            if step is _GRAPH:
-                graph_schemes(recipe)
-            found.append(reader(recipe, step, target))
-        except InputError as error:
-            problems.append((step.name, error))
-    if not problems:
-        return found
-    name, problem = problems[0]
-    if found and f"leave `{name}` out" not in problem.remedy:
-        own = problem.remedy if problem.remedy.startswith("--set") else ""
-        raise _instead(problem, _either(own, f"leave `{name}` out of `export`"))
-    raise problem
-
-
-def reader(recipe: Recipe, step: ExportStep, target: Target) -> Reader:
-    """The best of the target's runtimes for one export. Raises InputError, that of the first one."""
-    exporter = _EXPORTERS.load(step.name)
-    if step is not _GRAPH:
-        _demand_place_for_moved(recipe, step, exporter)
-    problems: list[InputError] = []
-    found: list[Reader] = []
-    for runtime in exporter.runtimes:
-        if runtime not in target.runtimes:
-            continue
-        try:
-            found.append(_read_by(recipe, step, exporter, target, runtime))
-        except InputError as problem:
-            problems.append(problem)
-    if found:
-        # of those that are as good, the one that the target lists first
-        return min(found, key=lambda each: (*each.rank, target.runtimes.index(each.runtime)))
-    if problems:
-        raise problems[0]
-    target.check([], exporter.runtimes[0])
-    raise AssertionError("a runtime that the target does not list is refused")
-
-
 def caveats(recipe: Recipe, target: Target, runtimes: Sequence[str] | None = None) -> list[str]:
     """What runtimes need beside themselves to read the exports of a recipe, or do otherwise than is stored.
 
     Args:
-        recipe, target: as for `readers`.
+        recipe, target: as for `ask`.
         runtimes: of these; None: of all that the target has.
     """
     found = []
@@ -193,42 +234,73 @@ def graph_schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
     return weights, activations
 
 
-def best(found: Sequence[Reader]) -> Reader:
-    """The reader that computes in most of what is stored."""
+def _readers(recipe: Recipe, target: Target, kind: Kind | None) -> list[Reader]:
+    """Who reads each export. Raises InputError, that of the first one that none of the target's runtimes can read."""
+    steps = _steps(recipe, kind)
+    read = [step for step in steps if set(plugins.EXPORTERS.load(step.name).runtimes) & set(target.runtimes)]
+    found: list[Reader] = []
+    problems: list[tuple[str, InputError]] = []
+    for step in read or steps:
+        try:
+            if step is _GRAPH:
+                graph_schemes(recipe)
+            found.append(_reader(recipe, step, target))
+        except InputError as error:
+            problems.append((step.name, error))
+    if not problems:
+        return found
+    name, problem = problems[0]
+    if found and f"leave `{name}` out" not in problem.remedy:
+        own = problem.remedy if problem.remedy.startswith("--set") else ""
+        raise _with_remedy(problem, _either(own, f"leave `{name}` out of `export`"))
+    raise problem
+
+
+def _reader(recipe: Recipe, step: ExportStep, target: Target) -> Reader:
+    """The best of the target's runtimes for one export. Raises InputError, that of the first one."""
+    exporter = _EXPORTERS.load(step.name)
+    if step is not _GRAPH:
+        _demand_place_for_moved(recipe, step, exporter)
+    problems: list[InputError] = []
+    found: list[Reader] = []
+    for runtime in exporter.runtimes:
+        if runtime not in target.runtimes:
+            continue
+        try:
+            found.append(_read_by(recipe, step, exporter, target, runtime))
+        except InputError as problem:
+            problems.append(problem)
+    if found:
+        # of those that are as good, the one that the target lists first
+        return min(found, key=lambda each: (*each.rank, target.runtimes.index(each.runtime)))
+    if problems:
+        raise problems[0]
+    target.check([], exporter.runtimes[0])
+    raise AssertionError("a runtime that the target does not list is refused")
+
+
+def _best(found: Sequence[Reader]) -> Reader:
     return min(found, key=lambda each: each.rank)
 
 
-def slower(recipe: Recipe, target: Target, found: Sequence[Reader], kind: Kind | None = None) -> str:
-    """What is only emulated, whoever reads it, and what to do about it; "" where a runtime computes in all of it."""
-    chosen = best(found)
-    if chosen.state != "emulated":
-        return ""
-    what = ", ".join(each.stored.words for each in chosen.emulated)
-    reason = f"{what}: stored so, but {chosen.runtime} computes in floats on {target.name}; smaller, not faster"
-    remedy = instead(recipe, target, kind, native=True)
-    return f"{reason}; {remedy}" if remedy else reason
-
-
-def refusal(error: InputError, recipe: Recipe, target: Target, kind: Kind | None = None) -> InputError:
+def _refusal(error: InputError, recipe: Recipe, target: Target, kind: Kind) -> InputError:
     """A refusal that names the nearest recipe or target that can, and the settings that it named itself."""
-    kind = kind or recipe.models[0]
-    remedy = _either(instead(recipe, target, kind), _elsewhere(recipe, target, kind))
+    remedy = _either(_instead(recipe, target, kind), _elsewhere(recipe, target, kind))
     if not remedy:
         alike = sorted(_alike(recipe, kind), key=lambda other: (*_differ(recipe, other), other.name))
         places = ((other.name, _elsewhere(other, target, kind)) for other in alike)
         remedy = next((f"--recipe {name} {place}" for name, place in places if place), "")
     own = error.remedy if not remedy or error.remedy.startswith(("--set", "leave")) else ""
-    return _instead(error, _either(own, remedy))
+    return _with_remedy(error, _either(own, remedy))
 
 
-def instead(recipe: Recipe, target: Target, kind: Kind | None = None, *, native: bool = False) -> str:
+def _instead(recipe: Recipe, target: Target, kind: Kind, *, native: bool = False) -> str:
     """What to ask for instead: the nearest shipped recipe, or another export; "" without either.
 
     Args:
-        recipe, target, kind: as for `readers`; of a kind that is not known, the first of the recipe's.
+        recipe, target, kind: as for `ask`.
         native: only what is computed in as it is stored.
     """
-    kind = kind or recipe.models[0]
     parts = []
     others = [each for each in _others(recipe, target, kind) if not native or each[2].state == "native"]
     if others:
@@ -247,7 +319,7 @@ def _elsewhere(recipe: Recipe, target: Target, kind: Kind) -> str:
         if not wanted & set(_outline(name)["runtimes"]):
             continue  # to parse all of them would take a second
         try:
-            found = best(readers(recipe, Target.load(name), kind))
+            found = _best(_readers(recipe, Target.load(name), kind))
         except InputError:
             continue
         if found.state == "native":
@@ -264,7 +336,7 @@ def _outline(name: str) -> dict[str, Any]:
     return {**found, "name": name}
 
 
-def _instead(error: InputError, remedy: str) -> InputError:
+def _with_remedy(error: InputError, remedy: str) -> InputError:
     return InputError(error.code, where=error.where, value=error.value, rule=error.rule, remedy=remedy)
 
 
@@ -289,13 +361,6 @@ def _steps(recipe: Recipe, kind: Kind | None) -> list[ExportStep]:
     if kind != "network":
         return recipe.export
     return [step for step in recipe.export if step.name == _ENGINE] or [_GRAPH]
-
-
-def _read(recipe: Recipe, target: Target, kind: Kind | None) -> list[ExportStep]:
-    """The exports that a runtime of the target reads; all of them where it reads none."""
-    steps = _steps(recipe, kind)
-    kept = [step for step in steps if set(plugins.EXPORTERS.load(step.name).runtimes) & set(target.runtimes)]
-    return kept or steps
 
 
 def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: _Exporter) -> None:
@@ -333,7 +398,7 @@ def _exports(recipe: Recipe, target: Target, kind: Kind) -> Iterator[tuple[str, 
     for name in sorted({*plugins.EXPORTERS.names()} - {step.name for step in recipe.export}):
         changed = recipe.model_copy(update={"export": [ExportStep(name=name)]})
         try:
-            found = best(readers(changed, target, kind))
+            found = _best(_readers(changed, target, kind))
         except InputError:
             continue
         if found.state == "native" and found.export == name and found.taken:
@@ -359,7 +424,7 @@ def _others(recipe: Recipe, target: Target, kind: Kind) -> Iterator[tuple[tuple[
     asked = {step.name for step in recipe.export}
     for other in _alike(recipe, kind):
         try:
-            known = readers(other, target, kind)
+            known = _readers(other, target, kind)
         except InputError:
             continue
         found = min(known, key=lambda each: (*each.rank, each.export not in asked))

@@ -18,7 +18,7 @@ from quantkit.export import load_exporter
 from quantkit.export.layer_spec import Asked
 from quantkit.formats import load_format
 from quantkit.passes import decision
-from quantkit.pipeline.request import check_target
+from quantkit.planning.support import ask
 from quantkit.recipe import Recipe
 from quantkit.scheme import WeightScheme
 
@@ -187,7 +187,7 @@ def _laid_out(prepared: Prepared, scheme: WeightScheme) -> Layers:
     from quantkit.pipeline.blocks.layers import lay_out
 
     recipe = with_weights(prepared.request.recipe, scheme)
-    check_target(recipe, prepared.request.target)
+    ask(recipe, prepared.request.target)
     stream = prepared.stream
     return lay_out(recipe, stream.skeleton, stream.block_names, prepared.source.dtype, head=stream.head)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from functools import cache
-from typing import Any
 
 import pytest
 
 from quantkit import content
 from quantkit.errors import InputError
 from quantkit.kinds import Kind
-from quantkit.planning.support import Reader, best, caveats, reader, readers, refusal, slower, stored_formats
+from quantkit.planning.support import Reader, ask, caveats, stored_formats
 from quantkit.recipe import Recipe
 from quantkit.target import Stored, Target
 
@@ -57,19 +56,18 @@ def test_what_is_refused_is_refused_with_something_that_is_taken(name: str) -> N
     for asked in map(recipe, RECIPES):
         for kind in asked.models:
             try:
-                found = readers(asked, where, kind)
+                found = ask(asked, where, kind)
             except InputError as problem:
-                line = refusal(problem, asked, where, kind)
-                others = asked_for(line.remedy, asked, where)
-                assert others, line.line()
+                others = asked_for(problem.remedy, asked, where)
+                assert others, problem.line()
                 for other, there in others:
-                    assert readers(other, there, kind), line.line()
+                    assert ask(other, there, kind).readers, problem.line()
                 continue
-            words = slower(asked, where, found, kind)
-            assert bool(words) == (best(found).state == "emulated"), (asked.name, kind)
+            words = found.slower(kind)
+            assert bool(words) == (found.best.state == "emulated"), (asked.name, kind)
             if words and "--" in words:
                 for other, there in asked_for(words[words.index("--") :], asked, where):
-                    assert best(readers(other, there, kind)).state == "native", words
+                    assert ask(other, there, kind).best.state == "native", words
 
 
 def test_every_recipe_is_computed_in_somewhere() -> None:
@@ -77,14 +75,14 @@ def test_every_recipe_is_computed_in_somewhere() -> None:
         states = set()
         for where in TARGETS:
             try:
-                states.add(best(readers(recipe(name), target(where), recipe(name).models[0])).state)
+                states.add(ask(recipe(name), target(where), recipe(name).models[0]).best.state)
             except InputError:
                 states.add("absent")
         assert "native" in states, name
 
 
 def state(name: str, where: str, kind: Kind | None = None) -> Reader:
-    return best(readers(recipe(name), target(where), kind))
+    return ask(recipe(name), target(where), kind).best
 
 
 @pytest.mark.parametrize(
@@ -172,16 +170,15 @@ def test_refusals_say_why_and_what_instead(
 ) -> None:
     chosen = changed(*asked)
     with pytest.raises(InputError) as caught:
-        readers(chosen, target(where), kind)
-    line = refusal(caught.value, chosen, target(where), kind)
-    assert line.code == code
+        ask(chosen, target(where), kind)
+    assert caught.value.code == code
     for part in says:
-        assert part in line.line()
+        assert part in caught.value.line()
 
 
 def test_a_dense_checkpoint_holds_floats_whatever_was_rounded() -> None:
     dense = changed("gptq-int4", "export=[{checkpoint: {layout: dense}}]")
-    found = best(readers(dense, target("h100")))
+    found = ask(dense, target("h100")).best
     assert found.state == "emulated"
     assert "values that codes stand for" in found.taken[0].source
 
@@ -189,8 +186,8 @@ def test_a_dense_checkpoint_holds_floats_whatever_was_rounded() -> None:
 def test_vllm_reads_a_layout_only_where_it_has_a_kernel() -> None:
     """Marlin has no groups of 16, and symmetric codes alone in the layout of GPTQ."""
     odd = changed("gptq-int4", "scheme.weights.group=16")
-    assert best(readers(odd, target("h100"))).runtime == "torch"
-    assert best(readers(recipe("gptq-int4"), target("h100"))).runtime == "vllm"
+    assert ask(odd, target("h100")).best.runtime == "torch"
+    assert ask(recipe("gptq-int4"), target("h100")).best.runtime == "vllm"
 
 
 @pytest.mark.parametrize(
@@ -221,8 +218,6 @@ def test_overrides_are_stored_too() -> None:
     ]
 
 
-def test_an_export_of_its_own_is_judged_alone() -> None:
-    chosen: Any = recipe("awq-int4")
-    checkpoint, onnx = chosen.export
-    assert reader(chosen, checkpoint, target("cpu-x86")).state == "emulated"
-    assert reader(chosen, onnx, target("cpu-x86")).state == "native"
+def test_each_export_is_judged_alone() -> None:
+    found = ask(recipe("awq-int4"), target("cpu-x86")).readers
+    assert [(each.export, each.state) for each in found] == [("checkpoint", "emulated"), ("onnx", "native")]

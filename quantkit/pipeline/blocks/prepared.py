@@ -20,7 +20,7 @@ from quantkit.passes import NOTE, decision, load_pass
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.accounting import about, account
 from quantkit.pipeline.blocks.layers import Layers, lay_out
-from quantkit.pipeline.request import Request, computed_in_floats, default_out, with_own_runtime
+from quantkit.pipeline.request import Request, default_out, with_own_runtime
 from quantkit.planning.model.assigned import UNTIED, takes_head
 from quantkit.planning.support import caveats
 
@@ -128,7 +128,7 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     )
     for step in recipe.export:
         load_exporter(step.name).accepts(step.options, asked)
-    decisions = [*computed_in_floats(request, source.kind), *taken, *layers.decisions]
+    decisions = [*request.support.decisions(source.kind), *taken, *layers.decisions]
     if recipe.passes:
         decisions += about(account(stream, layers.schemes, decisions, head=takes_head(recipe)))
     looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)

@@ -16,9 +16,9 @@ from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.graphs import engine as graph_engine
 from quantkit.pipeline.graphs.located import located
 from quantkit.pipeline.graphs.measure import Cost, cost
-from quantkit.pipeline.request import Request, check_target, computed_in_floats, default_out
+from quantkit.pipeline.request import Request, default_out
 from quantkit.planning.model.assigned import ROLES
-from quantkit.planning.support import graph_schemes
+from quantkit.planning.support import ask, graph_schemes
 from quantkit.recipe import ExportStep, Recipe
 from quantkit.scheme import ActivationScheme
 
@@ -84,9 +84,9 @@ def prepare(request: Request) -> Prepared:
     as_asked = recipe
     if graph_engine.EXPORT in request.left_out:
         as_asked = recipe.model_copy(update={"export": [ExportStep(name=graph_engine.EXPORT)]})
-    check_target(as_asked, request.target, "network")
+    answer = ask(as_asked, request.target, "network")
     weights, activations = (recipe.scheme.weights, recipe.scheme.activations) if engine else graph_schemes(recipe)
-    decisions = computed_in_floats(request, "network")
+    decisions = answer.decisions("network")
     calib = inputs_of(request, graph, "calib", alias, recipe.calibration.images)
     scoring = inputs_of(request, graph, "eval", alias, None)
     feed = calib.first(2)

@@ -10,8 +10,7 @@ from quantkit import content, plugins
 from quantkit.errors import InputError, unknown_name
 from quantkit.export import load_exporter
 from quantkit.kinds import Kind
-from quantkit.pipeline.request import check_target, for_target
-from quantkit.planning.support import stored_formats
+from quantkit.planning.support import ask, fitted, stored_formats
 from quantkit.recipe import Recipe
 from quantkit.target import Target
 
@@ -71,10 +70,9 @@ def choose(
             rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
             remedy="choose another recipe",
         )
-    fitted, _ = for_target(recipe, target)
-    if runtime is None and recipe.passes:
-        check_target(fitted, target)
-    return Chosen(label, fitted, _runtime(fitted, kind, target, runtime))
+    judged = runtime is None and recipe.passes
+    readable = ask(recipe, target).recipe if judged else fitted(recipe, target)[0]
+    return Chosen(label, readable, _runtime(readable, kind, target, runtime))
 
 
 def float_of(label: str) -> str | None:
@@ -116,8 +114,7 @@ def _storing(form: str, kind: Kind) -> list[Recipe]:
 
 def _runs(name: str, kind: Kind, target: Target, *, native: bool = False) -> bool:
     try:
-        recipe, _ = for_target(_shipped(name), target)
-        check_target(recipe, target)
+        recipe = ask(_shipped(name), target).recipe
     except InputError:
         return False
     runtime = _runtime(recipe, kind, target, None)

@@ -49,7 +49,7 @@ def described(
 
     Args:
         architecture: of the model.
-        recipe: its exports those that the target reads (`pipeline.request.for_target`).
+        recipe: its exports those that the target reads (`planning.support`).
         speed: whether a graph that it exports is timed.
         cached: whether the original was scored on the same text before.
         baseline: whether its graph has to be made to be timed against.
