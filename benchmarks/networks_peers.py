@@ -17,6 +17,7 @@ within 0.3 points of the float graph.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import tempfile
 from collections.abc import Iterator
@@ -186,9 +187,10 @@ def main() -> int:
         fast = speeds(files, calib.images.shape[1:], options.seconds) if options.seconds else {}
         done = 0
         for place, scoring in enumerate(scored):
+            sha256 = hashlib.sha256(scoring.images.tobytes()).hexdigest()
             rows, claims = judged(files, scoring, {} if place else fast, f"quantkit {options.side[0]}")
             settings = {
-                **{"model": options.model, "set": scoring.name, "sha256": scoring.sha256},
+                **{"model": options.model, "set": scoring.name, "sha256": sha256},
                 **{"calibration": len(calib.images), "calibration_set": calib.name},
             }
             name = f"networks_peers-{options.model}" + (f"-{scoring.name}" if options.set else "")

@@ -104,10 +104,11 @@ def test_the_layout_is_the_cards(tmp_path: Path) -> None:
 
 def test_the_seed_moves_calib_and_nothing_else(shipped: Path) -> None:
     first, again, other = (load(shipped, samples=6, seed=seed) for seed in (0, 0, 1))
-    assert first.sha256 == again.sha256 != other.sha256
+    assert np.array_equal(first.images, again.images) and not np.array_equal(first.images, other.images)
     assert numbers(load(shipped, samples=3)) == numbers(first)[:3]
     assert len(set(numbers(first))) == 6
-    assert load(shipped, "eval", samples=3, seed=0).sha256 == load(shipped, "eval", samples=3, seed=1).sha256
+    evaluated = [load(shipped, "eval", samples=3, seed=seed).images for seed in (0, 1)]
+    assert np.array_equal(*evaluated)
     drawn = load(shipped, "eval", samples=3)
     assert drawn.labels is not None and drawn.labels.tolist() == numbers(drawn)
 
@@ -133,7 +134,7 @@ def test_own_floats_are_taken_as_they_are(tmp_path: Path) -> None:
     assert np.array_equal(found.images, images[:34].astype(np.float32))
     assert found.notes == ("own.npz has no splits: calib is 34 of its 40 images, parted by their order",)
     np.save(tmp_path / "own.npy", images)
-    assert load(tmp_path / "own.npy").sha256 == found.sha256
+    assert np.array_equal(load(tmp_path / "own.npy").images, found.images)
     parts = [load(tmp_path / "own.npy", split).images for split in ("calib", "tune", "eval")]
     assert np.array_equal(np.concatenate(parts), images.astype(np.float32))
 
@@ -218,7 +219,7 @@ def test_own_bytes_need_a_word_about_them(tmp_path: Path) -> None:
     assert PREPROCESS in refused("preprocess", path).remedy
     known = load(path, preprocess=Preprocess.model_validate(HOW))
     (tmp_path / PREPROCESS).write_text(yaml.safe_dump(HOW))
-    assert load(path).sha256 == known.sha256
+    assert np.array_equal(load(path).images, known.images)
     (tmp_path / PREPROCESS).write_text(yaml.safe_dump({**HOW, "means": [0.5]}))
     assert "did you mean 'mean'" in refused("preprocess", path).remedy
 
@@ -280,7 +281,7 @@ FINE = np.random.default_rng(3).normal(size=(20, 1, 8, 8)).astype(np.float32)
         ("nonfinite", {"images": FINE.astype(np.float64) * 1e300}, "infinity"),
         ("constant", {"images": np.ones((20, 1, 8, 8)) * np.arange(20).reshape(-1, 1, 1, 1)}, "all 17 images"),
         ("range", {"images": grey(20)[:, None].astype(np.float32)}, "bytes still"),
-        ("labels", {"images": FINE, "labels": np.zeros(19, np.int64)}, r"labels \[19\] for 20 images"),
+        ("labels", {"images": FINE, "labels": np.zeros(19, np.int64)}, r"labels \[19\] for 20 samples"),
         ("labels", {"images": FINE, "labels": np.zeros(20)}, "float64"),
         ("labels", {"images": FINE, "labels": np.arange(20) - 1}, "label -1"),
         ("labels", {"images": FINE, "labels": np.eye(20, dtype=np.int64)}, r"\[20, 20\]"),

@@ -182,7 +182,7 @@ def test_what_cannot_be_read(tmp_path, own_text, byte_tokenizer):
     (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
     refused("calibration-not-text", tmp_path / "binary.txt", tokenizer=byte_tokenizer)
     write_card(tmp_path / "images", kind="images")
-    assert "holds images" in refused("calibration-kind", tmp_path / "images", tokenizer=byte_tokenizer)
+    assert "kind images" in refused("calibration-kind", tmp_path / "images", tokenizer=byte_tokenizer)
     write_card(tmp_path / "changed")
     (tmp_path / "changed/eval.txt").write_bytes(b"to score oN")
     refused("calibration-checksum", tmp_path / "changed", "eval", tokenizer=byte_tokenizer)

@@ -13,13 +13,16 @@ import datetime
 import hashlib
 import re
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from quantkit.content import Closed, known_keys, read_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
 from quantkit.model.preprocess import Preprocess
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Split = Literal["calib", "tune", "eval"]
 
@@ -66,6 +69,15 @@ class Sampling(Closed):
     special_tokens: bool = False
     shuffle: bool = True
     seed: int = Field(default=0, ge=0)
+
+    def generator(self, split: Split, seed: int) -> np.random.Generator | None:
+        """Draws the samples of a split, `seed` of the recipe; None takes them in their order.
+
+        The recipe's seed moves what `calib` draws; `tune` and `eval` stay, or no two runs could be compared.
+        """
+        import numpy as np
+
+        return np.random.default_rng([self.seed, seed if split == "calib" else 0]) if self.shuffle else None
 
 
 class Card(Closed):
@@ -134,15 +146,32 @@ class Card(Closed):
         card._folder = path.parent
         return card
 
+    @classmethod
+    def at(cls, path: Path) -> Card | None:
+        """The card that a calibration set's path leads to; None where it is a user's own file or folder."""
+        there = path.name == "card.yaml" or (path.is_dir() and (path / "card.yaml").is_file())
+        return cls.load(path) if there else None
+
+    def demand_kind(self, *kinds: str, rule: str) -> None:
+        """Refuse a set of another kind; `rule`: what the model takes. Raises InputError `calibration-kind`."""
+        if self.kind not in kinds:
+            raise InputError(
+                "calibration-kind",
+                where=self.where,
+                value=f"the set is of kind {self.kind}",
+                rule=rule,
+                remedy="use another set; see `quantkit list calibrations`",
+            )
+
+    @property
+    def where(self) -> str:
+        """Its file, for errors."""
+        return str(self._folder / "card.yaml")
+
     @property
     def name(self) -> str:
         """The name of the card's folder."""
         return self._folder.resolve().name
-
-    @property
-    def folder(self) -> Path:
-        """The folder that the card was read from."""
-        return self._folder
 
     def read(self, split: Split) -> list[tuple[Path, bytes]]:
         """The files of a split with their bytes, in the card's order, each checked against the card.
@@ -156,7 +185,7 @@ class Card(Closed):
             has = sorted({file.split for file in self.files})
             raise InputError(
                 "calibration-split",
-                where=str(self._folder / "card.yaml"),
+                where=self.where,
                 value=f"no file for the split {split!r}",
                 rule=f"the card has {', '.join(has)}",
                 remedy="add one, or use another set",

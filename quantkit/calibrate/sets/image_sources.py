@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.calibrate.sets import own
 from quantkit.calibrate.sets.card import read_bytes
 from quantkit.errors import InputError, MissingDependency
 from quantkit.model.preprocess import Preprocess
@@ -100,7 +101,7 @@ def is_picture(name: str) -> bool:
 def pictures(names: Sequence[str], read: Callable[[str], bytes], *, where: str) -> Images:
     """Image files by name. Raises InputError (`calibration-empty`, with no name at all)."""
     if not names:
-        raise _empty(where, f"image files are {', '.join(PICTURES)}")
+        raise own.empty(where, "no image in it", f"image files are {', '.join(PICTURES)}")
     kept = tuple(names)
     return Images(len(kept), None, True, lambda number: _decode(read(kept[number]), kept[number]), where, names=kept)
 
@@ -179,9 +180,9 @@ def _arrays(file: Path | bytes, where: str) -> Images:
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
         if "allow_pickle" in str(error):
             raise pickled(where) from None
-        raise unreadable(where, error) from None
+        raise own.unreadable(where, error) from None
     if images.ndim == 0 or len(images) == 0:
-        raise _empty(where, "images are [n, …], n at least 1")
+        raise own.empty(where, "no image in it", "images are [n, …], n at least 1")
     bytes_ = images.dtype == np.uint8
     if not bytes_ and images.dtype.kind != "f":
         raise InputError(
@@ -204,7 +205,7 @@ def _arrays(file: Path | bytes, where: str) -> Images:
         with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinity, and is refused
             return np.asarray(images[number], dtype=np.uint8 if bytes_ else np.float32)
 
-    numbers = None if labels is None else _labels(labels, len(images), where)
+    numbers = None if labels is None else class_numbers(labels, len(images), where)
     alike = None if clusters is None else cluster_numbers(clusters, len(images), where)
     return Images(len(images), numbers, bytes_, read, where, alike)
 
@@ -222,12 +223,13 @@ def cluster_numbers(clusters: NDArray[Any], count: int, where: str) -> NDArray[n
     return clusters.astype(np.int64)
 
 
-def _labels(labels: NDArray[Any], count: int, where: str) -> NDArray[np.int64]:
+def class_numbers(labels: NDArray[Any], count: int, where: str) -> NDArray[np.int64]:
+    """An array `labels`, checked. Raises InputError (`calibration-labels`)."""
     wrong = ""
     if labels.dtype.kind not in "iu":
         wrong = f"labels of {labels.dtype}"
     elif labels.shape != (count,):
-        wrong = f"labels {list(labels.shape)} for {count} images"
+        wrong = f"labels {list(labels.shape)} for {count} samples"
     elif int(labels.min()) < 0:
         wrong = f"a label {int(labels.min())}"
     if wrong:
@@ -235,7 +237,7 @@ def _labels(labels: NDArray[Any], count: int, where: str) -> NDArray[np.int64]:
             "calibration-labels",
             where=where,
             value=wrong,
-            rule="one whole number an image, the index of its class in the model's output, from 0",
+            rule="one whole number a sample, the index of its class in the model's output, from 0",
             remedy="mend `labels`, or leave them out",
         )
     return labels.astype(np.int64)
@@ -246,16 +248,16 @@ def _archive(file: Path | bytes, where: str) -> Images:
         archive = zipfile.ZipFile(io.BytesIO(file) if isinstance(file, bytes) else file)
         entries = [entry for entry in archive.infolist() if is_picture(entry.filename)]
     except (zipfile.BadZipFile, OSError, ValueError) as error:
-        raise unreadable(where, error) from None
+        raise own.unreadable(where, error) from None
     for entry in entries:
         if entry.file_size > _PICTURE_LIMIT:
-            raise unreadable(f"{where}: {entry.filename}", ValueError(f"an image file of {entry.file_size} bytes"))
+            raise own.unreadable(f"{where}: {entry.filename}", ValueError(f"an image file of {entry.file_size} bytes"))
 
     def read(name: str) -> bytes:
         try:
             return archive.read(name)
         except Exception as error:  # zlib's, RuntimeError where it is encrypted, …: one remedy
-            raise unreadable(f"{where}: {name}", error) from None
+            raise own.unreadable(f"{where}: {name}", error) from None
 
     return pictures(sorted(entry.filename for entry in entries), read, where=where)
 
@@ -267,7 +269,7 @@ def _decode(data: bytes, where: str) -> NDArray[np.uint8]:
         with image.open(io.BytesIO(data)) as opened:
             return np.asarray(ops.exif_transpose(opened).convert("RGB"), dtype=np.uint8)
     except Exception as error:  # Pillow's plugins raise what they like
-        raise unreadable(where, error) from None
+        raise own.unreadable(where, error) from None
 
 
 def _converted(image: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
@@ -309,10 +311,6 @@ def _channels(found: int, wanted: int, where: str) -> InputError:
     )
 
 
-def _empty(where: str, rule: str) -> InputError:
-    return InputError("calibration-empty", where=where, value="no image in it", rule=rule, remedy="give another one")
-
-
 def _fields(names: Sequence[str], where: str) -> InputError:
     return InputError(
         "calibration-fields",
@@ -332,9 +330,3 @@ def pickled(where: str) -> InputError:
         rule="a file of objects runs code when it is read, so none is read",
         remedy="save plain arrays: numpy.savez_compressed(path, images=..., labels=...)",
     )
-
-
-def unreadable(where: str, error: Exception) -> InputError:
-    """What cannot be read, whoever says so."""
-    reason = str(error).split("\n", 1)[0][:200] or type(error).__name__
-    return InputError("calibration-unreadable", where=where, value=reason, remedy="check the file, or write it anew")

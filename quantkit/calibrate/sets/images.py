@@ -14,7 +14,6 @@ layout), or known of the model.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,14 +25,13 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from quantkit import content
-from quantkit.calibrate.sets import image_sources
+from quantkit.calibrate.sets import image_sources, own
 from quantkit.calibrate.sets.card import Card, Sampling, Split, read_bytes
 from quantkit.calibrate.sets.image_sources import Images
 from quantkit.errors import InputError, from_validation
 from quantkit.model.preprocess import Preprocess
 
 PREPROCESS = "preprocess.yaml"
-_TUNE, _EVAL = 0.85, 0.90
 _FLOATS = ("float16", "float32", "float64", "bfloat16")
 # how far beyond what bytes can become a float may lie: the rounding of another program
 _SLACK = 0.05
@@ -48,7 +46,6 @@ class ImageSet:
         labels: [n], the class of each; None where the set has none.
         name: of the set: the folder or file name.
         split: `calib`, `tune` or `eval`.
-        sha256: over shape and little-endian bytes of images and labels.
         notes: what was decided on the way, one sentence each; for the manifest.
         clusters: [n], images of one number are alike, such as crops of one photograph; None: each was drawn alone.
     """
@@ -57,7 +54,6 @@ class ImageSet:
     labels: NDArray[np.int64] | None
     name: str
     split: Split
-    sha256: str
     notes: tuple[str, ...] = ()
     clusters: NDArray[np.int64] | None = None
 
@@ -110,7 +106,7 @@ def load_images(
     notes = part.notes
     if samples is not None and len(chosen) < samples:
         notes = (*notes, f"{part.name} has {len(chosen)} images to {split}, {samples} were asked for")
-    return ImageSet(images, labels, part.name, split, _sha256(images, labels), notes, clusters)
+    return ImageSet(images, labels, part.name, split, notes, clusters)
 
 
 @dataclass(frozen=True)
@@ -127,8 +123,8 @@ class _Part:
 
 def _open(reference: str, split: Split) -> _Part:
     path = content.find("calibration", reference)
-    if path.name == "card.yaml" or (path.is_dir() and (path / "card.yaml").is_file()):
-        return _from_card(Card.load(path), split)
+    if (card := Card.at(path)) is not None:
+        return _from_card(card, split)
     folder = path if path.is_dir() else path.parent
     if path.is_dir():
         names = sorted(
@@ -141,31 +137,18 @@ def _open(reference: str, split: Split) -> _Part:
     name = path.resolve().name
     members, parted = own_split(found.count, found.labels, split, found.clusters)
     if not len(members):
-        raise InputError(
-            "calibration-short",
-            where=reference,
-            value=f"{found.count} image{'' if found.count == 1 else 's'}, none of them left for {split}",
-            rule="of images without splits, the last 10 % are for eval and the 5 % before for tune",
-            remedy="more images, or a folder with a card.yaml that states the splits",
-        )
+        count = f"{found.count} image{'' if found.count == 1 else 's'}"
+        raise own.short(reference, f"{count}, none of them left for {split}", "images")
     note = f"{name} has no splits: {split} is {len(members)} of its {found.count} images, parted {parted}"
     return _Part(found, members, Sampling(), stated, name, (note,))
 
 
 def _from_card(card: Card, split: Split) -> _Part:
-    where = str(card.folder / "card.yaml")
-    if card.kind != "images":
-        raise InputError(
-            "calibration-kind",
-            where=where,
-            value=f"the set is of kind {card.kind}",
-            rule="this model takes images",
-            remedy="use another set; see `quantkit list calibrations`",
-        )
+    card.demand_kind("images", rule="this model takes images")
     parts = [image_sources.parse(data, suffix=path.suffix.lower(), where=str(path)) for path, data in card.read(split)]
     if card.alike is not None:
-        parts = _alike(parts, card.alike, where)
-    found = image_sources.together(parts, where)
+        parts = _alike(parts, card.alike, card.where)
+    found = image_sources.together(parts, card.where)
     return _Part(found, np.arange(found.count), card.sampling, card.preprocess, card.name)
 
 
@@ -221,11 +204,7 @@ def own_split(
     classes = [np.arange(count)]
     if labels is not None:
         classes = [np.flatnonzero(labels == label) for label in np.unique(labels)]
-    members = []
-    for numbers in classes:
-        tune, evaluation = int(len(numbers) * _TUNE), int(len(numbers) * _EVAL)
-        bounds = {"calib": (0, tune), "tune": (tune, evaluation), "eval": (evaluation, len(numbers))}
-        members.append(numbers[slice(*bounds[split])])
+    members = [numbers[slice(*own.bounds(split, len(numbers)))] for numbers in classes]
     return np.sort(np.concatenate(members)), "by their order" if labels is None else "class by class"
 
 
@@ -233,11 +212,9 @@ def drawn(
     members: NDArray[np.int64], sampling: Sampling, split: Split, samples: int | None, seed: int
 ) -> NDArray[np.int64]:
     """At most so many of a split's members; see `load_images`."""
-    if samples is None:
-        return members
-    if not sampling.shuffle:
+    generator = sampling.generator(split, seed)
+    if samples is None or generator is None:
         return members[:samples]
-    generator = np.random.default_rng([sampling.seed, seed if split == "calib" else 0])
     # one permutation, so that asking for 8 gives the first 8 of what 16 would be
     return members[generator.permutation(len(members))[:samples]]
 
@@ -339,15 +316,3 @@ def check_range(images: NDArray[Any], where: str) -> None:
             remedy=f"normalise them, or store uint8 with a {PREPROCESS}; where the model takes bytes, with "
             "mean 0 and std 1/255",
         )
-
-
-def _sha256(images: NDArray[np.float32], labels: NDArray[np.int64] | None) -> str:
-    """The same on every machine."""
-    digest = hashlib.sha256()
-    arrays: list[tuple[str, NDArray[Any]]] = [("<f4", images)]
-    if labels is not None:
-        arrays.append(("<i8", labels))
-    for kind, array in arrays:
-        digest.update(f"{kind} {'x'.join(map(str, array.shape))}\n".encode())
-        digest.update(np.ascontiguousarray(array, dtype=kind).data)
-    return digest.hexdigest()

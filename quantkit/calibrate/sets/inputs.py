@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit import content
+from quantkit.calibrate.sets import own
 from quantkit.calibrate.sets.card import Sampling, Split
-from quantkit.calibrate.sets.image_sources import cluster_numbers, pickled, unreadable
+from quantkit.calibrate.sets.image_sources import class_numbers, cluster_numbers, pickled
 from quantkit.calibrate.sets.images import check_range, drawn, load_images, own_split
 from quantkit.calibrate.sets.views import views
 from quantkit.errors import InputError
@@ -168,13 +169,13 @@ def load_inputs(
     labels, clusters = (None if name in named else everything.pop(name, None) for name in (LABELS, CLUSTERS))
     count = _count(everything, reference)
     if labels is not None:
-        labels = _labels(labels, count, reference)
+        labels = class_numbers(labels, count, reference)
     if clusters is not None:
         clusters = cluster_numbers(clusters, count, reference)
     members, parted = own_split(count, labels, split, clusters)
     chosen = drawn(members, Sampling(), split, samples, seed)
     if not len(chosen):
-        raise _short(reference, f"{count} samples, none of them left for {split}")
+        raise own.short(reference, f"{count} samples, none of them left for {split}", "samples")
     arrays = {each.name: _fitting(everything[each.name][chosen], each, reference) for each in inputs}
     _check_constant([array for array in arrays.values() if array.dtype.kind == "f"], reference)
     name = path.resolve().name
@@ -244,7 +245,7 @@ def _read(path: Path, inputs: Sequence[Input]) -> dict[str, Array]:
                 )
             return {name: loaded[name] for name in [*names, LABELS, CLUSTERS] if name in loaded.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
-        raise pickled(where) if "allow_pickle" in str(error) else unreadable(where, error) from None
+        raise pickled(where) if "allow_pickle" in str(error) else own.unreadable(where, error) from None
 
 
 def _count(arrays: Feed, where: str) -> int:
@@ -259,18 +260,6 @@ def _count(arrays: Feed, where: str) -> int:
             remedy="give them the same first size",
         )
     return next(iter(counts.values()))
-
-
-def _labels(labels: Array, count: int, where: str) -> NDArray[np.int64]:
-    if labels.dtype.kind not in "iu" or labels.shape != (count,) or int(labels.min()) < 0:
-        raise InputError(
-            "calibration-labels",
-            where=where,
-            value=f"labels {list(labels.shape)} of {labels.dtype} for {count} samples",
-            rule="one whole number a sample, the index of its class in the model's output, from 0",
-            remedy="mend `labels`, or leave them out",
-        )
-    return labels.astype(np.int64)
 
 
 def _fitting(array: Array, given: Input, where: str) -> Array:
@@ -347,22 +336,12 @@ def _whole(
     count = len(next(iter(arrays.values())))
     rest = count % batch if batch else 0
     if batch and count < batch:
-        raise _short(name, f"{count} samples to {split}, and the graph takes {batch} at a time")
+        raise own.short(name, f"{count} samples to {split}, and the graph takes {batch} at a time", "samples")
     if rest:
         notes = (*notes, f"{name}: {rest} of {count} samples to {split} fill no feed of {batch}, and are left out")
         arrays = {key: array[: count - rest] for key, array in arrays.items()}
         labels, clusters = (None if each is None else each[: count - rest] for each in (labels, clusters))
     return InputSet(arrays, labels, name, split, _sha256(arrays, labels), batch, notes, clusters)
-
-
-def _short(where: str, value: str) -> InputError:
-    return InputError(
-        "calibration-short",
-        where=where,
-        value=value,
-        rule="of samples without splits, the last 10 % are for eval and the 5 % before for tune",
-        remedy="more samples",
-    )
 
 
 def _sha256(arrays: Feed, labels: NDArray[np.int64] | None) -> str:

@@ -13,15 +13,13 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from quantkit import content
+from quantkit.calibrate.sets import own
 from quantkit.calibrate.sets.card import Card, Sampling, Split, read_bytes
 from quantkit.errors import InputError
 
 SUFFIX = ".tsv"
 _COLUMNS = 3
-_TUNE, _EVAL = 0.85, 0.90
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +57,7 @@ def load_pairs(reference: str, split: Split, *, samples: int | None, seed: int) 
     """
     kept, sampling, name, notes = _open(reference, split)
     if samples is not None:
-        if sampling.shuffle:
-            generator = np.random.default_rng([sampling.seed, seed if split == "calib" else 0])
+        if (generator := sampling.generator(split, seed)) is not None:
             kept = [kept[place] for place in generator.permutation(len(kept))]
         kept = kept[:samples]
         if len(kept) < samples:
@@ -75,16 +72,7 @@ def parse(data: bytes, *, where: str) -> list[tuple[str, str]]:
     Raises:
         InputError: `calibration-not-text`, `calibration-columns`, `calibration-empty`.
     """
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            "calibration-not-text",
-            where=where,
-            value=f"byte 0x{data[error.start]:02x} at {error.start} is not UTF-8",
-            rule="pairs are UTF-8",
-            remedy="convert the file",
-        ) from None
+    text = own.decoded(data, where, "pairs")
     pairs = []
     # not splitlines(), which also parts at U+2028 and its like
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
@@ -103,22 +91,14 @@ def parse(data: bytes, *, where: str) -> list[tuple[str, str]]:
             )
         pairs.append((columns[1], columns[2]))
     if not pairs:
-        raise InputError("calibration-empty", where=where, value="no pair in it", remedy="give another file")
+        raise own.empty(where, "no pair in it")
     return pairs
 
 
 def _open(reference: str, split: Split) -> tuple[list[tuple[str, str]], Sampling, str, tuple[str, ...]]:
     path = content.find("calibration", reference)
-    if path.name == "card.yaml" or (path.is_dir() and (path / "card.yaml").is_file()):
-        card = Card.load(path)
-        if card.kind != "pairs":
-            raise InputError(
-                "calibration-kind",
-                where=str(card.folder / "card.yaml"),
-                value=f"the set is of kind {card.kind}",
-                rule="this model is scored on pairs of texts",
-                remedy="use another set; see `quantkit list calibrations`",
-            )
+    if (card := Card.at(path)) is not None:
+        card.demand_kind("pairs", rule="this model is scored on pairs of texts")
         lines = [pair for file, data in card.read(split) for pair in parse(data, where=str(file))]
         found, notes = _distinct(lines, card.name)
         return found, card.sampling, card.name, notes
@@ -149,15 +129,8 @@ def _own(path: Path, reference: str, split: Split) -> tuple[list[tuple[str, str]
     name = path.resolve().name
     # before it is parted: what calibrates must not score
     pairs, notes = _distinct(parse(read_bytes(path), where=reference), name)
-    tune, evaluation = int(len(pairs) * _TUNE), int(len(pairs) * _EVAL)
-    first, last = {"calib": (0, tune), "tune": (tune, evaluation), "eval": (evaluation, len(pairs))}[split]
+    first, last = own.bounds(split, len(pairs))
     if first == last:
-        raise InputError(
-            "calibration-short",
-            where=reference,
-            value=f"{len(pairs)} pairs, none of them left for {split}",
-            rule="of pairs without splits, the last 10 % are for eval and the 5 % before for tune",
-            remedy="more pairs, or a folder with a card.yaml that states the splits",
-        )
+        raise own.short(reference, f"{len(pairs)} pairs, none of them left for {split}", "pairs")
     note = f"{name} has no splits: {split} is pairs {first + 1} to {last} of {len(pairs)}"
     return pairs[first:last], Sampling(), name, (note, *notes)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from quantkit import content
 from quantkit.calibrate.sets.card import Card, Sampling, Split, read_bytes
+from quantkit.calibrate.sets.own import bounds
 from quantkit.calibrate.tokens import sources
 from quantkit.calibrate.tokens.sources import Content, Conversations, Ids, Texts
 from quantkit.errors import InputError
 
-# from here on a text belongs to tune, to eval
-_TUNE, _EVAL = 0.85, 0.90
+# from so many on, a text is parted by whole documents
 _BY_DOCUMENT = 20
 
 
@@ -54,8 +55,8 @@ def read(reference: str, split: Split, *, chat: bool) -> Part:
             `messages`.
     """
     path = content.find("calibration", reference)
-    if path.name == "card.yaml" or (path.is_dir() and (path / "card.yaml").is_file()):
-        return _from_card(Card.load(path), split, chat)
+    if (card := Card.at(path)) is not None:
+        return _from_card(card, split, chat)
     if path.is_dir():
         if not sources.is_dataset(path):
             raise InputError(
@@ -80,21 +81,13 @@ def read(reference: str, split: Split, *, chat: bool) -> Part:
 
 
 def _from_card(card: Card, split: Split, chat: bool) -> Part:
-    where = str(card.folder / "card.yaml")
+    card.demand_kind("random", "text", "tokens", rule="a language model reads text or tokens")
     if card.kind == "random":
-        return Part(None, card.sampling, card.name, where)
-    if card.kind not in ("text", "tokens"):
-        raise InputError(
-            "calibration-kind",
-            where=where,
-            value=f"the set holds {card.kind}",
-            rule="a language model reads text or tokens",
-            remedy="use another set; see `quantkit list calibrations`",
-        )
+        return Part(None, card.sampling, card.name, card.where)
     parts = [
         sources.parse(data, suffix=path.suffix.lower(), where=str(path), chat=chat) for path, data in card.read(split)
     ]
-    return Part(_joined(parts, split, where), card.sampling, card.name, where)
+    return Part(_joined(parts, split, card.where), card.sampling, card.name, card.where)
 
 
 def _joined(parts: Sequence[Content], split: Split, where: str) -> Content:
@@ -121,19 +114,15 @@ def _own_split(found: Texts | Conversations, split: Split, name: str) -> tuple[C
     count, of = len(whole_ones), "documents" if isinstance(found, Texts) else "conversations"
     if isinstance(found, Texts) and count < _BY_DOCUMENT:
         whole = found.joiner.join(found.documents)
-        first, last = _bounds(split, len(whole), _cut(whole, _TUNE), _cut(whole, _EVAL))
+        first, last = bounds(split, len(whole), partial(_cut, whole))
         note = f"{name} has no splits: {split} is characters {first} to {last} of {len(whole)}"
         return Texts((whole[first:last].strip(),), found.joiner), note
-    first, last = _bounds(split, count, int(count * _TUNE), int(count * _EVAL))
+    first, last = bounds(split, count)
     part = slice(first, last)
     note = f"{name} has no splits: {split} is {of} {first + 1} to {last} of {count}"
     if isinstance(found, Texts):
         return Texts(found.documents[part], found.joiner), note
     return Conversations(found.items[part], found.places[part]), note
-
-
-def _bounds(split: Split, count: int, tune: int, evaluation: int) -> tuple[int, int]:
-    return {"calib": (0, tune), "tune": (tune, evaluation), "eval": (evaluation, count)}[split]
 
 
 def _cut(text: str, share: float) -> int:

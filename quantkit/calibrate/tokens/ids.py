@@ -160,8 +160,7 @@ class _Asked:
     @property
     def generator(self) -> np.random.Generator | None:
         """Draws the places; None takes the text from its beginning."""
-        sampling, seed = self.part.sampling, self.seed if self.split == "calib" else 0
-        return np.random.default_rng([sampling.seed, seed]) if sampling.shuffle else None
+        return self.part.sampling.generator(self.split, self.seed)
 
     def demand(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """As many as were asked for. Raises InputError `calibration-short`."""

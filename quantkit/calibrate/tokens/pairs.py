@@ -32,9 +32,8 @@ def is_pairs(reference: str) -> bool:
         InputError: `unknown-calibration`, `file-missing`, `card-invalid`.
     """
     path = content.find("calibration", reference)
-    if path.name == "card.yaml" or (path.is_dir() and (path / "card.yaml").is_file()):
-        return Card.load(path).kind == "pairs"
-    return path.suffix.lower() == SUFFIX
+    card = Card.at(path)
+    return path.suffix.lower() == SUFFIX if card is None else card.kind == "pairs"
 
 
 def load_pair_tokens(

@@ -20,8 +20,10 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from quantkit.calibrate.sets import own
+from quantkit.calibrate.sets.card import Split
 from quantkit.errors import InputError, MissingDependency
 
 # as a file calls them
@@ -81,7 +83,7 @@ def parse(data: bytes, *, suffix: str, where: str, chat: bool = False) -> Conten
             remedy="rename or convert it",
         )
     if not data.strip():
-        raise _empty(where)
+        raise own.empty(where, "no text and no ids in it")
     if suffix == ".parquet":
         return _parquet(data, where, chat)
     text = _decode(data, where)
@@ -103,9 +105,7 @@ def is_dataset(folder: Path) -> bool:
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
-def read_dataset(
-    folder: Path, split: Literal["calib", "tune", "eval"], *, where: str, chat: bool = False
-) -> tuple[Content, bool]:
+def read_dataset(folder: Path, split: Split, *, where: str, chat: bool = False) -> tuple[Content, bool]:
     """A `datasets` folder's content, and whether it has splits of its own (then it is the one asked for).
 
     Raises:
@@ -119,7 +119,7 @@ def read_dataset(
     try:
         data = datasets.load_from_disk(str(folder))
     except Exception as error:  # whatever the files provoke in Arrow, the user's remedy is one
-        raise _unreadable(where, error) from None
+        raise own.unreadable(where, error) from None
     own_splits = isinstance(data, datasets.DatasetDict)
     if own_splits:
         found = [name for name in _DATASET_SPLITS[split] if name in data]
@@ -138,7 +138,7 @@ def read_dataset(
     try:
         values = list(data.select_columns([column]).with_format(None)[column])
     except Exception as error:
-        raise _unreadable(where, error) from None
+        raise own.unreadable(where, error) from None
     return _columnar(column, values, where, chat), own_splits
 
 
@@ -151,12 +151,12 @@ def _parquet(data: bytes, where: str, chat: bool) -> Content:
         file = pyarrow.parquet.ParquetFile(io.BytesIO(data))
         names = list(file.schema_arrow.names)
     except Exception as error:
-        raise _unreadable(where, error) from None
+        raise own.unreadable(where, error) from None
     column = _column(names, where, chat)
     try:
         values = file.read(columns=[column]).column(column).to_pylist()
     except Exception as error:
-        raise _unreadable(where, error) from None
+        raise own.unreadable(where, error) from None
     return _columnar(column, values, where, chat)
 
 
@@ -209,7 +209,7 @@ def _records(records: Iterable[tuple[str, Any]], where: str, chat: bool) -> Cont
         return Conversations(*zip(*once.values(), strict=True))
     documents = tuple(dict.fromkeys(text for text in found.get(TEXT, ()) if text.strip()))
     if not documents:
-        raise _empty(where)
+        raise own.empty(where, "no text and no ids in it")
     return Texts(documents)
 
 
@@ -253,7 +253,7 @@ def _whole(text: str, place: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which no tokenizer takes
-        raise _not_text(place, f"half a character, \\u{ord(text[error.start]):04x}, at {error.start}") from None
+        raise own.not_text(place, f"half a character, \\u{ord(text[error.start]):04x}, at {error.start}") from None
     return text
 
 
@@ -296,25 +296,7 @@ def _json(text: str, place: str) -> Any:
 
 
 def _decode(data: bytes, where: str) -> str:
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _not_text(where, f"byte 0x{data[error.start]:02x} at {error.start} is not UTF-8") from None
+    text = own.decoded(data, where)
     if "\x00" in text:
-        raise _not_text(where, f"a zero byte at character {text.index(chr(0))}")
+        raise own.not_text(where, f"a zero byte at character {text.index(chr(0))}")
     return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _not_text(where: str, found: str) -> InputError:
-    return InputError(
-        "calibration-not-text", where=where, value=found, rule="text is UTF-8", remedy="convert it, or give a .parquet"
-    )
-
-
-def _empty(where: str) -> InputError:
-    return InputError("calibration-empty", where=where, value="no text and no ids in it", remedy="give another file")
-
-
-def _unreadable(where: str, error: Exception) -> InputError:
-    reason = str(error).split("\n", 1)[0][:200] or type(error).__name__
-    return InputError("calibration-unreadable", where=where, value=reason, remedy="check the file, or write it anew")
