@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel
 
@@ -158,6 +158,10 @@ class PassFacts(Protocol):
         ...
 
 
+# what becomes of a model: a checkpoint's tensors, an ONNX graph, or a network with an engine built from it
+Stores = Literal["tensors", "graph", "engine"]
+
+
 class ExporterFacts(Protocol):
     """What an exporter declares; `quantkit.export.Exporter` says what each of these means."""
 
@@ -165,6 +169,7 @@ class ExporterFacts(Protocol):
     runtimes: tuple[str, ...]
     fuses: bool
     moves: bool
+    stores: Stores
     Options: type[BaseModel]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel
 
-from quantkit.plugins import ExporterFacts, Kind
+from quantkit.plugins import ExporterFacts, Kind, Stores
 
 if TYPE_CHECKING:
     from quantkit.bundle import Check, Decision
@@ -33,6 +33,7 @@ class Exporter(ExporterFacts, Protocol):
         moves: whether it holds inputs whose channels are moved before they are quantized.
         adds: whether it exports a finished bundle's checkpoint, too: `add`.
         builds: whether something is compiled from what was written and checked: `build`.
+        stores: what becomes of a model, `plugins.Stores`: plans count its bytes and its checks by that.
         Options: closed pydantic model of its options.
     """
 
@@ -42,6 +43,7 @@ class Exporter(ExporterFacts, Protocol):
     moves: bool = False
     adds: bool = False
     builds: bool = False
+    stores: Stores
     Options: type[BaseModel]
 
     def accepts(self, options: Mapping[str, Any], asked: Asked) -> None:

@@ -5,6 +5,7 @@ A pass module is torch-free at import and exposes `PASS`; its mathematics is in 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from quantkit.calibrate.statistics.collected import Stats
     from quantkit.model.streaming.stream import Transform, Whole
     from quantkit.model.structure.block import Block
+    from quantkit.planning.compiling.work import SharedLinears
 
 # a decision with this code tells how an input was read; it is no fallback
 NOTE = "note"
@@ -85,6 +87,14 @@ class Pass(Protocol):
     def needs_with(self, settings: Any) -> frozenset[str]:
         """The statistics that it needs with these settings."""
         return self.needs
+
+    def work(self, settings: Any, linears: SharedLinears) -> Mapping[str, float]:
+        """What it computes for linears that share an input, beside running them: kind of work -> how much of it."""
+        return {}
+
+    def learned(self, settings: Any) -> tuple[int, int]:
+        """(steps, sequences a step) of a pass that learns from the outputs of whole blocks."""
+        return 0, 0
 
     def run(self, block: Block, stats: Stats, settings: Any) -> Outcome:
         """Change the block in place. Of scope `block`."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quantkit.calibrate.statistics.collected import InputStats, Stats
     from quantkit.model.structure.block import Block
     from quantkit.model.structure.traced import SharedInput
+    from quantkit.planning.compiling.work import SharedLinears, Work
 
 
 class Awq(Pass):
@@ -48,6 +49,16 @@ class Awq(Pass):
         cost: Literal["rounding", "gptq"] = "rounding"
         shrink: float = Field(default=0.5, ge=0, le=1)
         clip: bool = False
+
+    def work(self, settings: Settings, linears: SharedLinears) -> Work:
+        """The input's Hessian; each exponent scales the weights and multiplies what rounding loses by it."""
+        weights, columns = linears.weights, linears.columns
+        solve = 2.0 * weights * columns * (settings.grid + 1)
+        if settings.cost == "gptq":
+            solve = linears.count * columns**3 / 3
+        if settings.clip:
+            solve += linears.searched("searched", 2 * (linears.scheme.group or columns)).total
+        return linears.gathered() + {"scaled": weights * (settings.grid + 1), "solve": solve}
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Search, fold and clip."""

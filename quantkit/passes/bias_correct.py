@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from quantkit.calibrate.statistics.collected import InputStats, Stats
     from quantkit.model.structure.block import Block
     from quantkit.model.structure.traced import SharedInput
+    from quantkit.planning.compiling.work import SharedLinears, Work
 
 
 def shift(error: Tensor, mean: Tensor) -> Tensor:
@@ -52,6 +53,10 @@ class BiasCorrect(Pass):
 
     class Settings(Closed):
         """None."""
+
+    def work(self, settings: Settings, linears: SharedLinears) -> Work:
+        """The statistics of the input."""
+        return linears.gathered()
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Correct the bias of every linear with codes that has one."""

@@ -22,6 +22,7 @@ from quantkit.passes import Outcome, Pass
 if TYPE_CHECKING:
     from quantkit.calibrate.statistics.collected import Stats
     from quantkit.model.structure.block import Block
+    from quantkit.planning.compiling.work import SharedLinears, Work
 
 
 class Hqq(Pass):
@@ -47,6 +48,10 @@ class Hqq(Pass):
         beta: float = Field(default=10.0, gt=0)
         growth: float = Field(default=1.01, ge=1)
         iterations: int = Field(default=10, ge=0)
+
+    def work(self, settings: Settings, linears: SharedLinears) -> Work:
+        """A range in each turn."""
+        return linears.searched("searched", settings.iterations)
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quantkit.calibrate.statistics.collected import InputStats, Stats
     from quantkit.model.structure.block import Block
     from quantkit.model.structure.traced import SharedInput
+    from quantkit.planning.compiling.work import SharedLinears, Work
     from quantkit.scheme import WeightScheme
 
 # smallest, steps, refinements. Where nothing else makes an error good, looking further for the grid pays: 8 % of the KL
@@ -48,6 +49,12 @@ class Rtn(Pass):
     def needs_with(self, settings: Settings) -> frozenset[str]:
         """Squared inputs, where the range weighs by them."""
         return self.needs | {"mean_square"} if settings.range == "importance" else self.needs
+
+    def work(self, settings: Settings, linears: SharedLinears) -> Work:
+        """A range of each group."""
+        if settings.range == "minmax":
+            return linears.searched("minmax")
+        return linears.searched("wide" if settings.range == "importance" else "searched")
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block."""

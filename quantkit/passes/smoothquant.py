@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from quantkit.calibrate.statistics.collected import InputStats, Stats
     from quantkit.model.structure.block import Block
     from quantkit.model.structure.traced import SharedInput
+    from quantkit.planning.compiling.work import SharedLinears, Work
 
 
 class SmoothQuant(Pass):
@@ -50,6 +51,10 @@ class SmoothQuant(Pass):
         alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = 0.5
         grid: int = Field(default=10, ge=1)
         through: Literal["norms", "all"] = "all"
+
+    def work(self, settings: Settings, linears: SharedLinears) -> Work:
+        """The statistics of the input."""
+        return linears.gathered()
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Measure, choose and fold."""

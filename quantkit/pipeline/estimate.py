@@ -17,7 +17,7 @@ from quantkit.pipeline.request import Request, runs_here, this_machine
 from quantkit.pipeline.verdict import quick
 from quantkit.planning.compiling.forecast import described, predict
 from quantkit.planning.compiling.result import Compiling, Machine
-from quantkit.planning.compiling.work import CompileSpec
+from quantkit.planning.compiling.work import CompileSpec, stores
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture, Layer, Matrix
 from quantkit.report.kit import words
@@ -93,6 +93,7 @@ def spec(prepared: Prepared) -> CompileSpec:
     original = prepared.stream
     if prepared.stream.transforms:
         original = StreamedModel(prepared.original)
+    exported = graph(prepared.request.recipe)
     timed = times(prepared)
     return CompileSpec(
         model,
@@ -104,7 +105,7 @@ def spec(prepared: Prepared) -> CompileSpec:
         scored_length,
         cached=states.place(original, prepared.scoring.sha256).exists(),
         timed=quick(prepared.source.kind).seconds if timed else 0.0,
-        baseline=timed and not place(prepared.original, graph(prepared).options).exists(),
+        baseline=timed and exported is not None and not place(prepared.original, exported.options).exists(),
         beside=_beside(prepared.stream, model.hidden),
     )
 
@@ -199,13 +200,17 @@ def demand_disk(expected: Compiling, out: Path) -> None:
 def times(prepared: Prepared) -> bool:
     """Whether the result will be timed: it has an ONNX graph, and the target is this machine."""
     request = prepared.request
-    exported = any(step.name == "onnx" for step in request.recipe.export)
-    return request.speed and exported and bool(prepared.layers.schemes) and runs_here(request.target)
+    return (
+        request.speed
+        and graph(request.recipe) is not None
+        and bool(prepared.layers.schemes)
+        and runs_here(request.target)
+    )
 
 
-def graph(prepared: Prepared) -> ExportStep:
-    """The step of the recipe that exports ONNX."""
-    return next(step for step in prepared.request.recipe.export if step.name == "onnx")
+def graph(recipe: Recipe) -> ExportStep | None:
+    """The step of a recipe that exports a graph."""
+    return next((step for step in recipe.export if stores(step.name) == "graph"), None)
 
 
 def head_size(prepared: Prepared) -> int:

@@ -27,9 +27,6 @@ from quantkit.target import State, Stored, Target
 # code of the decision that nothing on the target computes in what is stored
 EMULATED = "emulated"
 _ORDER: tuple[State, ...] = ("native", "emulated", "absent")
-# what a float graph becomes: an engine where its recipe has one, else this
-_GRAPH = ExportStep(name="onnx", options={"dialect": "onnxruntime"})
-_ENGINE = "tensorrt"
 
 
 class _Exporter(plugins.ExporterFacts, Protocol):
@@ -242,7 +239,7 @@ def _readers(recipe: Recipe, target: Target, kind: Kind | None) -> list[Reader]:
     problems: list[tuple[str, InputError]] = []
     for step in read or steps:
         try:
-            if step is _GRAPH:
+            if step is _graph():
                 graph_schemes(recipe)
             found.append(_reader(recipe, step, target))
         except InputError as error:
@@ -259,7 +256,7 @@ def _readers(recipe: Recipe, target: Target, kind: Kind | None) -> list[Reader]:
 def _reader(recipe: Recipe, step: ExportStep, target: Target) -> Reader:
     """The best of the target's runtimes for one export. Raises InputError, that of the first one."""
     exporter = _EXPORTERS.load(step.name)
-    if step is not _GRAPH:
+    if step is not _graph():
         _demand_place_for_moved(recipe, step, exporter)
     problems: list[InputError] = []
     found: list[Reader] = []
@@ -357,10 +354,16 @@ def _schemes(recipe: Recipe) -> Iterator[tuple[str, WeightScheme, ActivationSche
 
 
 def _steps(recipe: Recipe, kind: Kind | None) -> list[ExportStep]:
-    """The exports of a recipe; of a graph the one that it becomes."""
+    """The exports of a recipe; of a float graph the engine that it becomes if the recipe has one, else a graph."""
     if kind != "network":
         return recipe.export
-    return [step for step in recipe.export if step.name == _ENGINE] or [_GRAPH]
+    return [step for step in recipe.export if _EXPORTERS.load(step.name).stores == "engine"] or [_graph()]
+
+
+@cache
+def _graph() -> ExportStep:
+    """What a float graph becomes where its recipe builds no engine of it."""
+    return ExportStep(name=next(name for name in _EXPORTERS.names() if _EXPORTERS.load(name).stores == "graph"))
 
 
 def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: _Exporter) -> None:
@@ -382,7 +385,7 @@ def _read_by(recipe: Recipe, step: ExportStep, exporter: _Exporter, target: Targ
     weights = {place: own for place, own, _ in _schemes(recipe)}
     inputs = {place: fed for place, _, fed in _schemes(recipe) if fed is not None}
     left: State = "native"
-    if step is not _GRAPH:  # whose own rules are `graph_schemes`
+    if step is not _graph():  # whose own rules are `graph_schemes`
         left = exporter.holds(step.options, runtime, weights, inputs, recipe.scheme.kv_cache)
     taken = []
     for each in stored:

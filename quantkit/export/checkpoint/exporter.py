@@ -66,6 +66,7 @@ class Checkpoint(Exporter):
 
     name = "checkpoint"
     runtimes = ("torch", "vllm")
+    stores = "tensors"
     Options = CheckpointOptions
 
     def accepts(self, options: Mapping[str, Any], asked: Asked) -> None:

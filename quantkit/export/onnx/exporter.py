@@ -60,6 +60,7 @@ class Onnx(Exporter):
 
     name = "onnx"
     runtimes = ("onnxruntime",)
+    stores = "graph"
     fuses = True
     moves = True
     adds = True

@@ -77,6 +77,7 @@ class Tensorrt(Exporter):
 
     name = "tensorrt"
     runtimes = ("tensorrt_rtx", "tensorrt")
+    stores = "engine"
     moves = True
     adds = True
     builds = True

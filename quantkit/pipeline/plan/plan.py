@@ -255,7 +255,8 @@ def _export(chosen: Chosen) -> str | None:
 def _served(
     chosen: Chosen, assigned: Assigned, architecture: Architecture, target: Target, samples: Sequence[Sample]
 ) -> Served:
-    level = next((step.options.get("accuracy_level") for step in chosen.recipe.export if step.name == "onnx"), None)
+    read = _export(chosen)
+    level = next((step.options.get("accuracy_level") for step in chosen.recipe.export if step.name == read), None)
     weights, inputs = chosen.recipe.scheme.weights, chosen.recipe.scheme.activations
     base = cast(ComputeType, target.baseline)
     native = weights is not None and _native(Stored(weights.format, weights.symmetric), chosen, target)

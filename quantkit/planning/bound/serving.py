@@ -52,7 +52,7 @@ def products(
         activations: name -> how its input is, of those whose input is.
         target: where they run.
         runtime: that runs them.
-        accuracy_level: of ONNX Runtime's products with integer weights.
+        accuracy_level: of ONNX Runtime's products with integer weights; None of other runtimes.
     """
     head = [architecture.head] if architecture.head is not None else []
     return [
@@ -80,7 +80,7 @@ def compute_type(
     if weights is None:
         return base
     if activations is None:
-        integers = weights.format.startswith("int") and runtime == "onnxruntime" and accuracy_level == _LEVEL
+        integers = weights.format.startswith("int") and accuracy_level == _LEVEL
         return "int8" if integers and "int8" in target.compute else base
     kind = _COMPUTE.get(activations.format, base)
     inputs = Stored(activations.format, activations.symmetric, "inputs")

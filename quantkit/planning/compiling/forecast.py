@@ -20,7 +20,7 @@ from quantkit.planning.compiling import graph
 from quantkit.planning.compiling.graph import GraphSpec
 from quantkit.planning.compiling.memory import CONFIRMED, WHOLE, held, packed_bytes
 from quantkit.planning.compiling.result import Compiling, Disk, Machine, Rates, shipped
-from quantkit.planning.compiling.work import CompileSpec, counted, elements, needs
+from quantkit.planning.compiling.work import CompileSpec, counted, elements, needs, stores
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.assigned import assign, takes_head
 from quantkit.recipe import Recipe
@@ -69,7 +69,7 @@ def described(
     looks = fixed or cache or any(needs(step) for step in recipe.passes)
     length = min(recipe.calibration.tokens, architecture.max_context or recipe.calibration.tokens)
     scored = min(LENGTH, architecture.max_context or LENGTH) if recipe.calibration.set == "random-tokens" else length
-    timed = speed and bool(found.schemes) and any(step.name == "onnx" for step in recipe.export)
+    timed = speed and bool(found.schemes) and any(stores(step.name) == "graph" for step in recipe.export)
     return CompileSpec(
         architecture,
         recipe,
@@ -153,16 +153,16 @@ def disk(spec: CompileSpec) -> Disk:
     coded, packed = elements(inside), packed_bytes(spec)
     bundle = 0.0
     for name in spec.exports:
-        # a graph's network is in 32-bit floats, TensorRT's in 16
-        bytes_each = 4 if name == "onnx" else 2 if name == "tensorrt" else width
-        weights = packed + bytes_each * (model.parameters - coded)
-        # an engine stands beside the network that it is built from
-        bundle += weights * (2 if name == "tensorrt" else 1) + _TOKEN * (model.vocabulary or 0)
-        if name != "checkpoint":
+        what = stores(name)
+        # a graph is in 32-bit floats, an engine in 16, and beside the network that it is built from
+        bytes_each, copies = {"tensors": (width, 1), "graph": (4, 1), "engine": (2, 2)}[what]
+        bundle += copies * (packed + bytes_each * (model.parameters - coded)) + _TOKEN * (model.vocabulary or 0)
+        if what != "engine":
+            bundle += _ITEM * spec.scored
+        if what != "tensors":
             bundle += _LAYER * len(model.layers)
     if spec.schemes:
         bundle += _PAGE
-    bundle += _ITEM * spec.scored * sum(name in ("checkpoint", "onnx") for name in spec.exports)
     streams = 1 + spec.corrected
     hidden = 4.0 * streams * spec.tokens * model.hidden if spec.sequences else 0.0
     cache = 4.0 * model.parameters if spec.timed and spec.baseline else 0.0

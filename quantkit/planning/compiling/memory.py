@@ -19,14 +19,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quantkit.formats import load_format
-from quantkit.planning.compiling.work import LONG, LONG_SEQUENCES, SCORED_TOGETHER, CompileSpec, elements, shared
+from quantkit.planning.compiling.work import (
+    LONG,
+    LONG_SEQUENCES,
+    SCORED_TOGETHER,
+    CompileSpec,
+    elements,
+    needs,
+    shared,
+    stores,
+)
 from quantkit.planning.model.architecture import Architecture
+from quantkit.planning.model.stored import LAYOUTS
 
 # logits of one model that are in memory at one time
 _LOGITS = 1 << 23
 # bytes of a token in a tokenizer: a byte-level BPE of 24,000 takes 28 MB, benchmarks/harness/tokenizer_side.py
 _TOKEN = 1164
-# bytes that what a layout is loaded with takes beyond transformers: importing bitsandbytes 0.50
+# bytes that a package which a layout is loaded with takes beyond transformers: importing bitsandbytes 0.50
 _LIBRARY = {"bitsandbytes": 4.8e7}
 # a model of so many bytes is held against plain transformers as a whole, whatever else its compile takes
 WHOLE = 640 * 2**20
@@ -47,8 +57,8 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
     libraries = {
         "one": 1.0,
         "tokenizer": float(_TOKEN * (model.vocabulary or 0)),
-        "graph": float("onnx" in spec.exports),
-        "engine": float("tensorrt" in spec.exports),
+        "graph": float(any(stores(name) == "graph" for name in spec.exports)),
+        "engine": float(any(stores(name) == "engine" for name in spec.exports)),
     }
     parts: dict[str, dict[str, float]] = {"open": {**libraries, "largest": _largest(model)}}
     parts["prove"] = {**libraries, "whole": min(4.0 * model.parameters, WHOLE)}
@@ -59,16 +69,19 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
         parts["quantize"] = {**libraries, **quantized}
         left = {f"left {name}": amount for name, amount in quantized.items()}
     for step in spec.recipe.export:
-        libraries["library"] = libraries.get("library", 0.0) + _LIBRARY.get(str(step.options.get("layout")), 0.0)
+        layout = str(step.options.get("layout"))
+        loaded_with = LAYOUTS.load(layout.replace("-", "_")).libraries if layout in LAYOUTS.names() else ()
+        libraries["library"] = libraries.get("library", 0.0) + sum(_LIBRARY.get(name, 0.0) for name in loaded_with)
     for name in spec.exports:
-        session = _session(spec) if name == "onnx" else {}
+        session = _session(spec) if stores(name) == "graph" else {}
         block = 4.0 * max((elements(layer.matrices) for layer in model.layers), default=0.0)
         parts[f"check {name}"] = {**libraries, "ends": ends, "block": block, **session, **left}
-        if name in ("checkpoint", "onnx"):
+        if stores(name) != "engine":
+            tensors = stores(name) == "tensors"
             parts[f"score {name}"] = {
                 **libraries,
-                "ends": ends * (2 if name == "checkpoint" and model.head is not None else 1),
-                **_scored(spec, cache=name == "checkpoint" and spec.recipe.scheme.kv_cache is not None),
+                "ends": ends * (2 if tensors and model.head is not None else 1),
+                **_scored(spec, cache=tensors and spec.recipe.scheme.kv_cache is not None),
                 "logits": _logits(spec),
                 "block": block,
                 **session,
@@ -95,7 +108,7 @@ def _quantize(spec: CompileSpec) -> dict[str, float]:
     model = spec.architecture
     layer = max(model.layers, key=lambda layer: elements(layer.matrices))
     groups = shared(layer)
-    solving = any(step.name in ("awq", "gptq") for step in spec.recipe.passes)
+    solving = any("hessian" in needs(step) for step in spec.recipe.passes)
     widest = max(groups, key=lambda group: group[0].K * (group[0].K + sum(matrix.N for matrix in group)))
     at_once = min(spec.chunk, spec.sequences) * spec.length
     features = max((sum(matrix.N for matrix in group) + group[0].K for group in groups), default=0)

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import cache
+from typing import Any, Literal, Protocol, Self
 
 from quantkit import plugins
 from quantkit.planning.model.architecture import Architecture, Layer, Matrix
-from quantkit.recipe import Recipe
+from quantkit.plugins import Stores
+from quantkit.recipe import PassStep, Recipe
 from quantkit.scheme import WeightScheme
 
 # what one forward may take for activations, and tensors of the widest activation alive at one time, roughly
@@ -31,7 +33,8 @@ ALIVE = 6
 # columns of a Hessian that are summed at a time
 _PANEL = 256
 # grids that a range search measures, by what chooses ranges: those of `Search()`, of rtn's `WIDE`, and min-max alone
-_GRIDS = {"searched": 8, "wide": 11, "minmax": 1}
+Grids = Literal["searched", "wide", "minmax"]
+_GRIDS: Mapping[Grids, int] = {"searched": 8, "wide": 11, "minmax": 1}
 # tokens that `measure.harm` runs both models on, and those of a quantized cache's long contexts, sequence by sequence
 _HARM = 128
 LONG, LONG_SEQUENCES = 2048, 4
@@ -41,8 +44,24 @@ SCORED_TOGETHER = 4
 _OUTWARD = ("o_proj", "out_proj", "down_proj", "dense", "output", "fc2", "c_proj", "w2")
 
 
+class _Pass(plugins.PassFacts, Protocol):
+    """What the prediction asks of a pass; see `quantkit.passes.Pass`."""
+
+    def work(self, settings: Any, linears: SharedLinears) -> Mapping[str, float]: ...
+
+    def learned(self, settings: Any) -> tuple[int, int]: ...
+
+
+_PASSES: plugins.Kind[_Pass] = plugins.Kind("passes")
+
+
 class Work(dict[str, float]):
     """Kind of work -> how much of it; none of what is not there."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self.values())
 
     def __missing__(self, kind: str) -> float:
         return 0.0
@@ -110,14 +129,64 @@ class CompileSpec:
         return [step.name for step in self.recipe.export]
 
 
+@dataclass(frozen=True)
+class SharedLinears:
+    """Linears that share an input, as a pass that solves them together sees them.
+
+    Args:
+        rows: of all together, those that get codes.
+        columns: K.
+        count: how many such groups there are: the experts of a layer; else 1.
+        seen: calibration tokens that each sees.
+        outward: rows of those whose outputs are added to the residual stream.
+        scheme: how they are stored.
+    """
+
+    rows: int
+    columns: int
+    count: int
+    seen: int
+    outward: int
+    scheme: WeightScheme
+
+    @property
+    def weights(self) -> float:
+        """Of all `count`."""
+        return float(self.count * self.rows * self.columns)
+
+    @property
+    def snap(self) -> str:
+        """What rounding a weight is counted as: integers are rounded, values of a codebook or of floats looked for."""
+        return "" if self.scheme.format.startswith("int") else ":looked-up"
+
+    def gathered(self) -> Work:
+        """The sum of the input's products, its upper half in panels."""
+        return Work({"products": float(self.seen * self.columns * (self.columns + _PANEL))})
+
+    def searched(self, how: Grids, times: float = 1.0) -> Work:
+        """The search for the range of each group, so many times."""
+        return Work({f"searched{self.snap}": times * self.weights * _GRIDS[how]})
+
+
 def chunk_size(widest: int, tokens: int) -> int:
     """How many sequences of `tokens` go through one forward when the widest activation has `widest` features."""
     return max(1, ACTIVATION_BYTES // (widest * tokens * 4 * ALIVE))
 
 
-def needs(step: Any) -> frozenset[str]:
+def needs(step: PassStep) -> frozenset[str]:
     """The statistics that a pass of a recipe needs with its settings."""
-    return plugins.PASSES.load(step.name).needs_with(step.settings)
+    return _PASSES.load(step.name).needs_with(step.settings)
+
+
+def stores(export: str) -> Stores:
+    """What becomes of a model in an export."""
+    return plugins.EXPORTERS.load(export).stores
+
+
+@cache
+def storing(what: Stores) -> str:
+    """The exporter that stores models so."""
+    return next(name for name in plugins.EXPORTERS.names() if stores(name) == what)
 
 
 def shared(layer: Layer) -> list[list[Matrix]]:
@@ -142,7 +211,7 @@ def counted(spec: CompileSpec) -> dict[str, Work]:
     for name in spec.exports:
         parts[f"export {name}"] = _export(spec, name)
         parts[f"check {name}"] = _check(spec, name)
-    if "tensorrt" in spec.exports:
+    if any(stores(name) == "engine" for name in spec.exports):
         layers = spec.architecture.layers
         inside = elements(list(spec.architecture.inside()))
         parts["build"] = Work({"fixed:build": 1, "layers:build": len(layers), "built": inside})
@@ -150,7 +219,8 @@ def counted(spec: CompileSpec) -> dict[str, Work]:
     if spec.timed:
         parts["speed"] = Work({"fixed:speed": 1, "timed": spec.timed})
         if spec.baseline:
-            parts["speed"] += _export(spec, "onnx", dense=True) + _check(spec, "onnx", dense=True)
+            parts["speed"] += _export(spec, storing("graph"), dense=True)
+            parts["speed"] += _check(spec, storing("graph"), dense=True)
     parts["finish"] = Work({"fixed:finish": 1, "fixed:page": 1 if spec.schemes else 0})
     return parts
 
@@ -200,7 +270,7 @@ def _prove(spec: CompileSpec) -> Work:
     """Loaded as a whole, by plain transformers, and run on a few tokens, as is the stream; loading takes what it takes
     when a checkpoint is checked."""
     model = spec.architecture
-    return Work({"rest:check checkpoint": 4.0 * model.parameters}) + _run(model.layers, 128, 32, 2.0)
+    return Work({f"rest:check {storing('tensors')}": 4.0 * model.parameters}) + _run(model.layers, 128, 32, 2.0)
 
 
 def _width(model: Architecture) -> int:
@@ -217,7 +287,7 @@ def _quantize(spec: CompileSpec) -> Work:
     found += _streams(spec)
     head = spec.architecture.head
     if head is not None and head.name in spec.schemes:
-        found += _searched(head.N * head.K, spec.schemes[head.name], "searched")
+        found += SharedLinears(head.N, head.K, 1, 0, 0, spec.schemes[head.name]).searched("searched")
     return found
 
 
@@ -227,7 +297,8 @@ def _streams(spec: CompileSpec) -> Work:
         return Work()
     layers, tokens, length = spec.architecture.layers, spec.tokens, spec.length
     looking = [step for step in spec.recipe.passes if needs(step)]
-    staged = max(1, sum(step.name != "round" for step in looking))
+    learned = [_PASSES.load(step.name).learned(step.settings) for step in spec.recipe.passes]
+    staged = max(1, sum(not _PASSES.load(step.name).learned(step.settings)[0] for step in looking))
     found = Work()
     runs = float(staged)
     if spec.sequences > spec.chunk:  # each stage replays the layer up to its point
@@ -235,12 +306,11 @@ def _streams(spec: CompileSpec) -> Work:
     found += _run(layers, tokens, length, runs)
     if spec.corrected:
         found += _run(layers, tokens, length, 1.0 + (_replayed(layers[0]) if runs > staged else 0.0))
-    for step in spec.recipe.passes:
-        if step.name == "round":
-            learned = step.settings.iterations * step.settings.batch * length
+    for steps, sequences in learned:
+        if steps:
             # a forward and a backward, which is two
-            found += _run(layers, learned + tokens, length, 3.0)
-            found["columns"] += step.settings.iterations * elements(list(spec.architecture.inside())) / 4
+            found += _run(layers, steps * sequences * length + tokens, length, 3.0)
+            found["columns"] += steps * elements(list(spec.architecture.inside())) / 4
     if spec.recipe.scheme.activations is not None:
         dynamic = spec.recipe.scheme.activations.dynamic
         entering = sum(matrix.active * matrix.K for layer in layers for matrix in layer.matrices)
@@ -258,62 +328,19 @@ def _replayed(layer: Layer) -> float:
     return sum(sum(sizes[:place]) for place in range(len(groups))) / max(sum(sizes), 1.0)
 
 
-def _pass(spec: CompileSpec, step: Any, layer: Layer) -> Work:
+def _pass(spec: CompileSpec, step: PassStep, layer: Layer) -> Work:
     """What a pass does to a layer beside running it."""
-    settings, found = step.settings, Work()
-    gathers = step.name in ("awq", "gptq", "smoothquant", "bias_correct")
+    found = Work()
     for group in shared(layer):
         named = [matrix for matrix in group if matrix.name in spec.schemes]
-        if not named:
-            continue
-        count, active, columns = group[0].count, group[0].active, group[0].K
-        rows = sum(matrix.N for matrix in named)
-        scheme = spec.schemes[named[0].name]
-        seen = spec.tokens * active
-        if gathers:
-            found["products"] += seen * columns * (columns + _PANEL)
-        if step.name == "awq":
-            found["scaled"] += count * rows * columns * (settings.grid + 1)
-            if settings.cost == "gptq":
-                found["solve"] += count * columns**3 / 3
-            else:
-                found["solve"] += 2.0 * count * rows * columns**2 * (settings.grid + 1)
-            if settings.clip:
-                found["solve"] += 2.0 * count * rows * columns * (scheme.group or columns) * _GRIDS["searched"]
-        elif step.name == "gptq":
-            found += _gptq(spec, settings, named, scheme, seen)
-        elif step.name in ("rtn", "hqq", "round"):
-            chosen = getattr(settings, "range", "searched")
-            chosen = {"importance": "wide", "minmax": "minmax"}.get(chosen, "searched")
-            times = settings.iterations if step.name == "hqq" else 1
-            for _ in range(times):
-                found += _searched(count * rows * columns, scheme, chosen)
+        if named:
+            first = named[0]
+            outward = [matrix.N for matrix in named if matrix.name.rpartition(".")[2] in _OUTWARD]
+            rows, seen = sum(matrix.N for matrix in named), spec.tokens * first.active
+            scheme = spec.schemes[first.name]
+            linears = SharedLinears(rows, first.K, first.count, seen, sum(outward), scheme)
+            found += _PASSES.load(step.name).work(step.settings, linears)
     return found
-
-
-def _gptq(spec: CompileSpec, settings: Any, group: Sequence[Matrix], scheme: WeightScheme, seen: int) -> Work:
-    count, columns = group[0].count, group[0].K
-    rows = sum(matrix.N for matrix in group)
-    found = Work({"calls": count * columns, "solve": count * (columns**3 / 3 + rows * columns**2)})
-    if settings.correction:
-        found["products"] += 2.0 * seen * columns**2
-        outward = sum(matrix.N for matrix in group if matrix.name.rpartition(".")[2] in _OUTWARD)
-        found["products"] += 2.0 * seen * outward * columns
-        found["solve"] += count * (columns**3 / 3 + 4 * rows * columns**2)
-    found[f"columns{_snap(scheme)}"] += count * rows * columns
-    found["solve"] += settings.sweeps * 4.0 * count * rows * columns**2
-    found[f"columns{_snap(scheme)}"] += settings.sweeps * 2.0 * count * rows * columns
-    found += _searched(count * rows * columns, scheme, "minmax" if settings.range == "minmax" else "searched")
-    return found
-
-
-def _searched(elements: float, scheme: WeightScheme, how: str) -> Work:
-    return Work({f"searched{_snap(scheme)}": elements * _GRIDS[how]})
-
-
-def _snap(scheme: WeightScheme) -> str:
-    """Integers are rounded; the values of a codebook, or of floats, are looked for."""
-    return "" if scheme.format.startswith("int") else ":looked-up"
 
 
 def _export(spec: CompileSpec, name: str, *, dense: bool = False) -> Work:
@@ -321,7 +348,7 @@ def _export(spec: CompileSpec, name: str, *, dense: bool = False) -> Work:
     codes = 0.0 if dense else _stored(spec)
     kept = model.parameters - elements(list(model.inside()) if codes else [])
     found = Work({f"fixed:export {name}": 1, f"packed:{name}": codes, f"bytes:{name}": 4.0 * max(kept, 0.0)})
-    if name != "checkpoint":
+    if stores(name) != "tensors":
         found[f"layers:{name}"] += len(model.layers)
     return found
 
@@ -331,7 +358,7 @@ def _check(spec: CompileSpec, name: str, *, dense: bool = False) -> Work:
     codes = 0.0 if dense else _stored(spec)
     found = Work({f"fixed:check {name}": 1, f"checked:{name}": codes})
     found[f"rest:check {name}"] += 4.0 * max(model.parameters - codes, 0.0)
-    if name != "checkpoint":
+    if stores(name) != "tensors":
         found += _run(model.layers, 64, 16)
     return found
 
@@ -346,16 +373,14 @@ def _score(spec: CompileSpec) -> dict[str, Work]:
     inside = elements([matrix for matrix in model.inside() if matrix.name in spec.schemes])
     parts = {}
     for number, name in enumerate(spec.exports):
-        runtime = plugins.EXPORTERS.load(name).runtimes[0]
-        here = runtime in ("torch", "onnxruntime")
-        if not here and number:
+        if stores(name) == "engine" and number:
             continue
         # an engine alone, whose GPU is elsewhere: the values that it was built from are scored, as a checkpoint's are
-        like = name if here else "checkpoint"
+        like = storing("tensors") if stores(name) == "engine" else name
         found = Work({f"fixed:score {like}": 1, "logits": logits, f"elements:score {like}": inside}) + one_head
         if number == 0 and not spec.cached:
             found += run
-        if runtime == "onnxruntime":
+        if stores(name) == "graph":
             found["session"] += run["products"] + one_head["products"]
             found["activations"] += run["activations"]
         else:
@@ -364,7 +389,7 @@ def _score(spec: CompileSpec) -> dict[str, Work]:
         if number == 0 and spec.schemes:
             found += _run(model.layers, _HARM, _HARM, 3.0)
             found["harmed"] += inside
-        if name == "checkpoint" and spec.recipe.scheme.kv_cache is not None:
+        if stores(name) == "tensors" and spec.recipe.scheme.kv_cache is not None:
             # two candidates, whose original is computed once
             context = min(LONG, model.max_context or LONG)
             longer = LONG_SEQUENCES * context

@@ -39,7 +39,6 @@ class Storage:
     """What one export of a bundle stores.
 
     Args:
-        export: `checkpoint`, `onnx` or `tensorrt`.
         dtype: of what is not quantized.
         linears: those inside the blocks.
         head: the matrix that gives the logits; None without one.
@@ -51,7 +50,6 @@ class Storage:
         least: whether there is more that is not reckoned: an engine's kernels.
     """
 
-    export: str
     dtype: str
     linears: Sequence[Stored]
     head: Stored | None
@@ -114,11 +112,12 @@ def storage(architecture: Architecture, recipe: Recipe, export: str | None = Non
     if chosen not in steps:
         raise InputError("export-unknown", where=recipe.name, value=chosen, rule=f"it exports {', '.join(steps)}")
     linears, head, assigned = _laid_over(architecture, recipe)
-    options: Any = plugins.EXPORTERS.load(chosen).Options(**steps[chosen])
-    if chosen == "onnx":
+    exporter = plugins.EXPORTERS.load(chosen)
+    options: Any = exporter.Options(**steps[chosen])
+    if exporter.stores == "graph":
         _refuse_experts(architecture)
         found = _graph(architecture, recipe, linears, head, options)
-    elif chosen == "tensorrt":
+    elif exporter.stores == "engine":
         _refuse_experts(architecture)
         found = _engine(architecture, linears, head)
     else:
@@ -218,7 +217,6 @@ def _checkpoint(
     vectors = 2 + sum(-(-layer.others // architecture.hidden) for layer in architecture.layers)
     entries += vectors * (ENTRY + 2 * digits + 50)
     return Storage(
-        "checkpoint",
         dtype,
         filled,
         last,
@@ -259,7 +257,6 @@ def _graph(
         others += sum(8.0 * columns for columns in _shared_inputs(filled))  # a shift and a scale a channel
     block, rest = _GRAPH[architecture.kind]
     return Storage(
-        "onnx",
         "float32",
         filled,
         in_graph(head, options) if head is not None else None,
@@ -295,7 +292,6 @@ def _shared_inputs(linears: Sequence[Stored]) -> Iterator[int]:
 
 def _engine(architecture: Architecture, linears: Sequence[Stored], head: Stored | None) -> Storage:
     return Storage(
-        "tensorrt",
         "float16",
         [in_engine(each) for each in linears],
         in_engine(head) if head is not None else None,

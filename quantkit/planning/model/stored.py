@@ -37,6 +37,11 @@ class LayoutHeaders(Protocol):
         """Suffix of the tensor that holds the codes."""
         ...
 
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """The packages without which transformers does not load it."""
+        ...
+
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[_Header]:
         """(name, safetensors dtype, shape) of what is stored of [N, K]."""
         ...
