@@ -35,7 +35,7 @@ from quantkit.pipeline.baseline import float_onnx
 from quantkit.pipeline.blocks.prepared import prepare
 from quantkit.pipeline.blocks.subject import TransformerSubject
 from quantkit.pipeline.compile import make
-from quantkit.pipeline.plan.plan import Question, plan
+from quantkit.pipeline.plan.plan import PlanQuestion, plan
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.stages import Stages
 from quantkit.planning.bound import efficiency, steps
@@ -117,7 +117,7 @@ def compared(rows: Sequence[dict[str, Any]], taught: Sequence[Sample], name: str
     """Each step that was timed, with its forecast."""
     target = here(rows)
     recipe, changes = RECIPES[name]
-    question = Question("smollm2-135m", [recipe], target, "onnxruntime", changes=[EXPORT, *changes])
+    question = PlanQuestion("smollm2-135m", [recipe], target, "onnxruntime", changes=[EXPORT, *changes])
     served = plan(question, taught).candidates[0].served
     assert served is not None
     for row in rows:

@@ -148,10 +148,10 @@ def plan_model(
         QuantkitError: with code, where, value, rule and remedy.
     """
     # `quantkit.plan` is the package of what plans are made of, hence this name
-    from quantkit.pipeline.plan.plan import Question, plan
+    from quantkit.pipeline.plan.plan import PlanQuestion, plan
 
     return plan(
-        Question(
+        PlanQuestion(
             model,
             recipes=(recipes,) if isinstance(recipes, str) else recipes,
             target=target,

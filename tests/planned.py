@@ -13,7 +13,7 @@ from quantkit.planning.bound.roofline import Cache, Product, Step
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture, Attention
 from quantkit.planning.outlook import Candidate, Cell, Memory, Outlook, Recommendation, Row, Workload
-from quantkit.planning.serving.traffic import Kind, Traffic
+from quantkit.planning.serving.traffic import RequestKind, Traffic
 from quantkit.target import ComputeType, Target
 
 BITS = {"bf16": 16.0, "fp8": 8.0, "int4": 4.3125}
@@ -21,7 +21,7 @@ COMPUTE: dict[str, ComputeType] = {"bf16": "bf16", "fp8": "fp8_e4m3", "int4": "b
 
 
 def work(*batches: int, prompt: int = 1024, output: int = 256, rate: float | None = None) -> Workload:
-    traffic = Traffic([Kind(prompt, output or 1)], rate)
+    traffic = Traffic([RequestKind(prompt, output or 1)], rate)
     return Workload(batches, prompt, output, prompt + output, traffic, ["prompts of 1,024 tokens"])
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quantkit.calibrate.statistics.collected import InputStats, Stats
     from quantkit.model.structure.block import Block
     from quantkit.model.structure.traced import SharedInput
-    from quantkit.planning.compiling.work import SharedLinears, Work
+    from quantkit.planning.compiling.work import SharedLinears, WorkCounts
 
 
 class Awq(Pass):
@@ -50,7 +50,7 @@ class Awq(Pass):
         shrink: float = Field(default=0.5, ge=0, le=1)
         clip: bool = False
 
-    def work(self, settings: Settings, linears: SharedLinears) -> Work:
+    def work(self, settings: Settings, linears: SharedLinears) -> WorkCounts:
         """The input's Hessian; each exponent scales the weights and multiplies what rounding loses by it."""
         weights, columns = linears.weights, linears.columns
         solve = 2.0 * weights * columns * (settings.grid + 1)

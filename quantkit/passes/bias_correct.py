@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from quantkit.calibrate.statistics.collected import InputStats, Stats
     from quantkit.model.structure.block import Block
     from quantkit.model.structure.traced import SharedInput
-    from quantkit.planning.compiling.work import SharedLinears, Work
+    from quantkit.planning.compiling.work import SharedLinears, WorkCounts
 
 
 def shift(error: Tensor, mean: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class BiasCorrect(Pass):
     class Settings(Closed):
         """None."""
 
-    def work(self, settings: Settings, linears: SharedLinears) -> Work:
+    def work(self, settings: Settings, linears: SharedLinears) -> WorkCounts:
         """The statistics of the input."""
         return linears.gathered()
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quantkit.calibrate.statistics.collected import InputStats, Stats
     from quantkit.model.structure.block import Block
     from quantkit.model.structure.traced import SharedInput
-    from quantkit.planning.compiling.work import SharedLinears, Work
+    from quantkit.planning.compiling.work import SharedLinears, WorkCounts
 
 
 class Gptq(Pass):
@@ -78,7 +78,7 @@ class Gptq(Pass):
         """The original stream as well, if anything is corrected."""
         return self.needs | {"original_inputs"} if settings.correction else self.needs
 
-    def work(self, settings: Settings, linears: SharedLinears) -> Work:
+    def work(self, settings: Settings, linears: SharedLinears) -> WorkCounts:
         """The input's Hessian and its factor, then what columns tell later ones; a correction takes a second factor,
         a drift of the inputs and a lag of what outputs are added to; sweeps go over all codes again.
         """

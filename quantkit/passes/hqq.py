@@ -22,7 +22,7 @@ from quantkit.passes import Outcome, Pass
 if TYPE_CHECKING:
     from quantkit.calibrate.statistics.collected import Stats
     from quantkit.model.structure.block import Block
-    from quantkit.planning.compiling.work import SharedLinears, Work
+    from quantkit.planning.compiling.work import SharedLinears, WorkCounts
 
 
 class Hqq(Pass):
@@ -49,7 +49,7 @@ class Hqq(Pass):
         growth: float = Field(default=1.01, ge=1)
         iterations: int = Field(default=10, ge=0)
 
-    def work(self, settings: Settings, linears: SharedLinears) -> Work:
+    def work(self, settings: Settings, linears: SharedLinears) -> WorkCounts:
         """A range in each turn."""
         return linears.searched("searched", settings.iterations)
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from quantkit.formats import QuantTensor
     from quantkit.model.structure.block import Block
     from quantkit.passes.solvers.round import LearnedRounding
-    from quantkit.planning.compiling.work import SharedLinears, Work
+    from quantkit.planning.compiling.work import SharedLinears, WorkCounts
 
 
 class Round(Pass):
@@ -68,7 +68,7 @@ class Round(Pass):
         held_out: float = Field(default=0.25, gt=0, lt=1)
         checks: int = Field(default=4, ge=1)
 
-    def work(self, settings: Settings, linears: SharedLinears) -> Work:
+    def work(self, settings: Settings, linears: SharedLinears) -> WorkCounts:
         """The range that it starts from."""
         return linears.searched("searched")
 

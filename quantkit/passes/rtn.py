@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quantkit.calibrate.statistics.collected import InputStats, Stats
     from quantkit.model.structure.block import Block
     from quantkit.model.structure.traced import SharedInput
-    from quantkit.planning.compiling.work import SharedLinears, Work
+    from quantkit.planning.compiling.work import SharedLinears, WorkCounts
     from quantkit.scheme import WeightScheme
 
 # smallest, steps, refinements. Where nothing else makes an error good, looking further for the grid pays: 8 % of the KL
@@ -50,7 +50,7 @@ class Rtn(Pass):
         """Squared inputs, where the range weighs by them."""
         return self.needs | {"mean_square"} if settings.range == "importance" else self.needs
 
-    def work(self, settings: Settings, linears: SharedLinears) -> Work:
+    def work(self, settings: Settings, linears: SharedLinears) -> WorkCounts:
         """A range of each group."""
         if settings.range == "minmax":
             return linears.searched("minmax")

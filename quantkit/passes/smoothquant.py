@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quantkit.calibrate.statistics.collected import InputStats, Stats
     from quantkit.model.structure.block import Block
     from quantkit.model.structure.traced import SharedInput
-    from quantkit.planning.compiling.work import SharedLinears, Work
+    from quantkit.planning.compiling.work import SharedLinears, WorkCounts
 
 
 class SmoothQuant(Pass):
@@ -52,7 +52,7 @@ class SmoothQuant(Pass):
         grid: int = Field(default=10, ge=1)
         through: Literal["norms", "all"] = "all"
 
-    def work(self, settings: Settings, linears: SharedLinears) -> Work:
+    def work(self, settings: Settings, linears: SharedLinears) -> WorkCounts:
         """The statistics of the input."""
         return linears.gathered()
 

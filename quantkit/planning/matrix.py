@@ -43,7 +43,7 @@ whose weights and inputs are both in the format; *KV cache* is of keys and value
 
 
 @dataclass(frozen=True)
-class Entry:
+class MatrixEntry:
     """One cell.
 
     Args:
@@ -76,7 +76,7 @@ class Entry:
         return {"native": letter, "emulated": letter.lower(), "absent": ""}[self.state]
 
 
-def entries(*, target: str | None = None, form: str | None = None, runtime: str | None = None) -> list[Entry]:
+def entries(*, target: str | None = None, form: str | None = None, runtime: str | None = None) -> list[MatrixEntry]:
     """All cells of the shipped targets, or of one that is named by name or path; of one format, of one runtime.
 
     Raises:
@@ -94,40 +94,40 @@ def entries(*, target: str | None = None, form: str | None = None, runtime: str 
 
 
 @cache
-def _shipped(name: str) -> list[Entry]:
+def _shipped(name: str) -> list[MatrixEntry]:
     """Cells are no figures: what the doctor measures changes none of them."""
     return _of(Target.load(name))
 
 
-def _of(target: Target) -> list[Entry]:
+def _of(target: Target) -> list[MatrixEntry]:
     found = []
     for form, cells in target.formats.items():
         for runtime, cell in cells.items():
             for part in PARTS:
                 use = cell.of(part)
                 if use is not None:
-                    entry = Entry(target.name, form, part, runtime, use.state, cell.symmetric_only, use.source)
+                    entry = MatrixEntry(target.name, form, part, runtime, use.state, cell.symmetric_only, use.source)
                     found.append(entry)
     return found
 
 
-def as_rows(found: Iterable[Entry]) -> list[dict[str, Any]]:
+def as_rows(found: Iterable[MatrixEntry]) -> list[dict[str, Any]]:
     """For `--json`: one object a cell."""
     return [asdict(each) for each in found]
 
 
-def columns(found: Iterable[Entry]) -> list[str]:
+def columns(found: Iterable[MatrixEntry]) -> list[str]:
     """Of a table of those cells: formats from wide to narrow, inputs and cache behind their weights."""
     seen = {each.column: each for each in found}
     places = {name: place for place, name in enumerate(_ORDER)}
 
-    def place(each: Entry) -> tuple[int, str, int]:
+    def place(each: MatrixEntry) -> tuple[int, str, int]:
         return places.get(each.format, len(places)), each.format, PARTS.index(each.part)
 
     return [each.column for each in sorted(seen.values(), key=place)]
 
 
-def table(found: Sequence[Entry]) -> dict[str, dict[str, str]]:
+def table(found: Sequence[MatrixEntry]) -> dict[str, dict[str, str]]:
     """Target -> column -> the letters of the runtimes that run it, those that compute in it first."""
     made: dict[str, dict[str, str]] = {}
     for each in found:
@@ -143,7 +143,7 @@ def _before(letter: str) -> tuple[bool, int]:
     return letter.islower(), [*LETTERS.values()].index(letter.upper()) if letter.upper() in LETTERS.values() else 99
 
 
-def legend(found: Iterable[Entry]) -> str:
+def legend(found: Iterable[MatrixEntry]) -> str:
     """What the letters mean, of those that occur."""
     seen = {each.runtime for each in found}
     named = ", ".join(f"{letter} {NAMES[name]}" for name, letter in LETTERS.items() if name in seen)
@@ -164,7 +164,7 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sourced(found: Sequence[Entry], names: Sequence[str]) -> list[list[str]]:
+def _sourced(found: Sequence[MatrixEntry], names: Sequence[str]) -> list[list[str]]:
     """One line for each column and each way in which targets know of it."""
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for column in names:

@@ -48,7 +48,7 @@ _EXPORTERS: plugins.Kind[_Exporter] = plugins.Kind("export")
 
 
 @dataclass(frozen=True)
-class Taken:
+class StoredUse:
     """Something that a recipe stores, what the runtime makes of it, and how that is known."""
 
     stored: Stored
@@ -68,7 +68,7 @@ class Reader:
 
     export: str
     runtime: str
-    taken: Sequence[Taken]
+    taken: Sequence[StoredUse]
 
     @property
     def state(self) -> State:
@@ -81,7 +81,7 @@ class Reader:
         return _ORDER.index(self.state), len(self.emulated)
 
     @property
-    def emulated(self) -> list[Taken]:
+    def emulated(self) -> list[StoredUse]:
         """What is stored so, and computed in floats."""
         return [each for each in self.taken if each.state == "emulated"]
 
@@ -392,7 +392,7 @@ def _read_by(recipe: Recipe, step: ExportStep, exporter: _Exporter, target: Targ
         use = target.use(each, runtime)
         floats = left == "emulated" and each.part != "kv_cache"
         source = f"the {step.name} holds the values that codes stand for" if floats else use.source
-        taken.append(Taken(each, "emulated" if floats else use.state, source))
+        taken.append(StoredUse(each, "emulated" if floats else use.state, source))
     return Reader(step.name, runtime, taken)
 
 

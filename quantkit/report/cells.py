@@ -13,7 +13,7 @@ from quantkit.planning import matrix
 DIM = "dim"
 
 
-def shown(found: Sequence[matrix.Entry]) -> list[RenderableType]:
+def shown(found: Sequence[matrix.MatrixEntry]) -> list[RenderableType]:
     """The format-by-hardware matrix; of one target or format with the source of each cell."""
     names = matrix.columns(found)
     if len({each.target for each in found}) > 1 and len(names) > 3:

@@ -18,12 +18,12 @@ from quantkit.bundle.disk import write_atomic
 from quantkit.recipe import Recipe
 from quantkit.tuning import front, store
 from quantkit.tuning import write as recipes
-from quantkit.tuning.front import Point, Tables
+from quantkit.tuning.front import FrontPoint, Tables
 
 if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
-    from quantkit.tuning.check import Measured
-    from quantkit.tuning.harm import Harm
+    from quantkit.tuning.check import ScoredChoice
+    from quantkit.tuning.harm import UnitHarm
 
 RECIPE, FRONT, HARMS, REPORT = "tuned.yaml", "front.json", "harm.jsonl", "report.html"
 
@@ -31,10 +31,10 @@ RECIPE, FRONT, HARMS, REPORT = "tuned.yaml", "front.json", "harm.jsonl", "report
 def front_of(
     facts: Mapping[str, Any],
     tables: Tables,
-    chosen: Point,
-    measured: Sequence[tuple[Point, Measured]],
+    chosen: FrontPoint,
+    measured: Sequence[tuple[FrontPoint, ScoredChoice]],
     uniform: Mapping[str, Any] | None,
-    points: Sequence[Point],
+    points: Sequence[FrontPoint],
 ) -> dict[str, Any]:
     """`front.json`.
 
@@ -81,7 +81,7 @@ def front_of(
     }
 
 
-def write(folder: Path, recipe: Recipe, data: Mapping[str, Any], harms: Sequence[Harm]) -> None:
+def write(folder: Path, recipe: Recipe, data: Mapping[str, Any], harms: Sequence[UnitHarm]) -> None:
     """Write everything but the bundle.
 
     Raises:

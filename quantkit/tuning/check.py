@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ScoredChoice:
     """A compiled and scored choice.
 
     Args:
@@ -110,7 +110,7 @@ def scored_in(runtimes: Sequence[str], where: str) -> str:
     return found
 
 
-def compile_and_score(request: Request, recipe: Recipe, out: Path, text: TokenSet, progress: Progress) -> Measured:
+def compile_and_score(request: Request, recipe: Recipe, out: Path, text: TokenSet, progress: Progress) -> ScoredChoice:
     """Compile a recipe as the request has it, and score it on `text`.
 
     Raises:
@@ -131,4 +131,4 @@ def compile_and_score(request: Request, recipe: Recipe, out: Path, text: TokenSe
     original = StreamedModel(open_model(request.model, trust_remote_code=request.trust_remote_code))
     candidate = load_runtime(runtime).open(compiled.bundle.path, torch_threads())
     items = score.score(original, candidate, text)
-    return Measured(recipe.name, compiled.bundle, float(items.kl.mean()), compiled.rows)
+    return ScoredChoice(recipe.name, compiled.bundle, float(items.kl.mean()), compiled.rows)

@@ -19,7 +19,7 @@ import numpy as np
 from quantkit.errors import InputError
 from quantkit.tuning.budget import Budget
 from quantkit.tuning.candidates import Choices, bits_of
-from quantkit.tuning.harm import Harm
+from quantkit.tuning.harm import UnitHarm
 from quantkit.tuning.solve import Choice, Table, choose, least, total
 
 # budgets that the front is solved for
@@ -86,7 +86,7 @@ class Tables:
 
 
 def tables(
-    harms: Sequence[Harm],
+    harms: Sequence[UnitHarm],
     found: Choices,
     *,
     dtype_bits: int,
@@ -136,7 +136,7 @@ def _count(shape: tuple[int, int]) -> int:
 
 
 @dataclass(frozen=True)
-class Point:
+class FrontPoint:
     """One choice and what it comes to.
 
     Args:
@@ -166,12 +166,12 @@ class Point:
         return found
 
 
-def point(tables: Tables, choice: Choice) -> Point:
+def point(tables: Tables, choice: Choice) -> FrontPoint:
     """A choice with its figures."""
-    return Point(choice, tables.mean_bits(choice), tables.bytes(choice), tables.predicted(choice))
+    return FrontPoint(choice, tables.mean_bits(choice), tables.bytes(choice), tables.predicted(choice))
 
 
-def best(tables: Tables, budget: Budget, factor: float = 1.0) -> Point:
+def best(tables: Tables, budget: Budget, factor: float = 1.0) -> FrontPoint:
     """The least harm within a budget; with a limit on KL, the fewest bits.
 
     Args:
@@ -239,20 +239,20 @@ def _upwards(value: float) -> str:
     return f"{np.ceil(value / power - 1e-9) * power:.10g}"
 
 
-def sweep(tables: Tables, steps: int = STEPS) -> list[Point]:
+def sweep(tables: Tables, steps: int = STEPS) -> list[FrontPoint]:
     """The front: the best choice for budgets between the fewest bits and those of the largest quantized candidate."""
     quantized = [c for c, _ in enumerate(tables.names) if (tables.harm[:, c] != 0).any()] or [0]
     columns = np.nanmax(np.where(np.isnan(tables.bits), -np.inf, tables.bits)[:, quantized], axis=1)
     low = tables.mean_bits(least(tables.bits))
     high = max((float(columns.sum()) + tables.fixed_bits) / tables.weights, low)
-    found: list[Point] = []
+    found: list[FrontPoint] = []
     # closer together where bits are few: there a little more helps most
     for share in np.linspace(0.0, 1.0, steps) ** 1.5:
         limit = (low + share * (high - low)) * tables.weights - tables.fixed_bits
         choice = choose(tables.harm, [(tables.bits, limit)])
         if choice is not None:
             found.append(point(tables, choice))
-    kept: list[Point] = []
+    kept: list[FrontPoint] = []
     for each in sorted(found, key=lambda each: (each.bits, each.predicted)):
         if not kept or each.predicted < kept[-1].predicted:
             kept.append(each)

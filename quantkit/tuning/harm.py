@@ -54,7 +54,7 @@ Schemes = Mapping[str, WeightScheme]
 
 
 @dataclass(frozen=True)
-class Harm:
+class UnitHarm:
     """One unit in one candidate.
 
     Args:
@@ -75,7 +75,7 @@ class Harm:
 
 
 @dataclass(frozen=True)
-class Subject:
+class HarmSubject:
     """What is measured.
 
     Args:
@@ -103,7 +103,9 @@ class Subject:
     anchor: str | None = None
 
 
-def measure(subject: Subject, start: int = 0, tell: Callable[[float], None] | None = None) -> Iterator[list[Harm]]:
+def measure(
+    subject: HarmSubject, start: int = 0, tell: Callable[[float], None] | None = None
+) -> Iterator[list[UnitHarm]]:
     """The harms of all units of blocks `start` and up, a wave at a time, in the order of the blocks.
 
     Args:
@@ -117,7 +119,7 @@ def measure(subject: Subject, start: int = 0, tell: Callable[[float], None] | No
 class _Measurement:
     """The unchanged model's states at the present block, on both texts, and the variants of a wave."""
 
-    def __init__(self, subject: Subject, start: int, tell: Callable[[float], None]) -> None:
+    def __init__(self, subject: HarmSubject, start: int, tell: Callable[[float], None]) -> None:
         self.subject = subject
         self.start = start
         self.tell = tell
@@ -135,7 +137,7 @@ class _Measurement:
             self.calibration = self.calibrated.hidden
         self.count = len(subject.stream.block_names)
 
-    def waves(self) -> Iterator[list[Harm]]:
+    def waves(self) -> Iterator[list[UnitHarm]]:
         for index in range(self.start):
             self._advance(self.subject.stream.load(index), index)
         first = self.start
@@ -151,7 +153,7 @@ class _Measurement:
             self.calibration = self.calibrated.run_all(module, index, self.calibration)
 
     @torch.no_grad()
-    def _wave(self, first: int) -> tuple[list[Harm], int]:
+    def _wave(self, first: int) -> tuple[list[UnitHarm], int]:
         """The harms of blocks `first` up to the returned one."""
         most = max(1, -(-self.count // WAVES))
         fits = STATES // (self.clean.numel() * self.clean.element_size())
@@ -257,7 +259,7 @@ def _carried(variants: Sequence[_Variant]) -> list[_Variant]:
     return [variant for variant in variants if variant.state is not None]
 
 
-def _harms(variants: Sequence[_Variant]) -> list[Harm]:
+def _harms(variants: Sequence[_Variant]) -> list[UnitHarm]:
     """What was measured, and what follows from it."""
     anchors = {variant.members: variant for variant in variants if variant.kl is not None}
     found = []
@@ -267,7 +269,7 @@ def _harms(variants: Sequence[_Variant]) -> list[Harm]:
             anchor = anchors[each.members]
             assert anchor.kl is not None
             kl = anchor.kl * each.error / anchor.error
-        found.append(Harm(each.block, each.members, each.candidate, kl, each.error, scaled))
+        found.append(UnitHarm(each.block, each.members, each.candidate, kl, each.error, scaled))
     return found
 
 

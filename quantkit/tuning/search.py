@@ -28,7 +28,7 @@ from quantkit.tuning.answer import RECIPE
 from quantkit.tuning.budget import Budget
 from quantkit.tuning.candidates import Choices, choices, name_of
 from quantkit.tuning.check import scored_in
-from quantkit.tuning.front import Point, Tables
+from quantkit.tuning.front import FrontPoint, Tables
 
 if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from quantkit.pipeline import Prepared
     from quantkit.recipe import Recipe
     from quantkit.scheme import WeightScheme
-    from quantkit.tuning.check import Measured
-    from quantkit.tuning.harm import Harm, Subject
+    from quantkit.tuning.check import ScoredChoice
+    from quantkit.tuning.harm import HarmSubject, UnitHarm
 
 # sequences of so many tokens that a harm is measured on; of the calibration set, the first so many sequences
 SAMPLES, TOKENS, CALIBRATED = 2, 128, 4
@@ -48,7 +48,7 @@ _ROUNDS, _UNUSED = 3, 0.1
 
 
 @dataclass(frozen=True)
-class Question:
+class TuneQuestion:
     """What is asked of a search.
 
     Args:
@@ -95,7 +95,7 @@ class Tuned:
         return {"out": str(self.out), "recipe": str(self.out / RECIPE), **self.front}
 
 
-def tune(question: Question, progress: Progress | None = None) -> Tuned:
+def tune(question: TuneQuestion, progress: Progress | None = None) -> Tuned:
     """Choose a scheme for every unit of a model within a budget, and write it as a recipe.
 
     Raises:
@@ -108,7 +108,7 @@ def tune(question: Question, progress: Progress | None = None) -> Tuned:
 class _Search:
     """The stages; what they share."""
 
-    def __init__(self, question: Question, progress: Progress) -> None:
+    def __init__(self, question: TuneQuestion, progress: Progress) -> None:
         from quantkit.pipeline.blocks.prepared import prepare
 
         self.question, self.progress = question, progress
@@ -133,7 +133,7 @@ class _Search:
         self.out = question.request.out or default_out(self.prepared.source.name, "tuned", resume=False)
         self.work = self.out.with_name(f"{self.out.name}.partial")
         shutil.rmtree(self.work, ignore_errors=True)  # of a search that was killed; its harms are kept
-        self.measured: list[tuple[Point, Measured]] = []
+        self.measured: list[tuple[FrontPoint, ScoredChoice]] = []
         self.scored: TokenSet | None = None
         self.factor = 1.0
         # linears that nothing was measured of; they keep the recipe's own scheme
@@ -187,7 +187,7 @@ class _Search:
 
     # --- harms -------------------------------------------------------------------------------------------------------
 
-    def _harms(self) -> list[Harm]:
+    def _harms(self) -> list[UnitHarm]:
         from quantkit.tuning import harm
 
         source = self.prepared.source
@@ -206,7 +206,7 @@ class _Search:
 
         generator = torch.Generator().manual_seed(self.request.recipe.seed)
         vocabulary = int(self.text.ids.max()) + 1
-        subject: Subject = harm.Subject(
+        subject: HarmSubject = harm.HarmSubject(
             stream=self.prepared.stream,
             steps=self.prepared.steps,
             candidates={each.name: each.layers for each in self.found.candidates if each.scheme is not None},
@@ -293,7 +293,7 @@ class _Search:
         self.progress.note(f"expected: {words.about(sum(stages.values()))}, {variants} variants of units to measure")
         return {**stages, "front": 2.0}
 
-    def _settle(self, harms: Sequence[Harm]) -> None:
+    def _settle(self, harms: Sequence[UnitHarm]) -> None:
         """Linears that no token of the texts reached, as those of an expert: nothing is known of their harm."""
         seen = {name for harm in harms for name in harm.members}
         own = next(each for each in self.found.candidates if each.name == (self._anchor() or each.name))
@@ -307,7 +307,7 @@ class _Search:
 
     # --- the choice --------------------------------------------------------------------------------------------------
 
-    def _tables(self, harms: Sequence[Harm]) -> Tables:
+    def _tables(self, harms: Sequence[UnitHarm]) -> Tables:
         source = self.prepared.source
         bits = {"float32": 32, "float16": 16, "bfloat16": 16}[source.dtype]
         made = front.tables(harms, self.found, dtype_bits=bits, total_bytes=source.weights.total_bytes())
@@ -319,7 +319,7 @@ class _Search:
             self.progress.note(f"timings: {text}")
         return replace(made, seconds=seconds)
 
-    def _recipe(self, tables: Tables, point: Point, name: str) -> Recipe:
+    def _recipe(self, tables: Tables, point: FrontPoint, name: str) -> Recipe:
         assignment = {
             linear: self.found.candidates[int(c)].layers.get(linear)
             for unit, c in zip(tables.units, point.choice, strict=True)
@@ -331,7 +331,7 @@ class _Search:
         summary = f"{self.request.recipe.name} in mixed precision for {self.prepared.source.name}: {budget}"
         return write.recipe_of(self.request.recipe, assignment, sizes, name=name, summary=summary)
 
-    def _checked(self, tables: Tables, chosen: Point) -> Point:
+    def _checked(self, tables: Tables, chosen: FrontPoint) -> FrontPoint:
         """Compile and score the choice; under a limit on KL, choose again with what was learnt."""
         limit, rounds = self.question.budget.kl, 0
         while True:
@@ -348,7 +348,7 @@ class _Search:
             shutil.rmtree(self.work / "bundle")
         return chosen
 
-    def _uniform(self, tables: Tables, chosen: Point) -> dict[str, Any] | None:
+    def _uniform(self, tables: Tables, chosen: FrontPoint) -> dict[str, Any] | None:
         """The best that one scheme for all units comes to within the bits of the choice, compiled and scored."""
         base = self.request.recipe.scheme.weights
         options: list[tuple[float, str, Recipe]] = []
@@ -380,7 +380,7 @@ class _Search:
         ]
         return sum(found) / sum(rows * columns for rows, columns in inside.values())
 
-    def _compile(self, recipe: Recipe, folder: str, number: int) -> Measured:
+    def _compile(self, recipe: Recipe, folder: str, number: int) -> ScoredChoice:
         from quantkit.tuning.check import Within, compile_and_score
 
         text = self._guiding(-(-CHECKED // (self._length() - 1)), self._length())

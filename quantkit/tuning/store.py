@@ -14,7 +14,7 @@ from typing import Any
 
 from quantkit import content
 from quantkit.bundle.disk import write_atomic
-from quantkit.tuning.harm import Harm
+from quantkit.tuning.harm import UnitHarm
 
 
 def place(key: Mapping[str, Any]) -> Path:
@@ -23,17 +23,17 @@ def place(key: Mapping[str, Any]) -> Path:
     return content.cache_dir() / "tune" / f"{name}.jsonl"
 
 
-def read(path: Path) -> list[Harm]:
+def read(path: Path) -> list[UnitHarm]:
     """What is known; nothing where the file is not there or was damaged."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         found = [json.loads(line) for line in lines]
-        return [Harm(**{**row, "members": tuple(row["members"])}) for row in found]
+        return [UnitHarm(**{**row, "members": tuple(row["members"])}) for row in found]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
-def write(path: Path, harms: Sequence[Harm]) -> None:
+def write(path: Path, harms: Sequence[UnitHarm]) -> None:
     """Replace what is known by more. A cache that cannot be written costs time, not the result."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,6 +42,6 @@ def write(path: Path, harms: Sequence[Harm]) -> None:
         return
 
 
-def text(harms: Sequence[Harm]) -> str:
+def text(harms: Sequence[UnitHarm]) -> str:
     """The lines."""
     return "".join(json.dumps(asdict(harm)) + "\n" for harm in harms)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.pipeline.plan.plan import Question, plan
+from quantkit.pipeline.plan.plan import PlanQuestion, plan
 
 LABELS = ("bf16", "fp8", "awq-int4")
 
@@ -21,7 +21,7 @@ def _nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_formats_and_recipes_side_by_side() -> None:
-    found = plan(Question("llama-3-8b", LABELS, "h100", batches=(1, 256), prompt=1000, output=200))
+    found = plan(PlanQuestion("llama-3-8b", LABELS, "h100", batches=(1, 256), prompt=1000, output=200))
     floats, eight, four = found.candidates
     assert [each.recipe for each in found.candidates] == ["float", "fp8", "awq-int4"]
     # codes of 4 bits, and a scale of 16 and a zero point of 4 for each 64 weights
@@ -42,7 +42,7 @@ def test_formats_and_recipes_side_by_side() -> None:
 
 def test_what_a_runtime_needs_beside_itself_is_noted() -> None:
     def noted(runtime: str) -> list[str]:
-        found = plan(Question("llama-3-8b", ("nf4",), "l4", runtime=runtime)).candidates[0]
+        found = plan(PlanQuestion("llama-3-8b", ("nf4",), "l4", runtime=runtime)).candidates[0]
         return [note for note in found.notes if "vllm-bnb-plugin" in note]
 
     assert len(noted("vllm")) == 1
@@ -50,7 +50,9 @@ def test_what_a_runtime_needs_beside_itself_is_noted() -> None:
 
 
 def test_a_format_stands_for_a_recipe_that_the_target_runs() -> None:
-    of = {name: plan(Question("llama-3-8b", ("int4", "bf16"), name)).candidates[0] for name in ("h100", "jetson-orin")}
+    of = {
+        name: plan(PlanQuestion("llama-3-8b", ("int4", "bf16"), name)).candidates[0] for name in ("h100", "jetson-orin")
+    }
     assert (of["h100"].recipe, of["h100"].runtime) == ("awq-int4", "vllm")
     # TensorRT takes no zero points
     assert (of["jetson-orin"].recipe, of["jetson-orin"].runtime) == ("int4-tensorrt", "tensorrt")
@@ -58,7 +60,7 @@ def test_a_format_stands_for_a_recipe_that_the_target_runs() -> None:
 
 def test_a_model_that_fits_in_4_bits_alone() -> None:
     """Llama 3, 70B: 141 GB in 16 bits and 40 in 4, on a card of 80."""
-    found = plan(Question("llama-3-70b", ("bf16", "int4"), "h100", batches=(1,), devices=1))
+    found = plan(PlanQuestion("llama-3-70b", ("bf16", "int4"), "h100", batches=(1,), devices=1))
     floats, four = found.candidates
     assert floats.bytes == pytest.approx(141e9, rel=0.01)
     assert (floats.rows[0].fits, four.rows[0].fits) == (False, True)
@@ -66,23 +68,23 @@ def test_a_model_that_fits_in_4_bits_alone() -> None:
     assert (floats.memory.needed, four.memory.needed) == (2, 1)
     assert found.recommendation.label == "int4"
     # unless it is said, as many devices are planned for as hold it
-    assert plan(Question("llama-3-70b", ("bf16", "int4"), "h100")).candidates[0].memory.devices == 2  # type: ignore[union-attr]
+    assert plan(PlanQuestion("llama-3-70b", ("bf16", "int4"), "h100")).candidates[0].memory.devices == 2  # type: ignore[union-attr]
 
 
 def test_the_largest_batch_that_fits_is_planned_where_those_asked_for_do_not() -> None:
-    (floats,) = plan(Question("llama-3-70b", ("bf16",), "h100", batches=(1, 64), devices=2)).candidates
+    (floats,) = plan(PlanQuestion("llama-3-70b", ("bf16",), "h100", batches=(1, 64), devices=2)).candidates
     most = floats.memory.largest_batch if floats.memory is not None else None
     assert [(row.batch, row.fits) for row in floats.rows] == [(1, True), (most, True), (64, False)]
 
 
 def test_a_load_is_simulated_and_priced() -> None:
-    calm, busy = (plan(Question("llama-3-8b", ("fp8", "bf16"), "h100", rate=rate)) for rate in (1.0, 1000.0))
+    calm, busy = (plan(PlanQuestion("llama-3-8b", ("fp8", "bf16"), "h100", rate=rate)) for rate in (1.0, 1000.0))
     load, late = calm.candidates[0].load, busy.candidates[0].load
     assert load is not None and late is not None
     assert load.stable and load.ttft["p50"].value <= load.ttft["p99"].value
     assert not late.stable
     assert any("none keeps up" in reason for reason in busy.recommendation.because)
-    whole = plan(Question("llama-3-8b", ("fp8", "bf16"), "h100")).candidates[0].cost
+    whole = plan(PlanQuestion("llama-3-8b", ("fp8", "bf16"), "h100")).candidates[0].cost
     cost = calm.candidates[0].cost
     assert cost is not None and whole is not None and cost.cheapest is not None and whole.cheapest is not None
     # of a machine that is rented by the hour for one request a second
@@ -90,33 +92,33 @@ def test_a_load_is_simulated_and_priced() -> None:
 
 
 def test_what_is_not_said_is_assumed_aloud() -> None:
-    found = plan(Question("llama-3-8b", LABELS, "h100"))
+    found = plan(PlanQuestion("llama-3-8b", LABELS, "h100"))
     assert [note for note in found.notes if ("--prompt" in note and "--output" in note) or "1,024" in note]
     assert found.workload.context == 1024 + 256
-    said = plan(Question("llama-3-8b", LABELS, "h100", prompt=100, output=10))
+    said = plan(PlanQuestion("llama-3-8b", LABELS, "h100", prompt=100, output=10))
     assert not [note for note in said.notes if "assumed" in note]
 
 
 def test_a_machine_that_was_not_measured_has_memory_but_no_time() -> None:
-    found = plan(Question("smollm2-135m", LABELS, "cpu-x86"))
+    found = plan(PlanQuestion("smollm2-135m", LABELS, "cpu-x86"))
     assert all(row.step.seconds is None for each in found.candidates for row in each.rows)
     assert any("quantkit doctor --write --target cpu-x86" in note for note in found.notes)
     assert found.recommendation.label == "bf16"
 
 
 def test_emulated_weights_are_read_as_floats() -> None:
-    floats, emulated = plan(Question("llama-3-8b", ("bf16", "int4"), "h100", runtime="torch")).candidates
+    floats, emulated = plan(PlanQuestion("llama-3-8b", ("bf16", "int4"), "h100", runtime="torch")).candidates
     assert emulated.cells[0].state == "emulated"
     assert emulated.rows[0].step.least == floats.rows[0].step.least
 
 
 def test_one_recipe_that_cannot_be_planned_is_an_error_and_among_others_a_remark() -> None:
     with pytest.raises(InputError, match="group-indivisible"):
-        plan(Question("smollm2-135m", ("awq-int4",), "h100", changes=("scheme.weights.group=128",)))
+        plan(PlanQuestion("smollm2-135m", ("awq-int4",), "h100", changes=("scheme.weights.group=128",)))
     for recipes in (("awk-int4",), ("awk-int4", "bf16")):  # a slip of the pen always is
         with pytest.raises(InputError, match="unknown-recipe"):
-            plan(Question("smollm2-135m", recipes, "h100"))
-    found = plan(Question("smollm2-135m", ("int8-network", "bf16"), "h100"))
+            plan(PlanQuestion("smollm2-135m", recipes, "h100"))
+    found = plan(PlanQuestion("smollm2-135m", ("int8-network", "bf16"), "h100"))
     assert found.candidates[0].problem is not None
     assert found.recommendation.label == "bf16"
 
@@ -124,29 +126,29 @@ def test_one_recipe_that_cannot_be_planned_is_an_error_and_among_others_a_remark
 @pytest.mark.parametrize(
     ("question", "code"),
     [
-        (Question("llama-3-8b", context=9000), "context-too-long"),
-        (Question("llama-3-8b", prompt=8000, output=8000), "context-too-long"),
-        (Question("llama-3-8b", prompt=0), "traffic-invalid"),
-        (Question("llama-3-8b", output=-1), "traffic-invalid"),
-        (Question("llama-3-8b", prompt=100, output=100, context=150), "usage"),
-        (Question("llama-3-8b", rate=0.0), "traffic-invalid"),
-        (Question("llama-3-8b", rate=float("nan")), "traffic-invalid"),
-        (Question("llama-3-8b", devices=0), "usage"),
-        (Question("llama-3-8b", ("bf16",), "h100", devices=3), "devices-uneven"),
-        (Question("llama-3-8b", ("awq-int4",), "h100", runtime="llama_cpp"), "usage"),
-        (Question("llama-3-8b", ("bf16", "int4"), "h100", devices=3), "devices-uneven"),
-        (Question("vit-b-16", target="l4", prompt=5), "usage"),
-        (Question("vit-b-16", target="l4", context=300), "usage"),
-        (Question("bert-base", target="l4", output=5), "usage"),
-        (Question("bert-base", target="l4", variation=1.0), "usage"),
-        (Question("bert-base", target="l4", rate=1.0), "usage"),
-        (Question("lama-3-8b"), "unknown-model"),
-        (Question("llama-3-8b", target="h1000"), "unknown-target"),
-        (Question("llama-3-8b", ("int8-network",), "cpu-x86"), "model-kind"),
-        (Question("llama-3-8b", ("bf16",), "h100", runtime="onnxruntime"), "target-cannot-run"),
+        (PlanQuestion("llama-3-8b", context=9000), "context-too-long"),
+        (PlanQuestion("llama-3-8b", prompt=8000, output=8000), "context-too-long"),
+        (PlanQuestion("llama-3-8b", prompt=0), "traffic-invalid"),
+        (PlanQuestion("llama-3-8b", output=-1), "traffic-invalid"),
+        (PlanQuestion("llama-3-8b", prompt=100, output=100, context=150), "usage"),
+        (PlanQuestion("llama-3-8b", rate=0.0), "traffic-invalid"),
+        (PlanQuestion("llama-3-8b", rate=float("nan")), "traffic-invalid"),
+        (PlanQuestion("llama-3-8b", devices=0), "usage"),
+        (PlanQuestion("llama-3-8b", ("bf16",), "h100", devices=3), "devices-uneven"),
+        (PlanQuestion("llama-3-8b", ("awq-int4",), "h100", runtime="llama_cpp"), "usage"),
+        (PlanQuestion("llama-3-8b", ("bf16", "int4"), "h100", devices=3), "devices-uneven"),
+        (PlanQuestion("vit-b-16", target="l4", prompt=5), "usage"),
+        (PlanQuestion("vit-b-16", target="l4", context=300), "usage"),
+        (PlanQuestion("bert-base", target="l4", output=5), "usage"),
+        (PlanQuestion("bert-base", target="l4", variation=1.0), "usage"),
+        (PlanQuestion("bert-base", target="l4", rate=1.0), "usage"),
+        (PlanQuestion("lama-3-8b"), "unknown-model"),
+        (PlanQuestion("llama-3-8b", target="h1000"), "unknown-target"),
+        (PlanQuestion("llama-3-8b", ("int8-network",), "cpu-x86"), "model-kind"),
+        (PlanQuestion("llama-3-8b", ("bf16",), "h100", runtime="onnxruntime"), "target-cannot-run"),
     ],
 )
-def test_bad_questions(question: Question, code: str) -> None:
+def test_bad_questions(question: PlanQuestion, code: str) -> None:
     with pytest.raises(InputError) as caught:
         plan(question)
     assert caught.value.code == code
@@ -154,8 +156,8 @@ def test_bad_questions(question: Question, code: str) -> None:
 
 def test_nothing_heavy_is_imported_for_the_largest_model() -> None:
     script = (
-        "import json, sys; from quantkit.pipeline.plan.plan import Question, plan; "
-        "found = plan(Question('deepseek-v3', target='h200', devices=8)); "
+        "import json, sys; from quantkit.pipeline.plan.plan import PlanQuestion, plan; "
+        "found = plan(PlanQuestion('deepseek-v3', target='h200', devices=8)); "
         "print(json.dumps([found.architecture.parameters, sorted(sys.modules)]))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -165,7 +167,7 @@ def test_nothing_heavy_is_imported_for_the_largest_model() -> None:
 
 
 def test_another_float_than_the_target_computes_in_is_said() -> None:
-    found = plan(Question("llama-3-8b", ("fp32", "bf16"), "h100", batches=(1,)), samples=[])
+    found = plan(PlanQuestion("llama-3-8b", ("fp32", "bf16"), "h100", batches=(1,)), samples=[])
     other, same = found.candidates
     assert [note for note in other.notes if "reckoned" in note] == ["reckoned in bfloat16, in which h100 computes"]
     assert not [note for note in same.notes if "reckoned" in note]
@@ -173,13 +175,13 @@ def test_another_float_than_the_target_computes_in_is_said() -> None:
 
 def test_an_unknown_runtime_is_refused_once() -> None:
     with pytest.raises(InputError, match="llama_cpp") as raised:
-        plan(Question("llama-3-8b", LABELS, "h100", "llama.cpp"), samples=[])
+        plan(PlanQuestion("llama-3-8b", LABELS, "h100", "llama.cpp"), samples=[])
     assert raised.value.code == "target-cannot-run"
 
 
 def test_the_usual_recipes_are_those_that_the_target_has_kernels_for() -> None:
-    usual = plan(Question("llama-3-8b", target="jetson-orin", batches=(1,)), samples=[]).candidates
+    usual = plan(PlanQuestion("llama-3-8b", target="jetson-orin", batches=(1,)), samples=[]).candidates
     assert [(each.label, each.runtime) for each in usual] == [("float", "torch"), ("int4-tensorrt", "tensorrt")]
     # vLLM reads the checkpoint too, but runs no image
-    images = plan(Question("vit-b-16", target="a10", batches=(1,)), samples=[]).candidates
+    images = plan(PlanQuestion("vit-b-16", target="a10", batches=(1,)), samples=[]).candidates
     assert [(each.label, each.runtime) for each in images] == [("float", "torch"), ("int8-tensorrt", "tensorrt")]

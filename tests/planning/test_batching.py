@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from reference import plain_batching
 
 from quantkit.errors import InputError
-from quantkit.planning.serving.batching import Grid, Server, run
+from quantkit.planning.serving.batching import Server, TimeGrid, run
 
-CONSTANT = Grid([1], [1], [[0.25]])
+CONSTANT = TimeGrid([1], [1], [[0.25]])
 # all values and slopes are sums of powers of two, so that every order of adding up gives the same bits
-DYADIC = Grid([1, 2, 4, 8], [1, 9, 17, 33], [[a + b for b in (0.25, 0.5, 0.5, 1.5)] for a in (0.5, 0.5, 1.0, 2.0)])
-ANY = Grid([1, 3, 7], [1, 5, 26], [[0.11, 0.13, 0.29], [0.17, 0.19, 0.37], [0.31, 0.41, 0.83]])
+DYADIC = TimeGrid([1, 2, 4, 8], [1, 9, 17, 33], [[a + b for b in (0.25, 0.5, 0.5, 1.5)] for a in (0.5, 0.5, 1.0, 2.0)])
+ANY = TimeGrid([1, 3, 7], [1, 5, 26], [[0.11, 0.13, 0.29], [0.17, 0.19, 0.37], [0.31, 0.41, 0.83]])
 
 
 def server(**changed: Any) -> Server:
@@ -34,7 +34,7 @@ def requests(draw: st.DrawFn) -> tuple[list[float], list[int], list[int]]:
 
 
 @st.composite
-def servers(draw: st.DrawFn, grid: Grid) -> Server:
+def servers(draw: st.DrawFn, grid: TimeGrid) -> Server:
     most = draw(st.integers(1, 6))
     policy = draw(st.sampled_from(["chunked", "prefill-first"]))
     chunk = draw(st.integers(most, 64))
@@ -96,8 +96,8 @@ def test_prompts_are_computed_in_order_of_arrival(asked: Any, on: Server) -> Non
 
 
 def test_one_request_by_hand() -> None:
-    prefill = Grid([1, 2], [1, 2], [[1.0, 2.0], [3.0, 4.0]])  # P(T, a) = 2 T + a − 2
-    decode = Grid([1, 2], [1, 2], [[1.0, 1.5], [2.0, 2.5]])  # D(B, c) = B + (c − 1) / 2
+    prefill = TimeGrid([1, 2], [1, 2], [[1.0, 2.0], [3.0, 4.0]])  # P(T, a) = 2 T + a − 2
+    decode = TimeGrid([1, 2], [1, 2], [[1.0, 1.5], [2.0, 2.5]])  # D(B, c) = B + (c − 1) / 2
     alone = server(prefill=prefill, decode=decode, max_batch=2, chunk=4)
     # 10 tokens in pieces of 4, 4, 2, which look at 2.5, 6.5 and 9.5 on average
     first = (8 + 2.5 - 2) + (8 + 6.5 - 2) + (4 + 9.5 - 2)
@@ -154,7 +154,7 @@ def test_a_full_server_gives_a_batch_of_tokens_each_step() -> None:
 
 
 def test_tables_are_linear_between_their_points_and_beyond() -> None:
-    table = Grid.of(lambda row, context: 2 * row + 3 * context, [1, 4, 8], [2, 5, 11])
+    table = TimeGrid.of(lambda row, context: 2 * row + 3 * context, [1, 4, 8], [2, 5, 11])
     for row in (1, 2, 4.5, 8, 20):
         for context in (1, 2, 4, 5, 9, 11, 30):
             assert table.at(row, context) == pytest.approx(2 * row + 3 * context)
@@ -163,7 +163,7 @@ def test_tables_are_linear_between_their_points_and_beyond() -> None:
     assert CONSTANT.line(7, 99) == (0.25, 0.0, math.inf)
     for rows, seconds in (([2, 1], [[1.0], [1.0]]), ([1], [[0.0]]), ([1], [[math.nan]]), ([1], [[1.0, 2.0]]), ([], [])):
         with pytest.raises(ValueError):
-            Grid(rows, [1], seconds)
+            TimeGrid(rows, [1], seconds)
 
 
 def test_one_function_of_a_step_is_tabulated_for_both_kinds() -> None:

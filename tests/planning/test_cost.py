@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.planning.serving.cost import Work, against_api, against_cloud, bill, energy, owned, rented, running
+from quantkit.planning.serving.cost import RequestTime, against_api, against_cloud, bill, energy, owned, rented, running
 from quantkit.planning.serving.prices import Prices
 
 DATED = {"date": "2026-01-02", "source": "a page"}
 TODAY = datetime.date(2026, 1, 3)
 # 2 s for the prompts of 4 sequences of 500 tokens, 20 ms for a token of each
-WORK = Work.of(prefill=2.0, step=0.02, batch=4, prompt=500, output=100)
+WORK = RequestTime.of(prefill=2.0, step=0.02, batch=4, prompt=500, output=100)
 
 
 def prices(**changed: Any) -> Prices:
@@ -52,7 +52,7 @@ def test_a_rented_machine_by_hand() -> None:
 
 
 def test_devices_cost_their_share_of_an_offer() -> None:
-    work = Work.of(prefill=2.0, step=0.02, batch=4, prompt=500, output=100, devices=2)
+    work = RequestTime.of(prefill=2.0, step=0.02, batch=4, prompt=500, output=100, devices=2)
     cost = rented(work, prices().rented("h100")[1], "EUR")
     assert cost.per_hour == pytest.approx(9.0)
     assert cost.notes == ["rented 8 devices at a time, of which 2 are reckoned"]
@@ -104,7 +104,7 @@ def test_at_break_even_a_machine_costs_what_the_api_asks() -> None:
 
 
 def test_energy_is_the_power_for_as_long_as_it_takes() -> None:
-    work = Work.of(prefill=2.0, step=0.02, batch=4, prompt=500, output=100, devices=2)
+    work = RequestTime.of(prefill=2.0, step=0.02, batch=4, prompt=500, output=100, devices=2)
     found = energy(work, 350)
     assert found.watts == 700
     assert found.input == pytest.approx(0.7)

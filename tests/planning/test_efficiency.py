@@ -10,7 +10,7 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.planning.bound import efficiency
-from quantkit.planning.bound.efficiency import Asked, Sample, look_up, samples
+from quantkit.planning.bound.efficiency import ProductQuery, Sample, look_up, samples
 
 HERE = {"id": "cpu-1", "kind": "cpu", "name": "this one"}
 
@@ -33,9 +33,9 @@ def row(batch: int = 4, *, subject: str = "a", **more: Any) -> dict[str, Any]:
     } | more
 
 
-def asked(rows: int = 4, **more: Any) -> Asked:
+def asked(rows: int = 4, **more: Any) -> ProductQuery:
     known: dict[str, Any] = {"runtime": "onnxruntime", "format": "int4", "compute": "int8", "phase": "decode"}
-    return Asked(**(known | {"rows": rows, "bound": 0.01, "kind": "cpu", "device": "cpu-1"} | more))
+    return ProductQuery(**(known | {"rows": rows, "bound": 0.01, "kind": "cpu", "device": "cpu-1"} | more))
 
 
 def test_a_row_says_two_efficiencies() -> None:

@@ -12,12 +12,12 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.planning.serving import load
-from quantkit.planning.serving.batching import Grid, Server, run
+from quantkit.planning.serving.batching import Server, TimeGrid, run
 from quantkit.planning.serving.load import QUANTILES, capacity, largest_rate, simulate
-from quantkit.planning.serving.traffic import Kind, Traffic
+from quantkit.planning.serving.traffic import RequestKind, Traffic
 from quantkit.stats.clustered import student
 
-ONE = [Kind(1000, 1)]
+ONE = [RequestKind(1000, 1)]
 
 
 class Exponential(Traffic):
@@ -30,7 +30,7 @@ class Exponential(Traffic):
 
 def alone() -> Server:
     """One at a time, a millisecond for each token of the prompt: mean service 1 s."""
-    return Server(Grid([1, 2], [1], [[0.001], [0.002]]), Grid([1], [1], [[1e-12]]), 10**9, 1, 10**9)
+    return Server(TimeGrid([1, 2], [1], [[0.001], [0.002]]), TimeGrid([1], [1], [[1e-12]]), 10**9, 1, 10**9)
 
 
 def ordinary(**changed: Any) -> Server:
@@ -51,7 +51,7 @@ def test_a_queue_with_fixed_services_waits_as_pollaczek_and_khinchine_say(rho: f
 @pytest.mark.parametrize("variation", [0.5, 1.0, 2.0])
 def test_a_queue_with_lognormal_services_waits_as_pollaczek_and_khinchine_say(variation: float) -> None:
     """M/G/1: rho (1 + v^2) / (2 (1 - rho)); capacity, which the draw moves by a few percent, is not asked for."""
-    found = simulate(alone(), Traffic([Kind(1000, 1, 1.0, variation)]), 0.5, most=1.0).latency["mean"]
+    found = simulate(alone(), Traffic([RequestKind(1000, 1, 1.0, variation)]), 0.5, most=1.0).latency["mean"]
     assert found.ci95[0] <= 1 + 0.5 * (1 + variation**2) / (2 * 0.5) <= found.ci95[1]
 
 
@@ -77,7 +77,7 @@ def test_littles_law() -> None:
     """To the last bit over a whole run; of what is reported, as far as its edges allow."""
     draw = np.random.default_rng(0)
     arrivals = np.cumsum(draw.integers(0, 9, 200) / 8).tolist()
-    quarter = Grid([1], [1], [[0.25]])
+    quarter = TimeGrid([1], [1], [[0.25]])
     trace = run(arrivals, [5] * 200, draw.integers(1, 30, 200).tolist(), Server(quarter, quarter, 10**6, 8, 64))
     events = sorted([(each, 1) for each in trace.arrival] + [(each, -1) for each in trace.finish])
     area = there = 0.0
@@ -85,13 +85,13 @@ def test_littles_law() -> None:
         there += change
         area += there * (after - now)
     assert area == sum(finish - came for finish, came in zip(trace.finish, trace.arrival, strict=True))
-    on, asked = ordinary(), Traffic([Kind(200, 50)])
+    on, asked = ordinary(), Traffic([RequestKind(200, 50)])
     found = simulate(on, asked, 0.6 * capacity(on, asked))
     assert found.in_system == pytest.approx(found.rate * found.latency["mean"].value, rel=0.05)
 
 
 def test_what_comes_goes() -> None:
-    on, asked = ordinary(), Traffic([Kind(100, 20, 0.7), Kind(250, 60, 0.3)])
+    on, asked = ordinary(), Traffic([RequestKind(100, 20, 0.7), RequestKind(250, 60, 0.3)])
     found = simulate(on, asked, 0.5 * capacity(on, asked))
     assert found.stable
     assert found.tokens_per_second == pytest.approx(found.rate * asked.output, rel=0.05)
@@ -103,13 +103,13 @@ def test_what_comes_goes() -> None:
 
 
 def test_a_full_server_gives_a_batch_of_tokens_each_step() -> None:
-    quarter = Grid([1], [1], [[0.25]])
+    quarter = TimeGrid([1], [1], [[0.25]])
     on = Server(quarter, quarter, 10**6, 8, 64)
-    assert capacity(on, Traffic([Kind(1, 20)])) == 8 / 0.25 / 20
+    assert capacity(on, Traffic([RequestKind(1, 20)])) == 8 / 0.25 / 20
 
 
 def test_more_than_it_can_serve_is_said_and_has_no_percentiles() -> None:
-    on, asked = ordinary(), Traffic([Kind(200, 50)])
+    on, asked = ordinary(), Traffic([RequestKind(200, 50)])
     most = capacity(on, asked)
     found = simulate(on, asked, 1.1 * most)
     assert not found.stable
@@ -122,7 +122,7 @@ def test_more_than_it_can_serve_is_said_and_has_no_percentiles() -> None:
 
 
 def test_a_queue_that_grows_is_seen_even_where_the_capacity_is_thought_higher() -> None:
-    on, asked = ordinary(), Traffic([Kind(200, 50)])
+    on, asked = ordinary(), Traffic([RequestKind(200, 50)])
     most = capacity(on, asked)
     found = simulate(on, asked, 1.2 * most, most=2 * most)
     assert not found.stable
@@ -132,7 +132,7 @@ def test_a_queue_that_grows_is_seen_even_where_the_capacity_is_thought_higher() 
 
 @pytest.mark.parametrize("policy", ["chunked", "prefill-first"])
 def test_more_load_is_more_waiting(policy: Any) -> None:
-    on, asked = ordinary(policy=policy, max_batch=16), Traffic([Kind(200, 50, 1.0, 0.5)])
+    on, asked = ordinary(policy=policy, max_batch=16), Traffic([RequestKind(200, 50, 1.0, 0.5)])
     most = capacity(on, asked)
     several = [simulate(on, asked, share * most, requests=500, most=most) for share in (0.1, 0.4, 0.7, 0.9)]
     for metric in load.METRICS:
@@ -144,29 +144,29 @@ def test_more_load_is_more_waiting(policy: Any) -> None:
 
 
 def test_the_same_seed_gives_the_same_answer_and_another_another() -> None:
-    on, asked = ordinary(), Traffic([Kind(200, 50, 1.0, 1.0)], rate=20.0)
+    on, asked = ordinary(), Traffic([RequestKind(200, 50, 1.0, 1.0)], rate=20.0)
     first, again, other = (simulate(on, asked, limit=300, seed=seed) for seed in (0, 0, 1))
     assert first == again
     assert first.latency != other.latency
 
 
 def test_what_does_not_fit_is_counted_or_refused() -> None:
-    asked = Traffic([Kind(100, 20, 0.9), Kind(5000, 2000, 0.1)])
+    asked = Traffic([RequestKind(100, 20, 0.9), RequestKind(5000, 2000, 0.1)])
     found = simulate(ordinary(longest=7000), asked, 1.0)
     assert found.refused == pytest.approx(0.1, abs=0.02)
     assert "need more than the whole cache" in found.notes[0]
     longest = ordinary(longest=7000)
-    assert capacity(longest, asked) == pytest.approx(capacity(longest, Traffic([Kind(100, 20)])) / 0.9, rel=0.03)
+    assert capacity(longest, asked) == pytest.approx(capacity(longest, Traffic([RequestKind(100, 20)])) / 0.9, rel=0.03)
     cut = simulate(ordinary(), asked, 1.0, limit=320)
     assert cut.refused == 0
     assert cut.cut == pytest.approx(0.1, abs=0.02)
     assert "cut to the longest context" in cut.notes[0]
     with pytest.raises(InputError, match=r"request-too-long.*7,000 tokens; the cache holds 6,000"):
-        simulate(ordinary(), Traffic([Kind(5000, 2000)]), 1.0)
+        simulate(ordinary(), Traffic([RequestKind(5000, 2000)]), 1.0)
 
 
 def test_the_largest_load_that_keeps_to_bounds() -> None:
-    on, asked = ordinary(max_batch=8), Traffic([Kind(200, 50)])
+    on, asked = ordinary(max_batch=8), Traffic([RequestKind(200, 50)])
     most = capacity(on, asked)
     rate, found = largest_rate(on, asked, {"ttft.p99": 0.1, "tpot.p50": 0.01}, within=0.1)
     assert found is not None
@@ -192,17 +192,17 @@ def test_the_largest_load_that_keeps_to_bounds() -> None:
 )
 def test_loads_that_cannot_be(changed: dict[str, Any], code: str) -> None:
     with pytest.raises(InputError, match=code):
-        simulate(ordinary(), Traffic([Kind(200, 50)]), **changed)
+        simulate(ordinary(), Traffic([RequestKind(200, 50)]), **changed)
 
 
 @pytest.mark.parametrize("bounds", [{"ttft": 1.0}, {"ttft.p95": 1.0}, {"itl.p99": 1.0}, {"ttft.p99": 0.0}])
 def test_bounds_that_cannot_be(bounds: dict[str, float]) -> None:
     with pytest.raises(InputError, match=r"bound-invalid.*ttft\.p99=0\.5"):
-        largest_rate(ordinary(), Traffic([Kind(200, 50)]), bounds)
+        largest_rate(ordinary(), Traffic([RequestKind(200, 50)]), bounds)
 
 
 def test_outputs_of_one_token_have_no_time_between_tokens() -> None:
-    found = simulate(ordinary(), Traffic([Kind(200, 1)]), 1.0)
+    found = simulate(ordinary(), Traffic([RequestKind(200, 1)]), 1.0)
     assert found.tpot == {}
     assert found.as_dict()["tpot"] is None
     assert found.ttft == found.latency

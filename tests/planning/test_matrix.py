@@ -14,11 +14,11 @@ from quantkit.target import Target
 
 
 @pytest.fixture(scope="module")
-def found() -> list[matrix.Entry]:
+def found() -> list[matrix.MatrixEntry]:
     return matrix.entries()
 
 
-def test_every_cell_of_every_target_is_in_it(found: list[matrix.Entry]) -> None:
+def test_every_cell_of_every_target_is_in_it(found: list[matrix.MatrixEntry]) -> None:
     assert {each.target for each in found} == set(content.names("export"))
     for name in ("l4", "cpu-x86"):
         target = Target.load(name)
@@ -28,13 +28,13 @@ def test_every_cell_of_every_target_is_in_it(found: list[matrix.Entry]) -> None:
             assert target.supports(each.format, each.runtime).source == each.source
 
 
-def test_every_format_and_runtime_of_the_matrix_is_there(found: list[matrix.Entry]) -> None:
+def test_every_format_and_runtime_of_the_matrix_is_there(found: list[matrix.MatrixEntry]) -> None:
     formats = "float32 float16 bfloat16 int8 int4 int3 int2 fp8_e4m3 fp8_e5m2 nf4 mxfp4 mxfp8 nvfp4"
     assert {each.format for each in found} >= set(formats.split())
     assert {each.runtime for each in found} == set(matrix.LETTERS)
 
 
-def test_letters_are_large_where_a_runtime_computes_in_the_format(found: list[matrix.Entry]) -> None:
+def test_letters_are_large_where_a_runtime_computes_in_the_format(found: list[matrix.MatrixEntry]) -> None:
     made = matrix.table(found)
     assert made["l4"]["fp8_e4m3"] == "TRVp"
     assert made["a100"]["fp8_e4m3 inputs"] == "vp"

@@ -10,7 +10,7 @@ import pytest
 
 from quantkit.planning.bound import steps
 from quantkit.planning.bound.efficiency import Sample
-from quantkit.planning.bound.steps import Asked, Learned, Shares, learn
+from quantkit.planning.bound.steps import Learned, Shares, StepQuery, learn
 
 # seconds are those at the ceilings, times these
 TRUE = {
@@ -71,9 +71,9 @@ def learned(*models: Iterator[Sample], **more: Any) -> Learned:
     return found
 
 
-def asked(rows: int = 4, *, size: float = 0.012, head: float = 0.003, phase: str = "decode") -> Asked:
+def asked(rows: int = 4, *, size: float = 0.012, head: float = 0.003, phase: str = "decode") -> StepQuery:
     parts = shares(size, head, rows)
-    return Asked("int4 in int8", phase, rows, sum(sum(both) for both in parts.values()), parts)
+    return StepQuery("int4 in int8", phase, rows, sum(sum(both) for both in parts.values()), parts)
 
 
 def test_each_share_has_its_own_numbers() -> None:
@@ -126,9 +126,9 @@ def test_beyond_what_was_measured_the_interval_grows_until_there_is_none() -> No
 def test_what_was_never_measured_has_no_forecast() -> None:
     found = learned(model("a", 0.01, 0.002), model("b", 0.02, 0.002))
     step = asked()
-    assert found.expect(Asked("nf4", step.phase, step.rows, step.bound, step.shares)) is None
+    assert found.expect(StepQuery("nf4", step.phase, step.rows, step.bound, step.shares)) is None
     strange = {**step.shares, "nf4 in fp32": (1e-3, 0.0)}
-    assert found.expect(Asked(step.what, step.phase, step.rows, step.bound, strange)) is None
+    assert found.expect(StepQuery(step.what, step.phase, step.rows, step.bound, strange)) is None
 
 
 def test_this_device_goes_before_others_and_two_do_not_mix() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.planning.serving.traffic import Kind, Traffic, kinds_of, traffic, traffic_of
+from quantkit.planning.serving.traffic import RequestKind, Traffic, kinds_of, traffic, traffic_of
 
 
 def test_shares_of_the_batches_add_up_to_one_or_are_refused() -> None:
@@ -22,8 +22,8 @@ def test_shares_of_the_batches_add_up_to_one_or_are_refused() -> None:
 
 
 def test_kinds_of_requests() -> None:
-    assert kinds_of("2000x300:0.7, 8000X500:0.3") == [Kind(2000, 300, 0.7), Kind(8000, 500, 0.3)]
-    assert kinds_of("10x1:1,20x1:0") == [Kind(10, 1)]
+    assert kinds_of("2000x300:0.7, 8000X500:0.3") == [RequestKind(2000, 300, 0.7), RequestKind(8000, 500, 0.3)]
+    assert kinds_of("10x1:1,20x1:0") == [RequestKind(10, 1)]
     assert sum(kind.share for kind in kinds_of("1x1:0.333,2x2:0.333,3x3:0.333")) == pytest.approx(1)
     with pytest.raises(InputError, match=r"add up to 10;.*--requests 2000x300:0\.7,8000x500:0\.3"):
         kinds_of("2000x300:7,8000x500:3")
@@ -66,7 +66,7 @@ def test_what_cannot_be_is_one_line(asked: dict[str, Any]) -> None:
 
 
 def test_lengths_have_the_mean_and_the_spread_that_were_asked_for() -> None:
-    prompts, outputs, cut = Traffic([Kind(1000, 200, 1.0, 0.8)]).draw(40000, np.random.default_rng(0))
+    prompts, outputs, cut = Traffic([RequestKind(1000, 200, 1.0, 0.8)]).draw(40000, np.random.default_rng(0))
     assert cut == 0
     for drawn, mean in ((prompts, 1000), (outputs, 200)):
         assert drawn.dtype == np.int64
@@ -74,18 +74,22 @@ def test_lengths_have_the_mean_and_the_spread_that_were_asked_for() -> None:
         assert drawn.mean() == pytest.approx(mean, rel=0.02)
         assert drawn.std() / drawn.mean() == pytest.approx(0.8, rel=0.05)
     assert np.corrcoef(prompts, outputs)[0, 1] == pytest.approx(0, abs=0.02)
-    prompts, outputs, _ = Traffic([Kind(7, 3, 0.25), Kind(9, 5, 0.75)]).draw(10000, np.random.default_rng(0))
+    prompts, outputs, _ = Traffic([RequestKind(7, 3, 0.25), RequestKind(9, 5, 0.75)]).draw(
+        10000, np.random.default_rng(0)
+    )
     assert set(zip(prompts.tolist(), outputs.tolist(), strict=True)) == {(7, 3), (9, 5)}
     assert (prompts == 7).mean() == pytest.approx(0.25, abs=0.02)
 
 
 def test_what_is_longer_than_the_longest_context_is_cut_and_counted() -> None:
-    prompts, outputs, cut = Traffic([Kind(90, 30, 0.5), Kind(500, 30, 0.5)]).draw(100, np.random.default_rng(0), 100)
+    prompts, outputs, cut = Traffic([RequestKind(90, 30, 0.5), RequestKind(500, 30, 0.5)]).draw(
+        100, np.random.default_rng(0), 100
+    )
     assert cut == 100
     assert set(zip(prompts.tolist(), outputs.tolist(), strict=True)) == {(90, 10), (99, 1)}
 
 
 def test_one_in_a_thousand_is_longer_than_the_longest() -> None:
-    asked = Traffic([Kind(1000, 1, 1.0, 1.0)])
+    asked = Traffic([RequestKind(1000, 1, 1.0, 1.0)])
     prompts, outputs, _ = asked.draw(200000, np.random.default_rng(0))
     assert np.mean(prompts + outputs > asked.longest) == pytest.approx(1e-3, rel=0.3)

@@ -13,7 +13,7 @@ import pytest
 
 from quantkit.planning.compiling.result import Compiling, Disk, Machine
 from quantkit.planning.outlook import Candidate, Outlook
-from quantkit.planning.serving.cost import Work, bill
+from quantkit.planning.serving.cost import RequestTime, bill
 from quantkit.planning.serving.load import Load
 from quantkit.planning.serving.prices import Prices
 from quantkit.report import terminal
@@ -44,7 +44,7 @@ def billed(candidate: Candidate, output: int) -> Candidate:
         first = row.prefill or row.step
         assert first.seconds is not None and row.step.seconds is not None
         step = row.step.seconds if row.prefill is not None else 0.0
-        work = Work.of(prefill=first.seconds, step=step, batch=row.batch, prompt=1024, output=output)
+        work = RequestTime.of(prefill=first.seconds, step=step, batch=row.batch, prompt=1024, output=output)
         today = datetime.date(2026, 11, 20)
         rows.append(replace(row, cost=bill(work, PRICES, "h100", watts=700.0, model="llama-3-8b", today=today)))
     return replace(candidate, rows=rows, cost=rows[-1].cost)

@@ -15,15 +15,15 @@ from quantkit.measurement.accuracy.positions import Accuracy
 from quantkit.pipeline import Prepared
 from quantkit.tuning import harm
 from quantkit.tuning.candidates import Choices, choices
-from quantkit.tuning.harm import Harm, Subject, kl
+from quantkit.tuning.harm import HarmSubject, UnitHarm, kl
 
 IDS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(3))
 PROBE = torch.randint(0, 256, (2, 8), generator=torch.Generator().manual_seed(4))
 
 
-def subject(given: Prepared, found: Choices, **changes: Any) -> Subject:
+def subject(given: Prepared, found: Choices, **changes: Any) -> HarmSubject:
     return replace(
-        Subject(
+        HarmSubject(
             stream=given.stream,
             steps=given.steps,
             candidates={each.name: each.layers for each in found.candidates if each.scheme is not None},
@@ -37,7 +37,7 @@ def subject(given: Prepared, found: Choices, **changes: Any) -> Subject:
     )
 
 
-def measured(asked: Subject, start: int = 0) -> list[Harm]:
+def measured(asked: HarmSubject, start: int = 0) -> list[UnitHarm]:
     return [each for wave in harm.measure(asked, start) for each in wave]
 
 

@@ -22,7 +22,7 @@ from quantkit.runtimes.tensorrt.runtime import Tensorrt
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import Profile
 from quantkit.tuning.placement.engine import Placements, autotune
-from quantkit.tuning.placement.search import Measured, search
+from quantkit.tuning.placement.search import PlacementTime, search
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # what switching a group off changes: seconds, KL
@@ -37,11 +37,13 @@ class Planted:
         self.asked: list[frozenset[str]] = []
         self.stop_after = stop_after
 
-    def __call__(self, off: frozenset[str]) -> Measured:
+    def __call__(self, off: frozenset[str]) -> PlacementTime:
         if len(self.asked) == self.stop_after:
             raise KeyboardInterrupt
         self.asked.append(off)
-        return Measured(1 + sum(EFFECTS[each][0] for each in off), 1e-3, 0.05 + sum(EFFECTS[each][1] for each in off))
+        return PlacementTime(
+            1 + sum(EFFECTS[each][0] for each in off), 1e-3, 0.05 + sum(EFFECTS[each][1] for each in off)
+        )
 
 
 def test_what_gains_and_holds_the_gate_is_switched_off(tmp_path: Path) -> None:

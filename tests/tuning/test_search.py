@@ -14,14 +14,14 @@ from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.pipeline import Request
 from quantkit.recipe import Recipe
-from quantkit.tuning import Budget, Question, Tuned, tune
+from quantkit.tuning import Budget, Tuned, TuneQuestion, tune
 from quantkit.tuning import harm as measurement
 from tuning.conftest import recipe
 
 
 def search(model: Path, out: Path, *limits: str, check: bool = False, **changes: Any) -> Tuned:
     request = Request.of(str(model), recipe=recipe(**changes), out=out, speed=False)
-    return tune(Question(request, Budget.parse(limits), formats=["int4", "int8", "float"], samples=1, check=check))
+    return tune(TuneQuestion(request, Budget.parse(limits), formats=["int4", "int8", "float"], samples=1, check=check))
 
 
 def test_the_choice_is_compiled_and_is_what_was_promised(model: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Split = Literal["calib", "tune", "eval"]
 
 
-class Source(Closed):
+class DataSource(Closed):
     """Where the data is from. `retrieved`: a date. `cut`: what was taken of it, and how the splits were parted."""
 
     title: str = Field(min_length=1)
@@ -54,7 +54,7 @@ class SplitFile(Closed):
         return value
 
 
-class Sampling(Closed):
+class SetSampling(Closed):
     """How documents become sequences: joined, chopped into equal lengths, the rest dropped, shuffled.
 
     Args:
@@ -90,10 +90,10 @@ class Card(Closed):
     schema_: Annotated[Literal[1], Field(alias="schema")]
     summary: str = Field(min_length=1)
     kind: Literal["text", "tokens", "images", "pairs", "random"]
-    source: Source
+    source: DataSource
     licence: str = Field(min_length=1)
     files: list[SplitFile] = Field(default=[])
-    sampling: Sampling = Sampling()
+    sampling: SetSampling = SetSampling()
     preprocess: Preprocess | None = None
     alike: str | None = None
     _folder: Path = PrivateAttr(default=Path())

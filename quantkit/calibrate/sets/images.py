@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from quantkit import content
 from quantkit.calibrate.sets import image_sources, own
-from quantkit.calibrate.sets.card import Card, Sampling, Split, read_bytes
+from quantkit.calibrate.sets.card import Card, SetSampling, Split, read_bytes
 from quantkit.calibrate.sets.image_sources import Images
 from quantkit.errors import InputError, from_validation
 from quantkit.model.preprocess import Preprocess
@@ -115,7 +115,7 @@ class _Part:
 
     images: Images
     members: NDArray[np.int64]
-    sampling: Sampling
+    sampling: SetSampling
     preprocess: Preprocess | None
     name: str
     notes: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ def _open(reference: str, split: Split) -> _Part:
         count = f"{found.count} image{'' if found.count == 1 else 's'}"
         raise own.short(reference, f"{count}, none of them left for {split}", "images")
     note = f"{name} has no splits: {split} is {len(members)} of its {found.count} images, parted {parted}"
-    return _Part(found, members, Sampling(), stated, name, (note,))
+    return _Part(found, members, SetSampling(), stated, name, (note,))
 
 
 def _from_card(card: Card, split: Split) -> _Part:
@@ -209,7 +209,7 @@ def own_split(
 
 
 def drawn(
-    members: NDArray[np.int64], sampling: Sampling, split: Split, samples: int | None, seed: int
+    members: NDArray[np.int64], sampling: SetSampling, split: Split, samples: int | None, seed: int
 ) -> NDArray[np.int64]:
     """At most so many of a split's members; see `load_images`."""
     generator = sampling.generator(split, seed)

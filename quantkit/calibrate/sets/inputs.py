@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from quantkit import content
 from quantkit.calibrate.sets import own
-from quantkit.calibrate.sets.card import Sampling, Split
+from quantkit.calibrate.sets.card import SetSampling, Split
 from quantkit.calibrate.sets.image_sources import class_numbers, cluster_numbers, pickled
 from quantkit.calibrate.sets.images import check_range, drawn, load_images, own_split
 from quantkit.calibrate.sets.views import views
@@ -37,7 +37,7 @@ CLUSTERS = "clusters"
 _IMAGES = "images"
 
 
-class Input(Protocol):
+class GraphInput(Protocol):
     """An input of a graph; samples come first."""
 
     @property
@@ -125,7 +125,7 @@ class InputSet:
 def load_inputs(
     reference: str,
     split: Split,
-    inputs: Sequence[Input],
+    inputs: Sequence[GraphInput],
     *,
     samples: int | None,
     seed: int,
@@ -173,7 +173,7 @@ def load_inputs(
     if clusters is not None:
         clusters = cluster_numbers(clusters, count, reference)
     members, parted = own_split(count, labels, split, clusters)
-    chosen = drawn(members, Sampling(), split, samples, seed)
+    chosen = drawn(members, SetSampling(), split, samples, seed)
     if not len(chosen):
         raise own.short(reference, f"{count} samples, none of them left for {split}", "samples")
     arrays = {each.name: _fitting(everything[each.name][chosen], each, reference) for each in inputs}
@@ -186,7 +186,7 @@ def load_inputs(
     return _whole(arrays, labels, clusters, batch, name, split, tuple(notes))
 
 
-def _batch(inputs: Sequence[Input], where: str) -> int | None:
+def _batch(inputs: Sequence[GraphInput], where: str) -> int | None:
     """The one number of samples that a graph takes; None where it is free. Raises InputError `onnx-inputs`."""
     wrong = "" if inputs else "no inputs"
     for each in inputs:
@@ -219,7 +219,7 @@ def _holds(path: Path, name: str) -> bool:
         return False  # `load_images` says what is wrong with it
 
 
-def _read(path: Path, inputs: Sequence[Input]) -> dict[str, Array]:
+def _read(path: Path, inputs: Sequence[GraphInput]) -> dict[str, Array]:
     where, suffix = path.name, path.suffix.lower()
     names = [each.name for each in inputs]
     wanted = f"an array for each input ({', '.join(names)}), and `labels` and `clusters` where there are some"
@@ -262,7 +262,7 @@ def _count(arrays: Feed, where: str) -> int:
     return next(iter(counts.values()))
 
 
-def _fitting(array: Array, given: Input, where: str) -> Array:
+def _fitting(array: Array, given: GraphInput, where: str) -> Array:
     """An array in the type of its input. Raises InputError where it is another kind of thing."""
     where, dtype = f"{where}: {given.name}", np.dtype(given.dtype)
     if len(array.shape) != len(given.shape) or any(

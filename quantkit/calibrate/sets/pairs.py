@@ -15,7 +15,7 @@ from pathlib import Path
 
 from quantkit import content
 from quantkit.calibrate.sets import own
-from quantkit.calibrate.sets.card import Card, Sampling, Split, read_bytes
+from quantkit.calibrate.sets.card import Card, SetSampling, Split, read_bytes
 from quantkit.errors import InputError
 
 SUFFIX = ".tsv"
@@ -95,7 +95,7 @@ def parse(data: bytes, *, where: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def _open(reference: str, split: Split) -> tuple[list[tuple[str, str]], Sampling, str, tuple[str, ...]]:
+def _open(reference: str, split: Split) -> tuple[list[tuple[str, str]], SetSampling, str, tuple[str, ...]]:
     path = content.find("calibration", reference)
     if (card := Card.at(path)) is not None:
         card.demand_kind("pairs", rule="this model is scored on pairs of texts")
@@ -117,7 +117,7 @@ def _distinct(lines: list[tuple[str, str]], name: str) -> tuple[list[tuple[str, 
     return kept, (f"{dropped} pairs of {name} repeat a text of another and were left out",) if dropped else ()
 
 
-def _own(path: Path, reference: str, split: Split) -> tuple[list[tuple[str, str]], Sampling, str, tuple[str, ...]]:
+def _own(path: Path, reference: str, split: Split) -> tuple[list[tuple[str, str]], SetSampling, str, tuple[str, ...]]:
     if path.is_dir() or path.suffix.lower() != SUFFIX:
         raise InputError(
             "calibration-suffix",
@@ -133,4 +133,4 @@ def _own(path: Path, reference: str, split: Split) -> tuple[list[tuple[str, str]
     if first == last:
         raise own.short(reference, f"{len(pairs)} pairs, none of them left for {split}", "pairs")
     note = f"{name} has no splits: {split} is pairs {first + 1} to {last} of {len(pairs)}"
-    return pairs[first:last], Sampling(), name, (note, *notes)
+    return pairs[first:last], SetSampling(), name, (note, *notes)

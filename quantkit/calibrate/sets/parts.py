@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from quantkit import content
-from quantkit.calibrate.sets.card import Card, Sampling, Split, read_bytes
+from quantkit.calibrate.sets.card import Card, SetSampling, Split, read_bytes
 from quantkit.calibrate.sets.own import bounds
 from quantkit.calibrate.tokens import sources
 from quantkit.calibrate.tokens.sources import Content, Conversations, Ids, Texts
@@ -23,7 +23,7 @@ _BY_DOCUMENT = 20
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitData:
     """The data of one split, read but not tokenized.
 
     Args:
@@ -35,13 +35,13 @@ class Part:
     """
 
     content: Content | None
-    sampling: Sampling
+    sampling: SetSampling
     name: str
     where: str
     notes: tuple[str, ...] = ()
 
 
-def read(reference: str, split: Split, *, chat: bool) -> Part:
+def read(reference: str, split: Split, *, chat: bool) -> SplitData:
     """One split of a calibration set.
 
     Args:
@@ -72,22 +72,22 @@ def read(reference: str, split: Split, *, chat: bool) -> Part:
         own_splits = False
     name = path.resolve().name
     if own_splits:
-        return Part(found, Sampling(), name, reference)
+        return SplitData(found, SetSampling(), name, reference)
     if isinstance(found, Ids):
         note = f"{name} has no splits: the ids are used as given for {split} as for any other split"
-        return Part(found, Sampling(), name, reference, (note,))
+        return SplitData(found, SetSampling(), name, reference, (note,))
     own, note = _own_split(found, split, name)
-    return Part(own, Sampling(), name, f"{reference} ({split} part)", (note,))
+    return SplitData(own, SetSampling(), name, f"{reference} ({split} part)", (note,))
 
 
-def _from_card(card: Card, split: Split, chat: bool) -> Part:
+def _from_card(card: Card, split: Split, chat: bool) -> SplitData:
     card.demand_kind("random", "text", "tokens", rule="a language model reads text or tokens")
     if card.kind == "random":
-        return Part(None, card.sampling, card.name, card.where)
+        return SplitData(None, card.sampling, card.name, card.where)
     parts = [
         sources.parse(data, suffix=path.suffix.lower(), where=str(path), chat=chat) for path, data in card.read(split)
     ]
-    return Part(_joined(parts, split, card.where), card.sampling, card.name, card.where)
+    return SplitData(_joined(parts, split, card.where), card.sampling, card.name, card.where)
 
 
 def _joined(parts: Sequence[Content], split: Split, where: str) -> Content:

@@ -150,7 +150,7 @@ def load_tokens(
 class _Asked:
     """What is made of which data."""
 
-    part: parts.Part
+    part: parts.SplitData
     split: Split
     tokenizer: Any
     samples: int

@@ -15,7 +15,7 @@ from quantkit.content import is_path
 from quantkit.errors import InputError
 
 if TYPE_CHECKING:
-    from quantkit.pipeline.plan.plan import Question
+    from quantkit.pipeline.plan.plan import PlanQuestion
     from quantkit.pipeline.rehearsal.rehearse import Rehearsal
     from quantkit.planning.outlook import Outlook
 
@@ -75,12 +75,12 @@ def plan(
     import quantkit
     from quantkit.bundle.disk import check_place
     from quantkit.cli.options import batches
-    from quantkit.pipeline.plan.plan import Question
+    from quantkit.pipeline.plan.plan import PlanQuestion
     from quantkit.pipeline.plan.plan import plan as answer
     from quantkit.report.plan import screen as report
 
     asked = [*(recipe or ()), *(name.strip() for name in (compare or "").split(",") if name.strip())]
-    question = Question(
+    question = PlanQuestion(
         model,
         tuple(asked),
         target,
@@ -123,7 +123,7 @@ def plan(
     return Answer(result, shown, warnings=list(outlook.notes), error=error)
 
 
-def _rehearsed(question: Question, outlook: Outlook) -> Rehearsal:
+def _rehearsed(question: PlanQuestion, outlook: Outlook) -> Rehearsal:
     """The recipe of the one candidate, run on the model's largest block.
 
     Raises:

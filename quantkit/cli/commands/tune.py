@@ -54,7 +54,7 @@ def tune(
     from quantkit.measurement.rows import read_rows
     from quantkit.pipeline import Request
     from quantkit.report.tune import page
-    from quantkit.tuning import Budget, Question
+    from quantkit.tuning import Budget, TuneQuestion
 
     allowed = Budget.parse(budget)
     request = Request.of(
@@ -66,7 +66,7 @@ def tune(
         changes=set_ or (),
         trust_remote_code=trust_remote_code,
     )
-    question = Question(
+    question = TuneQuestion(
         request,
         allowed,
         formats=None if formats is None else [name.strip() for name in formats.split(",") if name.strip()],

@@ -93,10 +93,10 @@ def _measuring(config: Nightly, step: float) -> float:
 
 def _planned(config: Nightly, cells: Sequence[Cell]) -> tuple[float, list[float], list[str]]:
     """(seconds of a build's compile, of a step of each of its cells, what was assumed)."""
-    from quantkit.pipeline.plan.plan import Question, plan
+    from quantkit.pipeline.plan.plan import PlanQuestion, plan
 
     first = cells[0]
-    question = Question(
+    question = PlanQuestion(
         config.reference(first.model),
         [config.reference(first.recipe)],
         config.reference(first.target),

@@ -29,7 +29,7 @@ from quantkit.runtimes.tensorrt.file import NETWORK
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from quantkit.calibrate.sets.inputs import Input, InputSet
+    from quantkit.calibrate.sets.inputs import GraphInput, InputSet
     from quantkit.graph.open import FloatGraph
 
 MODEL = "model.onnx"
@@ -232,7 +232,7 @@ def samples_of(bundle: Bundle, calibration: str | None) -> InputSet:
     return _scoring(bundle, tuple(inputs_of(ir.load(file), file.name)), calibration, alias)
 
 
-def _scoring(bundle: Bundle, inputs: Sequence[Input], calibration: str | None, alias: Alias | None) -> InputSet:
+def _scoring(bundle: Bundle, inputs: Sequence[GraphInput], calibration: str | None, alias: Alias | None) -> InputSet:
     from quantkit.calibrate.sets.inputs import load_inputs
 
     recipe = Recipe.from_dict(bundle.manifest.recipe, name=str(bundle.manifest.recipe["name"]))

@@ -30,7 +30,7 @@ from quantkit.planning.model.storage import storage
 from quantkit.planning.outlook import Candidate, Cell, Memory, Outlook, Row, Workload
 from quantkit.planning.recommend import recommend
 from quantkit.planning.serving.batching import Server
-from quantkit.planning.serving.cost import Bill, Work, bill
+from quantkit.planning.serving.cost import Bill, RequestTime, bill
 from quantkit.planning.serving.load import Load, simulate
 from quantkit.planning.serving.prices import Prices
 from quantkit.planning.serving.traffic import OUTPUT, PROMPT, traffic
@@ -46,7 +46,7 @@ _SEQUENCES = 256
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanQuestion:
     """What is asked.
 
     Args:
@@ -84,7 +84,7 @@ class Question:
     changes: Sequence[str] = ()
 
 
-def plan(question: Question, samples: Sequence[Sample] | None = None) -> Outlook:
+def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Outlook:
     """Answer it.
 
     Args:
@@ -118,7 +118,7 @@ def plan(question: Question, samples: Sequence[Sample] | None = None) -> Outlook
     return Outlook(architecture, target, workload, candidates, recommend(candidates, workload), notes, question.model)
 
 
-def _workload(question: Question, architecture: Architecture, target: Target) -> Workload:
+def _workload(question: PlanQuestion, architecture: Architecture, target: Target) -> Workload:
     if question.devices is not None and question.devices < 1:
         raise InputError("usage", where="--devices", value=question.devices, rule="from 1 up")
     limit, decodes = architecture.max_context, architecture.kind == "decoder"
@@ -159,7 +159,7 @@ def _workload(question: Question, architecture: Architecture, target: Target) ->
     return Workload(question.batches or target.batches, *mean, context, found, [*found.assumed, *assumed])
 
 
-def _refuse_unused(question: Question, architecture: Architecture) -> None:
+def _refuse_unused(question: PlanQuestion, architecture: Architecture) -> None:
     """Refuse lengths that a model does not have: they would be passed over in silence."""
     if architecture.kind == "decoder":
         return
@@ -176,7 +176,7 @@ def _refuse_unused(question: Question, architecture: Architecture) -> None:
 
 def _candidate(
     label: str,
-    question: Question,
+    question: PlanQuestion,
     architecture: Architecture,
     target: Target,
     workload: Workload,
@@ -404,11 +404,11 @@ def _cost(rows: Sequence[Row], served: Served, workload: Workload, load: Load | 
     return _bill(best, served, prices, min(workload.rate * best.request, 1.0))
 
 
-def _work(first: Timed, step: Timed, batch: int, workload: Workload, served: Served) -> Work | None:
+def _work(first: Timed, step: Timed, batch: int, workload: Workload, served: Served) -> RequestTime | None:
     if first.seconds is None or step.seconds is None:
         return None
     decoding = step.seconds if served.architecture.kind == "decoder" else 0.0
-    return Work.of(
+    return RequestTime.of(
         prefill=first.seconds,
         step=decoding,
         batch=batch,
@@ -418,7 +418,7 @@ def _work(first: Timed, step: Timed, batch: int, workload: Workload, served: Ser
     )
 
 
-def _bill(work: Work | None, served: Served, prices: Prices, utilisation: float = 1.0) -> Bill | None:
+def _bill(work: RequestTime | None, served: Served, prices: Prices, utilisation: float = 1.0) -> Bill | None:
     if work is None:
         return None
     target, power = served.target, served.target.power

@@ -104,7 +104,7 @@ class Efficiency:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProductQuery:
     """What an efficiency is asked for.
 
     Args:
@@ -130,7 +130,7 @@ class Asked:
     read: float | None = None
 
 
-def look_up(samples: Sequence[Sample], asked: Asked) -> Efficiency | None:
+def look_up(samples: Sequence[Sample], asked: ProductQuery) -> Efficiency | None:
     """The efficiency of what is near; None where nothing is."""
     if asked.bound <= 0:
         return None
@@ -294,7 +294,7 @@ def _of_one_device(fitting: Sequence[Sample]) -> list[Sample]:
     return max(by.values(), key=len, default=[])
 
 
-def _turned(sample: Sample, asked: Asked) -> float:
+def _turned(sample: Sample, asked: ProductQuery) -> float:
     """Its efficiency against another figure for the memory; never above what the run itself reached of its own."""
     if sample.read is None or asked.read is None:
         return sample.efficiency

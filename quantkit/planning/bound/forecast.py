@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from quantkit.planning.bound import efficiency, roofline, steps
-from quantkit.planning.bound.efficiency import Asked, Efficiency, Sample
+from quantkit.planning.bound.efficiency import Efficiency, ProductQuery, Sample
 from quantkit.planning.bound.roofline import Bound, Cache, Op, Product, Step
 from quantkit.planning.model.architecture import Architecture
 from quantkit.target import ComputeType, Target
@@ -116,7 +116,7 @@ class Served:
             return Timed(bound, least, None, None, "no measurement knows what several devices tell each other")
         if (learned := self._learned) is not None:
             what, together = steps.named(self.format, self.compute), bound.together(self.target)
-            asked = steps.Asked(what, step.phase, step.rows, together, bound.shares(self.target))
+            asked = steps.StepQuery(what, step.phase, step.rows, together, bound.shares(self.target))
             if (found := learned.expect(asked)) is not None:
                 # measurements are set against ceilings, whose sum may lie below the bound of each operation
                 middle, low, high = (max(each, least) for each in (found.seconds, found.low, found.high))
@@ -155,7 +155,7 @@ class Served:
     def _of(self, op: Op, step: Step) -> Efficiency | None:
         read = self.target.memory.read_bandwidth.number if op.limit == "memory" else None
         seconds = op.seconds or 0.0
-        asked = Asked(
+        asked = ProductQuery(
             self.runtime, op.format, op.compute, "op", step.rows, seconds, self.target.kind, self.device, read
         )
         return efficiency.look_up(self.samples, asked)

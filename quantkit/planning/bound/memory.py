@@ -37,7 +37,7 @@ _MOST = 1 << 22
 
 
 @dataclass(frozen=True)
-class Runtime:
+class RuntimeMemory:
     """What a runtime takes of a device besides the model.
 
     Args:
@@ -52,17 +52,19 @@ class Runtime:
     source: str
 
 
-_CONTEXT = Runtime(0.3e9, 0.6e9, 1.0, "a CUDA context of about 300 MB (pytorch/pytorch#107667); twice that for several")
-RUNTIMES: Mapping[str, Runtime] = {
+_CONTEXT = RuntimeMemory(
+    0.3e9, 0.6e9, 1.0, "a CUDA context of about 300 MB (pytorch/pytorch#107667); twice that for several"
+)
+RUNTIMES: Mapping[str, RuntimeMemory] = {
     # Meta-Llama-3-8B on a card of 79.22 GiB: non_torch_memory, and gpu_memory_utilization
-    "vllm": Runtime(1.79 * 2**30, 3.58 * 2**30, 0.9, "1.79 GiB and 90 % of the card (vllm-project/vllm#10511)"),
+    "vllm": RuntimeMemory(1.79 * 2**30, 3.58 * 2**30, 0.9, "1.79 GiB and 90 % of the card (vllm-project/vllm#10511)"),
 }
 
 
-def taken_by(runtime: str, kind: str) -> Runtime:
+def taken_by(runtime: str, kind: str) -> RuntimeMemory:
     """What a runtime takes on a `gpu` or `cpu`; on a CPU nothing is reckoned, and that is said."""
     if kind == "cpu":
-        return Runtime(0.0, 0.0, 1.0, "nothing, though the program itself takes a few hundred MB")
+        return RuntimeMemory(0.0, 0.0, 1.0, "nothing, though the program itself takes a few hundred MB")
     return RUNTIMES.get(runtime, _CONTEXT)
 
 
@@ -109,7 +111,7 @@ class Footprint:
     cache: Cache
     width: int
     shared: bool
-    runtime: Runtime
+    runtime: RuntimeMemory
     capacity: float | None
     chunk: int | None = CHUNK
     groups: Mapping[str, int] = field(default_factory=dict)

@@ -43,7 +43,7 @@ _T = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
 
 
 @dataclass(frozen=True)
-class Asked:
+class StepQuery:
     """A step to forecast.
 
     Args:
@@ -62,7 +62,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Expected:
+class StepForecast:
     """What a step will take.
 
     Args:
@@ -97,14 +97,14 @@ class Learned:
         """How many models were measured."""
         return len({each.model for each in self.samples})
 
-    def expect(self, asked: Asked) -> Expected | None:
+    def expect(self, asked: StepQuery) -> StepForecast | None:
         """The forecast of a step; None where nothing near was measured."""
         beyond = self._beyond(asked)
         seconds = _seconds(self.terms, _terms(asked.shares))
         if beyond > _FAR or seconds is None:
             return None
         width = self.factor(asked.phase) ** (1 + beyond)
-        return Expected(seconds, seconds / width, seconds * width)
+        return StepForecast(seconds, seconds / width, seconds * width)
 
     def factor(self, phase: str) -> float:
         """What the time of a step like those measured lies within, up or down."""
@@ -115,7 +115,7 @@ class Learned:
         variance = np.mean([np.mean(np.square(each)) for each in models])
         return math.exp(_T[min(len(models) - 1, len(_T)) - 1] * math.sqrt(float(variance)))
 
-    def _beyond(self, asked: Asked) -> float:
+    def _beyond(self, asked: StepQuery) -> float:
         near = [each for each in self.samples if each.phase == asked.phase and _of(each) == asked.what]
         if not near or asked.bound <= 0:
             return math.inf

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quantkit.planning.compiling.result import Disk, Rates
-from quantkit.planning.compiling.work import Work
+from quantkit.planning.compiling.work import WorkCounts
 
 # mixed precision: forwards of each product alone, and points that are solved again
 _ALONE, _POINTS = 32, 4
@@ -75,21 +75,21 @@ class GraphSpec:
     timed: float = 0.0
 
 
-def counted(spec: GraphSpec) -> dict[str, Work]:
+def counted(spec: GraphSpec) -> dict[str, WorkCounts]:
     """Part -> kind of work -> how much of it."""
     parts = {}
     if spec.fixed:
         looked = {"macs": spec.samples * spec.macs, "scanned": spec.samples * spec.inner}
-        parts["ranges"] = Work({"seconds": 1.0, **looked})
+        parts["ranges"] = WorkCounts({"seconds": 1.0, **looked})
     # the graph runs twice, and what every product sees becomes sums
     run = {"macs": 2 * spec.solved * spec.macs, "summed": spec.solved * spec.inner}
-    parts["codes"] = Work({"sessions": spec.products, **run})
+    parts["codes"] = WorkCounts({"sessions": spec.products, **run})
     if spec.mixed:
         again = {kind: _POINTS * amount for kind, amount in parts["codes"].items()}
-        parts["mixed"] = Work({"seconds": spec.products, "macs": _ALONE * spec.products * spec.macs}) + again
-    parts["score"] = Work({"seconds": 1.0, "macs": 2 * spec.scored * spec.macs})
+        parts["mixed"] = WorkCounts({"seconds": spec.products, "macs": _ALONE * spec.products * spec.macs}) + again
+    parts["score"] = WorkCounts({"seconds": 1.0, "macs": 2 * spec.scored * spec.macs})
     if spec.timed:
-        parts["speed"] = Work({"seconds": spec.timed})
+        parts["speed"] = WorkCounts({"seconds": spec.timed})
     return parts
 
 

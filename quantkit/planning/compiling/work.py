@@ -55,7 +55,7 @@ class _Pass(plugins.PassFacts, Protocol):
 _PASSES: plugins.Kind[_Pass] = plugins.Kind("passes")
 
 
-class Work(dict[str, float]):
+class WorkCounts(dict[str, float]):
     """Kind of work -> how much of it; none of what is not there."""
 
     @property
@@ -66,9 +66,9 @@ class Work(dict[str, float]):
     def __missing__(self, kind: str) -> float:
         return 0.0
 
-    def __add__(self, other: Mapping[str, float]) -> Work:
+    def __add__(self, other: Mapping[str, float]) -> WorkCounts:
         """The work of both."""
-        return Work({kind: self[kind] + other.get(kind, 0.0) for kind in (*self, *other)})
+        return WorkCounts({kind: self[kind] + other.get(kind, 0.0) for kind in (*self, *other)})
 
     def __iadd__(self, other: Mapping[str, float]) -> Self:  # type: ignore[misc,override]
         """And that of another."""
@@ -159,13 +159,13 @@ class SharedLinears:
         """What rounding a weight is counted as: integers are rounded, values of a codebook or of floats looked for."""
         return "" if self.scheme.format.startswith("int") else ":looked-up"
 
-    def gathered(self) -> Work:
+    def gathered(self) -> WorkCounts:
         """The sum of the input's products, its upper half in panels."""
-        return Work({"products": float(self.seen * self.columns * (self.columns + _PANEL))})
+        return WorkCounts({"products": float(self.seen * self.columns * (self.columns + _PANEL))})
 
-    def searched(self, how: Grids, times: float = 1.0) -> Work:
+    def searched(self, how: Grids, times: float = 1.0) -> WorkCounts:
         """The search for the range of each group, so many times."""
-        return Work({f"searched{self.snap}": times * self.weights * _GRIDS[how]})
+        return WorkCounts({f"searched{self.snap}": times * self.weights * _GRIDS[how]})
 
 
 def chunk_size(widest: int, tokens: int) -> int:
@@ -203,7 +203,7 @@ def shared(layer: Layer) -> list[list[Matrix]]:
     return groups
 
 
-def counted(spec: CompileSpec) -> dict[str, Work]:
+def counted(spec: CompileSpec) -> dict[str, WorkCounts]:
     """Part -> kind of work -> how much of it; the parts are those that a compile names as it goes."""
     parts = {"open": _open(spec), "prove": _prove(spec)}
     if spec.recipe.passes or spec.sequences:
@@ -214,14 +214,14 @@ def counted(spec: CompileSpec) -> dict[str, Work]:
     if any(stores(name) == "engine" for name in spec.exports):
         layers = spec.architecture.layers
         inside = elements(list(spec.architecture.inside()))
-        parts["build"] = Work({"fixed:build": 1, "layers:build": len(layers), "built": inside})
+        parts["build"] = WorkCounts({"fixed:build": 1, "layers:build": len(layers), "built": inside})
     parts |= _score(spec)
     if spec.timed:
-        parts["speed"] = Work({"fixed:speed": 1, "timed": spec.timed})
+        parts["speed"] = WorkCounts({"fixed:speed": 1, "timed": spec.timed})
         if spec.baseline:
             parts["speed"] += _export(spec, storing("graph"), dense=True)
             parts["speed"] += _check(spec, storing("graph"), dense=True)
-    parts["finish"] = Work({"fixed:finish": 1, "fixed:page": 1 if spec.schemes else 0})
+    parts["finish"] = WorkCounts({"fixed:finish": 1, "fixed:page": 1 if spec.schemes else 0})
     return parts
 
 
@@ -252,8 +252,8 @@ def _moved(layer: Layer, tokens: int) -> float:
     return float(tokens * sum(matrix.active * (matrix.N + matrix.K) for matrix in layer.matrices))
 
 
-def _run(layers: Sequence[Layer], tokens: int, length: int, times: float = 1.0) -> Work:
-    return Work(
+def _run(layers: Sequence[Layer], tokens: int, length: int, times: float = 1.0) -> WorkCounts:
+    return WorkCounts(
         {
             "products": times * sum(forward(layer, tokens, length) for layer in layers),
             "activations": times * sum(_moved(layer, tokens) for layer in layers),
@@ -261,26 +261,28 @@ def _run(layers: Sequence[Layer], tokens: int, length: int, times: float = 1.0) 
     )
 
 
-def _open(spec: CompileSpec) -> Work:
+def _open(spec: CompileSpec) -> WorkCounts:
     model = spec.architecture
-    return Work({"fixed:open": 1, "layers:open": len(model.layers), "bytes:open": model.parameters * _width(model)})
+    return WorkCounts(
+        {"fixed:open": 1, "layers:open": len(model.layers), "bytes:open": model.parameters * _width(model)}
+    )
 
 
-def _prove(spec: CompileSpec) -> Work:
+def _prove(spec: CompileSpec) -> WorkCounts:
     """Loaded as a whole, by plain transformers, and run on a few tokens, as is the stream; loading takes what it takes
     when a checkpoint is checked."""
     model = spec.architecture
-    return Work({f"rest:check {storing('tensors')}": 4.0 * model.parameters}) + _run(model.layers, 128, 32, 2.0)
+    return WorkCounts({f"rest:check {storing('tensors')}": 4.0 * model.parameters}) + _run(model.layers, 128, 32, 2.0)
 
 
 def _width(model: Architecture) -> int:
     return 4 if model.dtype == "float32" else 2
 
 
-def _quantize(spec: CompileSpec) -> Work:
+def _quantize(spec: CompileSpec) -> WorkCounts:
     layers = spec.architecture.layers
     inside = list(spec.architecture.inside())
-    found = Work({"fixed:quantize": 1, "layers:quantize": len(layers), "elements:quantize": elements(inside)})
+    found = WorkCounts({"fixed:quantize": 1, "layers:quantize": len(layers), "elements:quantize": elements(inside)})
     for step in spec.recipe.passes:
         for layer in layers:
             found += _pass(spec, step, layer)
@@ -291,15 +293,15 @@ def _quantize(spec: CompileSpec) -> Work:
     return found
 
 
-def _streams(spec: CompileSpec) -> Work:
+def _streams(spec: CompileSpec) -> WorkCounts:
     """How often each layer runs on the calibration set, and what that costs its quantized inputs."""
     if not spec.sequences:
-        return Work()
+        return WorkCounts()
     layers, tokens, length = spec.architecture.layers, spec.tokens, spec.length
     looking = [step for step in spec.recipe.passes if needs(step)]
     learned = [_PASSES.load(step.name).learned(step.settings) for step in spec.recipe.passes]
     staged = max(1, sum(not _PASSES.load(step.name).learned(step.settings)[0] for step in looking))
-    found = Work()
+    found = WorkCounts()
     runs = float(staged)
     if spec.sequences > spec.chunk:  # each stage replays the layer up to its point
         runs += staged * _replayed(layers[0])
@@ -328,9 +330,9 @@ def _replayed(layer: Layer) -> float:
     return sum(sum(sizes[:place]) for place in range(len(groups))) / max(sum(sizes), 1.0)
 
 
-def _pass(spec: CompileSpec, step: PassStep, layer: Layer) -> Work:
+def _pass(spec: CompileSpec, step: PassStep, layer: Layer) -> WorkCounts:
     """What a pass does to a layer beside running it."""
-    found = Work()
+    found = WorkCounts()
     for group in shared(layer):
         named = [matrix for matrix in group if matrix.name in spec.schemes]
         if named:
@@ -343,32 +345,32 @@ def _pass(spec: CompileSpec, step: PassStep, layer: Layer) -> Work:
     return found
 
 
-def _export(spec: CompileSpec, name: str, *, dense: bool = False) -> Work:
+def _export(spec: CompileSpec, name: str, *, dense: bool = False) -> WorkCounts:
     model = spec.architecture
     codes = 0.0 if dense else _stored(spec)
     kept = model.parameters - elements(list(model.inside()) if codes else [])
-    found = Work({f"fixed:export {name}": 1, f"packed:{name}": codes, f"bytes:{name}": 4.0 * max(kept, 0.0)})
+    found = WorkCounts({f"fixed:export {name}": 1, f"packed:{name}": codes, f"bytes:{name}": 4.0 * max(kept, 0.0)})
     if stores(name) != "tensors":
         found[f"layers:{name}"] += len(model.layers)
     return found
 
 
-def _check(spec: CompileSpec, name: str, *, dense: bool = False) -> Work:
+def _check(spec: CompileSpec, name: str, *, dense: bool = False) -> WorkCounts:
     model = spec.architecture
     codes = 0.0 if dense else _stored(spec)
-    found = Work({f"fixed:check {name}": 1, f"checked:{name}": codes})
+    found = WorkCounts({f"fixed:check {name}": 1, f"checked:{name}": codes})
     found[f"rest:check {name}"] += 4.0 * max(model.parameters - codes, 0.0)
     if stores(name) != "tensors":
         found += _run(model.layers, 64, 16)
     return found
 
 
-def _score(spec: CompileSpec) -> dict[str, Work]:
+def _score(spec: CompileSpec) -> dict[str, WorkCounts]:
     """Of each export in its own runtime; the first also says where the model is hurt."""
     model, tokens, length = spec.architecture, spec.scored, spec.scored_length
     head = model.head
     logits = float(tokens * head.N) if head is not None else 0.0
-    one_head = Work({"products": 2.0 * logits * head.K}) if head is not None else Work()
+    one_head = WorkCounts({"products": 2.0 * logits * head.K}) if head is not None else WorkCounts()
     run = _run(model.layers, tokens, length)
     inside = elements([matrix for matrix in model.inside() if matrix.name in spec.schemes])
     parts = {}
@@ -377,7 +379,7 @@ def _score(spec: CompileSpec) -> dict[str, Work]:
             continue
         # an engine alone, whose GPU is elsewhere: the values that it was built from are scored, as a checkpoint's are
         like = storing("tensors") if stores(name) == "engine" else name
-        found = Work({f"fixed:score {like}": 1, "logits": logits, f"elements:score {like}": inside}) + one_head
+        found = WorkCounts({f"fixed:score {like}": 1, "logits": logits, f"elements:score {like}": inside}) + one_head
         if number == 0 and not spec.cached:
             found += run
         if stores(name) == "graph":
@@ -395,14 +397,14 @@ def _score(spec: CompileSpec) -> dict[str, Work]:
             longer = LONG_SEQUENCES * context
             found += _run(model.layers, longer, context, 3.0)
             for _ in range(4):
-                found += Work({kind: amount * longer / tokens for kind, amount in one_head.items()})
+                found += WorkCounts({kind: amount * longer / tokens for kind, amount in one_head.items()})
             found["logits"] += 2 * logits * longer / tokens
         parts[f"score {name}"] = found
     return parts
 
 
-def _rounded(spec: CompileSpec, tokens: int) -> Work:
+def _rounded(spec: CompileSpec, tokens: int) -> WorkCounts:
     """Inputs that are quantized as the model runs."""
     if spec.recipe.scheme.activations is None:
-        return Work()
-    return Work({"rounded": tokens * sum(matrix.active * matrix.K for matrix in spec.architecture.inside())})
+        return WorkCounts()
+    return WorkCounts({"rounded": tokens * sum(matrix.active * matrix.K for matrix in spec.architecture.inside())})

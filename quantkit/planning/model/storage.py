@@ -21,7 +21,7 @@ from quantkit.planning.model.stored import (
     LAYOUTS,
     WIDTHS,
     LayoutHeaders,
-    Stored,
+    StoredLinear,
     header_bytes,
     in_engine,
     in_graph,
@@ -51,8 +51,8 @@ class Storage:
     """
 
     dtype: str
-    linears: Sequence[Stored]
-    head: Stored | None
+    linears: Sequence[StoredLinear]
+    head: StoredLinear | None
     shared: bool
     embeddings: float
     others: float
@@ -131,7 +131,7 @@ def storage(architecture: Architecture, recipe: Recipe, export: str | None = Non
 # --- which linear is stored how ---------------------------------------------------------------------------------------
 
 
-def _laid_over(architecture: Architecture, recipe: Recipe) -> tuple[list[Stored], Stored | None, Assigned]:
+def _laid_over(architecture: Architecture, recipe: Recipe) -> tuple[list[StoredLinear], StoredLinear | None, Assigned]:
     """The linears of the blocks and the head with their schemes; sizes are still to be filled in."""
     matrices = {each.name: each for each in architecture.inside()}
     names = _names(matrices, recipe)
@@ -147,9 +147,11 @@ def _laid_over(architecture: Architecture, recipe: Recipe) -> tuple[list[Stored]
     for name, matrix in names.items():
         key = (matrix.name, found.schemes.get(name), found.activations.get(name))
         kinds[key] = kinds.get(key, 0) + (matrix.count if name == matrix.name else 1)
-    linears = [Stored(_part(matrices[name], count), scheme, inputs) for (name, scheme, inputs), count in kinds.items()]
-    linears += [Stored(each) for each in matrices.values() if each.router]
-    return linears, Stored(head, found.schemes.get(head.name)) if head is not None else None, found
+    linears = [
+        StoredLinear(_part(matrices[name], count), scheme, inputs) for (name, scheme, inputs), count in kinds.items()
+    ]
+    linears += [StoredLinear(each) for each in matrices.values() if each.router]
+    return linears, StoredLinear(head, found.schemes.get(head.name)) if head is not None else None, found
 
 
 def _part(matrix: Matrix, count: int) -> Matrix:
@@ -201,8 +203,8 @@ def _refuse_experts(architecture: Architecture) -> None:
 def _checkpoint(
     architecture: Architecture,
     recipe: Recipe,
-    linears: Sequence[Stored],
-    head: Stored | None,
+    linears: Sequence[StoredLinear],
+    head: StoredLinear | None,
     layout: LayoutHeaders | None,
 ) -> Storage:
     dtype = architecture.dtype
@@ -247,7 +249,7 @@ def _cache_scales(architecture: Architecture, recipe: Recipe, entry: int) -> flo
 
 
 def _graph(
-    architecture: Architecture, recipe: Recipe, linears: Sequence[Stored], head: Stored | None, options: Any
+    architecture: Architecture, recipe: Recipe, linears: Sequence[StoredLinear], head: StoredLinear | None, options: Any
 ) -> Storage:
     filled = [in_graph(each, options) for each in linears]
     # of an encoder the graph gives the last hidden states
@@ -280,7 +282,7 @@ def _rotary(architecture: Architecture) -> float:
     return sum(4.0 * architecture.max_context * size for _, size in kinds)
 
 
-def _shared_inputs(linears: Sequence[Stored]) -> Iterator[int]:
+def _shared_inputs(linears: Sequence[StoredLinear]) -> Iterator[int]:
     """K of each input that is quantized: linears side by side in a module read one."""
     seen = set()
     for each in linears:
@@ -290,7 +292,7 @@ def _shared_inputs(linears: Sequence[Stored]) -> Iterator[int]:
             yield each.matrix.K
 
 
-def _engine(architecture: Architecture, linears: Sequence[Stored], head: Stored | None) -> Storage:
+def _engine(architecture: Architecture, linears: Sequence[StoredLinear], head: StoredLinear | None) -> Storage:
     return Storage(
         "float16",
         [in_engine(each) for each in linears],

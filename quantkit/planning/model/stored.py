@@ -51,7 +51,7 @@ LAYOUTS: Kind[LayoutHeaders] = Kind("model.layouts")
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredLinear:
     """A linear as it is stored; all bytes are those of one of its `count`.
 
     Args:
@@ -83,7 +83,7 @@ class Stored:
         return self.codes + self.scales + self.zeros + self.padding + self.tables + self.bias
 
 
-def in_layout(each: Stored, dtype: str, layout: LayoutHeaders | None) -> Stored:
+def in_layout(each: StoredLinear, dtype: str, layout: LayoutHeaders | None) -> StoredLinear:
     """In a checkpoint.
 
     Args:
@@ -116,7 +116,7 @@ def in_layout(each: Stored, dtype: str, layout: LayoutHeaders | None) -> Stored:
     )
 
 
-def in_graph(each: Stored, options: Any) -> Stored:
+def in_graph(each: StoredLinear, options: Any) -> StoredLinear:
     """In an ONNX graph in the dialect of ONNX Runtime; `options`: of the exporter."""
     matrix, scheme = each.matrix, each.scheme
     rows, columns, bias = matrix.N, matrix.K, 4.0 * matrix.N * matrix.bias
@@ -147,7 +147,7 @@ def in_graph(each: Stored, options: Any) -> Stored:
     )
 
 
-def in_engine(each: Stored) -> Stored:
+def in_engine(each: StoredLinear) -> StoredLinear:
     """In a TensorRT engine, at least."""
     matrix, scheme, bias = each.matrix, each.scheme, 2.0 * each.matrix.N * each.matrix.bias
     if scheme is None:
@@ -158,7 +158,7 @@ def in_engine(each: Stored) -> Stored:
     return replace(each, format=scheme.format, codes=codes, scales=float(rows * columns * width), bias=bias)
 
 
-def header_bytes(each: Stored, layout: LayoutHeaders | None, digits: int) -> int:
+def header_bytes(each: StoredLinear, layout: LayoutHeaders | None, digits: int) -> int:
     """What all `count` of a linear add to the header of a safetensors file; `digits`: of an offset."""
     matrix = each.matrix
     headers: list[_Header] = [(f"{matrix.name}.weight", "BF16", (matrix.N, matrix.K))]
@@ -171,7 +171,7 @@ def header_bytes(each: Stored, layout: LayoutHeaders | None, digits: int) -> int
     )
 
 
-def _headers(each: Stored, layout: LayoutHeaders) -> list[_Header]:
+def _headers(each: StoredLinear, layout: LayoutHeaders) -> list[_Header]:
     """What a layout lists of a linear, and the fixed scale and zero point of its input."""
     matrix = each.matrix
     assert each.scheme is not None
@@ -193,12 +193,12 @@ def _role(name: str, codes: str) -> str:
     return "scales" if "scale" in name or "absmax" in name else "tables"
 
 
-def _plain(each: Stored, dtype: str) -> Stored:
+def _plain(each: StoredLinear, dtype: str) -> StoredLinear:
     """As numbers of a dtype."""
     return replace(each, format=dtype, codes=float(WIDTHS[dtype] * each.matrix.N * each.matrix.K))
 
 
-def _exact(each: Stored) -> float:
+def _exact(each: StoredLinear) -> float:
     """Bytes of the codes alone, without what fills them up."""
     assert each.scheme is not None
     bits: int = load_format(each.scheme.format).bits

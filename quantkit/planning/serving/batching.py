@@ -38,7 +38,7 @@ CHUNK = 2048
 
 
 @dataclass(frozen=True)
-class Grid:
+class TimeGrid:
     """Seconds over two axes, linear between the points and beyond the outer ones.
 
     Args:
@@ -62,7 +62,9 @@ class Grid:
             raise ValueError("a step takes more than no time, and ends")
 
     @classmethod
-    def of(cls, function: Callable[[float, float], float], rows: Sequence[float], contexts: Sequence[float]) -> Grid:
+    def of(
+        cls, function: Callable[[float, float], float], rows: Sequence[float], contexts: Sequence[float]
+    ) -> TimeGrid:
         """A function of (row, context), taken at each point."""
         return cls(rows, contexts, [[function(row, context) for context in contexts] for row in rows])
 
@@ -114,8 +116,8 @@ class Server:
         InputError: `server-invalid`.
     """
 
-    prefill: Grid
-    decode: Grid
+    prefill: TimeGrid
+    decode: TimeGrid
     cache_tokens: int
     max_batch: int
     chunk: int = CHUNK
@@ -165,8 +167,8 @@ class Server:
 
         most = max(chunk, longest if policy == "prefill-first" else 0)
         return cls(
-            Grid.of(prefill, _doubling(most), sorted({1, longest // 2, longest})),
-            Grid.of(decode, _doubling(max_batch), quarters),
+            TimeGrid.of(prefill, _doubling(most), sorted({1, longest // 2, longest})),
+            TimeGrid.of(decode, _doubling(max_batch), quarters),
             cache_tokens,
             max_batch,
             chunk,

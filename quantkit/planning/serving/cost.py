@@ -32,7 +32,7 @@ _JOULES_PER_KWH = 3.6e6
 
 
 @dataclass(frozen=True)
-class Work:
+class RequestTime:
     """What tokens keep a machine busy for.
 
     Args:
@@ -50,7 +50,9 @@ class Work:
     devices: int = 1
 
     @classmethod
-    def of(cls, *, prefill: float, step: float, batch: float, prompt: float, output: float, devices: int = 1) -> Work:
+    def of(
+        cls, *, prefill: float, step: float, batch: float, prompt: float, output: float, devices: int = 1
+    ) -> RequestTime:
         """From the times of a batch.
 
         Args:
@@ -70,7 +72,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Cost:
+class RequestCost:
     """What tokens cost on one basis.
 
     Args:
@@ -155,14 +157,14 @@ class Bill:
         warnings: old prices, and those that are missing.
     """
 
-    rented: Sequence[Cost]
-    owned: Cost | None
+    rented: Sequence[RequestCost]
+    owned: RequestCost | None
     energy: Energy | None
     break_even: Sequence[BreakEven]
     warnings: Sequence[str]
 
     @property
-    def cheapest(self) -> Cost | None:
+    def cheapest(self) -> RequestCost | None:
         """Of those that have a price."""
         found = [*self.rented, *([self.owned] if self.owned is not None else [])]
         return min(found, key=lambda cost: cost.request, default=None)
@@ -173,7 +175,7 @@ class Bill:
 
 
 def bill(
-    work: Work,
+    work: RequestTime,
     prices: Prices,
     device: str,
     *,
@@ -225,7 +227,7 @@ def bill(
     )
 
 
-def rented(work: Work, offer: Cloud, currency: str, utilisation: float = 1.0) -> Cost:
+def rented(work: RequestTime, offer: Cloud, currency: str, utilisation: float = 1.0) -> RequestCost:
     """On a rented machine. Raises InputError `utilisation-invalid`."""
     _check(utilisation)
     notes = []
@@ -236,8 +238,8 @@ def rented(work: Work, offer: Cloud, currency: str, utilisation: float = 1.0) ->
 
 
 def owned(
-    work: Work, bought: Owned, prices: Prices, watts: float | None = None, utilisation: float = 1.0
-) -> Cost | None:
+    work: RequestTime, bought: Owned, prices: Prices, watts: float | None = None, utilisation: float = 1.0
+) -> RequestCost | None:
     """On an own machine; None where the price of its power is not known. Raises InputError `utilisation-invalid`."""
     _check(utilisation)
     power = running(work, bought, prices, watts)
@@ -248,7 +250,7 @@ def owned(
     return _cost(work, bought, prices.currency, per_hour, utilisation, notes)
 
 
-def running(work: Work, bought: Owned, prices: Prices, watts: float | None = None) -> float | None:
+def running(work: RequestTime, bought: Owned, prices: Prices, watts: float | None = None) -> float | None:
     """Price of the power of an hour of work, all devices; None where something of it is not known.
 
     Args:
@@ -263,7 +265,7 @@ def running(work: Work, bought: Owned, prices: Prices, watts: float | None = Non
     return work.devices * drawn / 1000 * prices.pue.value * prices.electricity.per_kwh
 
 
-def energy(work: Work, watts: float) -> Energy:
+def energy(work: RequestTime, watts: float) -> Energy:
     """At most; watts of one device."""
     every = work.devices * watts
     request = every * work.request
@@ -271,14 +273,14 @@ def energy(work: Work, watts: float) -> Energy:
     return Energy(every, every * work.input, every * work.output, request, kwh)
 
 
-def against_cloud(work: Work, bought: Owned, power: float, offer: Cloud) -> BreakEven:
+def against_cloud(work: RequestTime, bought: Owned, power: float, offer: Cloud) -> BreakEven:
     """From which utilisation on owning is cheaper than renting the hours that are worked."""
     spared = work.devices * offer.per_device - power
     share = work.devices * bought.per_hour / spared if spared > 0 else math.inf
     return _break_even(work, "owned", offer.label, share)
 
 
-def against_api(work: Work, what: str, fixed: float, power: float, api: Api) -> BreakEven:
+def against_api(work: RequestTime, what: str, fixed: float, power: float, api: Api) -> BreakEven:
     """From which load on a machine is cheaper than the same tokens of an API.
 
     Args:
@@ -294,15 +296,17 @@ def against_api(work: Work, what: str, fixed: float, power: float, api: Api) -> 
     return _break_even(work, what, f"{api.provider}'s API", share)
 
 
-def _break_even(work: Work, cheaper: str, than: str, share: float) -> BreakEven:
+def _break_even(work: RequestTime, cheaper: str, than: str, share: float) -> BreakEven:
     within = share <= 1
     return BreakEven(cheaper, than, share if within else None, share / work.request if within else None)
 
 
-def _cost(work: Work, paid: Dated, currency: str, per_hour: float, utilisation: float, notes: Sequence[str]) -> Cost:
+def _cost(
+    work: RequestTime, paid: Dated, currency: str, per_hour: float, utilisation: float, notes: Sequence[str]
+) -> RequestCost:
     second = per_hour / 3600
     request = second * work.request
-    return Cost(
+    return RequestCost(
         paid.line(currency),
         currency,
         per_hour,

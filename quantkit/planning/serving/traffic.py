@@ -20,7 +20,7 @@ PROMPT, OUTPUT = 1024, 256
 
 
 @dataclass(frozen=True)
-class Kind:
+class RequestKind:
     """Requests that are alike.
 
     Args:
@@ -46,7 +46,7 @@ class Traffic:
         assumed: what was taken because nobody said, in words.
     """
 
-    kinds: Sequence[Kind]
+    kinds: Sequence[RequestKind]
     rate: float | None = None
     assumed: Sequence[str] = ()
 
@@ -146,10 +146,10 @@ def traffic(
         for name, value, default in (("prompts", prompt, PROMPT), ("outputs", output, OUTPUT))
         if value is None
     ]
-    return Traffic([Kind(prompt or PROMPT, output or OUTPUT, 1.0, variation)], rate, assumed)
+    return Traffic([RequestKind(prompt or PROMPT, output or OUTPUT, 1.0, variation)], rate, assumed)
 
 
-def kinds_of(text: str, variation: float = 0.0) -> list[Kind]:
+def kinds_of(text: str, variation: float = 0.0) -> list[RequestKind]:
     """What `--requests` says: `2000x300:0.7,8000x500:0.3`, prompt, output and share of the requests.
 
     Raises:
@@ -167,7 +167,7 @@ def kinds_of(text: str, variation: float = 0.0) -> list[Kind]:
         found[lengths] = share
     _add_up(found.values(), "--requests", "shares of the requests", [f"{p}x{o}" for p, o in found])
     total = sum(found.values())
-    return [Kind(prompt, output, share / total, variation) for (prompt, output), share in found.items() if share]
+    return [RequestKind(prompt, output, share / total, variation) for (prompt, output), share in found.items() if share]
 
 
 def traffic_of(text: str) -> dict[int, float]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quantkit.planning.outlook import Candidate, Outlook, Row
-from quantkit.planning.serving.cost import Bill, Cost
+from quantkit.planning.serving.cost import Bill, RequestCost
 from quantkit.planning.serving.load import METRICS
 from quantkit.report.kit import words
 from quantkit.report.kit.parts import Sheet
@@ -67,7 +67,7 @@ def _of(row: Row, value: float, *, prompts: bool) -> Priced:
     return Priced(least, forecast, interval)
 
 
-def paid(bill: Bill | None) -> Cost | None:
+def paid(bill: Bill | None) -> RequestCost | None:
     """The cheapest way."""
     return bill.cheapest if bill is not None else None
 

@@ -22,7 +22,7 @@ from quantkit.pipeline.finished.layerwise import fed
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.tensorrt.file import FOLDER, NETWORK
 from quantkit.runtimes.tensorrt.runtime import Tensorrt
-from quantkit.tuning.placement.search import Found, Measured, Report, search
+from quantkit.tuning.placement.search import FoundPlacement, PlacementTime, Report, search
 
 if TYPE_CHECKING:
     from quantkit.runtimes.tensorrt.decode import Loaded
@@ -44,7 +44,7 @@ def autotune(
     inputs: Path | None = None,
     harm_max: float | None = None,
     progress: Report | None = None,
-) -> tuple[Found, dict[str, Any]]:
+) -> tuple[FoundPlacement, dict[str, Any]]:
     """Search on this machine's GPU.
 
     Args:
@@ -143,7 +143,7 @@ class Placements:
         self._timed = timed or self._steps
         self._floats: dict[str, Array] | None = None
 
-    def __call__(self, off: frozenset[str]) -> Measured:
+    def __call__(self, off: frozenset[str]) -> PlacementTime:
         """Build, compare, time."""
         if self._floats is None:
             self._floats = self._outputs(self._made(frozenset(self._groups))[0])
@@ -151,7 +151,7 @@ class Placements:
         middle = float(np.median(taken))
         # 95 % of a median by its standard error; few steps, so no more is claimed
         spread = 1.96 * 1.2533 * float(np.std(taken)) / max(len(taken), 1) ** 0.5 / middle
-        return Measured(middle, spread, _harm(self._floats, self._outputs(model)))
+        return PlacementTime(middle, spread, _harm(self._floats, self._outputs(model)))
 
     def _made(self, off: frozenset[str]) -> tuple[Any, Sequence[float]]:
         with tempfile.TemporaryDirectory(dir=self._folder.resolve().parents[1], prefix=".qdq-") as temporary:

@@ -24,7 +24,7 @@ MARGIN = 0.01
 
 
 @dataclass(frozen=True)
-class Measured:
+class PlacementTime:
     """One placement.
 
     Args:
@@ -40,7 +40,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPlacement:
     """What came of a search.
 
     Args:
@@ -50,8 +50,8 @@ class Found:
     """
 
     off: tuple[str, ...]
-    before: Measured
-    after: Measured
+    before: PlacementTime
+    after: PlacementTime
     tried: int
 
     @property
@@ -69,7 +69,7 @@ class Found:
         return list(dict.fromkeys(name for group in self.off for name in groups[group]))
 
 
-Measure = Callable[[frozenset[str]], Measured]
+Measure = Callable[[frozenset[str]], PlacementTime]
 Report = Callable[[float, str], None]
 
 
@@ -80,7 +80,7 @@ def search(
     harm_max: float,
     journal: Path,
     progress: Report | None = None,
-) -> Found:
+) -> FoundPlacement:
     """Search.
 
     Args:
@@ -104,7 +104,7 @@ def search(
     tell = progress or (lambda share, words: None)
     known = _read(journal)
 
-    def at(off: frozenset[str]) -> Measured:
+    def at(off: frozenset[str]) -> PlacementTime:
         if off not in known:
             known[off] = measure(off)
             _write(journal, known)
@@ -122,15 +122,15 @@ def search(
             found = at(switched)
             if found.harm <= max(harm_max, before.harm) and _faster(found, best):
                 now, best, changed = switched, found, True
-    return Found(tuple(sorted(now)), before, best, len(known))
+    return FoundPlacement(tuple(sorted(now)), before, best, len(known))
 
 
-def _faster(one: Measured, other: Measured) -> bool:
+def _faster(one: PlacementTime, other: PlacementTime) -> bool:
     needed = 1 + MARGIN + one.spread + other.spread
     return one.seconds * needed < other.seconds
 
 
-def _read(journal: Path) -> dict[frozenset[str], Measured]:
+def _read(journal: Path) -> dict[frozenset[str], PlacementTime]:
     """What is known; a last line that was cut off is left out."""
     found = {}
     try:
@@ -140,13 +140,13 @@ def _read(journal: Path) -> dict[frozenset[str], Measured]:
     for line in lines:
         try:
             row = json.loads(line)
-            found[frozenset(row["off"])] = Measured(row["seconds"], row["spread"], row["harm"])
+            found[frozenset(row["off"])] = PlacementTime(row["seconds"], row["spread"], row["harm"])
         except (ValueError, KeyError, TypeError):
             continue
     return found
 
 
-def _write(journal: Path, known: Mapping[frozenset[str], Measured]) -> None:
+def _write(journal: Path, known: Mapping[frozenset[str], PlacementTime]) -> None:
     rows = [
         {"off": sorted(off), "seconds": each.seconds, "spread": each.spread, "harm": each.harm}
         for off, each in known.items()
