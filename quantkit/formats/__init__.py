@@ -134,3 +134,9 @@ class Format(FormatFacts, Protocol):
 
 
 load_format = Kind[Format]("formats").load
+
+
+def stored_bits(shape: tuple[int, int], scheme: WeightScheme) -> float:
+    """All stored bits of a [N, K] matrix: codes, scales, zero points, and what fills up the last group."""
+    rows, columns = shape[0], shape[1] + scheme.padding(shape[1])
+    return load_format(scheme.format).bits_per_weight((rows, columns), scheme) * rows * columns

@@ -75,14 +75,6 @@ def name_of(scheme: WeightScheme | None) -> str:
     return f"{scheme.format} {span}{'' if scheme.symmetric else ' asymmetric'}"
 
 
-def bits_of(shape: tuple[int, int], scheme: WeightScheme) -> float:
-    """All stored bits of a [N, K] matrix: codes, scales, zero points, what fills up the last group."""
-    rows, columns = shape
-    padded = columns + scheme.padding(columns)
-    stored: float = load_format(scheme.format).bits_per_weight((rows, padded), scheme)
-    return stored * rows * padded
-
-
 def choices(
     prepared: Prepared, formats: Sequence[str] | None = None, schemes: Sequence[Mapping[str, Any]] = ()
 ) -> Choices:

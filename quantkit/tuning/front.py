@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from quantkit.errors import InputError
+from quantkit.formats import stored_bits
 from quantkit.tuning.budget import Budget
-from quantkit.tuning.candidates import Choices, bits_of
+from quantkit.tuning.candidates import Choices
 from quantkit.tuning.harm import UnitHarm
 from quantkit.tuning.solve import Choice, Table, choose, least, total
 
@@ -91,7 +92,6 @@ def tables(
     *,
     dtype_bits: int,
     total_bytes: float,
-    seconds: Mapping[int, Table] | None = None,
 ) -> Tables:
     """The tables of a model.
 
@@ -100,7 +100,6 @@ def tables(
         found: candidates and what is fixed.
         dtype_bits: of a weight in the source.
         total_bytes: of the source's weights.
-        seconds: timings, if there are any.
     """
     members = list(dict.fromkeys((harm.block, harm.members) for harm in harms))
     shapes = found.shapes
@@ -114,21 +113,21 @@ def tables(
                 harm[u, c], bits[u, c] = 0.0, dtype_bits * unit.weights
             elif (unit.members, candidate.name) in at:
                 harm[u, c] = at[unit.members, candidate.name]
-                bits[u, c] = sum(bits_of(shapes[name], candidate.layers[name]) for name in unit.members)
+                bits[u, c] = sum(stored_bits(shapes[name], candidate.layers[name]) for name in unit.members)
     tuned = {name for unit in units for name in unit.members}
     inside = {name: shape for name, shape in shapes.items() if name != found.head}
     fixed = 0.0
     for name, shape in inside.items():
         if name not in tuned:
             scheme = found.fixed.get(name)
-            fixed += bits_of(shape, scheme) if scheme is not None else dtype_bits * _count(shape)
+            fixed += stored_bits(shape, scheme) if scheme is not None else dtype_bits * _count(shape)
     weights = sum(_count(shape) for shape in inside.values())
     rest = total_bytes - dtype_bits / 8 * weights
     if found.head is not None and found.head in found.fixed:
         # a quantized head is stored beside the embedding that it may be tied to
-        rest += bits_of(shapes[found.head], found.fixed[found.head]) / 8
+        rest += stored_bits(shapes[found.head], found.fixed[found.head]) / 8
     names = [candidate.name for candidate in found.candidates]
-    return Tables(units, names, harm, bits, fixed, weights, rest, seconds or {})
+    return Tables(units, names, harm, bits, fixed, weights, rest, {})
 
 
 def _count(shape: tuple[int, int]) -> int:

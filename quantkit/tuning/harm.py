@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -287,20 +288,17 @@ def _units(worked: Worked) -> Iterator[tuple[tuple[str, ...], dict[str, Tensor]]
             yield tuple(block.full_name(linear) for linear in values), values
 
 
-class _replaced:  # noqa: N801 (reads as the word it is)
+@contextmanager
+def _replaced(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """For a while, some linears of a module have other weights."""
-
-    def __init__(self, module: nn.Module, values: Mapping[str, Tensor]) -> None:
-        self.module, self.values = module, values
-
-    def __enter__(self) -> None:
-        self.kept = {name: self.module.get_submodule(name).weight for name in self.values}
-        for name, value in self.values.items():
-            set_weight(self.module.get_submodule(name), value)
-
-    def __exit__(self, *_: object) -> None:
-        for name, weight in self.kept.items():
-            self.module.get_submodule(name).weight = weight
+    kept = {name: module.get_submodule(name).weight for name in values}
+    for name, value in values.items():
+        set_weight(module.get_submodule(name), value)
+    try:
+        yield
+    finally:
+        for name, weight in kept.items():
+            module.get_submodule(name).weight = weight
 
 
 class _Before(Pass):

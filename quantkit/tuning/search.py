@@ -20,9 +20,11 @@ from quantkit._version import __version__
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.export import reader
+from quantkit.formats import stored_bits
 from quantkit.passes import decision
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, default_out
+from quantkit.planning.model.stored import WIDTHS
 from quantkit.tuning import answer, front, store, timings, write
 from quantkit.tuning.answer import RECIPE
 from quantkit.tuning.budget import Budget
@@ -309,8 +311,9 @@ class _Search:
 
     def _tables(self, harms: Sequence[UnitHarm]) -> Tables:
         source = self.prepared.source
-        bits = {"float32": 32, "float16": 16, "bfloat16": 16}[source.dtype]
-        made = front.tables(harms, self.found, dtype_bits=bits, total_bytes=source.weights.total_bytes())
+        made = front.tables(
+            harms, self.found, dtype_bits=8 * WIDTHS[source.dtype], total_bytes=source.weights.total_bytes()
+        )
         if not self.question.timings:
             return made
         shapes = [[self.found.shapes[name] for name in unit.members] for unit in made.units]
@@ -369,13 +372,11 @@ class _Search:
 
     def _plain_bits(self) -> float:
         """Bits a weight of the base recipe as it stands."""
-        from quantkit.tuning.candidates import bits_of
-
         schemes = self.prepared.layers.schemes
-        wide = {"float32": 32, "float16": 16, "bfloat16": 16}[self.prepared.source.dtype]
+        wide = 8 * WIDTHS[self.prepared.source.dtype]
         inside = self.prepared.layers.inside
         found = [
-            bits_of(shape, schemes[name]) if name in schemes else wide * shape[0] * shape[1]
+            stored_bits(shape, schemes[name]) if name in schemes else wide * shape[0] * shape[1]
             for name, shape in inside.items()
         ]
         return sum(found) / sum(rows * columns for rows, columns in inside.values())

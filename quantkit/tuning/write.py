@@ -7,18 +7,17 @@ that matches a layer wins, and each names its whole scheme, so that none depends
 
 from __future__ import annotations
 
-import json
-import re
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import yaml
+
 from quantkit.recipe import Recipe
 from quantkit.scheme import WeightScheme
 
-# what YAML takes for something else than a word
-_NOT_WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
 # layer's full name -> its scheme; None: left in high precision
 Assignment = Mapping[str, WeightScheme | None]
 
@@ -140,10 +139,5 @@ def text(recipe: Recipe, comment: Sequence[str]) -> str:
 
 def _flow(value: Any) -> str:
     """YAML of one line."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(_flow(inner) for inner in value) + "]"
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", value) and value.lower() not in _NOT_WORDS:
-        return value
-    return json.dumps(value, ensure_ascii=False)
+    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=math.inf)
+    return text.removesuffix("...\n").rstrip("\n")

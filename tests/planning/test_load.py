@@ -13,7 +13,7 @@ import pytest
 from quantkit.errors import InputError
 from quantkit.planning.serving import load
 from quantkit.planning.serving.batching import Server, TimeGrid, run
-from quantkit.planning.serving.load import QUANTILES, capacity, largest_rate, simulate
+from quantkit.planning.serving.load import QUANTILES, capacity, simulate
 from quantkit.planning.serving.traffic import RequestKind, Traffic
 from quantkit.stats.clustered import student
 
@@ -165,20 +165,6 @@ def test_what_does_not_fit_is_counted_or_refused() -> None:
         simulate(ordinary(), Traffic([RequestKind(5000, 2000)]), 1.0)
 
 
-def test_the_largest_load_that_keeps_to_bounds() -> None:
-    on, asked = ordinary(max_batch=8), Traffic([RequestKind(200, 50)])
-    most = capacity(on, asked)
-    rate, found = largest_rate(on, asked, {"ttft.p99": 0.1, "tpot.p50": 0.01}, within=0.1)
-    assert found is not None
-    assert 0 < rate == found.rate < 0.9 * most
-    assert found.ttft["p99"].value <= 0.1
-    assert found.tpot["p50"].value <= 0.01
-    above = simulate(on, asked, rate + 0.1 * most, requests=250, most=most)
-    assert above.ttft["p99"].value > 0.1 or above.tpot["p50"].value > 0.01
-    assert largest_rate(on, asked, {"latency.p99": 1e9}, within=0.1)[0] == pytest.approx(most, rel=0.1)
-    assert largest_rate(on, asked, {"ttft.p50": 1e-6}, within=0.1) == (0.0, None)
-
-
 @pytest.mark.parametrize(
     ("changed", "code"),
     [
@@ -193,12 +179,6 @@ def test_the_largest_load_that_keeps_to_bounds() -> None:
 def test_loads_that_cannot_be(changed: dict[str, Any], code: str) -> None:
     with pytest.raises(InputError, match=code):
         simulate(ordinary(), Traffic([RequestKind(200, 50)]), **changed)
-
-
-@pytest.mark.parametrize("bounds", [{"ttft": 1.0}, {"ttft.p95": 1.0}, {"itl.p99": 1.0}, {"ttft.p99": 0.0}])
-def test_bounds_that_cannot_be(bounds: dict[str, float]) -> None:
-    with pytest.raises(InputError, match=r"bound-invalid.*ttft\.p99=0\.5"):
-        largest_rate(ordinary(), Traffic([RequestKind(200, 50)]), bounds)
 
 
 def test_outputs_of_one_token_have_no_time_between_tokens() -> None:

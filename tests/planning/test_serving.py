@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.planning.bound.serving import compute_type, products, stored_bytes
+from quantkit.formats import stored_bits
+from quantkit.planning.bound.serving import compute_type, products
 from quantkit.planning.model.architecture import Architecture, Layer, Matrix
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import Target
@@ -24,15 +25,15 @@ INPUTS = {name: ActivationScheme(format=name) for name in ("int8", "fp8_e4m3")}
 
 def test_bytes_are_codes_scales_and_zeros() -> None:
     # 4 bits a weight; for each 64 of them a scale of 16 bits and a zero point of 4
-    assert stored_bytes(UP, INT4) == 256 * 192 * (4 + 20 / 64) / 8
+    assert stored_bits((UP.N, UP.K), INT4) / 8 == 256 * 192 * (4 + 20 / 64) / 8
     # the last group of 65 columns is filled up
-    assert stored_bytes(Matrix("x", N=1, K=65), INT4) == 128 * (4 + 20 / 64) / 8
+    assert stored_bits((1, 65), INT4) / 8 == 128 * (4 + 20 / 64) / 8
 
 
 def test_all_linears_and_the_head_last() -> None:
     quantized, head = products(MODEL, {UP.name: INT4}, {}, Target.load("h100"), "vllm")
     assert (quantized.matrix, quantized.format, quantized.compute) == (UP, "int4", "bf16")
-    assert quantized.bytes == stored_bytes(UP, INT4)
+    assert quantized.bytes == stored_bits((UP.N, UP.K), INT4) / 8
     assert (head.matrix, head.format, head.bytes, head.width) == (HEAD, "bfloat16", 1000 * 192 * 2, 2)
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from quantkit.errors import InputError
+from quantkit.formats import stored_bits
 from quantkit.pipeline import Prepared
 from quantkit.scheme import WeightScheme
-from quantkit.tuning.candidates import bits_of, choices, name_of
+from quantkit.tuning.candidates import choices, name_of
 
 ASYMMETRIC = {"weights": {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}}
 
@@ -81,5 +82,5 @@ def test_bits_count_scales_and_padding() -> None:
     int4 = WeightScheme(format="int4", granularity="group", group=32, symmetric=True)
     assert name_of(int4) == "int4 g32"
     assert name_of(None) == "float"
-    assert bits_of((10, 64), int4) == 10 * 64 * 4 + 10 * 2 * 16
-    assert bits_of((10, 40), int4) == bits_of((10, 64), int4)
+    assert stored_bits((10, 64), int4) == 10 * 64 * 4 + 10 * 2 * 16
+    assert stored_bits((10, 40), int4) == stored_bits((10, 64), int4)

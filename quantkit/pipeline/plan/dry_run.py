@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from quantkit.formats import load_format
+from quantkit.formats import stored_bits
 from quantkit.pipeline import estimate
 from quantkit.pipeline.blocks.prepared import Prepared
 from quantkit.report.bundle import figures
@@ -21,13 +21,10 @@ def planned(prepared: Prepared) -> dict[str, Any]:
     source, layers = prepared.source, prepared.layers
     counts: dict[str, list[float]] = {}
     for name, scheme in layers.schemes.items():
-        rows, columns = layers.shapes[name]
-        padded = (rows, columns + scheme.padding(columns))
-        bits = load_format(scheme.format).bits_per_weight(padded, scheme) * padded[1] / columns
+        shape = layers.shapes[name]
         found = counts.setdefault(figures.scheme_of(scheme.model_dump(mode="json")), [0, 0, 0.0])
-        found[0] += 1
-        found[1] += rows * columns
-        found[2] += rows * columns * bits
+        for place, amount in enumerate((1, shape[0] * shape[1], stored_bits(shape, scheme))):
+            found[place] += amount
     return {
         "model": {
             "name": source.name,

@@ -25,7 +25,7 @@ from quantkit.planning.bound.serving import FLOATS, WIDTH, compute_type, product
 from quantkit.planning.compiling.result import Compiling
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture
-from quantkit.planning.model.assigned import Assigned, assign, takes_head
+from quantkit.planning.model.assigned import Assigned, assign_sizes
 from quantkit.planning.model.storage import storage
 from quantkit.planning.outlook import Candidate, Cell, Memory, Outlook, Row, Workload
 from quantkit.planning.recommend import recommend
@@ -185,7 +185,7 @@ def _candidate(
 ) -> Candidate:
     try:
         chosen = choose(label, architecture.kind, target, changes=question.changes, runtime=question.runtime)
-        assigned = _assigned(chosen, architecture)
+        assigned = assign_sizes(chosen.recipe, architecture)
     except InputError as problem:
         return Candidate(label, label, problem=problem)
     served = _served(chosen, assigned, architecture, target, samples)
@@ -220,23 +220,6 @@ def _candidate(
             *caveats(chosen.recipe, target, [chosen.runtime]),
             *(each.reason for each in assigned.decisions if each.code in ("kept", "padded", "group-shrunk")),
         ],
-    )
-
-
-def _assigned(chosen: Chosen, architecture: Architecture) -> Assigned:
-    matrices = {each.name: each for each in architecture.inside()}
-    head = architecture.head if takes_head(chosen.recipe) and architecture.kind == "decoder" else None
-    if head is not None:
-        matrices[head.name] = head
-    shapes = {name: (each.N, each.K) for name, each in matrices.items()}
-    routers = [name for name, each in matrices.items() if each.router]
-    return assign(
-        chosen.recipe,
-        shapes,
-        architecture.dtype,
-        head=head.name if head is not None else None,
-        routers=routers,
-        model=architecture.name,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from quantkit.formats import load_format
+from quantkit.formats import stored_bits
 from quantkit.planning.bound.roofline import Product
 from quantkit.planning.model.architecture import Architecture, Matrix
 from quantkit.scheme import ActivationScheme, WeightScheme
@@ -61,13 +61,6 @@ def products(
     ]
 
 
-def stored_bytes(matrix: Matrix, scheme: WeightScheme) -> float:
-    """Codes, scales and zeros of one of a linear's `count`, with what fills up its last group."""
-    shape = (matrix.N, matrix.K + scheme.padding(matrix.K))
-    bits: float = load_format(scheme.format).bits_per_weight(shape, scheme)
-    return shape[0] * shape[1] * bits / 8
-
-
 def compute_type(
     weights: WeightScheme | None,
     activations: ActivationScheme | None,
@@ -101,4 +94,4 @@ def _product(
     if weights is None or target.supports(weights.format, runtime).state != "native":
         return Product(matrix, dense, floats, cast(ComputeType, target.baseline), width)
     kind = compute_type(weights, activations, target, runtime, accuracy_level)
-    return Product(matrix, stored_bytes(matrix, weights), weights.format, kind, width)
+    return Product(matrix, stored_bits((matrix.N, matrix.K), weights) / 8, weights.format, kind, width)

@@ -22,7 +22,7 @@ from quantkit.planning.compiling.memory import CONFIRMED, WHOLE, held, packed_by
 from quantkit.planning.compiling.result import Compiling, Disk, Machine, Rates, shipped
 from quantkit.planning.compiling.work import CompileSpec, counted, elements, needs, stores
 from quantkit.planning.model.architecture import Architecture
-from quantkit.planning.model.assigned import assign, takes_head
+from quantkit.planning.model.assigned import assign_sizes
 from quantkit.recipe import Recipe
 
 # bytes of a bundle's page with the code that draws it, of what is kept of a scored position, of a graph's nodes, and of
@@ -58,12 +58,7 @@ def described(
     Raises:
         InputError: those of `plan.assigned.assign`.
     """
-    inside = list(architecture.inside())
-    shapes = {matrix.name: (matrix.N, matrix.K) for matrix in inside}
-    head = architecture.head if takes_head(recipe) and architecture.kind == "decoder" else None
-    if head is not None:
-        shapes[head.name] = (head.N, head.K)
-    found = assign(recipe, shapes, architecture.dtype, head=head.name if head else None, model=architecture.name)
+    found = assign_sizes(recipe, architecture)
     fixed = recipe.scheme.activations is not None and not recipe.scheme.activations.dynamic
     cache = recipe.scheme.kv_cache is not None and not recipe.scheme.kv_cache.dynamic
     looks = fixed or cache or any(needs(step) for step in recipe.passes)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quantkit.formats import load_format
+from quantkit.formats import stored_bits
 from quantkit.planning.compiling.work import (
     LONG,
     LONG_SEQUENCES,
@@ -153,15 +153,10 @@ def _session(spec: CompileSpec) -> dict[str, float]:
 
 def packed_bytes(spec: CompileSpec) -> float:
     """Of all codes with their scales and zero points."""
-    model, found = spec.architecture, 0.0
-    head = [model.head] if model.head is not None else []
-    for matrix in [*model.inside(), *head]:
-        scheme = spec.schemes.get(matrix.name)
-        if scheme is not None:
-            shape = (matrix.N, matrix.K + scheme.padding(matrix.K))
-            bits = load_format(scheme.format).bits_per_weight(shape, scheme)
-            found += matrix.count * shape[0] * shape[1] * bits / 8
-    return found
+    model = spec.architecture
+    matrices = [*model.inside(), *([model.head] if model.head is not None else [])]
+    coded = ((matrix, scheme) for matrix in matrices if (scheme := spec.schemes.get(matrix.name)) is not None)
+    return sum(matrix.count * stored_bits((matrix.N, matrix.K), scheme) / 8 for matrix, scheme in coded)
 
 
 def _kept(spec: CompileSpec) -> float:

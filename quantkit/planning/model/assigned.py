@@ -13,6 +13,7 @@ from quantkit import plugins
 from quantkit.bundle import Decision, decision
 from quantkit.errors import InputError
 from quantkit.formats import load_format
+from quantkit.planning.model.architecture import Architecture, Matrix
 from quantkit.recipe import Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 
@@ -48,6 +49,27 @@ class Assigned:
 def takes_head(recipe: Recipe) -> bool:
     """Whether a language-model head is one of the layers that a recipe stores in its scheme."""
     return HEAD not in recipe.keep and recipe.scheme.weights is not None
+
+
+def assign_sizes(recipe: Recipe, architecture: Architecture, names: Mapping[str, Matrix] | None = None) -> Assigned:
+    """Decide for every linear of a model that is not opened.
+
+    Args:
+        recipe: as for `assign`.
+        architecture: the model's sizes.
+        names: what the linears inside the blocks are called one by one; None: as the architecture calls them.
+
+    Raises:
+        InputError: those of `assign`.
+    """
+    inside = names if names is not None else {each.name: each for each in architecture.inside()}
+    shapes = {name: (each.N, each.K) for name, each in inside.items()}
+    head = architecture.head if takes_head(recipe) and architecture.kind == "decoder" else None
+    if head is not None:
+        shapes[head.name] = (head.N, head.K)
+    routers = [name for name, each in inside.items() if each.router]
+    last = head.name if head is not None else None
+    return assign(recipe, shapes, architecture.dtype, head=last, routers=routers, model=architecture.name)
 
 
 def assign(

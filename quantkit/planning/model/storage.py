@@ -15,7 +15,7 @@ from quantkit import plugins
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.planning.model.architecture import Architecture, Matrix
-from quantkit.planning.model.assigned import ROLES, Assigned, assign, takes_head
+from quantkit.planning.model.assigned import ROLES, Assigned, assign_sizes
 from quantkit.planning.model.stored import (
     ENTRY,
     LAYOUTS,
@@ -135,13 +135,7 @@ def _laid_over(architecture: Architecture, recipe: Recipe) -> tuple[list[StoredL
     """The linears of the blocks and the head with their schemes; sizes are still to be filled in."""
     matrices = {each.name: each for each in architecture.inside()}
     names = _names(matrices, recipe)
-    shapes = {name: (matrix.N, matrix.K) for name, matrix in names.items()}
-    head = architecture.head
-    taken = head if head is not None and architecture.kind == "decoder" and takes_head(recipe) else None
-    if taken is not None:
-        shapes[taken.name] = (taken.N, taken.K)
-    last = taken.name if taken is not None else None
-    found = assign(recipe, shapes, architecture.dtype, head=last, model=architecture.name)
+    head, found = architecture.head, assign_sizes(recipe, architecture, names)
     # experts one by one become an entry for each way in which they are stored
     kinds: dict[tuple[str, WeightScheme | None, ActivationScheme | None], int] = {}
     for name, matrix in names.items():

@@ -202,52 +202,6 @@ def capacity(server: Server, traffic: Traffic, *, limit: int | None = None, seed
     return len(trace.arrival) / (1 - drawn.refused) / trace.end
 
 
-def largest_rate(
-    server: Server,
-    traffic: Traffic,
-    bounds: Mapping[str, float],
-    *,
-    limit: int | None = None,
-    seed: int = 0,
-    within: float = 0.02,
-) -> tuple[float, Load | None]:
-    """The largest load under which percentiles keep to bounds, by bisection below the capacity.
-
-    Args:
-        server, traffic, limit, seed: as in `simulate`.
-        bounds: seconds by metric and percentile: `{"ttft.p99": 0.5, "tpot.p90": 0.05}`.
-        within: share of the capacity at which the bisection ends.
-
-    Returns:
-        Requests a second, and what they see; 0 and None where even a hundredth of the capacity is too much.
-
-    Raises:
-        InputError: `bound-invalid`; `request-too-long`, where no request fits the cache.
-    """
-    for name, bound in bounds.items():
-        metric, _, quantile = name.partition(".")
-        if metric not in METRICS or quantile not in ("mean", *QUANTILES) or not 0 < bound < math.inf:
-            rule = f"{', '.join(METRICS)} with .mean, .{', .'.join(QUANTILES)}, in seconds above 0: ttft.p99=0.5"
-            raise InputError("bound-invalid", where=name, value=bound, rule=rule)
-    most = capacity(server, traffic, limit=limit, seed=seed)
-    low, high, best = 0.0, 1.0, None
-    while high - low > within:
-        middle = (low + high) / 2
-        load = simulate(server, traffic, middle * most, limit=limit, requests=250, seed=seed, most=most)
-        if load.stable and all(_value(load, name) <= bound for name, bound in bounds.items()):
-            low, best = middle, load
-        else:
-            high = middle
-    return low * most, best
-
-
-def _value(load: Load, name: str) -> float:
-    """`ttft.p99` of a load; 0 where nothing has it."""
-    metric, _, quantile = name.partition(".")
-    found: Mapping[str, Estimate] = getattr(load, metric)
-    return found[quantile].value if found else 0.0
-
-
 def _unstable(
     server: Server,
     traffic: Traffic,
