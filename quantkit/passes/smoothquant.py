@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from quantkit.calibrate.statistics.collected import InputStats, Stats
+    from quantkit.calibrate.statistics.collected import Stats
+    from quantkit.calibrate.statistics.sums import InputStats
     from quantkit.model.structure.block import Block
     from quantkit.model.structure.traced import SharedInput
     from quantkit.planning.compiling.work import SharedLinears, WorkCounts

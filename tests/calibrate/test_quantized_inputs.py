@@ -10,8 +10,9 @@ import torch
 import zoo
 from torch import Tensor
 
-from quantkit.calibrate.statistics.collected import InputStats, Stats
+from quantkit.calibrate.statistics.collected import Stats
 from quantkit.calibrate.statistics.scales import Scales
+from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.formats.base import activation
 from quantkit.model.streaming import cache as caches
 from quantkit.model.streaming import inputs

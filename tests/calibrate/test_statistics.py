@@ -9,7 +9,8 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from quantkit.calibrate.statistics.collected import InputStats, Original, Stats
+from quantkit.calibrate.statistics.collected import Original, Stats
+from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.errors import InputError
 from quantkit.model.streaming.loaded import LoadedModel
 from quantkit.model.structure import skip

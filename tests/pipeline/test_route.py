@@ -11,7 +11,7 @@ import zoo
 from pipeline.conftest import recipe
 from torch import Tensor, nn
 
-from quantkit.calibrate.statistics.collected import InputStats
+from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.errors import InputError
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
