@@ -35,7 +35,7 @@ STATED = {
     "timed": {"of": "clock", "value": 1.0, "parallel": False},
     "fixed:speed": {"of": "clock", "value": 30.0, "parallel": False},
 }
-# what is held in bytes that `compile_memory.py` states
+# what is held in bytes that `planning/compiling/memory.py` states
 STATED_BYTES = {"library", "beside"}
 # of what a part holds: from a little less than once to what temporaries and two models side by side can make of it
 _BOUNDS = {

@@ -13,8 +13,8 @@ far what a linear's output is added to lags behind; there, tokens count by how m
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +38,16 @@ Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
 def _first(module: nn.Module, group: SharedInput, hook: Hook) -> RemovableHandle:
     """A pre-hook of a group's first linear, before the one that quantizes its input."""
     return module.get_submodule(group.name).register_forward_pre_hook(hook, prepend=True)
+
+
+@contextmanager
+def _removed(hooks: Sequence[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks at the end, however it comes."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass
@@ -149,22 +159,15 @@ class Stats:
 
         hooks = self._keeping(self.module, seen, sources)
         hooks += [_first(self.module, group, pause(group)) for group in self.groups]
-        try:
-            with self.scales.watching_cache(whole=True) if quantized else nullcontext():
-                self.outputs = self.calls.run(self.module, self.stage, self.hidden)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with _removed(hooks), self.scales.watching_cache(whole=True) if quantized else nullcontext():
+            self.outputs = self.calls.run(self.module, self.stage, self.hidden)
 
     def _originals(self) -> dict[str, Tensor]:
         """What each shared input, and whatever outputs are added to, hold in the original stream: one forward."""
         original, kept = self._original(), dict[str, Tensor]()
         hooks = self._keeping(original.module, kept, (*(group.name for group in self.groups), *self._sources()))
-        try:
+        with _removed(hooks):
             original.outputs = original.calls.run(original.module, self.stage, original.hidden)
-        finally:
-            for hook in hooks:
-                hook.remove()
         return kept
 
     def _replaying(self, visit: Visit | None, products: bool, drift: bool, quantized: bool) -> None:
@@ -226,13 +229,8 @@ class Stats:
 
         hooks = self._keeping(module, found, self._sources() if drift else ())
         hooks.append(_first(module, group, stop))
-        try:
+        with _removed(hooks), suppress(_Reached):
             (calls or self.calls).run(module, self.stage, part, number)
-        except _Reached:
-            pass
-        finally:
-            for hook in hooks:
-                hook.remove()
         return found
 
     def _add(

@@ -1,4 +1,4 @@
-"""What is in memory at once in each part of a compile, counted in bytes of tensors; `compiling.py` knows how often.
+"""What is in memory at once in each part of a compile, counted in bytes of tensors; `forecast.py` knows how often.
 
     prove      the model as plain transformers has it, whole or as much of it as fits anyway
     begin      embeddings and head, and the hidden states before the first block

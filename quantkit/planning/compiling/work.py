@@ -1,4 +1,4 @@
-"""What a compile computes, counted part by part: operations, elements, bytes. No seconds: those are `compiling.py`.
+"""What a compile computes, counted part by part: operations, elements, bytes. No seconds: those are `forecast.py`.
 
 A block of L layers, T calibration tokens, a linear y = W x with W [N, K]; linears that share an input share one
 Hessian and one factor. In one pass that looks at data:
