@@ -1,89 +1,26 @@
-"""What a recipe can have on a target: which runtime reads each of its exports, and whether it computes in the formats.
+"""What a recipe can have on a target: `ask` is the one question, `Support` its answer.
 
-`ask` is the one question, `Support` its answer. A cell of a target's table (`target.py`) says what a runtime makes of a
-format; an exporter (`holds`) what of that it leaves. A recipe is refused where an export has no runtime that can, and
-the nearest recipe is looked for among those that ship: the same kind of model, computed in as it is stored, the nearest
-bits. No model is opened, torch not needed.
+`readers.py` says which runtime reads each of its exports, and whether it computes in the formats; `nearest.py` what to
+ask for instead where none can. No model is opened, torch not needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
-import yaml
-
-from quantkit import content, plugins
+from quantkit import plugins
 from quantkit.bundle import Decision, decision
 from quantkit.errors import InputError
-from quantkit.formats import load_format
 from quantkit.kinds import Kind
-from quantkit.recipe import ExportStep, Recipe
-from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
-from quantkit.target import State, Stored, Target
+from quantkit.planning.nearest import instead, refusal
+from quantkit.planning.readers import Reader, best, readers
+from quantkit.recipe import Recipe
+from quantkit.target import Target
 
 # code of the decision that nothing on the target computes in what is stored
 EMULATED = "emulated"
-_ORDER: tuple[State, ...] = ("native", "emulated", "absent")
-
-
-class _Exporter(plugins.ExporterFacts, Protocol):
-    """What a plan asks of an exporter; see `quantkit.export.Exporter`."""
-
-    def holds(
-        self,
-        options: Mapping[str, Any],
-        runtime: str,
-        weights: Mapping[str, WeightScheme],
-        activations: Mapping[str, ActivationScheme],
-        cache: CacheScheme | None,
-    ) -> State: ...
-
-    def caveat(self, options: Mapping[str, Any], runtime: str) -> str: ...
-
-
-_EXPORTERS: plugins.Kind[_Exporter] = plugins.Kind("export")
-
-
-@dataclass(frozen=True)
-class StoredUse:
-    """Something that a recipe stores, what the runtime makes of it, and how that is known."""
-
-    stored: Stored
-    state: State
-    source: str
-
-
-@dataclass(frozen=True)
-class Reader:
-    """An export and the runtime that reads it.
-
-    Args:
-        export: its name.
-        runtime: the first of the target's that computes in most of what is stored.
-        taken: everything that is stored.
-    """
-
-    export: str
-    runtime: str
-    taken: Sequence[StoredUse]
-
-    @property
-    def state(self) -> State:
-        """Of the worst part; `native` where nothing is quantized."""
-        return max((each.state for each in self.taken), key=_ORDER.index, default="native")
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """The lower, the more of it is computed in as it is stored."""
-        return _ORDER.index(self.state), len(self.emulated)
-
-    @property
-    def emulated(self) -> list[StoredUse]:
-        """What is stored so, and computed in floats."""
-        return [each for each in self.taken if each.state == "emulated"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +42,7 @@ class Support:
     @property
     def best(self) -> Reader:
         """The reader that computes in most of what is stored."""
-        return _best(self.readers)
+        return best(self.readers)
 
     def slower(self, kind: Kind | None = None) -> str:
         """What is only emulated, whoever reads it, and what to do about it; "" where a runtime computes in all of it.
@@ -119,7 +56,7 @@ class Support:
         what = ", ".join(each.stored.words for each in chosen.emulated)
         where = self.target.name
         reason = f"{what}: stored so, but {chosen.runtime} computes in floats on {where}; smaller, not faster"
-        remedy = _instead(self.recipe, self.target, kind or self.recipe.models[0], native=True)
+        remedy = instead(self.recipe, self.target, kind or self.recipe.models[0], native=True)
         return f"{reason}; {remedy}" if remedy else reason
 
     def decisions(self, kind: Kind) -> list[Decision]:
@@ -144,14 +81,14 @@ def ask(recipe: Recipe, target: Target, kind: Kind | None = None) -> Support:
             runtimes can read, or no export for any of them; with the nearest recipe, or target, that can.
     """
     try:
-        found = _readers(recipe, target, kind)
+        found = readers(recipe, target, kind)
     except InputError as problem:
-        raise _refusal(problem, recipe, target, kind or recipe.models[0]) from None
+        raise refusal(problem, recipe, target, kind or recipe.models[0]) from None
     readable, left_out = fitted(recipe, target, {each.export: each.runtime for each in found})
     return Support(readable, target, left_out, found)
 
 
-def fitted(recipe: Recipe, target: Target, readers: Mapping[str, str] | None = None) -> tuple[Recipe, tuple[str, ...]]:
+def fitted(recipe: Recipe, target: Target, read_by: Mapping[str, str] | None = None) -> tuple[Recipe, tuple[str, ...]]:
     """The recipe with the exports that a runtime of the target reads, and the names of the others.
 
     An option of an export that is left out takes what the target says: `accuracy_level` of `onnx` in its `build`, its
@@ -159,16 +96,16 @@ def fitted(recipe: Recipe, target: Target, readers: Mapping[str, str] | None = N
 
     Args:
         recipe, target: as for `ask`.
-        readers: export -> who reads it; of others the first runtime that the target has.
+        read_by: export -> who reads it; of others the first runtime that the target has.
     """
     kept, left_out = [], []
     for step in recipe.export:
-        exporter = _EXPORTERS.load(step.name)
+        exporter = plugins.EXPORTERS.load(step.name)
         able = [name for name in exporter.runtimes if name in target.runtimes]
         if not able:
             left_out.append(step.name)
             continue
-        chosen = (readers or {}).get(step.name, able[0])
+        chosen = (read_by or {}).get(step.name, able[0])
         settings: dict[str, Any] = {**target.build.get(chosen, {}), "library": chosen, "sm": target.arch.sm}
         settings["profiles"] = [profile.model_dump(mode="json") for profile in target.profiles]
         options = {name: settings[name] for name in exporter.Options.model_fields if name in settings}
@@ -176,285 +113,3 @@ def fitted(recipe: Recipe, target: Target, readers: Mapping[str, str] | None = N
     if not kept:
         return recipe, ()
     return recipe.model_copy(update={"export": kept}), tuple(left_out)
-
-
-def stored_formats(recipe: Recipe) -> list[Stored]:
-    """Everything that a recipe stores: weights, inputs, keys and values; each once."""
-    found: dict[Stored, None] = {}
-    for _, weights, inputs in _schemes(recipe):
-        found[Stored(weights.format, weights.symmetric)] = None
-        if inputs is not None:
-            found[Stored(inputs.format, inputs.symmetric, "inputs")] = None
-    cache = recipe.scheme.kv_cache
-    if cache is not None:
-        found[Stored(cache.format, cache.symmetric, "kv_cache")] = None
-    return list(found)
-
-
-def caveats(recipe: Recipe, target: Target, runtimes: Sequence[str] | None = None) -> list[str]:
-    """What runtimes need beside themselves to read the exports of a recipe, or do otherwise than is stored.
-
-    Args:
-        recipe, target: as for `ask`.
-        runtimes: of these; None: of all that the target has.
-    """
-    found = []
-    for step in recipe.export:
-        exporter = _EXPORTERS.load(step.name)
-        for runtime in exporter.runtimes:
-            said = exporter.caveat(step.options, runtime)
-            if not said or runtime not in (target.runtimes if runtimes is None else runtimes):
-                continue
-            try:
-                _read_by(recipe, step, exporter, target, runtime)
-            except InputError:
-                continue
-            found.append(said)
-    return found
-
-
-def graph_schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
-    """What a float graph can be quantized to for ONNX Runtime. Raises InputError `scheme-unsupported`."""
-    weights, activations = recipe.scheme.weights, recipe.scheme.activations
-    able = weights is not None and weights.format in ("int8", "int7") and weights.symmetric
-    able = able and weights is not None and weights.granularity in ("channel", "tensor")
-    if not able or activations is None or activations.format != "int8" or activations.granularity == "group":
-        names = [weights.format if weights else "float", activations.format if activations else "float"]
-        raise InputError(
-            "scheme-unsupported",
-            where=f"recipe {recipe.name}",
-            value=f"weights {names[0]}, activations {names[1]}",
-            rule="a graph is quantized to symmetric int8 or int7 weights, and int8 activations by tensor or token",
-            remedy="--recipe int8",
-        )
-    assert weights is not None
-    return weights, activations
-
-
-def _readers(recipe: Recipe, target: Target, kind: Kind | None) -> list[Reader]:
-    """Who reads each export. Raises InputError, that of the first one that none of the target's runtimes can read."""
-    steps = _steps(recipe, kind)
-    read = [step for step in steps if set(plugins.EXPORTERS.load(step.name).runtimes) & set(target.runtimes)]
-    found: list[Reader] = []
-    problems: list[tuple[str, InputError]] = []
-    for step in read or steps:
-        try:
-            if step is _graph():
-                graph_schemes(recipe)
-            found.append(_reader(recipe, step, target))
-        except InputError as error:
-            problems.append((step.name, error))
-    if not problems:
-        return found
-    name, problem = problems[0]
-    if found and f"leave `{name}` out" not in problem.remedy:
-        own = problem.remedy if problem.remedy.startswith("--set") else ""
-        raise _with_remedy(problem, _either(own, f"leave `{name}` out of `export`"))
-    raise problem
-
-
-def _reader(recipe: Recipe, step: ExportStep, target: Target) -> Reader:
-    """The best of the target's runtimes for one export. Raises InputError, that of the first one."""
-    exporter = _EXPORTERS.load(step.name)
-    if step is not _graph():
-        _demand_place_for_moved(recipe, step, exporter)
-    problems: list[InputError] = []
-    found: list[Reader] = []
-    for runtime in exporter.runtimes:
-        if runtime not in target.runtimes:
-            continue
-        try:
-            found.append(_read_by(recipe, step, exporter, target, runtime))
-        except InputError as problem:
-            problems.append(problem)
-    if found:
-        # of those that are as good, the one that the target lists first
-        return min(found, key=lambda each: (*each.rank, target.runtimes.index(each.runtime)))
-    if problems:
-        raise problems[0]
-    target.check([], exporter.runtimes[0])
-    raise AssertionError("a runtime that the target does not list is refused")
-
-
-def _best(found: Sequence[Reader]) -> Reader:
-    return min(found, key=lambda each: each.rank)
-
-
-def _refusal(error: InputError, recipe: Recipe, target: Target, kind: Kind) -> InputError:
-    """A refusal that names the nearest recipe or target that can, and the settings that it named itself."""
-    remedy = _either(_instead(recipe, target, kind), _elsewhere(recipe, target, kind))
-    if not remedy:
-        alike = sorted(_alike(recipe, kind), key=lambda other: (*_differ(recipe, other), other.name))
-        places = ((other.name, _elsewhere(other, target, kind)) for other in alike)
-        remedy = next((f"--recipe {name} {place}" for name, place in places if place), "")
-    own = error.remedy if not remedy or error.remedy.startswith(("--set", "leave")) else ""
-    return _with_remedy(error, _either(own, remedy))
-
-
-def _instead(recipe: Recipe, target: Target, kind: Kind, *, native: bool = False) -> str:
-    """What to ask for instead: the nearest shipped recipe, or another export; "" without either.
-
-    Args:
-        recipe, target, kind: as for `ask`.
-        native: only what is computed in as it is stored.
-    """
-    parts = []
-    others = [each for each in _others(recipe, target, kind) if not native or each[2].state == "native"]
-    if others:
-        _, other, found = min(others, key=lambda each: each[0])
-        how = "native" if found.state == "native" else "computed in floats"
-        parts.append(f"--recipe {other.name} ({how} in {found.runtime})")
-    for name, runtime in _exports(recipe, target, kind):
-        parts.append(f"--set 'export=[{{{name}: {{}}}}]' (native in {runtime})")
-    return _either(*parts)
-
-
-def _elsewhere(recipe: Recipe, target: Target, kind: Kind) -> str:
-    """The nearest target that computes in all that a recipe stores."""
-    wanted = {runtime for step in _steps(recipe, kind) for runtime in plugins.EXPORTERS.load(step.name).runtimes}
-    for name in sorted(content.names("export"), key=lambda name: _apart(_outline(name), target)):
-        if not wanted & set(_outline(name)["runtimes"]):
-            continue  # to parse all of them would take a second
-        try:
-            found = _best(_readers(recipe, Target.load(name), kind))
-        except InputError:
-            continue
-        if found.state == "native":
-            return f"--target {name} (native in {found.runtime})"
-    return ""
-
-
-@cache
-def _outline(name: str) -> dict[str, Any]:
-    """A few lines of a shipped target."""
-    lines = content.find("export", name).read_text(encoding="utf-8").splitlines()
-    keys = ("kind: ", "arch: ", "runtimes: ")
-    found = yaml.safe_load("\n".join(line for line in lines if line.startswith(keys)))
-    return {**found, "name": name}
-
-
-def _with_remedy(error: InputError, remedy: str) -> InputError:
-    return InputError(error.code, where=error.where, value=error.value, rule=error.rule, remedy=remedy)
-
-
-def _either(*remedies: str) -> str:
-    return "; or: ".join(part for part in remedies if part)
-
-
-def _schemes(recipe: Recipe) -> Iterator[tuple[str, WeightScheme, ActivationScheme | None]]:
-    """Where a recipe says so, how weights are stored there, and how their inputs are; not what stays in floats."""
-    weights, inputs = recipe.scheme.weights, recipe.scheme.activations
-    if weights is not None:
-        yield "scheme", weights, inputs
-    for each in recipe.overrides:
-        own = each.over(weights, WeightScheme) if each.concerns(WeightScheme) else weights
-        fed = each.over(inputs, ActivationScheme) if each.concerns(ActivationScheme) else inputs
-        if own is not None:
-            yield f"overrides: {each.match}", own, fed
-
-
-def _steps(recipe: Recipe, kind: Kind | None) -> list[ExportStep]:
-    """The exports of a recipe; of a float graph the engine that it becomes if the recipe has one, else a graph."""
-    if kind != "network":
-        return recipe.export
-    return [step for step in recipe.export if _EXPORTERS.load(step.name).stores == "engine"] or [_graph()]
-
-
-@cache
-def _graph() -> ExportStep:
-    """What a float graph becomes where its recipe builds no engine of it."""
-    return ExportStep(name=next(name for name in _EXPORTERS.names() if _EXPORTERS.load(name).stores == "graph"))
-
-
-def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: _Exporter) -> None:
-    """Refuse an export that has no place for what a pass makes of inputs. Raises InputError `layout-unsupported`."""
-    moving = [each.name for each in recipe.passes if "moved" in plugins.PASSES.load(each.name).ensures]
-    if moving and not exporter.moves:
-        raise InputError(
-            "layout-unsupported",
-            where=f"export: {step.name}",
-            value=f"channels that {moving[0]} moves",
-            rule="it has no place for what becomes of an input before it is quantized",
-            remedy=f"--set 'export=[{{onnx: {{}}}}]' or [{{tensorrt: {{}}}}], or leave {moving[0]} out of `passes`",
-        )
-
-
-def _read_by(recipe: Recipe, step: ExportStep, exporter: _Exporter, target: Target, runtime: str) -> Reader:
-    stored = stored_formats(recipe)
-    target.check(stored, runtime)
-    weights = {place: own for place, own, _ in _schemes(recipe)}
-    inputs = {place: fed for place, _, fed in _schemes(recipe) if fed is not None}
-    left: State = "native"
-    if step is not _graph():  # whose own rules are `graph_schemes`
-        left = exporter.holds(step.options, runtime, weights, inputs, recipe.scheme.kv_cache)
-    taken = []
-    for each in stored:
-        use = target.use(each, runtime)
-        floats = left == "emulated" and each.part != "kv_cache"
-        source = f"the {step.name} holds the values that codes stand for" if floats else use.source
-        taken.append(StoredUse(each, "emulated" if floats else use.state, source))
-    return Reader(step.name, runtime, taken)
-
-
-def _exports(recipe: Recipe, target: Target, kind: Kind) -> Iterator[tuple[str, str]]:
-    """(export, runtime): the first export that the recipe could have, and that is computed in as it is stored."""
-    for name in sorted({*plugins.EXPORTERS.names()} - {step.name for step in recipe.export}):
-        changed = recipe.model_copy(update={"export": [ExportStep(name=name)]})
-        try:
-            found = _best(_readers(changed, target, kind))
-        except InputError:
-            continue
-        if found.state == "native" and found.export == name and found.taken:
-            yield name, found.runtime
-            return
-
-
-@cache
-def _shipped(name: str) -> Recipe:
-    return Recipe.load(name)
-
-
-def _alike(recipe: Recipe, kind: Kind) -> list[Recipe]:
-    """The other shipped recipes for that kind of model."""
-    others = [_shipped(name) for name in content.names("recipes") if name != recipe.name]
-    # an add-on is no recipe by itself, and a graph is quantized or left alone
-    quantized = [each for each in others if each.scheme.weights or (each.scheme.kv_cache is None and kind != "network")]
-    return [each for each in quantized if kind in each.models]
-
-
-def _others(recipe: Recipe, target: Target, kind: Kind) -> Iterator[tuple[tuple[Any, ...], Recipe, Reader]]:
-    """Shipped recipes that a target runs, with how far they are from another one."""
-    asked = {step.name for step in recipe.export}
-    for other in _alike(recipe, kind):
-        try:
-            known = _readers(other, target, kind)
-        except InputError:
-            continue
-        found = min(known, key=lambda each: (*each.rank, each.export not in asked))
-        yield (_ORDER.index(found.state), *_differ(recipe, other), other.name), other, found
-
-
-def _differ(recipe: Recipe, other: Recipe) -> tuple[float | bool, ...]:
-    """How unlike two recipes are, what matters most first: bits, inputs, exports, kind of format, zero points."""
-    one, two = recipe.scheme, other.scheme
-    bits = [float(load_format(x.weights.format).bits) if x.weights else 16.0 for x in (one, two)]
-    inputs = [x.activations.format if x.activations else "" for x in (one, two)]
-    kinds = [x.weights.format[:2] if x.weights else "" for x in (one, two)]
-    exports = [{step.name for step in x.export} for x in (recipe, other)]
-    zeros = [x.weights.symmetric if x.weights else True for x in (one, two)]
-    dynamic = [x.activations.dynamic if x.activations else None for x in (one, two)]
-    return (
-        abs(bits[0] - bits[1]),
-        (inputs[0] == "") != (inputs[1] == ""),
-        not exports[0] & exports[1],
-        kinds[0] != kinds[1],
-        dynamic[0] != dynamic[1],
-        zeros[0] != zeros[1],
-        recipe.passes != other.passes,
-    )
-
-
-def _apart(other: dict[str, Any], target: Target) -> tuple[Any, ...]:
-    """How unlike a target another one is, by its outline."""
-    sm = abs(float(other["arch"].get("sm") or 0) - float(target.arch.sm or 0))
-    return other["kind"] != target.kind, other["arch"]["vendor"] != target.arch.vendor, sm, other["name"]

@@ -22,7 +22,7 @@ from quantkit.pipeline.blocks.accounting import about, account
 from quantkit.pipeline.blocks.layers import Layers, lay_out
 from quantkit.pipeline.request import Request, default_out, with_own_runtime
 from quantkit.planning.model.assigned import UNTIED, takes_head
-from quantkit.planning.support import caveats
+from quantkit.planning.readers import caveats
 
 if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet

@@ -18,7 +18,8 @@ from quantkit.pipeline.graphs.located import located
 from quantkit.pipeline.graphs.measure import Cost, cost
 from quantkit.pipeline.request import Request, default_out
 from quantkit.planning.model.assigned import ROLES
-from quantkit.planning.support import ask, graph_schemes
+from quantkit.planning.readers import graph_schemes
+from quantkit.planning.support import ask
 from quantkit.recipe import ExportStep, Recipe
 from quantkit.scheme import ActivationScheme
 

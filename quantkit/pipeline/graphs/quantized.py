@@ -17,7 +17,7 @@ from quantkit.pipeline.graphs.prepared import Prepared
 from quantkit.pipeline.graphs.steps import IntegerForm, Steps
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.refusals import demand
-from quantkit.planning.support import graph_schemes
+from quantkit.planning.readers import graph_schemes
 
 if TYPE_CHECKING:
     import onnx_ir as ir

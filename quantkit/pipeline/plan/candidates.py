@@ -10,7 +10,8 @@ from quantkit import content, plugins
 from quantkit.errors import InputError, unknown_name
 from quantkit.export import load_exporter
 from quantkit.kinds import Kind
-from quantkit.planning.support import ask, fitted, stored_formats
+from quantkit.planning.readers import stored_formats
+from quantkit.planning.support import ask, fitted
 from quantkit.recipe import Recipe
 from quantkit.target import Target
 

@@ -28,13 +28,13 @@ from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.assigned import Assigned, assign_sizes
 from quantkit.planning.model.storage import storage
 from quantkit.planning.outlook import Candidate, Cell, Memory, Outlook, Row, Workload
+from quantkit.planning.readers import caveats
 from quantkit.planning.recommend import recommend
 from quantkit.planning.serving.batching import Server
 from quantkit.planning.serving.cost import Bill, RequestTime, bill
 from quantkit.planning.serving.load import Load, simulate
 from quantkit.planning.serving.prices import Prices
 from quantkit.planning.serving.traffic import OUTPUT, PROMPT, traffic
-from quantkit.planning.support import caveats
 from quantkit.target import ComputeType, Stored, Target
 
 # decisions that change what is stored, in a way that nobody may expect
