@@ -87,13 +87,14 @@ def _exports(recipe: Recipe, target: Target, kind: Kind) -> Iterator[tuple[str, 
 
 
 @cache
-def _shipped(name: str) -> Recipe:
+def shipped(name: str) -> Recipe:
+    """A recipe that ships, read once: several candidates and their stand-ins look at the same."""
     return Recipe.load(name)
 
 
 def _alike(recipe: Recipe, kind: Kind) -> list[Recipe]:
     """The other shipped recipes for that kind of model."""
-    others = [_shipped(name) for name in content.names("recipes") if name != recipe.name]
+    others = [shipped(name) for name in content.names("recipes") if name != recipe.name]
     # an add-on is no recipe by itself, and a graph is quantized or left alone
     quantized = [each for each in others if each.scheme.weights or (each.scheme.kv_cache is None and kind != "network")]
     return [each for each in quantized if kind in each.models]

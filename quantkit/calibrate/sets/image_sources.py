@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,26 +162,34 @@ def preprocess(image: NDArray[np.uint8], how: Preprocess, *, where: str) -> NDAr
     return np.ascontiguousarray(normal.transpose(2, 0, 1) if how.layout == "NCHW" else normal)
 
 
-def _arrays(file: Path | bytes, where: str) -> Images:
+@contextmanager
+def opened_arrays(file: Path | bytes, where: str) -> Iterator[Any]:
+    """What numpy makes of a .npy, an array that is mapped so that only what is drawn is read, or of a .npz.
+
+    Raises:
+        InputError: `calibration-pickle`, `calibration-unreadable`, also of what is read from it meanwhile.
+    """
     try:
-        # a .npy is mapped, so that only what is drawn is read
         loaded = (
             np.load(io.BytesIO(file), allow_pickle=False)
             if isinstance(file, bytes)
             else np.load(file, mmap_mode="r", allow_pickle=False)
         )
+        with nullcontext(loaded) if isinstance(loaded, np.ndarray) else loaded:
+            yield loaded
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
+        raise _pickled(where) if "allow_pickle" in str(error) else own.unreadable(where, error) from None
+
+
+def _arrays(file: Path | bytes, where: str) -> Images:
+    with opened_arrays(file, where) as loaded:
         if isinstance(loaded, np.ndarray):
             images, labels, clusters = loaded, None, None
+        elif "images" not in loaded.files:
+            raise _fields(loaded.files, where)
         else:
-            with loaded:
-                if "images" not in loaded.files:
-                    raise _fields(loaded.files, where)
-                images = loaded["images"]
-                labels, clusters = (loaded[name] if name in loaded.files else None for name in ("labels", "clusters"))
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
-        if "allow_pickle" in str(error):
-            raise pickled(where) from None
-        raise own.unreadable(where, error) from None
+            images = loaded["images"]
+            labels, clusters = (loaded[name] if name in loaded.files else None for name in ("labels", "clusters"))
     if images.ndim == 0 or len(images) == 0:
         raise own.empty(where, "no image in it", "images are [n, …], n at least 1")
     bytes_ = images.dtype == np.uint8
@@ -321,7 +330,7 @@ def _fields(names: Sequence[str], where: str) -> InputError:
     )
 
 
-def pickled(where: str) -> InputError:
+def _pickled(where: str) -> InputError:
     """Arrays of Python objects."""
     return InputError(
         "calibration-pickle",

@@ -12,8 +12,8 @@ left over is not used.
 from __future__ import annotations
 
 import hashlib
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from quantkit import content
 from quantkit.calibrate.sets import own
 from quantkit.calibrate.sets.card import SetSampling, Split
-from quantkit.calibrate.sets.image_sources import class_numbers, cluster_numbers, pickled
+from quantkit.calibrate.sets.image_sources import class_numbers, cluster_numbers, opened_arrays
 from quantkit.calibrate.sets.images import check_range, drawn, load_images, own_split
 from quantkit.calibrate.sets.views import views
 from quantkit.errors import InputError
@@ -212,11 +212,9 @@ def _holds(path: Path, name: str) -> bool:
     """Whether a .npz has an array of this name, and it is not `images` that are meant by it."""
     if path.suffix.lower() != ".npz" or name == _IMAGES or not path.is_file():
         return False
-    try:
-        with np.load(path, allow_pickle=False) as loaded:
-            return name in loaded.files
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile):
-        return False  # `load_images` says what is wrong with it
+    with suppress(InputError), opened_arrays(path, name) as loaded:
+        return name in loaded.files
+    return False  # `load_images` says what is wrong with it
 
 
 def _read(path: Path, inputs: Sequence[GraphInput]) -> dict[str, Array]:
@@ -228,24 +226,15 @@ def _read(path: Path, inputs: Sequence[GraphInput]) -> dict[str, Array]:
         raise InputError(
             "calibration-kind", where=where, value="no .npz", rule=f"this graph takes {wanted}", remedy=remedy
         )
-    try:
-        loaded = np.load(path, allow_pickle=False)
+    with opened_arrays(path, where) as loaded:
         if isinstance(loaded, np.ndarray):
             return {names[0]: loaded}
-        with loaded:
-            missing = [name for name in names if name not in loaded.files]
-            if missing:
-                given = ", ".join(map(repr, loaded.files[:6])) or "none"
-                raise InputError(
-                    "calibration-fields",
-                    where=where,
-                    value=f"arrays {given}, no {missing[0]!r}",
-                    rule=wanted,
-                    remedy=remedy,
-                )
-            return {name: loaded[name] for name in [*names, LABELS, CLUSTERS] if name in loaded.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
-        raise pickled(where) if "allow_pickle" in str(error) else own.unreadable(where, error) from None
+        missing = [name for name in names if name not in loaded.files]
+        if missing:
+            given = ", ".join(map(repr, loaded.files[:6])) or "none"
+            value = f"arrays {given}, no {missing[0]!r}"
+            raise InputError("calibration-fields", where=where, value=value, rule=wanted, remedy=remedy)
+        return {name: loaded[name] for name in [*names, LABELS, CLUSTERS] if name in loaded.files}
 
 
 def _count(arrays: Feed, where: str) -> int:

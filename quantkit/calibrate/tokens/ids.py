@@ -132,7 +132,7 @@ def load_tokens(
         ids = _drawn(asked, room, vocab_size) if part.content is None else _from_text(asked, part.content, room, before)
         ids = np.pad(ids, ((0, 0), (len(before), len(after))))
         ids[:, : len(before)], ids[:, ids.shape[1] - len(after) :] = before, after
-    _check_vocabulary(ids, vocab_size, part.where)
+    check_vocabulary(ids, vocab_size, part.where)
 
     import torch
 
@@ -170,14 +170,7 @@ class _Asked:
 
     def demand_tokenizer(self) -> None:
         """Raises InputError `calibration-tokenizer`."""
-        if self.tokenizer is None:
-            raise InputError(
-                "calibration-tokenizer",
-                where=self.part.where,
-                value="the model has no tokenizer",
-                rule="text has to be tokenized",
-                remedy="give a .jsonl with `input_ids`",
-            )
+        demand_tokenizer(self.tokenizer, self.part.where, "text has", "give a .jsonl with `input_ids`")
 
 
 def _drawn(asked: _Asked, room: int, vocab_size: int) -> NDArray[np.int64]:
@@ -285,7 +278,20 @@ def _short(where: str, found: int, samples: int, tokens: int) -> InputError:
     )
 
 
-def _check_vocabulary(ids: NDArray[np.int64], vocab_size: int, where: str) -> None:
+def demand_tokenizer(tokenizer: Any, where: str, what: str, remedy: str) -> None:
+    """Refuse what has to be tokenized where the model has no tokenizer. Raises InputError `calibration-tokenizer`."""
+    if tokenizer is None:
+        raise InputError(
+            "calibration-tokenizer",
+            where=where,
+            value="the model has no tokenizer",
+            rule=f"{what} to be tokenized",
+            remedy=remedy,
+        )
+
+
+def check_vocabulary(ids: NDArray[np.int64], vocab_size: int, where: str) -> None:
+    """Refuse ids that the model has not. Raises InputError `calibration-ids`."""
     if ids.size:
         _check_range(int(ids.min()), int(ids.max()), vocab_size, where, remedy="this tokenizer is of another model")
 

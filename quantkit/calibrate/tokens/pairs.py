@@ -17,7 +17,7 @@ from quantkit import content
 from quantkit.calibrate.sets.card import Card, Split
 from quantkit.calibrate.sets.pairs import SUFFIX, load_pairs
 from quantkit.calibrate.tokens.frame import begins
-from quantkit.calibrate.tokens.ids import TokenSet, ids_sha256
+from quantkit.calibrate.tokens.ids import TokenSet, check_vocabulary, demand_tokenizer, ids_sha256
 from quantkit.calibrate.tokens.pack import filled
 from quantkit.errors import InputError
 
@@ -47,14 +47,7 @@ def load_pair_tokens(
     Raises:
         InputError: of `load_pairs`; `calibration-tokenizer`, `calibration-short`, `calibration-ids`.
     """
-    if tokenizer is None:
-        raise InputError(
-            "calibration-tokenizer",
-            where=reference,
-            value="the model has no tokenizer",
-            rule="pairs are texts, which have to be tokenized",
-            remedy="a model folder with a tokenizer",
-        )
+    demand_tokenizer(tokenizer, reference, "texts have", "a model folder with a tokenizer")
     pairs = load_pairs(reference, split, samples=None, seed=seed)
     order = np.random.default_rng(seed if split == "calib" else 0).permutation(len(pairs.left))
     texts = [side[place] for place in order for side in (pairs.left, pairs.right)]
@@ -69,14 +62,7 @@ def load_pair_tokens(
             rule="a row of ids is filled with texts",
             remedy="more pairs",
         )
-    if rows.max() >= vocab_size:
-        raise InputError(
-            "calibration-ids",
-            where=reference,
-            value=f"id {rows.max()}",
-            rule=f"ids lie in 0..{vocab_size - 1}, the vocabulary",
-            remedy="this tokenizer is of another model",
-        )
+    check_vocabulary(rows, vocab_size, reference)
     import torch
 
     sha256 = ids_sha256(rows) if split == "calib" else pairs.sha256

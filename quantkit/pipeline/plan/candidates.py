@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from quantkit import content, plugins
 from quantkit.errors import InputError, unknown_name
 from quantkit.export import load_exporter
 from quantkit.kinds import Kind
+from quantkit.planning.nearest import shipped
 from quantkit.planning.readers import stored_formats
 from quantkit.planning.support import ask, fitted
 from quantkit.recipe import Recipe
@@ -86,9 +86,9 @@ def _recipe(label: str, kind: Kind, target: Target, changes: Sequence[str]) -> R
     name = _FLOATS.get(label, label)
     first = name.partition("+")[0]
     if content.is_path(first) or first in content.names("recipes"):
-        return Recipe.load(name, changes) if changes or content.is_path(first) else _shipped(name)
+        return Recipe.load(name, changes) if changes or content.is_path(first) else shipped(name)
     if name in _UNQUANTIZED:
-        return Recipe.load("float", changes) if changes else _shipped("float")
+        return Recipe.load("float", changes) if changes else shipped("float")
     storing = _storing(first, kind) if first in plugins.FORMATS.names() else []
     if not storing:
         known = sorted({*content.names("recipes"), *_FLOATS, *plugins.FORMATS.names()})
@@ -96,18 +96,12 @@ def _recipe(label: str, kind: Kind, target: Target, changes: Sequence[str]) -> R
     chosen = next((each for each in storing if _runs(each.name, kind, target, native=True)), None)
     chosen = chosen or next((each for each in storing if _runs(each.name, kind, target)), storing[0])
     name = name.replace(first, chosen.name, 1)
-    return Recipe.load(name, changes) if changes else _shipped(name)
-
-
-@cache
-def _shipped(name: str) -> Recipe:
-    """A recipe that ships, read once: several candidates and their stand-ins look at the same."""
-    return Recipe.load(name)
+    return Recipe.load(name, changes) if changes else shipped(name)
 
 
 def _storing(form: str, kind: Kind) -> list[Recipe]:
     """The shipped recipes whose weights are of that format, the default one first."""
-    found = [_shipped(name) for name in content.names("recipes")]
+    found = [shipped(name) for name in content.names("recipes")]
     fitting = [each for each in found if each.scheme.weights is not None and each.scheme.weights.format == form]
     fitting = [each for each in fitting if kind in each.models]
     return sorted(fitting, key=lambda each: (each.name != "awq-int4", each.name))
@@ -115,7 +109,7 @@ def _storing(form: str, kind: Kind) -> list[Recipe]:
 
 def _runs(name: str, kind: Kind, target: Target, *, native: bool = False) -> bool:
     try:
-        recipe = ask(_shipped(name), target).recipe
+        recipe = ask(shipped(name), target).recipe
     except InputError:
         return False
     runtime = _runtime(recipe, kind, target, None)
