@@ -40,6 +40,11 @@ def test_formats_and_recipes_side_by_side() -> None:
     assert four.runtime == "vllm"
 
 
+def test_what_an_override_stores_has_a_cell_too() -> None:
+    cells = plan(PlanQuestion("smollm2-135m", ("int4-cpu",), "cpu-x86")).candidates[0].cells
+    assert [(cell.format, cell.state) for cell in cells] == [("int4", "native"), ("int8", "native")]
+
+
 def test_what_a_runtime_needs_beside_itself_is_noted() -> None:
     def noted(runtime: str) -> list[str]:
         found = plan(PlanQuestion("llama-3-8b", ("nf4",), "l4", runtime=runtime)).candidates[0]

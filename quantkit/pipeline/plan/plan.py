@@ -28,7 +28,7 @@ from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.assigned import Assigned, assign_sizes
 from quantkit.planning.model.storage import storage
 from quantkit.planning.outlook import Candidate, Cell, Memory, Outlook, Row, Workload
-from quantkit.planning.readers import caveats
+from quantkit.planning.readers import caveats, stored_formats
 from quantkit.planning.recommend import recommend
 from quantkit.planning.serving.batching import Server
 from quantkit.planning.serving.cost import Bill, RequestTime, bill
@@ -330,16 +330,7 @@ def _compiling(chosen: Chosen, architecture: Architecture, target: Target) -> tu
 
 
 def _cells(chosen: Chosen, target: Target) -> list[Cell]:
-    scheme = chosen.recipe.scheme
-    stored: list[Stored] = []
-    if scheme.weights is not None:
-        stored.append(Stored(scheme.weights.format, scheme.weights.symmetric))
-    if scheme.activations is not None:
-        stored.append(Stored(scheme.activations.format, scheme.activations.symmetric, "inputs"))
-    if scheme.kv_cache is not None:
-        stored.append(Stored(scheme.kv_cache.format, scheme.kv_cache.symmetric, "kv_cache"))
-    if not stored:
-        stored.append(Stored(FLOATS[target.baseline], True))
+    stored = stored_formats(chosen.recipe) or [Stored(FLOATS[target.baseline], True)]
     found = [(each, target.use(each, chosen.runtime)) for each in stored]
     return [Cell(each.format, each.words, use.state, use.source) for each, use in found]
 
