@@ -17,7 +17,7 @@ from quantkit.pipeline.request import Request, runs_here, this_machine
 from quantkit.pipeline.verdict import quick
 from quantkit.planning.compiling.forecast import described, predict
 from quantkit.planning.compiling.result import Compiling, Machine
-from quantkit.planning.compiling.work import CompileSpec, stores
+from quantkit.planning.compiling.spec import CompileSpec, stores
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture, Layer, Matrix
 from quantkit.report.kit import words

@@ -12,7 +12,8 @@ from quantkit.errors import InputError
 from quantkit.planning.compiling.forecast import described, of, predict
 from quantkit.planning.compiling.memory import held
 from quantkit.planning.compiling.result import Machine, Rates, shipped
-from quantkit.planning.compiling.work import CompileSpec, chunk_size, counted, shared
+from quantkit.planning.compiling.spec import CompileSpec, chunk_size, shared
+from quantkit.planning.compiling.work import counted
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture, Attention, Layer, Matrix
 from quantkit.recipe import Recipe
@@ -71,7 +72,7 @@ def test_a_correction_runs_the_original_too() -> None:
 
 def test_beyond_one_forward_every_stage_replays_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = counted(spec())["quantize"]["products"]
-    monkeypatch.setattr("quantkit.planning.compiling.work.ACTIVATION_BYTES", 1)
+    monkeypatch.setattr("quantkit.planning.compiling.spec.ACTIVATION_BYTES", 1)
     assert chunk_size(WIDE, LENGTH) == 1
     assert counted(spec())["quantize"]["products"] > 1.3 * at_once
 

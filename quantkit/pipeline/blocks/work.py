@@ -34,7 +34,7 @@ from quantkit.model.structure.traced import Structure
 from quantkit.passes import Pass, decision
 from quantkit.pipeline.blocks import rare_experts
 from quantkit.pipeline.blocks.rare_experts import Rare
-from quantkit.planning.compiling.work import chunk_size
+from quantkit.planning.compiling.spec import chunk_size
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 # blocks after which freed memory is given back; every time would cost a second a gigabyte

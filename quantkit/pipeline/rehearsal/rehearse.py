@@ -26,7 +26,7 @@ from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request
 from quantkit.planning.compiling.forecast import predict
 from quantkit.planning.compiling.result import Compiling, Machine
-from quantkit.planning.compiling.work import CompileSpec
+from quantkit.planning.compiling.spec import CompileSpec
 from quantkit.report.kit import words
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from quantkit.planning.compiling import graph
 from quantkit.planning.compiling.graph import GraphSpec
 from quantkit.planning.compiling.memory import CONFIRMED, WHOLE, held, packed_bytes
 from quantkit.planning.compiling.result import Compiling, Disk, Machine, Rates, shipped
-from quantkit.planning.compiling.work import CompileSpec, counted, elements, needs, stores
+from quantkit.planning.compiling.spec import CompileSpec, elements, needs, stores
+from quantkit.planning.compiling.work import counted
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.assigned import assign_sizes
 from quantkit.recipe import Recipe

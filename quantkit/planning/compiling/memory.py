@@ -19,16 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quantkit.formats import stored_bits
-from quantkit.planning.compiling.work import (
-    LONG,
-    LONG_SEQUENCES,
-    SCORED_TOGETHER,
-    CompileSpec,
-    elements,
-    needs,
-    shared,
-    stores,
-)
+from quantkit.planning.compiling.spec import CompileSpec, elements, needs, shared, stores
+from quantkit.planning.compiling.work import LONG, LONG_SEQUENCES, SCORED_TOGETHER
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.stored import LAYOUTS
 

@@ -18,18 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, Protocol, Self
 
 from quantkit import plugins
-from quantkit.planning.model.architecture import Architecture, Layer, Matrix
-from quantkit.plugins import Stores
-from quantkit.recipe import PassStep, Recipe
+from quantkit.planning.compiling.spec import OUTWARD, CompileSpec, elements, needs, shared, stores, storing
+from quantkit.planning.model.architecture import Architecture, Layer
+from quantkit.recipe import PassStep
 from quantkit.scheme import WeightScheme
 
-# what one forward may take for activations, and tensors of the widest activation alive at one time, roughly
-ACTIVATION_BYTES = 768 * 2**20
-ALIVE = 6
 # columns of a Hessian that are summed at a time
 _PANEL = 256
 # grids that a range search measures, by what chooses ranges: those of `Search()`, of rtn's `WIDE`, and min-max alone
@@ -40,8 +36,6 @@ _HARM = 128
 LONG, LONG_SEQUENCES = 2048, 4
 # sequences of a forward that scores
 SCORED_TOGETHER = 4
-# what adds to the residual stream, or begins a new shared input, by how such linears are called
-_OUTWARD = ("o_proj", "out_proj", "down_proj", "dense", "output", "fc2", "c_proj", "w2")
 
 
 class _Pass(plugins.PassFacts, Protocol):
@@ -75,58 +69,6 @@ class WorkCounts(dict[str, float]):
         for kind, amount in other.items():
             self[kind] += amount
         return self
-
-
-@dataclass(frozen=True)
-class CompileSpec:
-    """One compile.
-
-    Args:
-        architecture: of the model.
-        recipe: what to do; its exports those that the target reads.
-        schemes: `Matrix.name` -> how it is stored; matrices that are not named stay as they are.
-        sequences: to calibrate on; 0 where no pass looks at data.
-        length: tokens of each.
-        scored: tokens that are scored.
-        scored_length: tokens a sequence of them.
-        cached: whether what the original puts out on them is known from before.
-        timed: seconds that timing may take; 0 where nothing is timed.
-        baseline: whether the float model has to be made as a graph, to be timed against.
-        beside: values that blocks are given for a token besides its hidden states: per-layer embeddings.
-    """
-
-    architecture: Architecture
-    recipe: Recipe
-    schemes: Mapping[str, WeightScheme]
-    sequences: int
-    length: int
-    scored: int
-    scored_length: int
-    cached: bool = False
-    timed: float = 0.0
-    baseline: bool = False
-    beside: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """That calibrate."""
-        return self.sequences * self.length
-
-    @property
-    def chunk(self) -> int:
-        """Sequences of one forward while calibrating."""
-        widest = max((max(matrix.N, matrix.K) for matrix in self.architecture.inside()), default=1)
-        return chunk_size(widest, max(self.length, 1))
-
-    @property
-    def corrected(self) -> bool:
-        """Whether any pass looks at the original stream."""
-        return any(needs(step) & {"original_inputs", "original_outputs"} for step in self.recipe.passes)
-
-    @property
-    def exports(self) -> list[str]:
-        """Destinations by name, in order."""
-        return [step.name for step in self.recipe.export]
 
 
 @dataclass(frozen=True)
@@ -168,41 +110,6 @@ class SharedLinears:
         return WorkCounts({f"searched{self.snap}": times * self.weights * _GRIDS[how]})
 
 
-def chunk_size(widest: int, tokens: int) -> int:
-    """How many sequences of `tokens` go through one forward when the widest activation has `widest` features."""
-    return max(1, ACTIVATION_BYTES // (widest * tokens * 4 * ALIVE))
-
-
-def needs(step: PassStep) -> frozenset[str]:
-    """The statistics that a pass of a recipe needs with its settings."""
-    return _PASSES.load(step.name).needs_with(step.settings)
-
-
-def stores(export: str) -> Stores:
-    """What becomes of a model in an export."""
-    return plugins.EXPORTERS.load(export).stores
-
-
-@cache
-def storing(what: Stores) -> str:
-    """The exporter that stores models so."""
-    return next(name for name in plugins.EXPORTERS.names() if stores(name) == what)
-
-
-def shared(layer: Layer) -> list[list[Matrix]]:
-    """The linears of a layer by the input that they share, in order, as far as their names tell."""
-    groups: list[list[Matrix]] = []
-    for matrix in layer.matrices:
-        parent, _, leaf = matrix.name.rpartition(".")
-        last = groups[-1][0] if groups else None
-        alike = last is not None and last.name.rpartition(".")[0] == parent and last.K == matrix.K
-        if alike and leaf not in _OUTWARD:
-            groups[-1].append(matrix)
-        else:
-            groups.append([matrix])
-    return groups
-
-
 def counted(spec: CompileSpec) -> dict[str, WorkCounts]:
     """Part -> kind of work -> how much of it; the parts are those that a compile names as it goes."""
     parts = {"open": _open(spec), "prove": _prove(spec)}
@@ -223,11 +130,6 @@ def counted(spec: CompileSpec) -> dict[str, WorkCounts]:
             parts["speed"] += _check(spec, storing("graph"), dense=True)
     parts["finish"] = WorkCounts({"fixed:finish": 1, "fixed:page": 1 if spec.schemes else 0})
     return parts
-
-
-def elements(matrices: Sequence[Matrix]) -> float:
-    """Weights of some linears, experts counted."""
-    return float(sum(matrix.count * matrix.N * matrix.K for matrix in matrices))
 
 
 def _stored(spec: CompileSpec) -> float:
@@ -337,7 +239,7 @@ def _pass(spec: CompileSpec, step: PassStep, layer: Layer) -> WorkCounts:
         named = [matrix for matrix in group if matrix.name in spec.schemes]
         if named:
             first = named[0]
-            outward = [matrix.N for matrix in named if matrix.name.rpartition(".")[2] in _OUTWARD]
+            outward = [matrix.N for matrix in named if matrix.name.rpartition(".")[2] in OUTWARD]
             rows, seen = sum(matrix.N for matrix in named), spec.tokens * first.active
             scheme = spec.schemes[first.name]
             linears = SharedLinears(rows, first.K, first.count, seen, sum(outward), scheme)
