@@ -189,7 +189,7 @@ def _environment() -> Environment:
 
 def _style() -> str:
     """The reports' style, and what this site has besides."""
-    return (_REPORT / "page.css").read_text(encoding="utf-8") + "\n" + _read("site.css")
+    return (_REPORT / "kit" / "templates" / "page.css").read_text(encoding="utf-8") + "\n" + _read("site.css")
 
 
 def _read(name: str) -> str:
