@@ -160,13 +160,10 @@ def decisions(taken: Sequence[Decision]) -> RenderableType:
         return Text("none: everything was done as the recipe says", _DIM)
     shown = []
     for group in figures.grouped(taken):
-        first = group.first
-        text = Text.assemble((f"{group.count} × {first.code}", "yellow"), f" ({first.pass_}), ")
-        text.append(f"{'first ' if group.count > 1 else ''}{first.where}: ")
-        if changed := figures.change(first):
-            text.append(f"{changed}; ")
-        text.append(first.reason)
-        shown.append(text)
+        text = Text.assemble((f"{group.count} × {group.code}", "yellow"), f" ({group.pass_}), ")
+        text.append(f"{'first ' if group.count > 1 else ''}{group.where}: ")
+        text.append(f"{group.change}; " if group.change else "")
+        shown.append(text.append(group.reason))
     return _lines(shown)
 
 

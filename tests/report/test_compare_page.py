@@ -16,7 +16,7 @@ from quantkit.errors import InputError
 from quantkit.measurement.compared import Flip, Flips, LayerPair
 from quantkit.report.compare import page as compare_page
 from quantkit.report.compare import words as say
-from quantkit.report.kit import words
+from quantkit.report.kit import shell, words
 
 from .test_compare import DATA, cell
 
@@ -59,10 +59,10 @@ def test_one_offline_file_with_all_sections(page: str, tmp_path: Path) -> None:
     for figure in figures(page):
         graph_objects.Figure(figure)  # refuses what its schema does not know
     path = tmp_path / "compare.html"
-    compare_page.write(path, WHOLE, "1.2.3")
+    shell.write(path, compare_page.page(WHOLE, "1.2.3"))
     assert path.read_text(encoding="utf-8") == page
     with pytest.raises(InputError, match="file-unwritable"):
-        compare_page.write(tmp_path / "nowhere" / "x.html", WHOLE)
+        shell.write(tmp_path / "nowhere" / "x.html", compare_page.page(WHOLE))
 
 
 def test_what_a_model_says_is_text_and_nothing_else(page: str) -> None:

@@ -16,8 +16,7 @@ from plotly import graph_objects
 from quantkit import machine
 from quantkit.errors import InputError, MissingDependency
 from quantkit.planning.outlook import Outlook, Recommendation
-from quantkit.report.bundle import page as pages
-from quantkit.report.kit import words
+from quantkit.report.kit import shell, words
 from quantkit.report.plan import figures as plan_figures
 from quantkit.report.plan import page as plan_page
 from quantkit.report.plan import words as plan_words
@@ -56,7 +55,7 @@ def test_one_offline_file_with_all_sections(page: str, three: Outlook, tmp_path:
     for source in (three.target.memory.read_bandwidth.source, "vLLM documentation", "14 steps of 3 models"):
         assert source in page
     path = tmp_path / "plan.html"
-    plan_page.write(path, three)
+    shell.write(path, plan_page.page(three))
     assert path.read_text(encoding="utf-8") == page
 
 
@@ -188,10 +187,10 @@ def test_more_candidates_than_colours() -> None:
 
 def test_what_the_page_needs(monkeypatch: pytest.MonkeyPatch, three: Outlook, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="file-unwritable"):
-        plan_page.write(tmp_path / "nowhere" / "x.html", three)
+        shell.write(tmp_path / "nowhere" / "x.html", plan_page.page(three))
     monkeypatch.setattr(machine, "has", lambda name: False)
     with pytest.raises(MissingDependency, match=r"quantkit\[report\]"):
-        pages.demand()
+        shell.demand()
 
 
 def test_what_does_not_fit_is_drawn_against_the_card_alone() -> None:

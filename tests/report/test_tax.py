@@ -15,6 +15,7 @@ from quantkit.errors import InputError
 from quantkit.measurement.operators.run import Job
 from quantkit.planning.model import shapes
 from quantkit.report import terminal
+from quantkit.report.kit import shell
 from quantkit.report.tax import page as tax_page
 from quantkit.report.tax import screen
 from quantkit.report.tax.screen import Taxed
@@ -100,7 +101,7 @@ def test_typed_shapes_have_their_lines_on_the_screen() -> None:
 
 def test_the_page_is_one_offline_file_with_all_figures(data: Taxed, tmp_path: Path) -> None:
     path = tmp_path / "tax.html"
-    tax_page.write(path, data)
+    shell.write(path, tax_page.page(data))
     page = path.read_text(encoding="utf-8")
     assert not re.search(r"(src|href)=\"(https?:)?//", page)
     assert "<b>fast</b>" not in page, "what comes from elsewhere is escaped"
@@ -142,7 +143,7 @@ def test_answers_in_words(verdict: Verdict, words: str) -> None:
 
 def test_a_folder_that_is_not_there(data: Taxed, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="file-unwritable"):
-        tax_page.write(tmp_path / "nowhere" / "x.html", data)
+        shell.write(tmp_path / "nowhere" / "x.html", tax_page.page(data))
 
 
 def test_on_a_gpu_the_tax_is_split(tmp_path: Path) -> None:

@@ -51,10 +51,10 @@ def compare(
 
     check_place(html)
     if html is not None:
-        from quantkit.report.bundle import page as pages
         from quantkit.report.compare import page as compare_page
+        from quantkit.report.kit import shell
 
-        pages.demand()
+        shell.demand()
     with showing() as progress:
         progress.begin(f"comparing {a} and {b}", 5.0 + (60.0 + (seconds or 60.0) if measure and speed else 0.0))
         found = compare_bundles(
@@ -71,7 +71,7 @@ def compare(
             examples=examples,
         )
     if html is not None:
-        compare_page.write(html, found, __version__)
+        shell.write(html, compare_page.page(found, __version__))
     error: QuantkitError | None = None
     answer = {GateError.exit: "worse", Inconclusive.exit: "inconclusive"}.get(found.exit)
     said = "; ".join(because([cell for cell in found.cells if cell.answer == answer], found.kind))

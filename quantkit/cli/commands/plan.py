@@ -99,16 +99,16 @@ def plan(
     )
     check_place(html)
     if html is not None:
-        from quantkit.report.bundle import page as pages
+        from quantkit.report.kit import shell
         from quantkit.report.plan import page as plan_page
 
-        pages.demand()
+        shell.demand()
     outlook = answer(question)
     rehearsal = _rehearsed(question, outlook) if rehearse else None
     if rehearsal is not None and rehearsal.compiling is not None:
         outlook = replace(outlook, candidates=[replace(outlook.candidates[0], compiling=rehearsal.compiling)])
     if html is not None:
-        plan_page.write(html, outlook, quantkit.__version__)
+        shell.write(html, plan_page.page(outlook, quantkit.__version__))
     result, shown = report.as_dict(outlook), report.terminal(outlook, html)
     if rehearsal is None:
         return Answer(result, shown, warnings=list(outlook.notes))

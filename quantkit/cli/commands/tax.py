@@ -63,7 +63,7 @@ def tax(
     from quantkit.pipeline.tax.question import Question, batch_range, prepare
     from quantkit.pipeline.tax.tax import measure_tax, record
     from quantkit.planning.serving.traffic import traffic_of
-    from quantkit.report.bundle import page as pages
+    from quantkit.report.kit import shell
     from quantkit.report.tax import page as tax_page
     from quantkit.report.tax import screen as report
 
@@ -87,7 +87,7 @@ def tax(
     if plan.records and plan.bundle is not None:
         plan.bundle.demand_writable()
     if html is not None:
-        pages.demand()
+        shell.demand()
     with showing() as progress:
         progress.begin(f"timing the linears of {model or ', '.join(shape or ())}", 1.6 * seconds)
         progress.plan({"timing": 1.6 * seconds})
@@ -96,7 +96,7 @@ def tax(
         write_rows(out, found.rows)
     data = found.reported()
     if html is not None:
-        tax_page.write(html, data)
+        shell.write(html, tax_page.page(data))
     record(found)
     error: QuantkitError | None = None
     if found.inconclusive:

@@ -11,7 +11,6 @@ untrusted: Jinja escapes it, and each page's own policy lets no other script run
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import os
 from dataclasses import dataclass
@@ -24,21 +23,14 @@ from quantkit.bundle.disk import stopping_when_full
 from quantkit.errors import InputError
 from quantkit.nightly.page import cell, detail, history, index, say
 from quantkit.nightly.store.parquet import Store
-from quantkit.report.kit import words
+from quantkit.report.kit import shell, words
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
     from rich.console import RenderableType
 
 _FOLDER = Path(__file__).parent
-_REPORT = _FOLDER.parent.parent / "report" / "kit" / "templates"
 # by which a page of this site is known
 MARK = '<meta name="generator" content="quantkit nightly page">'
-# a browser takes `'self'` for a web server's files, `file:` for those of a disk
-_POLICY = (
-    "default-src 'none'; script-src 'self' file:; style-src 'self' file: 'unsafe-inline'; img-src data:; "
-    "base-uri 'none'; form-action 'none'"
-)
 
 
 @dataclass(frozen=True)
@@ -167,29 +159,13 @@ def _unwritable(path: Path, error: OSError) -> InputError:
 
 
 def _rendered(template: str, **values: Any) -> str:
-    text = _environment().get_template(template).render(**values, policy=_POLICY, version=__version__)
-    return text.strip("\n") + "\n"
-
-
-@functools.cache
-def _environment() -> Environment:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    made = Environment(
-        loader=FileSystemLoader(_FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
-    made.filters |= {"plural": words.plural, "visible": words.visible, "date": say.date}
-    return made
+    values |= {"date": say.date, "version": __version__}
+    return shell.page_of_site(_FOLDER, template, **values)
 
 
 def _style() -> str:
     """The reports' style, and what this site has besides."""
-    return (_REPORT / "kit" / "templates" / "page.css").read_text(encoding="utf-8") + "\n" + _read("site.css")
+    return shell.read("page.css") + "\n" + _read("site.css")
 
 
 def _read(name: str) -> str:

@@ -93,7 +93,7 @@ def _template() -> Template:
     # no HTML escaping: this is Markdown, whose own escaping is the filter `md`
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701
     environment.filters |= {"md": escape, "fenced": fenced}
-    environment.filters |= {"change": figures.change, "relation": figures.relation, "short": figures.short}
+    environment.filters |= {"relation": figures.relation, "short": figures.short}
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from quantkit.bundle import Check, Decision, Manifest, WeightsEntry
 from quantkit.bundle.manifest import CalibrationEntry
@@ -18,6 +18,7 @@ from quantkit.report.kit import shares, words
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 _GATE = "gate."
 
+T = TypeVar("T")
 _Maker = Callable[[Row, float], "Line"]
 
 
@@ -168,11 +169,11 @@ _MAKERS = {
 }
 
 
-def by(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Rows by a key, in the order of their first appearance."""
-    found: dict[Any, list[Row]] = {}
-    for row in rows:
-        found.setdefault(key(row), []).append(row)
+def by(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """Items by a key, in the order of their first appearance."""
+    found: dict[Any, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
     return found
 
 
@@ -292,19 +293,26 @@ def short(check: Check) -> str:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Decisions of one kind: how many, and the first of them."""
+class DecisionLine:
+    """Decisions of one kind as they are read: how many (0: this one alone is meant), and the first of them."""
 
     count: int
-    first: Decision
+    code: str
+    pass_: str
+    where: str
+    change: str
+    reason: str
+
+    @classmethod
+    def of(cls, each: Decision, count: int = 0) -> DecisionLine:
+        """The line of a decision."""
+        return cls(count, each.code, each.pass_, each.where, change(each), each.reason)
 
 
-def grouped(decisions: Sequence[Decision]) -> list[Group]:
+def grouped(decisions: Sequence[Decision]) -> list[DecisionLine]:
     """Decisions by pass and code, in the order of their first appearance."""
-    found: dict[tuple[str, str], list[Decision]] = {}
-    for decision in decisions:
-        found.setdefault((decision.pass_, decision.code), []).append(decision)
-    return [Group(len(group), group[0]) for group in found.values()]
+    groups = by(decisions, lambda each: (each.pass_, each.code)).values()
+    return [DecisionLine.of(group[0], len(group)) for group in groups]
 
 
 def change(decision: Decision) -> str:

@@ -1,26 +1,14 @@
 """The report: `report.html` of a bundle, one file that needs no network.
 
-It is made from the manifest and the measurements alone, so the same two give the same page. What comes from a model is
-untrusted: Jinja escapes it in the text, JSON in a script element is escaped besides, and the page's own policy lets no
-script run but its own three and no request leave. Plotly is embedded once, gzipped; the data of every figure is
+It is made from the manifest and the measurements alone, so the same two give the same page. The data of every figure is
 also there as a table, for those who cannot see the figures or run no scripts.
 """
 
 from __future__ import annotations
 
-import base64
-import functools
-import gzip
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from quantkit import machine
 from quantkit.bundle import Manifest
-from quantkit.bundle.disk import write_atomic
-from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.engine_layers import Inspected
 from quantkit.measurement.rows import Row
@@ -28,21 +16,9 @@ from quantkit.report.bundle import accuracy as accuracy_sections
 from quantkit.report.bundle import curves, figures, sections, speed, usage
 from quantkit.report.bundle import engine as engine_sections
 from quantkit.report.bundle import harm as harm_sections
-from quantkit.report.kit import shares, words
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-_FOLDER = Path(__file__).parents[1] / "kit" / "templates"
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A number that a reader remembers, what it is, and how sure it is."""
-
-    value: str
-    label: str
-    detail: str
+from quantkit.report.bundle.figures import DecisionLine
+from quantkit.report.kit import shares, shell, words
+from quantkit.report.kit.parts import Sheet, Tile
 
 
 def page(
@@ -66,8 +42,11 @@ def page(
         MissingDependency: plotly, extra `report`.
     """
     answer, because = figures.verdict(manifest, rows)
-    return rendered(
-        "page.html.j2",
+    gates, checks = figures.gates(manifest.checks), figures.other_checks(manifest.checks)
+    files = [[entry.path, words.size(entry.bytes), entry.role, entry.sha256] for entry in manifest.files]
+    return shell.rendered(
+        "bundle.html.j2",
+        title=f"{manifest.model.name}, {manifest.recipe.get('name', 'quantized')}",
         manifest=manifest,
         origin=figures.origin(manifest),
         schemes=figures.schemes(manifest),
@@ -87,96 +66,20 @@ def page(
         engines=engine_sections.sections(engines),
         sizes=sections.sizes(manifest, rows),
         groups=figures.grouped(manifest.decisions),
-        gates=figures.gates(manifest.checks),
-        checks=figures.other_checks(manifest.checks),
+        every=[DecisionLine.of(each) for each in manifest.decisions],
+        failed=[f"{figures.short(check)} {figures.relation(check)}" for check in gates if not check.ok],
+        checks=[
+            (check.ok, figures.short(check), figures.relation(check), kind)
+            for found, kind in ((gates, "gate of the recipe"), (checks, "every bundle"))
+            for check in found
+        ],
+        files=Sheet(["file", "size", "role", "sha256"], files, remarks=2),
         commands=usage.commands(manifest),
         judge="\n".join(usage.measure(manifest)),
         again=usage.again(manifest),
         facts=_facts(manifest, rows),
         recipe=usage.recipe(manifest),
     )
-
-
-def demand() -> None:
-    """Refuse to begin without what a page needs. Raises MissingDependency: plotly, extra `report`."""
-    if not machine.has("plotly"):
-        raise MissingDependency("plotly", extra="report", purpose="the page")
-
-
-def write(path: Path, text: str) -> None:
-    """Write a page, whole or not at all. Raises InputError: `file-unwritable`."""
-    try:
-        write_atomic(path, text.encode())
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError("file-unwritable", where=str(path), value=reason, remedy="check the folder") from None
-
-
-def rendered(template: str, **values: Any) -> str:
-    """A page of this package's style from one of its templates: escaped, with its scripts and the policy for them.
-
-    Raises:
-        MissingDependency: plotly, extra `report`.
-    """
-    from markupsafe import Markup
-
-    library = _library()
-    script = _read("page.js")
-    text = (
-        _environment()
-        .get_template(template)
-        .render(
-            **values,
-            policy=_policy(script, library),
-            # these three are this package's own and plotly's; everything else is escaped
-            style=Markup(_read("page.css")),  # noqa: S704
-            script=Markup(script),  # noqa: S704
-            library=Markup(_packed(library)),  # noqa: S704
-        )
-    )
-    return text.strip("\n") + "\n"
-
-
-@functools.cache
-def _environment() -> Environment:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    made = Environment(
-        loader=FileSystemLoader(_FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.filters |= {"change": figures.change, "relation": figures.relation, "short": figures.short}
-    made.filters |= {"size": words.size, "plural": words.plural}
-    return made
-
-
-def _library() -> str:
-    try:
-        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
-    except ImportError:
-        raise MissingDependency("plotly", extra="report", purpose="the report page") from None
-    return str(get_plotlyjs())
-
-
-@functools.cache
-def _packed(library: str) -> str:
-    # a third of its size; browsers unpack it themselves (DecompressionStream)
-    return base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()
-
-
-def _policy(*scripts: str) -> str:
-    """What the page may do: draw, and run these scripts. Plotly sets styles on elements: hence one `unsafe-inline`."""
-    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
-    rules = ["default-src 'none'", f"script-src {allowed}", "style-src 'unsafe-inline'", "img-src data:"]
-    return "; ".join([*rules, "base-uri 'none'", "form-action 'none'"])
-
-
-def _read(name: str) -> str:
-    return (_FOLDER / name).read_text(encoding="utf-8")
 
 
 # --- verdict ---------------------------------------------------------------------------------------------------------

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from quantkit.measurement.compared import Cell, Compared, Flip, LayerPair
-from quantkit.report.bundle import page as pages
 from quantkit.report.bundle import sections
 from quantkit.report.compare import words as say
-from quantkit.report.kit import axes, charts, words
+from quantkit.report.kit import axes, charts, shell, words
 from quantkit.report.kit.axes import Axis
 from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve, Mark, Part, Point
 from quantkit.report.kit.parts import Panel, Section, Sheet
@@ -21,15 +19,6 @@ _ANSWERS |= {"A better": "A is better", "B better": "B is better", "inconclusive
 _LINES = (QUANTIZED, ORIGINAL, "good", "bad", "muted")
 
 
-def write(path: Path, data: Compared, version: str = "") -> None:
-    """Write the page, whole or not at all.
-
-    Raises:
-        InputError: `file-unwritable`; MissingDependency: plotly.
-    """
-    pages.write(path, page(data, version))
-
-
 def page(data: Compared, version: str = "") -> str:
     """The page as HTML. Raises MissingDependency: plotly, extra `report`."""
     found = [
@@ -38,7 +27,7 @@ def page(data: Compared, version: str = "") -> str:
         ("size", "Size", _size(data)),
         ("layers", "Layer by layer", _layers(data.layers)),
     ]
-    return pages.rendered(
+    return shell.rendered(
         "compare.html.j2",
         title=f"{data.model}: B against A",
         sides=[("A", data.a.name, say.about(data.a)), ("B", data.b.name, say.about(data.b))],

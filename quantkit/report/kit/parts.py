@@ -18,6 +18,15 @@ class Sheet:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """A number that a reader remembers, what it is, and how sure it is."""
+
+    value: str
+    label: str
+    detail: str
+
+
+@dataclass(frozen=True)
 class Panel:
     """One figure with its title, and what it shows for those who cannot see it."""
 

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from quantkit.planning.bound.forecast import Timed
 from quantkit.planning.outlook import Candidate, Outlook
-from quantkit.report.bundle import page as pages
 from quantkit.report.bundle.usage import Command
-from quantkit.report.kit import words
+from quantkit.report.kit import shell, words
 from quantkit.report.kit.parts import Section, Sheet
 from quantkit.report.plan import costs as plan_costs
 from quantkit.report.plan import figures
 from quantkit.report.plan import words as say
 
 _RINGS = "Rings on dotted lines are bounds, which no runtime beats; full points are forecasts with their intervals."
-
-
-def write(path: Path, outlook: Outlook, version: str = "") -> None:
-    """Write the page, whole or not at all.
-
-    Raises:
-        InputError: `file-unwritable`; MissingDependency: plotly.
-    """
-    pages.write(path, page(outlook, version))
 
 
 def page(outlook: Outlook, version: str = "") -> str:
@@ -42,9 +30,9 @@ def page(outlook: Outlook, version: str = "") -> str:
         ("compile", "The compile itself", _compiling(outlook)),
         ("roofline", "Under the roofs", _roofline(outlook)),
     ]
-    return pages.rendered(
+    return shell.rendered(
         "plan.html.j2",
-        title=f"{outlook.architecture.name} on {outlook.target.name}",
+        title=f"{outlook.architecture.name} on {outlook.target.name}: a plan",
         about=[
             say.model(outlook.architecture),
             say.target(outlook),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from quantkit.report.bundle import curves, speed
-from quantkit.report.bundle import page as pages
 from quantkit.report.bundle.curves import Cell, Series
-from quantkit.report.kit import words
+from quantkit.report.kit import shell, words
 from quantkit.report.kit.axes import log_axis, points_axis
 from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve, Part, stacked
 from quantkit.report.kit.charts import lines as drawn_lines
@@ -30,23 +28,14 @@ _SPLIT = {
 _HEAD = ("faster", "95 % interval", "ideal", "gain", "tax", "share", "slack", "A/A")
 
 
-def write(path: Path, data: Taxed) -> None:
-    """Write the page, whole or not at all.
-
-    Raises:
-        InputError: `file-unwritable`; MissingDependency: plotly.
-    """
-    pages.write(path, page(data))
-
-
 def page(data: Taxed) -> str:
     """The page as HTML. Raises MissingDependency: plotly, extra `report`."""
     advice = [(screen.on(threads), *screen.said(verdict), verdict.because) for threads, verdict in data.advice.items()]
     found = screen.groups(data)
     head = ["threads", "ceiling", "measured", "95 % interval", "by", f"{data.target.name} says"]
-    return pages.rendered(
+    return shell.rendered(
         "tax.html.j2",
-        title=data.title,
+        title=f"{data.title}: the dequantization tax",
         baseline=data.baseline,
         source=data.shapes.source,
         device=next((row.device.name for row in data.rows if row.device is not None), ""),

@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from quantkit.bundle import Decision
-from quantkit.report.bundle import page as pages
-from quantkit.report.kit import axes, charts, words
+from quantkit.report.bundle.figures import DecisionLine
+from quantkit.report.kit import axes, charts, shell, words
 from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve, Figure, Mark
-from quantkit.report.kit.parts import Panel, Section, Sheet
+from quantkit.report.kit.parts import Panel, Section, Sheet, Tile
 
 Data = Mapping[str, Any]
 
@@ -43,8 +43,9 @@ def page(data: Data, recipe: str) -> str:
         MissingDependency: plotly, extra `report`.
     """
     tone, answer, because = verdict(data)
-    return pages.rendered(
-        "front.html.j2",
+    return shell.rendered(
+        "tune.html.j2",
+        title=f"{data['model']['name']} in mixed precision",
         data=data,
         budget=_limits(data),
         tone=tone,
@@ -56,7 +57,7 @@ def page(data: Data, recipe: str) -> str:
         chosen=_chosen(data),
         recipe=recipe.rstrip("\n"),
         command=f"quantkit compile {_model(data['model']['ref'])} --recipe ./tuned.yaml",
-        decisions=[Decision.model_validate(each) for each in data["decisions"]],
+        decisions=[DecisionLine.of(Decision.model_validate(each)) for each in data["decisions"]],
         facts=_facts(data),
     )
 
@@ -128,16 +129,16 @@ def _limits(data: Data) -> str:
     return ", ".join(f"{kind}={value:g}" for kind, value in data["budget"].items())
 
 
-def _tiles(data: Data) -> list[pages.Tile]:
+def _tiles(data: Data) -> list[Tile]:
     chosen = data["chosen"]
-    found = [pages.Tile(words.figure(chosen["bits"], 3), "bits a weight", f"{words.size(chosen['bytes'])} in all")]
+    found = [Tile(words.figure(chosen["bits"], 3), "bits a weight", f"{words.size(chosen['bytes'])} in all")]
     if chosen["measured"] is None:
-        return [*found, pages.Tile(_kl(chosen["predicted"]), "sum of harms, nats", "predicted, not compiled")]
+        return [*found, Tile(_kl(chosen["predicted"]), "sum of harms, nats", "predicted, not compiled")]
     held = chosen["held_out"]
     detail = f"{_kl(held)} on held-out text" if held is not None else "compiled and scored"
-    found.append(pages.Tile(_kl(chosen["measured"]), "KL, nats a token", detail))
+    found.append(Tile(_kl(chosen["measured"]), "KL, nats a token", detail))
     detail = f"sum of harms {_kl(chosen['predicted'])}"
-    return [*found, pages.Tile(words.times(data["factor"] or 1.0), "measured over predicted", detail)]
+    return [*found, Tile(words.times(data["factor"] or 1.0), "measured over predicted", detail)]
 
 
 # --- the front -------------------------------------------------------------------------------------------------------

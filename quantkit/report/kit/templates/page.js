@@ -35,20 +35,29 @@
   library.textContent = await new Response(stream).text();
   document.head.append(library);
 
-  function resolved(value, style) {
+  // plotly knows no properties of the page, and no pairs of colours: the browser picks the one that holds
+  const probe = document.createElement("i");
+  root.append(probe);
+  function property(name) {
+    const text = getComputedStyle(root).getPropertyValue(name).trim();
+    if (!text.includes("(")) return text;
+    probe.style.color = text;
+    return getComputedStyle(probe).color;
+  }
+
+  function resolved(value) {
     if (typeof value === "string") {
       const name = /^var\((--[a-z0-9-]+)\)$/.exec(value);
-      return name ? style.getPropertyValue(name[1]).trim() : value;
+      return name ? property(name[1]) : value;
     }
-    if (Array.isArray(value)) return value.map((item) => resolved(item, style));
+    if (Array.isArray(value)) return value.map(resolved);
     if (value === null || typeof value !== "object") return value;
-    return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, resolved(item, style)]));
+    return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, resolved(item)]));
   }
 
   function draw() {
-    const style = getComputedStyle(root);
     boxes.forEach((box, i) => {
-      const { data, layout } = resolved(figures[i], style);
+      const { data, layout } = resolved(figures[i]);
       layout.width = box.clientWidth;
       Plotly.react(box, data, layout, { displayModeBar: false, doubleClick: false });
     });
