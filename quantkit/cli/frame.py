@@ -185,9 +185,9 @@ def _print(answer: Answer, name: str, code: int, out: IO[str], *, as_json: bool)
     if as_json:
         print(_envelope(answer, name, code), file=out, flush=True)
     elif answer.shown:
-        from quantkit.report import terminal
+        from quantkit.report.kit.screen import write
 
-        terminal.write(answer.shown, out)
+        write(answer.shown, out)
         out.flush()
     if answer.error is not None:
         print(f"error: {answer.error.line()}", file=sys.stderr)

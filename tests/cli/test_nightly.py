@@ -159,11 +159,11 @@ def test_what_was_passed_over_is_said(store: Store, quantkit: Any) -> None:
 def test_rows_that_are_too_wide_stand_under_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     from io import StringIO
 
-    from quantkit.report import terminal
+    from quantkit.report.kit.screen import write
 
     def text(found: Rows) -> str:
         out = StringIO()
-        terminal.write(shown.rows(found), out)
+        write(shown.rows(found), out)
         return out.getvalue()
 
     monkeypatch.setenv("COLUMNS", "40")

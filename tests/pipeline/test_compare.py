@@ -352,7 +352,7 @@ def test_labels_are_compared_by_their_rows(tmp_path: Path) -> None:
 def shown(found: Compared) -> str:
     import io
 
-    from quantkit.report.terminal import write as show
+    from quantkit.report.kit.screen import write as show
 
     out = io.StringIO()
     show(terminal(found), out)

@@ -17,6 +17,7 @@ from quantkit.report.bundle import figures
 from quantkit.report.bundle.accuracy import accuracy
 from quantkit.report.bundle.card import card
 from quantkit.report.bundle.page import page
+from quantkit.report.kit.screen import write
 from report import labelled
 
 
@@ -111,7 +112,7 @@ def test_card_holds(rows: list[Row], lines: list[str]) -> None:
 def test_screen_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     file = io.StringIO()
-    terminal.write(terminal.measured(Path("x"), labelled.classifier(), labelled.classified(), []), file)
+    write(terminal.measured(Path("x"), labelled.classifier(), labelled.classified(), []), file)
     text = file.getvalue()
     assert "90.42 % to 91.99 %; −0.14 points (−0.40 to +0.10), McNemar p 0.30" in text
     assert text.index("top-1 accuracy") < text.index("KL divergence") < text.index("same class as the original")

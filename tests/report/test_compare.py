@@ -8,7 +8,7 @@ from dataclasses import replace
 from quantkit.measurement.compared import Asked, Cell, Compared, Flip, Flips, Named, decided
 from quantkit.report.compare.screen import terminal
 from quantkit.report.compare.words import because
-from quantkit.report.terminal import write
+from quantkit.report.kit.screen import write
 from quantkit.stats.deciding.apart import KNOWN, Measured, difference
 
 SIDE = Named("./a bundle", "a" * 64, "awq-int4", 170_000_000, 4.3125, "torch")

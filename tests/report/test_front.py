@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.report import terminal
+from quantkit.report.kit.screen import write
 from quantkit.report.tune import page as front
 
 NAMES = ("int4 g32", "int8 g32", "float")
@@ -68,7 +68,7 @@ def data(**changes: Any) -> dict[str, Any]:
 
 def shown(given: dict[str, Any]) -> str:
     out = io.StringIO()
-    terminal.write(front.terminal(given, "./out"), out)
+    write(front.terminal(given, "./out"), out)
     return out.getvalue()
 
 

@@ -14,8 +14,8 @@ import planned
 import pytest
 
 from quantkit.planning.outlook import Memory, Outlook, Recommendation
-from quantkit.report import terminal
 from quantkit.report.kit import words
+from quantkit.report.kit.screen import write
 from quantkit.report.plan import screen
 from quantkit.report.plan import words as plan_words
 
@@ -34,7 +34,7 @@ def one() -> Outlook:
 def text(outlook: Outlook, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("COLUMNS", "80")
     stream = io.StringIO()
-    terminal.write(screen.terminal(outlook), stream)
+    write(screen.terminal(outlook), stream)
     return stream.getvalue()
 
 

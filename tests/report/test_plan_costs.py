@@ -16,7 +16,7 @@ from quantkit.planning.outlook import Candidate, Outlook
 from quantkit.planning.serving.cost import RequestTime, bill
 from quantkit.planning.serving.load import Load
 from quantkit.planning.serving.prices import Prices
-from quantkit.report import terminal
+from quantkit.report.kit.screen import write
 from quantkit.report.plan import costs as plan_costs
 from quantkit.report.plan import figures, screen
 from quantkit.report.plan import page as plan_page
@@ -81,7 +81,7 @@ def loaded(found: Outlook) -> Outlook:
 def text(found: Outlook, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("COLUMNS", "80")
     stream = io.StringIO()
-    terminal.write(screen.terminal(found), stream)
+    write(screen.terminal(found), stream)
     return stream.getvalue()
 
 

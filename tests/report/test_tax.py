@@ -14,8 +14,8 @@ from quantkit.bundle import Verdict
 from quantkit.errors import InputError
 from quantkit.measurement.operators.run import Job
 from quantkit.planning.model import shapes
-from quantkit.report import terminal
 from quantkit.report.kit import shell
+from quantkit.report.kit.screen import write
 from quantkit.report.tax import page as tax_page
 from quantkit.report.tax import screen
 from quantkit.report.tax.screen import Taxed
@@ -41,7 +41,7 @@ def data() -> Taxed:
 
 def text(data: Taxed) -> str:
     out = StringIO()
-    terminal.write(screen.terminal(data, Path("page.html"), Path("rows.jsonl")), out)
+    write(screen.terminal(data, Path("page.html"), Path("rows.jsonl")), out)
     return out.getvalue()
 
 

@@ -11,13 +11,14 @@ import pytest
 from quantkit.bundle import Check, Manifest
 from quantkit.measurement.rows import Row
 from quantkit.report import terminal
+from quantkit.report.kit.screen import write
 from report.timed import everything, exported_rows, judged, onnx_only, timed_rows
 
 
 def printed(renderables: object, monkeypatch: pytest.MonkeyPatch, width: int = 80) -> str:
     monkeypatch.setenv("COLUMNS", str(width))
     stream = io.StringIO()
-    terminal.write(renderables, stream)  # type: ignore[arg-type]
+    write(renderables, stream)  # type: ignore[arg-type]
     return stream.getvalue()
 
 

@@ -7,6 +7,7 @@ from datetime import UTC
 
 from quantkit.nightly.page.history import ANSWERS
 from quantkit.nightly.store.records import NIGHT_ID, Cell, Night, What
+from quantkit.report.kit import words
 
 TITLES: dict[What, str] = {
     "latency": "Latency",
@@ -36,22 +37,16 @@ def value(what: What, effect: float | None, *, bare: bool = False) -> str:
     if effect is None or not math.isfinite(effect):
         return "–"
     if what == "kl":
-        return signed(effect, 4) + ("" if bare else "\u00a0nats")
+        return words.signed(effect, 4) + ("" if bare else "\u00a0nats")
     if what == "accuracy":
-        return signed(-100 * effect, 2) + ("" if bare else "\u00a0pt")
-    return signed(100 * effect, 1 if abs(effect) < 1 else 0) + ("" if bare else "\u00a0%")
+        return words.signed(-100 * effect, 2) + ("" if bare else "\u00a0pt")
+    return words.signed(100 * effect, 1 if abs(effect) < 1 else 0) + ("" if bare else "\u00a0%")
 
 
 def tick(what: What, effect: float) -> str:
     """A number beside an axis, in `UNITS`."""
     number = effect if what == "kl" else 100 * effect
     return f"{round(number, 6):g}".replace("-", "−")
-
-
-def signed(number: float, places: int) -> str:
-    """`signed(-0.5, 1)` is `−0.5`; what rounds to zero has no sign."""
-    text = f"{number:+,.{places}f}"
-    return text.lstrip("+-") if float(text.replace(",", "")) == 0 else text.replace("-", "−")
 
 
 def interval(what: What, low: float | None, high: float | None) -> str:

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from quantkit.measurement.engine_layers import Costly, Inspected, Product
 from quantkit.report.bundle import figures
-from quantkit.report.kit import words
+from quantkit.report.kit import screen, words
 from quantkit.report.kit.parts import Section, Sheet
+from quantkit.report.kit.screen import indented
 
 _COST = ("layer of the engine", "share", "median", "fastest", "slowest", "kernel", "computes", "kernels tried")
 
@@ -63,21 +62,13 @@ def table(engine: Inspected) -> list[RenderableType]:
     fallen = [each for each in engine.products if each.fell_back]
     mark, style = ("✗", "bold red") if fallen else ("✓", "bold green")
     head = Text.assemble((f"{mark} ", style), (engine.engine, "bold"), f": {' '.join(said(engine))}")
-    lines = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("fell back", "asked", "got", "reason"):
-        lines.add_column(name)
-    for each in fallen[:10]:
-        lines.add_row(each.linear, each.asked, str(each.got), each.why)
-    costs = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for place, name in enumerate(_COST[:6]):
-        costs.add_column(name, justify="right" if 0 < place < 5 else "left")
-    for layer in engine.costliest:
-        costs.add_row(*_cost(layer)[:6])
     shown: list[RenderableType] = [head]
     if fallen:
-        shown.append(Padding(lines, (0, 0, 0, 2)))
+        rows = [(each.linear, each.asked, str(each.got), each.why) for each in fallen[:10]]
+        shown += indented(screen.table(("fell back", "asked", "got", "reason"), rows, left=4))
     if engine.costliest:
-        shown += [Text(), Padding(costs, (0, 0, 0, 2))]
+        costs = screen.table(_COST[:6], (_cost(layer)[:6] for layer in engine.costliest), numbers=4, whole=False)
+        shown += [Text(), *indented(costs)]
     return shown
 
 

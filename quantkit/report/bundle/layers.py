@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from quantkit.measurement.accuracy.layerwise import LayerError
+from quantkit.report.kit.screen import DIM, table
 
 SHOWN = 24
 
@@ -19,16 +19,14 @@ def layers(found: Sequence[LayerError], notes: Sequence[str] = ()) -> list[Rende
     worst = sorted(range(len(found)), key=lambda place: _cosine(found[place]))[:SHOWN]
     shown = sorted({*worst, *(place for place, each in enumerate(found) if each.kind == "output")})
     engines = any(each.engine is not None for each in found)
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("layer", "", "max error", "mean error", "cosine", "SNR, dB", *(["engine"] if engines else [])):
-        table.add_column(name, justify="left" if name in ("layer", "") else "right", overflow="fold")
-    for place in shown:
-        each = found[place]
-        row: list[Any] = [Text(each.layer), Text(each.kind, "dim"), f"{each.max_error:.2%}", f"{each.mean_error:.2%}"]
+    names = ("layer", "", "max error", "mean error", "cosine", "SNR, dB", *(["engine"] if engines else []))
+    lines = table(names, left=2, whole=False, fold=True)
+    for each in (found[place] for place in shown):
+        row: list[Any] = [Text(each.layer), Text(each.kind, DIM), f"{each.max_error:.2%}", f"{each.mean_error:.2%}"]
         row += [_figure(each.cosine, ".5f"), _figure(each.snr, ".1f")]
-        table.add_row(*row, *([_figure(each.engine, ".5f")] if engines else []))
+        lines.add_row(*row, *([_figure(each.engine, ".5f")] if engines else []))
     head = f"{len(found)} layers; {len(shown)} are shown: the lowest cosines, and what comes out"
-    return [Text(head), table, *(Text(f"! {note}") for note in notes)]
+    return [Text(head), lines, *(Text(f"! {note}") for note in notes)]
 
 
 def _cosine(each: LayerError) -> float:

@@ -43,20 +43,6 @@ def page(data: Compared, version: str = "") -> str:
     )
 
 
-def _sheet(cells: Sequence[Cell], kind: str) -> Sheet:
-    title = say.titles(cells, kind)
-    body = [
-        [
-            title(cell),
-            *("–" if value is None else say.value(cell, value) for value in (cell.a, cell.b)),
-            say.difference(cell),
-            say.answered(cell),
-        ]
-        for cell in cells
-    ]
-    return Sheet(["", "A", "B", "B against A", "answer"], body, 2)
-
-
 def _accuracy(data: Compared) -> Section | None:
     """Every difference in its margins: what matters is whether an interval reaches beyond one."""
     cells, about = say.group(data, ("accuracy",))
@@ -77,7 +63,7 @@ def _accuracy(data: Compared) -> Section | None:
         charts.forest(points, axis, marks=marks),
         wide=True,
     )
-    return Section([f"{words.sentence(about)}."], [panel], [], _sheet(cells, data.kind))
+    return Section([f"{words.sentence(about)}."], [panel], [], say.sheet(cells, data.kind))
 
 
 def _times(data: Compared) -> Section | None:
@@ -93,7 +79,7 @@ def _times(data: Compared) -> Section | None:
     panels = ([_by_batch(several, cells[0].margin)] if several else []) + ([_alone(alone, data)] if alone else [])
     said = [f"{words.sentence(about)}."] if about else []
     captions = [f"Below 1 B is faster. The margin is {words.percent(cells[0].margin, 0)} either way."]
-    return Section(said, panels, captions, _sheet(cells, data.kind))
+    return Section(said, panels, captions, say.sheet(cells, data.kind))
 
 
 def _line(cell: Cell, kind: str) -> str:
@@ -149,7 +135,7 @@ def _size(data: Compared) -> Section | None:
     totals = [words.size(each) for each in sizes]
     figure = charts.stacked(["A", "B"], [Part("weights", sizes, QUANTIZED)], totals, "weights")
     panel = Panel("Weights that the runtime loads", f"A {totals[0]}, B {totals[1]}", figure, wide=True)
-    return Section([f"B is {say.difference(known[0])}."], [panel], [], _sheet(cells, data.kind))
+    return Section([f"B is {say.difference(known[0])}."], [panel], [], say.sheet(cells, data.kind))
 
 
 def _layers(pairs: Sequence[LayerPair]) -> Section | None:

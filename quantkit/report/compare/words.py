@@ -9,6 +9,7 @@ from quantkit.bundle import LayerEntry
 from quantkit.measurement.compared import Cell, Compared, Flips, LayerPair, Named
 from quantkit.report.bundle import figures
 from quantkit.report.kit import words
+from quantkit.report.kit.parts import Sheet
 
 _NAMES = {
     "accuracy.next_word": "next word right",
@@ -115,13 +116,24 @@ def difference(cell: Cell, *, margin: bool = True) -> str:
     return f"{text}, margin {_effect(cell, cell.margin, _places(cell, cell.margin)).lstrip('+−')}" if margin else text
 
 
+def sheet(cells: Sequence[Cell], kind: str, *, margin: bool = True) -> Sheet:
+    """A line for each thing that was compared."""
+    title = titles(cells, kind)
+    sides = [["–" if each is None else value(cell, each) for each in (cell.a, cell.b)] for cell in cells]
+    body = [
+        [title(cell), *both, difference(cell, margin=margin), answered(cell)]
+        for cell, both in zip(cells, sides, strict=True)
+    ]
+    return Sheet(["", "A", "B", "B against A", "answer"], body, 2)
+
+
 def _effect(cell: Cell, effect: float, places: int) -> str:
     """A difference as it is told, without its unit; above zero is for the worse, which of a share is fewer."""
     if cell.name in _SHARES:
         return words.points(-effect, places)
     if cell.name == "accuracy.perplexity":
         effect = 100 * expm1(min(effect, 700.0))
-    return _signed(-effect if cell.name == "accuracy.cosine" else effect, places)
+    return words.signed(-effect if cell.name == "accuracy.cosine" else effect, places)
 
 
 def _places(cell: Cell, largest: float) -> int:
@@ -163,11 +175,6 @@ def _unit(cell: Cell) -> str:
     if cell.name in _SHARES:
         return "points"
     return {"accuracy.perplexity": "%", "accuracy.kl": "nats"}.get(cell.name, "")
-
-
-def _signed(value: float, places: int) -> str:
-    text = f"{value:+.{places}f}"
-    return text.lstrip("+-") if float(text) == 0 else text.replace("-", "−")
 
 
 def layer_sentences(pairs: Sequence[LayerPair]) -> list[str]:

@@ -113,8 +113,13 @@ def points(difference: float, places: int = 1) -> str:
     >>> points(-0.0021), points(0.0004, 2), points(-0.0001)
     ('−0.2', '+0.04', '0.0')
     """
-    text = f"{100 * difference:+.{places}f}"
-    return text.lstrip("+-") if float(text) == 0 else text.replace("-", "−")
+    return signed(100 * difference, places)
+
+
+def signed(number: float, places: int) -> str:
+    """`signed(-0.5, 1)` is `−0.5`; what rounds to zero has no sign."""
+    text = f"{number:+,.{places}f}"
+    return text.lstrip("+-") if float(text.replace(",", "")) == 0 else text.replace("-", "−")
 
 
 def chance(p: float) -> str:
