@@ -153,12 +153,6 @@ def ways(candidate: Candidate) -> list[list[str]]:
     ]
 
 
-def even(candidate: Candidate) -> list[str]:
-    """From when on one way is cheaper than another; by bounds, where not all times are forecasts."""
-    found = candidate.cost.break_even if candidate.cost is not None else []
-    return [each.line(bound=not candidate.forecast) for each in found]
-
-
 def warnings(outlook: Outlook) -> list[str]:
     """Of the prices, each once."""
     found = [text for each in outlook.candidates if each.cost is not None for text in each.cost.warnings]

@@ -20,7 +20,6 @@ def page(outlook: Outlook, version: str = "") -> str:
     money = plan_costs.currency(outlook)
     good = outlook.recommendation.label is not None
     ways = [line for each in outlook.candidates for line in plan_costs.ways(each)]
-    chosen = [each for each in outlook.candidates if each.label == outlook.recommendation.label]
     commands = [Command("What would confirm it", "\n".join(say.confirm(outlook)))] if good else []
     sections = [
         ("fit", "Does it fit", _memory(outlook)),
@@ -42,7 +41,7 @@ def page(outlook: Outlook, version: str = "") -> str:
         tone="good" if good else "bad",
         answer=words.sentence(say.answer(outlook)),
         standing="A forecast" if say.standing(outlook) == "forecast" else "By bounds",
-        because=[*outlook.recommendation.because, *(text for each in chosen for text in plan_costs.even(each))],
+        because=say.reasons(outlook),
         commands=commands,
         notes=[*notes, *plan_costs.warnings(outlook)],
         side=_side(outlook),

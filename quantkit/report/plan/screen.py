@@ -6,21 +6,21 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from quantkit.planning.outlook import Candidate, Memory, Outlook, Row
 from quantkit.report.kit import words
 from quantkit.report.kit.parts import Sheet
+from quantkit.report.kit.screen import DIM, MARK, copied, indented, marked, pairs, titled
+from quantkit.report.kit.screen import table as made_table
 from quantkit.report.plan import costs as plan_costs
 from quantkit.report.plan import words as say
 from quantkit.report.plan.as_json import as_dict
 
 __all__ = ["as_dict", "terminal"]
 
-_DIM = "dim"
-_FITS = {True: ("✓", "green"), False: ("✗", "bold red"), None: (" ", "")}
+_FITS = {**MARK, None: (" ", "")}
 _STATES = {"native": "green", "emulated": "yellow", "absent": "bold red", "cannot run": "bold red"}
 
 
@@ -29,20 +29,19 @@ def terminal(outlook: Outlook, html: Path | None = None) -> list[RenderableType]
     shown: list[RenderableType] = [Text(), *_head(outlook)]
     runs = [each for each in outlook.candidates if each.problem is None]
     if runs:
-        shown += _section(_fit_title(outlook), _fit(outlook))
+        shown += titled(_fit_title(outlook), _fit(outlook))
         if len(runs) == 1:
             shown += _single(outlook, runs[0])
         elif say.timed(outlook):
-            shown += _section(f"how long, {_lengths(outlook)}", _times(outlook, runs))
-            shown += _section(
-                f"what it gives, at the batch that gives the most{_that_fit(runs)}", _rates(outlook, runs)
-            )
+            shown += titled(f"how long, {_lengths(outlook)}", _times(outlook, runs))
+            fitting = " of those that fit" if any(row.fits is False for each in runs for row in each.rows) else ""
+            shown += titled(f"what it gives, at the batch that gives the most{fitting}", _rates(outlook, runs))
             shown += _costs(outlook, plan_costs.costs(outlook))
         shown += [*_load(outlook), *_compiling(runs), Text()]
-        shown += [_indented(Text(say.legend(outlook), _DIM))] if say.legend(outlook) else []
+        shown += indented(Text(say.legend(outlook), DIM)) if say.legend(outlook) else []
     shown += _said(outlook)
     shown += _recommended(outlook)
-    shown += [Text(), Text(f"  {html}", no_wrap=True)] if html is not None else []
+    shown += [Text(), copied(f"  {html}")] if html is not None else []
     return shown
 
 
@@ -54,7 +53,7 @@ def rehearsed(block: str, seconds: float, findings: Sequence[tuple[str, bool]]) 
     shown: list[RenderableType] = [Text(f"{what}:")]
     for line, fails in findings:
         mark = Text("✗ " if fails else "! ", "bold red" if fails else "yellow")
-        shown.append(Padding(mark + Text(line), (0, 0, 0, 2)))
+        shown += indented(mark + Text(line))
     return shown
 
 
@@ -67,8 +66,8 @@ def _head(outlook: Outlook) -> list[RenderableType]:
         Text(say.workload(outlook.workload, outlook.architecture)),
     ]
     assumed, others = say.notes(outlook)
-    found += [_indented(Text(f"assumed: {'; '.join(assumed)}", _DIM))] if assumed else []
-    return found + [_marked(note) for note in others]
+    found += indented(Text(f"assumed: {'; '.join(assumed)}", DIM)) if assumed else []
+    return found + list(map(marked, others))
 
 
 def _fit_title(outlook: Outlook) -> str:
@@ -77,60 +76,44 @@ def _fit_title(outlook: Outlook) -> str:
     return f"does it fit, at the largest batch asked for that does{tokens}"
 
 
-def _fit(outlook: Outlook) -> Table:
+def _fit(outlook: Outlook) -> RenderableType:
     head = ("recipe", "runtime", "stored", "bits", "weights", "batch", "takes", "of", "largest\nbatch")
-    table = _table(head, left=3, tight=True)
+    rows = []
     for each in outlook.candidates:
-        state = say.state(each)
-        cells: list[RenderableType] = [
-            Text(each.label, "cyan"),
-            each.runtime or say.NONE,
-            Text(state, _STATES.get(state, "")),
-        ]
-        memory = each.memory
-        if memory is None:
-            table.add_row(*cells)
-            continue
-        mark, style = _FITS[say.fits(memory)]
-        table.add_row(
-            *cells,
-            words.or_dash(each.bits, lambda bits: words.figure(bits, 3)),
-            words.size(each.bytes),
-            f"{memory.batch:,}",
-            Text.assemble((f"{mark} ", style), say.takes(memory)),
-            words.or_dash(memory.capacity, words.size),
-            say.largest(memory.largest_batch, memory),
-        )
-    return table
+        state, memory = say.state(each), each.memory
+        cells: list[RenderableType] = [Text(each.label, "cyan"), each.runtime or say.NONE]
+        cells.append(Text(state, _STATES.get(state, "")))
+        if memory is not None:
+            mark, style = _FITS[say.fits(memory)]
+            cells += [words.or_dash(each.bits, lambda bits: words.figure(bits, 3)), words.size(each.bytes)]
+            cells += [f"{memory.batch:,}", Text.assemble((f"{mark} ", style), say.takes(memory))]
+            cells += [words.or_dash(memory.capacity, words.size), say.largest(memory.largest_batch, memory)]
+        rows.append(cells)
+    return _table(head, rows, left=3)
 
 
-def _times(outlook: Outlook, runs: Sequence[Candidate]) -> Table:
-    step, batches = say.step(outlook.architecture), _ends(outlook.workload.batches)
+def _times(outlook: Outlook, runs: Sequence[Candidate]) -> RenderableType:
+    step = say.step(outlook.architecture)
+    batches = list(dict.fromkeys((outlook.workload.batches[0], outlook.workload.batches[-1])))
     first = [f"first token,\nbatch {batches[0]:,}"] if any(row.prefill for each in runs for row in each.rows) else []
     table = _table(["recipe", *first, *(f"{step},\nbatch {batch:,}" for batch in batches)])
     for each in runs:
         rows = {row.batch: row for row in each.rows}
         cells = [_time(rows.get(batches[0]), prefill=True)] if first else []
         cells += [_time(rows.get(batch)) for batch in batches]
-        table.add_row(Text(each.label, "cyan") + Text(say.several(each), _DIM), *cells)
+        table.add_row(Text(each.label, "cyan") + Text(say.several(each), DIM), *cells)
     return table
 
 
 def _time(row: Row | None, *, prefill: bool = False) -> Text:
-    if row is None:
-        return Text(say.NONE)
-    return (
-        Text(say.time(row.prefill if prefill else row.step)) if row.fits is not False else Text("does not fit", "red")
-    )
+    return Text(say.at(row, prefill=prefill), "red" if row is not None and row.fits is False else "")
 
 
-def _rates(outlook: Outlook, runs: Sequence[Candidate]) -> Table:
-    table = _table(["recipe", say.per_second(outlook), "at batch"])
-    for each in runs:
-        found = say.best(each, outlook.workload)
-        cells = [say.given(found[1]), f"{found[0].batch:,}"] if found is not None else [say.NONE, ""]
-        table.add_row(Text(each.label, "cyan"), *cells)
-    return table
+def _rates(outlook: Outlook, runs: Sequence[Candidate]) -> RenderableType:
+    best = {each.label: say.best(each, outlook.workload) for each in runs}
+    rows = [(say.given(found[1]), f"{found[0].batch:,}") if found else (say.NONE, "") for found in best.values()]
+    labels = (Text(label, "cyan") for label in best)
+    return _table(["recipe", say.per_second(outlook), "at batch"], zip(labels, *zip(*rows, strict=True), strict=True))
 
 
 def _costs(outlook: Outlook, sheet: Sheet | None) -> list[RenderableType]:
@@ -139,8 +122,8 @@ def _costs(outlook: Outlook, sheet: Sheet | None) -> list[RenderableType]:
         return []
     unit = say.unit(outlook.architecture)
     what = f"a million {unit} cost" if plan_costs.currency(outlook) else f"{unit} take at full power"
-    found = _section(f"what {what}", _sheet(sheet))
-    return found + [_indented(Text(f"by {basis}", _DIM)) for basis, _ in plan_costs.bases(outlook)]
+    found = titled(f"what {what}", _sheet(sheet))
+    return found + indented(*(Text(f"by {basis}", DIM) for basis, _ in plan_costs.bases(outlook)))
 
 
 def _load(outlook: Outlook) -> list[RenderableType]:
@@ -148,8 +131,8 @@ def _load(outlook: Outlook) -> list[RenderableType]:
     sheet, rate = plan_costs.loads(outlook), outlook.workload.rate
     if sheet is None or rate is None:
         return []
-    found = _section(f"under {rate:g} requests/s, in a simulation of continuous batching", _sheet(sheet))
-    return found + [_indented(Text(line, _DIM)) for line in (plan_costs.WAITS, *plan_costs.carried(outlook))]
+    found = titled(f"under {rate:g} requests/s, in a simulation of continuous batching", _sheet(sheet))
+    return found + indented(*(Text(line, DIM) for line in (plan_costs.WAITS, *plan_costs.carried(outlook))))
 
 
 def _compiling(runs: Sequence[Candidate]) -> list[RenderableType]:
@@ -157,41 +140,36 @@ def _compiling(runs: Sequence[Candidate]) -> list[RenderableType]:
     found = say.compiling(runs)
     if found is None:
         return []
-    return _section("the compile itself", _sheet(found[0])) + [_indented(Text(line, _DIM)) for line in found[1]]
+    return titled("the compile itself", _sheet(found[0])) + indented(*(Text(line, DIM) for line in found[1]))
 
 
-def _sheet(sheet: Sheet) -> Table:
-    table = _table(sheet.head, tight=len(sheet.head) > 6)
-    for label, *cells in sheet.rows:
-        table.add_row(Text(label, "cyan"), *cells)
-    return table
+def _sheet(sheet: Sheet) -> RenderableType:
+    return _table(sheet.head, ((Text(label, "cyan"), *cells) for label, *cells in sheet.rows))
 
 
 def _single(outlook: Outlook, candidate: Candidate) -> list[RenderableType]:
     found: list[RenderableType] = []
     if candidate.memory is not None:
-        found.append(_indented(_parts(candidate.memory, decodes=outlook.architecture.kind == "decoder")))
+        found += indented(_parts(candidate.memory, decodes=outlook.architecture.kind == "decoder"))
     if candidate.rows:
-        found += _section(f"how long, {_lengths(outlook)}", _batches(outlook, candidate))
+        found += titled(f"how long, {_lengths(outlook)}", _batches(outlook, candidate))
         names = plan_costs.head(outlook)
         lines = [[f"{row.batch:,}", *plan_costs.amounts(outlook, row)] for row in say.fitting(candidate)]
         found += _costs(outlook, Sheet(["batch", *names], lines) if names and lines else None)
     return found
 
 
-def _parts(memory: Memory, *, decodes: bool) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column()
-    table.add_column(justify="right")
-    for name, size in ((name, size) for name, size in memory.parts.items() if size):
-        table.add_row(Text(name, _DIM), words.size(size))
+def _parts(memory: Memory, *, decodes: bool) -> RenderableType:
+    known = [(name, words.size(size)) for name, size in memory.parts.items() if size]
     if decodes:
-        table.add_row(Text("a token of cache", _DIM), words.size(memory.cache_per_token))
-        table.add_row(Text("largest context", _DIM), say.largest(memory.largest_context, memory))
-    return table
+        known.append(("a token of cache", words.size(memory.cache_per_token)))
+        known.append(("largest context", say.largest(memory.largest_context, memory)))
+    made = pairs(known)
+    made.columns[1].justify = "right"
+    return made
 
 
-def _batches(outlook: Outlook, candidate: Candidate) -> Table:
+def _batches(outlook: Outlook, candidate: Candidate) -> RenderableType:
     """A line a batch; columns that nothing is in are left out."""
     step = say.step(outlook.architecture)
     columns: dict[str, list[str]] = {"batch": [f"{row.batch:,}" for row in candidate.rows]}
@@ -205,40 +183,28 @@ def _batches(outlook: Outlook, candidate: Candidate) -> Table:
     ]
     columns["fits"] = [_FITS[row.fits][0].strip() for row in candidate.rows]
     kept = {name: cells for name, cells in columns.items() if any(cell not in ("", say.NONE) for cell in cells)}
-    table = _table(kept, tight=len(kept) > 6)
-    for cells in zip(*kept.values(), strict=True):
-        table.add_row(*cells)
-    return table
+    return _table(kept, zip(*kept.values(), strict=True))
 
 
 def _said(outlook: Outlook) -> list[RenderableType]:
     """What times stand on, then what a reader must know of each candidate and of all."""
-    found: list[RenderableType] = [
-        _indented(Text(f"{what}: {reason}", _DIM)) for what, reason in say.because(outlook.candidates)
+    found = indented(*(Text(f"{what}: {reason}", DIM) for what, reason in say.because(outlook.candidates)))
+    several = len(outlook.candidates) > 1
+    cautions = [
+        f"{', '.join(labels)}: {text}" if several else text for text, labels in say.every_caution(outlook).items()
     ]
-    found += [
-        _marked(f"{', '.join(labels)}: {text}" if len(outlook.candidates) > 1 else text)
-        for text, labels in say.every_caution(outlook).items()
-    ]
-    return found + [_marked(text) for text in plan_costs.warnings(outlook)]
+    return [*found, *map(marked, [*cautions, *plan_costs.warnings(outlook)])]
 
 
 def _recommended(outlook: Outlook) -> list[RenderableType]:
-    good = outlook.recommendation.label is not None
-    found: list[RenderableType] = [
-        Text(),
-        Text.assemble(f"{say.standing(outlook)}: ", (say.answer(outlook), "bold green" if good else "bold red")),
-    ]
-    found += [_indented(Text(f"· {reason}")) for reason in outlook.recommendation.because]
-    chosen = [each for each in outlook.candidates if each.label == outlook.recommendation.label]
-    found += [_indented(Text(f"· {text}")) for each in chosen for text in plan_costs.even(each)]
+    style = "bold green" if outlook.recommendation.label is not None else "bold red"
+    found: list[RenderableType] = [Text(), Text.assemble(f"{say.standing(outlook)}: ", (say.answer(outlook), style))]
+    found += indented(*(Text(f"· {reason}") for reason in say.reasons(outlook)))
     commands = say.confirm(outlook)
     if commands:
-        found.append(
-            _indented(Text(f"only a measurement decides; on {outlook.target.name} this would confirm it:", _DIM))
-        )
-        found += [Text(f"    {command}", no_wrap=True) for command in commands]
-    return found
+        about = f"only a measurement decides; on {outlook.target.name} this would confirm it:"
+        found += indented(Text(about, DIM))
+    return found + [copied(f"    {command}") for command in commands]
 
 
 def _lengths(outlook: Outlook) -> str:
@@ -248,32 +214,7 @@ def _lengths(outlook: Outlook) -> str:
     return f"sequences of {work.prompt:,}" if outlook.architecture.kind == "encoder" else "a whole image"
 
 
-def _that_fit(runs: Sequence[Candidate]) -> str:
-    return " of those that fit" if any(row.fits is False for each in runs for row in each.rows) else ""
-
-
-def _ends(batches: Sequence[int]) -> list[int]:
-    """The first and the last, once where they are one."""
-    return list(dict.fromkeys((batches[0], batches[-1])))
-
-
-def _section(title: str, table: Table) -> list[RenderableType]:
-    return [Text(), Text(title, "bold"), _indented(table)]
-
-
-def _table(head: Iterable[str], *, left: int = 1, tight: bool = False) -> Table:
-    table = Table(box=None, padding=(0, 1 if tight else 2, 0, 0), pad_edge=False, header_style=_DIM)
-    for i, name in enumerate(head):
-        # labels are wrapped, figures are not
-        table.add_column(name, justify="left" if i < left else "right", overflow="fold", no_wrap=i >= left)
-    return table
-
-
-def _marked(text: str) -> Table:
-    table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_row(Text("!", "bold yellow"), Text(text))
-    return table
-
-
-def _indented(shown: RenderableType) -> Padding:
-    return Padding(shown, (0, 0, 0, 2))
+def _table(head: Iterable[str], rows: Iterable[Sequence[RenderableType]] = (), *, left: int = 1) -> Table:
+    """Labels are wrapped, figures are not; columns close up where there are many."""
+    head = list(head)
+    return made_table(head, rows, left=left, gap=1 if len(head) > 6 else 2, fold=True)

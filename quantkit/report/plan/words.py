@@ -327,6 +327,18 @@ def answer(outlook: Outlook) -> str:
     return f"take {label}" if len(outlook.candidates) > 1 else f"{label} fits and runs"
 
 
+def chosen(outlook: Outlook) -> list[Candidate]:
+    """What is recommended; none where nothing is."""
+    return [each for each in outlook.candidates if each.label == outlook.recommendation.label]
+
+
+def reasons(outlook: Outlook) -> list[str]:
+    """Why it is recommended, and from when on one way to pay is cheaper; by bounds where not all are forecasts."""
+    bills = [(each.cost, each.forecast) for each in chosen(outlook) if each.cost is not None]
+    even = [each.line(bound=not forecast) for cost, forecast in bills for each in cost.break_even]
+    return [*outlook.recommendation.because, *even]
+
+
 def standing(outlook: Outlook) -> str:
     """What a recommendation stands on."""
     runs = [each for each in outlook.candidates if each.problem is None]
@@ -341,10 +353,9 @@ def several(candidate: Candidate) -> str:
 
 def confirm(outlook: Outlook) -> list[str]:
     """The commands that would confirm it, on the target; none where nothing is recommended."""
-    chosen = [each for each in outlook.candidates if each.label == outlook.recommendation.label]
-    if not chosen:
+    if not (found := chosen(outlook)):
         return []
-    recipe = shlex.quote(chosen[0].recipe)
+    recipe = shlex.quote(found[0].recipe)
     batches = ",".join(str(batch) for batch in outlook.workload.batches)
     # of a config alone there are no weights: the user knows where they are
     named = outlook.reference or outlook.architecture.name
