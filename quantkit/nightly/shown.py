@@ -25,29 +25,26 @@ _GAP = 2
 
 def rows(found: Rows) -> list[RenderableType]:
     """A table; where it is wider than the terminal, each row as lines `column  value`."""
-    from rich.table import Table
     from rich.text import Text
+
+    from quantkit.report.kit.screen import pairs, table
 
     cells = [[words.visible(_said(value)) for value in row] for row in found.rows[:MOST]]
     widths = [max(map(len, column)) for column in zip(found.columns, *cells, strict=True)]
     fits = sum(widths) + _GAP * len(widths) <= shutil.get_terminal_size().columns
-    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim", show_header=fits)
+    shown: RenderableType
     if fits:
-        for name in found.columns:
-            table.add_column(Text(name), no_wrap=True)
-        for row in cells:
-            table.add_row(*map(Text, row))
+        shown = table([Text(name) for name in found.columns], (map(Text, row) for row in cells), left=len(widths))
     else:
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(overflow="fold")
-        for number, row in enumerate(cells):
-            if number:
-                table.add_row()
-            for name, value in zip(found.columns, row, strict=True):
-                table.add_row(Text(name), Text(value))
+        lines: list[tuple[Text, Text]] = []
+        for row in cells:
+            lines += [(Text(), Text())] if lines else []
+            lines += [(Text(name), Text(value)) for name, value in zip(found.columns, row, strict=True)]
+        shown = pairs(lines)
+        shown.columns[1].overflow = "fold"
     count = words.plural(len(found.rows), "row")
     said = count if len(found.rows) <= MOST else f"the first {MOST} of {count}; --out FILE and --json have all"
-    return [*([table] if found.rows else []), Text(said, "dim")]
+    return [*([shown] if found.rows else []), Text(said, "dim")]
 
 
 def warnings(said: Sequence[str]) -> list[RenderableType]:
@@ -59,23 +56,24 @@ def warnings(said: Sequence[str]) -> list[RenderableType]:
 
 def night(found: Gated, results: Sequence[Result]) -> list[RenderableType]:
     """A row a cell: what was answered of each thing, and by how much. What all cells share is said once."""
-    from rich.table import Table
     from rich.text import Text
+
+    from quantkit.report.kit.screen import table
 
     names = ("model", "recipe", "target", "runtime", "batch")
     parts = {name: [str(getattr(each, name)) for each in results] for name in names}
     apart = [name for name in names if len(set(parts[name])) > 1] or ["recipe"]
     shared = ", ".join(f"{name} {parts[name][0]}" for name in names if name not in apart)
     things = [what for what in typing.get_args(What) if any(each.what == what for each in found.decisions)]
-    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
-    for name in (*apart, *things, "took"):
-        table.add_column(name, justify="right" if name in ("batch", "took") else "left")
+    shown = table((*apart, *things, "took"), left=len(apart) + len(things), whole=False)
+    if apart[-1] == "batch":
+        shown.columns[len(apart) - 1].justify = "right"
     answers = {(each.cell, each.what): each for each in found.decisions}
     for each in results:
         cells = [_answer(answers.get((each.cell, what)), found) for what in things]
         took = "–" if each.seconds is None else words.duration(each.seconds)
-        table.add_row(*(str(getattr(each, name)) for name in apart), *cells, took)
-    return [*([Text(shared, "dim")] if shared else []), table, Text("")]
+        shown.add_row(*(str(getattr(each, name)) for name in apart), *cells, took)
+    return [*([Text(shared, "dim")] if shared else []), shown, Text("")]
 
 
 def _answer(decision: Decision | None, found: Gated) -> Text:
@@ -94,14 +92,15 @@ def _answer(decision: Decision | None, found: Gated) -> Text:
 
 def gated(found: Gated) -> list[RenderableType]:
     """A night at the gate: how many of what, and what is not fine."""
-    from rich.padding import Padding
     from rich.text import Text
+
+    from quantkit.report.kit.screen import indented
 
     mark, style = {0: ("✓", "green"), 1: ("✗", "bold red"), 3: ("?", "bold yellow")}[found.exit]
     lines: list[RenderableType] = [Text.assemble((f"{mark} ", style), (found.night.night, "bold"), f": {count(found)}")]
     for each in [*found.alarms, *found.open]:
         said = Text.assemble((each.answer, "bold"), f" {title(each)}: {words.visible(each.because)}")
-        lines.append(Padding(said, (0, 0, 0, 2)))
+        lines += indented(said)
     return lines
 
 

@@ -26,7 +26,8 @@ _FLAGS = {
     "weights-near-cache": "part of the weights may have stayed in the cache, so the limit is no limit",
     "no-ceiling": "no limit: a ceiling could not be measured",
 }
-_NOISY = {"noisy", "aa-exceeds-effect"}
+# marked with `~`
+NOISY = {"noisy", "aa-exceeds-effect"}
 _NOT_MEASURED = {
     "out-of-memory": "does not fit into memory",
     "out-of-memory-baseline": "the original does not fit into memory",
@@ -117,6 +118,21 @@ class Series:
     over: str
     unit: str
 
+    @classmethod
+    def of(
+        cls, title: str, cells: Sequence[Cell], even: Row | None, names: tuple[str, str], over: str, unit: str
+    ) -> Series:
+        """The curve of all its cells, those without a value apart."""
+        known = [(cell.row.value or 0) > 0 for cell in cells]
+        measured = [cell for cell, there in zip(cells, known, strict=True) if there]
+        skipped = [cell for cell, there in zip(cells, known, strict=True) if not there]
+        return cls(title, measured, skipped, even, *names, over, unit)
+
+    @property
+    def time_unit(self) -> tuple[float, str]:
+        """(factor, unit) of its times, both sides'."""
+        return words.time_unit(min(value for cell in self.cells for value in (cell.row.value, cell.original) if value))
+
     def said(self, x: str) -> str:
         """An x in words: `batch 8`, `64 tokens`."""
         return f"batch {x}" if self.over == "batch" else f"{x} tokens"
@@ -199,9 +215,7 @@ def _series(manifest: Manifest, rows: Sequence[Row], group: Sequence[Row], title
         for row in sorted(group, key=at)
         if at(row)
     ]
-    measured = [cell for cell in cells if (cell.row.value or 0) > 0]
-    skipped = [cell for cell in cells if cell not in measured]
-    return Series(title, measured, skipped, _even(rows, group[0], over), *names(manifest), over, unit)
+    return Series.of(title, cells, _even(rows, group[0], over), names(manifest), over, unit)
 
 
 def _of(rows: Sequence[Row], cell: Row, name: str) -> Row | None:
@@ -341,7 +355,7 @@ def how(curve: Series) -> str:
         parts.append(f"A/A spread {words.percent(curve.spread)} at most")
     if any("p99-from-few" in cell.flags for cell in curve.cells):
         parts.append("p99 rests on few of them")
-    if any(_NOISY & set(cell.flags) for cell in curve.cells):
+    if any(NOISY & set(cell.flags) for cell in curve.cells):
         parts.append("~ is noise")
     return "; ".join(part for part in parts if part)
 
@@ -374,8 +388,7 @@ def brief(curve: Series) -> tuple[list[str], list[list[str]]]:
     Columns: size, p50, speed-up, its 95 % interval, p99, new tokens a second and, where it is known, the effective
     bandwidth as a share of what the machine reads. `~` marks what noise swamps.
     """
-    values = [value for cell in curve.cells for value in (cell.row.value, cell.original) if value]
-    factor, unit = words.time_unit(min(values))
+    factor, unit = curve.time_unit
     shares = any(cell.share_read is not None for cell in curve.cells)
     head = [
         curve.over,
@@ -393,7 +406,7 @@ def brief(curve: Series) -> tuple[list[str], list[list[str]]]:
 
     body = []
     for cell in curve.cells:
-        noisy = "~" if _NOISY & set(cell.flags) else ""
+        noisy = "~" if NOISY & set(cell.flags) else ""
         body.append(
             [
                 f"{cell.x:,}",

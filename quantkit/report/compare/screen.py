@@ -34,8 +34,8 @@ def terminal(data: Compared, page: Path | None = None) -> list[RenderableType]:
         if cells:
             found += [Text(), *indented(Text.assemble((heading, "bold"), (f"  {about}", DIM)))]
             sheet = say.sheet(cells, data.kind, margin=False)
-            rows = [
-                (*line[:-1], Text(line[-1], _STYLES[cell.answer])) for cell, line in zip(cells, sheet.rows, strict=True)
+            rows: list[list[RenderableType]] = [
+                [*line[:-1], Text(line[-1], _STYLES[cell.answer])] for cell, line in zip(cells, sheet.rows, strict=True)
             ]
             found += indented(table([*sheet.head[:-1], ""], rows, numbers=2), by=4)
     found += _flips(data.flips) if data.flips is not None else []
@@ -71,13 +71,10 @@ def _layers(pairs: Sequence[LayerPair]) -> list[RenderableType]:
     if not moved:
         return found
     by_output = say.by_output(pairs)
-    rows = [
-        (
-            Text(pair.name),
-            *map(words.share, (pair.outputs if by_output else pair.errors) or ()),
-            f"{say.format_of(pair.a)} → {say.format_of(pair.b)}" if pair.differs else "",
-        )
-        for pair in moved
-    ]
+    rows: list[list[RenderableType]] = []
+    for pair in moved:
+        errors = map(words.share, (pair.outputs if by_output else pair.errors) or ())
+        stored = f"{say.format_of(pair.a)} → {say.format_of(pair.b)}" if pair.differs else ""
+        rows.append([Text(pair.name), *errors, stored])
     head = (f"largest rises, {'outputs' if by_output else 'weights'}", "A", "B", "")
     return found + indented(table(head, rows, numbers=2, fold=True), by=4)

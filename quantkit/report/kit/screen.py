@@ -28,8 +28,8 @@ def write(renderables: Iterable[RenderableType], file: IO[str]) -> None:
 
 
 def table(
-    head: Iterable[str],
-    rows: Iterable[Sequence[RenderableType]] = (),
+    head: Iterable[str | Text],
+    rows: Iterable[Iterable[RenderableType]] = (),
     *,
     left: int = 1,
     gap: int = 2,

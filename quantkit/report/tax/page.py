@@ -32,7 +32,6 @@ def page(data: Taxed) -> str:
     """The page as HTML. Raises MissingDependency: plotly, extra `report`."""
     advice = [(screen.on(threads), *screen.said(verdict), verdict.because) for threads, verdict in data.advice.items()]
     found = screen.groups(data)
-    head = ["threads", "ceiling", "measured", "95 % interval", "by", f"{data.target.name} says"]
     return shell.rendered(
         "tax.html.j2",
         title=f"{data.title}: the dequantization tax",
@@ -45,9 +44,9 @@ def page(data: Taxed) -> str:
         notes=list(data.notes),
         wholes=[_group(group, data) for group in found if group.whole or not data.shapes.name],
         singles=[_group(group, data) for group in found if not group.whole and data.shapes.name],
-        ceilings=Sheet(head, screen.ceilings(data), 2),
+        ceilings=screen.ceilings(data),
         threaded=any(data.advice),
-        cache=words.size(screen.last_level_cache(data) or 0.0),
+        cache=words.size(screen.last_level_cache(data)),
         explained=screen.explained(data),
         facts=_facts(data),
         version=data.version,

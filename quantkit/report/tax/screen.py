@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from quantkit.bundle import Verdict
 from quantkit.measurement.operators.tax import captured_gain
 from quantkit.measurement.rows import Row
 from quantkit.planning.model.shapes import Shapes
-from quantkit.report.bundle import curves
+from quantkit.report.bundle import curves, figures
 from quantkit.report.bundle.curves import Cell, Series
 from quantkit.report.kit import words
+from quantkit.report.kit.parts import Sheet
+from quantkit.report.kit.screen import DIM, STYLES, WARNING, copied, grid, indented, table, titled
 from quantkit.target import Target
 
-_DIM = "dim"
-_NOISY = {"noisy", "aa-exceeds-effect"}
 # what a verdict says, and in which tone
 _ANSWERS = {
     "ship_it": ("ship {format}", "good"),
@@ -82,23 +80,19 @@ class Panelled:
 def groups(data: Taxed) -> list[Panelled]:
     """The sum over a model first, then shape by shape; each with every number of threads."""
     timed = [row for row in data.rows if row.name == "latency.op" and row.op is not None and row.batch]
-    keyed: dict[tuple[bool, str, int], list[Row]] = {}
-    for row in timed:
-        assert row.op is not None
-        label = f"{row.op.K}x{row.op.N}" if row.op.layer is None else ""
-        keyed.setdefault((row.op.layer is None, label, _threads(row)), []).append(row)
+    keyed = figures.by(sorted(timed, key=lambda row: _shape(row) != ""), lambda row: (_shape(row), _threads(row)))
     named = {linear.label: linear for linear in data.shapes.distinct()}
     found = []
-    for (single, label, threads), rows in sorted(keyed.items(), key=lambda item: item[0][0]):
+    for (label, threads), rows in keyed.items():
         title = data.title
-        if single:
+        if label:
             linear = named[label]
             often = f": {linear.name}, {words.plural(linear.count, 'time')}" if data.shapes.name else ""
             title = f"{label}{often}"
-        title += f", {on(threads)}"
         variants = dict.fromkeys(str(row.settings["variant"]) for row in rows if row.baseline or row.value is None)
-        series = [_series(data, rows, variant, label, threads) for variant in variants]
-        found.append(Panelled(title, threads, not single, [each for each in series if each.cells or each.skipped]))
+        series = [_series(data, rows, variant) for variant in variants]
+        of = [each for each in series if each.cells or each.skipped]
+        found.append(Panelled(f"{title}, {on(threads)}", threads, not label, of))
     return found
 
 
@@ -112,24 +106,23 @@ def _threads(row: Row) -> int:
     return int(threads) if isinstance(threads, int | float) else 0
 
 
-def _series(data: Taxed, timed: Sequence[Row], variant: str, label: str, threads: int) -> Series:
+def _shape(row: Row) -> str:
+    """`768x768`; empty of the sum over a model."""
+    return f"{row.op.K}x{row.op.N}" if row.op is not None and row.op.layer is None else ""
+
+
+def _series(data: Taxed, timed: Sequence[Row], variant: str) -> Series:
     mine = sorted((row for row in timed if row.settings["variant"] == variant), key=lambda row: row.batch or 0)
-
-    def of(name: str, batch: int | None) -> Row | None:
-        for row in data.rows:
-            op = row.op
-            if row.name != name or op is None or row.settings.get("variant") != variant or _threads(row) != threads:
-                continue
-            if (f"{op.K}x{op.N}" if op.layer is None else "") == label and row.batch == batch:
-                return row
-        return None
-
-    cells = [Cell(row.batch or 0, row, of("tax.total", row.batch)) for row in mine]
-    measured = [cell for cell in cells if (cell.row.value or 0) > 0]
-    skipped = [cell for cell in cells if cell not in measured]
+    label, threads = _shape(mine[0]), _threads(mine[0])
+    beside = {
+        (row.name, row.batch): row
+        for row in reversed(data.rows)
+        if row.op is not None and (row.settings.get("variant"), _threads(row), _shape(row)) == (variant, threads, label)
+    }
+    cells = [Cell(row.batch or 0, row, beside.get(("tax.total", row.batch))) for row in mine]
     # the title has the whole name; at the ends of lines there is room for the format alone
-    short = variant.partition(".")[0]
-    return Series(variant, measured, skipped, of("tax.break_even", None), short, data.baseline, "batch", "pass")
+    names = variant.partition(".")[0], data.baseline
+    return Series.of(variant, cells, beside.get(("tax.break_even", None)), names, "batch", "pass")
 
 
 def said(verdict: Verdict) -> tuple[str, str]:
@@ -159,38 +152,32 @@ def wins(series: Series) -> str:
     return "; ".join(found) or "nowhere"
 
 
-def ceilings(data: Taxed) -> list[list[str]]:
+def ceilings(data: Taxed) -> Sheet:
     """Threads, what, measured, its interval, by what, and the target's own figure."""
-    found = []
+    body = []
     for row in data.rows:
         if row.name not in _CEILINGS:
             continue
         kind = str(row.settings.get("compute_type") or "")
         place = _STATED.get(row.name, f"compute.{kind}" if row.name == "ceiling.compute" else "")
-        figure = data.target.figures().get(place)
-        stated = "–"
+        figure, stated = data.target.figures().get(place), "–"
         if figure is not None:
             stated = words.rate(figure.number, figure.unit) if figure.number is not None else "not measured yet"
-        value = "not measured"
-        if row.value is not None:
-            value = words.moment(row.value) if row.unit == "s" else words.rate(row.value, row.unit)
-        sure = ""
-        if row.ci95:
-            sure = words.between(row.ci95, words.moment if row.unit == "s" else lambda v, u=row.unit: words.rate(v, u))  # type: ignore[misc]
-        what = " ".join(part for part in (_CEILINGS[row.name], kind) if part)
-        found.append(
-            [str(_threads(row) or "–"), what, value, sure or "–", str(row.settings.get("kernel") or "–"), stated]
-        )
-    return found
+
+        def form(value: float, unit: str = row.unit) -> str:
+            return words.moment(value) if unit == "s" else words.rate(value, unit)
+
+        value = form(row.value) if row.value is not None else "not measured"
+        what = f"{_CEILINGS[row.name]} {kind}".strip()
+        by = str(row.settings.get("kernel") or "–")
+        body.append([str(_threads(row) or "–"), what, value, words.between(row.ci95, form) or "–", by, stated])
+    return Sheet(["threads", "ceiling", "measured", "95 % interval", "by", f"{data.target.name} says"], body, 2)
 
 
-def last_level_cache(data: Taxed) -> float | None:
-    """Bytes, as the run took them."""
-    for row in data.rows:
-        size = row.settings.get("last_level_cache")
-        if isinstance(size, int | float):
-            return float(size)
-    return None
+def last_level_cache(data: Taxed) -> float:
+    """Bytes, as the run took them; 0 where it does not say."""
+    sizes = (row.settings.get("last_level_cache") for row in data.rows)
+    return next((float(size) for size in sizes if isinstance(size, int | float)), 0.0)
 
 
 # --- on a screen -----------------------------------------------------------------------------------------------------
@@ -203,41 +190,38 @@ def terminal(data: Taxed, html: Path | None = None, out: Path | None = None) -> 
     shown: list[RenderableType] = []
     for threads, advice in data.advice.items():
         answer, tone = said(advice)
-        style = {"good": "green", "bad": "bold red"}.get(tone, "bold")
         of = f" ({on(threads)})" if len(data.advice) > 1 else ""
-        shown += [Text(), Text.assemble((data.title, "bold"), f"{of}: ", (f"{answer}.", style))]
-        shown += [Padding(Text(reason), (0, 0, 0, 2)) for reason in advice.because]
+        shown += [Text(), Text.assemble((data.title, "bold"), f"{of}: ", (f"{answer}.", STYLES.get(tone, "bold")))]
+        shown += indented(*map(Text, advice.because))
     if data.traffic:
         mix = ", ".join(f"{share:.0%} at batch {batch}" for batch, share in sorted(data.traffic.items()))
-        shown.append(Padding(Text(f"traffic: {mix}", _DIM), (0, 0, 0, 2)))
-    for note in data.notes:
-        shown.append(Text.assemble(("! ", "bold yellow"), note))
-    found = groups(data)
-    for group in found:
-        shown += [Text(), Text(group.title, "bold")]
-        if group.whole or not data.shapes.name:
-            shown += [Padding(_curve(series), (0, 0, 0, 2)) for series in group.series]
-        else:
-            shown += [Padding(_brief(group.series), (0, 0, 0, 2))]
-    shown += [Text(), Text("verdict on each", "bold"), Padding(_verdicts(data), (0, 0, 0, 2))]
-    shown += [Text(), Text("ceilings, measured before and after", "bold"), Padding(_ceilings(data), (0, 0, 0, 2))]
-    shown += [Padding(Text(text, _DIM), (0, 0, 0, 2)) for text in explained(data)]
-    for path in (html, out):
-        shown += [Text(f"  {path}", no_wrap=True)] if path is not None else []
-    return shown
+        shown += indented(Text(f"traffic: {mix}", DIM))
+    shown += [_warned(note) for note in data.notes]
+    for group in groups(data):
+        whole = group.whole or not data.shapes.name
+        shown += titled(group.title, *(map(_curve, group.series) if whole else [_brief(group.series)]))
+    shown += titled("verdict on each", _verdicts(data))
+    sheet = ceilings(data)
+    head = [{"ceiling": "", "95 % interval": "95 %"}.get(name, name) for name in sheet.head]
+    shown += titled("ceilings, measured before and after", table(head, sheet.rows, left=0, gap=1, whole=False))
+    shown += indented(*(Text(text, DIM) for text in explained(data)))
+    return shown + [copied(f"  {path}") for path in (html, out) if path is not None]
+
+
+def _warned(text: str) -> Text:
+    return Text.assemble(("! ", WARNING), text)
 
 
 def explained(data: Taxed) -> list[str]:
     """What the columns are, a sentence each."""
     cache = last_level_cache(data)
-    beyond = f" ({words.size(cache)})" if cache else ""
-    name = data.baseline
+    beyond, name = f" ({words.size(cache)})" if cache else "", data.baseline
     split = (
         " Where the kernel is ours, a twin with the same loads and no decoding splits it: see the page."
         if any(row.name == "tax.decode" for row in data.rows)
         else " The runtime is a black box: only the sum is known."
     )
-    found = [
+    return [
         f"p50: {name} → this, of a product (of a model: of all its linears, each as often as it occurs). ideal: the"
         " ratio of their limits, which the format promises; gain: how much of the promised gain arrives.",
         f"tax: what it takes beyond its limit, also as a share of {name}'s time; slack: {name}'s excess over its own"
@@ -245,32 +229,18 @@ def explained(data: Taxed) -> list[str]:
         f"Weights rotate through copies of at least three times the last-level cache{beyond}; sides are interleaved"
         " (ABBA); A/A: what two measurements of one side differ by; ~ marks noise.",
     ]
-    return found
-
-
-def _table(head: Iterable[str], bold: str = "") -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=_DIM)
-    for name in head:
-        table.add_column(name, justify="right")
-    return table
 
 
 def _curve(series: Series) -> RenderableType:
     """One variant: a line a batch, then what follows."""
-    parts: list[RenderableType] = []
-    if series.cells:
-        known = [value for cell in series.cells for value in (cell.row.value, cell.original) if value]
-        factor, unit = words.time_unit(min(known))
-        table = _table([name.format(unit=unit) for name in _HEAD])
-        for cell in series.cells:
-            table.add_row(*line(cell, factor))
-        kernel = series.cells[0].row.settings.get("kernel")
-        title = Text.assemble((series.title, "cyan"), (f"  {kernel}" if kernel else "", _DIM))
-        parts += [title, table, Text(" ".join(outcomes(series)))]
-        parts += [Text.assemble(("! ", "bold yellow"), caution) for caution in curves.cautions(series)]
-    else:
-        parts += [Text(series.title, "cyan"), *(Text(text) for text in curves.skipped(series))]
-    return Group(*parts)
+    if not series.cells:
+        return Group(Text(series.title, "cyan"), *map(Text, curves.skipped(series)))
+    factor, unit = series.time_unit
+    head = [name.format(unit=unit) for name in _HEAD]
+    lines = table(head, (line(cell, factor) for cell in series.cells), left=0, gap=1, whole=False)
+    kernel = series.cells[0].row.settings.get("kernel")
+    title = Text.assemble((series.title, "cyan"), (f"  {kernel}" if kernel else "", DIM))
+    return Group(title, lines, Text(" ".join(outcomes(series))), *map(_warned, curves.cautions(series)))
 
 
 def line(cell: Cell, factor: float) -> list[str]:
@@ -284,7 +254,7 @@ def line(cell: Cell, factor: float) -> list[str]:
     excess = cell.original - cell.original_bound if cell.original and cell.original_bound else None
     promised = cell.original_bound / cell.bound if cell.bound and cell.original_bound else None
     share = tax / cell.original if tax is not None and cell.original else None
-    noisy = "~" if _NOISY & set(cell.row.flags) else ""
+    noisy = "~" if curves.NOISY & set(cell.row.flags) else ""
     return [
         f"{cell.x:,}",
         f"{time_(cell.original)} → {time_(cell.row.value)}",
@@ -312,28 +282,19 @@ def outcomes(series: Series) -> list[str]:
 def _brief(found: Sequence[Series]) -> RenderableType:
     """The speed-up at each batch, a line a variant."""
     batches = sorted({cell.x for series in found for cell in series.cells})
-    table = _table(["", *(f"{batch:,}" for batch in batches)])
+    made = table(["", *(f"{batch:,}" for batch in batches)], left=0, gap=1, whole=False)
     for series in found:
         ratios = {cell.x: words.or_dash(cell.ratio, words.times) for cell in series.cells}
-        table.add_row(Text(series.title, "cyan"), *(ratios.get(batch, "–") for batch in batches))
-    return table
+        made.add_row(Text(series.title, "cyan"), *(ratios.get(batch, "–") for batch in batches))
+    return made
 
 
 def _verdicts(data: Taxed) -> RenderableType:
-    table = Table.grid(padding=(0, 2, 0, 0))
+    rows = []
     for threads, found in data.verdicts.items():
         for verdict in found:
             answer, tone = said(verdict)
+            of = Text(on(threads) if len(data.verdicts) > 1 else "", DIM)
             style = {"good": "green", "bad": "red"}.get(tone, "")
-            of = on(threads) if len(data.verdicts) > 1 else ""
-            table.add_row(
-                Text(of, _DIM), Text(answer, style), Text(verdict.because[0] if verdict.because else "", _DIM)
-            )
-    return table
-
-
-def _ceilings(data: Taxed) -> RenderableType:
-    table = _table(["threads", "", "measured", "95 %", "by", f"{data.target.name} says"])
-    for cells in ceilings(data):
-        table.add_row(*cells)
-    return table
+            rows.append((of, Text(answer, style), Text(verdict.because[0] if verdict.because else "", DIM)))
+    return grid(rows)

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from quantkit.bundle import Decision
@@ -19,6 +17,7 @@ from quantkit.report.bundle.figures import DecisionLine
 from quantkit.report.kit import axes, charts, shell, words
 from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve, Figure, Mark
 from quantkit.report.kit.parts import Panel, Section, Sheet, Tile
+from quantkit.report.kit.screen import DIM, STYLES, copied, indented, table
 
 Data = Mapping[str, Any]
 
@@ -65,20 +64,14 @@ def page(data: Data, recipe: str) -> str:
 def terminal(data: Data, out: str) -> list[RenderableType]:
     """The same on one screen: the answer, the choice among its neighbours on the front, where to go on."""
     tone, answer, because = verdict(data)
-    style = {"good": "green", "bad": "bold red"}.get(tone, "bold")
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in _HEAD[:-1]:
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for line in _thinned(_lines(data)):
-        table.add_row(*(Text(cell, "bold" if line[0] == _CHOSEN else "") for cell in line[:-1]))
-    found: list[RenderableType] = [Text(), Text.assemble((f"{answer}.", style))]
-    found += [Padding(Text(reason), (0, 0, 0, 2)) for reason in because]
-    found += [Text(), Padding(table, (0, 0, 0, 2)), Text()]
+    lines = [
+        [Text(cell, "bold" if line[0] == _CHOSEN else "") for cell in line[:-1]] for line in _thinned(_lines(data))
+    ]
+    found = [Text(), Text(f"{answer}.", STYLES.get(tone, "bold")), *indented(*map(Text, because)), Text()]
+    found += [*indented(table(_HEAD[:-1], lines)), Text()]
     if not data["timings"]:
-        found.append(Text("  no timings were given: speed took no part in the choice", "dim"))
-    found.append(Text(f"  {out}/tuned.yaml", no_wrap=True))
-    found.append(Text(f"  {out}/report.html", no_wrap=True))
-    return found
+        found.append(Text("  no timings were given: speed took no part in the choice", DIM))
+    return [*found, copied(f"  {out}/tuned.yaml"), copied(f"  {out}/report.html")]
 
 
 def _model(ref: str) -> str:
