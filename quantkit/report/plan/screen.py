@@ -20,7 +20,7 @@ from quantkit.report.plan.as_json import as_dict
 
 __all__ = ["as_dict", "terminal"]
 
-_FITS: dict[bool | None, tuple[str, str]] = {**MARK, None: (" ", "")}
+_FITS: dict[bool | None, tuple[str, str]] = {None: (" ", ""), True: MARK[True], False: MARK[False]}
 _STATES = {"native": "green", "emulated": "yellow", "absent": "bold red", "cannot run": "bold red"}
 
 
