@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
 from quantkit.nightly.page import drawing, say
-from quantkit.nightly.page.drawing import TALL, Chart, Label
+from quantkit.nightly.page.drawing import TALL, Chart, Label, Scale
 from quantkit.nightly.page.history import ANSWERS, NONE
 from quantkit.nightly.store.records import What
 from quantkit.report.kit import words
@@ -26,12 +27,9 @@ def spark(values: Array, codes: Array, margin: float) -> Markup:
     width = max(len(codes), 2)
     far = np.nanmax(np.abs(values)) if np.isfinite(values).any() else 0.0
     most = min(max(far * 1.1, 1.6 * margin), 6 * margin) or 1.0
-    y = np.where(np.isfinite(values), drawing.places(values, -most, most, 24), np.nan)
-    edge = drawing.places([margin, -margin], -most, most, 24)
-    band = f'<rect class="band" x="0" y="{drawing.number(edge[0])}" width="{width}" '
-    band += f'height="{drawing.number(edge[1] - edge[0])}"/>'
-    x = np.arange(len(values)) + 0.5
-    shapes = [band, drawing.path(drawing.line(x, y), "line"), drawing.strip(codes, 34, 8)]
+    scale = Scale(-most, most, 24)
+    x, y = np.arange(len(values)) + 0.5, scale.places(values)
+    shapes = [scale.band(margin, width), drawing.path(drawing.line(x, y), "line"), drawing.strip(codes, 34, 8)]
     if len(codes) < _FEW / 4:
         shapes.append(drawing.path(drawing.dots(x, y), "point"))
     return drawing.svg(width, 34, *shapes, kind="spark")
@@ -67,11 +65,10 @@ def spread(
     days: Sequence[str], low: Array, middle: Array, high: Array, called: Array, measured: Array, wrong: Array
 ) -> Chart:
     """How far ratios of things to themselves were spread, night by night, and on which nights one was called."""
-    bottom, top = drawing.reach([low, high], 0.005)
+    scale = Scale(*drawing.reach([low, high], 0.005))
     x = np.arange(len(days)) + 0.5
-    a, b, c = (np.where(np.isfinite(v), drawing.places(v, bottom, top), np.nan) for v in (low, middle, high))
-    zero = drawing.number(float(drawing.places(0.0, bottom, top)))
-    shapes = [drawing.path(drawing.bars(x, a, c), _interval(len(days))), drawing.path(f"M0 {zero}H{len(days)}", "zero")]
+    a, b, c = map(scale.places, (low, middle, high))
+    shapes = [drawing.path(drawing.bars(x, a, c), _interval(len(days))), scale.rule(0.0, len(days), "zero")]
     shapes.append(drawing.path(drawing.dots(x, b), "point"))
     marks = [Label("◆", 100 * float(x[i]) / len(days), 4.0, "called") for i in np.flatnonzero(called).tolist()]
     told = [
@@ -79,9 +76,7 @@ def spread(
         f"{int(k)} called different"
         for n, lo, hi, k in zip(measured, low, high, wrong, strict=True)
     ]
-    labels = [
-        Label(say.tick("latency", t), 0, float(drawing.places(t, bottom, top))) for t in drawing.ticks(bottom, top)
-    ]
+    labels = scale.labels(partial(say.tick, "latency"))
     alt = f"For each of {len(days)} nights, the range that holds 9 of 10 ratios of cells to themselves."
     readout = {"rows": [["", told]]}
     whole = drawing.svg(len(days), TALL, *shapes)
@@ -115,19 +110,12 @@ def respect(
         first: number of the first change.
     """
     count, finite = len(days), np.isfinite(values)
-    bottom, top = drawing.reach([values, low, high], 1.3 * margin)
+    scale = Scale(*drawing.reach([values, low, high], 1.3 * margin))
     x = np.arange(count) + 0.5
-    y, a, b = (np.where(np.isfinite(v), drawing.places(v, bottom, top), np.nan) for v in (values, low, high))
-    edge = drawing.places([margin, -margin], bottom, top)
-    shapes = []
-    if margin:
-        shapes.append(
-            f'<rect class="band" x="0" y="{drawing.number(edge[0])}" width="{count}" '
-            f'height="{drawing.number(edge[1] - edge[0])}"/>'
-        )
-    for tick in drawing.ticks(bottom, top):
-        at = drawing.number(float(drawing.places(tick, bottom, top)))
-        shapes.append(drawing.path(f"M0 {at}H{count}", "zero" if abs(tick) < 1e-12 else "grid"))
+    y, a, b = map(scale.places, (values, low, high))
+    shapes = [scale.band(margin, count)] if margin else []
+    ticks = drawing.ticks(scale.low, scale.high)
+    shapes += [scale.rule(tick, count, "zero" if abs(tick) < 1e-12 else "grid") for tick in ticks]
     shapes += [drawing.path(f"M{update} 0V{drawing.number(TALL)}", "update") for update in updates]
     shapes.append(drawing.path(drawing.bars(x, a, b), _interval(count)))
     shapes.append(drawing.path(drawing.line(x, y), "line"))
@@ -137,7 +125,7 @@ def respect(
     if found:
         edges = [0, *(change.index for change in found), count]
         means = [found[0].before, *(change.after for change in found)]
-        heights = drawing.places(means, bottom, top)
+        heights = scale.places(means)
         levels = "".join(f"M{i} {drawing.number(h)}H{j}" for h, i, j in zip(heights, edges, edges[1:], strict=False))
         shapes.append(drawing.path(levels, "level"))
         for number, change in enumerate(found, first):
@@ -151,12 +139,11 @@ def respect(
         name = ANSWERS[codes[i]] if codes[i] != NONE else "not decided"
         between = say.interval(what, low[i], high[i])
         told.append(f"{name}, {say.value(what, values[i])}{f' ({between})' if between else ''}")
-    beyond = int((finite & ((values > top) | (values < bottom))).sum())
     alt = f"{say.TITLES[what]} over {words.plural(count, 'night')}"
-    if beyond:
+    if beyond := scale.beyond(values):
         alt += f"; {words.plural(beyond, 'night')} beyond the axis at its end"
     whole = drawing.svg(count, TALL, *shapes)
-    labels = [Label(say.tick(what, t), 0, float(drawing.places(t, bottom, top))) for t in drawing.ticks(bottom, top)]
+    labels = scale.labels(partial(say.tick, what))
     readout = {"rows": [["", told]]}
     return Chart(
         whole,
@@ -217,18 +204,14 @@ def raw(sides: Mapping[str, tuple[Array, Array]], rounds: Sequence[int], count: 
     low, third, high = np.quantile(every, (0.0, 0.75, 0.97))
     high = min(high, 1.5 * third)
     room = 0.15 * (high - low) or 0.05 * high
-    bottom, top = float(low - room), float(high + room)
+    scale = Scale(float(low - room), float(high + room))
     shapes = [drawing.path("".join(f"M{at} 0V{TALL}" for at in rounds[1:]), "grid")]
     for side, (x, seconds) in sides.items():
-        shapes.append(drawing.path(drawing.dots(x + 0.5, drawing.places(seconds, bottom, top)), f"raw {side}"))
-    beyond = int((every > top).sum())
+        shapes.append(drawing.path(drawing.dots(x + 0.5, scale.places(seconds)), f"raw {side}"))
     alt = f"{words.plural(count, 'step')} in the order in which they were taken"
-    if beyond:
-        alt += f"; {beyond:,} above {words.moment(top)} stand at the upper end"
-    labels = [
-        Label(f"{words.figure(factor * t, 3)}", 0, float(drawing.places(t, bottom, top)))
-        for t in drawing.ticks(bottom, top)
-    ]
+    if beyond := int((every > scale.high).sum()):
+        alt += f"; {beyond:,} above {words.moment(scale.high)} stand at the upper end"
+    labels = scale.labels(lambda seconds: words.figure(factor * seconds, 3))
     whole = drawing.svg(count, TALL, *shapes)
     places = zip(rounds, [*rounds[1:], count], strict=True)
     below = [Label(str(i + 1), 100 * (a + b) / 2 / count, kind="middle") for i, (a, b) in enumerate(places)]
@@ -240,22 +223,16 @@ def ratios(found: Array, margin: float) -> Chart:
     values = found - 1
     first, third = np.quantile(values, (0.25, 0.75))
     far = 5 * (third - first) + margin
-    bottom, top = drawing.reach([np.clip(values, first - far, third + far)], 1.3 * margin)
-    x, edge = np.arange(len(values)) + 0.5, drawing.places([margin, -margin], bottom, top)
-    middle = float(np.median(values))
-    at, zero = (drawing.number(float(drawing.places(v, bottom, top))) for v in (middle, 0.0))
+    scale = Scale(*drawing.reach([np.clip(values, first - far, third + far)], 1.3 * margin))
+    count, middle = len(values), float(np.median(values))
     shapes = [
-        f'<rect class="band" x="0" y="{drawing.number(edge[0])}" width="{len(values)}" '
-        f'height="{drawing.number(edge[1] - edge[0])}"/>',
-        drawing.path(f"M0 {zero}H{len(values)}", "zero"),
-        drawing.path(f"M0 {at}H{len(values)}", "level"),
-        drawing.path(drawing.dots(x, drawing.places(values, bottom, top)), "raw candidate"),
+        scale.band(margin, count),
+        scale.rule(0.0, count, "zero"),
+        scale.rule(middle, count, "level"),
+        drawing.path(drawing.dots(np.arange(count) + 0.5, scale.places(values)), "raw candidate"),
     ]
-    labels = [
-        Label(say.tick("latency", t), 0, float(drawing.places(t, bottom, top))) for t in drawing.ticks(bottom, top)
-    ]
-    alt = f"{words.plural(len(values), 'block')}; their median is {say.value('latency', middle)}"
-    if beyond := int(((values > top) | (values < bottom)).sum()):
+    alt = f"{words.plural(count, 'block')}; their median is {say.value('latency', middle)}"
+    if beyond := scale.beyond(values):
         alt += f"; {beyond:,} beyond the axis at its end"
-    whole = drawing.svg(len(values), TALL, *shapes)
-    return Chart(whole, alt, labels, [], [], None, "low")
+    labels = scale.labels(partial(say.tick, "latency"))
+    return Chart(drawing.svg(count, TALL, *shapes), alt, labels, tall="low")

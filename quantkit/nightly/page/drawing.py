@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +55,45 @@ class Chart:
     below: Sequence[Label] = ()
     readout: Any = None
     tall: str = ""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The upright axis of a drawing.
+
+    Args:
+        low: at the lower edge.
+        high: at the upper edge.
+        height: of the drawing, in its own units.
+    """
+
+    low: float
+    high: float
+    height: float = TALL
+
+    def places(self, values: Any) -> Array:
+        """Heights from the top, NaN for what is not finite; what lies beyond the axis stands at its end."""
+        values = np.asarray(values, float)
+        found = np.clip(self.height * (self.high - values) / (self.high - self.low), 0.0, self.height)
+        return np.where(np.isfinite(values), found, np.nan)
+
+    def rule(self, value: float, width: float, kind: str) -> str:
+        """A line across the drawing."""
+        return path(f"M0 {number(float(self.places(value)))}H{width}", kind)
+
+    def band(self, margin: float, width: float) -> str:
+        """The effects that are within the margin."""
+        top, bottom = self.places([margin, -margin])
+        size = f'width="{width}" height="{number(bottom - top)}"'
+        return f'<rect class="band" x="0" y="{number(top)}" {size}/>'
+
+    def labels(self, form: Callable[[float], str]) -> list[Label]:
+        """Round numbers beside it."""
+        return [Label(form(tick), 0, float(self.places(tick))) for tick in ticks(self.low, self.high)]
+
+    def beyond(self, values: Array) -> int:
+        """How many values lie outside of it."""
+        return int((np.isfinite(values) & ((values > self.high) | (values < self.low))).sum())
 
 
 def svg(width: float, height: float, *shapes: str, kind: str = "") -> Markup:
@@ -153,11 +192,6 @@ def ticks(low: float, high: float, least: int = 3) -> list[float]:
         if last - first + 1 >= least:
             return [step * i for i in range(first, last + 1)]
     return [low, high]
-
-
-def places(values: Any, low: float, high: float, height: float = TALL) -> Array:
-    """Heights in a drawing, from its top; what lies beyond the axis stands at its end."""
-    return np.clip(height * (high - np.asarray(values, float)) / (high - low), 0.0, height)
 
 
 def months(days: Sequence[str], most: int = 7) -> list[Label]:
