@@ -110,7 +110,10 @@ class Pass(Protocol):
         raise AssertionError(f"{self.name} is of scope {self.scope}")
 
     def product(self, weight: Tensor, moments: Moments | None, scheme: WeightScheme, settings: Any) -> QuantTensor:
-        """Codes [N, K] of a graph's product; `moments` is None where nothing is known of its input. Where it assigns."""
+        """Codes [N, K] of a graph's product; `moments` is None where nothing is known of its input.
+
+        Of passes that require "unassigned" and ensure "codes".
+        """
         raise AssertionError(f"{self.name} assigns no codes")
 
 

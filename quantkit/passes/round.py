@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from quantkit.content import Closed
-from quantkit.formats.base.grid import load_grid
 from quantkit.passes import Outcome, Pass, declined
 
 if TYPE_CHECKING:

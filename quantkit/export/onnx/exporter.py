@@ -229,11 +229,13 @@ def dialect_weights(values: Values) -> Weights:
         return (found.T if transposed.get(linear) else found).contiguous().numpy()
 
     def codes(linear: str) -> Any:
-        found = values.quantized(linear)
-        zero = None if found.zero is None else found.zero.numpy()
-        return found.codes.numpy(), found.scale.float().numpy(), zero
+        return values.quantized(linear).codes.numpy()
 
-    return Weights(linears, shapes, tensor, codes)
+    def grid(linear: str) -> Any:
+        found = values.quantized(linear, codes=False)
+        return found.scale.float().numpy(), None if found.zero is None else found.zero.numpy()
+
+    return Weights(linears, shapes, tensor, codes, grid)
 
 
 def _work(model: ir.Model) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """A TensorRT engine, and the network that it is built from, checked on the CPU before TensorRT sees it.
 
-`engine/` holds `network.onnx` with `network.onnx.data` (plain Q/DQ, `_dialect_tensorrt`), the tokenizer, and for each
+`engine/` holds `network.onnx` with `network.onnx.data` (plain Q/DQ, `network/dialect.py`), the tokenizer, and for each
 kind of GPU `NAME.engine` with `NAME.json`: what built it, for which shapes, and how long that took. An engine is
 executable code: `runtimes.tensorrt` loads one from a verified bundle alone.
 
@@ -196,16 +196,11 @@ class Tensorrt(Exporter):
         Returns:
             checks `onnx.valid`, `onnx.operators`, `onnx.contained`, `network.weights`, `.pairs` and `.logits`.
         """
-        from quantkit.export.tensorrt.network import check as check_network
-        from quantkit.export.values import Values
+        from quantkit.export.check import decided
+        from quantkit.export.tensorrt.network.check import check
 
-        if source is not None and stream is not None and results is not None:
-            values = Values.of_results(source, stream, results)
-        elif (bundle / "model" / "config.json").is_file():
-            values = Values.of_bundle(bundle)
-        else:
-            return []
-        return check_network.check(bundle / FOLDER / NETWORK, values)
+        values = decided(bundle, source, stream, results)
+        return [] if values is None else check(bundle / FOLDER / NETWORK, values)
 
 
 def _refuse(

@@ -29,6 +29,7 @@ import onnx_ir as ir
 from quantkit.errors import InputError
 from quantkit.export.onnx.nbits import Input
 from quantkit.export.tensorrt.network.weights import TYPES, Stored, stored
+from quantkit.export.tensorrt.network.weights import codes as codes_of
 from quantkit.export.trace.rewrite import Array, Rewriting
 
 if TYPE_CHECKING:
@@ -57,14 +58,14 @@ class Dialect(Rewriting):
     """The rewriting of one graph.
 
     Args:
-        quantized: linear -> its codes.
+        quantized: linear -> its codes; with `codes=False` all else of it.
         type: what is computed in.
         cache: see the module.
         capacity: tokens that a cache `in_place` holds.
         stored_cache: how keys and values are stored; None in the graph's type.
     """
 
-    quantized: Callable[[str], QuantTensor]
+    quantized: Callable[..., QuantTensor]
     type: Floats = "float16"
     cache: Cache = "in_place"
     capacity: int = 2048
@@ -350,12 +351,10 @@ class Dialect(Rewriting):
                 return turned
             shape = (linear.columns, linear.rows)
             return self._new(f"{name}.weight", shape, self.floats, lambda: self.weights.tensor(f"{name}.weight").T)
-        return self._dequantized(before, name, stored(self.quantized(name), self.floats))
+        return self._dequantized(before, name, stored(self.quantized(name, codes=False), self.floats))
 
     def _dequantized(self, before: ir.Node, name: str, found: Stored) -> ir.Value:
-        # codes are read again when they are written: scales are small, codes are not
-        kind, shape = found.codes.dtype, found.codes.shape
-        codes = self._new(f"{name}.codes", shape, kind, lambda: stored(self.quantized(name), self.floats).codes)
+        codes = self._new(f"{name}.codes", found.shape, found.type, lambda: codes_of(self.quantized(name)))
         scale = self._constant(f"{name}.scale", found.scale, found.scale.dtype)
         if found.whole is not None:
             whole = self._constant(f"{name}.whole", found.whole.astype(self.floats), self.floats)
@@ -363,9 +362,7 @@ class Dialect(Rewriting):
         if found.codebook is not None:
             values = self._looked_up(before, name, codes, found, scale)
         else:
-            options: dict[str, Any] = {} if found.axis is None else {"axis": found.axis}
-            options |= {} if found.block is None else {"block_size": found.block}
-            (values,) = self._node(before, "DequantizeLinear", [codes, scale], [f"{name}.values"], **options)
+            (values,) = self._node(before, "DequantizeLinear", [codes, scale], [f"{name}.values"], **found.options)
         if found.whole is None and found.scale.dtype != self.floats:
             kind16 = int(ir.DataType.from_numpy(self.floats))
             (values,) = self._node(before, "Cast", [values], [f"{name}.rounded"], to=kind16)
@@ -374,7 +371,7 @@ class Dialect(Rewriting):
     def _looked_up(self, before: ir.Node, name: str, codes: ir.Value, found: Stored, scale: ir.Value) -> ir.Value:
         """Codebook[code + 8] · scale, [K, N]."""
         assert found.block is not None and found.codebook is not None
-        columns, rows = found.codes.shape
+        columns, rows = found.shape
         groups = columns // found.block
         unit = self._constant("codebook/unit", 1.0, self.floats)
         (numbers,) = self._node(before, "DequantizeLinear", [codes, unit], [f"{name}.numbers"])
