@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,25 +106,19 @@ def check(
         if blocks is not None and not open_written(folder).can_be_cut(blocks):
             blocks = None
             if _COPIES * _dense_bytes(weights, wanted) > machine.memory_available() * _SHARE:
-                return [*checks, _tensors(weights, wanted)]
+                return [*checks, _tensors(folder, weights, wanted)]
         checks.append(reload(folder, wanted, inputs=inputs, blocks=blocks))
     return checks
 
 
-def _tensors(weights: Weights, wanted: Expected) -> Check:
+def _tensors(folder: Path, weights: Weights, wanted: Expected) -> Check:
     """The check `reload.tensors`: what is not packed, one tensor at a time; the packed ones were compared before."""
-    worst, place = 0.0, ""
     packed = {f"{prefix}.weight" for prefix in wanted.packed}
-    for name in wanted.names:
-        if name in packed:
-            continue
-        if name not in weights.entries:
-            return _judge(APART, None, f"missing {name}")
-        found, expected = weights.read(name), wanted.read(name)
-        difference = _difference(found, expected) if found.shape == expected.shape else math.inf
-        if not difference <= worst:
-            worst, place = difference, name
-    return _judge(APART, worst, place)
+    plain = [name for name in wanted.names if name not in packed]
+    missing = [name for name in plain if name not in weights.entries]
+    if missing:
+        return _judge(APART, None, f"missing {missing[0]}")
+    return _compared(APART, folder, plain, weights.read, wanted)
 
 
 def check_bundle(
@@ -299,19 +293,31 @@ def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected) 
     quantization = _config_json(folder).get("quantization_config") or {}
     dense = {f"{prefix}.weight": prefix for prefix in wanted.packed}
     expansion = layout.expansion(quantization, wanted.read(next(iter(dense))).dtype)
-    name = f"reload.{expansion.library or 'own_reader'}"
+
+    def read(tensor: str) -> torch.Tensor:
+        return expansion.weight(dense[tensor], weights.read) if tensor in dense else weights.read(tensor)
+
+    tensors = dense if expansion.library else wanted.names
+    found = _compared(f"reload.{expansion.library or 'own_reader'}", folder, tensors, read, wanted)
+    return found.model_copy(update={"where": found.where.removesuffix(".weight")})
+
+
+def _compared(
+    name: str, folder: Path, tensors: Iterable[str], read: Callable[[str], torch.Tensor], wanted: Expected
+) -> Check:
+    """The largest difference of tensors, one at a time, up to the first that cannot be read."""
     worst, place = 0.0, ""
-    for tensor in dense if expansion.library else wanted.names:
+    for tensor in tensors:
         expected = wanted.read(tensor)
         try:
-            found = expansion.weight(dense[tensor], weights.read) if tensor in dense else weights.read(tensor)
+            found = read(tensor)
             difference = _difference(found, expected) if found.shape == expected.shape else math.inf
         except (RuntimeError, ValueError, AssertionError, KeyError) as trouble:
             if is_out_of_memory(trouble):
                 raise out_of_memory(f"{folder.name}: {tensor}", trouble) from trouble
             return _judge(name, None, f"{tensor}: {' '.join(str(trouble).split())[:160]}")
         if not difference <= worst:
-            worst, place = difference, tensor.removesuffix(".weight")
+            worst, place = difference, tensor
             if not math.isfinite(difference):
                 break
     return _judge(name, worst, place)

@@ -30,7 +30,7 @@ from quantkit.errors import InputError
 from quantkit.export.onnx.nbits import Input
 from quantkit.export.tensorrt.network.weights import TYPES, Stored, stored
 from quantkit.export.tensorrt.network.weights import codes as codes_of
-from quantkit.export.trace.rewrite import Array, Rewriting
+from quantkit.export.trace.rewrite import Rewriting
 
 if TYPE_CHECKING:
     from quantkit.formats import QuantTensor
@@ -96,25 +96,9 @@ class Dialect(Rewriting):
 
     def _norms(self) -> None:
         for node in self._placeholders("RMSNorm"):
-            name, offset = node.attributes["name"].as_string(), node.attributes["offset"].as_float()
-            parameter = f"{name}.weight"
-            gamma = self._new(
-                parameter,
-                self.weights.shapes[parameter],
-                self.floats,
-                lambda parameter=parameter, offset=offset: self.weights.tensor(parameter) + np.float32(offset),  # type: ignore[misc]
-            )
-            epsilon = node.attributes["epsilon"].as_float()
-            made = self._node(
-                node,
-                "RMSNormalization",
-                [node.inputs[0], gamma],
-                [f"{name}/output"],
-                axis=-1,
-                epsilon=epsilon,
-                stash_type=1,
-            )
-            self._replace(node, made)
+            inputs, output = [node.inputs[0], self._gamma(node)], f"{node.attributes['name'].as_string()}/output"
+            how: dict[str, Any] = {"axis": -1, "epsilon": node.attributes["epsilon"].as_float(), "stash_type": 1}
+            self._replace(node, self._node(node, "RMSNormalization", inputs, [output], **how))
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
@@ -341,16 +325,9 @@ class Dialect(Rewriting):
         linear = self.weights.linears[name]
         if linear.scheme is None:
             if linear.shared is not None:
-                weight = self._new(
-                    linear.shared,
-                    (linear.rows, linear.columns),
-                    self.floats,
-                    lambda: self.weights.tensor(linear.shared or ""),
-                )
-                (turned,) = self._node(before, "Transpose", [weight], [f"{name}.turned"], perm=[1, 0])
+                (turned,) = self._node(before, "Transpose", [self._tied(linear)], [f"{name}.turned"], perm=[1, 0])
                 return turned
-            shape = (linear.columns, linear.rows)
-            return self._new(f"{name}.weight", shape, self.floats, lambda: self.weights.tensor(f"{name}.weight").T)
+            return self._turned(name, [name])
         return self._dequantized(before, name, stored(self.quantized(name, codes=False), self.floats))
 
     def _dequantized(self, before: ir.Node, name: str, found: Stored) -> ir.Value:
@@ -390,6 +367,3 @@ class Dialect(Rewriting):
         together = self._constant(f"together/{columns}x{rows}", [columns, rows], np.int64)
         (values,) = self._node(before, "Reshape", [values, together], [f"{name}.values"])
         return values
-
-
-__all__ = ["Array", "Cache", "CacheScales", "Dialect", "Floats"]
