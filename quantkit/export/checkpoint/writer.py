@@ -6,7 +6,6 @@ written with one tensor in memory.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.export.carried import carried
+from quantkit.export.carried import carry
 from quantkit.export.checkpoint import reload
 from quantkit.model import run_time
 from quantkit.model.layouts import Header, Layout
 from quantkit.model.run_time import RunTime
-from quantkit.model.source.weights import INDEX, SINGLE, dtype_name, torch_dtype, write_atomic, write_safetensors
+from quantkit.model.source.weights import INDEX, SINGLE, dtype_name, torch_dtype, write_json, write_safetensors
 
 if TYPE_CHECKING:
     import torch
@@ -150,14 +149,11 @@ class Writer:
             config["dtype"] = self.source.dtype
         if self.quantization is not None:
             config["quantization_config"] = self.quantization
-        write_atomic(folder / "config.json", [_json(config)])
+        carry(self.source, folder, config)
         if self.shards != [SINGLE]:
             placed = {header[0]: shard for shard in self.shards for header in self.headers(shard)}
             total = sum(_size(header) for shard in self.shards for header in self.headers(shard))
-            write_atomic(folder / INDEX, [_json({"metadata": {"total_size": total}, "weight_map": placed})])
-        for path, name in carried(self.source.path):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(folder / name, [path.read_bytes()])
+            write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": placed})
 
     def write(self, folder: Path) -> None:
         """Write everything."""
@@ -221,7 +217,3 @@ class _Producer:
 
 def _size(header: Header) -> int:
     return math.prod(header[2]) * torch_dtype(header[1]).itemsize
-
-
-def _json(data: Mapping[str, Any]) -> bytes:
-    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()

@@ -21,7 +21,7 @@ from quantkit.content import Closed
 from quantkit.errors import InputError, MissingDependency
 from quantkit.export import BuildReport, Exporter
 from quantkit.export.layer_spec import Asked
-from quantkit.export.onnx.exporter import context_of
+from quantkit.export.onnx.exporter import context_of, demand_packages
 from quantkit.export.tensorrt.engine import TENSORRT_ALONE, build_engine
 from quantkit.export.tensorrt.network.folder import write_network
 from quantkit.export.tensorrt.profiles import fitted
@@ -229,11 +229,7 @@ def _refuse(
 
 
 def _demand(options: TensorrtOptions) -> None:
-    for package in ("onnx", "onnx_ir", "onnxscript", "onnxruntime"):
-        try:
-            __import__(package)
-        except ImportError:
-            raise MissingDependency(package, extra="compile", purpose="a TensorRT network") from None
+    demand_packages("a TensorRT network")
     if not options.engine:
         return
     if options.library == "tensorrt_rtx":
