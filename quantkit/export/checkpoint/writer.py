@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.export.carried import carry
-from quantkit.export.checkpoint import reload
+from quantkit.export.checkpoint import loading
 from quantkit.model import run_time
 from quantkit.model.layouts import Header, Layout
 from quantkit.model.run_time import RunTime
@@ -96,7 +96,7 @@ class Writer:
     @property
     def dtype(self) -> torch.dtype:
         """What the model is loaded in."""
-        return reload.loading_dtype(self.source.config, self.source.dtype)
+        return loading.loading_dtype(self.source.config, self.source.dtype)
 
     @property
     def shards(self) -> list[str]:
