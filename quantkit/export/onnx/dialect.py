@@ -1,7 +1,7 @@
 """The dialect of ONNX Runtime: placeholders become its fused operators.
 
     Linear      MatMulNBits (weights of 2, 4 or 8 bits in blocks of 16 to 256), integer products (weights and inputs of
-                8 bits: `_w8a8`), MatMul, or for a head that is tied to the embedding a FusedMatMul that reads the
+                8 bits: `w8a8.py`), MatMul, or for a head that is tied to the embedding a FusedMatMul that reads the
                 embedding's own tensor; those of one input are one product
     RMSNorm     RMSNormalization; with the sum before it SkipSimplifiedLayerNormalization
     Attention   GroupQueryAttention with rotary embedding inside and q, k, v in one tensor where the graph allows it;

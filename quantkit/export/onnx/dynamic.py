@@ -1,6 +1,6 @@
 """A float graph whose products multiply in integers, their inputs quantized as the model runs.
 
-    MatMul, Gemm    as `_w8a8` writes them, by token or by tensor; a bias is added in float32
+    MatMul, Gemm    as `w8a8.py` writes them, by token or by tensor; a bias is added in float32
     Conv            DynamicQuantizeLinear, ConvInteger, Cast, Mul by s_x · s_w[o], Add b[o]
 
 A convolution sums over space and channels, so that its input has one scale and one zero point for the whole tensor,

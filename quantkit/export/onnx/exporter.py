@@ -1,8 +1,8 @@
 """An ONNX graph with a cache, in the dialect of the runtime that will run it.
 
 `onnx/` holds `model.onnx` (the graph), `model.onnx.data` (its weights), the tokenizer and what onnxruntime-genai wants
-to know. The graph is traced on shapes (`_trace`), rewritten (`_dialect_ort`) and only then given its weights, one
-tensor in memory at a time.
+to know. The graph is traced on shapes (`trace/transformer.py`), rewritten (`dialect.py`) and only then given its
+weights, one tensor in memory at a time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The dialect of TensorRT: plain ONNX operators, strongly typed in 16 bits, quantization by Q/DQ alone.
 
-    Linear      MatMul with a weight [K, N] under DequantizeLinear (`_tensorrt_weights`); a pair before quantized inputs
+    Linear      MatMul with a weight [K, N] under DequantizeLinear (`weights.py`); a pair before quantized inputs
                 (and before that Sub and Mul by channel, where `passes/center.py` moved them)
     RMSNorm     RMSNormalization, computed in float32
     Attention   Attention-24 (TensorRT's IAttention) with an additive mask; spelled out where scores are capped, or

@@ -5,7 +5,7 @@
     inputs          a pair (`graph.placement_inputs`), one scale, zero point 0
 
 TensorRT adds biases to sums in floats: as 32-bit integers under a DequantizeLinear they would be a product of their
-own. Scales are those of float16, exactly, wherever the solver chose them so; see `_tensorrt_weights.fitting`.
+own. Scales are those of float16, exactly, wherever the solver chose them so; see `weights.fitting`.
 """
 
 from __future__ import annotations
