@@ -56,7 +56,7 @@ def model(weight: Any, how: Input | None, stored: str) -> bytes:
     linear = Linear(n, k, scheme if how else None, None, how)
     tensors = {"a.weight": weight, "a.bias": np.full(n, 0.1, np.float32)}
     shapes = {name: values.shape for name, values in tensors.items()}
-    weights = Weights({"a": linear}, shapes, tensors.__getitem__, lambda _: (codes, scale, None))
+    weights = Weights({"a": linear}, shapes, tensors.__getitem__, lambda _: codes, lambda _: (scale, None))
     float32 = ir.TensorType(ir.DataType.FLOAT)
     x = ir.Value(name="x", shape=ir.Shape([1, "M", k]), type=float32)
     bias = ir.Value(name="model.a.bias", shape=ir.Shape([n]), type=float32)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.export.tensorrt.network.check import _Running
+from quantkit.export.tensorrt.network.check import Running
 from quantkit.export.tensorrt.profiles import Shapes, inputs_of, shapes
 from quantkit.runtimes.tensorrt.library import Library, Name
 from quantkit.target import Profile
@@ -109,7 +109,7 @@ class _Engine:
         self.ends = {str(each.name) for each in model.graph.outputs}
         self.profiles = [Shapes.model_validate(each) for each in data["profiles"]]
         self.layers = data["layers"]
-        self.running = _Running(model, path.parent)
+        self.running = Running(model, path.parent)
         self.num_io_tensors = len(self.names)
         self.num_optimization_profiles = len(self.profiles)
 

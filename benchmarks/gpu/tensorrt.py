@@ -262,13 +262,12 @@ def expected(folder: Path) -> dict[str, np.ndarray]:
     """`ids` [1, 16] and `logits` [1, 16, V] of `network.onnx`, on the CPU, as the exporter checks it."""
     import onnx_ir as ir
 
-    from quantkit.export.tensorrt.network.check import _Running, in_floats
-    from quantkit.export.tensorrt.network.check import _step as step
+    from quantkit.export.tensorrt.network.check import Running, in_floats
 
-    running = _Running(in_floats(ir.load(folder / "network.onnx")), folder)
+    running = Running(in_floats(ir.load(folder / "network.onnx")), folder)
     vocabulary = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     ids = np.random.default_rng(0).integers(0, vocabulary, (1, _TOKENS))
-    return {"ids": ids, "logits": step(running, running.caches(1), ids, np.ones_like(ids), 0)}
+    return {"ids": ids, "logits": running.run(running.state(1, _TOKENS), ids)}
 
 
 def correct(model: Any, wanted: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
-from quantkit.model.source.weights import INDEX, checked_file
+from quantkit.model.source.weights import INDEX, checked_file, write_atomic, write_json
+
+if TYPE_CHECKING:
+    from quantkit.model.source.open import Source
 
 # weights in any other form, code, and what describes the source rather than the result
 _LEFT_BEHIND = {
@@ -15,6 +19,25 @@ _LEFT_BEHIND = {
     *(".gguf", ".tflite", ".npz", ".npy", ".mlmodel", ".tar", ".gz", ".zip", ".py", ".pyc", ".so"),
 }
 _REPLACED = {"config.json", "README.md", INDEX}
+
+
+def carry(source: Source, folder: Path, config: Mapping[str, Any] | None = None) -> None:
+    """Write config.json and what goes along unchanged.
+
+    Args:
+        source: of the model.
+        folder: it is written to.
+        config: None: the source's, and nothing about how its weights are stored.
+
+    Raises:
+        Stopped: `disk-full`.
+    """
+    if config is None:
+        config = {key: value for key, value in source.config.items() if key != "quantization_config"}
+    write_json(folder / "config.json", config)
+    for path, name in carried(source.path):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / name, [path.read_bytes()])
 
 
 def carried(folder: Path) -> Iterator[tuple[Path, str]]:

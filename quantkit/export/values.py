@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.export.onnx.nbits import Input
-from quantkit.formats import QuantTensor, load_format
+from quantkit.formats import QuantTensor
 from quantkit.model import run_time
 from quantkit.model.finished import Finished
 from quantkit.model.run_time import RunTime
@@ -37,13 +37,13 @@ class Values:
     Args:
         stream: the model with the values that the codes stand for; `stream.source` has config and tokenizer.
         schemes: linear of the skeleton -> scheme, of the quantized ones.
-        quantized: linear -> its codes.
+        quantized: linear -> its codes; with `codes=False` all else of it, and their shape.
         run_time: how inputs are quantized as the model runs; `stream` does without.
     """
 
     stream: StreamedModel
     schemes: Mapping[str, WeightScheme]
-    quantized: Callable[[str], QuantTensor]
+    quantized: Callable[..., QuantTensor]
     run_time: RunTime = field(default_factory=RunTime)
 
     @property
@@ -90,20 +90,9 @@ class Values:
     @classmethod
     def of_results(cls, source: Source, stream: StreamedModel, results: Finished) -> Values:
         """Of a compile."""
-        transposed = {name: is_transposed(module) for name, module in stream.skeleton.named_modules()}
         files = apart(stream.files, results.schemes)
-        # a tensor that only a quantized linear has is as large as the one it was shared with
-        own = {files[name]: source.weights.entries[file] for name, file in stream.files.items()}
-        weights = _Decided(
-            {**source.weights.entries, **own},
-            source.weights.folder,
-            source.weights.shards,
-            source.weights,
-            results,
-            {files[f"{name}.weight"]: name for name in results.schemes},
-            {files[name]: name for name in results.changed},
-            {name: transposed[name] for name in results.schemes},
-        )
+        transposed = {name: is_transposed(stream.skeleton.get_submodule(name)) for name in results.schemes}
+        weights = Decided.of(source, stream.files, files, results, transposed)
         dense = StreamedModel(replace(source, weights=weights), files=files)
         how = run_time.of_results(results, stream.block_names)
         if any(scale.moved is not None for scale in how.scales.values()):
@@ -140,7 +129,7 @@ class Values:
                 remedy="compile with `export: [checkpoint: {layout: pack-quantized}]`",
             )
 
-        def quantized(linear: str) -> QuantTensor:
+        def quantized(linear: str, *, codes: bool = True) -> QuantTensor:
             assert isinstance(weights, ExpandedWeights)
             prefix = stream.files[f"{linear}.weight"].removesuffix(".weight")
             return weights.layout.read_back(prefix, layers[linear], weights.stored.read)
@@ -170,7 +159,7 @@ def apart(files: Mapping[str, str], quantized: Collection[str]) -> dict[str, str
 
 
 @dataclass(frozen=True)
-class _Decided(Weights):
+class Decided(Weights):
     """The source's tensors with what the passes made of them; float32 where they are quantized."""
 
     source: Weights
@@ -179,16 +168,42 @@ class _Decided(Weights):
     changed: Mapping[str, str]
     transposed: Mapping[str, bool]
 
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        stored: Mapping[str, str],
+        files: Mapping[str, str],
+        results: Finished,
+        transposed: Mapping[str, bool],
+    ) -> Decided:
+        """Of a compile.
+
+        Args:
+            source: of what nothing changed.
+            stored: parameter -> tensor of the source's files.
+            files: parameter -> tensor here, as `apart` has it.
+            results: what was decided.
+            transposed: quantized linear -> whether its weight is stored [K, N].
+        """
+        # a tensor that only a quantized linear has is as large as the one it was shared with
+        own = {files[name]: source.weights.entries[file] for name, file in stored.items()}
+        return cls(
+            {**source.weights.entries, **own},
+            source.weights.folder,
+            source.weights.shards,
+            source.weights,
+            results,
+            {files[f"{name}.weight"]: name for name in results.schemes},
+            {files[name]: name for name in results.changed},
+            transposed,
+        )
+
     def read(self, name: str) -> Tensor:
         """A tensor of the dense model."""
         if name in self.linears:
             linear = self.linears[name]
-            tensor = self.results.quantized(linear)
-            values: Tensor = load_format(tensor.scheme.format).dequantize(tensor)
-            shape = self.entries[name].shape
-            if self.transposed[linear]:
-                return values[:, : shape[0]].T.contiguous()
-            return values[:, : shape[1]].contiguous()
+            return self.results.dense(linear, self.entries[name].shape, transposed=self.transposed[linear])
         if name in self.changed:
             return self.results.tensor(self.changed[name])
         return self.source.read(name)

@@ -10,11 +10,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.formats import Nested, QuantTensor
+from quantkit.formats import Nested, QuantTensor, load_format
 from quantkit.formats.base.activation import InputScale, Moved
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
@@ -91,15 +92,19 @@ class Finished:
         self.cache = cache
         self.changed = [key for key in self._places if _MARK not in key]
 
-    def _get(self, key: str) -> Tensor:
+    def _get(self, key: str, *, shape_alone: bool = False) -> Tensor:
         with safe_open(self._places[key], framework="pt") as stored:
+            if shape_alone:
+                return torch.empty(stored.get_slice(key).get_shape(), device="meta")
             tensor: Tensor = stored.get_tensor(key)
             return tensor.clone()
 
-    def quantized(self, linear: str) -> QuantTensor:
-        """The codes of a linear in `schemes`, by its full name."""
+    def quantized(self, linear: str, *, codes: bool = True) -> QuantTensor:
+        """The codes of a linear in `schemes`, by its full name; without `codes`, their shape and all that is small."""
         found: dict[str, Any] = {
-            field: self._get(linear + _MARK + field) if linear + _MARK + field in self._places else None
+            field: self._get(linear + _MARK + field, shape_alone=field == _CODES and not codes)
+            if linear + _MARK + field in self._places
+            else None
             for field in _FIELDS
         }
         if linear + _MARK + _NESTED + _CODES in self._places:
@@ -124,6 +129,18 @@ class Finished:
         if prefix + _SHIFT in self._places:
             moved = Moved(self._get(prefix + _SHIFT), self._get(prefix + _CHANNELS))
         return InputScale(self._get(prefix + "scale"), zero, moved)
+
+    def dense(self, linear: str, shape: tuple[int, ...], *, transposed: bool) -> Tensor:
+        """What a linear's codes stand for, float32, as its weight lies in the source: without padding.
+
+        Args:
+            linear: its full name.
+            shape: of its weight there.
+            transposed: whether it lies [K, N] there.
+        """
+        tensor = self.quantized(linear)
+        values: Tensor = load_format(tensor.scheme.format).dequantize(tensor)
+        return (values[:, : shape[0]].T if transposed else values[:, : shape[1]]).contiguous()
 
     def tensor(self, name: str) -> Tensor:
         """A parameter in `changed`, by its full name."""

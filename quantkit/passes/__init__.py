@@ -16,10 +16,15 @@ from quantkit.bundle import decision as decision
 from quantkit.plugins import Kind
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quantkit.calibrate.statistics.collected import Stats
+    from quantkit.formats import QuantTensor
     from quantkit.model.streaming.stream import Transform, Whole
     from quantkit.model.structure.block import Block
+    from quantkit.passes.assign import Moments
     from quantkit.planning.compiling.work import SharedLinears
+    from quantkit.scheme import WeightScheme
 
 # a decision with this code tells how an input was read; it is no fallback
 NOTE = "note"
@@ -103,6 +108,13 @@ class Pass(Protocol):
     def transform(self, model: Whole, settings: Any, seed: int) -> ModelOutcome:
         """What to do to each block and to the rest as they load, seeded or in closed form. Of scope `model`."""
         raise AssertionError(f"{self.name} is of scope {self.scope}")
+
+    def product(self, weight: Tensor, moments: Moments | None, scheme: WeightScheme, settings: Any) -> QuantTensor:
+        """Codes [N, K] of a graph's product; `moments` is None where nothing is known of its input.
+
+        Of passes that require "unassigned" and ensure "codes".
+        """
+        raise AssertionError(f"{self.name} assigns no codes")
 
 
 load_pass = Kind[Pass]("passes").load

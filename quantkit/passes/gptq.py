@@ -14,16 +14,18 @@ from pydantic import Field, model_validator
 
 from quantkit.content import Closed
 from quantkit.passes import Outcome, Pass, decision
-from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.calibrate.statistics.collected import Stats
     from quantkit.calibrate.statistics.sums import InputStats
+    from quantkit.formats import QuantTensor
     from quantkit.model.structure.block import Block
     from quantkit.model.structure.traced import SharedInput
+    from quantkit.passes.assign import Moments
     from quantkit.planning.compiling.work import SharedLinears, WorkCounts
+    from quantkit.scheme import WeightScheme
 
 
 class Gptq(Pass):
@@ -97,10 +99,11 @@ class Gptq(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, stage by stage."""
+        from quantkit.passes.assign import filled
         from quantkit.passes.solvers.drift import corrected
         from quantkit.passes.solvers.factor import Factor, factor
         from quantkit.passes.solvers.gptq import gptq_shared
-        from quantkit.passes.solvers.unsaturated import neighbours
+        from quantkit.passes.solvers.unsaturated import bounded, neighbours
 
         outcome = Outcome(True)
 
@@ -110,9 +113,10 @@ class Gptq(Pass):
                 scheme = block.scheme(names[0])
                 weights = [block.weight(name) for name in names]
                 width = weights[0].shape[1]
+                hessian = filled(seen.hessian, width, width)
                 if width not in factors:
                     factors[width] = solved = factor(
-                        padded(seen.hessian, width),
+                        hessian,
                         damping=settings.damping,
                         shrink=seen.noise if settings.shrink == "auto" else settings.shrink,
                         act_order=settings.act_order,
@@ -126,9 +130,9 @@ class Gptq(Pass):
                 if settings.correction and seen.drift is not None:
                     weights = corrected(
                         weights,
-                        padded(seen.hessian, width),
-                        padded(seen.drift, width),
-                        [widened(seen.lag(name), width) for name in names],
+                        hessian,
+                        filled(seen.drift, width, width),
+                        [filled(seen.lag(name), width) for name in names],
                         ridge=settings.ridge,
                         share=settings.correction,
                         damping=settings.damping,
@@ -148,25 +152,51 @@ class Gptq(Pass):
         stats.staged(visit, drift=settings.correction > 0, quantized=True)
         return outcome
 
+    def product(self, weight: Tensor, moments: Moments | None, scheme: WeightScheme, settings: Settings) -> QuantTensor:
+        """Codes of a graph's product, each group of its rows with a Hessian of its own.
 
-def bounded(scheme: WeightScheme) -> bool:
-    """Whether codes of a scheme are multiplied as bytes with one scale a row, so that `unsaturated` concerns them."""
-    return scheme.format == "int8" and scheme.symmetric and scheme.granularity == "channel"
+        `correction` is W' = W E[x x̂ᵀ] (E[x̂ x̂ᵀ] + λ)⁻¹. A weight with one scale and several groups is rounded to
+        nearest, since each group would find a scale of its own; so is one whose inputs nothing is known of.
+        """
+        import torch
 
+        from quantkit.formats import QuantTensor, joined
+        from quantkit.passes.assign import nearest
+        from quantkit.passes.solvers.gptq import gptq
+        from quantkit.passes.solvers.gptq_rows import gptq_rows
 
-def padded(moments: Tensor, width: int) -> Tensor:
-    """Sums of products of inputs [K, K] for weights that were filled up with columns of zeros: [width, width]."""
-    import torch
-
-    missing = width - moments.shape[0]
-    return torch.nn.functional.pad(moments, (0, missing, 0, missing)) if missing else moments
-
-
-def widened(moments: Tensor | None, width: int) -> Tensor | None:
-    """Sums of products of outputs and inputs [N, K], likewise: [N, width]; None stays None."""
-    import torch
-
-    return None if moments is None else torch.nn.functional.pad(moments, (0, width - moments.shape[1]))
+        if moments is None or (len(moments.hessian) > 1 and not scheme.rows_apart):
+            return nearest(weight, scheme)
+        groups, width = moments.hessian.shape[:2]
+        parts = weight.reshape(groups, -1, width).double()
+        if settings.correction and moments.cross is not None:
+            size = moments.hessian.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
+            held = moments.hessian + settings.ridge * size[:, None, None] * torch.eye(width, dtype=torch.float64)
+            # W' − W = W (E[x x̂ᵀ] − E[x̂ x̂ᵀ]) (E[x̂ x̂ᵀ] + λ)⁻¹: with λ it is W that is fallen back to, not zero
+            lost = (parts @ (moments.cross - moments.hessian)).transpose(1, 2)
+            parts = parts + settings.correction * torch.linalg.solve(held, lost).transpose(1, 2)
+        damping, shrink = settings.damping, moments.noise if settings.shrink == "auto" else settings.shrink
+        if moments.by_row and (settings.act_order, settings.range, settings.sweeps) == (True, "hessian", 0):
+            hessians = moments.hessian.repeat_interleave(parts.shape[1], 0)
+            codes, scale = gptq_rows(parts.flatten(0, 1).float(), hessians, scheme, damping=damping, shrink=shrink)
+            return QuantTensor(codes, scale[:, None], None, scheme)
+        found = []
+        for part, hessian in zip(parts.float(), moments.hessian.float(), strict=True):
+            solved = gptq(
+                part,
+                # where nothing ever came all codes are equally good
+                hessian if bool(hessian.diagonal().sum() > 0) else torch.eye(width),
+                scheme,
+                damping=damping,
+                shrink=shrink,
+                act_order=settings.act_order,
+                range=settings.range,
+                sweeps=settings.sweeps,
+                refit=settings.refit,
+                neighbours=moments.neighbours,
+            )
+            found.append(solved.tensor)
+        return joined(found)
 
 
 PASS: Pass = Gptq()

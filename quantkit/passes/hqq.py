@@ -20,9 +20,14 @@ from quantkit.formats.base.grid import load_grid
 from quantkit.passes import Outcome, Pass
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quantkit.calibrate.statistics.collected import Stats
+    from quantkit.formats import QuantTensor
     from quantkit.model.structure.block import Block
+    from quantkit.passes.assign import Moments
     from quantkit.planning.compiling.work import SharedLinears, WorkCounts
+    from quantkit.scheme import WeightScheme
 
 
 class Hqq(Pass):
@@ -55,16 +60,19 @@ class Hqq(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block."""
-        from quantkit.passes.solvers.hqq import half_quadratic
-
         outcome = Outcome(True)
         for linear in block.linears():
-            scheme, weight = block.scheme(linear), block.weight(linear)
-            scale, zero = half_quadratic(weight, scheme, **settings.model_dump())
-            tensor = load_grid(scheme.format).nearest(weight, scale, zero, scheme)
+            tensor = self.product(block.weight(linear), None, block.scheme(linear), settings)
             outcome.errors[linear] = block.assign(linear, tensor)
         stats.outputs = None
         return outcome
+
+    def product(self, weight: Tensor, moments: Moments | None, scheme: WeightScheme, settings: Settings) -> QuantTensor:
+        """Codes of one weight [N, K]; nothing else is looked at."""
+        from quantkit.passes.solvers.hqq import half_quadratic
+
+        grid = half_quadratic(weight, scheme, **settings.model_dump())
+        return load_grid(scheme.format).nearest(weight, *grid, scheme)
 
 
 PASS: Pass = Hqq()

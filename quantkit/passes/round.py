@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from quantkit.content import Closed
-from quantkit.formats.base.grid import load_grid
 from quantkit.passes import Outcome, Pass, declined
 
 if TYPE_CHECKING:
@@ -81,12 +80,13 @@ class Round(Pass):
         import torch
 
         from quantkit.model.structure.traced import weight_of
+        from quantkit.passes.assign import nearest
         from quantkit.passes.solvers.round import LearnedRounding
 
         given = {name: block.tensors[name] for name in block.linears() if name in block.tensors}
         fresh = [name for name in block.linears() if name not in block.tensors] if not given else []
         weights = {name: block.original_weight(name) for name in (*given, *fresh)}
-        start = given | {name: _nearest(block, name) for name in fresh}
+        start = given | {name: nearest(block.weight(name), block.scheme(name)) for name in fresh}
         if not start:
             return declined(self.name, block.name, "no linear has codes to improve")
         outcome = Outcome(bool(fresh))
@@ -111,15 +111,6 @@ class Round(Pass):
             outcome.errors[name] = block.assign(name, tensor)
         stats.outputs = None
         return outcome
-
-
-def _nearest(block: Block, name: str) -> QuantTensor:
-    from quantkit.passes.solvers import ranges
-
-    scheme, weight = block.scheme(name), block.weight(name)
-    scale, zero = ranges.searched(weight, scheme)
-    tensor: QuantTensor = load_grid(scheme.format).nearest(weight, scale, zero, scheme)
-    return tensor
 
 
 def _put(block: Block, learned: dict[str, LearnedRounding]) -> None:

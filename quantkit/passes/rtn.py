@@ -7,12 +7,10 @@ calibration set and no more: an importance matrix, as llama.cpp calls it (`llama
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.content import Closed
-from quantkit.formats import QuantTensor, apart
-from quantkit.formats.base.grid import load_grid
+from quantkit.formats import QuantTensor, joined
 from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
@@ -22,11 +20,9 @@ if TYPE_CHECKING:
     from quantkit.calibrate.statistics.sums import InputStats
     from quantkit.model.structure.block import Block
     from quantkit.model.structure.traced import SharedInput
+    from quantkit.passes.assign import Moments
     from quantkit.planning.compiling.work import SharedLinears, WorkCounts
     from quantkit.scheme import WeightScheme
-
-# smallest, steps, refinements. Where nothing else makes an error good, looking further for the grid pays: 8 % of the KL
-WIDE = (0.55, 6, 2)
 
 
 class Rtn(Pass):
@@ -59,17 +55,19 @@ class Rtn(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block."""
+        from quantkit.passes.assign import nearest_alike
+
         outcome = Outcome(True)
 
         def visit(group: SharedInput, seen: InputStats) -> None:
-            for linear, tensor in _rounded(block, group.members, seen.mean_square):
+            for linear, tensor in nearest_alike(block, group.members, settings.range, seen.mean_square):
                 outcome.errors[linear] = block.assign(linear, tensor)
 
         if settings.range == "importance":
             stats.staged(visit, products=False)
         for group in block.groups():
             left = [linear for linear in group.members if linear not in block.tensors]
-            for linear, tensor in _rounded(block, left, None, settings.range == "minmax"):
+            for linear, tensor in nearest_alike(block, left, settings.range):
                 if settings.range == "importance":
                     reason = "no calibration token reached it; its inputs count alike"
                     outcome.decisions.append(decision(self.name, "no-importance", block.full_name(linear), reason))
@@ -77,37 +75,15 @@ class Rtn(Pass):
                 stats.outputs = None
         return outcome
 
+    def product(self, weight: Tensor, moments: Moments | None, scheme: WeightScheme, settings: Settings) -> QuantTensor:
+        """Codes of a graph's product; a scale that its groups have in common is fitted to the mean of their inputs."""
+        from quantkit.passes.assign import nearest
 
-def _rounded(
-    block: Block, linears: Sequence[str], importance: Tensor | None, minmax: bool = False
-) -> Iterator[tuple[str, QuantTensor]]:
-    """Linears that share an input, each with its codes; as one matrix where they have a scale in common."""
-    import torch
-
-    for names in block.alike(linears):
-        scheme = block.scheme(names[0])
-        together = load_grid(scheme.format).shares_scale(scheme)
-        for some in [names] if together else [[name] for name in names]:
-            weights = [block.weight(name) for name in some]
-            tensor = _nearest(torch.cat(weights), scheme, importance, minmax)
-            yield from zip(some, apart(tensor, [len(weight) for weight in weights]), strict=True)
-
-
-def _nearest(weight: Tensor, scheme: WeightScheme, importance: Tensor | None, minmax: bool) -> QuantTensor:
-    import torch
-
-    from quantkit.passes.solvers import ranges
-
-    form = load_grid(scheme.format)
-    if minmax:
-        tensor = form.quantize(weight, scheme)
-    else:
-        if importance is not None:
-            importance = torch.nn.functional.pad(importance, (0, weight.shape[1] - len(importance)))
-        search = None if importance is None else ranges.Search(*WIDE)
-        tensor = form.nearest(weight, *ranges.searched(weight, scheme, importance, search), scheme)
-    assert isinstance(tensor, QuantTensor)
-    return tensor
+        if moments is None or settings.range != "importance":
+            return nearest(weight, scheme, settings.range)
+        squares = moments.mean_square if scheme.rows_apart else moments.mean_square.mean(0, keepdim=True)
+        parts = zip(weight.chunk(len(squares)), squares, strict=True)
+        return joined([nearest(part, scheme, settings.range, own) for part, own in parts])
 
 
 PASS: Pass = Rtn()

@@ -12,6 +12,7 @@ import onnx
 import pytest
 from small_onnx import EXPORT, Small, export, kept, scheme
 
+from quantkit.export.check import largest
 from quantkit.export.onnx import check as check_onnx
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -188,9 +189,9 @@ def test_int8_rounding_of_activations_is_not_taken_for_a_fault(good: Small) -> N
 
 def test_one_nan_among_good_runs_is_not_lost() -> None:
     nan = float("nan")
-    assert check_onnx._worst({"prompt": 1e-7, "steps": 3e-7, "padded row": 2e-7}) == (3e-7, "steps")
+    assert largest({"prompt": 1e-7, "steps": 3e-7, "padded row": 2e-7}) == (3e-7, "steps")
     for runs in ({"prompt": 1e-7, "steps": nan}, {"prompt": nan, "steps": 1e-7}, {"a": 1.0, "steps": nan, "b": 2.0}):
-        value, where = check_onnx._worst(runs)
+        value, where = largest(runs)
         assert value is None
         assert "not finite" in where
 

@@ -49,9 +49,8 @@ def weights(linears: dict[str, tuple[int, int, WeightScheme | None]], seed: int 
         coded[name] = codes, scale, zero
     found = {name: Linear(rows, columns, how) for name, (rows, columns, how) in linears.items()}
     values = plain | tensors
-    return Weights(
-        found, {name: value.shape for name, value in values.items()}, lambda name: values[name], coded.__getitem__
-    )
+    shapes = {name: value.shape for name, value in values.items()}
+    return Weights(found, shapes, values.__getitem__, lambda name: coded[name][0], lambda name: coded[name][1:])
 
 
 def dense(given: Weights, name: str) -> Any:
@@ -59,7 +58,7 @@ def dense(given: Weights, name: str) -> Any:
     linear = given.linears[name]
     if linear.scheme is None:
         return given.tensor(f"{name}.weight")
-    codes, scale, zero = given.codes(name)
+    codes, (scale, zero) = given.codes(name), given.grid(name)
     steps = codes.astype(np.float32).reshape(*scale.shape[:1], -1) if scale.shape == (1, 1) else codes
     each = codes.shape[1] // scale.shape[1]
     wide = np.repeat(scale, each, axis=1)
@@ -389,6 +388,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
         {name: Linear(rows, columns, None) for name in names},
         {f"{name}.weight": (rows, columns) for name in names},
         watched,
+        lambda name: pytest.fail(f"{name} is not quantized"),
         lambda name: pytest.fail(f"{name} is not quantized"),
     )
     graph = Graph(columns)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.bundle import Bundle, Check, LayerEntry, Manifest, ModelEntry, SourceEntry, content_sha256, inventory
-from quantkit.errors import GateError
 from quantkit.export.checkpoint import reload as _reload
 from quantkit.export.checkpoint.exporter import EXPORT
 from quantkit.model import layouts
@@ -41,8 +40,6 @@ def test_a_wrong_scale_is_found(tmp_path: Path, tiny: Path) -> None:
     checks = _spoil(export(tiny, tmp_path / "out", scheme()), change)
     assert not checks["reload.compressed_tensors"].ok
     assert checks["reload.compressed_tensors"].where == UP
-    with pytest.raises(GateError, match=f"reload-mismatch.*{UP}"):
-        _reload.demand(list(checks.values()))
 
 
 def test_the_logits_find_it_too(tmp_path: Path, tiny: Path) -> None:

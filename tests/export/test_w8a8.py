@@ -272,7 +272,8 @@ def test_no_two_products_of_7_bits_leave_16_bits(sign: int) -> None:
         {"a": Linear(1, 64, WEIGHTS.model_copy(update={"format": "int7"}), None, Input(inputs("fixed"), 1.0, -128))},
         {"a.weight": (1, 64)},
         lambda _: np.zeros((1, 64), np.float32),
-        lambda _: (np.full((1, 64), code, np.int8), np.ones((1, 1), np.float32), None),
+        lambda _: np.full((1, 64), code, np.int8),
+        lambda _: (np.ones((1, 1), np.float32), None),
     )
     graph = Graph(64)
     model = Dialect(graph.traced(graph.linear("a", graph.x, 1)), stored).apply()

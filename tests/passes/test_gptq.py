@@ -12,7 +12,7 @@ from zoo import outputs
 from quantkit import Pipeline
 from quantkit.formats import load_format
 from quantkit.passes import gptq
-from quantkit.passes.gptq import padded
+from quantkit.passes.assign import filled
 from quantkit.passes.solvers import factor as solver
 
 
@@ -132,8 +132,8 @@ def test_nothing_but_zeros_is_plain_rounding() -> None:
 
 def test_padded_columns_are_zero_and_cost_nothing() -> None:
     hessian = torch.eye(3)
-    assert padded(hessian, 3) is hessian
-    wide = padded(hessian, 5)
+    assert filled(hessian, 3, 3) is hessian
+    wide = filled(hessian, 5, 5)
     assert torch.equal(wide[:3, :3], hessian)
     assert not wide[3:].any()
     assert not wide[:, 3:].any()

@@ -99,8 +99,8 @@ class Interrupted:
 def test_an_interrupted_search_goes_on_where_it_was(
     files: tuple[Path, Path], unmet: tuple[Any, Mixed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    solved, measured = Interrupted(solve.assigned), Interrupted(graph_mixed.agreement)
-    monkeypatch.setattr(solve, "assigned", solved)
+    solved, measured = Interrupted(solve.product), Interrupted(graph_mixed.agreement)
+    monkeypatch.setattr(solve, "product", solved)
     monkeypatch.setattr(graph_mixed, "agreement", measured)
     solved.stops, measured.stops = {8}, {2, 7}
     for _ in range(3):

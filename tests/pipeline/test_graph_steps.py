@@ -72,8 +72,8 @@ def test_what_is_solved_is_not_solved_again(
 ) -> None:
     whole = compiled(files[graph], tmp_path / "whole", **asked)
     ranges = Solver(solve.ranges, -1)
-    solver = Solver(solve.assigned, 2)
-    monkeypatch.setattr(solve, "assigned", solver)
+    solver = Solver(solve.product, 2)
+    monkeypatch.setattr(solve, "product", solver)
     monkeypatch.setattr(solve, "ranges", ranges)
     with pytest.raises(QuantkitError, match="interrupted"):
         compiled(files[graph], tmp_path / "out", **asked)
@@ -90,8 +90,8 @@ def test_of_weights_alone_too(
 ) -> None:
     asked = {"recipe": "int4-tensorrt", **NETWORK, "changes": [*NETWORK["changes"], "scheme.weights.group=16"]}
     whole = compiled(files["chain"], tmp_path / "whole", **asked)
-    solver = Solver(weights_only.gptq, 2)
-    monkeypatch.setattr(weights_only, "gptq", solver)
+    solver = Solver(weights_only.product, 2)
+    monkeypatch.setattr(weights_only, "product", solver)
     with pytest.raises(QuantkitError, match="2 steps kept"):
         compiled(files["chain"], tmp_path / "out", **asked)
     resumed = compiled(files["chain"], tmp_path / "out", resume=True, **asked)

@@ -16,9 +16,10 @@ from quantkit.model import finished
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import Head, StreamedModel
+from quantkit.passes import assign
+from quantkit.passes.assign import nearest_in_pieces
 from quantkit.passes.solvers import ranges
-from quantkit.pipeline.blocks import head as heads
-from quantkit.pipeline.blocks.head import quantize_head, rounded
+from quantkit.pipeline.blocks.head import quantize_head
 from quantkit.pipeline.blocks.layers import Layers, lay_out
 from quantkit.recipe import Recipe
 from quantkit.scheme import WeightScheme
@@ -42,8 +43,8 @@ def test_pieces_make_the_whole(scheme: WeightScheme, dtype: torch.dtype, monkeyp
     weight = torch.randn(101, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
     form = load_format(scheme.format)
     whole = form.nearest(weight, *ranges.searched(weight, scheme), scheme)
-    monkeypatch.setattr(heads, "_PIECE", 96 * 7)
-    tensor, error = rounded(weight, scheme)
+    monkeypatch.setattr(assign, "PIECE", 96 * 7)
+    tensor, error = nearest_in_pieces(weight, scheme)
     # a product rounds otherwise for another number of rows on some processors: what is fitted by one is that much apart
     torch.testing.assert_close(tensor.scale.float(), whole.scale.float(), rtol=1e-5, atol=0)
     same = tensor.scale.float() == whole.scale.float()
@@ -61,7 +62,7 @@ def test_pieces_make_the_whole(scheme: WeightScheme, dtype: torch.dtype, monkeyp
 def test_a_last_group_is_filled_up() -> None:
     scheme = WeightScheme(format="int4", granularity="group", group=64)
     weight = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
-    tensor, error = rounded(weight, scheme)
+    tensor, error = nearest_in_pieces(weight, scheme)
     assert tensor.shape == (5, 128)
     assert not tensor.codes[:, 96:].any()
     assert 0 < error < 0.02

@@ -16,16 +16,15 @@ and all other tensors are compared as well (`reload.own_reader`).
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import machine
 from quantkit.bundle import Bundle, Check
-from quantkit.errors import GateError, InputError, QuantkitError
+from quantkit.errors import InputError, QuantkitError
+from quantkit.export.checkpoint import loading
 from quantkit.formats import load_format
 from quantkit.formats.base.layout import against, split
 from quantkit.model import layouts, run_time
@@ -33,8 +32,8 @@ from quantkit.model.full_memory import is_out_of_memory, out_of_memory
 from quantkit.model.kernel_limit import kernel_limit
 from quantkit.model.layouts import Layout
 from quantkit.model.run_time import RunTime
-from quantkit.model.source.open import cut_config, in_float32, open_written, quiet_loading
-from quantkit.model.source.weights import Weights, strict_json
+from quantkit.model.source.open import in_float32, open_written, quiet_loading
+from quantkit.model.source.weights import Weights
 from quantkit.model.structure.names import same
 from quantkit.scheme import WeightScheme
 
@@ -51,7 +50,6 @@ FEW = 2
 _COPIES, _SHARE = 3, 0.75
 # what stands for the logits where it does not
 APART = "reload.tensors"
-_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -73,15 +71,6 @@ class Expected:
     packed: Mapping[str, WeightScheme]
     leftover: Collection[str] = ()
     run_time: RunTime = field(default_factory=RunTime)
-
-
-def loading_dtype(config: Mapping[str, Any], stored: str) -> torch.dtype:
-    """The dtype that transformers loads in by default: what the config says, else what the weights are stored in."""
-    import torch
-
-    name = str(config.get("dtype") or config.get("torch_dtype") or stored).removeprefix("torch.")
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else getattr(torch, stored)  # type: ignore[no-any-return]
 
 
 def check(
@@ -106,25 +95,19 @@ def check(
         if blocks is not None and not open_written(folder).can_be_cut(blocks):
             blocks = None
             if _COPIES * _dense_bytes(weights, wanted) > machine.memory_available() * _SHARE:
-                return [*checks, _tensors(weights, wanted)]
+                return [*checks, _tensors(folder, weights, wanted)]
         checks.append(reload(folder, wanted, inputs=inputs, blocks=blocks))
     return checks
 
 
-def _tensors(weights: Weights, wanted: Expected) -> Check:
+def _tensors(folder: Path, weights: Weights, wanted: Expected) -> Check:
     """The check `reload.tensors`: what is not packed, one tensor at a time; the packed ones were compared before."""
-    worst, place = 0.0, ""
     packed = {f"{prefix}.weight" for prefix in wanted.packed}
-    for name in wanted.names:
-        if name in packed:
-            continue
-        if name not in weights.entries:
-            return _judge(APART, None, f"missing {name}")
-        found, expected = weights.read(name), wanted.read(name)
-        difference = _difference(found, expected) if found.shape == expected.shape else math.inf
-        if not difference <= worst:
-            worst, place = difference, name
-    return _judge(APART, worst, place)
+    plain = [name for name in wanted.names if name not in packed]
+    missing = [name for name in plain if name not in weights.entries]
+    if missing:
+        return _judge(APART, None, f"missing {missing[0]}")
+    return _compared(APART, folder, plain, weights.read, wanted)
 
 
 def check_bundle(
@@ -137,8 +120,8 @@ def check_bundle(
         return []
     weights = Weights.open(folder)
     schemes = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in bundle.manifest.layers}
-    config = _config_json(folder)
-    dtype = loading_dtype(config, bundle.manifest.model.source.dtype)
+    config = loading.config_json(folder)
+    dtype = loading.loading_dtype(config, bundle.manifest.model.source.dtype)
     quantization = config.get("quantization_config")
     how = run_time.read(quantization, schemes, weights.entries, weights.read)
     if quantization is None or run_time.weights_are_dense(quantization):
@@ -161,24 +144,6 @@ def check_bundle(
     return check(folder, Expected(names, expected, layout, packed, plain, how), inputs=inputs, blocks=blocks)
 
 
-def demand(checks: Sequence[Check]) -> None:
-    """Raise for the first check that does not hold.
-
-    Raises:
-        GateError: `reload-mismatch`.
-    """
-    for found in checks:
-        if not found.ok:
-            raise GateError(
-                "reload-mismatch",
-                where=found.name,
-                value=found.where or found.value,
-                rule=f"at most {found.limit:g}" if found.limit is not None else "",
-                remedy="the export is not what was decided on: report it, with the versions of transformers and of "
-                "what it loads the layout with",
-            )
-
-
 def reload(
     folder: Path,
     wanted: Expected,
@@ -199,16 +164,16 @@ def reload(
     """
     cached = wanted.run_time.cache is not None
     with quiet_loading():
-        model_class = _class(folder)
+        model_class = loading.model_class(folder)
         forgets = run_time.expands_at_load(folder)
         try:
             leftover = [*wanted.leftover, *(run_time.PARTS if forgets else ())]
-            loaded, problem = _load(model_class, folder, blocks, leftover)
+            loaded, problem = loading.loaded(model_class, folder, blocks, leftover)
             if problem:
                 return _judge("reload.transformers", None, problem)
-            inputs = inputs or _batch(loaded.config)
+            inputs = inputs or loading.batch(loaded.config)
             dtype = loaded.dtype
-            found = _run(in_float32(loaded), inputs, cached=cached)
+            found = loading.logits(in_float32(loaded), inputs, cached=cached)
             del loaded
         except QuantkitError:
             raise
@@ -218,10 +183,10 @@ def reload(
             return _judge(
                 "reload.transformers", None, f"{type(trouble).__name__}: {' '.join(str(trouble).split())[:200]}"
             )
-        state = {name: wanted.read(name) for name in wanted.names if blocks is None or _block(name) < blocks}
+        state = {name: wanted.read(name) for name in wanted.names if blocks is None or loading.block_of(name) < blocks}
         reference, info = model_class.from_pretrained(
             None,
-            config=_config(folder, blocks, dense=True),
+            config=loading.config_of(folder, blocks, dense=True),
             state_dict=state,
             dtype=dtype,
             output_loading_info=True,
@@ -232,7 +197,7 @@ def reload(
             return _judge("reload.transformers", None, f"missing {sorted(info['missing_keys'])[0]}")
         if not forgets:
             _quantize_at_run_time(reference, wanted.run_time)
-        expected = _run(reference, inputs, cached=cached)
+        expected = loading.logits(reference, inputs, cached=cached)
     depth = getattr(reference.config.get_text_config(), "num_hidden_layers", FEW)
     del reference
     machine.let_go()
@@ -296,22 +261,34 @@ def _scales_are_good(layout: Layout, prefix: str, scheme: WeightScheme, read: la
 
 def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected) -> Check:
     """`reload.LIBRARY`: every packed linear, expanded by the library's own code; `reload.own_reader`: all tensors."""
-    quantization = _config_json(folder).get("quantization_config") or {}
+    quantization = loading.config_json(folder).get("quantization_config") or {}
     dense = {f"{prefix}.weight": prefix for prefix in wanted.packed}
     expansion = layout.expansion(quantization, wanted.read(next(iter(dense))).dtype)
-    name = f"reload.{expansion.library or 'own_reader'}"
+
+    def read(tensor: str) -> torch.Tensor:
+        return expansion.weight(dense[tensor], weights.read) if tensor in dense else weights.read(tensor)
+
+    tensors = dense if expansion.library else wanted.names
+    found = _compared(f"reload.{expansion.library or 'own_reader'}", folder, tensors, read, wanted)
+    return found.model_copy(update={"where": found.where.removesuffix(".weight")})
+
+
+def _compared(
+    name: str, folder: Path, tensors: Iterable[str], read: Callable[[str], torch.Tensor], wanted: Expected
+) -> Check:
+    """The largest difference of tensors, one at a time, up to the first that cannot be read."""
     worst, place = 0.0, ""
-    for tensor in dense if expansion.library else wanted.names:
+    for tensor in tensors:
         expected = wanted.read(tensor)
         try:
-            found = expansion.weight(dense[tensor], weights.read) if tensor in dense else weights.read(tensor)
+            found = read(tensor)
             difference = _difference(found, expected) if found.shape == expected.shape else math.inf
         except (RuntimeError, ValueError, AssertionError, KeyError) as trouble:
             if is_out_of_memory(trouble):
                 raise out_of_memory(f"{folder.name}: {tensor}", trouble) from trouble
             return _judge(name, None, f"{tensor}: {' '.join(str(trouble).split())[:160]}")
         if not difference <= worst:
-            worst, place = difference, tensor.removesuffix(".weight")
+            worst, place = difference, tensor
             if not math.isfinite(difference):
                 break
     return _judge(name, worst, place)
@@ -354,96 +331,3 @@ def _scheme_of(prefix: str, schemes: Mapping[str, WeightScheme]) -> WeightScheme
         rule="the manifest lists every quantized layer",
         remedy="make the bundle again",
     )
-
-
-def _block(name: str) -> int:
-    """The number of the block that a tensor belongs to; -1 outside of blocks."""
-    found = _NUMBER.search(name)
-    return int(found.group(1)) if found else -1
-
-
-def _config_json(folder: Path) -> dict[str, Any]:
-    return strict_json((folder / "config.json").read_bytes(), "config.json", "config-invalid")
-
-
-def _class(folder: Path) -> Any:
-    from quantkit.model.structure.kinds import class_name, native_class
-
-    name = class_name(_config_json(folder), str(folder))
-    found = native_class(name)
-    if found is None:
-        raise InputError(
-            "remote-code",
-            where=str(folder),
-            value=f"{name} is not transformers' own",
-            rule="such a model is not checked",
-        )
-    return found
-
-
-def _config(folder: Path, blocks: int | None, *, dense: bool = False) -> Any:
-    """The config, cut to the first blocks; `dense` without the quantization."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if dense and hasattr(config, "quantization_config"):
-        del config.quantization_config
-    if blocks is not None:
-        cut_config(config, blocks)
-        _cut_targets(getattr(config, "quantization_config", None), blocks)
-    return config
-
-
-def _cut_targets(quantization: Any, blocks: int) -> None:
-    """Leave out what config groups name of later blocks: the library warns of each linear that it does not find."""
-    if not isinstance(quantization, dict) or not isinstance(quantization.get("config_groups"), dict):
-        return
-    groups = quantization["config_groups"]
-    for name, group in list(groups.items()):
-        group["targets"] = [target for target in group["targets"] if _block(target) < blocks]
-        if not group["targets"]:
-            del groups[name]
-
-
-def _load(model_class: Any, folder: Path, blocks: int | None, leftover: Collection[str]) -> tuple[Any, str]:
-    """The model as plain transformers loads it, and what is wrong with its keys."""
-    model, info = model_class.from_pretrained(
-        folder, config=_config(folder, blocks), dtype="auto", local_files_only=True, output_loading_info=True
-    )
-    unexpected = {
-        name
-        for name in info["unexpected_keys"]
-        if (blocks is None or _block(name) < blocks)
-        and not any(name.endswith(other) if other.startswith(".") else same(name, other) for other in leftover)
-    }
-    for kind, names in (
-        ("missing", info["missing_keys"]),
-        ("unexpected", unexpected),
-        ("mismatched", info["mismatched_keys"]),
-    ):
-        if names:
-            return model, f"{len(names)} {kind} keys, first {sorted(str(name) for name in names)[0]}"
-    return model, ""
-
-
-def _batch(config: Any) -> dict[str, torch.Tensor]:
-    """Two sequences of 24 tokens, always the same."""
-    import torch
-
-    inner = config.get_text_config()
-    positions = getattr(inner, "max_position_embeddings", None)
-    length = min(24, positions) if isinstance(positions, int) and positions > 0 else 24
-    ids = torch.arange(2 * length).mul(7919).remainder(inner.vocab_size).reshape(2, length)
-    return {"input_ids": ids}
-
-
-def _run(model: Any, inputs: Mapping[str, torch.Tensor], *, cached: bool) -> torch.Tensor:
-    """Logits; without a cache, unless it is one that quantizes: not every class can fill one that was cut to a few
-    layers."""
-    import torch
-
-    from quantkit.model.streaming.calls import uncached
-
-    with torch.no_grad(), nullcontext() if cached else uncached(model):
-        found: torch.Tensor = model.eval()(**inputs)[0]
-    return found.float()

@@ -6,7 +6,6 @@ written with one tensor in memory.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +13,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.export.carried import carried
-from quantkit.export.checkpoint import reload
-from quantkit.formats import load_format
+from quantkit.export.carried import carry
+from quantkit.export.checkpoint import loading
 from quantkit.model import run_time
 from quantkit.model.layouts import Header, Layout
 from quantkit.model.run_time import RunTime
-from quantkit.model.source.weights import INDEX, SINGLE, dtype_name, torch_dtype, write_atomic, write_safetensors
+from quantkit.model.source.weights import INDEX, SINGLE, dtype_name, torch_dtype, write_json, write_safetensors
 
 if TYPE_CHECKING:
     import torch
 
+    from quantkit.export.values import Decided
     from quantkit.model.finished import Finished
     from quantkit.model.source.open import Source
     from quantkit.scheme import WeightScheme
@@ -97,22 +96,12 @@ class Writer:
     @property
     def dtype(self) -> torch.dtype:
         """What the model is loaded in."""
-        return reload.loading_dtype(self.source.config, self.source.dtype)
+        return loading.loading_dtype(self.source.config, self.source.dtype)
 
     @property
     def shards(self) -> list[str]:
         """The file names to write."""
         return self.source.weights.shards
-
-    @property
-    def _quantized(self) -> dict[str, str]:
-        """Tensor of the files -> the linear that is quantized."""
-        return {self.files[f"{linear}.weight"]: linear for linear in self.finished.schemes}
-
-    @property
-    def _changed(self) -> dict[str, str]:
-        """Tensor of the files -> the parameter that has a new value."""
-        return {self.files[name]: name for name in self.finished.changed}
 
     @cached_property
     def quantization(self) -> dict[str, Any] | None:
@@ -160,14 +149,11 @@ class Writer:
             config["dtype"] = self.source.dtype
         if self.quantization is not None:
             config["quantization_config"] = self.quantization
-        write_atomic(folder / "config.json", [_json(config)])
+        carry(self.source, folder, config)
         if self.shards != [SINGLE]:
             placed = {header[0]: shard for shard in self.shards for header in self.headers(shard)}
             total = sum(_size(header) for shard in self.shards for header in self.headers(shard))
-            write_atomic(folder / INDEX, [_json({"metadata": {"total_size": total}, "weight_map": placed})])
-        for path, name in carried(self.source.path):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(folder / name, [path.read_bytes()])
+            write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": placed})
 
     def write(self, folder: Path) -> None:
         """Write everything."""
@@ -186,28 +172,20 @@ class Writer:
 
     def dense(self, name: str) -> torch.Tensor:
         """A tensor of the dense model, in the dtype and shape it has in the source."""
-        entry = self.source.weights.entries[name]
-        quantized, changed = self._quantized, self._changed
-        if name in quantized:
-            return self._values(quantized[name], entry.shape).to(torch_dtype(entry.dtype))
-        if name in changed:
-            return self.finished.tensor(changed[name]).to(torch_dtype(entry.dtype))
-        return self.source.weights.read(name)
+        return self._decided.read(name).to(torch_dtype(self.source.weights.entries[name].dtype))
 
-    def _values(self, linear: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """What a linear's codes stand for, float32, without padding, as its weight lies in the files."""
-        tensor = self.finished.quantized(linear)
-        values: torch.Tensor = load_format(tensor.scheme.format).dequantize(tensor)
-        if self.linears[linear]:
-            return values[:, : shape[0]].T.contiguous()
-        return values[:, : shape[1]].contiguous()
+    @cached_property
+    def _decided(self) -> Decided:
+        from quantkit.export.values import Decided
+
+        return Decided.of(self.source, self.files, self.files, self.finished, self.linears)
 
 
 class _Producer:
     """Name -> tensor of a shard, each asked for once.
 
-    The writer asks by element size, so some parts of a linear come long after others. The small ones wait; its codes
-    are packed when it is their turn.
+    The writer asks by element size, so some parts of a linear come long after others. The small ones are read together
+    and wait; its codes are read and packed when it is their turn.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -229,8 +207,9 @@ class _Producer:
         if name in self._waiting:
             return self._waiting.pop(name)
         prefix = self._prefixes[name]
-        tensor = writer.finished.quantized(writer.stored[prefix])
-        if name == prefix + writer.layout.codes:
+        codes = name == prefix + writer.layout.codes
+        tensor = writer.finished.quantized(writer.stored[prefix], codes=codes)
+        if codes:
             return writer.layout.packed(tensor)
         self._waiting.update(writer.layout.companions(prefix, tensor, writer.dtype))
         return self._waiting.pop(name)
@@ -238,7 +217,3 @@ class _Producer:
 
 def _size(header: Header) -> int:
     return math.prod(header[2]) * torch_dtype(header[1]).itemsize
-
-
-def _json(data: Mapping[str, Any]) -> bytes:
-    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,7 +1,7 @@
 """The dialect of ONNX Runtime: placeholders become its fused operators.
 
     Linear      MatMulNBits (weights of 2, 4 or 8 bits in blocks of 16 to 256), integer products (weights and inputs of
-                8 bits: `_w8a8`), MatMul, or for a head that is tied to the embedding a FusedMatMul that reads the
+                8 bits: `w8a8.py`), MatMul, or for a head that is tied to the embedding a FusedMatMul that reads the
                 embedding's own tensor; those of one input are one product
     RMSNorm     RMSNormalization; with the sum before it SkipSimplifiedLayerNormalization
     Attention   GroupQueryAttention with rotary embedding inside and q, k, v in one tensor where the graph allows it;
@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.export.onnx.nbits import PackedWeights, block_size
@@ -31,7 +30,6 @@ from quantkit.export.trace.traced import DOMAIN
 from quantkit.formats import load_format
 from quantkit.passes import decision
 
-Array = NDArray[Any]
 MICROSOFT = "com.microsoft"
 # added to the scores of padding: no weight is left of it after a softmax
 _MASKED = -1e9
@@ -74,16 +72,8 @@ class Dialect(Rewriting):
 
     def _norms(self) -> None:
         for node in self._placeholders("RMSNorm"):
-            name, offset = node.attributes["name"].as_string(), node.attributes["offset"].as_float()
-            epsilon = node.attributes["epsilon"].as_float()
-            parameter = f"{name}.weight"
-            gamma = self._new(
-                parameter,
-                self.weights.shapes[parameter],
-                np.float32,
-                lambda parameter=parameter, offset=offset: self.weights.tensor(parameter) + np.float32(offset),  # type: ignore[misc]
-            )
-            source = node.inputs[0]
+            name, epsilon = node.attributes["name"].as_string(), node.attributes["epsilon"].as_float()
+            gamma, source = self._gamma(node), node.inputs[0]
             assert source is not None
             total = self._sum(source)
             if total is None:
@@ -306,13 +296,8 @@ class Dialect(Rewriting):
     def _product(self, before: ir.Node, source: ir.Value | None, name: str) -> ir.Value:
         linear = self.weights.linears[name]
         if linear.scheme is None and linear.shared is not None:
-            weight = self._new(
-                linear.shared,
-                (linear.rows, linear.columns),
-                np.float32,
-                lambda: self.weights.tensor(linear.shared or ""),
-            )
-            (output,) = self._node(before, "FusedMatMul", [source, weight], [f"{name}/output"], MICROSOFT, transB=1)
+            inputs = [source, self._tied(linear)]
+            (output,) = self._node(before, "FusedMatMul", inputs, [f"{name}/output"], MICROSOFT, transB=1)
             return output
         return self._merged(before, source, [name], name)
 
@@ -322,13 +307,7 @@ class Dialect(Rewriting):
         rows, columns = sum(linear.rows for linear in linears), linears[0].columns
         scheme = linears[0].scheme
         if scheme is None:
-            weight = self._new(
-                f"{name}.weight",
-                (columns, rows),
-                np.float32,
-                lambda: np.concatenate([self.weights.tensor(f"{each}.weight") for each in names]).T,
-            )
-            (output,) = self._node(before, "MatMul", [source, weight], [f"{name}/output"])
+            (output,) = self._node(before, "MatMul", [source, self._turned(name, names)], [f"{name}/output"])
             return output
         if linears[0].input is not None:
             assert source is not None

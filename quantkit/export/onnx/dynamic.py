@@ -1,6 +1,6 @@
 """A float graph whose products multiply in integers, their inputs quantized as the model runs.
 
-    MatMul, Gemm    as `_w8a8` writes them, by token or by tensor; a bias is added in float32
+    MatMul, Gemm    as `w8a8.py` writes them, by token or by tensor; a bias is added in float32
     Conv            DynamicQuantizeLinear, ConvInteger, Cast, Mul by s_x · s_w[o], Add b[o]
 
 A convolution sums over space and channels, so that its input has one scale and one zero point for the whole tensor,
@@ -60,15 +60,15 @@ def insert(
         rows, columns = site.matrix().shape
         linears[name] = Linear(rows, columns, weights, input=Input(activations_of(site, activations)))
 
-    def stored(name: str) -> tuple[Array, Array, None]:
-        return codes[name].codes, codes[name].scale.reshape(-1, 1), None
+    def grid(name: str) -> tuple[Array, None]:
+        return codes[name].scale.reshape(-1, 1), None
 
     def dense(name: str) -> Array:
         raise KeyError(name)  # what is not quantized stands in the graph already
 
-    return _Dynamic(Traced(made, {}, decoder=False, layers=0), Weights(linears, {}, dense, stored)).apply(
-        found, codes, weight_type
-    )
+    return _Dynamic(
+        Traced(made, {}, decoder=False, layers=0), Weights(linears, {}, dense, lambda name: codes[name].codes, grid)
+    ).apply(found, codes, weight_type)
 
 
 class _Dynamic(Rewriting):

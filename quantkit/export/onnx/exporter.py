@@ -1,13 +1,12 @@
 """An ONNX graph with a cache, in the dialect of the runtime that will run it.
 
 `onnx/` holds `model.onnx` (the graph), `model.onnx.data` (its weights), the tokenizer and what onnxruntime-genai wants
-to know. The graph is traced on shapes (`_trace`), rewritten (`_dialect_ort`) and only then given its weights, one
-tensor in memory at a time.
+to know. The graph is traced on shapes (`trace/transformer.py`), rewritten (`dialect.py`) and only then given its
+weights, one tensor in memory at a time.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -74,7 +73,7 @@ class Onnx(Exporter):
             MissingDependency: onnx, onnx-ir, onnxscript or onnxruntime.
         """
         OnnxOptions(**options)
-        _demand()
+        demand_packages("an ONNX export")
         asked.demand_no_experts(self.name)
         refuse(asked.schemes, asked.activations, asked.cache)
 
@@ -109,19 +108,19 @@ class Onnx(Exporter):
         Raises:
             InputError: as `write`, and `bundle-without-checkpoint`, `bundle-dense`.
         """
-        _demand()
+        demand_packages("an ONNX export")
         from quantkit.export.values import Values
 
         return self.export(folder, Values.of_bundle(bundle), OnnxOptions(**options))
 
     def export(self, folder: Path, values: Values, options: OnnxOptions) -> list[Decision]:
         """Trace, rewrite, and write everything."""
-        from quantkit.export.carried import carried
+        from quantkit.export.carried import carry
         from quantkit.export.onnx.dialect import Dialect
         from quantkit.export.onnx.genai import genai_config
         from quantkit.export.onnx.keep_few import keep_few
         from quantkit.export.trace.transformer import trace
-        from quantkit.model.source.weights import write_atomic
+        from quantkit.model.source.weights import write_json
 
         source = values.source
         kind = "decoder" if source.kind == "decoder" else "encoder"
@@ -147,13 +146,9 @@ class Onnx(Exporter):
         )
         folder.mkdir(parents=True, exist_ok=True)
         _save(model, folder)
-        for path, name in carried(source.path):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(folder / name, [path.read_bytes()])
-        config = {key: value for key, value in source.config.items() if key != "quantization_config"}
-        write_atomic(folder / "config.json", [_json(config)])
+        carry(source, folder)
         if kind == "decoder":
-            write_atomic(folder / "genai_config.json", [_json(genai_config(source, model, context))])
+            write_json(folder / "genai_config.json", genai_config(source, model, context))
         return dialect.decisions
 
     def check(
@@ -175,18 +170,19 @@ class Onnx(Exporter):
             checks `onnx.valid`, `onnx.operators`, `onnx.contained` and `reload.onnxruntime` (logits of a prompt, of
             steps with the cache, and of a batch padded on the left).
         """
-        _demand()
+        demand_packages("an ONNX export")
         from quantkit.export.onnx.check import check
 
         return check(bundle, source, stream, results)
 
 
-def _demand() -> None:
+def demand_packages(purpose: str) -> None:
+    """Raises MissingDependency for the first package that is not there of those that graphs are written with."""
     for package in ("onnx", "onnx_ir", "onnxscript", "onnxruntime"):
         try:
             __import__(package)
         except ImportError:
-            raise MissingDependency(package, extra="compile", purpose="an ONNX export") from None
+            raise MissingDependency(package, extra="compile", purpose=purpose) from None
 
 
 def _level(values: Values, options: OnnxOptions) -> int:
@@ -229,11 +225,13 @@ def dialect_weights(values: Values) -> Weights:
         return (found.T if transposed.get(linear) else found).contiguous().numpy()
 
     def codes(linear: str) -> Any:
-        found = values.quantized(linear)
-        zero = None if found.zero is None else found.zero.numpy()
-        return found.codes.numpy(), found.scale.float().numpy(), zero
+        return values.quantized(linear).codes.numpy()
 
-    return Weights(linears, shapes, tensor, codes)
+    def grid(linear: str) -> Any:
+        found = values.quantized(linear, codes=False)
+        return found.scale.float().numpy(), None if found.zero is None else found.zero.numpy()
+
+    return Weights(linears, shapes, tensor, codes, grid)
 
 
 def _work(model: ir.Model) -> dict[str, str]:
@@ -306,10 +304,6 @@ def _save(model: ir.Model, folder: Path) -> None:
 
     with stopping_when_full(folder):
         ir.save(model, folder / MODEL, external_data=DATA, size_threshold_bytes=_EXTERNAL, max_workers=1)
-
-
-def _json(data: Mapping[str, Any]) -> bytes:
-    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 EXPORT = Onnx()

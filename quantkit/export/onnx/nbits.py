@@ -64,13 +64,15 @@ class Weights:
         linears: by their name in the skeleton.
         shapes: parameter or buffer -> shape.
         tensor: parameter or buffer -> float32 values.
-        codes: quantized linear -> (codes [N, K] int8, scale [N, G] float32, zero [N, G] int8 or None).
+        codes: quantized linear -> codes [N, K + padding] int8.
+        grid: quantized linear -> scale [N, G] float32, and zero [N, G] int8 or None; [1, 1] of a whole matrix.
     """
 
     linears: Mapping[str, Linear]
     shapes: Mapping[str, tuple[int, ...]]
     tensor: Callable[[str], Array]
-    codes: Callable[[str], tuple[Array, Array, Array | None]]
+    codes: Callable[[str], Array]
+    grid: Callable[[str], tuple[Array, Array | None]]
 
 
 def block_size(columns: int, scheme: WeightScheme, where: str) -> int:
@@ -109,18 +111,19 @@ class PackedWeights:
     def _count(self) -> int:
         return -(-self.columns // self.block)
 
-    def _spread(self, per_group: Array, rows: int, columns: int) -> Array:
+    def _spread(self, per_group: Array, name: str) -> Array:
         """[N, G] (or [1, 1]) as [N, blocks]."""
-        groups = per_group.shape[1]
+        linear, groups = self.weights.linears[name], per_group.shape[1]
         if groups == 1:
-            return np.broadcast_to(per_group, (rows, self._count))
-        return np.repeat(per_group, columns // groups // self.block, axis=1)[:, : self._count]
+            return np.broadcast_to(per_group, (linear.rows, self._count))
+        assert linear.scheme is not None
+        return np.repeat(per_group, (linear.scheme.group or 0) // self.block, axis=1)[:, : self._count]
 
     def codes(self) -> Array:
         """uint8 [N, blocks, block·bits/8]: codes from 0, least significant first."""
         parts = []
         for name in self.names:
-            codes, _, _ = self.weights.codes(name)
+            codes = self.weights.codes(name)
             rows, columns = codes.shape
             words = (codes.astype(np.int16) + (1 << (self.bits - 1))).astype(np.uint8)
             filled = self._count * self.block
@@ -132,19 +135,15 @@ class PackedWeights:
 
     def scales(self) -> Array:
         """float32 [N, blocks]."""
-        found = []
-        for name in self.names:
-            codes, scale, _ = self.weights.codes(name)
-            found.append(self._spread(scale, *codes.shape))
-        return np.concatenate(found)
+        return np.concatenate([self._spread(self.weights.grid(name)[0], name) for name in self.names])
 
     def zeros(self) -> Array:
         """uint8 [N, ceil(blocks·bits/8)]: zero points from 0, packed as codes are."""
         found = []
         for name in self.names:
-            codes, _, zero = self.weights.codes(name)
+            _, zero = self.weights.grid(name)
             assert zero is not None
-            spread = self._spread(zero, *codes.shape).astype(np.int16) + (1 << (self.bits - 1))
+            spread = self._spread(zero, name).astype(np.int16) + (1 << (self.bits - 1))
             per_byte = 8 // self.bits
             filled = np.pad(spread, ((0, 0), (0, -spread.shape[1] % per_byte))).astype(np.uint8)
             found.append(pack(filled, self.bits))

@@ -119,16 +119,16 @@ class Integers:
         dtype, shift = (np.uint8, _HALF) if unsigned else (np.int8, 0)
 
         def codes() -> Array:
-            found = [self.weights.codes(each)[0][:, :columns] for each in names]
+            found = [self.weights.codes(each)[:, :columns] for each in names]
             shifted: Array = (np.concatenate(found).T.astype(np.int16) + shift).astype(dtype)
             return shifted
 
         def scales() -> Array:
-            parts = [self.weights.codes(each)[1] for each in names]
+            parts = [self.weights.grid(each)[0] for each in names]
             return np.concatenate([_spread(part, each.rows) for part, each in zip(parts, linears, strict=True)])
 
         def zeros() -> Array:
-            found = [self.weights.codes(each)[2] for each in names]
+            found = [self.weights.grid(each)[1] for each in names]
             parts = [np.zeros((1, 1), np.int8) if part is None else part for part in found]
             points = np.concatenate([_spread(part, each.rows) for part, each in zip(parts, linears, strict=True)])
             shifted: Array = (points.astype(np.int16) + shift).astype(dtype)
@@ -145,8 +145,8 @@ class Integers:
         def totals() -> Array:
             found = []
             for each in names:
-                codes, scale, zero = self.weights.codes(each)
-                wide = codes[:, : self.weights.linears[each].columns].astype(np.int64)
+                scale, zero = self.weights.grid(each)
+                wide = self.weights.codes(each)[:, : self.weights.linears[each].columns].astype(np.int64)
                 points = 0 if zero is None else zero.astype(np.int64)
                 found.append(((wide - points).sum(axis=1) * scale[:, 0]).astype(np.float32))
             return np.concatenate(found)

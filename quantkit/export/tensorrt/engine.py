@@ -1,6 +1,6 @@
 """An engine from a network: built in a process of its own, with a limit on its time and timings that outlive it.
 
-What TensorRT measures of its kernels is kept in the user's cache (`_timings`). Beside an engine stands what built it,
+What TensorRT measures of its kernels is kept in the user's cache (`timings.py`). Beside an engine stands what built it,
 for which GPU, under which driver, and with which options, as far as they were applied.
 """
 

@@ -1,6 +1,6 @@
 """A TensorRT engine, and the network that it is built from, checked on the CPU before TensorRT sees it.
 
-`engine/` holds `network.onnx` with `network.onnx.data` (plain Q/DQ, `_dialect_tensorrt`), the tokenizer, and for each
+`engine/` holds `network.onnx` with `network.onnx.data` (plain Q/DQ, `network/dialect.py`), the tokenizer, and for each
 kind of GPU `NAME.engine` with `NAME.json`: what built it, for which shapes, and how long that took. An engine is
 executable code: `runtimes.tensorrt` loads one from a verified bundle alone.
 
@@ -21,7 +21,7 @@ from quantkit.content import Closed
 from quantkit.errors import InputError, MissingDependency
 from quantkit.export import BuildReport, Exporter
 from quantkit.export.layer_spec import Asked
-from quantkit.export.onnx.exporter import context_of
+from quantkit.export.onnx.exporter import context_of, demand_packages
 from quantkit.export.tensorrt.engine import TENSORRT_ALONE, build_engine
 from quantkit.export.tensorrt.network.folder import write_network
 from quantkit.export.tensorrt.profiles import fitted
@@ -196,16 +196,11 @@ class Tensorrt(Exporter):
         Returns:
             checks `onnx.valid`, `onnx.operators`, `onnx.contained`, `network.weights`, `.pairs` and `.logits`.
         """
-        from quantkit.export.tensorrt.network import check as check_network
-        from quantkit.export.values import Values
+        from quantkit.export.check import decided
+        from quantkit.export.tensorrt.network.check import check
 
-        if source is not None and stream is not None and results is not None:
-            values = Values.of_results(source, stream, results)
-        elif (bundle / "model" / "config.json").is_file():
-            values = Values.of_bundle(bundle)
-        else:
-            return []
-        return check_network.check(bundle / FOLDER / NETWORK, values)
+        values = decided(bundle, source, stream, results)
+        return [] if values is None else check(bundle / FOLDER / NETWORK, values)
 
 
 def _refuse(
@@ -234,11 +229,7 @@ def _refuse(
 
 
 def _demand(options: TensorrtOptions) -> None:
-    for package in ("onnx", "onnx_ir", "onnxscript", "onnxruntime"):
-        try:
-            __import__(package)
-        except ImportError:
-            raise MissingDependency(package, extra="compile", purpose="a TensorRT network") from None
+    demand_packages("a TensorRT network")
     if not options.engine:
         return
     if options.library == "tensorrt_rtx":

@@ -9,7 +9,7 @@ from quantkit.errors import InputError
 from quantkit.planning.model.assigned import padded
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
-# formats of weights that `_tensorrt_weights` stores
+# formats of weights that `network/weights.py` stores
 FORMATS = ("int8", "int7", "int4", "fp8_e4m3", "mxfp8", "nvfp4", "nf4")
 # the first GPUs that hold them, by library: what TensorRT-RTX 1.7.1 compiles (benchmarks/tensorrt_formats.py), and what
 # TensorRT's documentation says; the targets' cells say the same (a test holds them together)

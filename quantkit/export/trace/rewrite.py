@@ -8,13 +8,10 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from quantkit.bundle import Decision
-from quantkit.export.onnx.nbits import Weights
+from quantkit.export.onnx.nbits import Array, Linear, Weights
 from quantkit.export.trace.traced import DOMAIN, Traced
-
-Array = NDArray[Any]
 
 
 @dataclass
@@ -36,6 +33,11 @@ class Rewriting:
     def graph(self) -> ir.Graph:
         """The graph."""
         return self.traced.model.graph
+
+    @property
+    def floats(self) -> np.dtype[Any]:
+        """numpy's type of what is computed in."""
+        return np.dtype(np.float32)
 
     def _parameters(self) -> None:
         """Parameters that the graph uses as they are: embeddings, biases, norms with a bias, buffers."""
@@ -68,6 +70,28 @@ class Rewriting:
         if name not in self._names:
             self._bind(ir.Value(name=name), shape, dtype, read)
         return self._names[name]
+
+    def _gamma(self, norm: ir.Node) -> ir.Value:
+        """What an RMSNorm multiplies by: its weight, and the one that some classes leave out of it."""
+        name, offset = f"{norm.attributes['name'].as_string()}.weight", norm.attributes["offset"].as_float()
+        return self._new(
+            name, self.weights.shapes[name], self.floats, lambda: self.weights.tensor(name) + np.float32(offset)
+        )
+
+    def _tied(self, linear: Linear) -> ir.Value:
+        """The embedding [N, K] that a head shares its weight with."""
+        name, shape = linear.shared or "", (linear.rows, linear.columns)
+        return self._new(name, shape, self.floats, lambda: self.weights.tensor(name))
+
+    def _turned(self, name: str, linears: Sequence[str]) -> ir.Value:
+        """Weights of linears below each other, not quantized, as they are multiplied: [K, N]."""
+        found = [self.weights.linears[linear] for linear in linears]
+
+        def read() -> Array:
+            parts = [self.weights.tensor(f"{linear}.weight") for linear in linears]
+            return (parts[0] if len(parts) == 1 else np.concatenate(parts)).T
+
+        return self._new(f"{name}.weight", (found[0].columns, sum(each.rows for each in found)), self.floats, read)
 
     def _constant(self, name: str, values: Any, dtype: Any) -> ir.Value:
         array = np.asarray(values, dtype=dtype)

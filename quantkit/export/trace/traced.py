@@ -1,6 +1,6 @@
 """What tracing hands to the dialects.
 
-Apart from `_trace`, which imports transformers: a float ONNX graph is rewritten without it.
+Apart from `trace/transformer.py`, which imports transformers: a float ONNX graph is rewritten without it.
 """
 
 from __future__ import annotations

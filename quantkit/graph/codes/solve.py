@@ -1,16 +1,17 @@
 """Codes of a graph's weights, and biases that give back what rounding has taken from the mean of each output.
 
-Weights as for language models: a convolution is a product of its patches. What a depthwise channel sees is 3 x 3
-numbers, and its codes are solved on those alone. Products are solved in the order in which the graph runs, each on what
-the quantized ones before it have made of the calibration set: its codes by the recipe's `gptq`, `rtn` or `hqq`
-(`assign.py`), moved by `round` where that is asked for (`rounding.py`); then its bias gives back what is left of the
-mean, b + W E[x] − Ŵ E[x̂] (Nagel et al. 2019, arXiv 1906.04721, section 4.2), which is all that `bias_correct` asks for.
+Weights as for language models: a convolution is a product of its patches, each group with a Hessian of its own. What a
+depthwise channel sees is 3 x 3 numbers, and its codes are solved on those alone. Products are solved in the order in
+which the graph runs, each on what the quantized ones before it have made of the calibration set: its codes by the
+recipe's `gptq`, `rtn` or `hqq` (`passes/assign.py`), moved by `round` where that is asked for (`rounding.py`); then its
+bias gives back what is left of the mean, b + W E[x] − Ŵ E[x̂] (Nagel et al. 2019, arXiv 1906.04721, section 4.2), which
+is all that `bias_correct` asks for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from numpy.typing import NDArray
 from quantkit.bundle import Decision
 from quantkit.calibrate.statistics.observed import Observed
 from quantkit.errors import InputError
-from quantkit.graph.codes.assign import Passes, Seen, assigned
 from quantkit.graph.codes.rounding import Rows, learned
 from quantkit.graph.codes.stepwise import Stepwise
 from quantkit.graph.pairs.placement import Placement
@@ -28,6 +28,7 @@ from quantkit.graph.pairs.qdq import Codes, Range, bias_of, fits, node_of
 from quantkit.graph.run import Feed, Runner
 from quantkit.graph.sites import Site, patches
 from quantkit.passes import decision
+from quantkit.passes.assign import Moments, product
 from quantkit.passes.gptq import Gptq
 from quantkit.passes.solvers.unsaturated import neighbours as unsaturated_neighbours
 from quantkit.scheme import ActivationScheme, WeightScheme
@@ -42,6 +43,21 @@ Report = Callable[[float, str], None]
 Keep = Callable[[str, Codes, Sequence[Decision]], None]
 # rows of a Hessian from one batch at most: evenly spaced, they say as much
 _ROWS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen(Moments):
+    """Moments of a product's inputs, and their means, which its bias gives back.
+
+    Args:
+        mean: of x̂, [groups, K].
+        wanted: of x, [groups, K].
+        alone: of x in its own pair, as if nothing before were quantized, [groups, K].
+    """
+
+    mean: torch.Tensor
+    wanted: torch.Tensor
+    alone: torch.Tensor
 
 
 def ranges(
@@ -111,7 +127,7 @@ def solved(
     ranges_: Mapping[str, Range],
     placement: Placement,
     *,
-    passes: Passes | None = None,
+    passes: Mapping[str, Any] | None = None,
     seed: int = 0,
     unsaturated: bool = False,
     known: Mapping[str, Codes] | None = None,
@@ -159,9 +175,11 @@ def solved(
             found[site.name] = again[site.name]
         else:
             rows = Rows([], []) if "round" in passes else None
-            seen = _seen(site, own, given, behind, rows)
             other = neighbours(site) if unsaturated else None
-            tensor, taken = assigned(site, seen, scheme, passes, other), []
+            seen = _seen(site, own, given, behind, rows, other)
+            weight = torch.from_numpy(site.matrix().copy())
+            tensor = product(weight, seen, scheme, passes)
+            taken = []
             if rows is not None:
                 tensor, reason = _learned(site, seen, tensor, rows, passes["round"], other, seed + done)
                 if reason:
@@ -179,7 +197,14 @@ def _input(made: ir.Model, site: Site) -> str:
     return str(node_of(made, site).inputs[0].name)  # type: ignore[union-attr]
 
 
-def _seen(site: Site, own: Range | None, given: Sequence[Array], behind: Sequence[Array], kept: Rows | None) -> Seen:
+def _seen(
+    site: Site,
+    own: Range | None,
+    given: Sequence[Array],
+    behind: Sequence[Array],
+    kept: Rows | None,
+    other: torch.Tensor | None,
+) -> Seen:
     """Of a site's input, in the float graph and behind quantized products, batch by batch."""
     sums: list[torch.Tensor] = []
     halves: list[torch.Tensor] = []
@@ -200,7 +225,7 @@ def _seen(site: Site, own: Range | None, given: Sequence[Array], behind: Sequenc
         counts[number % 2] += x.shape[1]
     means = [each.double() / sum(counts) for each in sums]
     apart = tuple(half.double() / count for half, count in zip(halves, counts[: len(halves)], strict=True))
-    return Seen(means[0], means[1], means[2], means[3], means[4], apart)
+    return Seen(means[0], means[1], apart, site.depthwise, other, mean=means[2], wanted=means[3], alone=means[4])
 
 
 def _learned(

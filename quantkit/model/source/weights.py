@@ -420,6 +420,11 @@ def write_safetensors(
     return write_atomic(path, chunks())
 
 
+def write_json(path: Path, content: Mapping[str, Any]) -> str:
+    """`write_atomic` of JSON as transformers writes it; returns its sha256."""
+    return write_atomic(path, [(json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()])
+
+
 def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
     """Writes chunks to `path`, complete or not at all, durable on return; returns the sha256 of what was written.
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from quantkit.scheme import WeightScheme
 
-Range = Literal["minmax", "mse", "hessian", "pivots", "output"]
+Range = Literal["minmax", "mse", "hessian"]
 
 # columns chosen one by one before the others hear of it; small enough that a block stays in the cache
 _BLOCK = 32
@@ -62,32 +62,9 @@ class GptqResult:
     error: float
 
 
-def gptq(
-    weight: Tensor,
-    hessian: Tensor | Factor,
-    scheme: WeightScheme,
-    *,
-    damping: float = 0.01,
-    shrink: float = 0.3,
-    act_order: bool = True,
-    range: Range = "hessian",  # noqa: A002
-    sweeps: int = 0,
-    refit: bool = True,
-    neighbours: Tensor | None = None,
-) -> GptqResult:
-    """Codes of one weight [N, K]; see `gptq_shared`."""
-    return gptq_shared(
-        [weight],
-        hessian,
-        scheme,
-        damping=damping,
-        shrink=shrink,
-        act_order=act_order,
-        range=range,
-        sweeps=sweeps,
-        refit=refit,
-        neighbours=neighbours,
-    )[0]
+def gptq(weight: Tensor, hessian: Tensor | Factor, scheme: WeightScheme, **settings: Any) -> GptqResult:
+    """Codes of one weight [N, K]; settings are those of `gptq_shared`."""
+    return gptq_shared([weight], hessian, scheme, **settings)[0]
 
 
 def gptq_shared(
@@ -195,15 +172,8 @@ def _place(
 ) -> tuple[Tensor, Tensor | None]:
     """Effective scale and zero [G, N] float32 of weights of so many `rows`, that lie side by side in target [K, N]."""
     search = ranges.Search(steps=0, refinements=0) if kind == "minmax" else ranges.Search()
-    alone = scheme.granularity in ("tensor", "block")
-    importance = None
-    if kind == "hessian":
-        importance = solved.hessian.diagonal().contiguous()
-    elif kind == "pivots":
-        importance = solved.importance
-    elif kind == "output" and not alone:
-        importance = ranges.blocks(solved.hessian, group)
-    if not alone:
+    importance = solved.hessian.diagonal().contiguous() if kind == "hessian" else None
+    if scheme.granularity not in ("tensor", "block"):
         scale, zero = ranges.transposed(target, group, scheme, importance, search)
         return scale.float(), None if zero is None else zero.float()
     scales, zeros = [], []

@@ -12,12 +12,22 @@ are, one of them gives way, for which the columns that are chosen later make up.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from quantkit.scheme import WeightScheme
 
 # what the codes of one sign in a pair add up to at most
 LIMIT = 128
 _STEPS, _LEAST = 16, 0.5
+
+
+def bounded(scheme: WeightScheme) -> bool:
+    """Whether codes of a scheme are multiplied as bytes with one scale a row, so that this concerns them."""
+    return scheme.format == "int8" and scheme.symmetric and scheme.granularity == "channel"
 
 
 def neighbours(columns: int) -> Tensor:

@@ -127,8 +127,8 @@ class Network:
             )
         return found
 
-    def _settings(self) -> dict[str, Any] | None:
-        """`damping` and `shrink` of `gptq`; None where weights are rounded to nearest; the rest is declined."""
+    def _passes(self) -> dict[str, Any]:
+        """`gptq` with its `damping` and `shrink`, or `rtn` without its statistics; the rest is declined."""
         steps = self.prepared.request.recipe.passes
         for step in steps:
             if step.name not in ("gptq", "rtn"):
@@ -136,13 +136,15 @@ class Network:
                     "weights without quantized inputs are solved by gptq here, or rounded to nearest in searched ranges"
                 )
                 self.decisions.append(decision(step.name, "declined", self.prepared.graph.name, reason))
-        given = next((step.settings for step in steps if step.name == "gptq"), None)
-        if given is None:
-            return None
-        if getattr(given, "correction", 0.0) > 0:
+        given = {step.name: step.settings for step in steps}
+        if "gptq" not in given:
+            return {"rtn": given["rtn"]} if "rtn" in given else {}
+        asked = given["gptq"]
+        if asked.correction > 0:
             reason = "correction: errors of earlier products are made up for with quantized inputs alone"
             self.decisions.append(decision("gptq", NOTE, self.prepared.graph.name, reason))
-        return {"damping": given.damping, "shrink": _SHRINK if given.shrink == "auto" else given.shrink}
+        shrink = _SHRINK if asked.shrink == "auto" else asked.shrink
+        return {"gptq": type(asked)(damping=asked.damping, shrink=shrink)}
 
     def _integers(self) -> dict[str, Product]:
         """Inputs are quantized: fixed scales, then codes."""
@@ -200,10 +202,7 @@ class Network:
             self.prepared.sites,
             feeds[: max(1, SOLVING // (self.prepared.calib.batch or BATCH))],
             self.weights,
-            self._settings(),
-            search=all(
-                step.settings.range != "minmax" for step in self.prepared.request.recipe.passes if step.name == "rtn"
-            ),
+            self._passes(),
             again=products.again,
             keep=products.keep,
             report=lambda done, words: self.progress.at("codes", done, words),

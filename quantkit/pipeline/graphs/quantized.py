@@ -70,7 +70,7 @@ class Quantized:
     def __init__(self, prepared: Prepared, progress: Progress, steps: Steps | None = None) -> None:
         from quantkit.graph.codes import solve
         from quantkit.graph.pairs import placement, qdq
-        from quantkit.passes.gptq import bounded
+        from quantkit.passes.solvers.unsaturated import bounded
 
         self.prepared, self.progress = prepared, progress
         self.steps = steps or Steps()

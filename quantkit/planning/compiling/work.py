@@ -28,7 +28,8 @@ from quantkit.scheme import WeightScheme
 
 # columns of a Hessian that are summed at a time
 _PANEL = 256
-# grids that a range search measures, by what chooses ranges: those of `Search()`, of rtn's `WIDE`, and min-max alone
+# grids that a range search measures, by what chooses ranges: those of `Search()`, of a search weighted by what inputs
+# are (`passes/assign.py`), and min-max alone
 Grids = Literal["searched", "wide", "minmax"]
 _GRIDS: Mapping[Grids, int] = {"searched": 8, "wide": 11, "minmax": 1}
 # tokens that `measure.harm` runs both models on, and those of a quantized cache's long contexts, sequence by sequence

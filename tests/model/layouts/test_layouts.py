@@ -14,7 +14,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from quantkit.errors import InputError
-from quantkit.export.checkpoint import reload
 from quantkit.export.checkpoint.exporter import EXPORT
 from quantkit.formats import QuantTensor, load_format
 from quantkit.model import finished, layouts
@@ -208,8 +207,6 @@ def test_where_the_library_is_missing_our_reader_covers_every_tensor(
     wrong = EXPORT.check(*arguments)[-1]
     assert not wrong.ok
     assert wrong.where == "model.norm"
-    with pytest.raises(reload.GateError, match=r"model\.norm"):
-        reload.demand([wrong])
 
 
 def test_a_bundle_without_its_library_still_runs(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,8 @@
     max |logits - expected| / max |expected| <= 2^-6        (16-bit arithmetic; 2^-3 in bfloat16)
 
 in ONNX Runtime, products in floats, or where that does not have a type (FP4, bfloat16) in onnx's reference evaluator.
-Compared are a prompt, steps with the cache after it, and a batch padded on the left. Codes that are off by one would
-hide below such a limit: so every weight is read back from the file as well and held against what was decided
-(`network.weights`, to the rounding of its scale).
+What is compared: `export/check.py`. Codes that are off by one would hide below such a limit: so every weight is read
+back from the file as well and held against what was decided (`network.weights`, to the rounding of its scale).
 
 Where inputs are quantized, or the cache, a value on the edge of a code goes either way, and one step of int8 is far
 more than 2^-6: logits are compared without the pairs, and the pairs by their scales and types (`network.pairs`).
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from quantkit.bundle import Check
 from quantkit.errors import InputError
-from quantkit.export.onnx.check import _difference, _expected, _prompt, _worst, sound
+from quantkit.export.check import counted, judged, worst
+from quantkit.export.onnx.check import sound
 from quantkit.export.tensorrt.network.weights import TYPES
 from quantkit.export.values import Values
 from quantkit.formats import load_format
@@ -37,7 +38,6 @@ Array = NDArray[Any]
 LIMITS = {"float16": 2.0**-6, "bfloat16": 2.0**-3}
 # what scales in 16 bits may be off by
 _SCALES = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
-_ROWS, _PROMPT, _STEPS, _PADDED = 2, 12, 4, 5
 # of past keys: the cache that is quantized itself; its values depend on rounding as inputs do
 _CACHE = "past_key_values."
 
@@ -58,12 +58,8 @@ def check(network: Path, values: Values) -> list[Check]:
     found.append(_weights(model, values, _SCALES[kind]))
     if values.inputs or values.run_time.cache is not None:
         found.append(_pairs(model, values, _SCALES[kind]))
-    limit = LIMITS[kind]
-    error, where = _numbers(network, model, values)
-    found.append(
-        Check(name="network.logits", value=error, limit=limit, ok=error is not None and error <= limit, where=where)
-    )
-    return found
+    error, where = worst(Running(in_floats(model), network.parent), values)
+    return [*found, judged("network.logits", error, LIMITS[kind], where)]
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -71,17 +67,17 @@ def check(network: Path, values: Values) -> list[Check]:
 
 def _weights(model: ir.Model, values: Values, limit: float) -> Check:
     """The largest difference of a weight in the file from the one that was decided on, in its largest values."""
-    worst, where = 0.0, ""
+    most, where = 0.0, ""
     for name in values.schemes:
         tensor = values.quantized(name)
         dense = load_format(tensor.scheme.format).dequantize(tensor).float().numpy()
         found = read_back(model, name, tensor.scheme.format)
         if found is None or found.shape != dense.shape:
-            return Check(name="network.weights", value=None, limit=limit, ok=False, where=name)
+            return judged("network.weights", None, limit, name)
         apart = float((np.abs(found - dense) / (np.abs(dense).max(axis=1, keepdims=True) + 1e-30)).max(initial=0))
-        if not apart <= worst:
-            worst, where = apart, name
-    return Check(name="network.weights", value=worst, limit=limit, ok=worst <= limit, where=where)
+        if not apart <= most:
+            most, where = apart, name
+    return judged("network.weights", most, limit, where)
 
 
 def read_back(model: ir.Model, name: str, form: str) -> Array | None:
@@ -135,7 +131,7 @@ def _pairs(model: ir.Model, values: Values, limit: float) -> Check:
             made, read = producers.get(f"{name}/quantized"), producers.get(f"{name}/read")
             if cache is None or not _is_pair(made, read, scale, cache.format, limit):
                 wrong.append(name)
-    return Check(name="network.pairs", value=len(wrong), limit=0, ok=not wrong, where="; ".join(wrong[:3]))
+    return counted("network.pairs", wrong)
 
 
 def _is_pair(quantize: ir.Node | None, dequantize: ir.Node | None, scale: float, form: str, limit: float) -> bool:
@@ -162,12 +158,6 @@ def _reads(node: ir.Node, name: str, producers: Mapping[str, ir.Node]) -> bool:
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
-
-
-def _numbers(network: Path, model: ir.Model, values: Values) -> tuple[float | None, str]:
-    ids = _prompt(values)
-    running = _Running(in_floats(model), network.parent)
-    return _worst(_decoded(running, values, ids) if running.layers else _encoded(running, values, ids))
 
 
 def computed(model: ir.Model) -> list[str]:
@@ -221,7 +211,15 @@ def in_floats(model: ir.Model) -> ir.Model:
     return made
 
 
-class _Running:
+@dataclass
+class State:
+    """A cache, and the mask [B, tokens so far] of what is in it."""
+
+    caches: dict[str, Array]
+    mask: Array
+
+
+class Running:
     """A network in ONNX Runtime, or in onnx's reference evaluator where that has no kernel."""
 
     def __init__(self, model: ir.Model, folder: Path) -> None:
@@ -230,23 +228,42 @@ class _Running:
         values = {str(value.name): value for node in model.graph for value in node.outputs}
         model.graph.outputs.extend(values[name] for name in self.inner)
         self.inputs = {str(value.name): value for value in model.graph.inputs}
-        self.layers = sum(name.startswith(_CACHE) and name.endswith(".key") for name in self.inputs)
+        self.decoder = any(name.startswith(_CACHE) for name in self.inputs)
         self._run = _session(model, folder)
 
-    @property
-    def in_place(self) -> bool:
-        """Whether a cache is written where it stands."""
-        return "write_indices" in self.inputs
-
-    def caches(self, rows: int) -> dict[str, Array]:
-        """Empty ones."""
-        found = {}
+    def state(self, batch: int, capacity: int) -> State:
+        """An empty cache; one that is written in place has the network's capacity."""
+        caches = {}
         for name, value in self.inputs.items():
             if name.startswith(_CACHE):
                 assert value.shape is not None and value.dtype is not None
-                sizes = [rows, *(each if isinstance(each, int) else 0 for each in list(value.shape)[1:])]
-                found[name] = np.zeros(sizes, value.dtype.numpy())
-        return found
+                sizes = [batch, *(each if isinstance(each, int) else 0 for each in list(value.shape)[1:])]
+                caches[name] = np.zeros(sizes, value.dtype.numpy())
+        return State(caches, np.zeros((batch, 0), np.int64))
+
+    def run(self, state: State, ids: Array, mask: Array | None = None) -> Array:
+        """Logits of new tokens [B, S], float32; `mask` has zeros where they are padding."""
+        (rows, new), start = ids.shape, state.mask.shape[1]
+        state.mask = seen = np.concatenate([state.mask, np.ones_like(ids) if mask is None else mask], axis=1)
+        positions = np.maximum(seen.cumsum(axis=1) - 1, 0)[:, start : start + new]
+        feed = {**state.caches, "input_ids": ids, "position_ids": positions, "attention_mask": seen}
+        if "logits_to_keep" in self.inputs:
+            feed["logits_to_keep"] = np.zeros(1, np.int64)
+        if "write_indices" in self.inputs:
+            shape = self.inputs["attention_mask"].shape
+            assert shape is not None
+            feed["attention_mask"] = np.pad(seen, ((0, 0), (0, int(shape[1]) - seen.shape[1])))  # type: ignore[arg-type]
+            feed["write_indices"] = np.full(rows, start, np.int64)
+        found = self(feed)
+        state.caches = {name: found[name.replace("past_key_values", "present")] for name in state.caches}
+        return found["logits"].astype(np.float32)
+
+    def encode(self, ids: Array, mask: Array | None = None) -> Array:
+        """An encoder's last hidden states for ids [B, S], float32."""
+        feed = {"input_ids": ids, "attention_mask": np.ones_like(ids) if mask is None else mask}
+        if "token_type_ids" in self.inputs:
+            feed["token_type_ids"] = np.zeros_like(ids)
+        return self(feed)["last_hidden_state"].astype(np.float32)
 
     def __call__(self, feed: Mapping[str, Array]) -> dict[str, Array]:
         """Output -> values. Raises InputError `float16-overflow`, `network-unrunnable`."""
@@ -293,62 +310,3 @@ def _unrunnable(problem: Exception) -> InputError:
         rule="a network runs on the CPU before TensorRT gets it",
         remedy=f"--set 'keep=[{product[1]}]' leaves it in floats" if product else "please report it, with the recipe",
     )
-
-
-def _step(running: _Running, caches: dict[str, Array], tokens: Array, mask: Array, start: int) -> Array:
-    """Logits of new tokens [B, S]; `mask` [B, start + S] has ones at tokens. The caches are replaced."""
-    rows, new = tokens.shape
-    positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, start : start + new]
-    feed = {**caches, "input_ids": tokens, "position_ids": positions, "attention_mask": mask}
-    if "logits_to_keep" in running.inputs:
-        feed["logits_to_keep"] = np.zeros(1, np.int64)
-    if running.in_place:
-        shape = running.inputs["attention_mask"].shape
-        assert shape is not None
-        feed["attention_mask"] = np.pad(mask, ((0, 0), (0, int(shape[1]) - mask.shape[1])))  # type: ignore[arg-type]
-        feed["write_indices"] = np.full(rows, start, np.int64)
-    found = running(feed)
-    for name in caches:
-        caches[name] = found[name.replace("past_key_values", "present")]
-    return found["logits"].astype(np.float32)
-
-
-def _decoded(running: _Running, values: Values, ids: torch.Tensor) -> dict[str, float]:
-    expected, tokens = _expected(values, ids), ids.numpy()
-    room = tokens.shape[1]
-    caches, mask = running.caches(_ROWS), np.ones((_ROWS, room), np.int64)
-    runs = {
-        "prompt": _difference(_step(running, caches, tokens[:, :_PROMPT], mask[:, :_PROMPT], 0), expected[:, :_PROMPT])
-    }
-    steps = [
-        _step(running, caches, tokens[:, [column]], mask[:, : column + 1], column) for column in range(_PROMPT, room)
-    ]
-    runs["steps"] = _difference(np.concatenate(steps, axis=1), expected[:, _PROMPT:])
-    # the last row begins later: its first columns are padding
-    padded, mask = tokens.copy(), np.ones((_ROWS, room), np.int64)
-    padded[-1, :_PADDED], mask[-1, :_PADDED] = 0, 0
-    padded[-1, _PADDED:] = tokens[-1, : room - _PADDED]
-    caches = running.caches(_ROWS)
-    parts = [_step(running, caches, padded[:, :_PROMPT], mask[:, :_PROMPT], 0)]
-    parts += [_step(running, caches, padded[:, [at]], mask[:, : at + 1], at) for at in range(_PROMPT, room)]
-    together = np.concatenate(parts, axis=1)
-    runs["padded row"] = _difference(together[-1, _PADDED:], expected[-1, : room - _PADDED])
-    runs["row beside it"] = _difference(together[0], expected[0])
-    return runs
-
-
-def _encoded(running: _Running, values: Values, ids: torch.Tensor) -> dict[str, float]:
-    tokens = ids.numpy()
-
-    def run(mask: Array) -> Array:
-        feed = {"input_ids": tokens, "attention_mask": mask}
-        if "token_type_ids" in running.inputs:
-            feed["token_type_ids"] = np.zeros_like(tokens)
-        return running(feed)["last_hidden_state"].astype(np.float32)
-
-    runs = {"batch": _difference(run(np.ones_like(tokens)), _expected(values, ids))}
-    mask = np.ones_like(tokens)
-    mask[-1, _PROMPT:] = 0
-    short = _expected(values, ids[-1:, :_PROMPT])
-    runs["padded row"] = _difference(run(mask)[-1:, :_PROMPT], short)
-    return runs

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.bundle import Check
+from quantkit.export.check import counted, judged
 from quantkit.export.onnx.check import sound
 from quantkit.export.tensorrt.network.check import LIMITS, computed, constant, demand_finite, in_floats, read_back
 from quantkit.export.tensorrt.network.weights import TYPES
@@ -41,7 +42,7 @@ def check(
     Args:
         network: the file.
         model: the float graph that it was made from.
-        products, pairs, kind: what was decided on; see `_graph_network.network`.
+        products, pairs, kind: what was decided on; see `graph.network`.
         feed: a few real inputs.
 
     Raises:
@@ -55,10 +56,8 @@ def check(
     stored = ir.load(network)
     found.append(_weights(stored, products))
     found.append(_pairs(stored, products, pairs, kind))
-    limit = LIMITS["float16"]
     error, where = _numbers(network, stored, model, products, feed)
-    ok = error is not None and error <= limit
-    return [*found, Check(name="network.outputs", value=error, limit=limit, ok=ok, where=where)]
+    return [*found, judged("network.outputs", error, LIMITS["float16"], where)]
 
 
 def dense(product: Product) -> Array:
@@ -75,7 +74,7 @@ def _weights(stored: ir.Model, products: Mapping[str, Product]) -> Check:
         found = read_back(stored, stem_of(product.site), product.weight.scheme.format)
         if found is None or not np.array_equal(found, dense(product)):
             wrong.append(name)
-    return Check(name="network.weights", value=len(wrong), limit=0, ok=not wrong, where="; ".join(wrong[:3]))
+    return counted("network.weights", wrong)
 
 
 def _pairs(stored: ir.Model, products: Mapping[str, Product], pairs: Mapping[str, float], kind: str) -> Check:
@@ -93,7 +92,7 @@ def _pairs(stored: ir.Model, products: Mapping[str, Product], pairs: Mapping[str
         read = {str(value.name) for value in _readers(stored, f"{stem_of(product.site)}.values")}
         if f"{product.site.input}.values" not in read:
             wrong.append(name)
-    return Check(name="network.pairs", value=len(wrong), limit=0, ok=not wrong, where="; ".join(wrong[:3]))
+    return counted("network.pairs", wrong)
 
 
 def _readers(stored: ir.Model, weight: str) -> list[ir.Value]:

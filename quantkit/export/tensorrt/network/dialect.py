@@ -1,6 +1,6 @@
 """The dialect of TensorRT: plain ONNX operators, strongly typed in 16 bits, quantization by Q/DQ alone.
 
-    Linear      MatMul with a weight [K, N] under DequantizeLinear (`_tensorrt_weights`); a pair before quantized inputs
+    Linear      MatMul with a weight [K, N] under DequantizeLinear (`weights.py`); a pair before quantized inputs
                 (and before that Sub and Mul by channel, where `passes/center.py` moved them)
     RMSNorm     RMSNormalization, computed in float32
     Attention   Attention-24 (TensorRT's IAttention) with an additive mask; spelled out where scores are capped, or
@@ -29,7 +29,8 @@ import onnx_ir as ir
 from quantkit.errors import InputError
 from quantkit.export.onnx.nbits import Input
 from quantkit.export.tensorrt.network.weights import TYPES, Stored, stored
-from quantkit.export.trace.rewrite import Array, Rewriting
+from quantkit.export.tensorrt.network.weights import codes as codes_of
+from quantkit.export.trace.rewrite import Rewriting
 
 if TYPE_CHECKING:
     from quantkit.formats import QuantTensor
@@ -57,14 +58,14 @@ class Dialect(Rewriting):
     """The rewriting of one graph.
 
     Args:
-        quantized: linear -> its codes.
+        quantized: linear -> its codes; with `codes=False` all else of it.
         type: what is computed in.
         cache: see the module.
         capacity: tokens that a cache `in_place` holds.
         stored_cache: how keys and values are stored; None in the graph's type.
     """
 
-    quantized: Callable[[str], QuantTensor]
+    quantized: Callable[..., QuantTensor]
     type: Floats = "float16"
     cache: Cache = "in_place"
     capacity: int = 2048
@@ -95,25 +96,9 @@ class Dialect(Rewriting):
 
     def _norms(self) -> None:
         for node in self._placeholders("RMSNorm"):
-            name, offset = node.attributes["name"].as_string(), node.attributes["offset"].as_float()
-            parameter = f"{name}.weight"
-            gamma = self._new(
-                parameter,
-                self.weights.shapes[parameter],
-                self.floats,
-                lambda parameter=parameter, offset=offset: self.weights.tensor(parameter) + np.float32(offset),  # type: ignore[misc]
-            )
-            epsilon = node.attributes["epsilon"].as_float()
-            made = self._node(
-                node,
-                "RMSNormalization",
-                [node.inputs[0], gamma],
-                [f"{name}/output"],
-                axis=-1,
-                epsilon=epsilon,
-                stash_type=1,
-            )
-            self._replace(node, made)
+            inputs, output = [node.inputs[0], self._gamma(node)], f"{node.attributes['name'].as_string()}/output"
+            how: dict[str, Any] = {"axis": -1, "epsilon": node.attributes["epsilon"].as_float(), "stash_type": 1}
+            self._replace(node, self._node(node, "RMSNormalization", inputs, [output], **how))
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
@@ -340,22 +325,13 @@ class Dialect(Rewriting):
         linear = self.weights.linears[name]
         if linear.scheme is None:
             if linear.shared is not None:
-                weight = self._new(
-                    linear.shared,
-                    (linear.rows, linear.columns),
-                    self.floats,
-                    lambda: self.weights.tensor(linear.shared or ""),
-                )
-                (turned,) = self._node(before, "Transpose", [weight], [f"{name}.turned"], perm=[1, 0])
+                (turned,) = self._node(before, "Transpose", [self._tied(linear)], [f"{name}.turned"], perm=[1, 0])
                 return turned
-            shape = (linear.columns, linear.rows)
-            return self._new(f"{name}.weight", shape, self.floats, lambda: self.weights.tensor(f"{name}.weight").T)
-        return self._dequantized(before, name, stored(self.quantized(name), self.floats))
+            return self._turned(name, [name])
+        return self._dequantized(before, name, stored(self.quantized(name, codes=False), self.floats))
 
     def _dequantized(self, before: ir.Node, name: str, found: Stored) -> ir.Value:
-        # codes are read again when they are written: scales are small, codes are not
-        kind, shape = found.codes.dtype, found.codes.shape
-        codes = self._new(f"{name}.codes", shape, kind, lambda: stored(self.quantized(name), self.floats).codes)
+        codes = self._new(f"{name}.codes", found.shape, found.type, lambda: codes_of(self.quantized(name)))
         scale = self._constant(f"{name}.scale", found.scale, found.scale.dtype)
         if found.whole is not None:
             whole = self._constant(f"{name}.whole", found.whole.astype(self.floats), self.floats)
@@ -363,9 +339,7 @@ class Dialect(Rewriting):
         if found.codebook is not None:
             values = self._looked_up(before, name, codes, found, scale)
         else:
-            options: dict[str, Any] = {} if found.axis is None else {"axis": found.axis}
-            options |= {} if found.block is None else {"block_size": found.block}
-            (values,) = self._node(before, "DequantizeLinear", [codes, scale], [f"{name}.values"], **options)
+            (values,) = self._node(before, "DequantizeLinear", [codes, scale], [f"{name}.values"], **found.options)
         if found.whole is None and found.scale.dtype != self.floats:
             kind16 = int(ir.DataType.from_numpy(self.floats))
             (values,) = self._node(before, "Cast", [values], [f"{name}.rounded"], to=kind16)
@@ -374,7 +348,7 @@ class Dialect(Rewriting):
     def _looked_up(self, before: ir.Node, name: str, codes: ir.Value, found: Stored, scale: ir.Value) -> ir.Value:
         """Codebook[code + 8] · scale, [K, N]."""
         assert found.block is not None and found.codebook is not None
-        columns, rows = found.codes.shape
+        columns, rows = found.shape
         groups = columns // found.block
         unit = self._constant("codebook/unit", 1.0, self.floats)
         (numbers,) = self._node(before, "DequantizeLinear", [codes, unit], [f"{name}.numbers"])
@@ -393,6 +367,3 @@ class Dialect(Rewriting):
         together = self._constant(f"together/{columns}x{rows}", [columns, rows], np.int64)
         (values,) = self._node(before, "Reshape", [values, together], [f"{name}.values"])
         return values
-
-
-__all__ = ["Array", "Cache", "CacheScales", "Dialect", "Floats"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,11 +34,10 @@ def write_network(folder: Path, values: Values, options: TensorrtOptions, profil
     import torch
 
     from quantkit.bundle import stopping_when_full
-    from quantkit.export.carried import carried
+    from quantkit.export.carried import carry
     from quantkit.export.onnx.keep_few import keep_few
     from quantkit.export.tensorrt.network.dialect import Dialect
     from quantkit.export.trace.transformer import trace
-    from quantkit.model.source.weights import write_atomic
 
     source = values.source
     decoder = source.kind == "decoder"
@@ -74,11 +72,7 @@ def write_network(folder: Path, values: Values, options: TensorrtOptions, profil
     folder.mkdir(parents=True, exist_ok=True)
     with stopping_when_full(folder):
         ir.save(model, folder / NETWORK, external_data=DATA, size_threshold_bytes=EXTERNAL, max_workers=1)
-    for path, name in carried(source.path):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / name, [path.read_bytes()])
-    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
-    write_atomic(folder / "config.json", [(json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()])
+    carry(source, folder)
 
 
 def _cache_scales(values: Values) -> CacheScales | None:

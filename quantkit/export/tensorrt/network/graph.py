@@ -5,7 +5,7 @@
     inputs          a pair (`graph.placement_inputs`), one scale, zero point 0
 
 TensorRT adds biases to sums in floats: as 32-bit integers under a DequantizeLinear they would be a product of their
-own. Scales are those of float16, exactly, wherever the solver chose them so; see `_tensorrt_weights.fitting`.
+own. Scales are those of float16, exactly, wherever the solver chose them so; see `weights.fitting`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from quantkit.export.tensorrt.network.halves import halved
-from quantkit.export.tensorrt.network.weights import TYPES, stored
+from quantkit.export.tensorrt.network.weights import TYPES, codes, stored
 from quantkit.graph.pairs.qdq import stem_of
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ def _convolution(node: ir.Node, product: Product) -> None:
     graph = node.graph
     assert graph is not None
     found = stored(weight, np.dtype(np.float16))
-    codes = site.shaped(np.ascontiguousarray(found.codes.T))
-    parts = [_constant(graph, codes, f"{stem}.codes"), _constant(graph, _wide(found.scale), f"{stem}.scale")]
+    shaped = site.shaped(np.ascontiguousarray(codes(weight).T))
+    parts = [_constant(graph, shaped, f"{stem}.codes"), _constant(graph, _wide(found.scale), f"{stem}.scale")]
     axis = {} if found.axis is None else {"axis": 0}
     node.replace_input_with(1, _before(node, "DequantizeLinear", [*parts], f"{stem}.values", **axis))
     if product.bias is not None:
@@ -122,10 +122,11 @@ def _linear(node: ir.Node, product: Product) -> None:
     graph = node.graph
     assert graph is not None
     found = stored(product.weight, np.dtype(np.float16))
-    parts = [_constant(graph, found.codes, f"{stem}.codes"), _constant(graph, _wide(found.scale), f"{stem}.scale")]
-    options: dict[str, Any] = {} if found.axis is None else {"axis": found.axis}
-    options |= {} if found.block is None else {"block_size": found.block}
-    values = _before(node, "DequantizeLinear", [*parts], f"{stem}.values", **options)
+    parts = [
+        _constant(graph, codes(product.weight), f"{stem}.codes"),
+        _constant(graph, _wide(found.scale), f"{stem}.scale"),
+    ]
+    values = _before(node, "DequantizeLinear", [*parts], f"{stem}.values", **found.options)
     if node.op_type == "MatMul":
         node.replace_input_with(1, values)
         return

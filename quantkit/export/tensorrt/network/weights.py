@@ -39,10 +39,11 @@ _ROUNDING = 2.0**-11
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of one weight.
+    """The tensors of one weight, but for its codes.
 
     Args:
-        codes: [K, N].
+        shape: [K, N].
+        type: of the codes.
         scale: [] of the tensor, [N] of channels, [K / block, N] of blocks.
         axis: of DequantizeLinear; None of a tensor's scale.
         block: values along K under one scale; None without blocks.
@@ -50,48 +51,52 @@ class Stored:
         codebook: what codes are places in, less 8; None where they are numbers.
     """
 
-    codes: Array
+    shape: tuple[int, int]
+    type: np.dtype[Any]
     scale: Array
     axis: int | None
     block: int | None
     whole: Array | None = None
     codebook: Array | None = None
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Attributes of DequantizeLinear."""
+        found = {"axis": self.axis, "block_size": self.block}
+        return {name: value for name, value in found.items() if value is not None}
 
-def stored(tensor: QuantTensor, floats: np.dtype[Any]) -> Stored:
-    """A quantized linear's weight; `floats` is the graph's type."""
+
+def codes(tensor: QuantTensor) -> Array:
+    """[K, N], in the type that they are stored in."""
     import torch
 
-    scheme = tensor.scheme
-    kind = TYPES[scheme.format]
-    codes = tensor.codes
-    if scheme.format == "nf4":
-        values = codes.numpy().astype(np.int8) - 8
-    elif scheme.format == "nvfp4":
-        values = codes.numpy().astype(np.uint8)
-    elif codes.dtype in (torch.float8_e4m3fn,):
-        values = codes.view(torch.uint8).numpy()
-    else:
-        values = codes.numpy()
-    turned = np.ascontiguousarray(values.T)
-    turned = (
-        turned.view(kind)
-        if kind.itemsize == 1 and kind.kind == "V" and values.dtype == np.uint8
-        else turned.astype(kind)
-    )
+    kind = TYPES[tensor.scheme.format]
+    values = tensor.codes.view(torch.uint8) if tensor.codes.dtype == torch.float8_e4m3fn else tensor.codes
+    turned = np.ascontiguousarray(values.numpy().T)
+    if tensor.scheme.format == "nf4":
+        return (turned.astype(np.int8) - 8).astype(kind)
+    # bytes that hold small floats are those, not numbers
+    return turned.view(np.uint8).view(kind) if kind.kind == "V" and kind != TYPES["int4"] else turned.astype(kind)
+
+
+def stored(tensor: QuantTensor, floats: np.dtype[Any]) -> Stored:
+    """A quantized linear's weight; its codes are not looked at. `floats` is the graph's type."""
+    scheme, (rows, columns) = tensor.scheme, tensor.shape
     scale = tensor.scale.float().numpy()
     whole = None if tensor.global_scale is None else np.asarray(tensor.global_scale.float().numpy()).reshape(())
     book = None if scheme.format != "nf4" else np.asarray(tensor.codebook.float().numpy()).astype(floats)  # type: ignore[union-attr]
+    axis: int | None = 0
+    block = scheme.group
     if scheme.granularity == "tensor":
-        return Stored(turned, fitting(scale.reshape(()), floats), None, None, whole, book)
-    if scheme.granularity == "channel":
-        return Stored(turned, fitting(scale.reshape(-1), floats), 1, None, whole, book)
-    if scheme.granularity == "block":
-        scale = np.repeat(scale, scheme.group or 1, axis=0)[: codes.shape[0]]
-    own = np.ascontiguousarray(scale.T)
-    if whole is not None:
-        return Stored(turned, own.astype(ml_dtypes.float8_e4m3fn), 0, scheme.group, whole.astype(np.float32), book)
-    return Stored(turned, fitting(own, floats), 0, scheme.group, whole, book)
+        scale, axis, block = scale.reshape(()), None, None
+    elif scheme.granularity == "channel":
+        scale, axis, block = scale.reshape(-1), 1, None
+    else:
+        if scheme.granularity == "block":
+            scale = np.repeat(scale, scheme.group or 1, axis=0)[:rows]
+        scale = np.ascontiguousarray(scale.T)
+    kept = fitting(scale, floats) if whole is None else scale.astype(ml_dtypes.float8_e4m3fn)
+    return Stored((columns, rows), TYPES[scheme.format], kept, axis, block, whole, book)
 
 
 def fitting(scale: Array, floats: np.dtype[Any]) -> Array:
