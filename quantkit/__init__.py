@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from quantkit.planning.outlook import Outlook
     from quantkit.recipe import Recipe
     from quantkit.target import Target
+    from quantkit.tuning.search import Tuned
 
 __all__ = [
     "Bundle",
@@ -36,9 +37,12 @@ __all__ = [
     "Target",
     "compare",
     "compile",
+    "export",
     "load",
     "measure",
+    "plan",
     "plan_model",
+    "tune",
 ]
 
 _HOMES = {
@@ -110,7 +114,7 @@ def compile(  # noqa: A001 (the word of the command line)
     return compile_model(request).bundle
 
 
-def plan_model(
+def plan(
     model: str = "smollm2-135m",
     recipes: str | Sequence[str] = (),
     target: str | Path | Target | None = None,
@@ -147,10 +151,10 @@ def plan_model(
     Raises:
         QuantkitError: with code, where, value, rule and remedy.
     """
-    # `quantkit.plan` is the package of what plans are made of, hence this name
-    from quantkit.pipeline.plan.plan import PlanQuestion, plan
+    from quantkit.pipeline.plan.plan import PlanQuestion
+    from quantkit.pipeline.plan.plan import plan as answer
 
-    return plan(
+    return answer(
         PlanQuestion(
             model,
             recipes=(recipes,) if isinstance(recipes, str) else recipes,
@@ -166,6 +170,10 @@ def plan_model(
             changes=changes,
         )
     )
+
+
+# as it was called while `quantkit.plan` was a package
+plan_model = plan
 
 
 def load(path: str | Path) -> Bundle:
@@ -241,5 +249,87 @@ def compare(
     )
 
 
-# under a name that importing the package quantkit.measure leaves alone
-measure_again = measure
+def tune(
+    model: str,
+    budget: str | Sequence[str],
+    recipe: str | Path | Recipe = "gptq-int4",
+    target: str | Path | Target | None = None,
+    *,
+    formats: Sequence[str] | None = None,
+    schemes: Sequence[Mapping[str, Any]] = (),
+    timings: str | Path | None = None,
+    batches: Sequence[int] = (),
+    calibration: str | Path | None = None,
+    samples: int = 2,
+    out: str | Path | None = None,
+    changes: Sequence[str] = (),
+    exact: bool = False,
+    check: bool = True,
+    trust_remote_code: bool = False,
+) -> Tuned:
+    """Choose a format for every layer within a budget, and write the choice as a recipe: `out`, `front`, `decisions`.
+
+    Args:
+        model: as of `compile`.
+        budget: `bits=4.25`, `bytes=100MB`, `kl=0.05` or `latency=12ms`; several may hold.
+        recipe: to start from.
+        target: as of `compile`.
+        formats: to choose from, and `float`; None is int3, int4, int8 and float.
+        schemes: candidates more, each as the fields that it changes: `{"format": "int4", "group": 32}`.
+        timings: a file of measurements with `latency.op` rows, for a budget of latency.
+        batches: of the timings that count; none: all.
+        calibration: as of `compile`.
+        samples: sequences of 128 tokens that each harm is measured on.
+        out: the folder; None chooses `./<model>--tuned`, then `-2`, ...
+        changes: `PATH=YAML` changes to the recipe.
+        exact: measure every candidate at the output; else one a layer, and the others by it.
+        check: compile and score the choice, and one scheme for all beside it.
+        trust_remote_code: allow a model's own code to run.
+
+    Raises:
+        QuantkitError: `budget-unreachable`, `nothing-to-choose`, `timings-missing`, those of `compile`.
+    """
+    from quantkit.measurement.rows import read_rows
+    from quantkit.pipeline import Request
+    from quantkit.tuning import Budget, Question
+    from quantkit.tuning import tune as search
+
+    request = Request.of(
+        model,
+        recipe=recipe,
+        target=target,
+        calibration=calibration,
+        out=out,
+        changes=changes,
+        trust_remote_code=trust_remote_code,
+    )
+    return search(
+        Question(
+            request,
+            Budget.parse([budget] if isinstance(budget, str) else list(budget)),
+            formats=formats,
+            schemes=schemes,
+            samples=samples,
+            exact=exact,
+            check=check,
+            timings=read_rows(Path(timings)) if timings is not None else (),
+            batches=batches,
+        )
+    )
+
+
+def export(bundle: Bundle | str | Path, to: str, changes: Sequence[str] = ()) -> Bundle:
+    """Add an export to a finished bundle; the bundle with it.
+
+    Args:
+        bundle: with a checkpoint, or its path.
+        to: an exporter: `onnx`, `tensorrt`.
+        changes: `NAME=YAML` options of the exporter.
+
+    Raises:
+        QuantkitError: `export-exists`, `export-unsupported`, `check-failed` (nothing is added), ...
+    """
+    from quantkit.pipeline.finished.export import export_bundle
+
+    opened = load(bundle) if isinstance(bundle, str | Path) else bundle
+    return export_bundle(opened, to, changes).bundle
