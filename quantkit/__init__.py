@@ -202,7 +202,7 @@ def measure(
     """
     from quantkit.pipeline import measure_bundle
 
-    opened = load(bundle) if isinstance(bundle, str | Path) else bundle
+    opened = load(bundle if isinstance(bundle, str | Path) else bundle.path)  # as it is on disk now
     return [
         row.as_dict() for row in measure_bundle(opened, baseline, runtime=runtime, calibration=calibration, speed=speed)
     ]
@@ -331,5 +331,5 @@ def export(bundle: Bundle | str | Path, to: str, changes: Sequence[str] = ()) ->
     """
     from quantkit.pipeline.finished.export import export_bundle
 
-    opened = load(bundle) if isinstance(bundle, str | Path) else bundle
+    opened = load(bundle if isinstance(bundle, str | Path) else bundle.path)  # as it is on disk now
     return export_bundle(opened, to, changes).bundle
