@@ -23,8 +23,9 @@ import numpy as np
 from harness.record import record, show, verdicts
 
 from quantkit.measurement.operators.onnxruntime import OnnxRuntimeBench
+from quantkit.measurement.timing.schedule import Visit, unnamed
 from quantkit.planning.model.shapes import Linear
-from quantkit.stats.abba import Comparison, compare, interleave
+from quantkit.stats.abba import Comparison, compare
 
 LINEAR = Linear(name="product", K=256, N=256)
 VARIANT = "int8.dynamic"
@@ -72,7 +73,7 @@ def main() -> int:
         for kind, (name, other) in enumerate(zip(kinds, (plain, slower), strict=True)):
             generator = np.random.default_rng([number, kind])
             blocks = (options.blocks, options.blocks)
-            first, second = interleave((plain, other), blocks=blocks, seconds=0.0, generator=generator, settle=1)
+            first, second = unnamed((plain, other), blocks=blocks, seconds=0.0, generator=generator, visit=Visit(1, 1))
             kinds[name].append(compare(first, second, seed=number, resamples=999))
         if number % 20 == 19:
             print(f"{number + 1} of {options.comparisons}, {time.perf_counter() - began:.0f} s", file=sys.stderr)

@@ -5,7 +5,7 @@
 
 A graph holds products of one shape, each with weights of its own: so many that even the 4-bit ones exceed the
 last-level cache half over again. All read the same input, and write to memory that is there already. The float32
-product and all variants are visited in randomised palindromes (`quantkit/stats/abba.py`) on one pool of threads, so
+product and all variants are visited in randomised palindromes on one pool of threads, so
 what else runs on the machine hits all alike: only ratios are of use, and they are printed with their 95 % intervals.
 """
 
@@ -27,7 +27,8 @@ from harness.record import record, show, verdicts
 from onnx import TensorProto, helper, numpy_helper
 
 from quantkit import machine
-from quantkit.stats.abba import compare, interleave
+from quantkit.measurement.timing.schedule import Visit, unnamed
+from quantkit.stats.abba import compare
 from quantkit.target import Target
 
 # K x N: down and gate of SmolLM2-135M, a square of a 1B model, a head
@@ -127,8 +128,8 @@ def compared(
         print(f"{k} x {n}, M {m}, {len(variants)} variants ...", file=sys.stderr)
         before = os.getloadavg()[0]
         steps = [step(each, m, k, n) for each in loaded]
-        baseline, *times = interleave(
-            steps, blocks=(FEWEST, MOST), seconds=seconds, generator=np.random.default_rng(m), settle=1
+        baseline, *times = unnamed(
+            steps, blocks=(FEWEST, MOST), seconds=seconds, generator=np.random.default_rng(m), visit=Visit(1, 1)
         )
         for variant, taken in zip(variants, times, strict=True):
             result = compare(taken, baseline)

@@ -34,10 +34,11 @@ from onnxruntime.quantization import (
 
 import quantkit
 from quantkit.calibrate.sets.pairs import load_pairs
+from quantkit.measurement.timing.schedule import unnamed
 from quantkit.model.source.open import open_model
 from quantkit.pipeline.baseline import float_onnx
 from quantkit.runtimes.onnxruntime.session import Loaded
-from quantkit.stats.abba import compare, interleave
+from quantkit.stats.abba import compare
 from quantkit.stats.proportion import wilson
 
 ALIAS, MODEL = "minilm-l6", "model.onnx"
@@ -133,7 +134,7 @@ def speeds(folders: dict[str, Path], seconds: float) -> dict[str, dict[str, list
             steps = [partial(one.session.run, None, one.prompt(ids)) for one in sides.values()]
             for step in steps:
                 step()
-            times = interleave(steps, blocks=(5, 200), seconds=seconds, generator=np.random.default_rng(1))
+            times = unnamed(steps, blocks=(5, 200), seconds=seconds, generator=np.random.default_rng(1))
             for name, taken in zip(sides, times, strict=True):
                 if name != "float":
                     against = compare(taken, times[list(sides).index("float")])

@@ -37,8 +37,9 @@ from quantkit import machine
 from quantkit.calibrate.sets.images import ImageSet, load_images
 from quantkit.graph.open import open_graph
 from quantkit.measurement.accuracy.labelled.share import difference_interval, share_interval
+from quantkit.measurement.timing.schedule import unnamed
 from quantkit.model.source.alias import ALIASES, materialize
-from quantkit.stats.abba import compare, interleave
+from quantkit.stats.abba import compare
 from quantkit.stats.mcnemar import mcnemar
 
 METHODS = {"minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
@@ -114,7 +115,7 @@ def speeds(files: dict[str, Path], shape: tuple[int, ...], seconds: float) -> di
             for step in steps:
                 step()
             generator = np.random.default_rng(1)
-            times = interleave(steps, blocks=(10, 400), seconds=seconds, generator=generator)
+            times = unnamed(steps, blocks=(10, 400), seconds=seconds, generator=generator)
             base = times[list(files).index("float")]
             for name, taken in zip(files, times, strict=True):
                 if name != "float":

@@ -5,7 +5,7 @@
     python benchmarks/nightly_noise.py --nights 2 --no-record
 
 A night is a fresh process that times four things beside themselves, in randomised ABBA blocks
-(`quantkit/stats/abba.py`) and in rounds that go over all four. In each round both sides are loaded anew; with `--once`
+and in rounds that go over all four. In each round both sides are loaded anew; with `--once`
 they are loaded once a night, to see what that does. What differs between the sides is what a machine does by itself:
 other programs, and where each load happens to lie in memory. The things: a product of one row whose weights are read
 from memory and one of 32 rows whose weights stay in the cache, with one thread; the network `fashion-mnist-cnn` at
@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 from harness.record import record, show
 
+from quantkit.measurement.timing.schedule import Visit, unnamed
 from quantkit.model.source.alias import ALIASES, materialize
-from quantkit.stats.abba import interleave
 from quantkit.stats.deciding.slowdown import BLOCKS, BURST, ROUNDS, SETTLE
 
 Step = Callable[[], object]
@@ -106,13 +106,12 @@ def night(number: int, rounds: int, blocks: int, once: bool) -> tuple[Any, float
                 step()
             # the one that was loaded first is not always the first of the two
             order = [0, 1] if once else generator.permutation(2)
-            times = interleave(
+            times = unnamed(
                 [pair[i] for i in order],
                 blocks=(blocks, blocks),
                 seconds=0.0,
                 generator=generator,
-                burst=BURST,
-                settle=SETTLE,
+                visit=Visit(BURST, SETTLE),
             )
             taken[cell].append(np.stack(times))
     after = os.times()

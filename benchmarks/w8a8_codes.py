@@ -6,7 +6,7 @@ that costs. The table behind `weight_codes` in `cpu-x86` and behind `int8-encode
 
 Every product is written by the exporter's own code and run as it is loaded, with and without the option that has
 ONNX Runtime add up exactly where the processor has no VNNI. Its error is taken against what the exporter's check
-expects. All sides are visited in randomised palindromes on one thread (`quantkit/stats/abba.py`): ratios count.
+expects. All sides are visited in randomised palindromes on one thread (`measurement/timing/schedule.py`): ratios count.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from quantkit.export.onnx.nbits import Input, Linear, Weights
 from quantkit.export.onnx.single_op import EXACT_SUMS
 from quantkit.export.trace.transformer import DOMAIN, Traced
 from quantkit.formats.base import activation
+from quantkit.measurement.timing.schedule import Visit, unnamed
 from quantkit.scheme import ActivationScheme, WeightScheme
-from quantkit.stats.abba import compare, interleave
+from quantkit.stats.abba import compare
 from quantkit.target import Target
 
 # K x N of MiniLM-L6: q, k and v in one, the two of a feed-forward part
@@ -116,8 +117,8 @@ def compared(k: int, n: int, rows: Sequence[int], seconds: float) -> list[dict[s
             return lambda: each.run(None, feeds)
 
         steps = [step(base), *(step(each) for each in loaded.values())]
-        theirs, *times = interleave(
-            steps, blocks=(FEWEST, MOST), seconds=seconds, generator=np.random.default_rng(m), settle=1
+        theirs, *times = unnamed(
+            steps, blocks=(FEWEST, MOST), seconds=seconds, generator=np.random.default_rng(m), visit=Visit(1, 1)
         )
         for way, taken in zip(ways, times, strict=True):
             result = compare(taken, theirs)

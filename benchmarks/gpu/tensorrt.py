@@ -38,7 +38,7 @@ from parts.end_to_end import BASELINE, _dense, _step  # noqa: E402
 import quantkit  # noqa: E402
 from quantkit.bundle import Bundle  # noqa: E402
 from quantkit.measurement.cuda.device import Device, versions  # noqa: E402
-from quantkit.measurement.cuda.timing import Side, interleaved, ratio, summary  # noqa: E402
+from quantkit.measurement.cuda.timing import Implementation, interleaved, ratio, summary  # noqa: E402
 from quantkit.runtimes import load_runtime  # noqa: E402
 
 # this file is called like a library: its folder must not be where that is looked for
@@ -161,7 +161,7 @@ def _decode(
         ready = []
         for name, make in sides.items():
             try:
-                side = Side(name, [make(batch)], 0, {"context": context}, least=_LEAST)
+                side = Implementation(name, [make(batch)], 0, {"context": context}, least=_LEAST)
                 ready.append((name, side.ready()))
             except Exception as error:
                 skipped.append({"side": name, "batch": batch, "reason": f"{type(error).__name__}: {error}"[:300]})

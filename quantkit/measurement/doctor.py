@@ -17,10 +17,6 @@ from quantkit.measurement.operators import ceilings
 from quantkit.runtimes.tensorrt.library import NAMES, load
 from quantkit.target import Target, read_measured, write_measured
 
-# where the operating system does not say how large the cache is: larger than any a desktop has
-_UNKNOWN_CACHE = 64 * 2**20
-_LEAST = 256 * 2**20
-
 
 def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2048) -> dict[str, Any]:
     """Describe this machine and, for a CPU target, measure its ceilings.
@@ -48,7 +44,7 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
             report["warnings"].append(busy)
         if write:
             _same_architecture(target, about["isa"])
-        found = measure(runs=runs, size=size)
+        found = ceilings.measured(machine.cores(), ("read", "copy", "compute"), size=size, runs=runs)
         kept = {"device": about["device"], "versions": machine.versions()}
         report["measurements"] = [ceiling.row(**kept).as_dict() for ceiling in found]
         report["figures"] = _figures(target, found, about)
@@ -112,23 +108,6 @@ def _torch_blind() -> str:
     except ImportError:
         return "it runs no engine: torch is not installed"
     return "" if torch.cuda.is_available() else f"it runs no engine: torch {torch.__version__} sees no GPU"
-
-
-def measure(*, runs: int = 15, size: int = 2048) -> list[ceilings.Ceiling]:
-    """The four ceilings of this CPU: read, copy, compute in float32, compute in int8. A few seconds.
-
-    Memory: bandwidth is measured over four times the last-level cache, or an eighth of the memory that this process
-    may use, whichever is less; a copy needs that twice.
-    """
-    threads = machine.cores()
-    cache = machine.last_level_cache() or _UNKNOWN_CACHE
-    span = min(max(4 * cache, _LEAST), machine.memory_limit() // 8)
-    return [
-        ceilings.read(threads, span, runs),
-        ceilings.copy(threads, span, runs),
-        ceilings.compute_fp32(size, runs),
-        ceilings.compute_int8(size, runs),
-    ]
 
 
 def _busy(cores: int) -> str:

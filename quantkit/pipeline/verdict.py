@@ -15,7 +15,7 @@ from quantkit.errors import GateError, InputError, MissingDependency, QuantkitEr
 from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.engine_layers import NAME, stored
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.latency import Plan
+from quantkit.measurement.timing.shapes import Plan
 from quantkit.measurement.verdict import Measured, verdict
 from quantkit.passes import decision
 from quantkit.target import Target

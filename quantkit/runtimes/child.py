@@ -1,6 +1,14 @@
 """Work in a process of its own: its threads and memory are not those of whoever asks, and it may be ended.
 
-The child prints lines: `row {...}` a result, `at 0.5 words` its progress, `error {...}` what it met.
+The child is told a function and a job, as JSON, and answers in lines:
+
+    row {...}      a result
+    at 0.5 words   its progress
+    note "..."     something worth a line
+    error {...}    what it met
+
+Whatever else prints goes to its standard error. It leads a group of processes, so that what it starts ends with it, and
+all of them end when whoever started it does: its standard input, which stays open until then, comes to its end.
 """
 
 from __future__ import annotations
@@ -8,107 +16,208 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
+from typing import Any, TextIO
 
-from quantkit.errors import InputError
+from quantkit.errors import GateError, Inconclusive, InputError, QuantkitError, Stopped
 
 Report = Callable[[float, str], None]
+# seconds that a child has to put away what it is at
+_GRACE = 20.0
 
 
-def lines(
-    module: str,
-    arguments: list[str],
-    text: str,
-    progress: Report | None,
+class Caller:
+    """Whoever started the child, as the child's work speaks to it."""
+
+    def __init__(self, answers: TextIO) -> None:
+        self._answers = answers
+
+    def row(self, data: Any) -> None:
+        """A result, of what JSON has."""
+        self._say(f"row {json.dumps(data, allow_nan=False)}")
+
+    def at(self, share: float, words: str) -> None:
+        """How much is done, 0 to 1, and what is being done."""
+        self._say(f"at {share} {words}")
+
+    def note(self, line: str) -> None:
+        """Something worth a line."""
+        self._say(f"note {json.dumps(line)}")
+
+    def error(self, problem: QuantkitError) -> None:
+        """What ended the work."""
+        self._say(f"error {json.dumps({**problem.as_dict(), 'exit': problem.exit})}")
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # nobody listens any more
+            self._answers.write(f"{line}\n")
+            self._answers.flush()
+
+
+Work = Callable[[Any, Caller], None]
+
+
+def run(
+    work: Work,
+    job: Any,
+    progress: Report | None = None,
     *,
     remedy: str,
-    environment: Mapping[str, str] | None = None,
-    code: str = "speed-failed",
     where: str = "timing",
-    timeout: float | None = None,
-) -> list[str]:
-    """What the child's rows say; what it says of its progress is passed on.
+    died: str = "speed-failed",
+    environment: Mapping[str, str] | None = None,
+    seconds: float | None = None,
+    note: Callable[[str], None] | None = None,
+    shown: bool = False,
+) -> list[Any]:
+    """The rows that a function gives in a child process.
 
     Args:
-        module: whose `main(arguments)` the child runs: `quantkit.measurement.timing.speed`.
-        arguments: of that.
-        text: what it reads from stdin.
-        progress: told the share that is done, and what is being done.
-        remedy: what to try if it ends without a word.
+        work: a function of a module, called in the child with the job and its `Caller`.
+        job: for `work`, of what JSON has.
+        progress: told what the child says of its progress.
+        remedy: what to try if it ends without a word, or too late.
+        where: of an error that the child does not tell itself.
+        died: the code of the error if it ends without a word.
         environment: added to this process's.
-        code, where: of the error if it ends without a word.
-        timeout: seconds after which it is ended.
+        seconds: after which it is ended.
+        note: told the child's notes.
+        shown: whether its standard error is this process's; else the last line of it stands in the error.
 
     Raises:
-        InputError: what the child met, `code` if it ended without a word, or `timeout`.
+        InputError: what the child met, `out-of-memory`, `timeout`, or `died`.
+        GateError, Inconclusive, Stopped: what the child met.
     """
-    # not `-m`, which would import from the current folder: a file there that is called like a package would be run
-    root = str(Path(__file__).parents[2])
-    program = f"import sys; sys.path.append({root!r}); from {module} import main; main(sys.argv[1:])"
-    command = [sys.executable, "-P", "-c", program, *arguments]
-    inherited = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **(environment or {})}
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as said,
-        subprocess.Popen(  # noqa: S603 (our own module)
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=inherited
-        ) as process,
-    ):
-        assert process.stdin is not None and process.stdout is not None
-        late = threading.Event()
+    # not `-m`, and this process's path last: a file of the current folder that is called like a package would be run
+    path = [str(Path(__file__).parents[2]), *(each for each in sys.path if Path(each).is_absolute())]
+    function = f"{work.__module__}:{work.__qualname__}"
+    program = f"import sys; sys.path += {path!r}; from {__name__} import main; main({function!r}, {where!r})"
+    late = threading.Event()
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        process = subprocess.Popen(  # noqa: S603 (our own module)
+            [sys.executable, "-P", "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if shown else said,
+            encoding="utf-8",
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **(environment or {})},
+            start_new_session=True,
+        )
 
         def end() -> None:
             late.set()
-            process.kill()
+            _end(process)
 
-        timer = threading.Timer(timeout or 0, end)
-        if timeout is not None:
-            timer.start()
+        timer = threading.Timer(seconds or 0.0, end)
         try:
-            with contextlib.suppress(BrokenPipeError):  # it has ended already, and says why
-                process.stdin.write(text)
-                process.stdin.close()
-            found = []
-            for line in process.stdout:
-                kind, _, rest = line.rstrip("\n").partition(" ")
-                if kind == "row":
-                    found.append(rest)
-                elif kind == "at" and progress is not None:
-                    share, _, words = rest.partition(" ")
-                    progress(float(share), words)
-                elif kind == "error":
-                    raise InputError(**json.loads(rest))
-        except BaseException:
-            process.kill()
-            raise
+            if seconds is not None:
+                timer.start()
+            found = _heard(process, job, progress, note)
+            ended = process.wait()
+        except QuantkitError:
+            if not late.is_set():  # else it met its own end
+                raise
         finally:
             timer.cancel()
-        ended = process.wait()
+            _end(process)
+            for stream in (process.stdin, process.stdout):
+                assert stream is not None
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
         said.seek(0)
         last = next((line.strip() for line in reversed(said.read().splitlines()) if line.strip()), "")
     if late.is_set():
-        raise InputError("timeout", where=where, value=f"not done after {timeout:g} s", rule="the limit", remedy=remedy)
+        raise InputError("timeout", where=where, value=f"not done after {seconds:g} s", rule="the limit", remedy=remedy)
     if ended != 0:
+        how = f"ended with exit code {ended}"
+        if ended < 0:
+            with contextlib.suppress(ValueError):
+                how = f"was ended by {signal.Signals(-ended).name}"
         raise InputError(
-            code,
+            died,
             where=where,
-            value=f"its process ended with {ended}{f': {last[:200]}' if last else ''}",
-            rule="it ends by itself; a negative number is a signal: -9 is often too little memory",
+            value=f"its process {how}{f': {last[:200]}' if last else ''}",
+            rule="it ends by itself; SIGKILL is often too little memory",
             remedy=remedy,
         )
     return found
 
 
-def answering(work: Callable[[], None]) -> None:
-    """Run the child's work, and say what it meets as the parent reads it."""
-    from quantkit.errors import QuantkitError
+def _heard(
+    process: subprocess.Popen[str], job: Any, progress: Report | None, note: Callable[[str], None] | None
+) -> list[Any]:
+    """The rows of all lines until its output ends. Raises what the child met."""
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended already, and says why
+        process.stdin.write(f"{json.dumps(job)}\n")
+        process.stdin.flush()
+    found = []
+    for line in process.stdout:
+        kind, _, rest = line.rstrip("\n").partition(" ")
+        if kind == "row":
+            found.append(json.loads(rest))
+        elif kind == "at" and progress is not None:
+            share, _, words = rest.partition(" ")
+            progress(float(share), words)
+        elif kind == "note" and note is not None:
+            note(json.loads(rest))
+        elif kind == "error":
+            fields = json.loads(rest)
+            kinds = {each.exit: each for each in (GateError, Inconclusive, Stopped)}
+            raise kinds.get(fields.pop("exit", 2), InputError)(**fields)
+    return found
 
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """It and what it started."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def main(function: str, where: str) -> None:
+    """What the child does.
+
+    Args:
+        function: `module:name` of its work.
+        where: of an error that has no place of its own.
+    """
+    from quantkit.model.full_memory import is_out_of_memory, out_of_memory
+
+    caller = Caller(os.fdopen(os.dup(1), "w", encoding="utf-8"))
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    job = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    module, _, name = function.partition(":")
     try:
-        work()
+        getattr(import_module(module), name)(job, caller)
+        return
     except QuantkitError as problem:
-        fields = ("code", "where", "value", "rule", "remedy")
-        print("error " + json.dumps({name: str(getattr(problem, name)) for name in fields}), flush=True)
+        met = problem
+    except KeyboardInterrupt:
+        met = Stopped("interrupted", where=where)
+    except Exception as problem:
+        if not is_out_of_memory(problem):
+            raise
+        met = out_of_memory(where, problem)
+    # its last words are not broken off: whoever hears them ends it, as it does itself
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    caller.error(met)
+
+
+def _end_with_parent() -> None:
+    """Nothing is left running that would disturb the times of whoever comes next."""
+    while os.read(0, 4096):
+        pass
+    os.killpg(0, signal.SIGKILL)

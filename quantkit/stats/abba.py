@@ -1,11 +1,9 @@
-"""Two things timed so that a noisy machine harms both alike, and how sure one can be of their ratio.
+"""What interleaved times of two sides say (`measurement.timing.schedule`), and how sure one can be of their ratio.
 
-A block visits the sides in a random order and then in the reverse of it: A B B A or B A A B. A drift that is linear
-over a block adds the same to both sides and leaves their ratio alone (ABBA counterbalancing). Steps that follow each
-other are alike, so what is drawn again in the bootstrap is whole blocks, and of long runs groups of neighbouring
-blocks, both sides together. Where they were taken in six rounds or more, with something else between them, the rounds
-are the groups: what other programs do to a machine's memory lasts for seconds to minutes, and harms a side that reads
-more of it more than the other, so that blocks of one round are alike in their ratio too:
+Steps that follow each other are alike, so what is drawn again in the bootstrap is whole blocks, and of long runs groups
+of neighbouring blocks, both sides together. Where they were taken in six rounds or more, with something else between
+them, the rounds are the groups: what other programs do to a machine's memory lasts for seconds to minutes, and harms a
+side that reads more of it more than the other, so that blocks of one round are alike in their ratio too:
 
     ratio       median(baseline) / median(subject), above 1 where the subject is faster; the same of 99th percentiles
     interval    percentiles of the ratio over resampled blocks, at the level that Student's t with G − 1 degrees asks
@@ -23,10 +21,7 @@ Annals of Statistics 17 (1989), for resampling blocks.
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +33,6 @@ from quantkit.stats.clustered import student
 
 Array = NDArray[Any]
 Interval = tuple[float, float]
-Step = Callable[[], object]
-Clock = Callable[[], float]
 
 QUANTILES = (0.5, 0.9, 0.99)
 # fewer steps than this, and the 99th percentile is the largest of them
@@ -86,46 +79,6 @@ class Comparison:
     draws: Array
     flags: tuple[str, ...]
     tail: float = 0.025
-
-
-def interleave(
-    sides: Sequence[Step],
-    *,
-    blocks: tuple[int, int],
-    seconds: float,
-    generator: np.random.Generator,
-    burst: int = 1,
-    settle: int = 0,
-    clock: Clock = time.perf_counter,
-) -> list[Array]:
-    """Time the sides in randomised ABBA blocks: the fewest that are asked for, then more while there is time.
-
-    Args:
-        sides: what to time; two of them give ABBA, a third is visited in the same palindrome (ABCCBA). One that returns
-            a float says itself how many seconds it took, by the clock of its device.
-        blocks: the fewest and the most.
-        seconds: after which no further block begins.
-        generator: draws the order of each block.
-        burst: timed steps a visit.
-        settle: steps a visit that are not counted: caches and threads still belong to the other side.
-        clock: seconds, rising.
-
-    Returns:
-        For each side an array [blocks, 2, burst] of seconds, in the order in which they were taken.
-    """
-    times: list[list[list[list[float]]]] = [[] for _ in sides]
-    with undisturbed():
-        start = clock()
-        while len(times[0]) < blocks[0] or (len(times[0]) < blocks[1] and clock() - start < seconds):
-            order = generator.permutation(len(sides))
-            visits: list[list[list[float]]] = [[] for _ in sides]
-            for which in (*order, *order[::-1]):
-                for _ in range(settle):
-                    sides[which]()
-                visits[which].append([timed(sides[which], clock) for _ in range(burst)])
-            for taken, block in zip(times, visits, strict=True):
-                taken.append(block)
-    return [np.array(taken) for taken in times]
 
 
 def compare(
@@ -281,27 +234,3 @@ def _tail(groups: int) -> float:
 
 def _quantiles(times: Array) -> dict[str, float]:
     return {f"p{100 * q:.0f}": float(x) for q, x in zip(QUANTILES, np.quantile(times, QUANTILES), strict=True)}
-
-
-def timed(step: Step, clock: Clock) -> float:
-    """Seconds of one step: what it says itself, as a float, or what passed on the clock."""
-    begin = clock()
-    found = step()
-    return found if isinstance(found, float) else clock() - begin
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Python's garbage collector may stop one side's step for long; as with `timeit`, it waits.
-
-    Collecting first may take a tenth of a second: within another one of these, it is left out.
-    """
-    was = gc.isenabled()
-    if was:
-        gc.collect()
-        gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()

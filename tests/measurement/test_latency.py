@@ -8,7 +8,8 @@ import pytest
 from quantkit.errors import InputError
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import Cost, captured_gain
-from quantkit.measurement.timing.latency import Entry, Plan, measure
+from quantkit.measurement.timing.latency import Entry, measure
+from quantkit.measurement.timing.shapes import Plan
 
 DEVICE = {"id": "x", "kind": "cpu", "name": "a processor"}
 READ, FP32, INT8 = 10e9, 100e9, 400e9

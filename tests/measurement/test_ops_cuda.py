@@ -13,7 +13,7 @@ from quantkit.errors import InputError
 from quantkit.kernels.dispatch import EXPANDED, OURS
 from quantkit.measurement.cuda import ceilings, sides
 from quantkit.measurement.cuda.device import Device
-from quantkit.measurement.cuda.timing import Side
+from quantkit.measurement.cuda.timing import Implementation
 from quantkit.measurement.cuda.weights import known
 from quantkit.measurement.operators import cuda as ops_cuda
 from quantkit.measurement.operators import rows as ops_rows
@@ -52,7 +52,7 @@ def test_each_variant_is_ready_and_says_how_it_runs() -> None:
 
 def test_the_fastest_way_is_taken_and_has_a_twin_if_it_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = {OURS: 2.0, EXPANDED: 1.0}
-    monkeypatch.setattr(Side, "ready", lambda self: lambda: taken[self.name])
+    monkeypatch.setattr(Implementation, "ready", lambda self: lambda: taken[self.name])
     one: Any = bench().prepare(LINEAR, ["int4.g32"], [3])["int4.g32"]
     assert one.settings(3)["kernel"] == EXPANDED
     with pytest.raises(InputError, match="no-twin"):
@@ -64,9 +64,9 @@ def test_the_fastest_way_is_taken_and_has_a_twin_if_it_is_ours(monkeypatch: pyte
 
 
 def test_what_gives_wrong_numbers_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*args: Any, **more: Any) -> Side:
+    def wrong(*args: Any, **more: Any) -> Implementation:
         made = real(*args, **more)
-        return Side(made.name, [lambda: made.steps[0]() + 1.0], made.resident_bytes, made.settings)  # type: ignore[operator]
+        return Implementation(made.name, [lambda: made.steps[0]() + 1.0], made.resident_bytes, made.settings)  # type: ignore[operator]
 
     real = sides.ours
     monkeypatch.setattr(ops_cuda, "_tried", lambda step: 1.0)  # ours, of equals
@@ -109,7 +109,7 @@ def test_groups_divide_the_inputs() -> None:
 
 def test_the_tax_is_split_where_the_kernel_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"torch.linear": 4e-3, OURS: 2e-3, EXPANDED: 9e-3, "quantkit raw twin": 1.5e-3, "quantize_tokens": 1e-4}
-    monkeypatch.setattr(Side, "ready", lambda self: lambda: seconds[self.name])
+    monkeypatch.setattr(Implementation, "ready", lambda self: lambda: seconds[self.name])
     variants = ["int4.g32", "int8.dynamic"]
     timed = measure(bench(), [LINEAR], BASELINE, variants, Plan([3], seconds=0.2, rounds=2))
     limits = Limits(1e9, {"bf16": 1e12, "fp16": 1e12, "int8": 1e12})

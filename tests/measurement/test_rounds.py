@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.measurement.timing.latency import Plan, Step
-from quantkit.measurement.timing.rounds import LEAST, MOST, Job, Shape, Taken, run, shapes_of, take
+from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, LEAST, MOST, Job, Taken, run, take
+from quantkit.measurement.timing.schedule import Array, Step, Turns
+from quantkit.measurement.timing.shapes import Plan, Shape
 from quantkit.stats.deciding.decision import decide
 from quantkit.stats.deciding.slowdown import BLOCKS, slowdown
 
-STEP = Shape("latency.decode_step", 4, 128)
-PROMPT = Shape("latency.prefill", 1, 256)
+STEP = Shape("decode", 4, 128)
+PROMPT = Shape("prefill", 1, 256)
 
 
 class Machine:
@@ -59,66 +61,84 @@ class Side:
 
 def timed(slower: float, *, seconds: float = 0.01, budget: float = 20.0, **options: str) -> tuple[list[Taken], Machine]:
     machine = Machine()
-    loads = machine.load("candidate", slower * seconds, **options), machine.load("baseline", seconds)
-    return take(*loads, [STEP, PROMPT], seconds=budget, clock=machine), machine
+    loads = {
+        CANDIDATE: machine.load("candidate", slower * seconds, **options),
+        BASELINE: machine.load("baseline", seconds),
+    }
+    return take(loads, [STEP, PROMPT], seconds=budget, clock=machine), machine
+
+
+def turns_of(taken: Taken) -> Turns:
+    assert taken.turns is not None
+    return taken.turns
+
+
+def sides(taken: Taken) -> tuple[Array, Array]:
+    seconds = turns_of(taken).seconds
+    return seconds[CANDIDATE], seconds[BASELINE]
 
 
 def test_both_are_loaded_anew_in_every_round_in_an_order_that_is_drawn() -> None:
     (step, _), machine = timed(1.0)
-    rounds = len(step.rounds)
+    turns = turns_of(step)
+    rounds = len(turns.rounds)
     assert LEAST <= rounds <= MOST
     pairs = list(zip(machine.loads[::2], machine.loads[1::2], strict=True))
     assert len(pairs) == rounds
     assert set(pairs) == {("candidate", "baseline"), ("baseline", "candidate")}
-    assert step.candidate.shape == step.baseline.shape == (sum(step.rounds), 2, 2)
-    assert len(step.began) == rounds
-    assert set(step.rounds) == {BLOCKS}
+    assert {each.shape for each in sides(step)} == {(sum(turns.rounds), 2, 2)}
+    assert {each.shape for each in turns.began.values()} == {(sum(turns.rounds), 2, 2)}
+    assert {tuple(order) for order in turns.order} == {("candidate", "baseline"), ("baseline", "candidate")}
+    assert set(turns.rounds) == {BLOCKS}
 
 
 @pytest.mark.parametrize(("slower", "answer"), [(1.0, "same"), (1.1, "worse"), (1 / 1.1, "better")])
 def test_what_is_slower_is_found_by_the_test_of_every_night(slower: float, answer: str) -> None:
     found, _ = timed(slower)
-    evidence = [slowdown(each.candidate, each.baseline, rounds=each.rounds, margin=0.05) for each in found]
+    evidence = [slowdown(*sides(each), rounds=turns_of(each).rounds, margin=0.05) for each in found]
     assert [each.answer for each in decide(evidence)] == [answer] * 2
-    assert [each.groups for each in evidence] == [len(each.rounds) for each in found], "rounds are what is resampled"
+    assert [each.groups for each in evidence] == [len(turns_of(each).rounds) for each in found], (
+        "rounds are what is resampled"
+    )
 
 
 def test_a_round_is_shorter_where_there_is_no_time_and_never_less_than_a_block() -> None:
     (step, prompt), _ = timed(1.0, seconds=1.0, budget=1.0)
-    assert step.rounds == prompt.rounds == (1,) * LEAST
-    assert step.candidate.shape == (LEAST, 2, 1), "what takes long is timed once a visit"
+    assert turns_of(step).rounds == turns_of(prompt).rounds == (1,) * LEAST
+    assert sides(step)[0].shape == (LEAST, 2, 1), "what takes long is timed once a visit"
 
 
 def test_what_takes_microseconds_is_run_several_times_and_told_as_one() -> None:
     (step, _), _ = timed(1.0, seconds=2e-5, budget=60.0)
-    assert len(step.rounds) == MOST
-    assert np.median(step.candidate) == pytest.approx(2e-5, rel=0.05)
+    assert len(turns_of(step).rounds) == MOST
+    assert np.median(sides(step)[0]) == pytest.approx(2e-5, rel=0.05)
 
 
 def test_a_shape_that_does_not_fit_is_left_out_and_said() -> None:
     (step, prompt), _ = timed(1.0, refuses="out-of-memory")
-    assert (prompt.skipped, prompt.rounds, step.skipped) == ("out-of-memory", (), "")
-    assert Taken.read(prompt.line()).skipped == "out-of-memory"
+    assert (prompt.skipped, prompt.turns, step.skipped) == ("out-of-memory", None, "")
+    assert Taken.read(prompt.as_dict()).skipped == "out-of-memory"
     with pytest.raises(InputError, match="onnx-unreadable"):
         timed(1.0, refuses="onnx-unreadable")
 
 
 def test_times_survive_the_way_between_processes() -> None:
     (step, _), _ = timed(1.0)
-    again = Taken.read(step.line())
-    assert (again.shape, again.rounds, again.began) == (step.shape, step.rounds, step.began)
-    np.testing.assert_array_equal(again.candidate, step.candidate)
-    np.testing.assert_array_equal(again.baseline, step.baseline)
+    again = Taken.read(json.loads(json.dumps(step.as_dict())))
+    assert (again.shape, turns_of(again).rounds) == (step.shape, turns_of(step).rounds)
+    for there, here in zip(sides(again), sides(step), strict=True):
+        np.testing.assert_array_equal(there, here)
+    assert [*turns_of(again).steps()] == [*turns_of(step).steps()]
 
 
 def test_the_shapes_of_a_plan() -> None:
-    found = shapes_of(Plan(batches=(1, 4), contexts=(128,), prefills=(64,), prefill_batches=(1,)))
+    found = Plan(batches=(1, 4), contexts=(128,), prefills=(64,), prefill_batches=(1,)).shapes()
     assert [each.words for each in found] == [
         "decode, batch 1, context 128",
         "decode, batch 4, context 128",
         "prefill, batch 1, tokens 64",
     ]
-    assert [each.shape for each in found[1:]] == [{"new_tokens": 1, "context": 128}, {"new_tokens": 64, "context": 0}]
+    assert [each.sizes for each in found[1:]] == [{"new_tokens": 1, "context": 128}, {"new_tokens": 64, "context": 0}]
 
 
 def test_two_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing import speed
-from quantkit.measurement.timing.latency import Plan
+from quantkit.measurement.timing.shapes import Plan
 from quantkit.measurement.timing.speed import Job, Part, footprint, run
+from quantkit.runtimes.child import Caller
 from quantkit.scheme import ActivationScheme
 
 PLAN = Plan(batches=(1,), contexts=(16,), prefills=(8,), seconds=0.05, cell_seconds=0.05, rounds=1)
@@ -41,31 +43,43 @@ def job(pair: tuple[Small, Small]) -> Job:
     return Job(Part(ours, "ours", "int4"), Part(theirs, "theirs", "float32"), 1, PLAN)
 
 
-def in_this_process(job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines that the child would print."""
+class Told(Caller):
+    """What the child would tell."""
+
+    def __init__(self) -> None:
+        super().__init__(io.StringIO())
+        self.rows: list[Row] = []
+        self.shares: list[float] = []
+
+    def row(self, data: Any) -> None:
+        self.rows.append(Row.model_validate(json.loads(json.dumps(data))))
+
+    def at(self, share: float, words: str) -> None:
+        self.shares.append(share)
+
+
+def in_this_process(job: Job, monkeypatch: pytest.MonkeyPatch) -> Told:
+    """The child's work, done here."""
     ceilings = [
         Ceiling("ceiling.read", "B/s", (1e10, 1e10), {}, {}),
         Ceiling("ceiling.compute", "flop/s", (1e11,), {"compute_type": "fp32"}, {}),
         Ceiling("ceiling.compute", "op/s", (1e11,), {"compute_type": "int8"}, {}),
     ]
-    monkeypatch.setattr("quantkit.measurement.timing.latency.machine_ceilings", lambda threads: ceilings)
-    from dataclasses import asdict
-
-    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(asdict(job))))
-    speed.main(["time"])
-    return capsys.readouterr().out.splitlines()
+    monkeypatch.setattr("quantkit.measurement.operators.ceilings.measured", lambda threads: ceilings)
+    told = Told()
+    speed._time(json.loads(json.dumps(asdict(job))), told)
+    return told
 
 
 # --- the child --------------------------------------------------------------------------------------------------------
 
 
 def test_it_times_both_and_says_how_far_it_is(
-    job: Job, pair: tuple[Small, Small], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job: Job, pair: tuple[Small, Small], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = in_this_process(job, monkeypatch, capsys)
-    assert {line.partition(" ")[0] for line in lines} == {"at", "row"}
-    rows = [Row.model_validate(json.loads(line.removeprefix("row "))) for line in lines if line.startswith("row ")]
-    named = {row.name: row for row in rows}
+    told = in_this_process(job, monkeypatch)
+    assert told.shares[-1] == 1.0 and told.shares == sorted(told.shares)
+    named = {row.name: row for row in told.rows}
     assert {"latency.decode_step", "latency.prefill", "bandwidth.effective", "tax.total"} <= set(named)
     step = named["latency.decode_step"]
     assert step.baseline is not None
@@ -85,16 +99,13 @@ def test_it_times_both_and_says_how_far_it_is(
     assert read <= moved <= read + 20 * loaded.cache_bytes + 8 * loaded.vocabulary
 
 
-def test_an_encoder_is_timed_by_its_passes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_encoder_is_timed_by_its_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     how = ActivationScheme(format="int8")
     ours = export(tmp_path / "ours", "bert", scheme("int8", granularity="channel"), activations=how)
     theirs = export(tmp_path / "theirs", "bert")
     plan = Plan(batches=(), contexts=(), prefills=(8, 100), prefill_batches=(1, 3), seconds=0.05, rounds=1)
     sides = Part(str(ours.onnx), "ours", "int8"), Part(str(theirs.onnx), "theirs", "float32")
-    lines = in_this_process(Job(*sides, 1, plan), monkeypatch, capsys)
-    rows = [Row.model_validate(json.loads(line.removeprefix("row "))) for line in lines if line.startswith("row ")]
+    rows = in_this_process(Job(*sides, 1, plan), monkeypatch).rows
     passes = {(row.batch, (row.shape or {})["new_tokens"]): row for row in rows if row.name == "latency.prefill"}
     assert set(passes) == {(1, 8), (3, 8), (1, 100), (3, 100)}
     assert all(row.baseline is not None and row.value for (_, new), row in passes.items() if new == 8)
@@ -109,15 +120,11 @@ def test_an_encoder_is_timed_by_its_passes(
     assert footprint(sides[0], 1)["new_tokens"] == 64
 
 
-def test_what_it_meets_is_one_line(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_meets_is_its_answer(job: Job, tmp_path: Path) -> None:
+    """Really started."""
     (tmp_path / "model.onnx").write_bytes(b"no graph")
-    broken = Job(Part(str(tmp_path), "ours", "int4"), job.theirs, 1, PLAN)
-    (line,) = in_this_process(broken, monkeypatch, capsys)
-    kind, _, fields = line.partition(" ")
-    assert kind == "error"
-    assert InputError(**json.loads(fields)).code == "onnx-unreadable"
+    with pytest.raises(InputError, match="onnx-unreadable"):
+        footprint(Part(str(tmp_path), "ours", "int4"), 1)
 
 
 def test_it_weighs_one_side_in_a_process_of_its_own(job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -161,7 +168,7 @@ def test_rows_come_back_with_the_memory_of_both(
     job: Job, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = Row(name="latency.prefill", value=0.5, unit="s", subject="ours").line()
-    child(f"""cat > /dev/null; echo 'at 0.5 decode, batch 1'; echo 'row {row}'; echo chatter of a library""")
+    child(f"""read job; echo 'at 0.5 decode, batch 1'; echo 'row {row}'; echo chatter of a library""")
     sizes = {"ours": {"resident": 40, "peak": 50}, "theirs": {"resident": 80, "peak": 100}}
     monkeypatch.setattr(speed, "footprint", lambda part, threads: weighing(sizes[part.subject]))
     told: list[tuple[float, str]] = []
@@ -187,9 +194,12 @@ def test_an_error_of_the_child_is_ours(job: Job, child: Callable[[str], None], t
 @pytest.mark.parametrize(
     ("script", "says"),
     [
-        ("echo 'Traceback' >&2; echo 'RuntimeError: no luck' >&2; exit 1", "ended with 1: RuntimeError: no luck"),
-        ("kill -9 $$", "ended with -9"),
-        ("exit 3", "ended with 3"),
+        (
+            "echo 'Traceback' >&2; echo 'RuntimeError: no luck' >&2; exit 1",
+            "exit code 1: RuntimeError: no luck",
+        ),
+        ("kill -9 $$", "ended by SIGKILL"),
+        ("exit 3", "ended with exit code 3"),
     ],
 )
 def test_a_child_that_ends_without_a_word_is_told_of(
@@ -203,14 +213,17 @@ def test_a_child_that_ends_without_a_word_is_told_of(
     assert "\n" not in caught.value.line()
 
 
-def test_a_stop_ends_the_child_too(job: Job, child: Callable[[str], None], tmp_path: Path) -> None:
+def test_a_stop_ends_the_child_too(
+    job: Job, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(speed, "footprint", lambda part, threads: weighing({}))
     child(f"echo $$ > {tmp_path}/pid; echo 'at 0.1 decode'; exec sleep 60")
 
     def stop(share: float, words: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        speed._child(["time"], "{}", stop)
+        run(job, stop)
     assert ended(tmp_path / "pid")
 
 

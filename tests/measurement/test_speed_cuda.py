@@ -11,10 +11,9 @@ pytest.importorskip("triton")  # Linux alone has it
 
 from quantkit.measurement.cuda import ceilings as limits
 from quantkit.measurement.cuda.device import Device
-from quantkit.measurement.operators.ceilings import median_interval
+from quantkit.measurement.operators.ceilings import joined, median_interval
 from quantkit.measurement.operators.tax import Limits
 from quantkit.measurement.timing import cuda as speed_cuda
-from quantkit.measurement.timing.latency import joined
 
 DEVICE = Device("cpu", dry=True)
 BEFORE = np.array([[101.0, 99.0], [100.0, 103.0], [98.0, 102.0], [97.0, 104.0]])
@@ -57,7 +56,7 @@ def test_a_run_hands_on_what_its_clock_said(monkeypatch: pytest.MonkeyPatch) -> 
         return [BEFORE[:blocks] for _ in samplers]
 
     monkeypatch.setattr(limits, "interleaved", planted)
-    monkeypatch.setattr(limits.Side, "ready", lambda self: lambda: 1.0)
+    monkeypatch.setattr(limits.Implementation, "ready", lambda self: lambda: 1.0)
     generator = np.random.default_rng(0)
     found = {each.name: each for each in speed_cuda.ceilings(DEVICE, generator)}
     assert found["ceiling.launch"].samples == tuple(BEFORE.ravel())

@@ -15,7 +15,7 @@ from quantkit.errors import InputError
 from quantkit.measurement.timing.clocks import Clocks
 from quantkit.nightly.config import Budget
 from quantkit.nightly.gating.evidence import paired
-from quantkit.nightly.running.timing import Iteration, Task, measure
+from quantkit.nightly.running.timing import Iteration, Task, iterations, measure
 from quantkit.nightly.store.records import Time
 from quantkit.stats.deciding.slowdown import BURST, SETTLE
 
@@ -50,13 +50,8 @@ def loading(loads: Loads, fails: dict[str, int] | None = None) -> Callable[[str]
 def taken(given: Task, load: Any, look: Callable[[], Clocks] = Clocks) -> tuple[list[Iteration], list[dict[str, Any]]]:
     # as the parent reads it
     rows = [json.loads(json.dumps(row)) for row in measure(given, load, look)]
-    steps = [
-        Iteration(**row["of"], **dict(zip(row["names"], each, strict=True)))
-        for row in rows
-        if "of" in row
-        for each in row["steps"]
-    ]
-    return steps, [row for row in rows if "of" not in row]
+    steps = [step for row in rows if "turns" in row for step in iterations(row)]
+    return steps, [row for row in rows if "turns" not in row]
 
 
 def as_times(steps: list[Iteration]) -> list[Time]:

@@ -22,6 +22,7 @@ from quantkit.errors import InputError
 from quantkit.measurement.compared import Cell, Compared
 from quantkit.measurement.rows import Row, read_rows, write_rows
 from quantkit.measurement.timing.rounds import Job, Taken
+from quantkit.measurement.timing.schedule import Turns
 from quantkit.pipeline.compare.compare import Margins, compare_bundles
 from quantkit.pipeline.compare.sides import open_sides
 from quantkit.report.compare.screen import terminal
@@ -443,7 +444,8 @@ class Timer:
         found = []
         for shape in job.shapes:
             ours, theirs = 0.01 * generator.lognormal(0.0, 0.005, (2, 24, 2, 2))
-            found.append(Taken(shape, self.ratio(shape.batch) * ours, theirs, (4,) * 6, (0.0,) * 6))
+            seconds = {"candidate": self.ratio(shape.batch) * ours, "baseline": theirs}
+            found.append(Taken(shape, Turns(seconds, seconds, [["candidate", "baseline"]] * 24, (4,) * 6)))
         return found
 
 

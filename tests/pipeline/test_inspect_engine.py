@@ -95,7 +95,7 @@ def test_measure_scores_an_engine_and_keeps_what_it_says(
 
     from quantkit.measurement.cuda.device import Device
     from quantkit.measurement.timing import engine as speed_engine
-    from quantkit.measurement.timing.latency import Plan
+    from quantkit.measurement.timing.shapes import Plan
     from quantkit.model.source.open import open_model
     from quantkit.pipeline import Request, compile_model, measure_bundle
     from quantkit.runtimes import tensorrt_rtx

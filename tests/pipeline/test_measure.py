@@ -15,7 +15,7 @@ from planted_times import Timer, rows
 from quantkit.bundle import Bundle, Verdict
 from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.latency import Plan
+from quantkit.measurement.timing.shapes import Plan
 from quantkit.pipeline import verdict as worth
 from quantkit.pipeline.finished.measure import batches_of, default_runtime, measure_bundle, with_changes
 from quantkit.pipeline.progress import Progress
@@ -136,7 +136,7 @@ def test_a_float_bundle_of_the_same_model_is_the_original(
     assert after.manifest.verdict is not None
     assert len(stored(after, "accuracy.kl")) == 2, "what had been measured is still there"
     (job,) = timer.jobs
-    assert job.theirs.folder == str(made.floating / "onnx")
+    assert job.theirs.path == str(made.floating / "onnx")
     assert (job.theirs.subject, job.theirs.format) == (bundle.manifest.model.source.sha256, "float32")
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quantkit.stats.abba import aa_spread, compare, interleave, median_interval, summed, summed_spread
+from quantkit.stats.abba import aa_spread, compare, median_interval, summed, summed_spread
 
 BURST = 2
 
@@ -22,69 +22,6 @@ def machine(blocks, seed, *, speedup=1.0, drift=0.95, spikes=0.03):
     swap = (rng.random(blocks) < 0.5)[:, None, None]
     outer, inner = times[:, [0, 3]], times[:, [1, 2]]
     return np.where(swap, outer, inner) / speedup, np.where(swap, inner, outer)
-
-
-class FakeClock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-    def step(self, name, seconds, log):
-        def run():
-            log.append(name)
-            self.now += seconds
-
-        return run
-
-
-def test_blocks_are_palindromes_in_random_order():
-    clock, log = FakeClock(), []
-    a, b = interleave(
-        [clock.step("A", 1.0, log), clock.step("B", 2.0, log)],
-        blocks=(40, 40),
-        seconds=0,
-        generator=np.random.default_rng(0),
-        clock=clock,
-    )
-    blocks = ["".join(log[i : i + 4]) for i in range(0, len(log), 4)]
-    assert set(blocks) == {"ABBA", "BAAB"}
-    assert 10 <= blocks.count("ABBA") <= 30
-    assert a.shape == b.shape == (40, 2, 1)
-    assert np.all(a == 1.0)
-    assert np.all(b == 2.0)
-
-
-def test_a_third_side_is_visited_the_same_way():
-    clock, log = FakeClock(), []
-    sides = [clock.step(name, 1.0, log) for name in "ABC"]
-    interleave(sides, blocks=(3, 3), seconds=0, generator=np.random.default_rng(0), clock=clock)
-    for i in range(0, 18, 6):
-        assert log[i : i + 6] == log[i : i + 6][::-1]
-
-
-def test_steps_that_settle_are_not_counted():
-    clock, log = FakeClock(), []
-    found = interleave(
-        [clock.step("A", 1.0, log), clock.step("B", 1.0, log)],
-        blocks=(2, 2),
-        seconds=0,
-        generator=np.random.default_rng(0),
-        burst=3,
-        settle=1,
-        clock=clock,
-    )
-    assert found[0].shape == (2, 2, 3)
-    assert len(log) == 2 * 4 * (3 + 1)
-
-
-@pytest.mark.parametrize(("seconds", "blocks"), [(0.0, 5), (30.0, 8), (1e9, 20)])
-def test_time_that_is_left_is_used(seconds, blocks):
-    clock, log = FakeClock(), []
-    sides = [clock.step("A", 1.0, log), clock.step("B", 1.0, log)]
-    a, _ = interleave(sides, blocks=(5, 20), seconds=seconds, generator=np.random.default_rng(0), clock=clock)
-    assert len(a) == blocks
 
 
 def test_linear_drift_leaves_the_ratio_alone():

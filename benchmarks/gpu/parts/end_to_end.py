@@ -20,7 +20,7 @@ from quantkit.kernels.linear import QuantLinear
 from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda.device import Device
 from quantkit.measurement.cuda.memory import allocated
-from quantkit.measurement.cuda.timing import Side, interleaved, ratio, summary
+from quantkit.measurement.cuda.timing import Implementation, interleaved, ratio, summary
 from quantkit.measurement.cuda.weights import Variant, weight
 
 BASELINE = "16 bits"
@@ -81,7 +81,7 @@ def measured(
         ready = []
         for name, (model, size) in models.items():
             try:
-                side = Side(name, [_step(model, batch, context)], size, {"context": context}, least=1)
+                side = Implementation(name, [_step(model, batch, context)], size, {"context": context}, least=1)
                 ready.append((side, side.ready()))
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"[:300]

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from quantkit.measurement.cuda.device import Device
-from quantkit.measurement.cuda.timing import Side, copies
+from quantkit.measurement.cuda.timing import Implementation, copies
 from quantkit.measurement.cuda.weights import Variant
 
 Shape = tuple[int, int]
 
 
-def side(name: str, variant: Variant, shape: Shape, x: torch.Tensor, device: Device) -> Side:
+def side(name: str, variant: Variant, shape: Shape, x: torch.Tensor, device: Device) -> Implementation:
     """A peer's product of x and a weight [N, K] of random numbers in the variant's format.
 
     Raises:
@@ -28,7 +28,7 @@ def side(name: str, variant: Variant, shape: Shape, x: torch.Tensor, device: Dev
         raise NotImplementedError(f"{name} is not compared in {variant.name}")
     count = copies(int(variant.stored_bytes(*shape)), device.cache_bytes)
     made = [make(variant, torch.randn(shape, device=x.device).to(x.dtype), x) for _ in range(count)]
-    return Side(name, [step for step, _ in made], made[0][1], {})
+    return Implementation(name, [step for step, _ in made], made[0][1], {})
 
 
 Made = tuple[Callable[[], object], int]

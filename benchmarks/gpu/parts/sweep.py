@@ -17,7 +17,7 @@ from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda import sides
 from quantkit.measurement.cuda.ceilings import of
 from quantkit.measurement.cuda.device import Device
-from quantkit.measurement.cuda.timing import Side, interleaved, ratio, summary
+from quantkit.measurement.cuda.timing import Implementation, interleaved, ratio, summary
 from quantkit.measurement.cuda.weights import Variant
 
 
@@ -130,7 +130,7 @@ class Sweep:
         batch: int,
         variant: Variant,
         config: Config,
-        made: Sequence[Side],
+        made: Sequence[Implementation],
         times: Sequence[Any],
     ) -> None:
         known = {side.name: taken for side, taken in zip(made, times, strict=True)}

@@ -38,7 +38,7 @@ def measure(
     """Score, weigh and time a bundle again."""
     from quantkit.bundle import Decision
     from quantkit.measurement.engine_layers import stored
-    from quantkit.measurement.timing.latency import Plan
+    from quantkit.measurement.timing.shapes import Plan
     from quantkit.passes import NOTE
     from quantkit.pipeline.finished.measure import batches_of, default_runtime, measure_bundle, with_changes
     from quantkit.pipeline.gates import failed_gate

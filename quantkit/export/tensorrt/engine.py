@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +20,13 @@ from quantkit.export.tensorrt.profiles import Shapes, batches, fitted, inputs_of
 from quantkit.export.tensorrt.tactics import Tactics, Timed
 from quantkit.export.tensorrt.timings import Timings, place
 from quantkit.runtimes import child
+from quantkit.runtimes.child import Report
 from quantkit.runtimes.tensorrt.file import NETWORK
 from quantkit.runtimes.tensorrt.library import Name, Said, load, unsupported
 
 if TYPE_CHECKING:
     from quantkit.export.tensorrt.exporter import TensorrtOptions
 
-Report = Callable[[float, str], None]
 # what TensorRT-RTX has not: its engines are of one release, and it is told the GPUs
 TENSORRT_ALONE = ("version_compatible", "hardware_compatible")
 _MORE_TIME = "a longer build_timeout, fewer profiles, or a lower optimization_level; what was timed so far is kept"
@@ -160,31 +159,25 @@ def build(job: Job, *, progress: Report | None = None) -> Built:
     for each in job.sm if library.ahead_of_time else []:
         if each not in library.capabilities():
             raise unsupported(library, each)
-    rows = child.lines(
-        __name__,
-        [],
-        job.model_dump_json(),
+    (row,) = child.run(
+        _build,
+        job.model_dump(mode="json"),
         progress,
         remedy=_MORE_TIME,
-        code="build-failed",
+        died="build-failed",
         where=f"{job.library} {library.version}",
         # one that hears nothing any more
-        timeout=None if job.seconds is None else 2 * job.seconds + 30,
+        seconds=None if job.seconds is None else 2 * job.seconds + 30,
     )
-    return Built.model_validate_json(rows[-1])
+    return Built.model_validate(row)
 
 
-def main(_: list[str]) -> None:
-    """The child's work: reads a `Job` from stdin, prints what was built."""
-    job = Job.model_validate_json(sys.stdin.read())
-
-    def work() -> None:
-        print("row " + _built(job).model_dump_json(), flush=True)
-
-    child.answering(work)
+def _build(data: Mapping[str, Any], caller: child.Caller) -> None:
+    """What the child does."""
+    caller.row(_built(Job.model_validate(data), caller.at).model_dump(mode="json"))
 
 
-def _built(job: Job) -> Built:
+def _built(job: Job, report: Report) -> Built:
     library = load(job.library)
     api = library.api
     tactics = Tactics()
@@ -209,7 +202,7 @@ def _built(job: Job) -> Built:
         config.add_optimization_profile(_profile(builder, each))
     deadline = None if job.seconds is None else started + job.seconds
     timings = Timings(config, job.timing_cache, job.keep_every)
-    monitor = _monitor(api, deadline, timings)
+    monitor = _monitor(api, deadline, timings, report)
     config.progress_monitor = monitor
     try:
         plan = builder.build_serialized_network(network, config)
@@ -259,8 +252,8 @@ def _profile(builder: Any, shapes: Shapes) -> Any:
     return profile
 
 
-def _monitor(api: Any, deadline: float | None, timings: Timings) -> Any:
-    """Prints how far the build is, for the parent, keeps what was timed, and ends it when its time is over."""
+def _monitor(api: Any, deadline: float | None, timings: Timings, report: Report) -> Any:
+    """Reports how far the build is, keeps what was timed, and ends it when its time is over."""
 
     class Monitor(api.IProgressMonitor):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -274,7 +267,7 @@ def _monitor(api: Any, deadline: float | None, timings: Timings) -> Any:
 
         def step_complete(self, name: str, step: int) -> bool:
             if name in self.steps:
-                print(f"at {min(1.0, (step + 1) / self.steps[name]):.3f} {name}", flush=True)
+                report(min(1.0, (step + 1) / self.steps[name]), name)
             timings.step()
             self.late = deadline is not None and time.perf_counter() > deadline
             return not self.late

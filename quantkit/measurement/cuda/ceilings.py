@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from quantkit.measurement.cuda.device import DRIFT, Device
-from quantkit.measurement.cuda.timing import Array, Side, interleaved, summary
+from quantkit.measurement.cuda.timing import Implementation, interleaved, summary
+from quantkit.measurement.timing.schedule import Array
 
 
 @triton.jit
@@ -75,9 +76,9 @@ def sampled(device: Device, blocks: int, generator: np.random.Generator) -> list
             continue
         kernels.append(("ceiling.compute", "op/s", 2.0 * side**3, step, {"compute_type": name}))
     for name, unit, work, step, settings in kernels:
-        times = interleaved([Side(name, [step], 0, {}, least=2).ready()], blocks, generator)[0]
+        times = interleaved([Implementation(name, [step], 0, {}, least=2).ready()], blocks, generator)[0]
         found.append(Measured(name, unit, work / times, settings))
-    alone = Side("launch", [lambda: small.add_(1)] * 64, 0, {}).ready()
+    alone = Implementation("launch", [lambda: small.add_(1)] * 64, 0, {}).ready()
     times = interleaved([alone], blocks, generator)[0]
     return [*found, Measured("ceiling.launch", "s", times, {"graph": at == "cuda"})]
 

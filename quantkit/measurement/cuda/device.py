@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import torch
 
 from quantkit import machine
+from quantkit.measurement.timing.clocks import SLOWED, asked_of_gpu
 
 PACKAGES = ("torch", "triton", "numpy", "bitsandbytes", "gemlite", "torchao", "vllm", "humming-kernels")
 _ASKED = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")
-# reasons that slow the card down for good or bad; bit 0 is idle, bit 1 a setting of the user's
-_SLOWED = ~0b11
 # the share by which a fixed product may take longer than at its best before the run is called throttled
 DRIFT = 0.1
 
@@ -60,18 +58,18 @@ class Device:
         if self.torch_device == "cuda":
             properties = torch.cuda.get_device_properties(0)
             found |= {"multiprocessors": properties.multi_processor_count, "memory": properties.total_memory}
-            found["driver"] = _asked("driver_version")
+            found["driver"] = asked_of_gpu("driver_version")
         return found
 
     def sample(self, when: str) -> None:
         """Note the clocks; `when` says at what point of the run."""
         if self.torch_device == "cuda":
-            values = _asked(",".join(_ASKED)).split(", ")
+            values = asked_of_gpu(",".join(_ASKED)).split(", ")
             self.clocks.append({"when": when, **dict(zip(_ASKED, values, strict=False))})
 
     def throttled(self) -> bool:
         """Whether the driver gave a reason for lower clocks at any sample."""
-        return any(_mask(sample.get(_ASKED[-1], "")) & _SLOWED for sample in self.clocks)
+        return any(_mask(sample.get(_ASKED[-1], "")) & SLOWED for sample in self.clocks)
 
 
 def versions() -> dict[str, str]:
@@ -90,12 +88,3 @@ def _mask(text: str) -> int:
         return int(text, 16)
     except ValueError:
         return 0
-
-
-def _asked(query: str) -> str:
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "--id=0"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"not known: {error}"
-    return done.stdout.strip() or done.stderr.strip()

@@ -15,7 +15,7 @@ from quantkit.kernels.native import native
 from quantkit.kernels.quantize import quantize_tokens
 from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda.device import Device
-from quantkit.measurement.cuda.timing import Side, copies
+from quantkit.measurement.cuda.timing import Implementation, copies
 from quantkit.measurement.cuda.weights import Variant, weight
 
 Shape = tuple[int, int]
@@ -29,12 +29,12 @@ def inputs(batch: int, columns: int, dtype: torch.dtype, at: str) -> torch.Tenso
     return torch.randn(batch, columns, generator=generator, device=at).to(dtype)
 
 
-def baseline(shape: Shape, batch: int, dtype: torch.dtype, device: Device) -> Side:
+def baseline(shape: Shape, batch: int, dtype: torch.dtype, device: Device) -> Implementation:
     """torch's product in 16 bits."""
     at, size = device.torch_device, 2 * shape[0] * shape[1]
     held = [torch.randn(shape, device=at).to(dtype) for _ in range(copies(size, device.cache_bytes))]
     x = inputs(batch, shape[1], dtype, at)
-    return Side("torch.linear", [_linear(x, w) for w in held], size, {"dtype": str(dtype)})
+    return Implementation("torch.linear", [_linear(x, w) for w in held], size, {"dtype": str(dtype)})
 
 
 def held_copies(variant: Variant, shape: Shape, device: Device) -> list[PackedWeight]:
@@ -52,7 +52,7 @@ def ours(
     *,
     decode: bool = True,
     quantize: bool = False,
-) -> Side:
+) -> Implementation:
     """Our kernel, or its raw twin; with `quantize`, inputs that have to be 8-bit are made so in each step."""
     settings = {"decode": decode, **config.as_dict()}
     if held[0].kind.endswith(".native"):
@@ -60,24 +60,26 @@ def ours(
         steps = [_native(quantized, w, config, memory, x.dtype) for w in held]
     else:
         steps = [_weight_only(x, w, config, memory, decode) for w in held]
-    return Side("quantkit" if decode else "quantkit raw twin", steps, held[0].resident_bytes, settings)
+    return Implementation("quantkit" if decode else "quantkit raw twin", steps, held[0].resident_bytes, settings)
 
 
-def tokens(variant: Variant, x: torch.Tensor) -> Side:
+def tokens(variant: Variant, x: torch.Tensor) -> Implementation:
     """Quantizing the activations, on its own."""
-    return Side("quantize_tokens", [lambda: quantize_tokens(x, variant.format)] * 8, 0, {})
+    return Implementation("quantize_tokens", [lambda: quantize_tokens(x, variant.format)] * 8, 0, {})
 
 
-def expanded(held: Sequence[PackedWeight], x: torch.Tensor) -> Side:
+def expanded(held: Sequence[PackedWeight], x: torch.Tensor) -> Implementation:
     """Dequantize, then torch's product; the expanded weight is scratch."""
 
     def step(packed: PackedWeight) -> Callable[[], object]:
         return lambda: torch.nn.functional.linear(x, dequantize(packed, x.dtype))
 
-    return Side("dequantize_matmul", [step(w) for w in held], held[0].resident_bytes, {})
+    return Implementation("dequantize_matmul", [step(w) for w in held], held[0].resident_bytes, {})
 
 
-def torch_own(variant: Variant, held: Sequence[PackedWeight], x: torch.Tensor, *, quantize: bool = False) -> Side:
+def torch_own(
+    variant: Variant, held: Sequence[PackedWeight], x: torch.Tensor, *, quantize: bool = False
+) -> Implementation:
     """torch's operator for the format; `quantize` as for `ours`.
 
     Raises:
@@ -93,7 +95,7 @@ def torch_own(variant: Variant, held: Sequence[PackedWeight], x: torch.Tensor, *
     raise NotImplementedError(f"torch has no operator for {variant.name}")
 
 
-def _int_mm(held: Sequence[PackedWeight], x: torch.Tensor, quantize: bool) -> Side:
+def _int_mm(held: Sequence[PackedWeight], x: torch.Tensor, quantize: bool) -> Implementation:
     # torch asks for more than 16 rows
     more = max(17 - len(x), 0) and 32 - len(x)
     quantized = _quantized(x, "int8", within=quantize, more=more)
@@ -108,10 +110,12 @@ def _int_mm(held: Sequence[PackedWeight], x: torch.Tensor, quantize: bool) -> Si
 
         return multiply
 
-    return Side("torch._int_mm", [one(w) for w in held], _codes_bytes(held[0]), {"rows": len(x) + more, "fused": False})
+    return Implementation(
+        "torch._int_mm", [one(w) for w in held], _codes_bytes(held[0]), {"rows": len(x) + more, "fused": False}
+    )
 
 
-def _scaled_mm(held: Sequence[PackedWeight], x: torch.Tensor, quantize: bool) -> Side:
+def _scaled_mm(held: Sequence[PackedWeight], x: torch.Tensor, quantize: bool) -> Implementation:
     # row-wise scales, and whole blocks of 16 rows
     more = -len(x) % 16
     quantized = _quantized(x, "fp8_e4m3", within=quantize, more=more)
@@ -128,10 +132,10 @@ def _scaled_mm(held: Sequence[PackedWeight], x: torch.Tensor, quantize: bool) ->
 
         return multiply
 
-    return Side("torch._scaled_mm", [one(w) for w in held], _codes_bytes(held[0]), {"rows": len(x) + more})
+    return Implementation("torch._scaled_mm", [one(w) for w in held], _codes_bytes(held[0]), {"rows": len(x) + more})
 
 
-def _int4pack(variant: Variant, held: Sequence[PackedWeight], x: torch.Tensor) -> Side:
+def _int4pack(variant: Variant, held: Sequence[PackedWeight], x: torch.Tensor) -> Implementation:
     if x.dtype != torch.bfloat16:
         raise NotImplementedError("torch._weight_int4pack_mm takes bfloat16 alone")
 
@@ -146,7 +150,7 @@ def _int4pack(variant: Variant, held: Sequence[PackedWeight], x: torch.Tensor) -
         return lambda: torch._weight_int4pack_mm(x, words, variant.group, both)
 
     size = held[0].words.numel() * 4 + held[0].scale.numel() * 4
-    return Side("torch._weight_int4pack_mm", [one(w) for w in held], size, {"group": variant.group})
+    return Implementation("torch._weight_int4pack_mm", [one(w) for w in held], size, {"group": variant.group})
 
 
 def _codes_bytes(packed: PackedWeight) -> int:

@@ -15,18 +15,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from quantkit.measurement.timing.schedule import Array, Visit, unnamed
 from quantkit.stats.abba import aa_spread
 
-Array = NDArray[Any]
 # times the last-level cache that all copies of a weight make
 ROTATION = 3
 _RESAMPLES = 1000
 
 
 @dataclass
-class Side:
+class Implementation:
     """One way to do an operation.
 
     Args:
@@ -80,17 +79,9 @@ def copies(size: int, cache: int, *, most: int = 1024) -> int:
 
 
 def interleaved(samplers: Sequence[Callable[[], float]], blocks: int, generator: np.random.Generator) -> list[Array]:
-    """For each side [blocks, 2] seconds: a block visits them in a random order and back; one sample settles each."""
-    times: list[list[list[float]]] = [[] for _ in samplers]
-    for _ in range(blocks):
-        order = generator.permutation(len(samplers))
-        visits: list[list[float]] = [[] for _ in samplers]
-        for which in (*order, *order[::-1]):
-            samplers[which]()
-            visits[which].append(samplers[which]())
-        for taken, visit in zip(times, visits, strict=True):
-            taken.append(visit)
-    return [np.array(taken) for taken in times]
+    """For each side [blocks, 2] seconds: so many blocks in turns; one sample settles each visit."""
+    times = unnamed(samplers, blocks=(blocks, blocks), seconds=0.0, generator=generator, visit=Visit(1, 1))
+    return [each[..., 0] for each in times]
 
 
 def summary(times: Array, generator: np.random.Generator) -> dict[str, Any]:

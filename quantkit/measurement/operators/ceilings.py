@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ Bytes = NDArray[np.int8]
 _BUDGET = 5.0
 # halves of one measurement that differ by more than this share: something else was running
 _NOISY = 0.1
+# bytes that are read at least
+_LEAST = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,52 @@ def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float
         below += math.comb(n, k) / 2**n
         k += 1
     return (sorted(values)[k - 1], sorted(values)[n - k]) if k else None
+
+
+def joined(before: Sequence[Ceiling], after: Sequence[Ceiling]) -> list[Ceiling]:
+    """The samples of both: each ceiling's halves are then the start and the end of the run."""
+    return [
+        replace(first, samples=first.samples + second.samples)
+        if first.settings == second.settings and first.samples and second.samples
+        else max(first, second, key=lambda ceiling: ceiling.value or 0.0)
+        for first, second in zip(before, after, strict=True)
+    ]
+
+
+def measured(
+    threads: int,
+    names: Sequence[str] = ("read", "compute"),
+    *,
+    size: int = 1024,
+    runs: int = 7,
+    pool: Pool | None = None,
+) -> list[Ceiling]:
+    """Those that are named, in order: `read`, `copy`, `compute` (float32, then int8), `launch`. A second or two.
+
+    Memory is read over four times the last-level cache, or an eighth of the memory that this process may use,
+    whichever is less; a copy needs that twice.
+
+    Args:
+        threads: that read, copy and launch.
+        names: which.
+        size: side of the square matrices whose product is timed.
+        runs: repetitions of each.
+        pool: of ONNX Runtime; None: all cores.
+    """
+    cache = last_level_cache()
+    span = min(max(4 * cache, _LEAST), machine.memory_limit() // 8)
+    take: dict[str, Callable[[], list[Ceiling]]] = {
+        "read": lambda: [read(threads, span, runs)],
+        "copy": lambda: [copy(threads, span, runs)],
+        "compute": lambda: [compute_fp32(size, runs, pool), compute_int8(size, runs, pool)],
+        "launch": lambda: [launch(threads, runs, pool)],
+    }
+    return [each for name in names for each in take[name]()]
+
+
+def last_level_cache() -> int:
+    """Its bytes; where the operating system does not say, more than any desktop has."""
+    return machine.last_level_cache() or 64 * 2**20
 
 
 def read(threads: int, size: int, runs: int) -> Ceiling:

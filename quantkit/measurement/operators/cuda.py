@@ -1,4 +1,4 @@
-"""Single products on a GPU, as `measure.ops` times them: our kernels, dequantize-then-matmul, torch's own operators.
+"""Single products on a GPU, as `products` times them: our kernels, dequantize-then-matmul, torch's own operators.
 
 A variant is timed the way a layer would run it (`kernels.linear`): for each shape and batch the fastest of our kernel's
 tile sizes and of dequantize-then-matmul, found by trying them before anything is recorded, so that the recorded times
@@ -29,8 +29,9 @@ from quantkit.measurement.cuda.check import error
 from quantkit.measurement.cuda.device import Device
 from quantkit.measurement.cuda.memory import fitting
 from quantkit.measurement.cuda.weights import Variant, known, values, weight
-from quantkit.measurement.operators.products import Side, Step
+from quantkit.measurement.operators.products import Runnable
 from quantkit.measurement.operators.tax import Cost
+from quantkit.measurement.timing.schedule import Step
 from quantkit.planning.model.shapes import Linear
 
 RUNTIME = "torch"
@@ -85,20 +86,20 @@ class CudaBench:
     memory: Workspace = field(default_factory=Workspace)
 
     def quantizer(self, variant: str) -> str:
-        """See `ops.Bench`."""
+        """See `products.Bench`."""
         native = variant != BASELINE and variant_of(variant).native
         return f"{_QUANTIZE}{variant_of(variant).format}" if native else ""
 
     def twin(self, variant: str) -> str:
-        """See `ops.Bench`; what multiplies 8-bit codes decodes nothing, and torch's operators have none."""
+        """See `products.Bench`; what multiplies 8-bit codes decodes nothing, and torch's operators have none."""
         if variant == BASELINE or variant.endswith(TORCH) or variant_of(variant).native:
             return ""
         return f"{variant}{_TWIN}"
 
-    def prepare(self, linear: Linear, variants: Sequence[str], batches: Sequence[int]) -> dict[str, Side | str]:
-        """See `ops.Bench`. Weights are random codes under random scales; tile sizes are chosen here."""
+    def prepare(self, linear: Linear, variants: Sequence[str], batches: Sequence[int]) -> dict[str, Runnable | str]:
+        """See `products.Bench`. Weights are random codes under random scales; tile sizes are chosen here."""
         self.device.sample(linear.label)
-        found: dict[str, Side | str] = {}
+        found: dict[str, Runnable | str] = {}
         for name in variants:
             try:
                 with fitting(linear.label):
@@ -118,7 +119,7 @@ class CudaBench:
                 found[name] = "no-operator"
         return found
 
-    def _side(self, name: str, linear: Linear, found: Mapping[str, Side | str]) -> Side:
+    def _side(self, name: str, linear: Linear, found: Mapping[str, Runnable | str]) -> Runnable:
         shape, at = (linear.N, linear.K), self.device.torch_device
         if name == BASELINE:
             return _Plain(_float_cost(linear, self.dtype), self._baseline(shape))
@@ -146,10 +147,10 @@ class CudaBench:
         own = name.endswith(TORCH)
         return _Quantized(variant, own, cost, held, small, self.device, self.dtype, self.memory)
 
-    def _baseline(self, shape: tuple[int, int]) -> Callable[[int], timing.Side]:
+    def _baseline(self, shape: tuple[int, int]) -> Callable[[int], timing.Implementation]:
         return lambda M: sides.baseline(shape, M, self.dtype, self.device)
 
-    def _tokens(self, name: str, K: int) -> Callable[[int], timing.Side]:
+    def _tokens(self, name: str, K: int) -> Callable[[int], timing.Implementation]:
         variant = known()[f"{name}.dynamic"]
         return lambda M: sides.tokens(variant, sides.inputs(M, K, self.dtype, self.device.torch_device))
 
@@ -159,8 +160,8 @@ class _Plain:
     """The float product, or quantizing inputs: one way at every M."""
 
     cost: Cost
-    made: Callable[[int], timing.Side]
-    ready: dict[int, tuple[Step, timing.Side]] = field(default_factory=dict)
+    made: Callable[[int], timing.Implementation]
+    ready: dict[int, tuple[Step, timing.Implementation]] = field(default_factory=dict)
 
     @property
     def resident_bytes(self) -> int | None:
@@ -179,7 +180,7 @@ class _Plain:
     def hot(self, M: int) -> Step | None:
         return None
 
-    def _ready(self, M: int) -> tuple[Step, timing.Side]:
+    def _ready(self, M: int) -> tuple[Step, timing.Implementation]:
         if M not in self.ready:
             with fitting(f"batch {M}"):
                 side = self.made(M)
@@ -193,7 +194,7 @@ class _Chosen:
 
     name: str
     config: Config | None
-    side: timing.Side
+    side: timing.Implementation
     step: Step
 
 
@@ -277,7 +278,7 @@ class _Quantized:
             self.widths[wide] = min(tried, key=lambda pair: pair[0])[1]
         return self.widths[wide]
 
-    def _way(self, name: str, config: Config | None, held: Sequence[PackedWeight], M: int) -> timing.Side:
+    def _way(self, name: str, config: Config | None, held: Sequence[PackedWeight], M: int) -> timing.Implementation:
         x = self._inputs(M)
         if config is not None:
             return sides.ours(held, x, config, self.memory, quantize=True)

@@ -1,4 +1,4 @@
-"""Single products in ONNX Runtime on the CPU, as `measure.ops` times them.
+"""Single products in ONNX Runtime on the CPU, as `products` times them.
 
 Weights beyond the cache are spread over sessions of a few products each, all on one pool of threads: one that spins
 after its step would slow the next. A step runs one session, memory to memory, and the next step the next session. What
@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.export.onnx import single_op as single
 from quantkit.export.onnx.single_op import Product, Variant
-from quantkit.measurement.operators.products import Side, Step, copies
+from quantkit.measurement.operators.ceilings import last_level_cache
+from quantkit.measurement.operators.products import Runnable, copies
 from quantkit.measurement.operators.tax import Cost
+from quantkit.measurement.timing.schedule import Array, Step
 from quantkit.planning.model.shapes import Linear
 
 if TYPE_CHECKING:
     import onnxruntime
 
-Array = NDArray[Any]
 Places = dict[tuple[int, str, int], Any]  # (rows, name and dtype, N) -> a tensor that all sides of a shape share
 RUNTIME = "onnxruntime"
 # products of one session, at most: launching it is then a small part of their time
@@ -41,7 +41,6 @@ _ROWS, _SINGLES = 256, 16
 _FILE = 2**31 - 2**20
 # rows at which a product is checked: kernels for one row and for many are not the same
 _CHECKED = (1, 17)
-_UNKNOWN_CACHE = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -55,24 +54,24 @@ class OnnxRuntimeBench:
     """
 
     threads: int
-    cache: int = field(default_factory=lambda: machine.last_level_cache() or _UNKNOWN_CACHE)
+    cache: int = field(default_factory=last_level_cache)
     seed: int = 0
 
     def quantizer(self, variant: str) -> str:
-        """See `ops.Bench`."""
+        """See `products.Bench`."""
         return single.variant(variant).quantizer
 
     def twin(self, variant: str) -> str:
-        """See `ops.Bench`: a black box."""
+        """See `products.Bench`: a black box."""
         return ""
 
-    def prepare(self, linear: Linear, variants: Sequence[str], batches: Sequence[int]) -> dict[str, Side | str]:
-        """See `ops.Bench`. Weights are normal, in every variant the same before they are quantized."""
+    def prepare(self, linear: Linear, variants: Sequence[str], batches: Sequence[int]) -> dict[str, Runnable | str]:
+        """See `products.Bench`. Weights are normal, in every variant the same before they are quantized."""
         import torch
 
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + 8191 * linear.K + linear.N)
         weight = torch.randn(linear.N, linear.K, generator=generator).mul_(0.02)
-        found: dict[str, Side | str] = {}
+        found: dict[str, Runnable | str] = {}
         places: Places = {}
         # a few rows say how large each is: the same number of products of each are to make a step
         few = min(linear.N, 64)
@@ -95,7 +94,7 @@ class OnnxRuntimeBench:
 
     def _side(
         self, product: Product, together: int, large: bool, places: dict[tuple[int, str, int], Any]
-    ) -> Side | str:
+    ) -> Runnable | str:
         needed = copies(_cost(product), self.cache) if product.values is not None else together
         # in the file, in the session, and packed for its kernel; what it is made of is there already
         if 3 * product.weight_bytes * needed > machine.memory_available():

@@ -2,34 +2,28 @@
 
 Whatever runs them (`Bench`) prepares, for one shape, a side for each variant: products of [M, K] with weights [N, K]
 that together are at least three times the last-level cache, visited in turn, so that none is still in the cache when
-its turn comes again. All sides of a shape and a batch are timed in one randomised palindrome (`stats.abba`), in rounds
-over the batches, so that the machine's moods over minutes are inside the intervals. Nothing is timed whose result was
-not right before.
+its turn comes again. All sides of a shape and a batch are timed in one randomised palindrome (`timing.schedule`), in
+rounds over the batches, so that the machine's moods over minutes are inside the intervals. Nothing is timed whose
+result was not right before.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 from quantkit.measurement.operators.tax import Cost
+from quantkit.measurement.timing.schedule import Array, Clock, Step, Turns, Visit, interleave, timed, undisturbed, warm
 from quantkit.planning.model.shapes import Linear
-from quantkit.stats.abba import Comparison, compare, interleave, timed, undisturbed
+from quantkit.runtimes.child import Report
+from quantkit.stats.abba import Comparison, compare
 
-Array = NDArray[Any]
-Step = Callable[[], object]
-Clock = Callable[[], float]
-Report = Callable[[float, str], None]
-
-# a step shorter than this is timed twice a visit, after one that is not counted
-_SHORT = 0.05
 # blocks of four visits a cell and round, at most; at least one, or two of short steps
 _BLOCKS = 60
 # a side this many times slower than the baseline is set against it alone, for a part of the time: in the palindrome of
@@ -39,7 +33,7 @@ _SLOW, _SHARE = 4.0, 0.15
 _HOT = (5, 40, 0.2)
 
 
-class Side(Protocol):
+class Runnable(Protocol):
     """One variant of one shape, ready to run. Raises InputError `out-of-memory` for an M that does not fit."""
 
     @property
@@ -61,7 +55,7 @@ class Side(Protocol):
         ...
 
     def step(self, M: int) -> Step:
-        """One step at M rows; each call goes on to the next weights. What it returns: see `stats.abba.interleave`."""
+        """One step at M rows; each call goes on to the next weights. What it returns: see `timing.schedule`."""
         ...
 
     def hot(self, M: int) -> Step | None:
@@ -72,7 +66,7 @@ class Side(Protocol):
 class Bench(Protocol):
     """What runs products: a runtime on a device."""
 
-    def prepare(self, linear: Linear, variants: Sequence[str], batches: Sequence[int]) -> Mapping[str, Side | str]:
+    def prepare(self, linear: Linear, variants: Sequence[str], batches: Sequence[int]) -> Mapping[str, Runnable | str]:
         """A side for each variant, checked; the flag why there is none: `wrong-result`, `group-indivisible`, ...
 
         `batches` are the M that will be asked for.
@@ -124,7 +118,7 @@ class Timed:
     linear: Linear
     M: int
     variant: str
-    side: Side | None = None
+    side: Runnable | None = None
     found: Comparison | None = None
     skipped: str = ""
     hot: float | None = None
@@ -135,11 +129,9 @@ class Timed:
 @dataclass
 class _Cell:
     M: int
-    burst: int = 0
-    taken: dict[str, list[Array]] = field(default_factory=dict)
-    against: dict[str, list[Array]] = field(default_factory=dict)  # the baseline's, of the same palindromes
+    visit: Visit | None = None  # settled in the first round
     slow: set[str] = field(default_factory=set)
-    rounds: int = 0
+    taken: dict[str, list[Turns]] = field(default_factory=dict)  # with the baseline's of the same palindromes
     skipped: dict[str, str] = field(default_factory=dict)
 
 
@@ -205,7 +197,9 @@ def measure(
                     one.skipped = side
                 else:
                     one.side = side
-                    _fill(one, side, cell, baseline, parts[name], plan.seed + len(found), clock)
+                    _fill(one, usable, cell, baseline, parts[name], plan.seed + len(found))
+                    if one.found is not None and (step := side.hot(cell.M)) is not None:
+                        one.hot = _hot(step, clock)
                 found.append(one)
     if not any(each.side for each in found):
         flag = found[0].skipped if found else "no-shapes"
@@ -215,7 +209,7 @@ def measure(
 
 def _visit(
     cell: _Cell,
-    sides: Mapping[str, Side],
+    sides: Mapping[str, Runnable],
     baseline: str,
     known: dict[str, tuple[int, float]],
     share: float,
@@ -232,13 +226,12 @@ def _visit(
             continue
         # two visits of each round: a step may take a tenth of its cell's time and no more
         expected = side.products(cell.M) * _expected(known.get(name), cell.M)
-        if not cell.rounds and expected > max(share / 10, 0.25):
+        if cell.visit is None and expected > max(share / 10, 0.25):
             cell.skipped[name] = "too-slow"
             continue
         try:
             step = side.step(cell.M)
-            step()
-            seconds[name] = timed(step, clock)
+            seconds[name] = warm(step, clock)
         except InputError as error:
             cell.skipped[name] = error.code
             continue
@@ -247,28 +240,24 @@ def _visit(
     if baseline not in steps or cell.skipped.get(baseline):
         cell.skipped[baseline] = cell.skipped.get(baseline) or "no-baseline"
         return
-    if not cell.rounds:
+    if cell.visit is None:
         cell.slow = {name for name in steps if seconds[name] > _SLOW * seconds[baseline]}
-        cell.burst = 2 if max([seconds[name] for name in steps if name not in cell.slow]) < _SHORT else 1
+        cell.visit = Visit.fitting(max([seconds[name] for name in steps if name not in cell.slow]))
     together = [name for name in steps if name not in cell.slow]
     apart = [[baseline, name] for name in steps if name in cell.slow]
     for names in (*apart, together):
         left = max(end - clock(), 0.0)
-        times = interleave(
-            [steps[name] for name in names],
-            blocks=(cell.burst, _BLOCKS),
+        turns = interleave(
+            {name: steps[name] for name in names},
+            blocks=(cell.visit.burst, _BLOCKS),
             seconds=left if names is together else _SHARE * left,
             generator=generator,
-            burst=cell.burst,
-            settle=cell.burst - 1,
+            visit=cell.visit,
             clock=clock,
         )
-        each = {name: taken / sides[name].products(cell.M) for name, taken in zip(names, times, strict=True)}
         for name in names:
             if name != baseline or names is together:
-                cell.taken.setdefault(name, []).append(each[name])
-                cell.against.setdefault(name, []).append(each[baseline])
-    cell.rounds += 1
+                cell.taken.setdefault(name, []).append(turns.of(name, baseline))
 
 
 def _expected(known: tuple[int, float] | None, M: int) -> float:
@@ -279,22 +268,23 @@ def _expected(known: tuple[int, float] | None, M: int) -> float:
     return seconds * max(M / before, 1.0) if before >= 64 or before >= M else seconds * max(M / 64, 1.0)
 
 
-def _fill(one: Timed, side: Side, cell: _Cell, baseline: str, parts: tuple[str, str], seed: int, clock: Clock) -> None:
+def _fill(
+    one: Timed, sides: Mapping[str, Runnable], cell: _Cell, baseline: str, parts: tuple[str, str], seed: int
+) -> None:
     """What was found of one variant in one cell; `parts` name its quantizer and its twin."""
-    taken, against = cell.taken.get(one.variant, []), cell.against.get(one.variant, [])
+
+    def times(name: str, of: str) -> Array:
+        """Of one product."""
+        return Turns.joined(cell.taken[of]).seconds[name] / sides[name].products(cell.M)
+
     one.skipped = cell.skipped.get(one.variant, "") or cell.skipped.get(baseline, "")
-    if one.skipped or not taken:
+    if one.skipped or one.variant not in cell.taken:
         one.skipped = one.skipped or "not-measured"
         return
-    rounds = [len(part) for part in taken]
-    one.found = compare(np.concatenate(taken), np.concatenate(against), rounds=rounds, seed=seed)
-    one.quantizing, one.raw = (_median(cell.taken.get(name)) for name in parts)
-    if (step := side.hot(cell.M)) is not None:
-        one.hot = _hot(step, clock)
-
-
-def _median(taken: Sequence[Array] | None) -> float | None:
-    return float(np.median(np.concatenate(taken))) if taken else None
+    rounds = Turns.joined(cell.taken[one.variant]).rounds
+    ours, theirs = (times(name, one.variant) for name in (one.variant, baseline))
+    one.found = compare(ours, theirs, rounds=rounds, seed=seed)
+    one.quantizing, one.raw = (float(np.median(times(name, name))) if name in cell.taken else None for name in parts)
 
 
 def _hot(step: Step, clock: Clock) -> float:

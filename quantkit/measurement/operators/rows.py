@@ -16,12 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from quantkit.measurement.operators.products import Timed
-from quantkit.measurement.operators.tax import Cost, Limits, Shape, ideal_sum, win_flags, win_intervals, win_settings
+from quantkit.measurement.operators.tax import Cost, Limits, Shape, ideal_sum
 from quantkit.measurement.rows import Baseline, Device, Operation, Row
-from quantkit.stats.abba import Comparison, Interval, summed, summed_spread
+from quantkit.measurement.timed_rows import Fields, Point, break_even_row, latency_row, tax_row
+from quantkit.stats.abba import Interval, summed, summed_spread
 
 ALL = "all linears"
 # high-precision variant -> bytes of a number, the input type whose measured rate bounds its products
@@ -100,55 +99,26 @@ def _rows(timed: Timed, setting: Setting) -> list[Row]:
     launch = setting.launch / side.products(timed.M) if setting.launch is not None else None
     settings["products_a_run"] = side.products(timed.M)
     settings |= {"hot_s": timed.hot, "launch_s": launch, "activation_s": timed.quantizing}
-    common |= {"n": found.n, "aa_spread": found.aa_spread, "op": op, "resident_bytes": side.resident_bytes}
-    result = [_latency(found, settings, setting, common, alone=timed.variant == setting.baseline)]
-    result += _tax(time_s, found.ci95, found.ratio, settings, setting, common)
+    common |= {"n": found.n, "aa_spread": found.aa_spread, "resident_bytes": side.resident_bytes}
+    alone = timed.variant == setting.baseline
+    result = [
+        latency_row(
+            "latency.op",
+            found,
+            None if alone else f"op:{setting.baseline}",
+            settings=settings,
+            flags=[flag for flag in found.flags if not alone or flag == "noisy"] + _few(found.n),
+            common={**common, "op": op},
+        )
+    ]
+    result += _tax(time_s, found.ci95, found.ratio, settings, setting, op, common)
     if timed.quantizing is not None:
-        more: dict[str, Any] = common | {"op": Operation(**size, format=cost.format, hp_s=hp_s), "aa_spread": None}
-        result.append(
-            Row(
-                name="tax.activation",
-                value=timed.quantizing,
-                unit="s",
-                stat="median",
-                better="lower",
-                settings=settings | {"share_of_baseline": timed.quantizing / hp_s},
-                # what another kernel does before the product; a fused one may hide some of it
-                flags=["unfused"],
-                **more,
-            )
+        part = _part(
+            "tax.activation", timed.quantizing, Operation(**size, format=cost.format, hp_s=hp_s), settings, common
         )
+        # what another kernel does before the product; a fused one may hide some of it
+        result.append(part.model_copy(update={"flags": ["unfused"]}))
     return result
-
-
-def _latency(
-    found: Comparison, settings: Mapping[str, Any], setting: Setting, common: Mapping[str, Any], *, alone: bool
-) -> Row:
-    against: dict[str, Any] = {}
-    tails: dict[str, Any] = {}
-    if not alone:
-        against["baseline"] = Baseline(
-            subject=f"op:{setting.baseline}",
-            value=found.baseline["p50"],
-            ratio=found.ratio,
-            ratio_ci95=found.ratio_ci95,
-        )
-        tails = {"baseline_p90": found.baseline["p90"], "baseline_p99": found.baseline["p99"]}
-        tails |= {"p99_ratio": found.p99_ratio}
-        tails |= {"p99_ratio_low": found.p99_ratio_ci95[0], "p99_ratio_high": found.p99_ratio_ci95[1]}
-    return Row(
-        name="latency.op",
-        value=found.quantiles["p50"],
-        unit="s",
-        stat="median",
-        better="lower",
-        quantiles=found.quantiles,
-        ci95=found.ci95,
-        settings={**settings, **tails},
-        flags=[flag for flag in found.flags if not alone or flag == "noisy"] + _few(found.n),
-        **against,
-        **common,
-    )
 
 
 def _absent(op: Operation, flags: list[str], settings: dict[str, Any], common: Mapping[str, Any]) -> Row:
@@ -161,52 +131,29 @@ def _few(n: int) -> list[str]:
 
 
 def _tax(
-    time_s: float,
-    ci95: Interval,
-    ratio: float,
-    settings: Mapping[str, Any],
-    setting: Setting,
-    common: Mapping[str, Any],
+    time_s: float, ci95: Interval, ratio: float, settings: Fields, setting: Setting, op: Operation, common: Fields
 ) -> list[Row]:
     """`tax.total`, and its two parts where there is a twin."""
-    row: dict[str, Any] = {"unit": "s", "stat": "median", "better": "lower", **common}
-    op: Operation = common["op"]
-    bound, hp_bound, hp_s, raw = op.bound_s, op.hp_bound_s, op.hp_s or time_s, op.raw_s
-    if bound is None or hp_bound is None:
-        return [Row(name="tax.total", value=None, settings=dict(settings), flags=["no-ceiling"], **row)]
-    excess = time_s - bound
-    total = Row(
-        name="tax.total",
-        value=excess,
-        ci95=(ci95[0] - bound, ci95[1] - bound),
-        # the baseline's own excess: its slack is no merit of the format
-        baseline=Baseline(subject=f"op:{setting.baseline}", value=hp_s - hp_bound),
-        settings={
-            **settings,
-            "share_of_baseline": excess / hp_s,
-            "promised": hp_bound / bound,
-            "delivered": ratio,
-        },
-        flags=[*(["sum-only"] if raw is None else []), *(["negative-tax"] if excess < 0 else [])],
-        **row,
-    )
-    if raw is None:
+    total = tax_row(time_s, ci95, ratio, f"op:{setting.baseline}", op=op, settings=settings, common=common)
+    if total.value is None or op.raw_s is None or op.bound_s is None:
         return [total]
-    row |= {"aa_spread": None}
-    parts = {"tax.streaming": raw - bound, "tax.decode": time_s - raw}
-    return [
-        total,
-        *(
-            Row(
-                name=name,
-                value=part,
-                settings={**settings, "share_of_baseline": part / hp_s},
-                flags=["negative-tax"] if part < 0 else [],
-                **row,
-            )
-            for name, part in parts.items()
-        ),
-    ]
+    parts = {"tax.streaming": op.raw_s - op.bound_s, "tax.decode": time_s - op.raw_s}
+    return [total, *(_part(name, part, op, settings, common) for name, part in parts.items())]
+
+
+def _part(name: str, seconds: float, op: Operation, settings: Fields, common: Fields) -> Row:
+    """What a part of a product takes."""
+    return Row(
+        name=name,
+        value=seconds,
+        unit="s",
+        stat="median",
+        better="lower",
+        op=op,
+        settings={**settings, "share_of_baseline": seconds / (op.hp_s or seconds)},
+        flags=["negative-tax"] if seconds < 0 else [],
+        **{**common, "aa_spread": None},
+    )
 
 
 def _baseline_cost(timed: Timed, setting: Setting) -> Cost:
@@ -234,42 +181,26 @@ def _break_even(curve: Sequence[Sequence[Timed]], setting: Setting, *, layer: st
         layer: `all linears` of a sum.
     """
     first = curve[0][0]
-    whole = [group for group in curve if all(each.found is not None for each in group)]
-    sizes = [group[0].M for group in whole]
     settings: dict[str, Any] = {"threads": setting.threads, "variant": first.variant, "over": "batch"}
     side = first.side
     shape = {} if layer else {"K": first.linear.K, "N": first.linear.N}
     op = Operation(layer=layer, format=side.cost.format if side else None, K=shape.get("K"), N=shape.get("N"))
-    row: dict[str, Any] = setting.common(first.variant) | {"name": "tax.break_even", "unit": "1", "better": "higher"}
-    row["op"] = op
-    flags: list[str] = []
     costs = [
         (each.side.cost, _baseline_cost(each, setting), each.linear.count) for each in curve[0] if each.side is not None
     ]
+    flags: list[str] = []
     if len(costs) == len(curve[0]):
         settings["ideal"], reason = ideal_sum(costs, setting.limits, _shape)
         flags += [reason] if reason else []
-    if not whole:
-        return Row(value=None, settings=settings, flags=["not-measured", *flags], **row)
-    ratios = [_summed(group) for group in whole]
-    wins = win_intervals(
-        sizes,
-        [ci95[0] for _, ci95, _ in ratios],
-        [ratio for ratio, _, _ in ratios],
-        np.stack([d for _, _, d in ratios]),
-    )
-    settings |= win_settings(wins, sizes)
-    best = wins[0] if wins else None
-    comparisons = [each.found for group in whole for each in group if each.found is not None]
-    return Row(
-        value=best.end if best else None,
-        ci95=best.end_ci95 if best else None,
-        n=min(found.n for found in comparisons),
-        aa_spread=max(_spread(group) for group in whole),
-        settings=settings,
-        flags=[*win_flags(wins), *flags],
-        **row,
-    )
+    points = []
+    for group in curve:
+        comparisons = [each.found for each in group if each.found is not None]
+        if len(comparisons) == len(group):
+            ratio, (low, _), draws = _summed(group)
+            n = min(found.n for found in comparisons)
+            points.append(Point(group[0].M, ratio, low, draws, n, _spread(group)))
+    common = setting.common(first.variant) | {"op": op}
+    return break_even_row(points, settings=settings, flags=flags, common=common)
 
 
 def _summed(group: Sequence[Timed]) -> tuple[float, Interval, Any]:
@@ -328,8 +259,7 @@ def _sum(group: Sequence[Timed], setting: Setting, model: str) -> list[Row]:
     settings |= {"hot_s": _total(hot), "activation_s": _total([(each.quantizing, n) for each, _, _, n in parts])}
     if setting.launch is not None:
         settings["launch_s"] = sum(n * setting.launch / side.products(first.M) for _, _, side, n in parts)
-    common |= {"n": min(found.n for _, found, _, _ in parts), "op": op}
-    common |= {"aa_spread": _spread(group)}
+    common |= {"n": min(found.n for _, found, _, _ in parts), "aa_spread": _spread(group)}
     common["resident_bytes"] = int(sum((side.resident_bytes or 0) * n for _, _, side, n in parts))
     flags = list(dict.fromkeys(flag for _, found, _, _ in parts for flag in found.flags if flag == "noisy"))
     against: dict[str, Any] = {}
@@ -350,8 +280,9 @@ def _sum(group: Sequence[Timed], setting: Setting, model: str) -> list[Row]:
         flags=flags + _few(common["n"]),
         **against,
         **common,
+        op=op,
     )
-    return [latency, *_tax(time_s, interval, ratio, settings, setting, common)]
+    return [latency, *_tax(time_s, interval, ratio, settings, setting, op, common)]
 
 
 def _total(parts: Sequence[tuple[float | None, int]]) -> float | None:

@@ -7,9 +7,7 @@ clocks fell in between says so: its ceilings carry the flag `throttled`.
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,17 +16,15 @@ import numpy as np
 from quantkit import machine
 from quantkit.errors import MissingDependency
 from quantkit.measurement.operators import ceilings as _ceilings
-from quantkit.measurement.operators.ceilings import Ceiling, Pool
+from quantkit.measurement.operators.ceilings import Pool, joined
 from quantkit.measurement.operators.products import Bench, Plan, Timed, measure
 from quantkit.measurement.operators.rows import Setting, rows
 from quantkit.measurement.operators.tax import Limits
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.latency import joined
 from quantkit.planning.model.shapes import Linear
 from quantkit.runtimes import child
+from quantkit.runtimes.child import Report
 
-Report = Callable[[float, str], None]
-_UNKNOWN_CACHE = 64 * 2**20
 # of a GPU's ceilings
 _BLOCKS = 4
 
@@ -78,62 +74,48 @@ def run(job: Job, progress: Report | None = None) -> list[Row]:
     demand(job.threads)
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     threads = {name: str(job.threads or 1) for name in names}
-    found = child.lines(
-        __name__,
-        [],
-        json.dumps(asdict(job)),
+    found = child.run(
+        _answer,
+        asdict(job),
         progress,
         remedy="try fewer shapes, or smaller batches: --batch 1,2,4",
         environment=threads | {"GOMP_SPINCOUNT": "0"},
     )
-    return [Row.model_validate(json.loads(line)) for line in found]
+    return [Row.model_validate(row) for row in found]
 
 
-def ceilings(threads: int, *, size: int = 1024, runs: int = 7) -> list[Ceiling]:
-    """Read and copy bandwidth, matrix rates in float32 and int8, launch latency, each with so many threads.
-
-    For this process alone, whose threads were set before it began; see `run`.
-    """
-    cache = machine.last_level_cache() or _UNKNOWN_CACHE
-    span = min(max(4 * cache, 256 * 2**20), machine.memory_limit() // 8)
-    pool = Pool(threads, shared=threads > 1)
-    return [
-        _ceilings.read(threads, span, runs),
-        _ceilings.copy(threads, span, runs),
-        _ceilings.compute_fp32(size, runs, pool),
-        _ceilings.compute_int8(size, runs, pool),
-        _ceilings.launch(threads, runs, pool),
-    ]
+def _answer(data: Mapping[str, Any], caller: child.Caller) -> None:
+    """What the child does."""
+    job = Job(**data)
+    for row in _on_cpu(job, caller.at) if job.threads else _on_gpu(job, caller.at):
+        caller.row(row.as_dict())
 
 
-def _progress(share: float, words: str) -> None:
-    print(f"at {share} {words}", flush=True)
-
-
-def _measured(job: Job, bench: Bench) -> list[Timed]:
+def _measured(job: Job, bench: Bench, report: Report) -> list[Timed]:
     return measure(
         bench,
         [Linear.model_validate(dict(each)) for each in job.linears],
         job.baseline,
         job.variants,
         Plan(tuple(job.batches), job.seconds, job.rounds, job.seed),
-        progress=_progress,
+        progress=report,
     )
 
 
-def _on_cpu(job: Job) -> list[Row]:
+def _on_cpu(job: Job, report: Report) -> list[Row]:
     import onnxruntime
 
     from quantkit.measurement.operators.onnxruntime import RUNTIME, OnnxRuntimeBench
 
     if job.threads > 1:
         onnxruntime.set_global_thread_pool_sizes(job.threads, 1)
-    _progress(0.0, "ceilings")
+    report(0.0, "ceilings")
     bench = OnnxRuntimeBench(job.threads, seed=job.seed)
-    before = ceilings(job.threads)
-    timed = _measured(job, bench)
-    _progress(1.0, "ceilings")
-    measured = joined(before, ceilings(job.threads))
+    every, pool = ("read", "copy", "compute", "launch"), Pool(job.threads, shared=job.threads > 1)
+    before = _ceilings.measured(job.threads, every, pool=pool)
+    timed = _measured(job, bench, report)
+    report(1.0, "ceilings")
+    measured = joined(before, _ceilings.measured(job.threads, every, pool=pool))
     device, versions = machine.device(), machine.versions()
     launch = next((each.value for each in measured if each.name == "ceiling.launch"), None)
     setting = Setting(RUNTIME, job.threads, device, versions, Limits.of(measured), launch, bench.cache, job.baseline)
@@ -145,7 +127,7 @@ def _on_cpu(job: Job) -> list[Row]:
     return found + rows(timed, setting, model=job.model)
 
 
-def _on_gpu(job: Job) -> list[Row]:
+def _on_gpu(job: Job, report: Report) -> list[Row]:
     import torch
 
     from quantkit.kernels.workspace import interpreted
@@ -156,10 +138,10 @@ def _on_gpu(job: Job) -> list[Row]:
     # tests run it in the interpreter, tiny; whoever calls it without that needs the device
     device = Device("cpu", dry=True) if interpreted() else Device("cuda", dry=False)
     generator = np.random.default_rng(job.seed)
-    _progress(0.0, "ceilings")
+    report(0.0, "ceilings")
     before = limits.measured(device, _BLOCKS, generator)
-    timed = _measured(job, CudaBench(device, torch.bfloat16, job.seed))
-    _progress(1.0, "ceilings")
+    timed = _measured(job, CudaBench(device, torch.bfloat16, job.seed), report)
+    report(1.0, "ceilings")
     again = limits.measured(device, _BLOCKS, generator)
     device.sample("end")
     slower = limits.slower(before, again)
@@ -176,13 +158,3 @@ def _on_gpu(job: Job) -> list[Row]:
     own = device.identity()
     setting = Setting(RUNTIME, None, own, versions, roofline, launch, device.cache_bytes, job.baseline)
     return found + rows(timed, setting, model=job.model)
-
-
-def main(arguments: list[str]) -> None:
-    """The child: a job on stdin."""
-    child.answering(lambda: _answer(Job(**json.load(sys.stdin))))
-
-
-def _answer(job: Job) -> None:
-    for row in _on_cpu(job) if job.threads else _on_gpu(job):
-        print(f"row {row.line()}", flush=True)

@@ -14,9 +14,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-# bit 0 is idle, bit 1 a setting of the user's; the others slow the card down against its will
-_SLOWED = ~0b11
-_QUERY = "clocks.sm,temperature.gpu,clocks_throttle_reasons.active,driver_version"
+# throttle reasons: bit 0 is idle, bit 1 a setting of the user's; the others slow the card down against its will
+SLOWED = ~0b11
+_QUERY = "clocks.sm,temperature.gpu,clocks_throttle_reasons.active"
 # sensors of a CPU's package, by the kernel's names for them
 _PACKAGE = ("x86_pkg_temp", "cpu-thermal", "cpu_thermal", "soc-thermal", "acpitz")
 
@@ -68,15 +68,23 @@ def of_cpu(root: Path = Path("/")) -> Clocks:
     )
 
 
-def of_gpu() -> tuple[Clocks, str]:
-    """Of the first NVIDIA GPU, and the driver's version; empty where the driver does not answer."""
-    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "--id=0"]
+def of_gpu() -> Clocks:
+    """Of the first NVIDIA GPU; empty where the driver does not answer."""
+    try:
+        clock, temperature, reasons = asked_of_gpu(_QUERY).split(",")
+        return Clocks(1e6 * float(clock), float(temperature), int(bool(int(reasons, 16) & SLOWED)))
+    except ValueError:
+        return Clocks()
+
+
+def asked_of_gpu(query: str) -> str:
+    """What `nvidia-smi` says of the first GPU, with commas between; in words why it says nothing."""
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "--id=0"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)  # noqa: S603
-        clock, temperature, reasons, driver = (part.strip() for part in done.stdout.strip().split(","))
-        return Clocks(1e6 * float(clock), float(temperature), int(bool(int(reasons, 16) & _SLOWED))), driver
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return Clocks(), ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"not known: {error}"
+    return done.stdout.strip() or done.stderr.strip()
 
 
 def _numbers(paths: object) -> list[int]:

@@ -1,10 +1,10 @@
 """A bundle on quantkit's own kernels against the unquantized model in 16 bits, on one GPU: steps and prefills.
 
 Both are transformers' classes; only the linears differ. A decode step of a batch is one CUDA graph on either side
-(`runtimes._decode_graph`), timed by the device's own clock, interleaved (`measure.latency`). Beside each step stands
-the sum of its linears as `quantkit tax` timed them one by one, where the bundle carries that (`kernels.json`); the
-residual is what that sum does not explain: attention, norms, the head, launches, weights that one product leaves in the
-cache for the next.
+(`runtimes.torch.decode_graph`), timed by the device's own clock, interleaved (`timing.latency`). Beside each step
+stands the sum of its linears as `quantkit tax` timed them one by one, where the bundle carries that (`kernels.json`);
+the residual is what that sum does not explain: attention, norms, the head, launches, weights that one product leaves in
+the cache for the next.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from quantkit.measurement.cuda.memory import allocated, fitting
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import Cost
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.latency import Entry, Plan, Step, measure
+from quantkit.measurement.timing.latency import Entry, measure
+from quantkit.measurement.timing.schedule import Step
+from quantkit.measurement.timing.shapes import Plan
 from quantkit.model.structure.traced import is_linear
 from quantkit.runtimes.torch import events
 from quantkit.runtimes.torch import packed as _packed
@@ -43,7 +45,7 @@ _BLOCKS = 4
 
 
 class Decoder:
-    """A model as `latency.Side`.
+    """A model as `shapes.Timeable`.
 
     Args:
         model: a decoder of transformers, on its device.
@@ -55,7 +57,7 @@ class Decoder:
         self.context = int(getattr(model.config, "max_position_embeddings", 1 << 30))
 
     def decode(self, batch: int, context: int) -> Step:
-        """See `latency.Side`; the cache holds `context` tokens to 255 more, and attention reads all it has room for."""
+        """See `shapes.Timeable`; the cache holds `context` tokens to 255 more, and attention reads all its room."""
         self._demand(context + 1)
         length = min(context + _STEPS, self.context)
         with fitting(f"batch {batch}, context {context}"):
@@ -72,7 +74,7 @@ class Decoder:
         return step
 
     def prefill(self, batch: int, tokens: int) -> Step:
-        """See `latency.Side`."""
+        """See `shapes.Timeable`."""
         self._demand(tokens)
         ids = self._ids(batch, tokens)
 

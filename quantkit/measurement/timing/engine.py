@@ -1,6 +1,6 @@
 """An engine against the unquantized model in torch, bfloat16, on one GPU: steps and prefills, interleaved.
 
-Both sides' decode steps are one CUDA graph, timed by the device's own clock (`measure.latency`); the engine multiplies
+Both sides' decode steps are one CUDA graph, timed by the device's own clock (`timing.latency`); the engine multiplies
 as it was built, transformers' model as torch does.
 """
 
@@ -20,7 +20,8 @@ from quantkit.measurement.cuda.memory import fitting
 from quantkit.measurement.operators.tax import Cost
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.cuda import Decoder, ceilings, cost, described, format_of
-from quantkit.measurement.timing.latency import Entry, Plan, measure
+from quantkit.measurement.timing.latency import Entry, measure
+from quantkit.measurement.timing.shapes import Plan
 from quantkit.runtimes.torch.classes import built
 
 if TYPE_CHECKING:

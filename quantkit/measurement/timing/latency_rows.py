@@ -5,72 +5,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from quantkit import machine
-from quantkit.measurement.operators.tax import Limits, ideal, win_flags, win_intervals, win_settings
+from quantkit.measurement.operators.tax import Limits, ideal
 from quantkit.measurement.rows import Baseline, Operation, Row
+from quantkit.measurement.timed_rows import Point, break_even_row, latency_row, tax_row
 from quantkit.stats.abba import Interval
 
 if TYPE_CHECKING:
-    from quantkit.measurement.timing.latency import Cell, Entry
+    from quantkit.measurement.timing.latency import Entry, ShapeTiming
 
 
 def rows_of(
-    cell: Cell, subject: Entry, baseline: Entry, limits: Limits, common: dict[str, Any], settings: dict[str, Any]
+    timing: ShapeTiming,
+    subject: Entry,
+    baseline: Entry,
+    limits: Limits,
+    common: dict[str, Any],
+    settings: dict[str, Any],
 ) -> list[Row]:
-    """All rows of one cell.
+    """All rows of one shape.
 
     Args:
-        cell: timed, or skipped.
+        timing: done, or skipped.
         subject, baseline: the two sides.
         limits: of the machine.
         common: fields that all rows have.
         settings: of the runtime.
     """
-    decode, found, tokens = cell.kind == "decode", cell.found, cell.batch * cell.tokens
-    name = "latency.decode_step" if decode else "latency.prefill"
-    common = common | {
-        "batch": cell.batch,
-        "shape": {"new_tokens": cell.tokens, "context": cell.context},
-        "resident_bytes": subject.resident_bytes,
-    }
+    shape, found = timing.shape, timing.found
+    common = common | {"batch": shape.batch, "shape": shape.sizes, "resident_bytes": subject.resident_bytes}
     if found is None:
-        return [Row(name=name, value=None, unit="s", better="lower", flags=[cell.skipped], settings=settings, **common)]
-    flags = [*found.flags, *(["few-steps"] if cell.few else [])]
+        flags = [timing.skipped]
+        return [Row(name=shape.name, value=None, unit="s", better="lower", flags=flags, settings=settings, **common)]
+    flags = [*found.flags, *(["few-steps"] if timing.few else [])]
     common |= {"n": found.n, "aa_spread": found.aa_spread}
-    time_s, hp_s = found.quantiles["p50"], found.baseline["p50"]
+    tokens, time_s, hp_s = shape.batch * shape.tokens, found.quantiles["p50"], found.baseline["p50"]
     # an interval of the ratio of medians is the same for times and for rates
-    rate: dict[str, Any] = {"ratio": found.ratio, "ratio_ci95": found.ratio_ci95, "subject": baseline.subject}
+    ratio: dict[str, Any] = {"ratio": found.ratio, "ratio_ci95": found.ratio_ci95}
     rows = [
+        latency_row(shape.name, found, baseline.subject, settings=settings, flags=flags, common=common),
         Row(
-            name=name,
-            value=time_s,
-            unit="s",
-            stat="median",
-            better="lower",
-            quantiles=found.quantiles,
-            ci95=found.ci95,
-            baseline=Baseline(value=hp_s, **rate),
-            settings=settings
-            | {
-                "baseline_p90": found.baseline["p90"],
-                "baseline_p99": found.baseline["p99"],
-                "p99_ratio": found.p99_ratio,
-                "p99_ratio_low": found.p99_ratio_ci95[0],
-                "p99_ratio_high": found.p99_ratio_ci95[1],
-            },
-            flags=flags,
-            **common,
-        ),
-        Row(
-            name=f"throughput.{cell.kind}",
+            name=f"throughput.{shape.kind}",
             value=tokens / time_s,
             unit="token/s",
             stat="median",
             better="higher",
             ci95=_inverse(found.ci95, tokens),
-            baseline=Baseline(value=tokens / hp_s, **rate),
+            baseline=Baseline(subject=baseline.subject, value=tokens / hp_s, **ratio),
             settings=settings,
             flags=flags,
             **common,
@@ -79,9 +60,9 @@ def rows_of(
     # where the weights may stay in the cache, neither bytes nor bound are those of the memory
     cache = machine.last_level_cache()
     cached = ["weights-near-cache"] if cache and subject.cost.weight_bytes < 3 * cache else []
-    shape = (cell.batch, cell.tokens, cell.context)
-    if decode:
-        moved = subject.cost.bytes(*shape)
+    sizes = (shape.batch, shape.tokens, shape.context)
+    if shape.kind == "decode":
+        moved = subject.cost.bytes(*sizes)
         share = {"share_of_ceiling": moved / time_s / limits.read} if limits.read else {}
         rows.append(
             Row(
@@ -92,41 +73,24 @@ def rows_of(
                 better="higher",
                 ci95=_inverse(found.ci95, moved),
                 # no ratio: a format that moves fewer bytes is not worse for it
-                baseline=Baseline(subject=baseline.subject, value=baseline.cost.bytes(*shape) / hp_s),
+                baseline=Baseline(subject=baseline.subject, value=baseline.cost.bytes(*sizes) / hp_s),
                 settings=settings | {"bytes": moved, **share},
                 flags=[*flags, *cached],
                 **common,
             )
         )
-    bound, hp_bound = subject.cost.bound(*shape, limits), baseline.cost.bound(*shape, limits)
     op = Operation(
         M=tokens,
         format=subject.cost.format,
-        bound_s=bound,
-        hp_bound_s=hp_bound,
+        bound_s=subject.cost.bound(*sizes, limits),
+        hp_bound_s=baseline.cost.bound(*sizes, limits),
         hp_s=hp_s,
-        shares=subject.cost.shares(*shape, limits),
-        hp_shares=baseline.cost.shares(*shape, limits),
+        shares=subject.cost.shares(*sizes, limits),
+        hp_shares=baseline.cost.shares(*sizes, limits),
     )
-    tax: dict[str, Any] = {"unit": "s", "stat": "median", "better": "lower", "op": op} | common
-    if bound is None or hp_bound is None:
-        rows.append(Row(name="tax.total", value=None, settings=settings, flags=["no-ceiling", *flags], **tax))
-        return rows
-    excess = time_s - bound
-    signs = ["negative-tax"] if excess < 0 else []
-    rows.append(
-        Row(
-            name="tax.total",
-            value=excess,
-            ci95=(found.ci95[0] - bound, found.ci95[1] - bound),
-            # the baseline's own excess: its slack is no merit of the format
-            baseline=Baseline(subject=baseline.subject, value=hp_s - hp_bound),
-            settings=settings
-            | {"share_of_baseline": excess / hp_s, "promised": hp_bound / bound, "delivered": found.ratio},
-            flags=["sum-only", *signs, *flags, *cached],
-            **tax,
-        )
-    )
+    flags = flags if op.bound_s is None or op.hp_bound_s is None else [*flags, *cached]
+    ratio_s = found.ci95, found.ratio, baseline.subject
+    rows.append(tax_row(time_s, *ratio_s, op=op, settings=settings, flags=flags, common=common))
     return rows
 
 
@@ -134,64 +98,53 @@ def _inverse(interval: Interval, work: float) -> Interval:
     return work / interval[1], work / interval[0]
 
 
-def curves(cells: Sequence[Cell]) -> list[tuple[str, list[Cell]]]:
-    """Cells that differ in M alone, and whether M is their batch or their tokens.
+def curves(timings: Sequence[ShapeTiming]) -> list[tuple[str, list[ShapeTiming]]]:
+    """Shapes that differ in M alone, and whether M is their batch or their tokens.
 
     A model that decodes has its prefills compared over the length of the prompt; for one that does not, M is the batch.
     """
-    decodes = any(cell.kind == "decode" for cell in cells)
-    curves: dict[tuple[str, str, int], list[Cell]] = {}
-    for cell in cells:
-        over = "tokens" if decodes and cell.kind == "prefill" else "batch"
-        curves.setdefault((over, cell.kind, cell.batch if over == "tokens" else cell.size), []).append(cell)
-    return [(over, curve) for (over, _, _), curve in curves.items()]
+    decodes = any(timing.shape.kind == "decode" for timing in timings)
+    found: dict[tuple[str, str, int], list[ShapeTiming]] = {}
+    for timing in timings:
+        shape = timing.shape
+        over = "tokens" if decodes and shape.kind == "prefill" else "batch"
+        found.setdefault((over, shape.kind, shape.batch if over == "tokens" else shape.size), []).append(timing)
+    return [(over, curve) for (over, _, _), curve in found.items()]
 
 
 def break_even(
     over: str,
-    cells: Sequence[Cell],
+    curve: Sequence[ShapeTiming],
     subject: Entry,
     baseline: Entry,
     limits: Limits,
     common: dict[str, Any],
     settings: dict[str, Any],
 ) -> Row:
-    """The `tax.break_even` row of one curve: its value is the M at which the first win interval ends.
-
-    `settings` hold every interval (`win_1_from`, `win_1_to`, with `_low` and `_high`; null where the measured range
-    cuts it off), the range itself and `ideal`, the M where S* = 1 (null: nowhere up to 65,536).
-    """
-    one = cells[0]
-    shape = {"context": one.context} | ({"new_tokens": one.tokens} if over == "batch" else {})
-    measured = sorted((cell for cell in cells if cell.found is not None), key=lambda cell: (cell.batch, cell.size))
-    found = [cell.found for cell in measured if cell.found is not None]
-    sizes = [cell.batch if over == "batch" else cell.tokens for cell in measured]
-    no_gain_from, promise = ideal(subject.cost, baseline.cost, limits, lambda m: one.shape(over, m))
-    settings = settings | {"over": over, "ideal": no_gain_from}
-    row: dict[str, Any] = common | {
-        "name": "tax.break_even",
-        "unit": "1",
-        "better": "higher",
-        "shape": shape,
-        "batch": None if over == "batch" else one.batch,
-        "op": Operation(format=subject.cost.format),
-    }
-    flags = [promise] if promise else []
-    if not found:
-        return Row(value=None, settings=settings, flags=["not-measured", *flags], **row)
-    wins = win_intervals(
-        sizes, [f.ratio_ci95[0] for f in found], [f.ratio for f in found], np.stack([f.draws for f in found])
+    """The `tax.break_even` row of one curve; `settings` hold `ideal`, the M where S* = 1 (null: none up to 65,536)."""
+    one = curve[0].shape
+    ends, promise = ideal(
+        subject.cost,
+        baseline.cost,
+        limits,
+        lambda m: (m, one.tokens, one.context) if over == "batch" else (one.batch, m, one.context),
     )
-    settings |= win_settings(wins, sizes)
-    flags = [*win_flags(wins), *flags]
-    first = wins[0] if wins else None
-    return Row(
-        value=first.end if first else None,
-        ci95=first.end_ci95 if first else None,
-        n=min(f.n for f in found),
-        aa_spread=max(f.aa_spread for f in found),
-        baseline=None,
-        settings=settings,
-        flags=flags,
-        **row,
+    points = [
+        Point(
+            timing.shape.batch if over == "batch" else timing.shape.tokens,
+            *(found.ratio, found.ratio_ci95[0], found.draws, found.n, found.aa_spread),
+        )
+        for timing in curve
+        if (found := timing.found) is not None
+    ]
+    return break_even_row(
+        sorted(points, key=lambda point: point.size),
+        settings=settings | {"over": over, "ideal": ends},
+        flags=[promise] if promise else [],
+        common={
+            **common,
+            "shape": {"context": one.context} | ({"new_tokens": one.tokens} if over == "batch" else {}),
+            "batch": None if over == "batch" else one.batch,
+            "op": Operation(format=subject.cost.format),
+        },
     )

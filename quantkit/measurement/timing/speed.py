@@ -3,28 +3,37 @@
 In one of their own, so that what else this process has loaded, its threads and its memory, is not part of the figures,
 and the two models are not part of its peak. The baseline is the same exporter's graph of the unquantized model: same
 fusions, same threads, other weights.
+
+Of a graph that is no transformer, one pass of a batch of samples is a prefill of one token a sequence: it has no
+tokens, and all that it reads of a sample comes at once.
 """
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from quantkit import machine
 from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.operators.tax import Cost
 from quantkit.measurement.rows import Baseline, Device, Row
-from quantkit.measurement.timing.latency import Entry, Plan, measure
+from quantkit.measurement.timing.latency import Entry, measure
+from quantkit.measurement.timing.schedule import Array, Step
+from quantkit.measurement.timing.shapes import Plan, Timeable
 from quantkit.runtimes import child
+from quantkit.runtimes.child import Report
+from quantkit.runtimes.onnxruntime.open import open_graph
 from quantkit.runtimes.onnxruntime.session import MODEL, Loaded
 
 RUNTIME = "onnxruntime"
 _BATCH, _CONTEXT = 1, 128
+_REMEDY = "try smaller batches: quantkit measure BUNDLE --batch 1,2,4"
 
 
 @dataclass(frozen=True)
@@ -32,14 +41,31 @@ class Part:
     """One side.
 
     Args:
-        folder: with `model.onnx`.
+        path: a folder with `model.onnx`, or a graph's file.
         subject: identity for the rows.
         format: of its weights.
+        weight_bytes: of all constants of a graph.
     """
 
-    folder: str
+    path: str
     subject: str
     format: str
+    weight_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What a graph is run on.
+
+    Args:
+        file: a .npz with an array [n, ...] for each input: what is run, over again where a batch is larger.
+        macs: multiply-accumulates of one sample.
+        outputs: numbers that come out for one sample.
+    """
+
+    file: str
+    macs: float
+    outputs: float
 
 
 @dataclass(frozen=True)
@@ -51,12 +77,14 @@ class Job:
         theirs: what it is set against.
         threads: of both.
         plan: shapes and time.
+        samples: of graphs; None: of transformers.
     """
 
     ours: Part
     theirs: Part
     threads: int
     plan: Plan
+    samples: Samples | None = None
 
 
 def demand() -> None:
@@ -87,28 +115,29 @@ def demand_room(models: Sequence[Path]) -> None:
         )
 
 
-def run(job: Job, progress: Callable[[float, str], None] | None = None) -> list[Row]:
-    """Time both and weigh both; see `measure.latency` for the rows; `memory.peak` besides.
+def run(job: Job, progress: Report | None = None) -> list[Row]:
+    """Time both, and weigh both unless they are graphs; see `latency.measure` for the rows; `memory.peak` besides.
 
     Raises:
         InputError: `out-of-memory`, the two do not fit; `onnx-unreadable`, `speed-failed`.
         MissingDependency: onnxruntime or scipy.
     """
     demand()
-    demand_room([Path(part.folder) for part in (job.ours, job.theirs)])
-    weighed = {part.subject: footprint(part, job.threads) for part in (job.theirs, job.ours)}
-    lines = _child(["time"], json.dumps(asdict(job)), progress)
-    rows = [Row.model_validate(json.loads(line)) for line in lines]
-    return [*rows, _memory(job, weighed)]
+    weighed = {}
+    if job.samples is None:
+        demand_room([Path(part.path) for part in (job.ours, job.theirs)])
+        weighed = {part.subject: footprint(part, job.threads) for part in (job.theirs, job.ours)}
+    rows = [*map(Row.model_validate, child.run(_time, asdict(job), progress, remedy=_REMEDY))]
+    return [*rows, _memory(job, weighed)] if weighed else rows
 
 
 def footprint(part: Part, threads: int) -> dict[str, int]:
     """`resident` and `peak` bytes of a process that has loaded one side and made a step after `context` tokens, or an
     encoder's pass over `new_tokens`; of the interpreter `before`.
     """
-    (line,) = _child(["weigh", part.folder, str(threads)], "", None)
-    found: dict[str, int] = json.loads(line)
-    return found
+    (found,) = child.run(_weigh, {"folder": part.path, "threads": threads}, remedy=_REMEDY)
+    sizes: dict[str, int] = found
+    return sizes
 
 
 def _bytes(model: Path) -> int:
@@ -138,10 +167,69 @@ def _memory(job: Job, weighed: Mapping[str, Mapping[str, int]]) -> Row:
     )
 
 
-def _child(arguments: list[str], text: str, progress: Callable[[float, str], None] | None) -> list[str]:
-    """Lines that a child process printed. Raises InputError: what the child met, or `speed-failed`."""
-    remedy = "try smaller batches: quantkit measure BUNDLE --batch 1,2,4"
-    return child.lines(__name__, arguments, text, progress, remedy=remedy)
+# --- in the child ----------------------------------------------------------------------------------------------------
+
+
+class Passes:
+    """A loaded graph as `shapes.Timeable`."""
+
+    def __init__(self, file: Path, samples: Mapping[str, Array], threads: int) -> None:
+        self._session = open_graph(file, threads)
+        self._samples = samples
+
+    def decode(self, batch: int, context: int) -> Step:
+        """See `shapes.Timeable`: a graph has no cache."""
+        raise InputError("not-a-decoder", where="onnxruntime", value="a graph", rule="only decoders have a cache")
+
+    def prefill(self, batch: int, tokens: int) -> Step:
+        """See `shapes.Timeable`."""
+        feed = {
+            name: np.ascontiguousarray(np.resize(array, (batch, *array.shape[1:])))
+            for name, array in self._samples.items()
+        }
+        return lambda: self._session.run(None, feed)
+
+
+def samples_of(file: str | None) -> dict[str, Array]:
+    """The arrays of a .npz; none of no file."""
+    if not file:
+        return {}
+    with np.load(file, allow_pickle=False) as loaded:
+        return {name: loaded[name] for name in loaded.files}
+
+
+def opened(path: str, samples: Mapping[str, Array], threads: int) -> Timeable:
+    """A folder with `model.onnx`, or with samples a graph's file. Raises InputError `onnx-unreadable`."""
+    return Passes(Path(path), samples, threads) if samples else Loaded(Path(path), threads=threads)
+
+
+def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
+    graph = None if data["samples"] is None else Samples(**data["samples"])
+    sides = [Part(**data[side]) for side in ("ours", "theirs")]
+    threads = data["threads"]
+    samples = samples_of(graph.file if graph else None)
+    entries = []
+    for part in sides:
+        model = opened(part.path, samples, threads)
+        found = _cost(model, part) if isinstance(model, Loaded) else _cost_of_graph(part, graph, samples)
+        entries.append(Entry(model, found, part.subject))
+    ours, theirs = entries
+    settings: dict[str, Any] = {"threads": threads, "compute_type": ours.cost.compute}
+    settings["baseline_format"] = theirs.cost.format
+    if isinstance(ours.model, Loaded):
+        settings["accuracy_level"] = ours.model.accuracy_level
+    rows = measure(
+        ours,
+        theirs,
+        runtime=RUNTIME,
+        settings=settings,
+        device=machine.device(),
+        versions=machine.versions(),
+        plan=Plan(**data["plan"]),
+        progress=caller.at,
+    )
+    for row in rows:
+        caller.row(row.as_dict())
 
 
 def _cost(model: Loaded, part: Part) -> Cost:
@@ -164,33 +252,21 @@ def _cost(model: Loaded, part: Part) -> Cost:
     )
 
 
-def _time(data: Mapping[str, Any]) -> None:
-    ours, theirs = Part(**data["ours"]), Part(**data["theirs"])
-    threads, plan = data["threads"], Plan(**data["plan"])
-    entries = []
-    for part in (ours, theirs):
-        model = Loaded(Path(part.folder), threads=threads)
-        entries.append(Entry(model, _cost(model, part), part.subject))
-    settings: dict[str, Any] = {"threads": threads, "accuracy_level": entries[0].side.accuracy_level}  # type: ignore[attr-defined]
-    settings["compute_type"] = entries[0].cost.compute
-    settings["baseline_format"] = theirs.format
-    rows = measure(
-        entries[0],
-        entries[1],
-        runtime=RUNTIME,
-        settings=settings,
-        device=machine.device(),
-        versions=machine.versions(),
-        plan=plan,
-        progress=lambda share, words: print(f"at {share} {words}", flush=True),
+def _cost_of_graph(part: Part, graph: Samples | None, samples: Mapping[str, Array]) -> Cost:
+    assert graph is not None
+    read = float(sum(array.nbytes / len(array) for array in samples.values()))
+    return Cost(
+        part.format,
+        part.weight_bytes,
+        flops_per_token=2.0 * graph.macs,
+        io_bytes_per_token=read + 4.0 * graph.outputs,
+        compute="int8" if part.format == "int8" else "fp32",
     )
-    for row in rows:
-        print(f"row {row.line()}", flush=True)
 
 
-def _weigh(folder: str, threads: str) -> None:
+def _weigh(data: Mapping[str, Any], caller: child.Caller) -> None:
     before = _status("VmRSS")
-    model = Loaded(Path(folder), threads=int(threads))
+    model = Loaded(Path(data["folder"]), threads=data["threads"])
     if model.decoder:
         new, context = 1, min(_CONTEXT, model.context - 1)
         model.decode(_BATCH, context)()
@@ -198,8 +274,7 @@ def _weigh(folder: str, threads: str) -> None:
         new, context = min(_CONTEXT, model.context), 0
         model.prefill(_BATCH, new)()
     sizes = {"before": before, "resident": _status("VmRSS"), "peak": _status("VmHWM")}
-    found = {**sizes, "new_tokens": new, "context": context}
-    print(f"row {json.dumps(found)}", flush=True)
+    caller.row({**sizes, "new_tokens": new, "context": context})
 
 
 def _status(key: str) -> int:
@@ -212,8 +287,3 @@ def _status(key: str) -> int:
         pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def main(arguments: list[str]) -> None:
-    """The child: `time` with a job on stdin, or `weigh FOLDER THREADS`."""
-    child.answering(lambda: _time(json.load(sys.stdin)) if arguments[0] == "time" else _weigh(*arguments[1:]))

@@ -31,7 +31,7 @@ from quantkit.nightly.store.parquet import Store
 from quantkit.nightly.store.records import Cell, Item, Result, Side, Time
 from quantkit.pipeline.finished.measure import export_of
 from quantkit.pipeline.graphs.remeasure import holds_graph
-from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.progress import Overall, Progress
 from quantkit.pipeline.request import Request, runs_here
 from quantkit.target import Target
 
@@ -109,7 +109,8 @@ class Measuring:
     def run(self, cells: Sequence[Cell]) -> None:
         """All of them."""
         self.progress.plan(_SHARES)
-        bundle, reused = self.bundles.make(self.request, _Compiling(self.progress))
+        compiling = Overall(lambda share, words: self.progress.at("compile", share, words), self.progress.note)
+        bundle, reused = self.bundles.make(self.request, compiling)
         flags = ["reused"] if reused else []
         failed = [check.name for check in bundle.manifest.checks if not check.ok and check.name.startswith("gate.")]
         flags += [f"gate-failed: {', '.join(failed)}"] if failed else []
@@ -194,29 +195,6 @@ class Measuring:
             [Time(cell=cell.key, **own, **asdict(each)) for each in found.iterations],
             [Item(build=cell.build, **own, **each) for each in answered.items],
         )
-
-
-class _Compiling(Progress):
-    """A compile, as one stage of the build."""
-
-    def __init__(self, outer: Progress) -> None:
-        self._outer = outer
-        self._stages: dict[str, float] = {}
-
-    def plan(self, stages: Mapping[str, float]) -> None:
-        """Its own stages."""
-        self._stages = {**stages}
-
-    def at(self, stage: str, done: float, detail: str = "") -> None:
-        """Passed on as a share of all of them."""
-        names = list(self._stages)
-        before = sum(self._stages[name] for name in names[: names.index(stage)]) if stage in names else 0.0
-        share = (before + done * self._stages.get(stage, 0.0)) / max(sum(self._stages.values()), 1e-9)
-        self._outer.at("compile", share, f"{stage} {detail}".rstrip())
-
-    def note(self, line: str) -> None:
-        """Passed on."""
-        self._outer.note(line)
 
 
 def machine_now(target: Target | None = None) -> dict[str, Any]:

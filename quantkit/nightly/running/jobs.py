@@ -7,31 +7,26 @@ and never the end of the night.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import multiprocessing
-import multiprocessing.connection
-import os
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from quantkit import content
 from quantkit.errors import InputError, QuantkitError, Stopped
-from quantkit.model.full_memory import is_out_of_memory, out_of_memory
+from quantkit.model.full_memory import is_out_of_memory
 from quantkit.nightly.store.records import Cell
-from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.progress import Overall, Progress
+from quantkit.runtimes import child
 
-# that a process has to put away what it is at
-_GRACE = 20.0
+# seconds between two words on progress
+_SELDOM = 0.2
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ class Outcome:
         return cls(job, state, problem.as_dict())
 
 
-# what a job's process runs: a function that can be imported
+# what a job's process runs: a function of a module
 Work = Callable[[Job, Progress], None]
 
 
@@ -112,105 +107,45 @@ def contained(job: Job, work: Work, progress: Progress) -> Outcome:
         Stopped: the disk is full, or somebody ended the process safely.
     """
     with _machine(progress):
-        ours, theirs = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=_child, args=(job, work, theirs), name=job.build)
-        process.start()
-        theirs.close()
         try:
-            return _watched(job, process, ours, progress)
-        finally:
-            _end(process)
-            ours.close()
+            child.run(
+                _run,
+                {"job": asdict(job), "module": work.__module__, "function": work.__qualname__},
+                lambda share, words: progress.at(job.build, share, words),
+                where=job.build,
+                died="process-died",
+                remedy="look into the system's log; raise `limit` in nightly.yaml if it was still at work",
+                seconds=job.limit,
+                note=progress.note,
+                shown=True,
+            )
+        except Stopped:
+            raise
+        except QuantkitError as problem:
+            return Outcome.of(job, problem)
+    return Outcome(job, "done")
 
 
-_CONTEXT = multiprocessing.get_context("spawn")
-
-
-def _watched(job: Job, process: BaseProcess, messages: Connection, progress: Progress) -> Outcome:
-    """Pass on what it says until it ends."""
-    end = time.monotonic() + job.limit
-    problem: QuantkitError | None = None
-    while True:
-        left = end - time.monotonic()
-        if left <= 0:
-            value = f"not done after {job.limit:g} s"
-            remedy = "raise `limit` in nightly.yaml if it was still at work"
-            return Outcome.of(job, InputError("timeout", where=job.build, value=value, rule="the limit", remedy=remedy))
-        if messages not in multiprocessing.connection.wait([messages, process.sentinel], min(left, 60.0)):
-            if process.exitcode is None:
-                continue
-            break  # it has ended, and nothing is left to read
-        try:
-            kind, said = messages.recv()
-        except (EOFError, OSError):
-            process.join(_GRACE)
-            break
-        if kind == "at":
-            share, words = said
-            progress.at(job.build, share, words)
-        elif kind == "note":
-            progress.note(said)
-        elif kind == "stopped":
-            raise said
-        else:
-            problem = said
-    if problem is None and process.exitcode != 0:
-        problem = _died(job, process.exitcode)
-    return Outcome(job, "done") if problem is None else Outcome.of(job, problem)
-
-
-def _died(job: Job, code: int | None) -> InputError:
-    value = f"its process ended with exit code {code}"
-    if code is not None and code < 0:
-        with contextlib.suppress(ValueError):
-            value = f"its process was ended by {signal.Signals(-code).name}"
-    rule = "it ends by itself; SIGKILL is often too little memory"
-    return InputError("process-died", where=job.build, value=value, rule=rule, remedy="look into the system's log")
-
-
-def _end(process: BaseProcess) -> None:
-    """It and what it started."""
-    assert process.pid, "it was started"
-    if process.exitcode is None:
-        process.terminate()
-        process.join(_GRACE)
-    if process.exitcode is None:
-        process.kill()
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.join()
-
-
-def _child(job: Job, work: Work, messages: Connection) -> None:
-    """What the process does. It leads a group, so that what it starts ends with it."""
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
+def _run(data: Mapping[str, Any], caller: child.Caller) -> None:
+    """What the job's process does."""
     signal.signal(signal.SIGTERM, _interrupt)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    message = _done(job, work, messages)
-    # its last words are not broken off: whoever hears them ends it, as it does itself
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if message is not None:
-        messages.send(message)
-    messages.close()
+    job = Job(**{**data["job"], "cells": tuple(data["job"]["cells"])})
+    work: Work = getattr(import_module(data["module"]), data["function"])
+    said = 0.0
 
+    def report(share: float, words: str) -> None:
+        nonlocal said
+        if time.monotonic() - said >= _SELDOM:
+            said = time.monotonic()
+            caller.at(share, words)
 
-def _done(job: Job, work: Work, messages: Connection) -> tuple[str, QuantkitError] | None:
-    """Run it; what its process has to say at its end, if not all is well."""
     try:
-        work(job, _Told(messages))
-    except Stopped as problem:
-        return "stopped", problem
-    except KeyboardInterrupt:
-        return "stopped", Stopped("interrupted", where=job.build)
-    except QuantkitError as problem:
-        return "failed", problem
+        work(job, Overall(report, caller.note))
     except Exception as problem:
-        if is_out_of_memory(problem):
-            return "failed", out_of_memory(job.build, problem)
+        if isinstance(problem, QuantkitError) or is_out_of_memory(problem):
+            raise
         traceback.print_exc()
-        return "failed", _unexpected(job, problem)
-    return None
+        raise _unexpected(job, problem) from None
 
 
 def _unexpected(job: Job, problem: Exception) -> InputError:
@@ -226,43 +161,6 @@ def _unexpected(job: Job, problem: Exception) -> InputError:
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def _end_with_parent() -> None:
-    """A night that is killed leaves nothing running that would disturb the times of the next."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os.killpg(0, signal.SIGKILL)
-
-
-class _Told(Progress):
-    """Sends what it is told, and how far the whole job is by the expected seconds of its stages."""
-
-    def __init__(self, messages: Connection) -> None:
-        self._messages = messages
-        self._stages: dict[str, float] = {}
-        self._said = 0.0
-
-    def plan(self, stages: Mapping[str, float]) -> None:
-        self._stages = {**stages}
-
-    def at(self, stage: str, done: float, detail: str = "") -> None:
-        now = time.monotonic()
-        if now - self._said < 0.2:
-            return
-        self._said = now
-        names = list(self._stages)
-        before = sum(self._stages[name] for name in names[: names.index(stage)]) if stage in names else 0.0
-        share = (before + done * self._stages.get(stage, 0.0)) / max(sum(self._stages.values()), 1e-9)
-        self._send(("at", (min(share, 1.0), f"{stage} {detail}".rstrip())))
-
-    def note(self, line: str) -> None:
-        self._send(("note", line))
-
-    def _send(self, message: object) -> None:
-        with contextlib.suppress(OSError):  # nobody listens any more
-            self._messages.send(message)
 
 
 @contextmanager

@@ -18,25 +18,25 @@ from numpy.typing import NDArray
 from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
+from quantkit.measurement.timing.schedule import Step
 from quantkit.pipeline.finished.measure import config_of
 from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, is_network
 from quantkit.runtimes import load_runtime
-from quantkit.stats.abba import Step
 
 if TYPE_CHECKING:
-    from quantkit.measurement.timing.latency import Side
+    from quantkit.measurement.timing.shapes import Timeable
 
 TOKENS = 128
 
 
-def loaded(path: Path, runtime: str, batch: int, samples: Mapping[str, NDArray[Any]] | None) -> Step:
+def loaded(path: Path, runtime: str, batch: int, samples: Mapping[str, NDArray[Any]]) -> Step:
     """Load a bundle and prepare a step.
 
     Args:
         path: of the bundle.
         runtime: that runs it.
         batch: sequences or samples at once.
-        samples: of a graph, an array [n, ...] for each input.
+        samples: of a graph, an array [n, ...] for each input; else empty.
 
     Raises:
         InputError: the bundle's and the runtime's; `out-of-memory`; `not-timed`, where a step would say nothing.
@@ -55,8 +55,8 @@ def loaded(path: Path, runtime: str, batch: int, samples: Mapping[str, NDArray[A
     return step
 
 
-def _decode(side: Side, batch: int, context: int) -> Step:
-    return side.decode(batch, min(TOKENS, context - 1))
+def _decode(model: Timeable, batch: int, context: int) -> Step:
+    return model.decode(batch, min(TOKENS, context - 1))
 
 
 def _in_torch(bundle: Bundle, batch: int, *, decodes: bool) -> Step:
@@ -83,10 +83,10 @@ def _in_torch(bundle: Bundle, batch: int, *, decodes: bool) -> Step:
     return step
 
 
-def _graph(bundle: Bundle, runtime: str, batch: int, samples: Mapping[str, NDArray[Any]] | None) -> Step:
-    from quantkit.measurement.timing.graph import Passes
+def _graph(bundle: Bundle, runtime: str, batch: int, samples: Mapping[str, NDArray[Any]]) -> Step:
+    from quantkit.measurement.timing.speed import Passes
 
-    if is_network(bundle) or runtime != "onnxruntime" or samples is None:
+    if is_network(bundle) or runtime != "onnxruntime" or not samples:
         raise InputError(
             "not-timed",
             where=str(bundle.path),
@@ -94,4 +94,4 @@ def _graph(bundle: Bundle, runtime: str, batch: int, samples: Mapping[str, NDArr
             rule="graphs are timed in ONNX Runtime",
             remedy="name `runtimes: [onnxruntime]`",
         )
-    return Passes(str(file_of(bundle)), samples, machine.cores()).prefill(batch, 1)
+    return Passes(file_of(bundle), samples, machine.cores()).prefill(batch, 1)

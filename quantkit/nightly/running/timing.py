@@ -1,4 +1,4 @@
-"""A cell timed, in a process of its own: candidate, baseline and release in randomised ABBA blocks, round by round.
+"""A cell timed, in a process of its own: candidate, baseline and release in turns (`timing.schedule`), round by round.
 
 In each round all sides are loaded anew, in an order that is drawn: which was loaded first, and where a load lies in
 memory, makes a difference that lasts as long as the load does (`stats.slowdown`). Every step that counts is kept, with
@@ -9,11 +9,7 @@ candidate there is nothing. A step of less than a millisecond is run several tim
 from __future__ import annotations
 
 import gc
-import json
-import math
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,16 +19,14 @@ import numpy as np
 from quantkit.errors import InputError, QuantkitError
 from quantkit.measurement.timing import clocks
 from quantkit.measurement.timing.clocks import Between, Clocks
-from quantkit.measurement.timing.rounds import SHORTEST, repeated
+from quantkit.measurement.timing.schedule import Step, Turns, Visit, interleave, runs_of, warm
+from quantkit.measurement.timing.speed import samples_of
 from quantkit.nightly.config import Budget
 from quantkit.nightly.store.records import Side
 from quantkit.runtimes import child
-from quantkit.stats.abba import Step, interleave, timed
 from quantkit.stats.deciding.slowdown import BURST, SETTLE
 
 CANDIDATE: Side = "candidate"
-# of a side: two visits a block
-_VISIT = SETTLE + BURST
 _MOST = 1 << 20
 
 
@@ -103,20 +97,22 @@ def run(task: Task, progress: Callable[[float, str], None] | None = None) -> Fou
         InputError: what the candidate raises; `timing-failed` if the process dies.
     """
     remedy = "look into the system's log; a smaller batch takes less memory"
-    rows = child.lines(
-        __name__, [], json.dumps(asdict(task)), progress, remedy=remedy, code="timing-failed", where=_place(task)
-    )
+    rows = child.run(_time, asdict(task), progress, remedy=remedy, died="timing-failed", where=_place(task))
     found = Found()
-    for row in map(json.loads, rows):
+    for row in rows:
         if "unloadable" in row:
             found.unloadable[row["unloadable"]] = row["error"]
         else:
-            found.iterations += [
-                Iteration(**row["of"], **dict(zip(row["names"], each, strict=True))) for each in row["steps"]
-            ]
+            found.iterations += iterations(row)
     # what was left out later had company before
     found.iterations = [each for each in found.iterations if each.side not in found.unloadable]
     return found
+
+
+def iterations(row: Mapping[str, Any]) -> list[Iteration]:
+    """The steps of one round, as the child tells it."""
+    turns = Turns.read(row["turns"])
+    return [Iteration(side, row["round"], *step, **row["state"]) for side, *step in turns.steps()]  # type: ignore[arg-type]
 
 
 def measure(task: Task, load: Callable[[Side], Step], look: Callable[[], Clocks]) -> Iterator[dict[str, Any]]:
@@ -131,7 +127,7 @@ def measure(task: Task, load: Callable[[Side], Step], look: Callable[[], Clocks]
         QuantkitError: what loading the candidate raises.
     """
     generator = np.random.default_rng(task.seed)
-    sides, runs = list(task.sides), 0
+    sides, visit = list(task.sides), None
     for turn in range(task.rounds):
         steps: dict[Side, Step] = {}
         took = []
@@ -139,7 +135,7 @@ def measure(task: Task, load: Callable[[Side], Step], look: Callable[[], Clocks]
             side = sides[number]
             try:
                 step = load(side)
-                took.append(_warm(step))
+                took.append(warm(step))
                 steps[side] = step
             except Exception as problem:
                 if side == CANDIDATE:
@@ -147,52 +143,23 @@ def measure(task: Task, load: Callable[[Side], Step], look: Callable[[], Clocks]
                 yield {"unloadable": side, "error": _error(problem, task, side)}
         sides = [side for side in sides if side in steps]
         # a GPU's steps are timed by its own clock
-        runs = runs or (1 if task.gpu else math.ceil(SHORTEST / max(took)))
+        visit = visit or Visit(BURST, SETTLE, 1 if task.gpu else runs_of(max(took)))
+        blocks = (1, _MOST)
+        if task.blocks is not None:
+            done, after = (task.blocks * number // task.rounds for number in (turn, turn + 1))
+            blocks = (after - done, after - done)
         before = look()
-        log = _steps(task, turn, [(side, steps[side]) for side in sides], runs, generator)
+        turns = interleave(
+            {side: steps[side] for side in sides},
+            blocks=blocks,
+            seconds=(task.seconds or 0.0) / task.rounds,
+            generator=generator,
+            visit=visit,
+        )
         state = Between.of(before, look(), counted=not task.gpu)
-        names = ("side", "block", "position", "seconds", "began")
-        yield {"of": {"round": turn, **asdict(state)}, "names": names, "steps": log}
+        yield {"round": turn, "state": asdict(state), "turns": turns.as_dict()}
         steps.clear()
         gc.collect()
-
-
-def _warm(step: Step) -> float:
-    """About the seconds that it takes, after it has run twice: the first faults the pages in."""
-    step()
-    return max(timed(step, time.perf_counter), 1e-9)
-
-
-def _steps(
-    task: Task, turn: int, steps: Sequence[tuple[Side, Step]], runs: int, generator: np.random.Generator
-) -> list[tuple[Side, int, int, float, float]]:
-    """(side, block, position in it, seconds, when it began) of the steps of one round that count."""
-    log: list[tuple[Side, float, float]] = []
-
-    def logged(side: Side, step: Step) -> Step:
-        def run() -> float:
-            began = time.time()
-            seconds = timed(several, time.perf_counter)
-            log.append((side, seconds / runs, began))
-            return seconds
-
-        several = repeated(step, runs)
-        return run
-
-    blocks = 1, _MOST
-    if task.blocks is not None:
-        done, after = (task.blocks * number // task.rounds for number in (turn, turn + 1))
-        blocks = after - done, after - done
-    seconds = (task.seconds or 0.0) / task.rounds
-    visits = [logged(*each) for each in steps]
-    interleave(visits, blocks=blocks, seconds=seconds, generator=generator, burst=BURST, settle=SETTLE)
-    found, of_a_block = [], len(steps) * 2 * _VISIT
-    for number, (side, taken, began) in enumerate(log):
-        block, within = divmod(number, of_a_block)
-        visit, place = divmod(within, _VISIT)
-        if place >= SETTLE:
-            found.append((side, block, visit * BURST + place - SETTLE, taken, began))
-    return found
 
 
 def _error(problem: Exception, task: Task, side: Side) -> dict[str, str]:
@@ -206,25 +173,17 @@ def _place(task: Task) -> str:
     return f"{Path(task.sides[CANDIDATE]).name}, batch {task.batch}"
 
 
-def _answer() -> None:
+def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
     from quantkit.nightly.running.steps import loaded
 
-    task = Task(**json.load(sys.stdin))
-    samples = None
-    if task.samples is not None:
-        with np.load(task.samples, allow_pickle=False) as file:
-            samples = {name: file[name] for name in file.files}
+    task = Task(**data)
+    samples = samples_of(task.samples)
 
     def load(side: Side) -> Step:
         return loaded(Path(task.sides[side]), task.runtime, task.batch, samples)
 
     done = 0
-    for row in measure(task, load, lambda: clocks.of_gpu()[0] if task.gpu else clocks.of_cpu()):
-        print(f"row {json.dumps(row)}", flush=True)
-        done += "of" in row
-        print(f"at {done / task.rounds} round {done} of {task.rounds}", flush=True)
-
-
-def main(arguments: list[str]) -> None:
-    """The child: a task on stdin."""
-    child.answering(_answer)
+    for row in measure(task, load, lambda: clocks.of_gpu() if task.gpu else clocks.of_cpu()):
+        caller.row(row)
+        done += "turns" in row
+        caller.at(done / task.rounds, f"round {done} of {task.rounds}")

@@ -206,7 +206,7 @@ def _again(
         return {}
     progress.note("what was called faster or slower is timed once more")
     places = [(asked[i].name, asked[i].batch, asked[i].shape) for i in called.values()]
-    shapes = [shape for shape in timing.job.shapes if (shape.name, shape.batch, shape.shape) in places]
+    shapes = [shape for shape in timing.job.shapes if (shape.name, shape.batch, shape.sizes) in places]
     second, _ = times.of_run(timing.run(progress, shapes), margin)
     found = {}
     for each, decision in zip(second, decided(second), strict=True):

@@ -15,8 +15,9 @@ from quantkit.errors import InputError
 from quantkit.measurement.compared import Asked, How
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing import rounds
-from quantkit.measurement.timing.latency import SHORT
-from quantkit.measurement.timing.rounds import Job, Shape, Taken, shapes_of
+from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, Job, Taken
+from quantkit.measurement.timing.schedule import Visit
+from quantkit.measurement.timing.shapes import Shape
 from quantkit.pipeline import verdict
 from quantkit.pipeline.compare.sides import Side
 from quantkit.pipeline.finished.measure import with_changes
@@ -105,11 +106,11 @@ def prepare(
     plan = with_changes(verdict.quick(kind), batches, seconds)
     if not holds_graph(b.bundle):
         plan = verdict.fitting(plan, min(verdict.context_of(ours), verdict.context_of(theirs)), kind)
-        return Timing(Job(str(ours), str(theirs), shapes_of(plan), threads, plan.seconds)), []
+        return Timing(Job(str(ours), str(theirs), plan.shapes(), threads, plan.seconds)), []
     data = samples_of(b.bundle, calibration)
     sizes = [data.batch] if data.batch else list(plan.batches)
     notes = [f"the graph takes {data.batch} samples at a time, so it is timed at that"] if data.batch else []
-    shapes = [Shape("latency.prefill", size, 1) for size in sizes]
+    shapes = [Shape("prefill", size, 1) for size in sizes]
     ours, theirs = (file_of(side.bundle) for side in (b, a))
     return Timing(Job(str(ours), str(theirs), shapes, threads, plan.seconds), data.first(max(sizes))), notes
 
@@ -119,24 +120,25 @@ def of_run(taken: Sequence[Taken], margin: float) -> tuple[list[Asked], list[str
     device = machine.device().get("name")
     found, notes = [], []
     for each in taken:
-        if each.skipped:
+        if each.turns is None:
             notes.append(f"{each.shape.words}: not timed ({each.skipped})")
             continue
-        evidence = slowdown(each.candidate, each.baseline, rounds=each.rounds, margin=margin, where=each.shape.words)
+        ours, theirs = (each.turns.seconds[side] for side in (CANDIDATE, BASELINE))
+        evidence = slowdown(ours, theirs, rounds=each.turns.rounds, margin=margin, where=each.shape.words)
         found.append(
             Asked(
                 what="latency",
                 name=each.shape.name,
                 # of each block the fastest step, as the ratio has it
-                a=float(np.median(each.baseline.min(axis=(1, 2)))),
-                b=float(np.median(each.candidate.min(axis=(1, 2)))),
+                a=float(np.median(theirs.min(axis=(1, 2)))),
+                b=float(np.median(ours.min(axis=(1, 2)))),
                 unit="s",
                 how="interleaved",
                 evidence=evidence,
-                n=each.candidate.size,
+                n=ours.size,
                 runtime=verdict.RUNTIME,
                 batch=each.shape.batch,
-                shape=each.shape.shape,
+                shape=each.shape.sizes,
                 device=device,
             )
         )
@@ -207,8 +209,8 @@ def _ratio(row: Row, *, spread: bool) -> Measured:
     """How many times as fast as its baseline."""
     base = row.baseline
     assert base is not None and base.ratio is not None and base.ratio_ci95 is not None
-    # a block has two visits a side, of two steps each where they are short
-    steps = 4 if max(row.value or 0.0, base.value) < SHORT else 2
+    # a block has two visits a side
+    steps = 2 * Visit.fitting(max(row.value or 0.0, base.value)).burst
     degrees = max(1, min(_GROUPS, (row.n or 0) // steps) - 1)
     return Measured.ratio(
         base.ratio, base.ratio_ci95, spread=(row.aa_spread or 0.0) if spread else 0.0, degrees=degrees

@@ -24,7 +24,7 @@ from quantkit.errors import InputError, MissingDependency, QuantkitError
 from quantkit.export import load_exporter, reader
 from quantkit.measurement.rows import Row, read_rows
 from quantkit.measurement.size import folder_of, size_rows
-from quantkit.measurement.timing.latency import Plan
+from quantkit.measurement.timing.shapes import Plan
 from quantkit.pipeline import verdict as worth
 from quantkit.pipeline.finished import inspect_engine
 from quantkit.pipeline.gates import judge, still_unjudged

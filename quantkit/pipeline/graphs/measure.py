@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.measurement.rows import Data, Device, Row
+from quantkit.measurement.timing.shapes import Plan
 from quantkit.pipeline.progress import Progress
 
 if TYPE_CHECKING:
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
     from quantkit.calibrate.sets.inputs import Feed, InputSet
     from quantkit.graph.run import Runner
     from quantkit.graph.sites import Site
+    from quantkit.measurement.timing.speed import Part
 
 Array = NDArray[Any]
 RUNTIME = "onnxruntime"
 # samples of a pass that is timed, and how long a compile looks at them
-TIMED, SECONDS = (1, 32), 40.0
+QUICK = Plan(batches=(1, 32), seconds=40.0, rounds=4)
 # samples of one run that is scored
 _SCORED = 32
 
@@ -143,56 +145,28 @@ def agreement(
     return rows + outputs(others, {each: given[each] for each in others}, about=about, clusters=clusters)
 
 
-@dataclass(frozen=True)
-class Timed:
-    """One side of a timing.
-
-    Args:
-        file: the graph.
-        subject: identity for the rows.
-        format: of its weights.
-        bytes: of all its constants.
-    """
-
-    file: Path
-    subject: str
-    format: str
-    bytes: int
-
-
-def speed(
-    ours: Timed,
-    theirs: Timed,
-    samples: InputSet,
-    costs: Cost,
-    progress: Progress,
-    *,
-    batches: Sequence[int] = TIMED,
-    seconds: float = SECONDS,
-    rounds: int = 4,
-) -> list[Row]:
+def speed(ours: Part, theirs: Part, samples: InputSet, costs: Cost, progress: Progress, plan: Plan) -> list[Row]:
     """Both in turn, on real inputs; a graph of a fixed batch at that alone.
 
-    Raises:
-        InputError, MissingDependency: see `measure.speed_graph.run`.
-    """
-    from quantkit.measurement.timing.graph import Job, Side, run
+    Args:
+        ours, theirs: files of graphs.
+        samples: that are run.
+        costs: of one sample.
+        progress: told how far it is.
+        plan: its batches, seconds and rounds.
 
-    sizes = [samples.batch] if samples.batch else list(batches)
+    Raises:
+        InputError, MissingDependency: see `timing.speed.run`.
+    """
+    from quantkit.measurement.timing.speed import Job, Samples, run
+
+    sizes = [samples.batch] if samples.batch else list(plan.batches)
     if samples.batch:
         progress.note(f"the graph takes {samples.batch} samples at a time, so it is timed at batch {samples.batch}")
+    plan = Plan((), (), (1,), sizes, plan.seconds, cell_seconds=plan.seconds, rounds=plan.rounds)
     with tempfile.TemporaryDirectory(prefix="quantkit-speed-") as folder:
         file = Path(folder) / "samples.npz"
         np.savez(file, allow_pickle=False, **samples.first(max(sizes)))
-        job = Job(
-            ours=Side(str(ours.file), ours.subject, ours.format, float(ours.bytes)),
-            theirs=Side(str(theirs.file), theirs.subject, theirs.format, float(theirs.bytes)),
-            samples=str(file),
-            macs=float(sum(costs.macs.values())),
-            outputs=float(costs.outputs),
-            batches=sizes,
-            threads=machine.cores(),
-            seconds=seconds,
-            rounds=rounds,
-        )
+        graph = Samples(str(file), float(sum(costs.macs.values())), float(costs.outputs))
+        job = Job(ours, theirs, machine.cores(), plan, graph)
         return run(job, lambda share, words: progress.at("speed", share, words))

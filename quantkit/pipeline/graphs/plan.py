@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quantkit import machine
 from quantkit.pipeline.estimate import here
-from quantkit.pipeline.graphs.measure import SECONDS
+from quantkit.pipeline.graphs.measure import QUICK
 from quantkit.pipeline.graphs.prepared import Prepared
 from quantkit.pipeline.graphs.quantized import BATCH, SOLVING
 from quantkit.pipeline.request import runs_here
@@ -43,5 +43,5 @@ def spec(prepared: Prepared) -> GraphSpec:
         scored=len(prepared.scoring),
         fixed=activations is not None and not activations.dynamic,
         mixed=prepared.held is not None,
-        timed=SECONDS + _CEILINGS if request.speed and runs_here(request.target) else 0.0,
+        timed=QUICK.seconds + _CEILINGS if request.speed and runs_here(request.target) else 0.0,
     )

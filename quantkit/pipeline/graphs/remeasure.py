@@ -16,11 +16,11 @@ from quantkit.errors import InputError
 from quantkit.graph.open import is_graph
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import size_rows
-from quantkit.measurement.timing.latency import Plan
+from quantkit.measurement.timing.shapes import Plan
 from quantkit.model.source.alias import ALIASES, Alias, materialize
 from quantkit.pipeline import verdict
 from quantkit.pipeline.graphs.exported_module import REF, place
-from quantkit.pipeline.graphs.measure import Timed, cost, scored, speed
+from quantkit.pipeline.graphs.measure import cost, scored, speed
 from quantkit.pipeline.progress import Progress
 from quantkit.recipe import Recipe
 from quantkit.runtimes.tensorrt.file import FOLDER as ENGINE
@@ -132,7 +132,8 @@ def measure_graph(
     graph = open_graph(file)
     _demand_inputs(bundle, graph)
     data = _scoring(bundle, graph.inputs, calibration, alias)
-    progress.plan({"score": 10.0, **({"speed": (plan or verdict.quick("network")).seconds} if timed else {})})
+    plan = plan or verdict.quick("network")
+    progress.plan({"score": 10.0, **({"speed": plan.seconds} if timed else {})})
     path, subject = file_of(bundle), manifest.content_sha256
     folder = path.parent.name
     rows = scored(
@@ -152,17 +153,16 @@ def measure_graph(
         folder=folder,
     )
     if timed:
-        chosen = plan or verdict.quick("network")
+        from quantkit.measurement.timing.speed import Part
+
         size = sum(entry.bytes for entry in manifest.files if entry.path.startswith(f"{folder}/"))
         rows += speed(
-            Timed(path, subject, verdict.format_of(manifest.layers), size),
-            Timed(graph.path, graph.sha256, "float32", graph.bytes),
+            Part(str(path), subject, verdict.format_of(manifest.layers), size),
+            Part(str(graph.path), graph.sha256, "float32", graph.bytes),
             data,
             cost(graph.model, sites(graph.model), data.first(2)),
             progress,
-            batches=chosen.batches,
-            seconds=chosen.seconds,
-            rounds=chosen.rounds,
+            plan,
         )
     return rows, graph.sha256
 

@@ -33,7 +33,7 @@ from quantkit.measurement.size import size_rows
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.finished import engine
 from quantkit.pipeline.graphs.engine import wanted
-from quantkit.pipeline.graphs.measure import Timed, scored, speed
+from quantkit.pipeline.graphs.measure import QUICK, scored, speed
 from quantkit.pipeline.graphs.mixed import NAME, mix
 from quantkit.pipeline.graphs.network import Network
 from quantkit.pipeline.graphs.plan import estimate
@@ -198,12 +198,15 @@ class GraphWork:
             return [], []
         if not runs_here(request.target):
             return [], [decision("measure", NOTE, "speed", f"target {request.target.name} is another machine")]
+        from quantkit.measurement.timing.speed import Part
+
         self.stages.begin("speed")
         folder = self.file.parent
-        ours = Timed(folder / MODEL, subject, "int8", sum(path.stat().st_size for path in folder.iterdir()))
-        theirs = Timed(graph.path, graph.sha256, "float32", graph.bytes)
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        ours = Part(str(folder / MODEL), subject, "int8", size)
+        theirs = Part(str(graph.path), graph.sha256, "float32", graph.bytes)
         try:
-            return speed(ours, theirs, self.prepared.calib, self.prepared.cost, self.progress), []
+            return speed(ours, theirs, self.prepared.calib, self.prepared.cost, self.progress, QUICK), []
         except (InputError, MissingDependency) as problem:
             return [], [decision("measure", "speed-not-measured", "onnxruntime", problem.line())]
 

@@ -17,7 +17,7 @@ RUNTIME = "onnxruntime"
 
 @dataclass(frozen=True)
 class Processor:
-    """A CPU, as `tax_question.Timed` describes what is timed on.
+    """A CPU, that products are timed on.
 
     Args:
         target: whose figures stand beside the measured ones, and whose build settings are the usual ones.

@@ -19,7 +19,7 @@ _FROM_SM = 80
 
 @dataclass(frozen=True)
 class Graphics:
-    """A GPU, as `tax_question.Timed` describes what is timed on.
+    """A GPU, that products are timed on.
 
     Args:
         target: whose figures stand beside the measured ones.

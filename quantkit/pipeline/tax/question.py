@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 from quantkit import content
 from quantkit.bundle import Bundle
@@ -23,48 +22,8 @@ from quantkit.target import Target
 DEVICES = ("cpu", "cuda")
 
 
-class Timed(Protocol):
-    """What products are timed on: a processor (`tax_cpu`) or a GPU (`tax_cuda`)."""
-
-    @property
-    def target(self) -> Target:
-        """Whose figures stand beside the measured ones."""
-        ...
-
-    @property
-    def runtime(self) -> str:
-        """What runs the products."""
-        ...
-
-    @property
-    def baseline(self) -> str:
-        """The high-precision variant."""
-        ...
-
-    @property
-    def formats(self) -> Sequence[str]:
-        """Those that are timed if none is named."""
-        ...
-
-    def threads(self, asked: Sequence[int]) -> list[int]:
-        """One run each; 0 is a GPU."""
-        ...
-
-    def names(self) -> list[str]:
-        """Of all variants."""
-        ...
-
-    def usual(self, name: str, found: Shapes) -> str:
-        """The variant that a format alone means. Raises InputError for no format here."""
-        ...
-
-    def own(self, scheme: Mapping[str, Any], activations: Mapping[str, Any] | None) -> str:
-        """The variant that a bundle's scheme is."""
-        ...
-
-    def check(self, name: str, found: Shapes) -> None:
-        """Refuse a variant that cannot run here, or that does not fit a shape. Raises InputError."""
-        ...
+# what products are timed on
+On = Processor | Graphics
 
 
 @dataclass(frozen=True)
@@ -116,7 +75,7 @@ class Plan:
     """
 
     shapes: Shapes
-    on: Timed
+    on: On
     bundle: Bundle | None
     variants: Sequence[str]
     subject: str
@@ -164,14 +123,14 @@ def batch_range(text: str) -> list[int]:
     return sorted(set(found))
 
 
-def _timed_on(asked: Question) -> Timed:
+def _timed_on(asked: Question) -> On:
     """The device; without a word that of the target. Raises InputError."""
     device = asked.device
     if not device:
         device = "cuda" if asked.target and Target.load(asked.target).kind == "gpu" else "cpu"
     if device not in DEVICES:
         raise InputError("unknown-device", where="--device", value=device, remedy=did_you_mean(device, DEVICES))
-    found: Timed = Graphics.of(asked.target) if device == "cuda" else Processor.of(asked.target)
+    found: On = Graphics.of(asked.target) if device == "cuda" else Processor.of(asked.target)
     demand_runtime(asked.runtime, found.runtime, "GPU" if device == "cuda" else "CPU")
     return found
 
@@ -206,7 +165,7 @@ def _shapes(asked: Question) -> Shapes:
     return _of_folder(Path(asked.model).expanduser())
 
 
-def _of_bundle(bundle: Bundle, on: Timed) -> tuple[Shapes, str]:
+def _of_bundle(bundle: Bundle, on: On) -> tuple[Shapes, str]:
     """The quantized linears of a bundle, and the variant that its scheme is."""
     layers = bundle.manifest.layers
     if not layers:
@@ -244,7 +203,7 @@ def _of_folder(path: Path) -> Shapes:
     return shapes.from_config(config, name)
 
 
-def _variants(names: Iterable[str], found: Shapes, on: Timed) -> list[str]:
+def _variants(names: Iterable[str], found: Shapes, on: On) -> list[str]:
     """The variants that names, patterns and formats mean, each once, every one of them fit for every shape."""
     known = on.names()
     chosen: dict[str, None] = {}
@@ -268,7 +227,7 @@ def _variants(names: Iterable[str], found: Shapes, on: Timed) -> list[str]:
     return list(chosen)
 
 
-def _fits(name: str, found: Shapes, on: Timed) -> bool:
+def _fits(name: str, found: Shapes, on: On) -> bool:
     try:
         on.check(name, found)
     except InputError:

@@ -1,0 +1,140 @@
+"""Rows that follow from interleaved times, of whole steps and of single products alike: latency, tax, break-even."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quantkit.measurement.operators.tax import Array, win_flags, win_intervals, win_settings
+from quantkit.measurement.rows import Baseline, Operation, Row
+from quantkit.stats.abba import Comparison, Interval
+
+Fields = Mapping[str, Any]
+
+
+def latency_row(
+    name: str, found: Comparison, against: str | None, *, settings: Fields, flags: Sequence[str], common: Fields
+) -> Row:
+    """The median of a subject's steps.
+
+    Args:
+        name: of the row.
+        found: of the subject and its baseline.
+        against: the baseline; None where that is the subject itself.
+        settings: of the row; what has no field of its own is added: `baseline_p90`, `baseline_p99`, `p99_ratio` with
+            its interval `p99_ratio_low` and `p99_ratio_high`.
+        flags: of the row.
+        common: its other fields.
+    """
+    beside: dict[str, Any] = {}
+    if against is not None:
+        value = found.baseline["p50"]
+        beside["baseline"] = Baseline(subject=against, value=value, ratio=found.ratio, ratio_ci95=found.ratio_ci95)
+        low, high = found.p99_ratio_ci95
+        settings = {
+            **settings,
+            **{f"baseline_{q}": found.baseline[q] for q in ("p90", "p99")},
+            **{"p99_ratio": found.p99_ratio, "p99_ratio_low": low, "p99_ratio_high": high},
+        }
+    return Row(
+        name=name,
+        value=found.quantiles["p50"],
+        unit="s",
+        stat="median",
+        better="lower",
+        quantiles=found.quantiles,
+        ci95=found.ci95,
+        settings=dict(settings),
+        flags=list(flags),
+        **beside,
+        **common,
+    )
+
+
+def tax_row(
+    seconds: float,
+    ci95: Interval,
+    ratio: float,
+    against: str,
+    *,
+    op: Operation,
+    settings: Fields,
+    flags: Sequence[str] = (),
+    common: Fields,
+) -> Row:
+    """`tax.total`: what a step takes beyond its bound; without value, flagged `no-ceiling`, where that is not known.
+
+    Args:
+        seconds: that the subject takes.
+        ci95: of that.
+        ratio: how many times as fast as the baseline it is.
+        against: the baseline.
+        op: with the bounds, and the baseline's seconds.
+        settings, flags, common: of the row.
+    """
+    row: dict[str, Any] = {"name": "tax.total", "unit": "s", "stat": "median", "better": "lower", "op": op, **common}
+    bound, hp_bound, hp_s = op.bound_s, op.hp_bound_s, op.hp_s or seconds
+    if bound is None or hp_bound is None:
+        return Row(value=None, settings=dict(settings), flags=["no-ceiling", *flags], **row)
+    excess = seconds - bound
+    told = {"share_of_baseline": excess / hp_s, "promised": hp_bound / bound, "delivered": ratio}
+    signs = [*(["sum-only"] if op.raw_s is None else []), *(["negative-tax"] if excess < 0 else [])]
+    return Row(
+        value=excess,
+        ci95=(ci95[0] - bound, ci95[1] - bound),
+        # the baseline's own excess: its slack is no merit of the format
+        baseline=Baseline(subject=against, value=hp_s - hp_bound),
+        settings={**settings, **told},
+        flags=[*signs, *flags],
+        **row,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A ratio at one M, of a curve.
+
+    Args:
+        size: M.
+        ratio: how many times as fast the subject is.
+        low: lower end of its interval.
+        draws: [resamples] of it.
+        n: steps that it rests on.
+        aa_spread: what two measurements of one side differ by, as a share.
+    """
+
+    size: int
+    ratio: float
+    low: float
+    draws: Array
+    n: int
+    aa_spread: float
+
+
+def break_even_row(points: Sequence[Point], *, settings: Fields, flags: Sequence[str], common: Fields) -> Row:
+    """`tax.break_even`: the M at which the first win interval ends; flagged `not-measured` of no points.
+
+    Args:
+        points: M rising.
+        settings: of the row; every interval is added (`win_1_from`, `win_1_to`, with `_low` and `_high`; null where
+            the measured range cuts it off), and the range itself.
+        flags, common: of the row.
+    """
+    row: dict[str, Any] = {"name": "tax.break_even", "unit": "1", "better": "higher", **common}
+    if not points:
+        return Row(value=None, settings=dict(settings), flags=["not-measured", *flags], **row)
+    sizes, ratios, lows = ([getattr(each, name) for each in points] for name in ("size", "ratio", "low"))
+    wins = win_intervals(sizes, lows, ratios, np.stack([each.draws for each in points]))
+    first = wins[0] if wins else None
+    return Row(
+        value=first.end if first else None,
+        ci95=first.end_ci95 if first else None,
+        n=min(each.n for each in points),
+        aa_spread=max(each.aa_spread for each in points),
+        settings={**settings, **win_settings(wins, sizes)},
+        flags=[*win_flags(wins), *flags],
+        **row,
+    )

@@ -1,0 +1,208 @@
+"""The one schedule by which sides are timed, so that a noisy machine harms all of them alike.
+
+A block visits the sides in a random order and then in the reverse of it: A B B A or B A A B; of three A B C C B A, or
+another order of them. A drift that is linear over a block adds the same to all and leaves their ratios alone (ABBA
+counterbalancing). Blocks that follow each other are a round; between two rounds something else ran, or all sides were
+loaded anew. A visit times a side's step several times, after some that are not counted: caches and threads still belong
+to the side before it. What the times say is in `stats.abba` and `stats.deciding.slowdown`.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+# a step that returns a float says itself how many seconds it took, by the clock of its device
+Step = Callable[[], object]
+Clock = Callable[[], float]
+
+# a step shorter than this many seconds is timed twice a visit, after one that is not counted
+SHORT = 0.05
+# what takes less is run several times in a row, seconds
+SHORTEST = 1e-3
+_TIMES = ("seconds", "began")
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What is done each time that a side's turn comes.
+
+    Args:
+        burst: timed steps.
+        settle: steps before them that are not counted.
+        runs: how often a step is run in a row to be timed as one; its mean is kept.
+    """
+
+    burst: int = 1
+    settle: int = 0
+    runs: int = 1
+
+    @classmethod
+    def fitting(cls, longest: float, *, runs: int = 1) -> Visit:
+        """For steps of at most so many seconds."""
+        return cls(2, 1, runs) if longest < SHORT else cls(1, 0, runs)
+
+    def block(self, seconds: Sequence[float]) -> float:
+        """Seconds of a block whose sides' steps take so long."""
+        return max(2 * (self.burst + self.settle) * self.runs * sum(seconds), 1e-9)
+
+
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """What was timed, in the order in which it was taken.
+
+    Args:
+        seconds: side -> [blocks, 2, burst] of one step.
+        began: side -> the same: when each began, seconds since 1970.
+        order: of each block the sides as they were visited, and then in reverse.
+        rounds: blocks of each round.
+    """
+
+    seconds: Mapping[str, Array]
+    began: Mapping[str, Array]
+    order: Sequence[Sequence[str]]
+    rounds: tuple[int, ...]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Turns]) -> Turns:
+        """Rounds of the same sides, one after another."""
+        return cls(
+            {side: np.concatenate([part.seconds[side] for part in parts]) for side in parts[0].seconds},
+            {side: np.concatenate([part.began[side] for part in parts]) for side in parts[0].began},
+            [order for part in parts for order in part.order],
+            tuple(blocks for part in parts for blocks in part.rounds),
+        )
+
+    def of(self, *sides: str) -> Turns:
+        """The times of some sides alone."""
+        seconds, began = ({side: times[side] for side in sides} for times in (self.seconds, self.began))
+        return replace(self, seconds=seconds, began=began)
+
+    def steps(self) -> Iterator[tuple[str, int, int, float, float]]:
+        """(side, block, position in the block, seconds, when it began) of every step, in the order they were taken."""
+        for block, order in enumerate(self.order):
+            for place, side in enumerate([*order, *order[::-1]]):
+                visit, burst = int(place >= len(order)), self.seconds[side].shape[2]
+                for i in range(burst):
+                    taken, began = (float(times[side][block, visit, i]) for times in (self.seconds, self.began))
+                    yield side, block, place * burst + i, taken, began
+
+    def as_dict(self) -> dict[str, Any]:
+        """Of what JSON has."""
+        times = {name: {side: found.tolist() for side, found in getattr(self, name).items()} for name in _TIMES}
+        return {**times, "order": [*map(list, self.order)], "rounds": list(self.rounds)}
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Turns:
+        """The opposite of `as_dict`."""
+        seconds, began = ({side: np.asarray(found) for side, found in data[name].items()} for name in _TIMES)
+        return cls(seconds, began, data["order"], tuple(data["rounds"]))
+
+
+def interleave(
+    sides: Mapping[str, Step],
+    *,
+    blocks: tuple[int, int],
+    seconds: float,
+    generator: np.random.Generator,
+    visit: Visit | None = None,
+    clock: Clock = time.perf_counter,
+) -> Turns:
+    """One round: the fewest blocks that are asked for, then more while there is time.
+
+    Args:
+        sides: what to time, one or more.
+        blocks: the fewest and the most.
+        seconds: after which no further block begins.
+        generator: draws the order of each block.
+        visit: see there; None is one step.
+        clock: seconds, rising.
+    """
+    visit = visit or Visit()
+    steps = {side: _repeated(step, visit.runs) for side, step in sides.items()}
+    taken: dict[str, list[Any]] = {side: [] for side in sides}
+    began: dict[str, list[Any]] = {side: [] for side in sides}
+    orders: list[list[str]] = []
+    with undisturbed():
+        start = clock()
+        while len(orders) < blocks[0] or (len(orders) < blocks[1] and clock() - start < seconds):
+            orders.append([[*sides][number] for number in generator.permutation(len(sides))])
+            for side in sides:
+                taken[side].append([])
+                began[side].append([])
+            for side in (*orders[-1], *orders[-1][::-1]):
+                step = steps[side]
+                for _ in repeat(None, visit.settle):
+                    step()
+                begins, times = [], []
+                for _ in repeat(None, visit.burst):
+                    begins.append(time.time())
+                    times.append(timed(step, clock) / visit.runs)
+                began[side][-1].append(begins)
+                taken[side][-1].append(times)
+    arrays = [{side: np.array(found) for side, found in each.items()} for each in (taken, began)]
+    return Turns(arrays[0], arrays[1], orders, (len(orders),))
+
+
+def unnamed(steps: Sequence[Step], **how: Any) -> list[Array]:
+    """`interleave` of sides without names: the seconds of each, [blocks, 2, burst]."""
+    sides = {str(number): step for number, step in enumerate(steps)}
+    turns = interleave(sides, **how)
+    return [turns.seconds[side] for side in sides]
+
+
+def warm(step: Step, clock: Clock = time.perf_counter) -> float:
+    """About the seconds that a step takes, after it has run once: that faults the pages in."""
+    step()
+    return max(timed(step, clock), 1e-9)
+
+
+def runs_of(longest: float) -> int:
+    """How often steps of at most so many seconds are run to be timed as one."""
+    return math.ceil(SHORTEST / longest)
+
+
+def timed(step: Step, clock: Clock) -> float:
+    """Seconds of one step: what it says itself, as a float, or what passed on the clock."""
+    begin = clock()
+    found = step()
+    return found if isinstance(found, float) else clock() - begin
+
+
+def _repeated(step: Step, runs: int) -> Step:
+    """A step that is so many of them, one after another."""
+    if runs == 1:
+        return step
+
+    def several() -> None:
+        for _ in repeat(None, runs):
+            step()
+
+    return several
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Python's garbage collector may stop one side's step for long; as with `timeit`, it waits.
+
+    Collecting first may take a tenth of a second: within another one of these, it is left out.
+    """
+    was = gc.isenabled()
+    if was:
+        gc.collect()
+        gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
