@@ -118,8 +118,7 @@ def _nearest(block: Block, name: str) -> QuantTensor:
 
     scheme, weight = block.scheme(name), block.weight(name)
     scale, zero = ranges.searched(weight, scheme)
-    tensor: QuantTensor = load_grid(scheme.format).nearest(weight, scale, zero, scheme)
-    return tensor
+    return load_grid(scheme.format).nearest(weight, scale, zero, scheme)
 
 
 def _put(block: Block, learned: dict[str, LearnedRounding]) -> None:

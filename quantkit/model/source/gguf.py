@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import InputError, MissingDependency
 from quantkit.model.source.gguf_tokenizer import tokenizer_config, tokenizer_json
 from quantkit.model.source.hashes import file_sha256
-from quantkit.model.source.weights import Header, write_atomic, write_safetensors
+from quantkit.model.source.weights import Header, write_json, write_safetensors
 
 if TYPE_CHECKING:
     import torch
@@ -177,7 +177,7 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
         "tokenizer_config.json": tokenizer_config(meta, config["max_position_embeddings"]),
         "tokenizer.json": json.loads(tokenizer_json(meta, where)),
     }.items():
-        files[name] = _write_json(folder / name, content)
+        files[name] = write_json(folder / name, content)
     elements = Counter[str]()
     for tensor in tensors.values():
         elements[tensor.tensor_type.name] += int(tensor.n_elements)
@@ -189,7 +189,7 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
         "elements": dict(elements),
         "files": files,
     }
-    _write_json(folder / PROVENANCE, provenance)
+    write_json(folder / PROVENANCE, provenance)
 
 
 def _stored(meta: dict[str, Any], elements: Counter[str]) -> str:
@@ -292,7 +292,3 @@ def _short(value: float) -> float:
     import numpy as np
 
     return float(str(np.float32(value)))
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> str:
-    return write_atomic(path, [(json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()])
