@@ -37,7 +37,7 @@ def write(layout: str, fields: dict[str, Any], folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from quantkit.export import load_exporter
+    from quantkit.exporters import load_exporter
     from quantkit.formats import load_format
     from quantkit.model import finished
     from quantkit.model.finished import Finished

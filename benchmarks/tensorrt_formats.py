@@ -2,9 +2,9 @@
 
     python benchmarks/tensorrt_formats.py
 
-A Llama of one layer (128 wide, two heads of 64) in every form that `quantkit/export/tensorrt/network/weights.py` writes
-is checked in ONNX Runtime (or onnx's reference evaluator) and built for every GPU that the library lists. The cells
-`tensorrt_rtx` of `export/*.yaml` rest on what is recorded here. No GPU is needed; nothing is timed.
+A Llama of one layer (128 wide, two heads of 64) in every form that `quantkit/exporters/tensorrt/network/weights.py`
+writes is checked in ONNX Runtime (or onnx's reference evaluator) and built for every GPU that the library lists. The
+cells `tensorrt_rtx` of `export/*.yaml` rest on what is recorded here. No GPU is needed; nothing is timed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from harness.record import record, show
 
 from quantkit.errors import InputError
-from quantkit.export.tensorrt import engine as _engine
-from quantkit.export.tensorrt.exporter import TensorrtOptions
-from quantkit.export.tensorrt.network import check as check_network
-from quantkit.export.tensorrt.network.folder import NETWORK, write_network
-from quantkit.export.tensorrt.profiles import inputs_of, shapes
-from quantkit.export.values import Values
+from quantkit.exporters.tensorrt import engine as _engine
+from quantkit.exporters.tensorrt.exporter import TensorrtOptions
+from quantkit.exporters.tensorrt.network import check as check_network
+from quantkit.exporters.tensorrt.network.folder import NETWORK, write_network
+from quantkit.exporters.tensorrt.profiles import inputs_of, shapes
+from quantkit.exporters.values import Values
 from quantkit.formats import load_format
 from quantkit.formats.base.activation import InputScale
 from quantkit.model.run_time import RunTime

@@ -24,10 +24,10 @@ import torch
 from harness.record import record, show, verdicts
 
 from quantkit import machine
-from quantkit.export.onnx.dialect import Dialect
-from quantkit.export.onnx.nbits import Input, Linear, Weights
-from quantkit.export.onnx.single_op import EXACT_SUMS
-from quantkit.export.trace.transformer import DOMAIN, Traced
+from quantkit.exporters.onnx.dialect import Dialect
+from quantkit.exporters.onnx.nbits import Input, Linear, Weights
+from quantkit.exporters.onnx.single_op import EXACT_SUMS
+from quantkit.exporters.trace.transformer import DOMAIN, Traced
 from quantkit.formats.base import activation
 from quantkit.measurement.timing.schedule import Visit, unnamed
 from quantkit.scheme import ActivationScheme, WeightScheme

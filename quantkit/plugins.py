@@ -27,7 +27,7 @@ from quantkit.errors import unknown_name
 _WORDS = {
     "passes": ("PASS", "pass"),
     "formats": ("FORMAT", "format"),
-    "export": ("EXPORT", "exporter"),
+    "exporters": ("EXPORT", "exporter"),
     "runtimes": ("RUNTIME", "runtime"),
     "model.layouts": ("LAYOUT", "layout"),
 }
@@ -163,7 +163,7 @@ Stores = Literal["tensors", "graph", "engine"]
 
 
 class ExporterFacts(Protocol):
-    """What an exporter declares; `quantkit.export.Exporter` says what each of these means."""
+    """What an exporter declares; `quantkit.exporters.Exporter` says what each of these means."""
 
     name: str
     runtimes: tuple[str, ...]
@@ -175,7 +175,7 @@ class ExporterFacts(Protocol):
 
 FORMATS: Kind[FormatFacts] = Kind("formats")
 PASSES: Kind[PassFacts] = Kind("passes")
-EXPORTERS: Kind[ExporterFacts] = Kind("export")
+EXPORTERS: Kind[ExporterFacts] = Kind("exporters")
 RUNTIMES: Kind[Named] = Kind("runtimes")
 LAYOUTS: Kind[Named] = Kind("model.layouts")
 KINDS = (PASSES, FORMATS, EXPORTERS, RUNTIMES, LAYOUTS)

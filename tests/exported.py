@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.bundle import Check
-from quantkit.export.checkpoint.exporter import EXPORT
+from quantkit.exporters.checkpoint.exporter import EXPORT
 from quantkit.formats import QuantTensor, load_format
 from quantkit.model import finished
 from quantkit.model.finished import Finished

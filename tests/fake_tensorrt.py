@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.export.tensorrt.network.check import Running
-from quantkit.export.tensorrt.profiles import Shapes, inputs_of, shapes
+from quantkit.exporters.tensorrt.network.check import Running
+from quantkit.exporters.tensorrt.profiles import Shapes, inputs_of, shapes
 from quantkit.runtimes.tensorrt.library import Library, Name
 from quantkit.target import Profile
 

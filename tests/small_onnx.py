@@ -23,7 +23,7 @@ import zoo
 from torch import Tensor, nn
 
 from quantkit.bundle import Bundle, Check, Decision, Manifest, ModelEntry, SourceEntry, content_sha256, inventory
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.activation import InputScale
 from quantkit.model import finished
@@ -141,7 +141,7 @@ def _first(trace: Callable[..., Any], *arguments: Any, **how: Any) -> Any:
 @contextmanager
 def traced_once(name: str, changes: Mapping[str, Any]) -> Iterator[None]:
     """The exporter gets a copy of what was traced before, by whichever worker."""
-    from quantkit.export.trace.transformer import trace
+    from quantkit.exporters.trace.transformer import trace
 
     key = (name, *sorted(changes.items()))
     folder = Path(os.environ["QUANTKIT_TESTS_SHARED"])
@@ -154,7 +154,7 @@ def traced_once(name: str, changes: Mapping[str, Any]) -> Iterator[None]:
                 write_atomic(path, [_written(_first(trace, skeleton, kind, **how))])
             return _read(path.read_bytes())
 
-        patch.setattr("quantkit.export.trace.transformer.trace", once)
+        patch.setattr("quantkit.exporters.trace.transformer.trace", once)
         yield
 
 

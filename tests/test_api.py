@@ -26,7 +26,6 @@ def test_the_page_has_every_public_name() -> None:
 @pytest.mark.parametrize("name", ["compile", "load", "measure", "compare", "plan", "tune", "export"])
 def test_a_verb_is_a_function_whatever_was_imported(name: str) -> None:
     import quantkit.exporters
-
     import quantkit.measurement
     import quantkit.planning
     import quantkit.tuning

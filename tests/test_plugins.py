@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 import quantkit
 from quantkit import plugins
 from quantkit.errors import InputError
-from quantkit.export import Exporter, load_exporter
+from quantkit.exporters import Exporter, load_exporter
 from quantkit.formats import Format, load_format
 from quantkit.formats.base.grid import GridFormat
 from quantkit.model.layouts import Layout, load_layout
@@ -26,7 +26,7 @@ EVERY = [(kind, name) for kind in plugins.KINDS for name in kind.names()]
 LOADERS = {
     "passes": (load_pass, Pass),
     "formats": (load_format, Format),
-    "export": (load_exporter, Exporter),
+    "exporters": (load_exporter, Exporter),
     "runtimes": (load_runtime, Runtime),
     "model.layouts": (load_layout, Layout),
 }

@@ -18,7 +18,7 @@ from quantkit import content, machine
 from quantkit._version import __version__
 from quantkit.bundle.disk import alone, fsync_tree, is_disk_full
 from quantkit.errors import InputError, Stopped
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.pipeline.refusals import demand
 from quantkit.report.kit import words
 
@@ -108,7 +108,7 @@ def _width(dtype: str) -> int:
 
 def _files() -> list[Path]:
     """The exporter's own code, as far as it shapes a float graph."""
-    folder = Path(__file__).parent.parent / "export"
+    folder = Path(__file__).parent.parent / "exporters"
     names = (
         "onnx/exporter",
         "trace/transformer",

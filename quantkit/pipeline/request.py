@@ -11,7 +11,7 @@ from pathlib import Path
 
 from quantkit import content, machine
 from quantkit.errors import InputError
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.graph.open import is_graph
 from quantkit.kinds import Kind
 from quantkit.model.source.alias import ALIASES

@@ -22,7 +22,7 @@ ORDER: tuple[State, ...] = ("native", "emulated", "absent")
 
 
 class _Exporter(plugins.ExporterFacts, Protocol):
-    """What a plan asks of an exporter; see `quantkit.export.Exporter`."""
+    """What a plan asks of an exporter; see `quantkit.exporters.Exporter`."""
 
     def holds(
         self,
@@ -36,7 +36,7 @@ class _Exporter(plugins.ExporterFacts, Protocol):
     def caveat(self, options: Mapping[str, Any], runtime: str) -> str: ...
 
 
-_EXPORTERS: plugins.Kind[_Exporter] = plugins.Kind("export")
+_EXPORTERS: plugins.Kind[_Exporter] = plugins.Kind("exporters")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import yaml
 
 from quantkit import content, plugins
 from quantkit.errors import InputError, unknown_name
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.formats import load_format
 from quantkit.passes import load_pass
 from quantkit.planning.model import configs, shipped

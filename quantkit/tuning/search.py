@@ -19,7 +19,7 @@ from quantkit import machine
 from quantkit._version import __version__
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
-from quantkit.export import reader
+from quantkit.exporters import reader
 from quantkit.formats import stored_bits
 from quantkit.passes import decision
 from quantkit.pipeline.progress import Progress

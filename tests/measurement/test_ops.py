@@ -156,7 +156,7 @@ def test_copies_are_three_times_the_cache() -> None:
 
 
 def test_onnx_runtime_times_what_is_right_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quantkit.export.onnx import single_op as single
+    from quantkit.exporters.onnx import single_op as single
     from quantkit.measurement.operators.onnxruntime import OnnxRuntimeBench
 
     bench = OnnxRuntimeBench(threads=1, cache=40_000)

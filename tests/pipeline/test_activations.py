@@ -15,8 +15,8 @@ from conftest import recipe  # type: ignore[import-not-found]
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.export.checkpoint.exporter import EXPORT
-from quantkit.export.values import Values
+from quantkit.exporters.checkpoint.exporter import EXPORT
+from quantkit.exporters.values import Values
 from quantkit.model.streaming.stream import Head
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.compile import Compiled

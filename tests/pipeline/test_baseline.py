@@ -88,7 +88,7 @@ def test_the_code_that_is_hashed_is_all_of_the_exporter_s() -> None:
     """A module that the exporter imports and the hash does not know would leave old graphs in the cache."""
     import ast
 
-    folder = Path(baseline.__file__).parent.parent / "export"
+    folder = Path(baseline.__file__).parent.parent / "exporters"
     seen, todo = set(), ["onnx"]
     while todo:
         name = todo.pop()
@@ -96,7 +96,7 @@ def test_the_code_that_is_hashed_is_all_of_the_exporter_s() -> None:
             continue
         seen.add(name)
         for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("quantkit.export"):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("quantkit.exporters"):
                 todo += [str(node.module).rpartition(".")[2], *(alias.name for alias in node.names)]
     # what checks, refuses, quantizes, reads packed codes, copies files or configures another library changes no float
     # graph

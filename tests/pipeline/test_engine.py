@@ -13,7 +13,7 @@ import small_onnx
 from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.pipeline.finished import engine
 from quantkit.pipeline.finished.export import export_bundle
 from quantkit.runtimes.tensorrt.file import verified

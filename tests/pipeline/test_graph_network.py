@@ -14,8 +14,8 @@ from small_graph import Small
 
 import quantkit
 from quantkit.errors import GateError, InputError
-from quantkit.export.tensorrt.network import check_graph
-from quantkit.export.tensorrt.network import graph as _graph_network
+from quantkit.exporters.tensorrt.network import check_graph
+from quantkit.exporters.tensorrt.network import graph as _graph_network
 from quantkit.graph.open import open_graph
 from quantkit.graph.run import Runner
 from quantkit.pipeline.finished.measure import measure_bundle

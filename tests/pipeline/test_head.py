@@ -10,7 +10,7 @@ import torch
 import zoo
 
 from quantkit.errors import InputError
-from quantkit.export.values import Values
+from quantkit.exporters.values import Values
 from quantkit.formats import load_format
 from quantkit.model import finished
 from quantkit.model.finished import Finished
@@ -143,7 +143,7 @@ def test_an_encoder_has_no_head(tmp_path: Path) -> None:
 
 
 def test_a_tied_head_and_a_checkpoint_are_refused_before_any_work(tmp_path: Path) -> None:
-    from quantkit.export.checkpoint.exporter import EXPORT
+    from quantkit.exporters.checkpoint.exporter import EXPORT
 
     zoo.tiny("llama-tied").save_pretrained(tmp_path / "model")  # type: ignore[operator]
     _, layers = laid(tmp_path / "model", overrides=[])

@@ -12,7 +12,7 @@ from fake_tensorrt import GPU
 
 from quantkit.bundle import Bundle, LayerEntry
 from quantkit.errors import GateError
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.measurement.engine_layers import stored
 from quantkit.pipeline.finished import inspect_engine
 from quantkit.pipeline.finished.measure import _with_engine

@@ -13,7 +13,7 @@ import small_onnx
 from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.measurement.accuracy import layerwise
 from quantkit.pipeline.finished.layerwise import compare_layers, fed
 from quantkit.report.bundle.layers import layers as shown

@@ -14,7 +14,7 @@ import zoo
 
 from quantkit import content
 from quantkit.errors import InputError
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.planning.model import configs
 from quantkit.planning.model.storage import Storage, storage
 from quantkit.recipe import Recipe
@@ -176,7 +176,7 @@ def test_a_tied_head_in_a_graph_is_a_table_or_codes_of_its_own() -> None:
 
 
 def test_blocks_of_matmulnbits_are_those_of_the_exporter() -> None:
-    from quantkit.export.onnx.nbits import block_size
+    from quantkit.exporters.onnx.nbits import block_size
     from quantkit.planning.model.stored import _block
 
     for group in (16, 32, 48, 64, 96, 128, 256, 512):

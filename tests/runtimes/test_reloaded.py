@@ -11,7 +11,7 @@ import zoo
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.formats import load_format
 from quantkit.model import finished
 from quantkit.model.finished import Finished

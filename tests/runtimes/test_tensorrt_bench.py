@@ -14,7 +14,7 @@ import pytest
 import small_onnx
 from fake_tensorrt import GPU
 
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.measurement.cuda.device import Device
 from quantkit.measurement.rows import Row
 from quantkit.runtimes.tensorrt.runtime import Tensorrt

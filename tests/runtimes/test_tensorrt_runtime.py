@@ -19,7 +19,7 @@ from small_onnx import LAYERS, TEXT, Small, expected, export, relative
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.runtimes.tensorrt.decode import Loaded
 from quantkit.runtimes.tensorrt.library import Library
 from quantkit.runtimes.tensorrt.runtime import Tensorrt

@@ -16,8 +16,8 @@ from fake_tensorrt import GPU
 from quantkit import machine
 from quantkit.bundle import inventory
 from quantkit.errors import InputError
-from quantkit.export import load_exporter
-from quantkit.export.tensorrt.network import pairs
+from quantkit.exporters import load_exporter
+from quantkit.exporters.tensorrt.network import pairs
 from quantkit.runtimes.tensorrt.runtime import Tensorrt
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import Profile

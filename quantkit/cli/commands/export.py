@@ -54,7 +54,7 @@ def _autotuned(bundle: Bundle, to: str, changes: Sequence[str], inputs: Path | N
     from rich.text import Text
 
     from quantkit.errors import InputError
-    from quantkit.export import load_exporter
+    from quantkit.exporters import load_exporter
     from quantkit.pipeline.finished.export import engine_options
     from quantkit.tuning.placement.engine import autotune
 

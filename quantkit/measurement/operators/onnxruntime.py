@@ -19,8 +19,8 @@ import numpy as np
 
 from quantkit import machine
 from quantkit.errors import InputError
-from quantkit.export.onnx import single_op as single
-from quantkit.export.onnx.single_op import Product, Variant
+from quantkit.exporters.onnx import single_op as single
+from quantkit.exporters.onnx.single_op import Product, Variant
 from quantkit.measurement.operators.ceilings import last_level_cache
 from quantkit.measurement.operators.products import Runnable, copies
 from quantkit.measurement.operators.tax import Cost

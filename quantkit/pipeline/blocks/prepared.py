@@ -14,7 +14,7 @@ from quantkit import machine
 from quantkit._version import __version__
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.kinds import one
 from quantkit.passes import NOTE, decision, load_pass
 from quantkit.pipeline.blocks import tokens

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Build
 from quantkit.errors import InputError
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.prepared import Prepared
 from quantkit.pipeline.progress import Progress
@@ -104,7 +104,7 @@ def results(prepared: Prepared, build: Build) -> Finished:
 
 def _finished(prepared: Prepared, build: Build) -> Callable[[int], nn.Module]:
     """Blocks by their numbers, as they were committed; nothing is opened before the first is asked for."""
-    from quantkit.export.values import Values
+    from quantkit.exporters.values import Values
 
     @functools.cache
     def running() -> StreamedModel:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.bundle import Build, Check, Decision, FileEntry, LayerEntry
-from quantkit.export import reader
+from quantkit.exporters import reader
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of, size_rows
 from quantkit.passes import NOTE, decision
@@ -160,7 +160,7 @@ def _score_long(
 
 def _dense(prepared: Prepared, build: Build) -> StreamedModel:
     """The model with the values that its codes stand for, inputs quantized, where no checkpoint holds it."""
-    from quantkit.export.values import Values
+    from quantkit.exporters.values import Values
 
     return Values.of_results(prepared.source, prepared.stream, results(prepared, build)).running()
 

@@ -22,7 +22,7 @@ from quantkit.bundle import (
     SourceEntry,
     WeightsEntry,
 )
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
 from quantkit.passes import NOTE, decision
@@ -265,7 +265,7 @@ class BlocksWork:
 
 def _about_reload(checks: Sequence[Check]) -> list[Decision]:
     """That what was written was not run, where it cannot be in the memory that there is."""
-    from quantkit.export.checkpoint.reload import APART
+    from quantkit.exporters.checkpoint.reload import APART
 
     if not any(check.name == APART for check in checks):
         return []

@@ -17,7 +17,7 @@ from typing import Any
 from quantkit import machine
 from quantkit.bundle import Bundle, Decision
 from quantkit.errors import InputError
-from quantkit.export.tensorrt import timings
+from quantkit.exporters.tensorrt import timings
 from quantkit.measurement.engine_layers import SUFFIX
 from quantkit.measurement.size import folder_of
 from quantkit.passes import NOTE, decision

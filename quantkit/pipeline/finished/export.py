@@ -14,8 +14,8 @@ from quantkit import plugins
 from quantkit.bundle import Bundle, Check, Decision
 from quantkit.content import parse_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
-from quantkit.export import load_exporter
-from quantkit.export.layer_spec import Asked
+from quantkit.exporters import load_exporter
+from quantkit.exporters.layer_spec import Asked
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
 from quantkit.pipeline import verdict

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.bundle import Decision, LayerEntry
-from quantkit.export import reader
-from quantkit.export.tensorrt import tactics
+from quantkit.exporters import reader
+from quantkit.exporters.tensorrt import tactics
 from quantkit.measurement.engine_layers import FALLBACK, NAME, SUFFIX, Inspected, inspected
 from quantkit.recipe import ExportStep
 from quantkit.runtimes import load_runtime

@@ -21,7 +21,7 @@ from quantkit import machine, plugins
 from quantkit.bundle import Bundle, Check, Decision, Manifest
 from quantkit.bundle.manifest import MANIFEST, MEASUREMENTS
 from quantkit.errors import InputError, MissingDependency, QuantkitError
-from quantkit.export import load_exporter, reader
+from quantkit.exporters import load_exporter, reader
 from quantkit.measurement.rows import Row, read_rows
 from quantkit.measurement.size import folder_of, size_rows
 from quantkit.measurement.timing.shapes import Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quantkit.bundle import Bundle, Check
 from quantkit.errors import MissingDependency
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.pipeline.graphs.remeasure import holds_graph, reload_graph
 
 

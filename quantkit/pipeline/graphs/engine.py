@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
-from quantkit.export import load_exporter
-from quantkit.export.layer_spec import Asked
-from quantkit.export.tensorrt import EXPORT as TENSORRT
+from quantkit.exporters import load_exporter
+from quantkit.exporters.layer_spec import Asked
+from quantkit.exporters.tensorrt import EXPORT as TENSORRT
 from quantkit.passes import decision
 from quantkit.recipe import ExportStep, Recipe
 
@@ -109,7 +109,7 @@ def _why_kept(site: Site, recipe: Recipe) -> str:
 
 def _demand_known(graph: FloatGraph, step: ExportStep) -> None:
     """Refuse operators that no engine can be made of, and free sizes that no profile speaks of."""
-    from quantkit.export.tensorrt.parser_errors import Refused, refusal
+    from quantkit.exporters.tensorrt.parser_errors import Refused, refusal
 
     nodes = list(graph.model.graph.all_nodes())
     own = {node.op_type for node in nodes if node.domain in _ONNX}

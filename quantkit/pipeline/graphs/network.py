@@ -10,7 +10,7 @@ import numpy as np
 
 from quantkit._version import __version__
 from quantkit.bundle import Check, Decision, LayerEntry
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.formats import load_format
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.graphs.engine import EXPORT, wanted
@@ -23,7 +23,7 @@ from quantkit.runtimes import load_runtime
 from quantkit.runtimes.tensorrt.file import DATA, FOLDER, NETWORK
 
 if TYPE_CHECKING:
-    from quantkit.export.tensorrt.network.graph import Product
+    from quantkit.exporters.tensorrt.network.graph import Product
     from quantkit.formats import QuantTensor
     from quantkit.graph.run import Runner
 
@@ -66,8 +66,8 @@ class Network:
         """Write the network, its weights beside it."""
         import onnx_ir as ir
 
-        from quantkit.export.tensorrt.network.folder import EXTERNAL
-        from quantkit.export.tensorrt.network.graph import network
+        from quantkit.exporters.tensorrt.network.folder import EXTERNAL
+        from quantkit.exporters.tensorrt.network.graph import network
 
         made = network(self.prepared.graph.model, self.products, self.pairs, self.format)
         made.producer_name, made.producer_version = "quantkit", __version__
@@ -75,7 +75,7 @@ class Network:
 
     def checks(self, path: Path) -> list[Check]:
         """The network's numbers, in ONNX Runtime. Raises GateError."""
-        from quantkit.export.tensorrt.network.check_graph import check
+        from quantkit.exporters.tensorrt.network.check_graph import check
 
         feed = self.prepared.calib.first(BATCH)
         found = check(path, self.prepared.graph.model, self.products, self.pairs, self.format, feed)
@@ -106,7 +106,7 @@ class Network:
 
     def layers(self) -> list[LayerEntry]:
         """What the manifest says of each quantized product."""
-        from quantkit.export.tensorrt.network.check_graph import dense
+        from quantkit.exporters.tensorrt.network.check_graph import dense
 
         found = []
         for name, product in self.products.items():
@@ -218,7 +218,7 @@ class Network:
         return QuantTensor(torch.from_numpy(codes.codes), torch.from_numpy(codes.scale[:, None]), None, self.weights)
 
     def _products(self, tensors: Mapping[str, QuantTensor], codes: Mapping[str, Any]) -> dict[str, Product]:
-        from quantkit.export.tensorrt.network.graph import Product
+        from quantkit.exporters.tensorrt.network.graph import Product
         from quantkit.graph.pairs.qdq import bias_of
 
         return {

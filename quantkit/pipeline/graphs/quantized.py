@@ -164,7 +164,7 @@ class Quantized:
             codes: of the integers.
             names: of all the products that will be, whose pairs are there already; None: those of the codes.
         """
-        from quantkit.export.onnx import dynamic as _dynamic
+        from quantkit.exporters.onnx import dynamic as _dynamic
         from quantkit.graph.pairs import qdq
 
         model = self.prepared.graph.model
@@ -258,7 +258,7 @@ class Quantized:
 
     def layers(self) -> list[LayerEntry]:
         """What the manifest says of each quantized product."""
-        from quantkit.export.onnx.dynamic import activations_of
+        from quantkit.exporters.onnx.dynamic import activations_of
 
         found = []
         for name, codes in self.codes.items():

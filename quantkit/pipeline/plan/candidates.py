@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quantkit import content, plugins
 from quantkit.errors import InputError, unknown_name
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.kinds import Kind
 from quantkit.planning.nearest import shipped
 from quantkit.planning.readers import stored_formats

@@ -12,7 +12,7 @@ from typing import cast
 
 from quantkit import machine
 from quantkit.errors import InputError
-from quantkit.export import load_exporter
+from quantkit.exporters import load_exporter
 from quantkit.pipeline.estimate import unopened
 from quantkit.pipeline.plan.candidates import Chosen, choose, float_of, labels
 from quantkit.pipeline.request import runs_here, this_machine

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
-from quantkit.export.carried import carried
+from quantkit.exporters.carried import carried
 from quantkit.recipe import Override, Recipe
 
 if TYPE_CHECKING:

@@ -57,13 +57,13 @@ class Processor:
 
     def names(self) -> list[str]:
         """Of all variants."""
-        from quantkit.export.onnx import single_op as single
+        from quantkit.exporters.onnx import single_op as single
 
         return single.names()
 
     def usual(self, name: str, found: Shapes) -> str:
         """What quantkit exports of a format, in a group that fits the shapes. Raises InputError for no format here."""
-        from quantkit.export.onnx import single_op as single
+        from quantkit.exporters.onnx import single_op as single
 
         build = self._build()
         usual = single.usual(name, block=_group(found, int(build.get("block", 128))), level=self._level())
@@ -73,7 +73,7 @@ class Processor:
 
     def own(self, scheme: Mapping[str, Any], activations: Mapping[str, Any] | None) -> str:
         """The variant that a bundle's scheme is."""
-        from quantkit.export.onnx.single_op import GROUPS
+        from quantkit.exporters.onnx.single_op import GROUPS
 
         name, group = str(scheme.get("format")), scheme.get("group")
         if name in ("int4", "int8") and isinstance(group, int):
@@ -84,7 +84,7 @@ class Processor:
 
     def check(self, name: str, found: Shapes) -> None:
         """Refuse a variant that cannot run here or does not fit a shape. Raises InputError."""
-        from quantkit.export.onnx import single_op as single
+        from quantkit.exporters.onnx import single_op as single
 
         variant = single.variant(name)
         self.target.check([(variant.format, variant.scheme.symmetric if variant.scheme else True)], RUNTIME)
@@ -129,7 +129,7 @@ def demand_runtime(asked: str, own: str, where: str) -> None:
 
 def _group(found: Shapes, block: int) -> int:
     """The largest group up to the target's block that divides every K; the block itself if none does."""
-    from quantkit.export.onnx.single_op import GROUPS
+    from quantkit.exporters.onnx.single_op import GROUPS
 
     fitting = [size for size in GROUPS if size <= block and all(linear.K % size == 0 for linear in found.linears)]
     return max(fitting, default=block)

@@ -2,9 +2,9 @@
 
 checkpoint    what the recipe's layout lists of a linear (`model/layouts`: their headers are torch-free); without a
               layout the values that its codes stand for
-onnx          codes in the blocks of MatMulNBits with float32 scales (`export/onnx/nbits.py`), or one scale a channel
+onnx          codes in the blocks of MatMulNBits with float32 scales (`exporters/onnx/nbits.py`), or one scale a channel
               where its input is quantized too (`export/onnx/w8a8.py`)
-tensorrt      codes, with scales in 16 bits (`export/tensorrt/network/weights.py`)
+tensorrt      codes, with scales in 16 bits (`exporters/tensorrt/network/weights.py`)
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _exact(each: StoredLinear) -> float:
 
 
 def _block(columns: int, scheme: WeightScheme) -> int:
-    """The block of MatMulNBits, as `export/onnx/nbits.py` chooses it."""
+    """The block of MatMulNBits, as `exporters/onnx/nbits.py` chooses it."""
     if scheme.granularity != "group" or not scheme.group:
         return next(block for block in (128, 64, 32, 16) if block <= columns or block == 16)
     return next((block for block in (256, 128, 64, 32, 16) if scheme.group % block == 0), scheme.group)

@@ -15,9 +15,9 @@ import numpy as np
 from quantkit import content, machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.export import load_exporter
-from quantkit.export.tensorrt.network import pairs
-from quantkit.export.tensorrt.profiles import inputs_of
+from quantkit.exporters import load_exporter
+from quantkit.exporters.tensorrt.network import pairs
+from quantkit.exporters.tensorrt.profiles import inputs_of
 from quantkit.pipeline.finished.layerwise import fed
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.tensorrt.file import FOLDER, NETWORK

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from quantkit.errors import InputError
-from quantkit.export.checkpoint.exporter import EXPORT
+from quantkit.exporters.checkpoint.exporter import EXPORT
 from quantkit.formats import QuantTensor, load_format
 from quantkit.model import finished, layouts
 from quantkit.model.finished import Finished

@@ -1,0 +1,154 @@
+"""Exporters, one destination a folder: write it, load it again in other people's code, compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import BaseModel
+
+from quantkit.plugins import ExporterFacts, Kind, Stores
+
+if TYPE_CHECKING:
+    from quantkit.bundle import Check, Decision
+    from quantkit.exporters.layer_spec import Asked
+    from quantkit.model.finished import Finished
+    from quantkit.model.source.open import Source
+    from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
+    from quantkit.target import State
+
+# told the share that is done, and what is being done
+BuildReport = Callable[[float, str], None]
+
+
+class Exporter(ExporterFacts, Protocol):
+    """One destination; an exporter inherits what it does not declare.
+
+    Attributes:
+        name: as in recipes; the folder's name.
+        runtimes: that read what it writes.
+        fuses: whether it gains from linears that are stored as one.
+        moves: whether it holds inputs whose channels are moved before they are quantized.
+        adds: whether it exports a finished bundle's checkpoint, too: `add`.
+        builds: whether something is compiled from what was written and checked: `build`.
+        stores: what becomes of a model, `plugins.Stores`: plans count its bytes and its checks by that.
+        Options: closed pydantic model of its options.
+    """
+
+    name: str
+    runtimes: tuple[str, ...]
+    fuses: bool = False
+    moves: bool = False
+    adds: bool = False
+    builds: bool = False
+    stores: Stores
+    Options: type[BaseModel]
+
+    def accepts(self, options: Mapping[str, Any], asked: Asked) -> None:
+        """Refuse, before any work, what the destination cannot hold.
+
+        Args:
+            options: of the recipe's export step.
+            asked: the layers.
+
+        Raises:
+            InputError: `layout-unsupported`, naming the first layer.
+            MissingDependency: what it is written with.
+        """
+        ...
+
+    def holds(
+        self,
+        options: Mapping[str, Any],
+        runtime: str,
+        weights: Mapping[str, WeightScheme],
+        activations: Mapping[str, ActivationScheme],
+        cache: CacheScheme | None,
+    ) -> State:
+        """What the export leaves of what a runtime can do with the formats of a recipe; no model is needed to say so.
+
+        Args:
+            options: of the recipe's export step.
+            runtime: that will read it: one of `runtimes`.
+            weights, activations: how they are quantized; keys are where a recipe says so: `scheme`,
+                `overrides: *.o_proj`.
+            cache: how keys and values are quantized.
+
+        Returns:
+            `native` where it leaves all of it, `emulated` where floats are stored.
+
+        Raises:
+            InputError: `layout-unsupported`; it cannot be stored so, or that runtime has no kernel for it so.
+        """
+        ...
+
+    def caveat(self, options: Mapping[str, Any], runtime: str) -> str:
+        """What a runtime needs beside itself to read the export, or does otherwise than is stored; "" where nothing."""
+        return ""
+
+    def write(
+        self, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]
+    ) -> list[Decision]:
+        """Write the exporter's folder of a bundle; what was done otherwise than asked comes back.
+
+        Raises:
+            InputError: the exporter's own.
+            Stopped: `disk-full`.
+        """
+        ...
+
+    def check(
+        self,
+        bundle: Path,
+        source: Source | None = None,
+        stream: StreamedModel | None = None,
+        results: Finished | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        inputs: Mapping[str, Any] | None = None,
+        blocks: int | None = None,
+    ) -> list[Check]:
+        """Load what was written in other people's code and hold it against what was decided on.
+
+        Args:
+            bundle: its folder.
+            source, stream, results, options: as for `write`. Without them, for a finished bundle, the expected values
+                are those of its checkpoint.
+            inputs: keyword arguments of a forward; a fixed batch of ids by default.
+            blocks: compare the outputs of only so many layers, where the exporter can.
+        """
+        ...
+
+    def add(self, bundle: Path, folder: Path, options: Mapping[str, Any]) -> list[Decision]:
+        """Export a finished bundle's checkpoint into `folder`. Of exporters with `adds`.
+
+        Raises:
+            InputError: as `write`, and `bundle-without-checkpoint`, `bundle-dense`.
+        """
+        raise AssertionError(f"{self.name} adds nothing")
+
+    def build(self, bundle: Path, options: Mapping[str, Any], progress: BuildReport | None = None) -> dict[str, str]:
+        """Compile what was written and checked. Of exporters with `builds`.
+
+        Args:
+            bundle: with the exporter's folder.
+            options: of the export.
+            progress: told how far it is.
+
+        Returns:
+            the hashes of what was built, by path in the bundle: what may be run before there is a manifest; empty if
+            it was told to build nothing.
+        """
+        raise AssertionError(f"{self.name} builds nothing")
+
+
+load_exporter = Kind[Exporter]("exporters").load
+
+
+def reader(name: str, options: Mapping[str, Any]) -> str:
+    """The runtime that reads what an exporter writes: the library that its options name, else its first."""
+    runtimes = load_exporter(name).runtimes
+    asked = options.get("library")
+    return str(asked if asked in runtimes else runtimes[0])

@@ -1,0 +1,126 @@
+"""What was written, run in its real runtime and held against what was decided on.
+
+    max |found - expected| / max |expected|
+
+of logits, or of an encoder's last hidden states. Expected is what torch computes, block by block, with weights expanded
+from the codes. Compared are a prompt, steps with the cache after it, and a batch padded on the left; of encoders a
+batch, and a row that ends early. Which numbers are allowed, and what else is looked at, stands with each exporter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quantkit.bundle import Check
+from quantkit.exporters.values import Values
+
+if TYPE_CHECKING:
+    from quantkit.model.finished import Finished
+    from quantkit.model.source.open import Source
+    from quantkit.model.streaming.stream import StreamedModel
+
+Array = NDArray[Any]
+_ROWS, _PROMPT, _STEPS, _PADDED = 2, 12, 4, 5
+
+
+class Running(Protocol):
+    """A transformer as a runtime has loaded it."""
+
+    @property
+    def decoder(self) -> bool:
+        """Whether it has a cache."""
+
+    def state(self, batch: int, capacity: int) -> Any:
+        """An empty cache."""
+
+    def run(self, state: Any, ids: Array, mask: Array | None = None) -> Array:
+        """Logits of new tokens [B, S]; `mask` has zeros where they are padding. The state grows by them."""
+
+    def encode(self, ids: Array, mask: Array | None = None) -> Array:
+        """An encoder's last hidden states for ids [B, S]."""
+
+
+def decided(
+    bundle: Path, source: Source | None, stream: StreamedModel | None, results: Finished | None
+) -> Values | None:
+    """What an export was to hold: of a compile, else of a finished bundle's checkpoint; None where there is neither."""
+    if source is not None and stream is not None and results is not None:
+        return Values.of_results(source, stream, results)
+    return Values.of_bundle(bundle) if (bundle / "model" / "config.json").is_file() else None
+
+
+def judged(name: str, value: float | None, limit: float, where: str) -> Check:
+    """A check of one number; None, and what is not finite, fails."""
+    found = value if value is not None and np.isfinite(value) else None
+    return Check(name=name, value=found, limit=limit, ok=found is not None and found <= limit, where=where)
+
+
+def counted(name: str, wrong: Sequence[str]) -> Check:
+    """A check that nothing is wrong; the first three are named."""
+    return Check(name=name, value=len(wrong), limit=0, ok=not wrong, where="; ".join(wrong[:3]))
+
+
+def prompt(values: Values) -> torch.Tensor:
+    """Ids [B, S] of any tokens."""
+    vocabulary = int(values.source.config.get("vocab_size", 2))
+    return torch.randint(0, vocabulary, (_ROWS, _PROMPT + _STEPS), generator=torch.Generator().manual_seed(0))
+
+
+def worst(model: Running, values: Values) -> tuple[float | None, str]:
+    """The largest difference of all runs, None where it is not finite, and in which of them."""
+    runs = (_decoded if model.decoder else _encoded)(model, values, prompt(values))
+    return largest(runs)
+
+
+def largest(runs: Mapping[str, float]) -> tuple[float | None, str]:
+    """The largest number, and whose it is; the first that is not finite goes before all."""
+    for name, error in runs.items():
+        if not np.isfinite(error):
+            return None, f"{name}: not finite"
+    name = max(runs, key=lambda name: runs[name])
+    return runs[name], name
+
+
+def _expected(values: Values, ids: torch.Tensor) -> Array:
+    return values.stream.answers(ids).all().float().numpy()  # type: ignore[no-any-return]
+
+
+def _difference(found: Array, expected: Array) -> float:
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def _decoded(model: Running, values: Values, ids: torch.Tensor) -> dict[str, float]:
+    expected, tokens = _expected(values, ids), ids.numpy()
+    room = tokens.shape[1]
+
+    def logits(given: Array, mask: Array | None = None) -> tuple[Array, Array]:
+        state = model.state(_ROWS, room)
+        first = model.run(state, given[:, :_PROMPT], mask)
+        return first, np.concatenate([model.run(state, given[:, [at]]) for at in range(_PROMPT, room)], axis=1)
+
+    first, steps = logits(tokens)
+    runs = {"prompt": _difference(first, expected[:, :_PROMPT]), "steps": _difference(steps, expected[:, _PROMPT:])}
+    # the last row begins later: its first columns are padding
+    padded, mask = tokens.copy(), np.ones((_ROWS, _PROMPT), np.int64)
+    padded[-1, :_PADDED], mask[-1, :_PADDED] = 0, 0
+    padded[-1, _PADDED:] = tokens[-1, : room - _PADDED]
+    together = np.concatenate(logits(padded, mask), axis=1)
+    runs["padded row"] = _difference(together[-1, _PADDED:], expected[-1, : room - _PADDED])
+    runs["row beside it"] = _difference(together[0], expected[0])
+    return runs
+
+
+def _encoded(model: Running, values: Values, ids: torch.Tensor) -> dict[str, float]:
+    tokens = ids.numpy()
+    runs = {"batch": _difference(model.encode(tokens), _expected(values, ids))}
+    mask = np.ones_like(tokens)
+    mask[-1, _PROMPT:] = 0
+    short = _expected(values, ids[-1:, :_PROMPT])
+    runs["padded row"] = _difference(model.encode(tokens, mask)[-1:, :_PROMPT], short)
+    return runs

@@ -1,0 +1,333 @@
+"""Does somebody else's library load the checkpoint as the values that we meant?
+
+    max |loaded - expected| / max |expected| <= 1e-4
+
+of the logits on one batch (where the library multiplies in kernels of its own 2^-6 of two blocks, and more of more:
+`model/kernel_limit.py`), both sides by the same class of plain transformers in the model's own dtype: `loaded` from the
+folder, with whatever expands it; `expected` from dense tensors that are computed from the codes. Missing, unexpected
+and mismatched keys fail as well. And the same of every packed linear, expanded by its library's own code: that takes
+one tensor at a time, so it covers a model of any size, where logits are compared on its first blocks. Of a model that
+has no first blocks by itself, and that does not fit into memory, the other tensors are compared instead
+(`reload.tensors`).
+Where the library is not installed, transformers cannot load it: then our own reader of the stored files expands them,
+and all other tensors are compared as well (`reload.own_reader`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit import machine
+from quantkit.bundle import Bundle, Check
+from quantkit.errors import InputError, QuantkitError
+from quantkit.exporters.checkpoint import loading
+from quantkit.formats import load_format
+from quantkit.formats.base.layout import against, split
+from quantkit.model import layouts, run_time
+from quantkit.model.full_memory import is_out_of_memory, out_of_memory
+from quantkit.model.kernel_limit import kernel_limit
+from quantkit.model.layouts import Layout
+from quantkit.model.run_time import RunTime
+from quantkit.model.source.open import in_float32, open_written, quiet_loading
+from quantkit.model.source.weights import Weights
+from quantkit.model.structure.names import same
+from quantkit.scheme import WeightScheme
+
+if TYPE_CHECKING:
+    import torch
+
+LIMIT = 1e-4
+# logits of the whole model are compared if its dense weights take no more than this, and no more than a quarter of the
+# memory that the process may have; else those of its first blocks
+WHOLE_BYTES = 640 * 2**20
+FEW = 2
+# a model that cannot be cut is compared as a whole where this share of the free memory holds it as it is loaded, as it
+# should be, and the tensors of that
+_COPIES, _SHARE = 3, 0.75
+# what stands for the logits where it does not
+APART = "reload.tensors"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a loader should end up with.
+
+    Args:
+        names: tensors of the dense model, by their names in the files.
+        read: name -> value.
+        layout: how the packed linears are stored; None: there are none.
+        packed: prefix in the files -> scheme, of the packed linears.
+        leftover: tensors of the files that the class does not use.
+        run_time: how inputs and cache are quantized when it runs.
+    """
+
+    names: Sequence[str]
+    read: Callable[[str], torch.Tensor]
+    layout: Layout | None
+    packed: Mapping[str, WeightScheme]
+    leftover: Collection[str] = ()
+    run_time: RunTime = field(default_factory=RunTime)
+
+
+def check(
+    folder: Path,
+    wanted: Expected,
+    *,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    blocks: int | None = None,
+) -> list[Check]:
+    """All checks of a checkpoint; the later ones only if the earlier ones hold."""
+    weights = Weights.open(folder)
+    checks: list[Check] = []
+    if wanted.layout is not None:
+        checks += _stored(weights, wanted.layout, wanted.packed)
+        if all(found.ok for found in checks):
+            checks.append(_expanded(folder, weights, wanted.layout, wanted))
+    loadable = wanted.layout is None or not layouts.missing(wanted.layout)
+    if loadable and all(found.ok for found in checks):
+        if blocks is None:
+            dense = _dense_bytes(weights, wanted)
+            blocks = None if dense <= min(WHOLE_BYTES, machine.memory_limit() // 4) else FEW
+        if blocks is not None and not open_written(folder).can_be_cut(blocks):
+            blocks = None
+            if _COPIES * _dense_bytes(weights, wanted) > machine.memory_available() * _SHARE:
+                return [*checks, _tensors(folder, weights, wanted)]
+        checks.append(reload(folder, wanted, inputs=inputs, blocks=blocks))
+    return checks
+
+
+def _tensors(folder: Path, weights: Weights, wanted: Expected) -> Check:
+    """The check `reload.tensors`: what is not packed, one tensor at a time; the packed ones were compared before."""
+    packed = {f"{prefix}.weight" for prefix in wanted.packed}
+    plain = [name for name in wanted.names if name not in packed]
+    missing = [name for name in plain if name not in weights.entries]
+    if missing:
+        return _judge(APART, None, f"missing {missing[0]}")
+    return _compared(APART, folder, plain, weights.read, wanted)
+
+
+def check_bundle(
+    path: Path, *, inputs: Mapping[str, torch.Tensor] | None = None, blocks: int | None = None
+) -> list[Check]:
+    """`check` of a finished bundle, by its own manifest."""
+    bundle = Bundle.load(path)
+    folder = bundle.model_folder
+    if not (folder / "config.json").is_file():
+        return []
+    weights = Weights.open(folder)
+    schemes = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in bundle.manifest.layers}
+    config = loading.config_json(folder)
+    dtype = loading.loading_dtype(config, bundle.manifest.model.source.dtype)
+    quantization = config.get("quantization_config")
+    how = run_time.read(quantization, schemes, weights.entries, weights.read)
+    if quantization is None or run_time.weights_are_dense(quantization):
+        plain = [name for name in weights.entries if not name.endswith(run_time.PARTS)]
+        wanted = Expected(plain, weights.read, None, {}, plain, how)
+        return check(folder, wanted, inputs=inputs, blocks=blocks)
+    layout = layouts.of(quantization)
+    packed = {prefix: _scheme_of(prefix, schemes) for prefix in layout.prefixes(weights.entries)}
+    parts = {prefix + part for prefix in packed for part in layout.parts}
+
+    def expected(name: str) -> torch.Tensor:
+        prefix = name.removesuffix(".weight")
+        if name != prefix and prefix in packed:
+            return layout.as_loaded(layout.read_back(prefix, packed[prefix], weights.read), dtype, quantization)
+        return weights.read(name)
+
+    # what is not packed may be something that the source held and its class did not use
+    plain = [name for name in weights.entries if name not in parts and not name.endswith(run_time.PARTS)]
+    names = [*plain, *(f"{prefix}.weight" for prefix in packed)]
+    return check(folder, Expected(names, expected, layout, packed, plain, how), inputs=inputs, blocks=blocks)
+
+
+def reload(
+    folder: Path,
+    wanted: Expected,
+    *,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    blocks: int | None = None,
+) -> Check:
+    """The check `reload.transformers`: logits of what `from_pretrained` gives against those of the expected model.
+
+    Both are loaded in the checkpoint's dtype and run in float32: some classes keep modules in float32, which
+    transformers does of a dense model and not of a packed one.
+
+    Args:
+        folder: the checkpoint.
+        wanted: the expected model.
+        inputs: keyword arguments of the forward; a fixed batch of ids by default.
+        blocks: only the first so many layers, so that memory stays bounded; None is all.
+    """
+    cached = wanted.run_time.cache is not None
+    with quiet_loading():
+        model_class = loading.model_class(folder)
+        forgets = run_time.expands_at_load(folder)
+        try:
+            leftover = [*wanted.leftover, *(run_time.PARTS if forgets else ())]
+            loaded, problem = loading.loaded(model_class, folder, blocks, leftover)
+            if problem:
+                return _judge("reload.transformers", None, problem)
+            inputs = inputs or loading.batch(loaded.config)
+            dtype = loaded.dtype
+            found = loading.logits(in_float32(loaded), inputs, cached=cached)
+            del loaded
+        except QuantkitError:
+            raise
+        except Exception as trouble:  # whatever another library makes of a file that is wrong
+            if is_out_of_memory(trouble):
+                raise out_of_memory(folder.name, trouble) from trouble
+            return _judge(
+                "reload.transformers", None, f"{type(trouble).__name__}: {' '.join(str(trouble).split())[:200]}"
+            )
+        state = {name: wanted.read(name) for name in wanted.names if blocks is None or loading.block_of(name) < blocks}
+        reference, info = model_class.from_pretrained(
+            None,
+            config=loading.config_of(folder, blocks, dense=True),
+            state_dict=state,
+            dtype=dtype,
+            output_loading_info=True,
+        )
+        del state
+        in_float32(reference)
+        if info["missing_keys"]:
+            return _judge("reload.transformers", None, f"missing {sorted(info['missing_keys'])[0]}")
+        if not forgets:
+            _quantize_at_run_time(reference, wanted.run_time)
+        expected = loading.logits(reference, inputs, cached=cached)
+    depth = getattr(reference.config.get_text_config(), "num_hidden_layers", FEW)
+    del reference
+    machine.let_go()
+    limit = kernel_limit(depth) if wanted.layout is not None and wanted.layout.kernels else LIMIT
+    return _judge("reload.transformers", _difference(found, expected), "logits", limit)
+
+
+def _quantize_at_run_time(model: Any, how: RunTime) -> None:
+    """Have a model see its inputs and its cache quantized."""
+    from quantkit.model.streaming.stream import find_blocks
+
+    path = find_blocks(model)
+    blocks = model.get_submodule(path)
+    for transform in how.transforms([f"{path}.{index}" for index in range(len(blocks))], model.dtype):
+        for index, block in enumerate(blocks):
+            transform.block(index, block)
+
+
+def _stored(weights: Weights, layout: Layout, packed: Mapping[str, WeightScheme]) -> list[Check]:
+    """`scales.finite` and `bits_per_weight.checkpoint`, of what is on disk."""
+    bad: list[str] = []
+    bits, planned, slack, count = 0, 0.0, 0, 0
+    for prefix, scheme in packed.items():
+        if not _scales_are_good(layout, prefix, scheme, weights.read):
+            bad.append(prefix)
+        shape = layout.shape(prefix, weights.read)
+        parts = (prefix + part for part in layout.parts)
+        bits += sum(8 * weights.entries[part].bytes for part in parts if part in weights.entries)
+        weighed = shape[0] * shape[1]
+        planned += load_format(scheme.format).bits_per_weight(shape, scheme) * weighed
+        slack += layout.overhead(shape, scheme)
+        count += weighed
+    holds = planned <= bits + 1e-6 * count and bits <= planned + slack
+    return [
+        Check(name="scales.finite", value=len(bad), limit=0, ok=not bad, where=", ".join(bad[:3])),
+        Check(
+            name="bits_per_weight.checkpoint",
+            value=bits / count,
+            limit=(planned + slack) / count,
+            ok=holds,
+            where="" if holds else f"planned {planned / count:.4f}",
+        ),
+    ]
+
+
+def _scales_are_good(layout: Layout, prefix: str, scheme: WeightScheme, read: layouts.Read) -> bool:
+    """Finite, and positive but for nf4: over zeros its scale is zero, and a doubled one may be anything near that."""
+    try:
+        scale = layout.scale(prefix, read).float()
+    except QuantkitError:  # not finite
+        return False
+    if not scale.isfinite().all():
+        return False
+    if (scale > 0).all() or scheme.scale == "double":
+        return True
+    tensor = layout.read_back(prefix, scheme, read)
+    ones = tensor.replace(scale=tensor.scale.new_ones(()).expand_as(tensor.scale), global_scale=None)
+    units = split(load_format(scheme.format).dequantize(ones), scheme)
+    return not bool((units.bool() & against(tensor.scale.float() <= 0, tensor.shape, scheme)).any())
+
+
+def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected) -> Check:
+    """`reload.LIBRARY`: every packed linear, expanded by the library's own code; `reload.own_reader`: all tensors."""
+    quantization = loading.config_json(folder).get("quantization_config") or {}
+    dense = {f"{prefix}.weight": prefix for prefix in wanted.packed}
+    expansion = layout.expansion(quantization, wanted.read(next(iter(dense))).dtype)
+
+    def read(tensor: str) -> torch.Tensor:
+        return expansion.weight(dense[tensor], weights.read) if tensor in dense else weights.read(tensor)
+
+    tensors = dense if expansion.library else wanted.names
+    found = _compared(f"reload.{expansion.library or 'own_reader'}", folder, tensors, read, wanted)
+    return found.model_copy(update={"where": found.where.removesuffix(".weight")})
+
+
+def _compared(
+    name: str, folder: Path, tensors: Iterable[str], read: Callable[[str], torch.Tensor], wanted: Expected
+) -> Check:
+    """The largest difference of tensors, one at a time, up to the first that cannot be read."""
+    worst, place = 0.0, ""
+    for tensor in tensors:
+        expected = wanted.read(tensor)
+        try:
+            found = read(tensor)
+            difference = _difference(found, expected) if found.shape == expected.shape else math.inf
+        except (RuntimeError, ValueError, AssertionError, KeyError) as trouble:
+            if is_out_of_memory(trouble):
+                raise out_of_memory(f"{folder.name}: {tensor}", trouble) from trouble
+            return _judge(name, None, f"{tensor}: {' '.join(str(trouble).split())[:160]}")
+        if not difference <= worst:
+            worst, place = difference, tensor
+            if not math.isfinite(difference):
+                break
+    return _judge(name, worst, place)
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    import torch
+
+    if torch.equal(found, expected):
+        return 0.0
+    found, expected = found.float(), expected.float()
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+def _judge(name: str, value: float | None, where: str, limit: float = LIMIT) -> Check:
+    finite = value if value is not None and math.isfinite(value) else None
+    ok = finite is not None and finite <= limit
+    return Check(name=name, value=finite, limit=limit, ok=ok, where="" if ok else where)
+
+
+def _dense_bytes(weights: Weights, wanted: Expected) -> int:
+    """Of the model in 32-bit floats."""
+    layout = wanted.layout
+    parts = {prefix + part for prefix in wanted.packed for part in layout.parts} if layout is not None else set()
+    rest = sum(4 * math.prod(entry.shape) for name, entry in weights.entries.items() if name not in parts)
+    if layout is None:
+        return rest
+    return rest + sum(4 * math.prod(layout.shape(prefix, weights.read)) for prefix in wanted.packed)
+
+
+def _scheme_of(prefix: str, schemes: Mapping[str, WeightScheme]) -> WeightScheme:
+    """By name; the files may lack, or have, the base model's prefix."""
+    for name, scheme in schemes.items():
+        if same(name, prefix):
+            return scheme
+    raise InputError(
+        "layer-unlisted",
+        where=prefix,
+        value="is packed, but not among the manifest's layers",
+        rule="the manifest lists every quantized layer",
+        remedy="make the bundle again",
+    )

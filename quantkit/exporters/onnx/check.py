@@ -1,0 +1,123 @@
+"""Does ONNX Runtime compute from the written graph what was decided on?
+
+    max |logits - expected| / max |expected| <= 1e-4
+
+with products computed in float32 (accuracy level 0, and no input rounded), whatever the file asks for: a wrong nibble,
+zero point, mask or position is to show, and not to hide in int8 rounding. What is compared: `exporters/check.py`. Where
+inputs are quantized, every product is held against what was decided besides: `check_w8a8`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quantkit.bundle import Check
+from quantkit.errors import InputError
+from quantkit.exporters.check import counted, decided, judged, prompt, worst
+from quantkit.exporters.onnx import check_w8a8
+from quantkit.exporters.values import Values
+from quantkit.runtimes.onnxruntime.session import FOLDER, MODEL, Loaded
+
+if TYPE_CHECKING:
+    from quantkit.model.finished import Finished
+    from quantkit.model.source.open import Source
+    from quantkit.model.streaming.stream import StreamedModel
+
+LIMIT = 1e-4
+DOMAINS = {"", "ai.onnx", "com.microsoft"}
+
+
+def check(bundle: Path, source: Source | None, stream: StreamedModel | None, results: Finished | None) -> list[Check]:
+    """All checks of `onnx/` of a bundle; the numbers only if the file is sound."""
+    folder = bundle / FOLDER
+    found = sound(folder)
+    if not all(each.ok for each in found):
+        return found
+    values = decided(bundle, source, stream, results)
+    if values is None:
+        return found
+    error, where = numbers(folder, values)
+    found.append(judged("reload.onnxruntime", error, LIMIT, where))
+    return found + check_w8a8.check(folder, values, prompt(values)) if found[-1].ok else found
+
+
+def sound(folder: Path, name: str = MODEL) -> list[Check]:
+    """`onnx.valid` (the checker's word), `onnx.operators` (foreign domains), `onnx.contained` (paths outside)."""
+    import onnx
+
+    path = folder / name
+    # before the checker, which opens the files
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except Exception as problem:  # protobuf's own, and the system's
+        return [counted("onnx.valid", [f"{name} cannot be read: {_first_line(problem)}"])]
+    outside = sorted({place for place in locations(model) if not _inside(folder, place)})
+    contained = counted("onnx.contained", outside)
+    foreign = sorted({node.domain for graph in _graphs(model.graph) for node in graph.node} - DOMAINS)
+    # functions of the file itself could take the place of the runtime's operators
+    foreign += sorted(f"{function.domain}::{function.name}" for function in model.functions)
+    operators = counted("onnx.operators", foreign)
+    if outside:
+        return [contained, operators]
+    try:
+        onnx.checker.check_model(str(path))
+        valid = counted("onnx.valid", [])
+    except Exception as problem:
+        valid = counted("onnx.valid", [_first_line(problem)])
+    return [valid, operators, contained]
+
+
+def locations(model: Any) -> list[str]:
+    """The files that a model's tensors are said to lie in."""
+    return [
+        entry.value
+        for graph in _graphs(model.graph)
+        for tensor in _tensors(graph)
+        for entry in tensor.external_data
+        if entry.key == "location"
+    ]
+
+
+def _graphs(graph: Any) -> Iterator[Any]:
+    """A graph and those inside its nodes."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                yield from _graphs(inner)
+
+
+def _tensors(graph: Any) -> Iterator[Any]:
+    yield from graph.initializer
+    sparse = list(graph.sparse_initializer)
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from (*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors)
+            sparse += [*([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else [])]
+            sparse += attribute.sparse_tensors
+    for tensor in sparse:
+        yield from (tensor.values, tensor.indices)
+
+
+def _first_line(problem: Exception) -> str:
+    return (str(problem).strip() or type(problem).__name__).splitlines()[0][:200]
+
+
+def _inside(folder: Path, place: str) -> bool:
+    """Whether a location is a plain file of the folder itself: no link, no path (CVE-2024-27318, CVE-2026-27489)."""
+    path = folder / place
+    return Path(place).name == place and path.is_file() and not path.is_symlink()
+
+
+def numbers(folder: Path, values: Values) -> tuple[float | None, str]:
+    """The largest relative difference, and in which of the runs."""
+    try:
+        return worst(Loaded(folder, threads=torch.get_num_threads(), accuracy_level=0), values)
+    except InputError as problem:
+        return None, problem.line()
+    except RuntimeError as problem:  # what onnxruntime raises when an operator refuses its inputs
+        return None, _first_line(problem)

@@ -1,0 +1,360 @@
+"""The dialect of ONNX Runtime: placeholders become its fused operators.
+
+    Linear      MatMulNBits (weights of 2, 4 or 8 bits in blocks of 16 to 256), integer products (weights and inputs of
+                8 bits: `w8a8.py`), MatMul, or for a head that is tied to the embedding a FusedMatMul that reads the
+                embedding's own tensor; those of one input are one product
+    RMSNorm     RMSNormalization; with the sum before it SkipSimplifiedLayerNormalization
+    Attention   GroupQueryAttention with rotary embedding inside and q, k, v in one tensor where the graph allows it;
+                MultiHeadAttention in encoders
+
+Rotary embedding by the op counts columns, not tokens: with padding on the left each row is turned by as many steps more
+as it has padding, queries and keys alike, so their products stay the same.
+Operators: ONNX Runtime's docs/ContribOperators.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from quantkit.errors import InputError
+from quantkit.exporters.onnx.nbits import PackedWeights, block_size
+from quantkit.exporters.onnx.w8a8 import Codes, Integers
+from quantkit.exporters.trace.rewrite import Rewriting
+from quantkit.exporters.trace.rotary import RotaryTables
+from quantkit.exporters.trace.traced import DOMAIN
+from quantkit.formats import load_format
+from quantkit.passes import decision
+
+MICROSOFT = "com.microsoft"
+# added to the scores of padding: no weight is left of it after a softmax
+_MASKED = -1e9
+
+
+@dataclass
+class Dialect(Rewriting):
+    """The rewriting of one graph.
+
+    Args:
+        accuracy_level: of MatMulNBits: 0 computes in float32, 4 rounds activations to int8.
+        positions: how many tokens the context holds; the length of the rotary tables.
+        merge: whether linears of one input become one product.
+        codes: how weights are stored whose inputs are quantized as well.
+    """
+
+    accuracy_level: int = 0
+    positions: int = 0
+    merge: bool = True
+    codes: Codes = "uint8"
+
+    def __post_init__(self) -> None:
+        self._integers = Integers(self._node, self._new, self._constant, self.weights, self.codes)
+
+    def apply(self) -> ir.Model:
+        """Rewrite everything; no placeholder is left."""
+        self._parameters()
+        if self.traced.decoder:
+            self._attention()
+        else:
+            self._encoder_attention()
+        self._norms()
+        self._products()
+        model = self._finish()
+        self.graph.opset_imports[MICROSOFT] = 1
+        model.ir_version = 10
+        return model
+
+    # --- norms --------------------------------------------------------------------------------------------------------
+
+    def _norms(self) -> None:
+        for node in self._placeholders("RMSNorm"):
+            name, epsilon = node.attributes["name"].as_string(), node.attributes["epsilon"].as_float()
+            gamma, source = self._gamma(node), node.inputs[0]
+            assert source is not None
+            total = self._sum(source)
+            if total is None:
+                made = self._node(
+                    node, "RMSNormalization", [source, gamma], [f"{name}/output"], axis=-1, epsilon=epsilon
+                )
+                self._replace(node, made)
+                continue
+            normed, _, _, added = self._node(
+                total,
+                "SkipSimplifiedLayerNormalization",
+                [*total.inputs, gamma],
+                [f"{name}/output", "", "", f"{name}/sum"],
+                MICROSOFT,
+                epsilon=epsilon,
+            )
+            self._replace(node, [normed])
+            self._replace(total, [added])
+
+    def _sum(self, value: ir.Value) -> ir.Node | None:
+        """The addition of two hidden states that makes a value, if that is what makes it."""
+        node = value.producer()
+        if node is None or node.op_type != "Add" or any(x is None or x.is_initializer() for x in node.inputs):
+            return None
+        shapes = [x.shape for x in node.inputs if x is not None]
+        if any(shape is None or len(shape) != 3 for shape in shapes) or value.is_graph_output():
+            return None
+        if shapes[0] != shapes[1]:  # positions [1, S, K] under embeddings [B, S, K]
+            return None
+        return node
+
+    # --- attention ----------------------------------------------------------------------------------------------------
+
+    def _attention(self) -> None:
+        """Cached attention; the mask, in two numbers for the op and a bias for padding, is made once."""
+        nodes = self._placeholders("Attention")
+        if not nodes:
+            return
+        mask = nodes[0].inputs[3]
+        assert mask is not None
+        ids = next(value for value in self.graph.inputs if value.name == "input_ids")
+        first = next(iter(self.graph))
+        lengths, total, bias = self._mask(first, mask, ids)
+        tables = RotaryTables(self.graph, self.positions, self._constant)
+        unfused: list[str] = []
+        for index, node in enumerate(nodes):
+            query, key, value, _, past_key, past_value = node.inputs
+            assert query is not None and key is not None and value is not None
+            q, k = tables.strip(query), tables.strip(key)
+            angles = None
+            if q is not None and k is not None and q[1] is k[1]:
+                query, key, angles = q[0], k[0], q[1]
+            elif q is not None or k is not None or None in tables.found.values():
+                unfused.append(str(index))
+            name = f"attention.{index}"
+            flat = [self._flat(node, x, f"{name}/{what}") for x, what in ((query, "q"), (key, "k"), (value, "v"))]
+            options: dict[str, Any] = {
+                "num_heads": node.attributes["heads"].as_int(),
+                "kv_num_heads": node.attributes["kv_heads"].as_int(),
+                "scale": node.attributes["scale"].as_float(),
+            }
+            if (window := node.attributes["window"].as_int()) > 0:
+                options["local_window_size"] = window
+            if (softcap := node.attributes["softcap"].as_float()) > 0:
+                options["softcap"] = softcap
+            cos = sin = None
+            if angles is not None:
+                options["do_rotary"] = 1
+                cos, sin = angles.cos, angles.sin
+            packed = self._packed(node, flat, name)
+            inputs = [*(packed or flat), past_key, past_value, lengths, total, cos, sin, None, bias]
+            made = self._node(
+                node,
+                "GroupQueryAttention",
+                inputs,
+                [f"{name}/output", f"{name}/key", f"{name}/value"],
+                MICROSOFT,
+                **options,
+            )
+            self._flat_again(node.outputs[0])
+            self._replace(node, made)
+        if unfused:
+            reason = f"layers {', '.join(unfused)}: the rotation is not of the usual form, and stays outside attention"
+            self.decisions.append(decision("onnx", "rotary-unfused", "onnx/model.onnx", reason))
+
+    def _mask(self, first: ir.Node, mask: ir.Value, ids: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """From [B, T] of ones and zeros: T - 1 for every row, T, and [B, 1, S, T] with 0 or a large negative number."""
+        zero, one = self._constant("zero", [0], np.int64), self._constant("one", [1], np.int64)
+        (columns,) = self._node(first, "Shape", [mask], ["mask/columns"], start=1, end=2)
+        (rows,) = self._node(first, "Shape", [mask], ["mask/rows"], start=0, end=1)
+        (new,) = self._node(first, "Shape", [ids], ["mask/new"], start=1, end=2)
+        (total64,) = self._node(first, "Squeeze", [columns, zero], ["mask/total64"])
+        (total,) = self._node(first, "Cast", [total64], ["mask/total"], to=int(ir.DataType.INT32))
+        (last,) = self._node(first, "Sub", [columns, one], ["mask/last"])
+        (last32,) = self._node(first, "Cast", [last], ["mask/last32"], to=int(ir.DataType.INT32))
+        (lengths,) = self._node(first, "Expand", [last32, rows], ["mask/lengths"])
+        (hidden,) = self._node(first, "Sub", [one, mask], ["mask/hidden"])
+        (floats,) = self._node(first, "Cast", [hidden], ["mask/floats"], to=int(ir.DataType.FLOAT))
+        (scaled,) = self._node(
+            first, "Mul", [floats, self._constant("mask/value", [_MASKED], np.float32)], ["mask/scaled"]
+        )
+        axes = self._constant("mask/axes", [1, 2], np.int64)
+        (wide,) = self._node(first, "Unsqueeze", [scaled, axes], ["mask/wide"])
+        (shape,) = self._node(first, "Concat", [one, one, new, one], ["mask/shape"], axis=0)
+        (bias,) = self._node(first, "Expand", [wide, shape], ["mask/bias"])
+        return lengths, total, bias
+
+    def _flat(self, node: ir.Node, value: ir.Value, name: str) -> ir.Value:
+        """[B, H, S, D] as [B, S, H·D]: what was reshaped and transposed to heads, or transposed back."""
+        producer = value.producer()
+        if producer is not None and producer.op_type == "Transpose":
+            before = producer.inputs[0]
+            reshape = before.producer() if before is not None else None
+            if reshape is not None and reshape.op_type == "Reshape":
+                source = reshape.inputs[0]
+                if source is not None and source.shape is not None and len(source.shape) == 3:
+                    return source
+            if before is not None:
+                (flat,) = self._node(node, "Reshape", [before, self._constant("flat", [0, 0, -1], np.int64)], [name])
+                return flat
+        (turned,) = self._node(node, "Transpose", [value], [f"{name}/turned"], perm=[0, 2, 1, 3])
+        (flat,) = self._node(node, "Reshape", [turned, self._constant("flat", [0, 0, -1], np.int64)], [name])
+        return flat
+
+    def _flat_again(self, output: ir.Value) -> None:
+        """Let what splits an output [B, S, H·D] into heads and joins them again read the output itself."""
+        for split in output.consumers():
+            if split.op_type != "Reshape":
+                continue
+            for join in split.outputs[0].consumers():
+                shape = join.outputs[0].shape
+                same = shape is not None and output.shape is not None and list(shape) == list(output.shape)
+                if join.op_type == "Reshape" and same:
+                    ir.convenience.replace_all_uses_with(join.outputs[0], output)
+
+    def _packed(self, node: ir.Node, flat: Sequence[ir.Value], name: str) -> list[ir.Value | None] | None:
+        """One tensor of q, k and v instead of three, where they come from products of one input."""
+        products = [_product(value) for value in flat]
+        if not self.merge or any(product is None for product in products):
+            return None
+        found = [product for product in products if product is not None]
+        linears = [product[0] for product in found]
+        names = [linear.attributes["name"].as_string() for linear in linears]
+        one_input = all(linear.inputs[0] is linears[0].inputs[0] for linear in linears)
+        used_once = all(len(value.uses()) == 1 for value in flat)
+        if not (one_input and used_once and self._mergeable(names)):
+            return None
+        biases = [product[1] for product in found]
+        if any(bias is None for bias in biases) and any(bias is not None for bias in biases):
+            return None
+        merged = self._merged(node, linears[0].inputs[0], names, f"{name}/qkv")
+        if biases[0] is not None:
+            parts = [bias.name or "" for bias in biases if bias is not None]
+            (merged,) = self._node(node, "Add", [merged, self._joined(parts)], [f"{name}/qkv/biased"])
+        return [merged, None, None]
+
+    def _encoder_attention(self) -> None:
+        nodes = self._placeholders("Attention")
+        if not nodes:
+            return
+        mask = nodes[0].inputs[3]
+        assert mask is not None
+        first = next(iter(self.graph))
+        (keys,) = self._node(first, "Cast", [mask], ["mask/keys"], to=int(ir.DataType.INT32))
+        for index, node in enumerate(nodes):
+            query, key, value = node.inputs[:3]
+            assert query is not None and key is not None and value is not None
+            name = f"attention.{index}"
+            heads, kv_heads = node.attributes["heads"].as_int(), node.attributes["kv_heads"].as_int()
+            window, softcap = node.attributes["window"].as_int(), node.attributes["softcap"].as_float()
+            if heads != kv_heads or window > 0 or softcap > 0:
+                raise InputError(
+                    "attention-unsupported",
+                    where=name,
+                    value="grouped queries, a window or a soft cap in an encoder",
+                    rule="MultiHeadAttention has none of them",
+                    remedy="export a checkpoint",
+                )
+            flat = [self._flat(node, x, f"{name}/{what}") for x, what in ((query, "q"), (key, "k"), (value, "v"))]
+            (output,) = self._node(
+                node,
+                "MultiHeadAttention",
+                [*flat, None, keys],
+                [f"{name}/output"],
+                MICROSOFT,
+                num_heads=heads,
+                scale=node.attributes["scale"].as_float(),
+            )
+            self._flat_again(node.outputs[0])
+            self._replace(node, [output])
+
+    # --- products -----------------------------------------------------------------------------------------------------
+
+    def _products(self) -> None:
+        shared: dict[ir.Value, list[ir.Node]] = {}
+        for node in self._placeholders("Linear"):
+            assert node.inputs[0] is not None
+            shared.setdefault(node.inputs[0], []).append(node)
+        for nodes in shared.values():
+            # not the one they were found by, if a product was replaced since then: one linear may follow another
+            source = nodes[0].inputs[0]
+            names = [node.attributes["name"].as_string() for node in nodes]
+            if len(nodes) > 1 and self.merge and self._mergeable(names):
+                prefix = names[0].rpartition(".")[0]
+                merged = self._merged(nodes[0], source, names, f"{prefix}/merged")
+                sizes = [self.weights.linears[name].rows for name in names]
+                split = self._constant(f"split/{'-'.join(map(str, sizes))}", sizes, np.int64)
+                parts = self._node(nodes[0], "Split", [merged, split], [f"{name}/output" for name in names], axis=-1)
+                for node, part in zip(nodes, parts, strict=True):
+                    self._replace(node, [part])
+                continue
+            for node, name in zip(nodes, names, strict=True):
+                self._replace(node, [self._product(node, source, name)])
+
+    def _mergeable(self, names: Sequence[str]) -> bool:
+        linears = [self.weights.linears[name] for name in names]
+        alike = len({(linear.scheme, linear.input) for linear in linears}) == 1
+        return alike and all(linear.shared is None for linear in linears)
+
+    def _product(self, before: ir.Node, source: ir.Value | None, name: str) -> ir.Value:
+        linear = self.weights.linears[name]
+        if linear.scheme is None and linear.shared is not None:
+            inputs = [source, self._tied(linear)]
+            (output,) = self._node(before, "FusedMatMul", inputs, [f"{name}/output"], MICROSOFT, transB=1)
+            return output
+        return self._merged(before, source, [name], name)
+
+    def _merged(self, before: ir.Node, source: ir.Value | None, names: Sequence[str], name: str) -> ir.Value:
+        """The product with the weights of one or more linears below each other."""
+        linears = [self.weights.linears[each] for each in names]
+        rows, columns = sum(linear.rows for linear in linears), linears[0].columns
+        scheme = linears[0].scheme
+        if scheme is None:
+            (output,) = self._node(before, "MatMul", [source, self._turned(name, names)], [f"{name}/output"])
+            return output
+        if linears[0].input is not None:
+            assert source is not None
+            return self._integers.product(before, source, names, name)
+        bits = load_format(scheme.format).bits
+        block = block_size(columns, scheme, names[0])
+        count = -(-columns // block)
+        packed = PackedWeights(self.weights, tuple(names), bits, block, columns)
+        inputs = [
+            source,
+            self._new(f"{name}.codes", (rows, count, block * bits // 8), np.uint8, packed.codes),
+            self._new(f"{name}.scales", (rows, count), np.float32, packed.scales),
+        ]
+        if not scheme.symmetric:
+            shape = (rows, -(-count * bits // 8))
+            inputs.append(self._new(f"{name}.zeros", shape, np.uint8, packed.zeros))
+        (output,) = self._node(
+            before,
+            "MatMulNBits",
+            inputs,
+            [f"{name}/output"],
+            MICROSOFT,
+            K=columns,
+            N=rows,
+            bits=bits,
+            block_size=block,
+            accuracy_level=self.accuracy_level,
+        )
+        return output
+
+    def _joined(self, parameters: Sequence[str]) -> ir.Value:
+        size = sum(self.weights.shapes[name][0] for name in parameters)
+        return self._new(
+            "+".join(parameters),
+            (size,),
+            np.float32,
+            lambda: np.concatenate([self.weights.tensor(name) for name in parameters]),
+        )
+
+
+def _product(value: ir.Value) -> tuple[ir.Node, ir.Value | None] | None:
+    """The Linear that makes a value, and the bias that is added, if any."""
+    node, bias = value.producer(), None
+    if node is not None and node.op_type == "Add":
+        left, right = node.inputs
+        if left is not None and right is not None and right.is_initializer():
+            node, bias = left.producer(), right
+    if node is None or node.domain != DOMAIN or node.op_type != "Linear":
+        return None
+    return node, bias

@@ -1,0 +1,122 @@
+"""A float graph whose products multiply in integers, their inputs quantized as the model runs.
+
+    MatMul, Gemm    as `w8a8.py` writes them, by token or by tensor; a bias is added in float32
+    Conv            DynamicQuantizeLinear, ConvInteger, Cast, Mul by s_x · s_w[o], Add b[o]
+
+A convolution sums over space and channels, so that its input has one scale and one zero point for the whole tensor,
+whatever tokens have. Its weights have one zero point too: ONNX Runtime 1.31 refuses others, takes bytes of either sign
+(u8 by u8 is exact, u8 by s8 saturates without VNNI, as products of matrices do), and pads with the input's zero point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from quantkit.exporters.onnx.nbits import Input, Linear, Weights
+from quantkit.exporters.onnx.w8a8 import MICROSOFT, Integers
+from quantkit.exporters.trace.rewrite import Rewriting
+from quantkit.exporters.trace.traced import Traced
+from quantkit.graph.pairs.qdq import Codes, WeightType, stem_of, unsigned
+from quantkit.graph.sites import Site
+from quantkit.scheme import ActivationScheme, WeightScheme
+
+Array = NDArray[Any]
+
+
+def activations_of(site: Site, asked: ActivationScheme) -> ActivationScheme:
+    """How the input of a product is quantized: of a convolution by tensor, with a zero point."""
+    return ActivationScheme(format=asked.format, granularity="tensor", symmetric=False) if site.is_conv else asked
+
+
+def insert(
+    model: ir.Model,
+    codes: Mapping[str, Codes],
+    sites: Mapping[str, Site],
+    weights: WeightScheme,
+    activations: ActivationScheme,
+    *,
+    weight_type: WeightType = "uint8",
+) -> ir.Model:
+    """A copy of a float graph, its chosen products in integers.
+
+    Args:
+        model: float; unchanged.
+        codes: site's name -> codes, in the order in which the graph runs; the other sites stay float.
+        sites: by name, of `model`.
+        weights: their scheme.
+        activations: dynamic, by token or tensor.
+        weight_type: how codes are stored; unsigned ones never saturate.
+    """
+    made = model.clone()
+    made.opset_imports[MICROSOFT] = 1
+    found = {name: sites[name] for name in codes}
+    linears = {}
+    for name, site in found.items():
+        rows, columns = site.matrix().shape
+        linears[name] = Linear(rows, columns, weights, input=Input(activations_of(site, activations)))
+
+    def grid(name: str) -> tuple[Array, None]:
+        return codes[name].scale.reshape(-1, 1), None
+
+    def dense(name: str) -> Array:
+        raise KeyError(name)  # what is not quantized stands in the graph already
+
+    return _Dynamic(
+        Traced(made, {}, decoder=False, layers=0), Weights(linears, {}, dense, lambda name: codes[name].codes, grid)
+    ).apply(found, codes, weight_type)
+
+
+class _Dynamic(Rewriting):
+    """The rewriting of one graph."""
+
+    def apply(self, sites: Mapping[str, Site], codes: Mapping[str, Codes], weight_type: WeightType) -> ir.Model:
+        """All products that have codes."""
+
+        def shared(name: str, values: Any, dtype: Any) -> ir.Value:
+            return self._constant(f"quantkit.{name}", values, dtype)
+
+        integers = Integers(self._node, self._new, shared, self.weights, weight_type)
+        nodes = {node.outputs[0].name: node for node in self.graph if node.outputs}
+        for name, site in sites.items():
+            node = nodes[site.output]
+            source, stem = node.inputs[0], stem_of(site)
+            assert source is not None
+            if site.is_conv:
+                made = self._convolution(node, source, site, codes[name], integers, weight_type)
+            else:
+                made = integers.product(node, source, [name], stem)
+            bias = codes[name].bias
+            if bias is not None:
+                shape = (-1, *[1] * (site.weight.ndim - 2)) if site.is_conv else (-1,)
+                added = self._constant(f"{stem}.bias", bias.reshape(shape), np.float32)
+                (made,) = self._node(node, "Add", [made, added], [f"{stem}/biased"])
+            self._replace(node, [made])
+            made.name = site.output
+        for name, value in list(self.graph.initializers.items()):
+            if not value.uses() and not value.is_graph_output():  # the floats that codes stand in for
+                del self.graph.initializers[name]
+        return self.traced.model
+
+    def _convolution(
+        self, node: ir.Node, source: ir.Value, site: Site, found: Codes, integers: Integers, weight_type: WeightType
+    ) -> ir.Value:
+        linear, stem = self.weights.linears[site.name], stem_of(site)
+        assert linear.input is not None
+        x = integers.input(source, linear.input, linear.columns)
+        values, zero = (found.codes, 0) if weight_type == "int8" else (unsigned(found.codes), 128)
+        weight = self._constant(f"{stem}.codes", site.shaped(values), values.dtype)
+        point = self._constant(f"{stem}.zero", zero, values.dtype)
+        (sums,) = self._node(node, "ConvInteger", [x.codes, weight, x.zero, point], [f"{stem}/sums"])
+        made = sums.producer()
+        assert made is not None
+        made.attributes.update(node.attributes)
+        (floats,) = self._node(node, "Cast", [sums], [f"{stem}/floats"], to=int(ir.DataType.FLOAT))
+        shape = (-1, *[1] * (site.weight.ndim - 2))
+        scales = self._constant(f"{stem}.scale", found.scale.reshape(shape), np.float32)
+        (step,) = self._node(node, "Mul", [x.scale, scales], [f"{stem}/step"])
+        return self._node(node, "Mul", [floats, step], [f"{stem}/output"])[0]

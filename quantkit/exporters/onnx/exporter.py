@@ -1,0 +1,309 @@
+"""An ONNX graph with a cache, in the dialect of the runtime that will run it.
+
+`onnx/` holds `model.onnx` (the graph), `model.onnx.data` (its weights), the tokenizer and what onnxruntime-genai wants
+to know. The graph is traced on shapes (`trace/transformer.py`), rewritten (`dialect.py`) and only then given its
+weights, one tensor in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from quantkit.bundle import Check, Decision
+from quantkit.content import Closed
+from quantkit.errors import MissingDependency
+from quantkit.exporters import Exporter
+from quantkit.exporters.layer_spec import Asked
+from quantkit.exporters.onnx.refusals import refuse
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from quantkit.exporters.onnx.nbits import Weights
+    from quantkit.exporters.values import Values
+    from quantkit.model.finished import Finished
+    from quantkit.model.source.open import Source
+    from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
+    from quantkit.target import State
+
+FOLDER, MODEL, DATA = "onnx", "model.onnx", "model.onnx.data"
+# their second input is the weight
+_PRODUCTS = ("MatMul", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat")
+# tensors from this many bytes on go into the data file
+_EXTERNAL = 1024
+
+
+class OnnxOptions(Closed):
+    """Settings of `export: - onnx: {…}`.
+
+    Args:
+        dialect: whose operators: `onnxruntime`.
+        accuracy_level: of its quantized products: 0 computes in float32, exactly; 4 rounds activations to int8, faster.
+        merge: whether linears of one input (q, k, v; gate, up) become one product.
+        weight_codes: of 8-bit weights whose inputs are quantized as well: `uint8` is exact on every processor; `int8`,
+            for VNNI and Arm, saturates on other x86 processors, where the check refuses it. Those of `int7` are
+            signed in any case, exact everywhere, and what processors without VNNI multiply fastest.
+    """
+
+    dialect: Literal["onnxruntime"] = "onnxruntime"
+    accuracy_level: Literal[0, 1, 4] = 4
+    merge: bool = True
+    weight_codes: Literal["uint8", "int8"] = "uint8"
+
+
+class Onnx(Exporter):
+    """See the module."""
+
+    name = "onnx"
+    runtimes = ("onnxruntime",)
+    stores = "graph"
+    fuses = True
+    moves = True
+    adds = True
+    Options = OnnxOptions
+
+    def accepts(self, options: Mapping[str, Any], asked: Asked) -> None:
+        """Refuse, before any work, what the dialect cannot hold.
+
+        Raises:
+            InputError: `layout-unsupported`, naming the first layer.
+            MissingDependency: onnx, onnx-ir, onnxscript or onnxruntime.
+        """
+        OnnxOptions(**options)
+        demand_packages("an ONNX export")
+        asked.demand_no_experts(self.name)
+        refuse(asked.schemes, asked.activations, asked.cache)
+
+    def holds(
+        self,
+        options: Mapping[str, Any],
+        runtime: str,
+        weights: Mapping[str, WeightScheme],
+        activations: Mapping[str, ActivationScheme],
+        cache: CacheScheme | None,
+    ) -> State:
+        """See `Exporter`."""
+        refuse(weights, activations, cache)
+        return "native"
+
+    def write(
+        self, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]
+    ) -> list[Decision]:
+        """Write `onnx/` of a bundle.
+
+        Raises:
+            InputError: `attention-unsupported`, `export-untraceable`, `layout-unsupported`.
+            Stopped: `disk-full`.
+        """
+        from quantkit.exporters.values import Values
+
+        return self.export(bundle / FOLDER, Values.of_results(source, stream, results), OnnxOptions(**options))
+
+    def add(self, bundle: Path, folder: Path, options: Mapping[str, Any]) -> list[Decision]:
+        """Export a finished bundle's checkpoint into `folder`.
+
+        Raises:
+            InputError: as `write`, and `bundle-without-checkpoint`, `bundle-dense`.
+        """
+        demand_packages("an ONNX export")
+        from quantkit.exporters.values import Values
+
+        return self.export(folder, Values.of_bundle(bundle), OnnxOptions(**options))
+
+    def export(self, folder: Path, values: Values, options: OnnxOptions) -> list[Decision]:
+        """Trace, rewrite, and write everything."""
+        from quantkit.exporters.carried import carry
+        from quantkit.exporters.onnx.dialect import Dialect
+        from quantkit.exporters.onnx.genai import genai_config
+        from quantkit.exporters.onnx.keep_few import keep_few
+        from quantkit.exporters.trace.transformer import trace
+        from quantkit.model.source.weights import write_json
+
+        source = values.source
+        kind = "decoder" if source.kind == "decoder" else "encoder"
+        context = context_of(source.config)
+        dialect = Dialect(
+            trace(values.skeleton, kind),
+            dialect_weights(values),
+            options.accuracy_level,
+            context,
+            merge=options.merge,
+            codes=options.weight_codes,
+        )
+        model = dialect.apply()
+        if kind == "decoder":
+            keep_few(model, optional=True)
+        model.metadata_props.update(
+            {
+                "quantkit.kind": kind,
+                "quantkit.context": str(context),
+                "quantkit.accuracy_level": str(_level(values, options)),
+                **_work(model),
+            }
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        _save(model, folder)
+        carry(source, folder)
+        if kind == "decoder":
+            write_json(folder / "genai_config.json", genai_config(source, model, context))
+        return dialect.decisions
+
+    def check(
+        self,
+        bundle: Path,
+        source: Source | None = None,
+        stream: StreamedModel | None = None,
+        results: Finished | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        inputs: Mapping[str, Any] | None = None,
+        blocks: int | None = None,
+    ) -> list[Check]:
+        """Load the graph in ONNX Runtime and hold its numbers against the model that was decided on.
+
+        The whole graph always runs, whatever `blocks` says.
+
+        Returns:
+            checks `onnx.valid`, `onnx.operators`, `onnx.contained` and `reload.onnxruntime` (logits of a prompt, of
+            steps with the cache, and of a batch padded on the left).
+        """
+        demand_packages("an ONNX export")
+        from quantkit.exporters.onnx.check import check
+
+        return check(bundle, source, stream, results)
+
+
+def demand_packages(purpose: str) -> None:
+    """Raises MissingDependency for the first package that is not there of those that graphs are written with."""
+    for package in ("onnx", "onnx_ir", "onnxscript", "onnxruntime"):
+        try:
+            __import__(package)
+        except ImportError:
+            raise MissingDependency(package, extra="compile", purpose=purpose) from None
+
+
+def _level(values: Values, options: OnnxOptions) -> int:
+    """What the file computes in: 4 is int8, wherever that is said; 0 is float32."""
+    return 4 if values.inputs else options.accuracy_level if values.schemes else 0
+
+
+def context_of(config: Mapping[str, Any]) -> int:
+    """Tokens that a sequence can have."""
+    for name in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"):
+        if isinstance(config.get(name), int) and config[name] > 0:
+            return int(config[name])
+    return 4096
+
+
+def dialect_weights(values: Values) -> Weights:
+    """The model's weights as the dialect asks for them: numpy, float32, [N, K]."""
+    from quantkit.exporters.onnx.nbits import Linear, Weights
+    from quantkit.exporters.values import as_float32
+
+    stream = values.stream
+    transposed = values.linears()
+    shapes = {name: tuple(value.shape) for name, value in values.skeleton.named_parameters(remove_duplicate=False)}
+    shapes |= {name: tuple(value.shape) for name, value in values.skeleton.named_buffers(remove_duplicate=False)}
+    embeddings = {
+        stream.files[name]: name
+        for name in stream.rest_names()
+        if name.endswith(".weight") and name.removesuffix(".weight") not in transposed and len(shapes[name]) == 2
+    }
+    linears = {}
+    for name, turned in transposed.items():
+        shape = shapes[f"{name}.weight"]
+        rows, columns = (shape[1], shape[0]) if turned else (shape[0], shape[1])
+        shared = embeddings.get(stream.files[f"{name}.weight"]) if name not in values.schemes else None
+        linears[name] = Linear(rows, columns, values.schemes.get(name), shared, values.inputs.get(name))
+
+    def tensor(name: str) -> Any:
+        found = as_float32(values.tensor(name))
+        linear = name.removesuffix(".weight")
+        return (found.T if transposed.get(linear) else found).contiguous().numpy()
+
+    def codes(linear: str) -> Any:
+        return values.quantized(linear).codes.numpy()
+
+    def grid(linear: str) -> Any:
+        found = values.quantized(linear, codes=False)
+        return found.scale.float().numpy(), None if found.zero is None else found.zero.numpy()
+
+    return Weights(linears, shapes, tensor, codes, grid)
+
+
+def _work(model: ir.Model) -> dict[str, str]:
+    """What a decode step must read and compute, for whoever draws its roofline; text, as the file wants it.
+
+    `quantkit.step_bytes`: weights that every step reads (of an embedding it reads a row: not counted);
+    `quantkit.float_bytes`: those of them that stay floats, of products;
+    `quantkit.flops`: 2 N K of all products but the head; `quantkit.head_flops`; `quantkit.float_head_flops`: of a head
+    that stays in floats; `quantkit.attention_flops`: for each new token and each token that it looks at.
+    """
+    import math
+
+    graph = model.graph
+    read: dict[str, int] = {}
+    floats: dict[str, int] = {}
+    flops = {True: 0, False: 0}
+    float_head = 0
+    attention = 0
+    heads = {value.name for value in graph.outputs}
+    for node in graph:
+        if node.op_type == "GroupQueryAttention":
+            past = node.inputs[3]
+            assert past is not None and past.shape is not None
+            attention += 4 * node.attributes["num_heads"].as_int() * int(past.shape[3])  # type: ignore[arg-type]
+        if node.op_type == "MultiHeadAttention":
+            # queries that were rotated have no shape; values are as wide
+            shapes = [value.shape for value in node.inputs[:3] if value is not None and value.shape is not None]
+            # no mask hides what comes after a token: twice of what a decoder has
+            attention += 2 * 4 * int(shapes[-1][-1])  # type: ignore[arg-type]
+        if node.op_type in ("Gather", "GroupQueryAttention", "MultiHeadAttention"):
+            continue
+        for value in node.inputs:
+            if value is not None and value.const_value is not None:
+                read[value.name or ""] = value.const_value.nbytes
+        weight = node.inputs[1] if len(node.inputs) > 1 else None
+        unpacked = weight.producer() if weight is not None else None
+        if unpacked is not None and unpacked.op_type == "DequantizeLinear":
+            weight = unpacked.inputs[0]
+        if node.op_type == "MatMulNBits":
+            size = node.attributes["N"].as_int() * node.attributes["K"].as_int()
+        elif node.op_type in _PRODUCTS and weight is not None and weight.const_value is not None:
+            size = math.prod(int(length) for length in weight.const_value.shape)  # type: ignore[arg-type, misc]
+        else:
+            continue
+        head = any(output.name in heads for output in node.outputs)
+        flops[head] += 2 * size
+        kept = weight.const_value if weight is not None and node.op_type != "MatMulNBits" else None
+        if kept is not None and kept.dtype.is_floating_point():
+            floats[weight.name or ""] = kept.nbytes  # type: ignore[union-attr]
+            float_head += 2 * size if head else 0
+    return {
+        "quantkit.step_bytes": str(sum(read.values())),
+        "quantkit.float_bytes": str(sum(floats.values())),
+        "quantkit.flops": str(flops[False]),
+        "quantkit.head_flops": str(flops[True]),
+        "quantkit.float_head_flops": str(float_head),
+        "quantkit.attention_flops": str(attention),
+    }
+
+
+def _save(model: ir.Model, folder: Path) -> None:
+    """The graph and its data file; one tensor in memory at a time.
+
+    Raises:
+        Stopped: `disk-full`.
+    """
+    import onnx_ir as ir
+
+    from quantkit.bundle import stopping_when_full
+
+    with stopping_when_full(folder):
+        ir.save(model, folder / MODEL, external_data=DATA, size_threshold_bytes=_EXTERNAL, max_workers=1)
+
+
+EXPORT = Onnx()

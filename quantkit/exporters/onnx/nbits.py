@@ -1,0 +1,150 @@
+"""Weights as MatMulNBits holds them: codes of 2, 4 or 8 bits in blocks along K, a scale and a zero point a block.
+
+Operators: ONNX Runtime's docs/ContribOperators.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError
+from quantkit.exporters.onnx.pack import pack
+from quantkit.scheme import ActivationScheme, WeightScheme
+
+Array = NDArray[Any]
+BITS = (2, 4, 8)
+_BLOCKS = (256, 128, 64, 32, 16)
+
+
+@dataclass(frozen=True)
+class Input:
+    """How the input of a linear is quantized.
+
+    Args:
+        scheme: granularity, and whether it has a zero point.
+        scale: fixed by calibration; None where it comes from the values as the model runs.
+        zero: as int8 has it; 0 where there is none.
+        moved: shift and scale of each channel, (x - shift) / scale, before that; empty where they stay.
+    """
+
+    scheme: ActivationScheme
+    scale: float | None = None
+    zero: int = 0
+    moved: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Linear:
+    """What the dialect needs to know of a linear without reading its weight.
+
+    Args:
+        rows, columns: N and K.
+        scheme: None in high precision.
+        shared: the parameter it shares its weight with (an embedding's), if any.
+        input: how its input is quantized; None where it stays in float32.
+    """
+
+    rows: int
+    columns: int
+    scheme: WeightScheme | None
+    shared: str | None = None
+    input: Input | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights by name, read when they are written.
+
+    Args:
+        linears: by their name in the skeleton.
+        shapes: parameter or buffer -> shape.
+        tensor: parameter or buffer -> float32 values.
+        codes: quantized linear -> codes [N, K + padding] int8.
+        grid: quantized linear -> scale [N, G] float32, and zero [N, G] int8 or None; [1, 1] of a whole matrix.
+    """
+
+    linears: Mapping[str, Linear]
+    shapes: Mapping[str, tuple[int, ...]]
+    tensor: Callable[[str], Array]
+    codes: Callable[[str], Array]
+    grid: Callable[[str], tuple[Array, Array | None]]
+
+
+def block_size(columns: int, scheme: WeightScheme, where: str) -> int:
+    """The block in which MatMulNBits can hold a scheme: a power of two that divides the group.
+
+    Raises:
+        InputError: `layout-unsupported`.
+    """
+    group = scheme.group or columns
+    if scheme.granularity != "group":
+        # one scale for all blocks; the last one may be incomplete
+        return next(block for block in (128, 64, 32, 16) if block <= columns or block == 16)
+    fitting = [block for block in _BLOCKS if group % block == 0]
+    if not fitting:
+        raise InputError(
+            "layout-unsupported",
+            where=where,
+            value=f"groups of {group}",
+            rule="MatMulNBits has blocks of 16, 32, 64, 128 or 256",
+            remedy="use a group that is a multiple of 16",
+        )
+    return fitting[0]
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """The tensors of a MatMulNBits of one or more linears."""
+
+    weights: Weights
+    names: tuple[str, ...]
+    bits: int
+    block: int
+    columns: int
+
+    @property
+    def _count(self) -> int:
+        return -(-self.columns // self.block)
+
+    def _spread(self, per_group: Array, name: str) -> Array:
+        """[N, G] (or [1, 1]) as [N, blocks]."""
+        linear, groups = self.weights.linears[name], per_group.shape[1]
+        if groups == 1:
+            return np.broadcast_to(per_group, (linear.rows, self._count))
+        assert linear.scheme is not None
+        return np.repeat(per_group, (linear.scheme.group or 0) // self.block, axis=1)[:, : self._count]
+
+    def codes(self) -> Array:
+        """uint8 [N, blocks, block·bits/8]: codes from 0, least significant first."""
+        parts = []
+        for name in self.names:
+            codes = self.weights.codes(name)
+            rows, columns = codes.shape
+            words = (codes.astype(np.int16) + (1 << (self.bits - 1))).astype(np.uint8)
+            filled = self._count * self.block
+            if filled > columns:
+                words = np.pad(words, ((0, 0), (0, filled - columns)), constant_values=1 << (self.bits - 1))
+            words = words[:, :filled].reshape(rows, self._count, self.block)
+            parts.append(pack(words, self.bits))
+        return np.concatenate(parts)
+
+    def scales(self) -> Array:
+        """float32 [N, blocks]."""
+        return np.concatenate([self._spread(self.weights.grid(name)[0], name) for name in self.names])
+
+    def zeros(self) -> Array:
+        """uint8 [N, ceil(blocks·bits/8)]: zero points from 0, packed as codes are."""
+        found = []
+        for name in self.names:
+            _, zero = self.weights.grid(name)
+            assert zero is not None
+            spread = self._spread(zero, name).astype(np.int16) + (1 << (self.bits - 1))
+            per_byte = 8 // self.bits
+            filled = np.pad(spread, ((0, 0), (0, -spread.shape[1] % per_byte))).astype(np.uint8)
+            found.append(pack(filled, self.bits))
+        return np.concatenate(found)

@@ -1,0 +1,438 @@
+"""One linear, y = x Wᵀ, as ONNX models: every way in which ONNX Runtime can be given a quantized weight.
+
+    float32, float16       MatMul
+    int8.static            QDQ: QuantizeLinear with a fixed scale, int8 weights by channel
+    int8.dynamic           DynamicQuantizeLinear, MatMulInteger
+    intB.gG.levelL         MatMulNBits of B bits in blocks of G; level 4 rounds activations to int8, level 0 computes in
+                           float32
+    int4.qdq               DequantizeLinear in blocks of W [K, N], which the runtime fuses into a MatMulNBits
+    int4.qdq-transposed    the same of W [N, K] and a Transpose, which it does not fuse
+    fp8_e4m3               DequantizeLinear of FP8 by channel
+    nf4.gG                 MatMulBnb4
+    quantize.static        what int8.static does to its input, alone; quantize.dynamic likewise
+
+A model holds several such products of one input, each with a weight of its own: the same matrix with its rows turned by
+two, four, ... places, so that no two are equal and what each must give is known.
+Operators: https://onnx.ai/onnx/operators and ONNX Runtime's docs/ContribOperators.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError, did_you_mean
+from quantkit.exporters.onnx.pack import pack
+from quantkit.formats import load_format
+from quantkit.scheme import WeightScheme
+
+if TYPE_CHECKING:
+    import onnx
+    import torch
+
+    from quantkit.formats import QuantTensor
+
+Array = NDArray[Any]
+BASELINE = "float32"
+GROUPS, LEVELS = (32, 64, 128), (0, 4)
+_NBITS = ("int4", "int8")
+_OPSET, _IR = 21, 10
+# activations are drawn from N(0, 1): 4.5 standard deviations hold all but 7 of a million
+_REACH = 4.5
+_CODES = 255
+_HALF = 128
+# where a processor multiplies u8 by s8 with sums of two products in 16 bits (AVX2, AVX-512 without VNNI), ONNX Runtime
+# lets them saturate unless told otherwise: 4 % of error for 1 % at K = 256
+EXACT_SUMS = {"session.x64quantprecision": "1"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to store a weight and multiply with it.
+
+    Args:
+        name: `int4.g128.level4`.
+        scheme: of the weight; None of floats, and of what has no weight.
+        compute: the input type of the multiplication, whose rate bounds it.
+        limit: largest relative error (Frobenius) of y against our own dequantization. Exact but for the order of sums
+            where activations stay in float32; 8-bit activations lose about 1 %, float16 3e-4.
+        activations: dtype of x and y.
+    """
+
+    name: str
+    scheme: WeightScheme | None = None
+    compute: str = "fp32"
+    limit: float = 1e-4
+    activations: str = "float32"
+
+    @property
+    def kind(self) -> str:
+        """What builds it: `int4`, `int8.dynamic`, `nf4`."""
+        head, *rest = self.name.split(".")
+        return ".".join([head, *(part for part in rest if not part.startswith(("g", "level")))])
+
+    @property
+    def format(self) -> str:
+        """The number format of the weight; "" where there is none."""
+        return self.scheme.format if self.scheme else "" if self.kind.startswith("quantize") else self.kind
+
+    @property
+    def level(self) -> int | None:
+        """The accuracy level of a MatMulNBits."""
+        return int(self.name[-1]) if ".level" in self.name else None
+
+    @property
+    def quantizer(self) -> str:
+        """The variant that does to x alone what this one does to x; "" where that happens inside of a kernel."""
+        return f"quantize.{self.kind.partition('.')[2]}" if self.kind in ("int8.static", "int8.dynamic") else ""
+
+
+def _scheme(name: str, group: int | None = None, symmetric: bool = True) -> WeightScheme:
+    return WeightScheme(
+        format=name, granularity="group" if group else "channel", group=group, symmetric=symmetric, scale="float32"
+    )
+
+
+def _all() -> dict[str, Variant]:
+    found = [Variant(BASELINE), Variant("float16", limit=5e-3, activations="float16")]
+    found += [Variant(f"int8.{how}", _scheme("int8"), "int8", limit=2e-2) for how in ("static", "dynamic")]
+    for name in _NBITS:
+        for group in GROUPS:
+            scheme = _scheme(name, group, symmetric=name == "int8")
+            found += [
+                Variant(f"{name}.g{group}.level{level}", scheme, *(("int8", 2e-2) if level == 4 else ("fp32", 1e-4)))
+                for level in LEVELS
+            ]
+    found.append(Variant("int4.qdq", _scheme("int4", 32), "int8", limit=2e-2))
+    found.append(Variant("int4.qdq-transposed", _scheme("int4", 32)))
+    found.append(Variant("fp8_e4m3", _scheme("fp8_e4m3")))
+    found += [Variant(f"nf4.g{group}", _scheme("nf4", group)) for group in GROUPS]
+    found += [Variant(f"quantize.{how}") for how in ("static", "dynamic")]
+    return {variant.name: variant for variant in found}
+
+
+def names() -> list[str]:
+    """Every variant with a weight, the baseline first."""
+    return [name for name in _all() if not name.startswith("quantize")]
+
+
+def variant(name: str) -> Variant:
+    """By its name. Raises InputError `unknown-variant`, with a did-you-mean."""
+    known = _all()
+    if name not in known:
+        raise InputError("unknown-variant", where="--format", value=name, remedy=did_you_mean(name, names()))
+    return known[name]
+
+
+def usual(name: str, *, block: int, level: int) -> str:
+    """The variant of a format as quantkit exports it: `int4` is `int4.g128.level4` where the target says so."""
+    if name in _NBITS:
+        return f"{name}.g{block}.level{level}"
+    return "nf4.g64" if name == "nf4" else name
+
+
+def check_shape(of: Variant, K: int, N: int) -> None:
+    """Refuse what a variant cannot hold. Raises InputError `group-indivisible`."""
+    group = of.scheme.group if of.scheme else None
+    if group and K % group:
+        fitting = [size for size in GROUPS if K % size == 0]
+        remedy = f"use {of.format} in groups of {' or '.join(map(str, fitting))}" if fitting else "choose another shape"
+        raise InputError(
+            "group-indivisible", where=f"{K}x{N}", value=f"group {group}, K {K}", rule="group divides K", remedy=remedy
+        )
+    if of.scheme and (N % 2 or K % 2):
+        raise InputError("shape-invalid", where=f"{K}x{N}", value=f"{of.name} of odd sides", rule="K and N are even")
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A constant; `axis` is where its N is, of which each element holds `each`. None: all copies share it."""
+
+    kind: int
+    dims: tuple[int, ...]
+    raw: Array
+    axis: int | None = None
+    each: int = 1
+
+    @property
+    def floats(self) -> bool:
+        """Whether numpy has its type and it is large enough to matter."""
+        return self.raw.dtype.kind == "f" and self.raw.ndim > 0
+
+    def turned(self, rows: int) -> Array:
+        """With the rows of W turned by so many places."""
+        return self.raw if self.axis is None or rows == 0 else np.roll(self.raw, rows // self.each, self.axis)
+
+
+Nodes = Callable[[str, str, Mapping[str, str]], "list[onnx.NodeProto]"]  # x, y, constant -> its name
+
+
+@dataclass(frozen=True)
+class Product:
+    """A weight as one variant stores it.
+
+    Args:
+        variant: which.
+        values: W [N, K] float32, as our own formats read what is stored; None where there is no weight.
+        stored: constants.
+        nodes: writes the nodes of one product.
+    """
+
+    variant: Variant
+    K: int
+    N: int
+    values: Array | None
+    stored: Mapping[str, _Stored]
+    nodes: Nodes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one weight: codes, scales, zero points."""
+        return sum(int(each.raw.nbytes) for each in self.stored.values() if each.axis is not None)
+
+    def model(self, copies: Sequence[int], *, apart: bool = False) -> bytes:
+        """A model with inputs x0, x1, ... of [M, K] and outputs y0, y1, ...; `copies` are the turns of each weight.
+
+        Products with a weight share the input x0. With `apart` the file is without floats, which `floats` has: a
+        protobuf holds no more than 2 GiB.
+        """
+        from onnx import TensorProto, helper
+
+        nodes, constants = [], {}
+        inputs = ["x0"] if self.values is not None else [f"x{i}" for i in range(len(copies))]
+        for place, copy in enumerate(copies):
+            names = {}
+            for name, constant in self.stored.items():
+                names[name] = name if constant.axis is None else f"{name}{place}"
+                constants[names[name]] = (constant, copy)
+            nodes += self.nodes(inputs[place if len(inputs) > 1 else 0], f"y{place}", names)
+        half = self.variant.activations == "float16"
+        dtype = TensorProto.FLOAT16 if half else TensorProto.FLOAT
+        result = dtype if self.values is not None else TensorProto.UINT8
+        graph = helper.make_graph(
+            nodes,
+            self.variant.name,
+            [helper.make_tensor_value_info(name, dtype, ["M", self.K]) for name in inputs],
+            [helper.make_tensor_value_info(f"y{i}", result, ["M", self.N]) for i in range(len(copies))],
+            [_proto(name, each, copy, apart) for name, (each, copy) in constants.items()],
+        )
+        opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid("com.microsoft", 1)]
+        found: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=_IR).SerializeToString()
+        return found
+
+    def floats(self, copies: Sequence[int]) -> dict[str, Array]:
+        """What a model with `apart` is without: constant -> values."""
+        return {
+            name if each.axis is None else f"{name}{place}": each.turned(2 * copy)
+            for place, copy in enumerate(copies)
+            for name, each in self.stored.items()
+            if each.floats
+        }
+
+    def error(self, x: Array, outputs: Sequence[Array], copies: Sequence[int]) -> float:
+        """The largest relative error of y [M, N] over the copies, against x by our own reading of the weight."""
+        assert self.values is not None
+        expected = x.astype(np.float32) @ self.values.T
+        scale = float(np.linalg.norm(expected)) or 1.0
+        return max(
+            float(np.linalg.norm(np.asarray(y, np.float32) - np.roll(expected, 2 * copy, axis=1))) / scale
+            for y, copy in zip(outputs, copies, strict=True)
+        )
+
+
+def _proto(name: str, constant: _Stored, copy: int, apart: bool) -> Any:
+    """A constant of a model, or its place where it is handed over by itself."""
+    from onnx import StringStringEntryProto, TensorProto
+
+    if not (apart and constant.floats):
+        raw = constant.turned(2 * copy).tobytes()
+        return TensorProto(name=name, data_type=constant.kind, dims=constant.dims, raw_data=raw)
+    place = {"location": "memory", "offset": "0", "length": str(constant.raw.nbytes)}
+    return TensorProto(
+        name=name,
+        data_type=constant.kind,
+        dims=constant.dims,
+        data_location=TensorProto.EXTERNAL,
+        external_data=[StringStringEntryProto(key=key, value=value) for key, value in place.items()],
+    )
+
+
+def product(of: Variant, weight: torch.Tensor) -> Product:
+    """Store a weight [N, K] float32 in one variant.
+
+    Raises:
+        InputError: `group-indivisible`, `shape-invalid`.
+    """
+    N, K = weight.shape
+    check_shape(of, K, N)
+    if of.scheme is None:
+        values = weight.numpy()
+        make = {BASELINE: _floats, "float16": _floats}.get(of.kind)
+        if make is None:
+            stored, nodes = _quantizer(of)
+            return Product(of, K, K, None, stored, nodes)
+        stored, nodes = make(of, values)
+        return Product(of, K, N, np.asarray(stored["w"].raw.T, np.float32), stored, nodes)
+    form = load_format(of.scheme.format)
+    tensor = form.quantize(weight, of.scheme)
+    stored, nodes = _BUILDERS[of.kind](of, tensor)
+    return Product(of, K, N, form.dequantize(tensor).numpy(), stored, nodes)
+
+
+def _node(kind: str, inputs: Sequence[str], outputs: Sequence[str], domain: str = "", **attributes: Any) -> Any:
+    from onnx import helper
+
+    return helper.make_node(kind, list(inputs), list(outputs), domain=domain, **attributes)
+
+
+def _constant(values: Array, axis: int | None = None) -> _Stored:
+    from onnx import helper
+
+    return _Stored(helper.np_dtype_to_tensor_dtype(values.dtype), values.shape, np.ascontiguousarray(values), axis)
+
+
+def _floats(of: Variant, values: Array) -> tuple[dict[str, _Stored], Nodes]:
+    w = _constant(values.T.astype(of.activations), axis=1)
+    return {"w": w}, lambda x, y, at: [_node("MatMul", [x, at["w"]], [y])]
+
+
+def _input_scale() -> dict[str, _Stored]:
+    scale = np.array(2 * _REACH / _CODES, np.float32)
+    return {"x_scale": _constant(scale), "x_zero": _constant(np.array(_HALF, np.uint8))}
+
+
+def _quantizer(of: Variant) -> tuple[dict[str, _Stored], Nodes]:
+    if of.kind == "quantize.static":
+        return _input_scale(), lambda x, y, at: [_node("QuantizeLinear", [x, at["x_scale"], at["x_zero"]], [y])]
+    return {}, lambda x, y, at: [_node("DynamicQuantizeLinear", [x], [y, f"{y}/scale", f"{y}/zero"])]
+
+
+def _codes(tensor: QuantTensor) -> Array:
+    found: Array = tensor.codes.numpy()
+    return found
+
+
+def _scales(tensor: QuantTensor) -> Array:
+    found: Array = tensor.scale.float().numpy()
+    return found
+
+
+def _qdq(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+    stored = {"w": _constant(_codes(tensor).T, axis=1), "scale": _constant(_scales(tensor)[:, 0], axis=0)}
+
+    def nodes(x: str, y: str, at: Mapping[str, str]) -> list[Any]:
+        how = [at["x_scale"], at["x_zero"]]
+        return [
+            _node("QuantizeLinear", [x, *how], [f"{y}/codes"]),
+            _node("DequantizeLinear", [f"{y}/codes", *how], [f"{y}/x"]),
+            _node("DequantizeLinear", [at["w"], at["scale"]], [f"{y}/w"], axis=1),
+            _node("MatMul", [f"{y}/x", f"{y}/w"], [y]),
+        ]
+
+    return stored | _input_scale(), nodes
+
+
+def _dynamic(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+    stored = {"w": _constant(_codes(tensor).T, axis=1), "scale": _constant(_scales(tensor)[:, 0], axis=0)}
+
+    def nodes(x: str, y: str, at: Mapping[str, str]) -> list[Any]:
+        return [
+            _node("DynamicQuantizeLinear", [x], [f"{y}/codes", f"{y}/scale", f"{y}/zero"]),
+            _node("MatMulInteger", [f"{y}/codes", at["w"], f"{y}/zero"], [f"{y}/sums"]),
+            _node("Cast", [f"{y}/sums"], [f"{y}/floats"], to=1),
+            _node("Mul", [f"{y}/scale", at["scale"]], [f"{y}/both"]),
+            _node("Mul", [f"{y}/floats", f"{y}/both"], [y]),
+        ]
+
+    return stored, nodes
+
+
+def _matmul_nbits(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+    assert of.scheme is not None
+    bits, block = load_format(of.scheme.format).bits, of.scheme.group or 0
+    N, K = tensor.shape
+    half = 1 << (bits - 1)
+    words = (_codes(tensor).astype(np.int16) + half).astype(np.uint8).reshape(N, K // block, block)
+    stored = {"w": _constant(pack(words, bits), axis=0), "scale": _constant(_scales(tensor), axis=0)}
+    if tensor.zero is not None:
+        zero = (tensor.zero.numpy().astype(np.int16) + half).astype(np.uint8)
+        zero = np.pad(zero, ((0, 0), (0, -zero.shape[1] % (8 // bits))))
+        stored["zero"] = _constant(pack(zero, bits), axis=0)
+    how = {"K": K, "N": N, "bits": bits, "block_size": block, "accuracy_level": of.level}
+    order = list(stored)
+    return stored, lambda x, y, at: [
+        _node("MatMulNBits", [x, *(at[name] for name in order)], [y], "com.microsoft", **how)
+    ]
+
+
+def _int4(codes: Array, axis: int) -> _Stored:
+    """Codes of an INT4 tensor, two a byte, the first in the low half."""
+    from onnx import TensorProto
+
+    packed = pack((codes & 15).astype(np.uint8), 4)
+    return _Stored(TensorProto.INT4, codes.shape, packed, axis, each=2 if axis == 1 else 1)
+
+
+def _blocks(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+    assert of.scheme is not None
+    group = of.scheme.group
+    stored = {"w": _int4(_codes(tensor).T, 1), "scale": _constant(_scales(tensor).T, axis=1)}
+    return stored, lambda x, y, at: [
+        _node("DequantizeLinear", [at["w"], at["scale"]], [f"{y}/w"], axis=0, block_size=group),
+        _node("MatMul", [x, f"{y}/w"], [y]),
+    ]
+
+
+def _blocks_transposed(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+    assert of.scheme is not None
+    group = of.scheme.group
+    stored = {"w": _int4(_codes(tensor), 0), "scale": _constant(_scales(tensor), axis=0)}
+    return stored, lambda x, y, at: [
+        _node("DequantizeLinear", [at["w"], at["scale"]], [f"{y}/rows"], axis=1, block_size=group),
+        _node("Transpose", [f"{y}/rows"], [f"{y}/w"], perm=[1, 0]),
+        _node("MatMul", [x, f"{y}/w"], [y]),
+    ]
+
+
+def _fp8(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+    import torch
+    from onnx import TensorProto
+
+    raw = np.ascontiguousarray(tensor.codes.view(torch.uint8).numpy().T)
+    w = _Stored(TensorProto.FLOAT8E4M3FN, raw.shape, raw, 1)
+    stored = {"w": w, "scale": _constant(_scales(tensor)[:, 0], axis=0)}
+    return stored, lambda x, y, at: [
+        _node("DequantizeLinear", [at["w"], at["scale"]], [f"{y}/w"], axis=1),
+        _node("MatMul", [x, f"{y}/w"], [y]),
+    ]
+
+
+def _bnb4(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+    assert of.scheme is not None
+    from onnx import TensorProto
+
+    packed = load_format("nf4").pack(tensor.codes).numpy()
+    scales = _scales(tensor)
+    stored = {
+        "w": _Stored(TensorProto.UINT8, (packed.size,), packed, 0),
+        "scale": _Stored(TensorProto.FLOAT, (scales.size,), scales, 0),
+    }
+    N, K = tensor.shape
+    how = {"K": K, "N": N, "block_size": of.scheme.group, "quant_type": 1}
+    return stored, lambda x, y, at: [_node("MatMulBnb4", [x, at["w"], at["scale"]], [y], "com.microsoft", **how)]
+
+
+_BUILDERS: Mapping[str, Callable[[Variant, Any], tuple[dict[str, _Stored], Nodes]]] = {
+    "int8.static": _qdq,
+    "int8.dynamic": _dynamic,
+    "int8": _matmul_nbits,
+    "int4": _matmul_nbits,
+    "int4.qdq": _blocks,
+    "int4.qdq-transposed": _blocks_transposed,
+    "fp8_e4m3": _fp8,
+    "nf4": _bnb4,
+}

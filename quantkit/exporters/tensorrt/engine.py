@@ -1,0 +1,284 @@
+"""An engine from a network: built in a process of its own, with a limit on its time and timings that outlive it.
+
+What TensorRT measures of its kernels is kept in the user's cache (`timings.py`). Beside an engine stands what built it,
+for which GPU, under which driver, and with which options, as far as they were applied.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.content import Closed
+from quantkit.errors import InputError
+from quantkit.exporters.tensorrt.parser_errors import of_parser, refusal
+from quantkit.exporters.tensorrt.profiles import Shapes, batches, fitted, inputs_of, shapes
+from quantkit.exporters.tensorrt.tactics import Tactics, Timed
+from quantkit.exporters.tensorrt.timings import Timings, place
+from quantkit.runtimes import child
+from quantkit.runtimes.child import Report
+from quantkit.runtimes.tensorrt.file import NETWORK
+from quantkit.runtimes.tensorrt.library import Name, Said, load, unsupported
+
+if TYPE_CHECKING:
+    from quantkit.exporters.tensorrt.exporter import TensorrtOptions
+
+# what TensorRT-RTX has not: its engines are of one release, and it is told the GPUs
+TENSORRT_ALONE = ("version_compatible", "hardware_compatible")
+_MORE_TIME = "a longer build_timeout, fewer profiles, or a lower optimization_level; what was timed so far is kept"
+
+
+class Job(Closed):
+    """What is built.
+
+    Args:
+        network: the ONNX file.
+        engine: where the engine goes.
+        library: that builds it.
+        sm: compute capabilities, of a build ahead of time.
+        gpu: name of the GPU that it is built on; empty ahead of time.
+        profiles: shapes.
+        workspace: bytes that kernels may use beside weights and activations.
+        optimization_level: 0 to 5.
+        version_compatible, hardware_compatible: whether later versions, and later GPUs, may load it; TensorRT alone.
+        timing_cache: file; None: none is kept.
+        keep_every: seconds between two writes of it.
+        seconds: after which it is given up.
+    """
+
+    network: str
+    engine: str
+    library: Name
+    sm: list[str]
+    gpu: str
+    profiles: list[Shapes]
+    workspace: float
+    optimization_level: int
+    version_compatible: bool = False
+    hardware_compatible: bool = False
+    timing_cache: str | None = None
+    keep_every: float = 20.0
+    seconds: float | None = None
+
+
+class Built(Closed):
+    """What came of it.
+
+    Args:
+        library, version: that built it.
+        sm, gpu: what it is for.
+        bytes: of the engine.
+        sha256: of it, as it left the library.
+        seconds: of the build, on the clock.
+        layers: of the network before fusions.
+        cache_hit: whether the timing cache knew anything; None without one.
+        first_seconds: of the first build of this network with that cache, where this is a later one.
+        saved_seconds: that this one took less.
+        cache_problem: why what was timed could not be kept; empty where it was.
+        tactics: kernels that were timed, of the layers that take the longest; what the timing cache knew is not timed
+            again, and TensorRT-RTX times nothing.
+    """
+
+    library: Name
+    version: str
+    sm: list[str]
+    gpu: str
+    bytes: int
+    sha256: str
+    seconds: float
+    layers: int
+    cache_hit: bool | None = None
+    first_seconds: float | None = None
+    saved_seconds: float | None = None
+    cache_problem: str = ""
+    tactics: tuple[Timed, ...] = ()
+
+
+def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None = None) -> dict[str, str]:
+    """Build the engine of `folder/network.onnx` beside it.
+
+    Returns:
+        hashes of `NAME.engine`, and of `NAME.json` that describes it.
+
+    Raises:
+        InputError: the build's own (`build`).
+    """
+    from quantkit import machine
+    from quantkit.exporters.onnx.exporter import context_of
+
+    library = load(options.library)
+    inputs = inputs_of(folder / NETWORK)
+    if (folder / "config.json").is_file():
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kind = "decoder" if any(name.startswith("past_key_values.") for name in inputs) else "encoder"
+        profiles, _ = fitted(options.profiles, kind=kind, context=context_of(config))
+    else:  # of a graph
+        profiles = batches(options.profiles)
+    gpus, _ = machine.gpus()
+    gpu, driver = ("", "") if library.ahead_of_time or not gpus else (str(gpus[0]["name"]), str(gpus[0]["driver"]))
+    sm = [options.sm] if library.ahead_of_time and options.sm else [str(gpus[0]["sm"])] if gpus else []
+    stem = f"sm{''.join(sm).replace('.', '')}"
+    flags: dict[str, Any] = {"workspace": options.workspace, "optimization_level": options.optimization_level}
+    if not library.ahead_of_time:
+        flags |= {name: getattr(options, name) for name in TENSORRT_ALONE}
+    made = shapes(inputs, profiles)
+    cache = place(library, gpu, flags)
+    built = build(
+        Job(
+            network=str(folder / NETWORK),
+            engine=str(folder / f"{stem}.engine"),
+            library=options.library,
+            sm=sm,
+            gpu=gpu,
+            profiles=made,
+            timing_cache=None if cache is None else str(cache),
+            seconds=options.build_timeout,
+            **flags,
+        ),
+        progress=progress,
+    )
+    record = {**built.model_dump(mode="json"), "driver": driver, "options": flags}
+    record["profiles"] = [each.model_dump() for each in made]
+    data = (json.dumps(record, indent=2) + "\n").encode()
+    _write(folder / f"{stem}.json", memoryview(data))
+    return {f"{stem}.engine": built.sha256, f"{stem}.json": hashlib.sha256(data).hexdigest()}
+
+
+def build(job: Job, *, progress: Report | None = None) -> Built:
+    """Build in a child process. It gives up by itself when its time is over, and keeps what it has timed.
+
+    Raises:
+        InputError: `network-unsupported` with the nodes, `build-failed`, `timeout`, `sm-unsupported`.
+        MissingDependency: the library.
+    """
+    library = load(job.library)
+    for each in job.sm if library.ahead_of_time else []:
+        if each not in library.capabilities():
+            raise unsupported(library, each)
+    (row,) = child.run(
+        _build,
+        job.model_dump(mode="json"),
+        progress,
+        remedy=_MORE_TIME,
+        died="build-failed",
+        where=f"{job.library} {library.version}",
+        # one that hears nothing any more
+        seconds=None if job.seconds is None else 2 * job.seconds + 30,
+    )
+    return Built.model_validate(row)
+
+
+def _build(data: Mapping[str, Any], caller: child.Caller) -> None:
+    """What the child does."""
+    caller.row(_built(Job.model_validate(data), caller.at).model_dump(mode="json"))
+
+
+def _built(job: Job, report: Report) -> Built:
+    library = load(job.library)
+    api = library.api
+    tactics = Tactics()
+    said = Said(api, tactics.hear)
+    started = time.perf_counter()
+    builder = api.Builder(said.logger)
+    network = library.network(builder)
+    parser = api.OnnxParser(network, said.logger)
+    if not parser.parse_from_file(job.network):
+        raise refusal(Path(job.network).name, f"{library.name} {library.version}", of_parser(parser))
+    config = builder.create_builder_config()
+    library.aim(config, job.sm)
+    config.set_memory_pool_limit(api.MemoryPoolType.WORKSPACE, int(job.workspace))
+    config.builder_optimization_level = job.optimization_level
+    # names of layers and what was fused: what the inspector shows of an engine
+    config.profiling_verbosity = api.ProfilingVerbosity.DETAILED
+    if job.version_compatible:
+        config.set_flag(api.BuilderFlag.VERSION_COMPATIBLE)
+    if job.hardware_compatible:
+        config.hardware_compatibility_level = api.HardwareCompatibilityLevel.AMPERE_PLUS
+    for each in job.profiles:
+        config.add_optimization_profile(_profile(builder, each))
+    deadline = None if job.seconds is None else started + job.seconds
+    timings = Timings(config, job.timing_cache, job.keep_every)
+    monitor = _monitor(api, deadline, timings, report)
+    config.progress_monitor = monitor
+    try:
+        plan = builder.build_serialized_network(network, config)
+    finally:
+        timings.keep()
+    if plan is None and monitor.late:
+        limit, where = job.seconds, f"{library.name} {library.version}"
+        raise InputError(
+            "timeout", where=where, value=f"not done after {limit:g} s", rule="the limit", remedy=_MORE_TIME
+        )
+    if plan is None:
+        raise InputError(
+            "build-failed",
+            where=f"{library.name} {library.version}",
+            value=said.first or "no engine, and no word why",
+            rule="a network that our own checks let through builds",
+            remedy="please report it, with the recipe; --set tensorrt.engine=false keeps the network alone",
+        )
+    data = memoryview(plan)
+    _write(Path(job.engine), data)
+    seconds = time.perf_counter() - started
+    first = timings.first(Path(job.network), job.profiles, seconds)
+    return Built(
+        library=job.library,
+        version=library.version,
+        sm=job.sm,
+        gpu=job.gpu,
+        bytes=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+        seconds=seconds,
+        layers=int(network.num_layers),
+        cache_hit=timings.hit,
+        first_seconds=first,
+        saved_seconds=None if first is None else first - seconds,
+        cache_problem=timings.problem,
+        tactics=tuple(tactics.timed()),
+    )
+
+
+def _profile(builder: Any, shapes: Shapes) -> Any:
+    profile = builder.create_optimization_profile()
+    for name, (least, likely, most) in shapes.inputs.items():
+        if name not in shapes.values:
+            profile.set_shape(name, tuple(least), tuple(likely), tuple(most))
+    for name, (least, likely, most) in shapes.values.items():
+        profile.set_shape_input(name, least, likely, most)
+    return profile
+
+
+def _monitor(api: Any, deadline: float | None, timings: Timings, report: Report) -> Any:
+    """Reports how far the build is, keeps what was timed, and ends it when its time is over."""
+
+    class Monitor(api.IProgressMonitor):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            api.IProgressMonitor.__init__(self)
+            self.steps: dict[str, int] = {}
+            self.late = False
+
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            if parent is None:
+                self.steps[name] = max(steps, 1)
+
+        def step_complete(self, name: str, step: int) -> bool:
+            if name in self.steps:
+                report(min(1.0, (step + 1) / self.steps[name]), name)
+            timings.step()
+            self.late = deadline is not None and time.perf_counter() > deadline
+            return not self.late
+
+        def phase_finish(self, name: str) -> None:
+            self.steps.pop(name, None)
+
+    return Monitor()
+
+
+def _write(path: Path, data: memoryview) -> None:
+    from quantkit.model.source.weights import write_atomic
+
+    write_atomic(path, [data])

@@ -1,0 +1,278 @@
+"""A TensorRT engine, and the network that it is built from, checked on the CPU before TensorRT sees it.
+
+`engine/` holds `network.onnx` with `network.onnx.data` (plain Q/DQ, `network/dialect.py`), the tokenizer, and for each
+kind of GPU `NAME.engine` with `NAME.json`: what built it, for which shapes, and how long that took. An engine is
+executable code: `runtimes.tensorrt` loads one from a verified bundle alone.
+
+TensorRT-RTX compiles ahead of time for the GPUs that it lists; TensorRT builds on the GPU itself. Without either,
+`engine: false` keeps the network, and `quantkit export BUNDLE --to tensorrt` builds where the GPU is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from quantkit.bundle import Check, Decision
+from quantkit.content import Closed
+from quantkit.errors import InputError, MissingDependency
+from quantkit.exporters import BuildReport, Exporter
+from quantkit.exporters.layer_spec import Asked
+from quantkit.exporters.onnx.exporter import context_of, demand_packages
+from quantkit.exporters.tensorrt.engine import TENSORRT_ALONE, build_engine
+from quantkit.exporters.tensorrt.network.folder import write_network
+from quantkit.exporters.tensorrt.profiles import fitted
+from quantkit.exporters.tensorrt.refusals import refuse_cache, refuse_gpu, refuse_inputs, refuse_weights
+from quantkit.passes import NOTE, decision
+from quantkit.runtimes.tensorrt.file import FOLDER, NETWORK
+from quantkit.runtimes.tensorrt.library import Name, load, unsupported
+from quantkit.target import Profile, State
+
+if TYPE_CHECKING:
+    from quantkit.exporters.values import Values
+    from quantkit.model.finished import Finished
+    from quantkit.model.source.open import Source
+    from quantkit.model.streaming.stream import StreamedModel
+    from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
+
+
+class TensorrtOptions(Closed):
+    """Settings of `export: - tensorrt: {…}`. What is not said is the target's.
+
+    Args:
+        type: what is computed in: `float16` or `bfloat16`.
+        cache: `in_place` writes keys and values into one buffer, so that a step can be replayed as a CUDA graph;
+            `grown` gives out a longer one each time.
+        capacity: tokens that a cache in place holds; None: what the profiles need.
+        engine: whether to build; without, the network alone is written.
+        library: `tensorrt_rtx` or `tensorrt`.
+        sm: the GPU's compute capability: "8.9".
+        profiles: shapes that it is built for.
+        workspace: bytes that kernels may use beside weights and activations.
+        optimization_level: how long to look for faster kernels, 0 to 5.
+        version_compatible: whether later versions of the library may load it; TensorRT alone.
+        hardware_compatible: whether later GPUs may; TensorRT alone.
+        build_timeout: seconds after which a build is given up; what it has timed is kept.
+    """
+
+    type: Literal["float16", "bfloat16"] = "float16"
+    cache: Literal["in_place", "grown"] = "in_place"
+    capacity: int | None = Field(default=None, gt=0)
+    engine: bool = True
+    library: Name = "tensorrt_rtx"
+    sm: str | None = None
+    profiles: tuple[Profile, ...] = ()
+    workspace: float = Field(default=4.0e9, gt=0)
+    optimization_level: int = Field(default=3, ge=0, le=5)
+    version_compatible: bool = False
+    hardware_compatible: bool = False
+    build_timeout: float | None = Field(default=None, gt=0)
+
+
+class Tensorrt(Exporter):
+    """See the module."""
+
+    name = "tensorrt"
+    runtimes = ("tensorrt_rtx", "tensorrt")
+    stores = "engine"
+    moves = True
+    adds = True
+    builds = True
+    Options = TensorrtOptions
+
+    def accepts(self, options: Mapping[str, Any], asked: Asked) -> None:
+        """Refuse, before any work, what TensorRT cannot hold.
+
+        Raises:
+            InputError: `layout-unsupported`, naming the first layer; `sm-unsupported`, `gpu-absent`.
+            MissingDependency: onnx, onnx-ir, onnxscript, onnxruntime or the library.
+        """
+        chosen = TensorrtOptions(**options)
+        asked.demand_no_experts(self.name)
+        _refuse(chosen, asked.schemes, asked.activations, asked.cache, asked.shapes)
+        if chosen.sm is not None:
+            forms = {scheme.format: linear for linear, scheme in asked.schemes.items()}
+            forms |= {inputs.format: linear for linear, inputs in asked.activations.items()}
+            if asked.cache is not None:
+                forms.setdefault(asked.cache.format, "scheme.kv_cache")
+            for form, linear in forms.items():
+                refuse_gpu(linear, form, chosen.library, chosen.sm)
+        _demand(chosen)
+
+    def holds(
+        self,
+        options: Mapping[str, Any],
+        runtime: str,
+        weights: Mapping[str, WeightScheme],
+        activations: Mapping[str, ActivationScheme],
+        cache: CacheScheme | None,
+    ) -> State:
+        """See `Exporter`."""
+        _refuse(TensorrtOptions(**options), weights, activations, cache, {})
+        return "native"
+
+    def write(
+        self, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]
+    ) -> list[Decision]:
+        """Write `engine/` of a bundle.
+
+        Raises:
+            InputError: `attention-unsupported`, `export-untraceable`, `profile-impossible`, the build's own.
+            Stopped: `disk-full`.
+        """
+        from quantkit.exporters.values import Values
+
+        return self.export(bundle / FOLDER, Values.of_results(source, stream, results), TensorrtOptions(**options))
+
+    def add(self, bundle: Path, folder: Path, options: Mapping[str, Any]) -> list[Decision]:
+        """Export a finished bundle's checkpoint into `folder`.
+
+        Raises:
+            InputError: as `write`, and `bundle-without-checkpoint`, `bundle-dense`.
+        """
+        from quantkit.exporters.values import Values
+
+        return self.export(folder, Values.of_bundle(bundle), TensorrtOptions(**options))
+
+    def export(self, folder: Path, values: Values, options: TensorrtOptions) -> list[Decision]:
+        """Write the network; `build` follows when it was checked."""
+        kind = "decoder" if values.source.kind == "decoder" else "encoder"
+        profiles, cut = fitted(options.profiles, kind=kind, context=context_of(values.source.config))
+        decisions = [decision("tensorrt", NOTE, FOLDER, words) for words in cut]
+        write_network(folder, values, options, profiles)
+        if not options.engine:
+            reason = "engine: false; `quantkit export BUNDLE --to tensorrt` builds it where the GPU is"
+            decisions.append(decision("tensorrt", NOTE, FOLDER, reason))
+        return decisions
+
+    def unknown(self, options: Mapping[str, Any], operators: Collection[str]) -> set[str]:
+        """Those of ONNX's operators that no engine can be made of, as far as the library says so without a GPU.
+
+        Raises:
+            MissingDependency: the library, where it is to build one.
+        """
+        from quantkit.exporters.tensorrt.parser_errors import unknown
+
+        chosen = TensorrtOptions(**options)
+        try:
+            return unknown(load(chosen.library), operators)
+        except MissingDependency:
+            if chosen.engine:
+                raise
+            return set()  # the engine will be built elsewhere
+
+    def capabilities(self, options: Mapping[str, Any]) -> list[str]:
+        """Compute capabilities that the chosen library builds for ahead of time; [] where it builds on the GPU."""
+        return load(TensorrtOptions(**options).library).capabilities()
+
+    def build(self, bundle: Path, options: Mapping[str, Any], progress: BuildReport | None = None) -> dict[str, str]:
+        """Build the engine of a network that was checked.
+
+        Raises:
+            InputError: `network-unsupported`, `build-failed`, `timeout`, `sm-unsupported`.
+        """
+        chosen = TensorrtOptions(**options)
+        if not chosen.engine:
+            return {}
+        made = build_engine(bundle / FOLDER, chosen, progress)
+        return {f"{FOLDER}/{name}": sha256 for name, sha256 in made.items()}
+
+    def check(
+        self,
+        bundle: Path,
+        source: Source | None = None,
+        stream: StreamedModel | None = None,
+        results: Finished | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        inputs: Mapping[str, Any] | None = None,
+        blocks: int | None = None,
+    ) -> list[Check]:
+        """The network's numbers on the CPU.
+
+        Returns:
+            checks `onnx.valid`, `onnx.operators`, `onnx.contained`, `network.weights`, `.pairs` and `.logits`.
+        """
+        from quantkit.exporters.check import decided
+        from quantkit.exporters.tensorrt.network.check import check
+
+        values = decided(bundle, source, stream, results)
+        return [] if values is None else check(bundle / FOLDER / NETWORK, values)
+
+
+def _refuse(
+    options: TensorrtOptions,
+    weights: Mapping[str, WeightScheme],
+    activations: Mapping[str, ActivationScheme],
+    cache: CacheScheme | None,
+    shapes: Mapping[str, tuple[int, int]],
+) -> None:
+    """Refuse what no network for TensorRT can hold, on any GPU. Raises InputError `layout-unsupported`."""
+    for linear, scheme in weights.items():
+        refuse_weights(linear, scheme, shapes[linear][1] if linear in shapes else None)
+    for linear, inputs in activations.items():
+        refuse_inputs(linear, inputs)
+    if cache is None:
+        return
+    refuse_cache(cache)
+    if options.cache == "in_place":
+        raise InputError(
+            "layout-unsupported",
+            where="scheme.kv_cache",
+            value=f"a cache in {cache.format}, written in place",
+            rule="TensorScatter takes caches of 16 or 32 bits (TensorRT-RTX 1.7.1)",
+            remedy="--set tensorrt.cache=grown",
+        )
+
+
+def _demand(options: TensorrtOptions) -> None:
+    demand_packages("a TensorRT network")
+    if not options.engine:
+        return
+    if options.library == "tensorrt_rtx":
+        asked = [name for name in TENSORRT_ALONE if getattr(options, name)]
+        if asked:
+            raise InputError(
+                "layout-unsupported",
+                where=f"tensorrt.{asked[0]}",
+                value="TensorRT-RTX",
+                rule="its engines are for one release, and for the GPUs that it is told",
+                remedy=f"--set tensorrt.{asked[0]}=false, or tensorrt.library=tensorrt on the GPU",
+            )
+        library = load(options.library)
+        if options.sm is None:
+            raise InputError(
+                "gpu-absent",
+                where="export tensorrt",
+                value="no compute capability",
+                rule="an engine is built for one kind of GPU",
+                remedy="--target rtx-4090, or another GPU",
+            )
+        if options.sm not in library.capabilities():
+            raise unsupported(library, options.sm)
+        return
+    from quantkit import machine
+
+    gpus, why = machine.gpus()
+    if not gpus:
+        raise InputError(
+            "gpu-absent",
+            where=options.library,
+            value=why,
+            rule="TensorRT builds on the GPU that will run the engine",
+            remedy="--set tensorrt.engine=false keeps the network; `quantkit export BUNDLE --to tensorrt` builds there",
+        )
+    if options.sm is not None and str(gpus[0]["sm"]) != options.sm:
+        raise InputError(
+            "gpu-other",
+            where=str(gpus[0]["name"]),
+            value=f"SM {gpus[0]['sm']}",
+            rule=f"the target is SM {options.sm}",
+            remedy="build on the target's GPU, or choose the target of this one",
+        )
+
+
+EXPORT = Tensorrt()

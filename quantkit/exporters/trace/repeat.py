@@ -1,0 +1,319 @@
+"""Blocks that are alike are traced once, and copied in the graph.
+
+Tracing costs seconds a block and most blocks of a transformer differ in their weights alone. The first of each kind is
+traced between two marks; each later one is a single node of the domain `quantkit` until `expand` puts a copy of the
+first one's nodes in its place, with the names of its own weights and cache.
+
+    Enter {index}              the input of a block that was traced
+    Leave {index}              its output
+    Block {index, like}        hidden states[, past key, past value] -> hidden states[, present key, present value]
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import InputError
+from quantkit.exporters.trace.traced import DOMAIN
+
+_SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype)
+
+# block index -> its past key and value; and how to say what its present ones are
+Cache = Callable[[int], tuple[Tensor, Tensor] | None]
+Present = MutableMapping[int, tuple[Tensor, Tensor]]
+
+
+def alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules differ in nothing but their weights and the number of their layer."""
+    mine, others = list(one.named_modules()), list(other.named_modules())
+    if [(name, type(module)) for name, module in mine] != [(name, type(module)) for name, module in others]:
+        return False
+    return all(_state(a) == _state(b) for (_, a), (_, b) in zip(mine, others, strict=True))
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """Everything that a module's forward can see, in a form that compares."""
+    found: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if name in ("layer_idx", "_modules") or name.endswith("_hooks"):
+            continue
+        if name in ("_parameters", "_buffers"):
+            found[name] = {key: None if x is None else (tuple(x.shape), x.dtype) for key, x in value.items()}
+        else:
+            found[name] = _comparable(value)
+    return found
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, _SIMPLE):
+        return value
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_comparable(part) for part in value]
+    if isinstance(value, dict):
+        return {key: _comparable(part) for key, part in value.items()}
+    if isinstance(value, functools.partial):
+        return [_comparable(part) for part in (value.func, value.args, value.keywords)]
+    # functions too: two of one name may have been made with different settings
+    return id(value)
+
+
+def kinds(blocks: nn.ModuleList) -> list[int]:
+    """For every block, the number of the first one that it is like."""
+    found: list[int] = []
+    for index, block in enumerate(blocks):
+        earlier = sorted(set(found))
+        found.append(next((first for first in earlier if alike(blocks[first], block)), index))
+    return found
+
+
+def share(blocks: nn.ModuleList, like: list[int], cache: Cache, present: Callable[[], Present]) -> None:
+    """Replace blocks by stand-ins that trace each kind once; in place.
+
+    Args:
+        blocks: of the model to be traced.
+        like: what `kinds` found.
+        cache: the cache that goes into a block.
+        present: where what comes out is noted.
+    """
+    firsts: dict[int, _First] = {}
+    for index, block in enumerate(list(blocks)):
+        if like[index] == index:
+            firsts[index] = _First(block, index)
+            blocks[index] = firsts[index]
+        else:
+            blocks[index] = _Like(block, index, firsts[like[index]], cache, present)
+
+
+def plain_name(name: str, path: str) -> str:
+    """A parameter's name without the stand-ins: `model.layers.0.block.x` is `model.layers.0.x`."""
+    return re.sub(rf"^({re.escape(path)}\.\d+)\.block\.", r"\1.", name)
+
+
+class _Standing(nn.Module):
+    """What a block's owner asks a block for is asked of the block itself."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("block"), name)
+
+
+def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    """The hidden states, and the other arguments."""
+    if "hidden_states" in kwargs:
+        others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        return kwargs["hidden_states"], args, others
+    return args[0], args[1:], kwargs
+
+
+def _mark(kind: str, hidden: Tensor, index: int) -> Tensor:
+    return torch.onnx.ops.symbolic(
+        f"{DOMAIN}::{kind}", (hidden,), {"index": index}, dtype=hidden.dtype, shape=tuple(hidden.shape)
+    )
+
+
+class _First(_Standing):
+    """A block that is traced; it notes with what it was called."""
+
+    def __init__(self, block: nn.Module, index: int) -> None:
+        super().__init__(block)
+        self.index = index
+        self.call: _Call | None = None
+        self.as_tuple = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block, between marks."""
+        if self.call is not None:
+            raise InputError(
+                "export-untraceable",
+                where=f"{type(self.block).__name__} {self.index}",
+                value="a block that is used more than once",
+                rule="every block of the stack runs once",
+                remedy="export a checkpoint",
+            )
+        hidden, args, kwargs = _split(args, kwargs)
+        self.call = _Call.of(args, kwargs)
+        output = self.block(_mark("Enter", hidden, self.index), *args, **kwargs)
+        self.as_tuple = isinstance(output, tuple)
+        after = _mark("Leave", output[0] if self.as_tuple else output, self.index)
+        return (after, *output[1:]) if self.as_tuple else after
+
+
+class _Like(_Standing):
+    """A block that is like one that was traced."""
+
+    def __init__(
+        self, block: nn.Module, index: int, first: _First, cache: Cache, present: Callable[[], Present]
+    ) -> None:
+        super().__init__(block)
+        self.index = index
+        self.__dict__["first"] = first
+        self.cache, self.present = cache, present
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """One node, if the call is like the other's too; else the block itself."""
+        first: _First = self.__dict__["first"]
+        hidden, others, named = _split(args, kwargs)
+        if first.call is None or not first.call.same(_Call.of(others, named)):
+            return self.block(*args, **kwargs)
+        past = self.cache(self.index)
+        attributes: dict[str, Any] = {"index": self.index, "like": first.index}
+        kept = self.present().get(first.index)
+        if past is None or kept is None:
+            after = torch.onnx.ops.symbolic(
+                f"{DOMAIN}::Block", (hidden,), attributes, dtype=hidden.dtype, shape=tuple(hidden.shape)
+            )
+        else:
+            after, key, value = torch.onnx.ops.symbolic_multi_out(
+                f"{DOMAIN}::Block",
+                (hidden, *past),
+                attributes,
+                dtypes=(hidden.dtype, kept[0].dtype, kept[1].dtype),
+                shapes=(tuple(hidden.shape), tuple(kept[0].shape), tuple(kept[1].shape)),
+            )
+            self.present()[self.index] = key, value
+        return (after,) if first.as_tuple else after
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Arguments, kept: what is freed could come back as another tensor at the same place."""
+
+    shape: str
+    leaves: list[Any]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        leaves, shape = torch.utils._pytree.tree_flatten((args, kwargs))
+        return cls(str(shape), leaves)
+
+    def same(self, other: _Call) -> bool:
+        """Whether the other has the very same tensors and equal numbers."""
+        return self.shape == other.shape and all(
+            one is two or (isinstance(one, _SIMPLE) and type(one) is type(two) and one == two)
+            for one, two in zip(self.leaves, other.leaves, strict=True)
+        )
+
+
+def expand(graph: ir.Graph, parameters: MutableMapping[str, str], path: str) -> None:
+    """Replace every Block node by a copy of what it is like, and remove the marks.
+
+    Args:
+        graph: of a decoder or encoder; changed.
+        parameters: value's name -> parameter of the skeleton; grows by the copies' own.
+        path: of the blocks in the skeleton, such as `model.layers`.
+    """
+    nodes = list(graph)
+    enters = {_index(node): node for node in nodes if _is(node, "Enter")}
+    leaves = {_index(node): node for node in nodes if _is(node, "Leave")}
+    regions: dict[int, list[ir.Node]] = {}
+    pasts = {value.name: value for value in graph.inputs}
+    copies = [node for node in nodes if _is(node, "Block")]
+    for block in copies:
+        first = block.attributes["like"].as_int()
+        if first not in regions:
+            own = {name for name, parameter in parameters.items() if parameter.startswith(f"{path}.{first}.")}
+            regions[first] = _region(nodes, enters[first], leaves[first], own)
+        _copy(graph, block, regions[first], enters[first], leaves[first], parameters, path, pasts)
+    for node in (*enters.values(), *leaves.values()):
+        assert node.inputs[0] is not None
+        _stand_for(node.outputs[0], node.inputs[0])
+        graph.remove(node, safe=True)
+
+
+def _is(node: ir.Node, kind: str) -> bool:
+    return node.domain == DOMAIN and node.op_type == kind
+
+
+def _index(node: ir.Node) -> int:
+    return node.attributes["index"].as_int()
+
+
+def _stand_for(old: ir.Value, new: ir.Value) -> None:
+    """Let `new` be used wherever `old` is; an output of the graph keeps its name and axes."""
+    name, is_output = old.name, old.is_graph_output()
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    if is_output:
+        old.name, new.name, new.shape = None, name, old.shape
+
+
+def _region(nodes: list[ir.Node], enter: ir.Node, leave: ir.Node, own: set[str]) -> list[ir.Node]:
+    """The nodes between the marks that depend on what goes in or on the block's `own` parameters, in order."""
+    reached = {enter.outputs[0]}
+    found = []
+    for node in nodes:
+        if node is not leave and any(x in reached or (x is not None and x.name in own) for x in node.inputs):
+            reached.update(node.outputs)
+            found.append(node)
+    return found
+
+
+def _copy(
+    graph: ir.Graph,
+    block: ir.Node,
+    region: list[ir.Node],
+    enter: ir.Node,
+    leave: ir.Node,
+    parameters: MutableMapping[str, str],
+    path: str,
+    pasts: dict[str | None, ir.Value],
+) -> None:
+    first, index = _index(enter), _index(block)
+    mapping: dict[ir.Value, ir.Value] = {enter.outputs[0]: block.inputs[0]}  # type: ignore[dict-item]
+    for what in ("key", "value"):
+        old = pasts.get(f"past_key_values.{first}.{what}")
+        if old is not None:
+            mapping[old] = pasts[f"past_key_values.{index}.{what}"]
+
+    def inside(value: ir.Value | None) -> ir.Value | None:
+        if value is None or value in mapping:
+            return None if value is None else mapping[value]
+        name = parameters.get(value.name or "")
+        if name is None or not name.startswith(f"{path}.{first}."):
+            return value
+        own = f"{path}.{index}." + name.removeprefix(f"{path}.{first}.")
+        new = ir.Value(name=own, shape=value.shape, type=value.type)
+        parameters[own] = own
+        mapping[value] = new
+        return new
+
+    made = []
+    for node in region:
+        attributes = dict(node.attributes)
+        if node.domain == DOMAIN and "name" in attributes:
+            leaf = attributes["name"].as_string().removeprefix(f"{path}.{first}.")
+            attributes["name"] = ir.AttrString("name", f"{path}.{index}.{leaf}")
+        outputs = [ir.Value(name=f"{value.name}.{index}", shape=value.shape, type=value.type) for value in node.outputs]
+        made.append(
+            ir.Node(
+                node.domain,
+                node.op_type,
+                [inside(value) for value in node.inputs],
+                attributes,
+                outputs=outputs,
+                version=node.version,
+            )
+        )
+        mapping.update(zip(node.outputs, outputs, strict=True))
+    graph.insert_before(block, made)
+    results = [mapping[leave.inputs[0]]]  # type: ignore[index]
+    if len(block.outputs) > 1:
+        presents = {value.name: value for value in graph.outputs}
+        results += [mapping[presents[f"present.{first}.{what}"]] for what in ("key", "value")]
+    for old, new in zip(block.outputs, results, strict=True):
+        assert new is not None
+        _stand_for(old, new)
+    graph.remove(block, safe=True)

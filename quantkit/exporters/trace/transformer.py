@@ -1,0 +1,424 @@
+"""A transformer as an ONNX graph, exported once on shapes: no weight is read.
+
+The model's own class runs under `torch.export` with weights that take no memory. What every dialect writes in its own
+way goes into the graph as one placeholder node of the domain `quantkit`:
+
+    Linear     {name}                     x -> x Wᵀ          every matrix product with a weight; its bias stays an Add
+    RMSNorm    {name, epsilon, offset}    x -> x / rms(x) * (w + offset)
+    Attention  {scale, heads, ...}        q, k, v[, past] -> output[, present]
+
+Which modules are linears is a matter of type; norms are recognised by what they compute; attention goes through
+transformers' own AttentionInterface. So no model is known by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence, Set
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from quantkit.errors import InputError
+from quantkit.exporters.trace import repeat as _repeat
+from quantkit.exporters.trace.traced import DOMAIN, Traced
+from quantkit.model.streaming.stream import find_blocks
+from quantkit.model.structure.traced import is_linear, is_transposed
+from quantkit.model.to_onnx import quiet
+
+OPSET = 23
+# example sizes: all different, none 0 or 1, which torch.export would take for constants
+_BATCH, _NEW, _PAST = 2, 5, 7
+_ATTENTION = "quantkit_traced"
+_MODEL = "model."
+
+
+@dataclass
+class _Memory:
+    """What attention sees of the cache while the model is traced."""
+
+    past: Sequence[tuple[Tensor, Tensor]] = ()
+    mask: Tensor | None = None
+    present: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    calls: int = 0
+
+    def of(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """The past key and value of a layer."""
+        return self.past[index] if self.past else None
+
+
+_memory: ContextVar[_Memory] = ContextVar("memory")
+
+
+class _PassedOn(Cache):  # type: ignore[misc]
+    """A cache that keeps nothing: new keys and values go on to attention, which has the old ones."""
+
+    def __init__(self, length: int) -> None:
+        self.layers: list[Any] = []
+        self.length = length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, S, D] of the new tokens, unchanged."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before the new ones."""
+        return self.length
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The placeholder for [B, H, S, D] queries; transformers' signature. Output [B, S, H, D]."""
+    unknown = [name for name in ("s_aux", "position_bias") if options.get(name) is not None]
+    if unknown:
+        raise InputError(
+            "attention-unsupported",
+            where=type(module).__name__,
+            value=f"attention with {unknown[0]}",
+            rule="softmax(q k / scale) v, causal or not, with window and soft cap",
+            remedy="export a checkpoint",
+        )
+    memory = _memory.get()
+    memory.calls += 1
+    batch, heads, length, size = query.shape
+    attributes: dict[str, Any] = {
+        "heads": heads,
+        "kv_heads": key.shape[1],
+        "scale": float(size**-0.5 if scaling is None else scaling),
+        "window": int(sliding_window or -1),
+        "softcap": float(softcap or 0.0),
+    }
+    inputs: list[Tensor | None] = [query, key, value, memory.mask]
+    if not memory.past:
+        output = torch.onnx.ops.symbolic(
+            f"{DOMAIN}::Attention", inputs, attributes, dtype=query.dtype, shape=(batch, length, heads * size)
+        )
+        return output.reshape(batch, length, heads, size), None
+    index: int = module.layer_idx  # type: ignore[assignment]
+    past_key, past_value = memory.past[index]
+    expected, found = (past_key.shape[1], past_key.shape[3]), {(x.shape[1], x.shape[3]) for x in (key, value)}
+    if found != {expected}:
+        raise InputError(
+            "attention-unsupported",
+            where=f"{type(module).__name__} of layer {index}",
+            value=f"keys and values of {sorted(found)} heads and columns",
+            rule=f"all have {expected}, as the config says",
+            remedy="export a checkpoint",
+        )
+    held = past_key.shape[2] + length
+    output, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
+        f"{DOMAIN}::Attention",
+        [*inputs, past_key, past_value],
+        attributes,
+        dtypes=(query.dtype, key.dtype, value.dtype),
+        shapes=(
+            (batch, length, heads * size),
+            (batch, key.shape[1], held, key.shape[3]),
+            (batch, value.shape[1], held, value.shape[3]),
+        ),
+    )
+    memory.present[index] = present_key, present_value
+    return output.reshape(batch, length, heads, size), None
+
+
+class _Linear(nn.Module):
+    """The placeholder of a matrix product; its bias is added outside, where fusions see it."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__()
+        self.name = name
+        # for models that ask for its dtype; registered, it would be an input that nothing uses
+        self.__dict__["weight"] = module.weight
+        self.bias = getattr(module, "bias", None)
+        shape: tuple[int, ...] = tuple(module.weight.shape)  # type: ignore[union-attr, arg-type]
+        self.features = shape[1 if is_transposed(module) else 0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N]."""
+        y = torch.onnx.ops.symbolic(
+            f"{DOMAIN}::Linear", (x,), {"name": self.name}, dtype=x.dtype, shape=(*x.shape[:-1], self.features)
+        )
+        return y if self.bias is None else y + self.bias
+
+
+class _RMSNorm(nn.Module):
+    """The placeholder of a root-mean-square norm."""
+
+    def __init__(self, name: str, module: nn.Module, epsilon: float, offset: float) -> None:
+        super().__init__()
+        self.__dict__["weight"] = module.weight
+        self.attributes: dict[str, Any] = {"name": name, "epsilon": epsilon, "offset": offset}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., K]."""
+        return torch.onnx.ops.symbolic(f"{DOMAIN}::RMSNorm", (x,), self.attributes, dtype=x.dtype, shape=tuple(x.shape))
+
+
+@torch.no_grad()
+def rms_norm(module: nn.Module) -> tuple[float, float] | None:
+    """(epsilon, offset) of a module that computes x / sqrt(mean(x²) + epsilon) * (weight + offset), else None.
+
+    Found by running a copy of it: nothing is concluded from its name.
+    """
+    parameters = dict(module.named_parameters())
+    weight = parameters.get("weight")
+    if set(parameters) != {"weight"} or weight is None or weight.dim() != 1 or next(module.children(), None):
+        return None
+    probe = copy.deepcopy(module)
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.rand(weight.shape, generator=generator) + 0.5
+    probe.weight = nn.Parameter(scale, requires_grad=False)
+    # small inputs, so that epsilon shows
+    x = torch.randn((3, weight.shape[0]), generator=generator) * 0.01
+    try:
+        found = probe(x)
+    except (TypeError, RuntimeError, ValueError):
+        return None
+    small = [value for value in vars(module).values() if isinstance(value, float) and 0 <= value < 0.01]
+    for epsilon in small:
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+        for offset in (0.0, 1.0):
+            if isinstance(found, Tensor) and torch.allclose(found, normed * (scale + offset), rtol=1e-4, atol=1e-6):
+                return epsilon, offset
+    return None
+
+
+def _stand_ins(model: nn.Module) -> None:
+    """Replace linears and norms by placeholders, in place."""
+    for name, module in list(model.named_modules()):
+        stand_in: nn.Module | None = None
+        if is_linear(module):
+            stand_in = _Linear(name, module)
+        elif (norm := rms_norm(module)) is not None:
+            stand_in = _RMSNorm(name, module, *norm)
+        if stand_in is not None:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, stand_in)
+
+
+def _hollow(model: nn.Module, floats: torch.dtype) -> None:
+    """Give every parameter without data one element that stands for all of them; buffers stay float32."""
+    for module in model.modules():
+        for kind in (module._parameters, module._buffers):
+            for name, value in list(kind.items()):
+                if value is not None and value.is_meta:
+                    own = floats if kind is module._parameters else torch.float32
+                    dtype = own if value.is_floating_point() else value.dtype
+                    empty = torch.zeros((), dtype=dtype).expand(value.shape)
+                    kind[name] = nn.Parameter(empty, requires_grad=False) if kind is module._parameters else empty  # type: ignore[assignment]
+
+
+class _Decoder(nn.Module):
+    def __init__(self, model: nn.Module, layers: int) -> None:
+        super().__init__()
+        self.model = model
+        self.layers = layers
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        past: list[tuple[Tensor, Tensor]],
+        positions: Tensor | None = None,
+    ) -> Any:
+        """Logits, and keys and values of every layer with the new tokens."""
+        new, total = input_ids.shape[1], attention_mask.shape[1]
+        if positions is None:
+            # a token's position is the number of real tokens before it: padding on the left does not count
+            positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, total - new :]
+        memory = _Memory(past, attention_mask)
+        token = _memory.set(memory)
+        try:
+            answer = self.model(
+                input_ids=input_ids,
+                position_ids=positions,
+                past_key_values=_PassedOn(past[0][0].shape[2]),
+                use_cache=True,
+            )
+        finally:
+            _memory.reset(token)
+        missing = [index for index in range(self.layers) if index not in memory.present]
+        if missing:
+            raise InputError(
+                "attention-unsupported",
+                where=type(self.model).__name__,
+                value=f"layer {missing[0]} does not go through transformers' AttentionInterface",
+                rule="only then can its cache be exported",
+                remedy="export a checkpoint",
+            )
+        return answer.logits, [memory.present[index] for index in range(self.layers)]
+
+
+class _Encoder(nn.Module):
+    def __init__(self, model: nn.Module, extra: Sequence[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.extra = extra
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, *others: Tensor) -> Tensor:
+        """The last hidden states."""
+        memory = _Memory(mask=attention_mask)
+        token = _memory.set(memory)
+        try:
+            # a head behind it is not scored: what is exported are hidden states
+            hidden: Tensor = getattr(self.model, "base_model", self.model)(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                **dict(zip(self.extra, others, strict=True)),
+            )[0]
+        finally:
+            _memory.reset(token)
+        if not memory.calls:
+            raise InputError(
+                "attention-unsupported",
+                where=type(self.model).__name__,
+                value="attention does not go through transformers' AttentionInterface",
+                rule="only then is its mask exported",
+                remedy="export a checkpoint",
+            )
+        return hidden
+
+
+def trace(skeleton: nn.Module, kind: str, *, floats: torch.dtype = torch.float32, positions: bool = False) -> Traced:
+    """The graph of a transformer without weights.
+
+    Args:
+        skeleton: on the meta device; not changed.
+        kind: `decoder` or `encoder`.
+        floats: of its parameters, and so of what is computed from them.
+        positions: whether a decoder takes `position_ids`; else they are counted from the mask.
+
+    Raises:
+        InputError: `attention-unsupported`, `export-untraceable`.
+    """
+    model = copy.deepcopy(skeleton)
+    path = find_blocks(model)
+    blocks = model.get_submodule(path)
+    assert isinstance(blocks, nn.ModuleList)
+    like = _repeat.kinds(blocks)
+    _hollow(model, floats)
+    _stand_ins(model)
+    _repeat.share(blocks, like, lambda index: _memory.get().of(index), lambda: _memory.get().present)
+    AttentionInterface.register(_ATTENTION, _attention)
+    model.config._attn_implementation = _ATTENTION  # type: ignore[union-attr]
+    wrapped, arguments, shapes, names = _decoder(model, floats, positions) if kind == "decoder" else _encoder(model)
+    with torch.no_grad(), quiet():
+        try:
+            exported = torch.export.export(wrapped.eval(), arguments, dynamic_shapes=shapes, strict=False)
+            program = torch.onnx.export(exported, opset_version=OPSET, optimize=False, verbose=False)
+        except InputError:
+            raise
+        except Exception as problem:
+            raise InputError(
+                "export-untraceable",
+                where=type(skeleton).__name__,
+                value=str(problem).strip().split("\n", 1)[0][:300],
+                rule="torch.export traces the model's forward",
+                remedy="export a checkpoint",
+            ) from problem
+    assert program is not None
+    named = (skeleton.named_parameters(remove_duplicate=False), skeleton.named_buffers(remove_duplicate=False))
+    known = {name for each in named for name, _ in each}
+    return _cleaned(program.model, names, kind == "decoder", getattr(wrapped, "layers", 0), path, known)
+
+
+Parts = tuple[nn.Module, tuple[Any, ...], tuple[Any, ...], tuple[list[str], list[str], dict[str, list[str]]]]
+_BSP = ("batch_size", "sequence_length", "past_sequence_length", "total_sequence_length")
+
+
+def _decoder(model: nn.Module, floats: torch.dtype, positions: bool) -> Parts:
+    config: Any = model.config
+    layers = int(config.num_hidden_layers)
+    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    empty = torch.zeros(_BATCH, heads, _PAST, size, dtype=floats)
+    ones = torch.ones(_BATCH, _NEW + _PAST, dtype=torch.int64)
+    dynamic = torch.export.Dim.DYNAMIC
+    first = {0: dynamic, 1: dynamic}
+    cache = {0: dynamic, 2: dynamic}
+    batch, new, past, total = _BSP
+    inputs, outputs = ["input_ids", "attention_mask"], ["logits"]
+    axes = {"input_ids": [batch, new], "attention_mask": [batch, total], "logits": [batch, new, ""]}
+    for index in range(layers):
+        for what in ("key", "value"):
+            inputs.append(f"past_key_values.{index}.{what}")
+            outputs.append(f"present.{index}.{what}")
+            axes[inputs[-1]], axes[outputs[-1]] = [batch, "", past, ""], [batch, "", total, ""]
+    arguments: list[Any] = [ones[:, :_NEW].clone(), ones, [(empty.clone(), empty.clone()) for _ in range(layers)]]
+    shapes: list[Any] = [first, first, [(cache, cache)] * layers]
+    if positions:
+        arguments.append(torch.arange(_NEW).repeat(_BATCH, 1))
+        shapes.append(first)
+        inputs.append("position_ids")
+        axes["position_ids"] = [batch, new]
+    return _Decoder(model, layers), tuple(arguments), tuple(shapes), (inputs, outputs, axes)
+
+
+def _encoder(model: nn.Module) -> Parts:
+    parameters = inspect.signature(model.forward).parameters
+    typed = "token_type_ids" in parameters and int(getattr(model.config, "type_vocab_size", 0) or 0) > 1
+    extra = ["token_type_ids"] if typed else []
+    ones = torch.ones(_BATCH, _NEW, dtype=torch.int64)
+    dynamic = torch.export.Dim.DYNAMIC
+    inputs = ["input_ids", "attention_mask", *extra]
+    axes = {name: list(_BSP[:2]) for name in inputs}
+    axes["last_hidden_state"] = [*_BSP[:2], ""]
+    arguments = (ones, ones.clone(), *(torch.zeros_like(ones) for _ in extra))
+    shapes: tuple[Any, ...] = tuple({0: dynamic, 1: dynamic} for _ in inputs[:2])
+    if extra:
+        shapes = (*shapes, tuple({0: dynamic, 1: dynamic} for _ in extra))
+    return _Encoder(model, extra), arguments, shapes, (inputs, ["last_hidden_state"], axes)
+
+
+def _cleaned(
+    model: ir.Model,
+    names: tuple[list[str], list[str], dict[str, list[str]]],
+    decoder: bool,
+    layers: int,
+    path: str,
+    known: Set[str],
+) -> Traced:
+    """Readable names, constants folded, and no hollow parameter (`known`) mistaken for one that is all zeros."""
+    import onnxscript.optimizer
+    from onnx_ir.passes import common
+
+    graph = model.graph
+    inputs, outputs, axes = names
+    for values, wanted in ((graph.inputs, inputs), (graph.outputs, outputs)):
+        for value, name in zip(values, wanted, strict=True):
+            value.name = name
+            if value.shape is not None:
+                value.shape = ir.Shape([axis or old for axis, old in zip(axes[name], value.shape, strict=True)])
+    parameters: dict[str, str] = {}
+    given = len(graph.inputs)
+    for value in list(graph.initializers.values()):
+        assert value.name is not None
+        name = _repeat.plain_name(value.name.removeprefix(_MODEL), path)
+        if value.name.startswith(_MODEL) and name in known:
+            # as an input it has no value, so nothing is folded into it
+            parameters[value.name] = name
+            graph.initializers.pop(value.name)
+            value.const_value = None
+            graph.inputs.append(value)
+    onnxscript.optimizer.optimize(model, onnx_shape_inference=False)
+    common.ClearMetadataAndDocStringPass()(model)
+    del graph.inputs[given:]
+    _repeat.expand(graph, parameters, path)
+    return Traced(model, parameters, decoder, layers)

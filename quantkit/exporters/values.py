@@ -1,0 +1,214 @@
+"""What an export stores, whether it comes from a compile that is under way or from a finished bundle.
+
+Both are seen as one thing: a skeleton, and by the skeleton's names either the codes of a linear or plain values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.bundle import Bundle
+from quantkit.errors import InputError
+from quantkit.exporters.onnx.nbits import Input
+from quantkit.formats import QuantTensor
+from quantkit.model import run_time
+from quantkit.model.finished import Finished
+from quantkit.model.run_time import RunTime
+from quantkit.model.source.open import Source
+from quantkit.model.source.weights import Weights
+from quantkit.model.streaming.cache import QuantizedCaches
+from quantkit.model.streaming.inputs import QuantizedInputs
+from quantkit.model.streaming.stream import StreamedModel
+from quantkit.model.structure.traced import is_linear, is_transposed
+from quantkit.runtimes.torch.reloaded import ExpandedWeights, reloaded
+from quantkit.scheme import WeightScheme
+
+
+@dataclass(frozen=True)
+class Values:
+    """A model to be exported.
+
+    Args:
+        stream: the model with the values that the codes stand for; `stream.source` has config and tokenizer.
+        schemes: linear of the skeleton -> scheme, of the quantized ones.
+        quantized: linear -> its codes; with `codes=False` all else of it, and their shape.
+        run_time: how inputs are quantized as the model runs; `stream` does without.
+    """
+
+    stream: StreamedModel
+    schemes: Mapping[str, WeightScheme]
+    quantized: Callable[..., QuantTensor]
+    run_time: RunTime = field(default_factory=RunTime)
+
+    @property
+    def skeleton(self) -> nn.Module:
+        """The model's class without weights."""
+        return self.stream.skeleton
+
+    @property
+    def source(self) -> Source:
+        """Where config, tokenizer and what is not quantized come from."""
+        return self.stream.source
+
+    @property
+    def inputs(self) -> dict[str, Input]:
+        """Linear -> how its input is quantized, of those where it is."""
+        dtype, found = getattr(torch, self.source.dtype), {}
+        for name, scheme in self.run_time.activations.items():
+            static = self.run_time.scales.get(name)
+            if static is None:
+                found[name] = Input(scheme)
+                continue
+            zero = 0 if static.zero is None else int(static.zero)
+            moved = static.moved
+            channels = () if moved is None else (tuple(moved.shift.tolist()), tuple(moved.scale.tolist()))
+            found[name] = Input(scheme, float(static.scale.to(dtype)), zero, channels)
+        return found
+
+    def running(self) -> StreamedModel:
+        """The model as it runs: with its inputs quantized."""
+        found = StreamedModel(self.source, files=self.stream.files)
+        found.transforms += self.run_time.transforms(found.block_names, getattr(torch, self.source.dtype))
+        return found
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter or buffer by its name in the skeleton, float32."""
+        if name in self.stream.files:
+            return self.stream.tensor(name)
+        return self.stream.value(self.skeleton, name)
+
+    def linears(self) -> dict[str, bool]:
+        """Every linear of the skeleton -> whether its weight is stored [K, N]."""
+        return {name: is_transposed(module) for name, module in self.skeleton.named_modules() if is_linear(module)}
+
+    @classmethod
+    def of_results(cls, source: Source, stream: StreamedModel, results: Finished) -> Values:
+        """Of a compile."""
+        files = apart(stream.files, results.schemes)
+        transposed = {name: is_transposed(stream.skeleton.get_submodule(name)) for name in results.schemes}
+        weights = Decided.of(source, stream.files, files, results, transposed)
+        dense = StreamedModel(replace(source, weights=weights), files=files)
+        how = run_time.of_results(results, stream.block_names)
+        if any(scale.moved is not None for scale in how.scales.values()):
+            dtype = getattr(torch, source.dtype)
+            dense.transforms.append(QuantizedInputs(dense.block_names, how.activations, how.scales, dtype, on=False))
+        return cls(dense, results.schemes, results.quantized, how)
+
+    @classmethod
+    def of_bundle(cls, path: Path) -> Values:
+        """Of a finished bundle's checkpoint.
+
+        Raises:
+            InputError: `bundle-without-checkpoint`.
+        """
+        bundle = Bundle.load(path)
+        folder = bundle.model_folder
+        if not (folder / "config.json").is_file():
+            raise InputError(
+                "bundle-without-checkpoint",
+                where=str(path),
+                value="no model/config.json",
+                rule="an export is made from the checkpoint",
+                remedy="compile with `export: [checkpoint: {}]`",
+            )
+        stream = reloaded(folder)
+        layers = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in bundle.manifest.layers}
+        weights = stream.source.weights
+        if layers and not isinstance(weights, ExpandedWeights):
+            raise InputError(
+                "bundle-dense",
+                where=str(path),
+                value="its checkpoint holds dequantized weights",
+                rule="an export needs the codes",
+                remedy="compile with `export: [checkpoint: {layout: pack-quantized}]`",
+            )
+
+        def quantized(linear: str, *, codes: bool = True) -> QuantTensor:
+            assert isinstance(weights, ExpandedWeights)
+            prefix = stream.files[f"{linear}.weight"].removesuffix(".weight")
+            return weights.layout.read_back(prefix, layers[linear], weights.stored.read)
+
+        how = RunTime()
+        for each in list(stream.transforms):
+            if isinstance(each, QuantizedInputs):
+                how = replace(how, activations=each.schemes, scales=each.scales)
+            elif isinstance(each, QuantizedCaches):
+                how = replace(how, cache=each.scheme, cache_scales=dict(each.scales))  # type: ignore[arg-type]
+            else:
+                continue
+            stream.transforms.remove(each)
+        return cls(stream, layers, quantized, how)
+
+
+def apart(files: Mapping[str, str], quantized: Collection[str]) -> dict[str, str]:
+    """Parameter -> tensor, where a quantized linear has a tensor to itself.
+
+    A head may share its weight with the embedding, which stays as it is: the tensor of the files goes on to be the
+    embedding's, and the head gets one that exists in name alone.
+    """
+    users = Counter(files.values())
+    weights = [f"{linear}.weight" for linear in quantized]
+    own = {name: f"{name}, quantized" for name in weights if users[files[name]] > 1}
+    return {**files, **own}
+
+
+@dataclass(frozen=True)
+class Decided(Weights):
+    """The source's tensors with what the passes made of them; float32 where they are quantized."""
+
+    source: Weights
+    results: Finished
+    linears: Mapping[str, str]
+    changed: Mapping[str, str]
+    transposed: Mapping[str, bool]
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        stored: Mapping[str, str],
+        files: Mapping[str, str],
+        results: Finished,
+        transposed: Mapping[str, bool],
+    ) -> Decided:
+        """Of a compile.
+
+        Args:
+            source: of what nothing changed.
+            stored: parameter -> tensor of the source's files.
+            files: parameter -> tensor here, as `apart` has it.
+            results: what was decided.
+            transposed: quantized linear -> whether its weight is stored [K, N].
+        """
+        # a tensor that only a quantized linear has is as large as the one it was shared with
+        own = {files[name]: source.weights.entries[file] for name, file in stored.items()}
+        return cls(
+            {**source.weights.entries, **own},
+            source.weights.folder,
+            source.weights.shards,
+            source.weights,
+            results,
+            {files[f"{name}.weight"]: name for name in results.schemes},
+            {files[name]: name for name in results.changed},
+            transposed,
+        )
+
+    def read(self, name: str) -> Tensor:
+        """A tensor of the dense model."""
+        if name in self.linears:
+            linear = self.linears[name]
+            return self.results.dense(linear, self.entries[name].shape, transposed=self.transposed[linear])
+        if name in self.changed:
+            return self.results.tensor(self.changed[name])
+        return self.source.read(name)
+
+
+def as_float32(tensor: Tensor) -> Tensor:
+    """Floating-point values in float32; others as they are."""
+    return tensor.to(torch.float32) if tensor.is_floating_point() else tensor

@@ -1,0 +1,209 @@
+"""What the checks of a written checkpoint catch, and on how much of the model they run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exported import SCHEMES, Exported, by_name, export, llama, scheme
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantkit.bundle import Bundle, Check, LayerEntry, Manifest, ModelEntry, SourceEntry, content_sha256, inventory
+from quantkit.exporters.checkpoint import reload as _reload
+from quantkit.exporters.checkpoint.exporter import EXPORT
+from quantkit.model import layouts
+from quantkit.model.source.open import Source
+from quantkit.scheme import WeightScheme
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def _spoil(exported: Exported, change: Any) -> dict[str, Check]:
+    path = exported.model / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return by_name(exported.check())
+
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+def test_a_wrong_scale_is_found(tmp_path: Path, tiny: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{UP}.weight_scale"][3, 1] *= 1.01
+
+    checks = _spoil(export(tiny, tmp_path / "out", scheme()), change)
+    assert not checks["reload.compressed_tensors"].ok
+    assert checks["reload.compressed_tensors"].where == UP
+
+
+def test_the_logits_find_it_too(tmp_path: Path, tiny: Path) -> None:
+    exported = export(tiny, tmp_path / "out", scheme())
+    path = exported.model / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.input_layernorm.weight"] *= 1.01
+    save_file(tensors, path, metadata={"format": "pt"})
+    checks = by_name(exported.check())
+    assert checks["reload.compressed_tensors"].ok
+    assert not checks["reload.transformers"].ok
+    # the first block alone is as it should be
+    assert by_name(exported.check(blocks=1))["reload.transformers"].value == 0
+
+
+def test_the_limit_of_kernels_is_that_of_the_blocks_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two blocks it is asserted with the layouts that have kernels."""
+    exported = export(llama(tmp_path / "source", num_hidden_layers=4), tmp_path / "out", scheme())
+    monkeypatch.setattr(type(layouts.load("pack-quantized")), "kernels", True)
+    assert by_name(exported.check())["reload.transformers"].limit == 2**-6 * 2**0.5
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_scale_that_is_no_scale_is_found(tmp_path: Path, tiny: Path, value: float) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{UP}.weight_scale"][3, 1] = value
+
+    checks = _spoil(export(tiny, tmp_path / "out", scheme()), change)
+    assert not checks["scales.finite"].ok
+    assert checks["scales.finite"].where == UP
+
+
+def test_missing_and_unexpected_tensors_are_found(tmp_path: Path, tiny: Path) -> None:
+    exported = export(tiny, tmp_path / "out", scheme())
+    checks = _spoil(exported, lambda tensors: tensors.pop("model.layers.0.input_layernorm.weight"))
+    assert not checks["reload.transformers"].ok
+    assert "missing" in checks["reload.transformers"].where
+    EXPORT.write(exported.folder, exported.source, exported.stream, exported.results, {})
+    checks = _spoil(exported, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.bias": torch.ones(96)}))
+    assert "unexpected" in checks["reload.transformers"].where
+
+
+def test_swapped_codes_are_found(tmp_path: Path, tiny: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        packed = tensors[f"{UP}.weight_packed"]
+        tensors[f"{UP}.weight_packed"] = packed.flip(0).contiguous()
+
+    assert not _spoil(export(tiny, tmp_path / "out", scheme()), change)["reload.compressed_tensors"].ok
+
+
+@pytest.mark.parametrize("how", ["group-asymmetric", "group-symmetric"])
+def test_only_the_first_blocks(tmp_path: Path, how: str) -> None:
+    path = llama(tmp_path / "source", num_hidden_layers=4, shards=3)
+    exported = export(path, tmp_path / "out", SCHEMES[how])
+    check = by_name(exported.check(blocks=2))["reload.transformers"]
+    assert (check.ok, check.value) == (True, 0)
+
+
+def test_of_several_schemes_the_first_blocks_are_compared_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compressed_tensors.utils import match
+
+    said: list[str] = []
+    monkeypatch.setattr(match._LOGGER, "warning", said.append)
+
+    def mixed(name: str) -> WeightScheme:
+        # a scheme whose linears are all in later blocks, too
+        late = "layers.3." in name
+        bits = "int8" if late or "mlp" in name else "int4"
+        return scheme(bits, granularity="channel", group=None, symmetric=True) if late else scheme(bits, symmetric=True)
+
+    exported = export(llama(tmp_path / "source", num_hidden_layers=4), tmp_path / "out", mixed)
+    check = by_name(exported.check(blocks=2))["reload.transformers"]
+    assert (check.ok, check.value) == (True, 0)
+    assert said == []
+
+
+def _bundle(exported: Exported) -> Bundle:
+    files = inventory(exported.folder)
+    layers = [
+        LayerEntry(name=name, shape=list(exported.weight(name).shape), scheme=how.model_dump(), bits_per_weight=4.0)
+        for name, how in exported.results.schemes.items()
+    ]
+    source = SourceEntry(ref="path:tiny", sha256="0" * 64, dtype="float32")
+    manifest = Manifest(
+        quantkit="0.1.0",
+        content_sha256=content_sha256(files),
+        state="complete",
+        model=ModelEntry(name="tiny", kind="decoder", source=source),
+        recipe={},
+        target=None,
+        calibration=None,
+        seed=0,
+        threads=1,
+        isa="",
+        device={},
+        versions={},
+        created="",
+        layers=layers,
+        files=files,
+        decisions=[],
+        checks=[],
+        verdict=None,
+    )
+    (exported.folder / "manifest.json").write_bytes(manifest.as_bytes())
+    return Bundle.load(exported.folder)
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "dense"}], ids=["packed", "dense"])
+def test_a_finished_bundle_is_checked_without_its_source(tmp_path: Path, tiny: Path, options: dict[str, str]) -> None:
+    bundle = _bundle(export(tiny, tmp_path / "out", scheme(), **options))
+    assert all(check.ok for check in bundle.verify())
+    checks = by_name(EXPORT.check(bundle.path))
+    assert all(check.ok for check in checks.values())
+    assert checks["reload.transformers"].value == 0
+    if options:
+        return
+    path = bundle.path / "model/config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 16
+    path.write_text(json.dumps(config))
+    assert not all(check.ok for check in EXPORT.check(bundle.path))
+
+
+def test_a_model_that_memory_has_no_room_for_is_compared_on_its_first_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = export(llama(tmp_path / "source", num_hidden_layers=3), tmp_path / "out", scheme())
+    asked: list[int | None] = []
+    real = _reload.reload
+
+    def spy(folder: Path, wanted: Any, *, inputs: Any, blocks: int | None) -> Check:
+        asked.append(blocks)
+        return real(folder, wanted, inputs=inputs, blocks=blocks)
+
+    monkeypatch.setattr(_reload, "reload", spy)
+    for limit in (10**12, 10**6):
+        monkeypatch.setattr(_reload.machine, "memory_limit", lambda limit=limit: limit)
+        checks = exported.check()
+        assert all(check.ok for check in checks)
+        # the rest of the model is still covered, linear by linear
+        assert "reload.compressed_tensors" in by_name(checks)
+    assert asked == [None, 2]
+
+
+def test_a_model_that_is_not_cut_and_does_not_fit_is_compared_tensor_by_tensor(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = export(tiny, tmp_path / "out", scheme())
+    monkeypatch.setattr(Source, "can_be_cut", lambda *_: False)
+    assert "reload.transformers" in by_name(exported.check(blocks=1))
+    monkeypatch.setattr(_reload.machine, "memory_available", lambda: 10**4)
+    monkeypatch.setattr(_reload, "reload", lambda *_, **__: pytest.fail("it was loaded as a whole"))
+    checks = by_name(exported.check(blocks=1))
+    assert checks["reload.compressed_tensors"].ok
+    assert checks["reload.tensors"].ok
+    path = exported.model / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.input_layernorm.weight"] *= 1.01
+    save_file(tensors, path, metadata={"format": "pt"})
+    wrong = by_name(exported.check(blocks=1))["reload.tensors"]
+    assert not wrong.ok
+    assert wrong.where == "model.layers.1.input_layernorm.weight"
+    tensors.pop("model.layers.1.input_layernorm.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert "missing" in by_name(exported.check(blocks=1))["reload.tensors"].where

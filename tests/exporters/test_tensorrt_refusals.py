@@ -1,0 +1,36 @@
+"""What is refused for a GPU, and what the targets' cells say, are one table."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantkit import content
+from quantkit.errors import InputError
+from quantkit.exporters.tensorrt.network.weights import TYPES
+from quantkit.exporters.tensorrt.refusals import FIRST_SM, FORMATS, refuse_gpu
+from quantkit.target import Target
+
+# compute capabilities that each library builds for; TensorRT-RTX has its list, TensorRT begins with Turing
+BUILT = {"tensorrt_rtx": {"7.5", "8.0", "8.6", "8.9", "12.0", "12.1"}, "tensorrt": None}
+
+
+@pytest.mark.parametrize("name", [name for name in content.names("export") if Target.load(name).kind == "gpu"])
+@pytest.mark.parametrize("library", sorted(FIRST_SM))
+def test_the_first_gpus_are_those_of_the_cells(name: str, library: str) -> None:
+    target = Target.load(name)
+    sm, built = target.arch.sm or "", BUILT[library]
+    if (built is not None and sm not in built) or float(sm) < 7.5:
+        assert all(target.supports(form, library).state == "absent" for form in FORMATS)
+        return
+    for form in FORMATS:
+        state = target.supports(form, library).state
+        try:
+            refuse_gpu("layer", form, library, sm)
+        except InputError:
+            assert state == "absent", (form, sm)
+        else:
+            assert state != "absent", (form, sm)
+
+
+def test_what_is_let_through_can_be_stored() -> None:
+    assert set(FORMATS) == set(TYPES)
