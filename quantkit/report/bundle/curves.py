@@ -78,6 +78,16 @@ class Cell:
         return base.ratio_ci95 if base is not None and base.ratio_ci95 and base.ratio_ci95[0] > 0 else None
 
     @property
+    def promised(self) -> float | None:
+        """The ratio of the limits: how many times as fast the format could be."""
+        return self.original_bound / self.bound if self.bound and self.original_bound else None
+
+    @property
+    def excess(self) -> float | None:
+        """What the original takes beyond its own limit, in seconds."""
+        return self.original - self.original_bound if self.original and self.original_bound else None
+
+    @property
     def tokens_per_s(self) -> float:
         """New tokens of all sequences, a second."""
         return tokens(self.row) * (self.row.batch or 1) / (self.row.value or 1.0)

@@ -102,7 +102,7 @@ def _ratios(series: Series) -> Panel:
     ]
     bands = [sure for *_, sure in known]
     drawn = [Curve("measured", QUANTIZED, [c.x for c, *_ in known], [r for _, r, _ in known], hover, bands)]
-    promised = [(c.x, c.original_bound / c.bound) for c in series.cells if c.bound and c.original_bound]
+    promised = [(cell.x, cell.promised) for cell in series.cells if cell.promised]
     if promised:
         ys = [y for _, y in promised]
         texts = [f"promised {words.times(y)}" for y in ys]
@@ -190,7 +190,6 @@ def _sheet(series: Series) -> Sheet:
     body = []
     for cell in series.cells:
         quantiles, settings = cell.row.quantiles or {}, cell.row.settings
-        excess = cell.original - cell.original_bound if cell.original and cell.original_bound else None
         body.append(
             [
                 f"{cell.x:,}",
@@ -205,7 +204,7 @@ def _sheet(series: Series) -> Sheet:
                 words.or_dash(cell.bound, words.moment),
                 words.or_dash(cell.original_bound, words.moment),
                 words.or_dash(cell.tax.value if cell.tax is not None else None, words.moment),
-                words.or_dash(excess, words.moment),
+                words.or_dash(cell.excess, words.moment),
                 words.or_dash(cell.bandwidth and cell.bandwidth.value, lambda v: words.rate(v, "B/s")),
                 f"{cell.row.n:,}" if cell.row.n else "–",
                 words.or_dash(cell.row.aa_spread, words.percent),

@@ -101,7 +101,7 @@ def _memory(outlook: Outlook) -> Section | None:
             *(words.or_dash(row.parts.get(name), words.size) for name in shades),
             words.size(sum(row.parts.values())),
             words.or_dash(memory.capacity, words.size),
-            {True: "fits", False: "does not fit", None: say.NONE}[row.fits],
+            say.FITS[row.fits],
             say.largest(memory.largest_batch, memory),
             *([words.size(memory.cache_per_token), say.largest(memory.largest_context, memory)] if decodes else []),
         ]
@@ -128,7 +128,7 @@ def _times(outlook: Outlook) -> Section | None:
             line = [each.label, f"{row.batch:,}"]
             line += [say.bound(row.prefill), say.forecast(row.prefill)] if decodes else []
             line += [say.bound(row.step), say.forecast(row.step), say.limit(row.step)]
-            body.append([*line, {True: "fits", False: "does not fit", None: say.NONE}[row.fits]])
+            body.append([*line, say.FITS[row.fits]])
     said = []
     if decodes:
         said = [

@@ -137,7 +137,7 @@ def at(row: Row | None, *, prefill: bool = False) -> str:
     """The time of a batch's step, or of its prompts; that it does not fit, where it does not."""
     if row is None:
         return NONE
-    return "does not fit" if row.fits is False else time(row.prefill if prefill else row.step)
+    return FITS[False] if row.fits is False else time(row.prefill if prefill else row.step)
 
 
 def waited(seconds: float, *, forecast: bool) -> str:
@@ -234,6 +234,9 @@ def takes(memory: Memory) -> str:
 def fits(memory: Memory) -> bool | None:
     """Whether it all goes into each device; None where the target does not say how much they hold."""
     return None if memory.capacity is None else memory.total <= memory.capacity
+
+
+FITS = {True: "fits", False: "does not fit", None: NONE}
 
 
 def largest(number: int | None, memory: Memory) -> str:

@@ -95,9 +95,9 @@ def _overview(group: Panelled, baseline: str) -> Section:
     for series in known:
         factor, unit = words.time_unit(min(cell.row.value or 1.0 for cell in series.cells))
         for cell in series.cells:
-            batch, times, *ratios, excess, share, slack, spread = screen.line(cell, factor)
-            times, excess, slack = (f"{each} {unit}" for each in (times, excess, slack))
-            body.append([series.title, batch, times, *ratios, excess, share, slack, spread])
+            batch, times, *ratios, tax, share, slack, spread = screen.line(cell, factor)
+            times, tax, slack = (each if each == "–" else f"{each} {unit}" for each in (times, tax, slack))
+            body.append([series.title, batch, times, *ratios, tax, share, slack, spread])
     best = [f"{series.title}: {' '.join(screen.outcomes(series))}" for series in known]
     return Section(best, [panel], [], Sheet(("format", "batch", f"{baseline} → this", *_HEAD), body))
 

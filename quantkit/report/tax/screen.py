@@ -251,8 +251,6 @@ def line(cell: Cell, factor: float) -> list[str]:
 
     tax = cell.tax.value if cell.tax is not None else None
     gain = captured_gain(cell.tax) if cell.tax is not None else None
-    excess = cell.original - cell.original_bound if cell.original and cell.original_bound else None
-    promised = cell.original_bound / cell.bound if cell.bound and cell.original_bound else None
     share = tax / cell.original if tax is not None and cell.original else None
     noisy = "~" if curves.NOISY & set(cell.row.flags) else ""
     return [
@@ -260,11 +258,11 @@ def line(cell: Cell, factor: float) -> list[str]:
         f"{time_(cell.original)} → {time_(cell.row.value)}",
         words.or_dash(cell.ratio, lambda ratio: f"{noisy}{words.times(ratio)}"),
         _span(cell.ratio_ci95),
-        words.or_dash(promised, words.times),
+        words.or_dash(cell.promised, words.times),
         words.or_dash(gain, lambda share: words.percent(share, 0)),
         time_(tax),
         words.or_dash(share, lambda v: words.percent(v, 0)),
-        time_(excess),
+        time_(cell.excess),
         words.or_dash(cell.row.aa_spread, lambda v: words.percent(v, 0)),
     ]
 

@@ -72,7 +72,8 @@ def opened(browser: Any, site: Written) -> Iterator[Any]:
 
 
 def background(page: Any) -> str:
-    return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    # a locator waits for the page that a click leads to, which has no body at first
+    return str(page.locator("body").evaluate("node => getComputedStyle(node).backgroundColor"))
 
 
 @pytest.mark.parametrize("server", [False, True])
@@ -99,6 +100,7 @@ def test_the_theme_follows_the_system_and_is_kept_when_chosen(opened: Any) -> No
     page.reload()
     assert background(page) == light
     page.locator(".alarms a").first.click()
+    page.locator("h1.cell").wait_for()
     assert background(page) == light
 
 
