@@ -139,8 +139,9 @@ class Build:
 
     def _refuse_foreign(self) -> None:
         """A folder that happens to have our name is nothing to build in, and nothing to delete."""
-        ours = {"lock", "steps", "bundle", f".{_FINGERPRINT}.tmp"}
-        foreign = sorted(path.name for path in self.folder.iterdir() if path.name not in ours)
+        ours = {"lock", "steps", "bundle"}
+        there = [path.name for path in self.folder.iterdir()]
+        foreign = sorted(name for name in there if name not in ours and not name.startswith(f".{_FINGERPRINT}."))
         if foreign:
             (self.folder / "lock").unlink()
             raise InputError(

@@ -11,7 +11,7 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -99,19 +99,47 @@ def fsync_tree(folder: Path) -> None:
         fsync(Path(place))
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace a file's content; a reader, or a crash, sees the old content or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview]) -> str:
+    """Replace a file's content, whole or in chunks; a reader, or a crash, sees the old content or the new one.
+
+    Returns:
+        the sha256 of what was written.
+    """
+    digest = hashlib.sha256()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as stream:
-            stream.write(data)
+            for chunk in [data] if isinstance(data, bytes) else data:
+                digest.update(chunk)
+                stream.write(chunk)
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
     fsync(path.parent)
+    return digest.hexdigest()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what a file system answers in the body into `Stopped` (`disk-full`) or `InputError` (`file-unwritable`)."""
+    try:
+        with stopping_when_full(path):
+            yield
+    except OSError as error:
+        value = error.strerror or str(error)
+        raise InputError("file-unwritable", where=str(path), value=value, remedy="check the folder") from None
+
+
+@contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """One process at a time; the kernel frees the lock of one that is killed."""
+    import fcntl
+
+    with lock.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 def sha256(path: Path) -> str:

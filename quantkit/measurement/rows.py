@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from quantkit.bundle.disk import stopping_when_full, write_atomic
+from quantkit.bundle.disk import write_atomic, writing
 from quantkit.content import Closed, known_keys
 from quantkit.errors import InputError, did_you_mean, from_validation
 
@@ -215,12 +215,8 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
         Stopped: `disk-full`.
     """
     data = "".join(f"{row.line()}\n" for row in rows).encode()
-    try:
-        with stopping_when_full(path):
-            write_atomic(path, data)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError("file-unwritable", where=str(path), value=reason, remedy="check the folder") from None
+    with writing(path):
+        write_atomic(path, data)
 
 
 def _read(path: Path) -> Iterator[Row]:

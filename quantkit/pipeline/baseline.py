@@ -7,19 +7,16 @@ source's hash.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import content, machine
 from quantkit._version import __version__
-from quantkit.bundle.disk import fsync_tree, is_disk_full
+from quantkit.bundle.disk import alone, fsync_tree, is_disk_full
 from quantkit.errors import InputError, Stopped
 from quantkit.export import load_exporter
 from quantkit.pipeline.refusals import demand
@@ -62,7 +59,7 @@ def float_onnx(source: Source, options: dict[str, Any]) -> Path:
     if not _is_there(folder):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with _alone(folder.parent):
+            with alone(folder.parent / "lock"):
                 if not _is_there(folder):
                     _make(folder, source, options)
         except (OSError, Stopped) as problem:
@@ -82,14 +79,6 @@ def float_onnx(source: Source, options: dict[str, Any]) -> Path:
 
 def _is_there(folder: Path) -> bool:
     return (folder / "onnx" / "model.onnx").is_file()
-
-
-@contextmanager
-def _alone(home: Path) -> Iterator[None]:
-    """One process at a time; the kernel frees the lock of one that is killed."""
-    with (home / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _make(folder: Path, source: Source, options: dict[str, Any]) -> None:

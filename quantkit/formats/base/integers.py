@@ -46,7 +46,7 @@ def stored(scale: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
 
 def _exact_bits(scheme: WeightScheme) -> int | None:
     """Significant bits with which a scale's products with codes are exact in its dtype; None: not limited."""
-    bits: int = load_format(scheme.format).bits
+    bits = load_format(scheme.format).bits
     if scheme.scale != "float16" or bits > 4:
         return None
     # codes less their zero point span 2^b - 1 steps; without one, the lowest code is a power of two

@@ -9,11 +9,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from quantkit import plugins
 from quantkit.errors import InputError, unknown_name
-from quantkit.formats import QuantTensor
+from quantkit.formats import QuantTensor, load_format
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -40,27 +40,23 @@ class Expansion:
 
 
 class Layout(Protocol):
-    """What a layout's constant `LAYOUT` offers. Torch-free at import; `prefix` is a linear's name in the files."""
+    """One layout; it inherits what it does not declare. Torch-free at import; `prefix` is a linear's name in the files.
 
-    @property
-    def name(self) -> str:
-        """Its file's stem; recipes write `-` for `_`."""
+    Attributes:
+        name: its file's stem; recipes write `-` for `_`.
+        libraries: the packages without which transformers does not load it, by their import names.
+        kernels: whether the loaded model multiplies in kernels of the library, whose rounding is their own.
+        serving: what vLLM needs beside itself to read it, or does otherwise than it is stored; "" where nothing.
+        codes: suffix of the tensor that holds the codes: the large one, which is made last and never waits in memory.
+        parts: suffixes of all that it stores of one linear.
+    """
 
-    @property
-    def libraries(self) -> tuple[str, ...]:
-        """The packages without which transformers does not load it, by their import names."""
-
-    @property
-    def kernels(self) -> bool:
-        """Whether the loaded model multiplies in kernels of the library, whose rounding is their own."""
-
-    @property
-    def codes(self) -> str:
-        """Suffix of the tensor that holds the codes: the large one, which is made last and never waits in memory."""
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Suffixes of all that it stores of one linear."""
+    name: str
+    libraries: ClassVar[tuple[str, ...]]
+    kernels: ClassVar[bool] = False
+    serving: str
+    codes: ClassVar[str]
+    parts: ClassVar[tuple[str, ...]]
 
     def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
         """Refuse what it cannot hold: `layout-unsupported`, naming the first linear; MissingDependency.
@@ -72,10 +68,7 @@ class Layout(Protocol):
 
     def served(self, scheme: WeightScheme) -> bool:
         """Whether vLLM has a kernel that reads it."""
-
-    @property
-    def serving(self) -> str:
-        """What vLLM needs beside itself to read it, or does otherwise than it is stored; "" where nothing."""
+        return True
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
         """(name, safetensors dtype, shape) of what is stored of [N, K]."""
@@ -102,6 +95,7 @@ class Layout(Protocol):
 
     def prefixes(self, names: Iterable[str]) -> list[str]:
         """The linears that are stored this way, from all tensors' names."""
+        return stored_with(self.codes, names)
 
     def shape(self, prefix: str, read: Read) -> tuple[int, int]:
         """[N, K] of a stored linear."""
@@ -111,12 +105,20 @@ class Layout(Protocol):
 
     def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
         """Bits at most by which the files exceed the format's own count: padding, shapes, tables."""
+        return 0
 
     def read_back(self, prefix: str, scheme: WeightScheme, read: Read) -> QuantTensor:
         """The inverse of `packed` and `companions`, by our own code."""
 
     def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
-        """The weight [N, K] as its library makes it, bit for bit; `config`: `quantization_config`."""
+        """The weight [N, K] as its library makes it, bit for bit: code times scale in the dtype of the model.
+
+        Args:
+            tensor: its codes.
+            dtype: of the model.
+            config: `quantization_config`.
+        """
+        return load_format(tensor.scheme.format).dequantize(tensor).to(dtype)
 
     def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
         """What expands the stored tensors, by its library's own code where that is installed."""

@@ -6,14 +6,14 @@ arguments of each scheme; the library expands by them.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit.errors import InputError, MissingDependency
 from quantkit.formats import QuantTensor
-from quantkit.model.layouts import Expansion, Read, stored_with
+from quantkit.model.layouts import Expansion, Layout, Read
 from quantkit.model.structure.names import same
 from quantkit.scheme import WeightScheme
 
@@ -25,7 +25,7 @@ SCALE = ".weight_scale"
 
 
 @dataclass(frozen=True)
-class CompressedTensors(ABC):
+class CompressedTensors(Layout):
     """A layout of compressed-tensors, but for what it packs and how.
 
     Args:
@@ -36,8 +36,6 @@ class CompressedTensors(ABC):
     name: str
     serving: str = field(default="", kw_only=True)
     libraries: ClassVar[tuple[str, ...]] = (LIBRARY,)
-    kernels: ClassVar[bool] = False
-    codes: ClassVar[str]
 
     @property
     def title(self) -> str:
@@ -93,10 +91,6 @@ class CompressedTensors(ABC):
     def wrote(self, config: Mapping[str, Any]) -> bool:
         """See `Layout`."""
         return config.get("quant_method") == "compressed-tensors" and config.get("format") == self.title
-
-    def prefixes(self, names: Iterable[str]) -> list[str]:
-        """See `Layout`."""
-        return stored_with(self.codes, names)
 
     def scale(self, prefix: str, read: Read) -> torch.Tensor:
         """See `Layout`."""

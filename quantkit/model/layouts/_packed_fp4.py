@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from quantkit.formats import QuantTensor, load_format
+from quantkit.formats import QuantTensor
 from quantkit.formats.base.elements import FP4_E2M1
 from quantkit.model.layouts import Header, Read
 from quantkit.model.layouts._compressed_tensors import SCALE, CompressedTensors
@@ -56,10 +56,6 @@ class PackedFp4(CompressedTensors):
         """See `Layout`."""
         check_format(self.title, self.format, schemes)
         super().accepts(schemes, shapes)
-
-    def served(self, scheme: WeightScheme) -> bool:
-        """See `Layout`."""
-        return True
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
         """See `Layout`."""
@@ -105,10 +101,6 @@ class PackedFp4(CompressedTensors):
         scale = stored.view(torch.float8_e8m0fnu).float() if self.dtype == "U8" else stored.float()
         return scale / read(prefix + GLOBAL) if self._global else scale
 
-    def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
-        """Nothing: rows hold whole groups."""
-        return 0
-
     def read_back(self, prefix: str, scheme: WeightScheme, read: Read) -> QuantTensor:
         """See `Layout`."""
         import torch
@@ -127,8 +119,7 @@ class PackedFp4(CompressedTensors):
         if tensor.global_scale is not None:
             # where a product lies between two numbers of bfloat16, the last bit of a factor decides
             tensor = replace(tensor, scale=tensor.scale.float() / (1 / tensor.global_scale.float()), global_scale=None)
-        values: torch.Tensor = load_format(self.format).dequantize(tensor)
-        return values.to(torch.bfloat16).to(dtype)
+        return super().as_loaded(tensor, torch.bfloat16, config).to(dtype)
 
     def arguments(self, scheme: WeightScheme) -> dict[str, Any]:
         """See `CompressedTensors`."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from quantkit.formats import QuantTensor, load_format
+from quantkit.formats import QuantTensor
 from quantkit.model.layouts import Header, Read, stored_with
 from quantkit.model.layouts._compressed_tensors import SCALE, CompressedTensors, exact_scale
 from quantkit.model.layouts._refusals import check_format
@@ -104,11 +104,6 @@ class PlainCodes(CompressedTensors):
         if scheme.granularity == "tensor":
             scale, zero = scale.reshape(1, 1), None if zero is None else zero.reshape(1, 1)
         return QuantTensor(read(prefix + WEIGHT), scale, zero, scheme)
-
-    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
-        """See `Layout`. Code and scale are multiplied in the model's dtype."""
-        values: torch.Tensor = load_format(tensor.scheme.format).dequantize(tensor)
-        return values.to(dtype)
 
     def arguments(self, scheme: WeightScheme) -> dict[str, Any]:
         """See `CompressedTensors`."""

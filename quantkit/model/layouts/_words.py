@@ -60,5 +60,4 @@ def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     if bits == 4:
         pairs = torch.stack((packed & 15, packed >> 4), dim=2).reshape(packed.shape[0], -1)
         return pairs[:, :columns].to(torch.int8) - 8
-    codes: torch.Tensor = load_format(f"int{bits}").unpack(packed, columns)
-    return codes
+    return load_format(f"int{bits}").unpack(packed, columns)

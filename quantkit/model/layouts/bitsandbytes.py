@@ -19,7 +19,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quantkit.formats import Nested, QuantTensor, load_format
+from quantkit.formats import Nested, QuantTensor
 from quantkit.model.layouts import Expansion, Header, Layout, Read, missing, stored_with
 from quantkit.model.layouts._refusals import check_format
 from quantkit.scheme import WeightScheme
@@ -35,7 +35,7 @@ _NESTED = 256
 _STATE_BYTES = 256
 
 
-class BitsAndBytes:
+class BitsAndBytes(Layout):
     """See the module."""
 
     name = "bitsandbytes"
@@ -48,10 +48,6 @@ class BitsAndBytes:
     def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
         """See `Layout`."""
         check_format(self.name, "nf4", schemes)
-
-    def served(self, scheme: WeightScheme) -> bool:
-        """See `Layout`."""
-        return True
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
         """See `Layout`."""
@@ -151,11 +147,6 @@ class BitsAndBytes:
             offset = torch.tensor(_state(prefix, read)["nested_offset"], dtype=torch.float32)
             nested = Nested(stored, read(prefix + NESTED_ABSMAX), offset)
         return QuantTensor(codes, scale, None, scheme, codebook=read(prefix + MAP), nested=nested)
-
-    def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
-        """The product in float32, rounded once."""
-        values: torch.Tensor = load_format("nf4").dequantize(tensor)
-        return values.to(dtype)
 
     def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
         """`bitsandbytes.functional.dequantize_4bit`, or our own reader."""

@@ -15,12 +15,12 @@ See `BaseQuantLinear.dequantize_weight` and `convert_gptq_v1_to_v2_format_module
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from quantkit.formats import QuantTensor, load_format
-from quantkit.model.layouts import MARLIN_GROUPS, Expansion, Header, Layout, Read, missing, stored_with
+from quantkit.formats import QuantTensor
+from quantkit.model.layouts import MARLIN_GROUPS, Expansion, Header, Layout, Read, missing
 from quantkit.model.layouts._refusals import unsupported
 from quantkit.model.layouts._words import FLOATS, bits_of, pack, unpack
 from quantkit.scheme import WeightScheme
@@ -33,7 +33,7 @@ _IN_A_BLOCK = re.compile(r"(?:^|\.)\d+\.")
 
 
 @dataclass(frozen=True)
-class Gptq:
+class Gptq(Layout):
     """See the module.
 
     Args:
@@ -43,11 +43,11 @@ class Gptq:
 
     name: str
     less: int
-    libraries: tuple[str, ...] = ("gptqmodel", "optimum")
-    kernels: bool = True
     serving: str = ""
-    codes: str = QWEIGHT
-    parts: tuple[str, ...] = (QWEIGHT, QZEROS, SCALES, G_IDX)
+    libraries: ClassVar[tuple[str, ...]] = ("gptqmodel", "optimum")
+    kernels: ClassVar[bool] = True
+    codes: ClassVar[str] = QWEIGHT
+    parts: ClassVar[tuple[str, ...]] = (QWEIGHT, QZEROS, SCALES, G_IDX)
 
     def accepts(self, schemes: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]) -> None:
         """See `Layout`."""
@@ -135,10 +135,6 @@ class Gptq:
         """See `Layout`."""
         return config.get("quant_method") == "gptq" and config.get("checkpoint_format", "gptq") == self.name
 
-    def prefixes(self, names: Iterable[str]) -> list[str]:
-        """See `Layout`."""
-        return stored_with(QWEIGHT, names)
-
     def shape(self, prefix: str, read: Read) -> tuple[int, int]:
         """See `Layout`."""
         return read(prefix + SCALES).shape[1], read(prefix + G_IDX).shape[0]
@@ -163,8 +159,7 @@ class Gptq:
 
     def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
         """Code and scale are multiplied in the dtype of the scale."""
-        values: torch.Tensor = load_format(tensor.scheme.format).dequantize(tensor)
-        return values.to(tensor.scale.dtype).to(dtype)
+        return super().as_loaded(tensor, tensor.scale.dtype, config).to(dtype)
 
     def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
         """GPTQModel's `TorchLinear.dequantize_weight`, or our own reader."""

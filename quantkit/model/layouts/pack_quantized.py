@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from quantkit.formats import QuantTensor, load_format
+from quantkit.formats import QuantTensor
 from quantkit.model.layouts import MARLIN_GROUPS, Header, Layout, Read
 from quantkit.model.layouts._compressed_tensors import SCALE, CompressedTensors, exact_scale
 from quantkit.model.layouts._refusals import unsupported
@@ -151,9 +151,9 @@ class PackQuantized(CompressedTensors):
         dtype the scale is stored in, else in the model's. The two differ where float16 scales stand in a float32 model,
         by one rounding to 11 bits.
         """
-        values: torch.Tensor = load_format(tensor.scheme.format).dequantize(tensor)
         # codes and scales are short enough for their product to be exact in float32: what follows is the only rounding
-        return values.to(tensor.scale.dtype).to(dtype) if config.get("dequantize") else values.to(dtype)
+        first = tensor.scale.dtype if config.get("dequantize") else dtype
+        return super().as_loaded(tensor, first, config).to(dtype)
 
     def arguments(self, scheme: WeightScheme) -> dict[str, Any]:
         """See `CompressedTensors`."""

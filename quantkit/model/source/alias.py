@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from quantkit.bundle.disk import alone, fsync
 from quantkit.content import cache_dir
 from quantkit.errors import InputError, QuantkitError
 from quantkit.kinds import Kind
@@ -28,7 +27,7 @@ from quantkit.model.source.gguf import PROVENANCE, convert_gguf
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.joined import Joined, Part, fetch
 from quantkit.model.source.packaged import convert_network, copy_folder
-from quantkit.model.source.weights import disk_errors, sync_folder
+from quantkit.model.source.weights import disk_errors
 
 _CONVERTER = 1  # raised when the conversion changes, so that old folders are not taken for new ones
 
@@ -257,7 +256,7 @@ def materialize(alias: Alias) -> Path:
         return folder
     with disk_errors(home):
         home.mkdir(parents=True, exist_ok=True)
-        with _lock(home / f".{folder.name}.lock"):
+        with alone(home / f".{folder.name}.lock"):
             if _whole(folder):  # another process made it while this one waited
                 return folder
             work = home / f".{folder.name}.tmp"
@@ -267,9 +266,9 @@ def materialize(alias: Alias) -> Path:
             work.mkdir()
             try:
                 alias.convert(source, work)
-                sync_folder(work)
+                fsync(work)
                 work.rename(folder)
-                sync_folder(home)
+                fsync(home)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     return folder
@@ -282,19 +281,6 @@ def _whole(folder: Path) -> bool:
         return all(file_sha256(folder / name) == sha256 for name, sha256 in provenance["files"].items())
     except (OSError, ValueError, KeyError):
         return False
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time; the kernel lets go of it when the process dies."""
-    import fcntl
-
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import json
 import time
 from pathlib import Path
 
+from quantkit.bundle.disk import write_atomic
 from quantkit.content import cache_dir
 
 _RACY_NS = 2_000_000_000
@@ -36,10 +37,8 @@ def file_sha256(path: Path) -> str:
 
 
 def _remember(slot: Path, entry: dict[str, object]) -> None:
-    from quantkit.model.source.weights import write_atomic
-
     try:
         slot.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(slot, [json.dumps(entry).encode()])
+        write_atomic(slot, json.dumps(entry).encode())
     except Exception:  # a cache that cannot be written (full, read-only) costs time, nothing else
         return

@@ -12,7 +12,6 @@ so the first of one is the first of the other, and so on; that each two agree in
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import InputError, MissingDependency
 from quantkit.model.source.gguf import PROVENANCE
 from quantkit.model.source.hashes import file_sha256
-from quantkit.model.source.weights import write_atomic
+from quantkit.model.source.weights import write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +69,7 @@ def convert_network(source: Path, folder: Path, *, network: str, licence: str, p
         cnn.fill(built, _in_order(_state_dict(source), built, source.name), where=source.name)
     else:
         built = cnn.load(source.parent)
-    _write_json(folder / cnn.CONFIG, built.config.model_dump(mode="json"))
+    write_json(folder / cnn.CONFIG, built.config.model_dump(mode="json"), indent=1)
     cnn.save(built, folder)
     write_onnx(built, [built.example()], folder / GRAPH, inputs=[INPUT], outputs=[OUTPUT])
     _finish(source, folder, licence=licence, preprocess=preprocess.model_dump(mode="json"), network=network)
@@ -97,9 +96,8 @@ def _finish(source: Path, folder: Path, *, licence: str, **more: Any) -> None:
         path.relative_to(folder).as_posix(): file_sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()
     }
     origin = {"file": source.name, "sha256": file_sha256(source)}
-    _write_json(
-        folder / PROVENANCE, {"schema": 1, "source": origin, "licence": licence, "was": None, **more, "files": files}
-    )
+    about = {"schema": 1, "source": origin, "licence": licence, "was": None, **more, "files": files}
+    write_json(folder / PROVENANCE, about, indent=1)
 
 
 def _state_dict(source: Path) -> dict[str, Tensor]:
@@ -142,7 +140,3 @@ def _in_order(values: Mapping[str, Tensor], network: Cnn, where: str) -> dict[st
                 remedy="install the version of the package that is asked for",
             )
     return dict(zip(wanted, values.values(), strict=True))
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_atomic(path, [(json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()])

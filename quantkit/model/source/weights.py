@@ -12,7 +12,6 @@ Memory: `Weights.read` holds one tensor, in memory of its own (no map of the who
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -23,7 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import InputError, Stopped
+from quantkit.bundle import disk
+from quantkit.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -431,45 +431,22 @@ def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
     Raises:
         Stopped: `disk-full`. InputError: `not-writable`.
     """
-    digest = hashlib.sha256()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk_errors(path):
-        try:
-            with temporary.open("wb") as file:
-                for chunk in chunks:
-                    digest.update(chunk)
-                    file.write(chunk)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_folder(path.parent)
-    return digest.hexdigest()
+        return disk.write_atomic(path, chunks)
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def write_json(path: Path, content: Mapping[str, Any], *, indent: int = 2) -> str:
+    """The same of a JSON document."""
+    return write_atomic(path, [(json.dumps(content, indent=indent, ensure_ascii=False) + "\n").encode()])
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """Turns what a file system answers into `Stopped` (disk-full) or `InputError` (not-writable)."""
     try:
-        yield
+        with disk.stopping_when_full(path):
+            yield
     except OSError as problem:
-        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Stopped(
-                "disk-full",
-                where=str(path),
-                value="no space left on the device",
-                remedy="free some space and run it again (a compile goes on with --resume)",
-            ) from problem
         if problem.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise InputError(
                 "not-writable",

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from quantkit.bundle.disk import stopping_when_full, write_atomic
-from quantkit.errors import InputError
+from quantkit.bundle.disk import write_atomic, writing
 from quantkit.nightly.config import builds
 from quantkit.nightly.gating.gate import Gated, count, title
 from quantkit.nightly.store.records import Answer, Cell, Decision
@@ -119,15 +118,12 @@ def write(path: Path, data: bytes) -> None:
         InputError: `file-unwritable`.
         Stopped: `disk-full`.
     """
-    try:
-        with stopping_when_full(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists() and not path.is_file():
-                path.write_bytes(data)
-            else:
-                write_atomic(path, data)
-    except OSError as error:
-        raise _unwritable(path, error) from None
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+        else:
+            write_atomic(path, data)
 
 
 def append(path: Path, text: str) -> None:
@@ -137,15 +133,8 @@ def append(path: Path, text: str) -> None:
         InputError: `file-unwritable`.
         Stopped: `disk-full`.
     """
-    try:
-        with stopping_when_full(path), path.open("ab", buffering=0) as stream:
-            stream.write(text.encode())
-    except OSError as error:
-        raise _unwritable(path, error) from None
-
-
-def _unwritable(path: Path, error: OSError) -> InputError:
-    return InputError("file-unwritable", where=str(path), value=error.strerror or str(error), remedy="check the path")
+    with writing(path), path.open("ab", buffering=0) as stream:
+        stream.write(text.encode())
 
 
 def _table(heading: str, rows: Sequence[Decision]) -> list[str]:

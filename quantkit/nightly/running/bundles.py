@@ -10,13 +10,11 @@ the same inputs is not made again.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import shutil
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +22,7 @@ import quantkit
 from quantkit import content, machine
 from quantkit._version import __version__
 from quantkit.bundle import Bundle
+from quantkit.bundle.disk import alone
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError
 from quantkit.model.source.hashes import file_sha256
@@ -33,7 +32,7 @@ from quantkit.pipeline.request import Request
 _DIGITS = 20
 _MAKING = ".making-"
 # floors whose code decides no number of a bundle
-_ABOVE = ("cli", "nightly", "tune", "report")
+_ABOVE = ("cli", "nightly", "tuning", "report")
 # seconds in which another night may be about to commit a bundle that no result names yet
 _YOUNG = 2 * 86400.0
 
@@ -56,7 +55,7 @@ class Bundles:
         """
         inputs = inputs_sha256(request)[:_DIGITS]
         self.root.mkdir(parents=True, exist_ok=True)
-        with self._alone(inputs):
+        with alone(self.root / f"{_MAKING}{inputs}.lock"):
             for path in self._named(f"*-{inputs}"):
                 if (found := _intact(path)) is not None:
                     return found, True
@@ -106,12 +105,6 @@ class Bundles:
             shutil.rmtree(final)
         making.rename(final)
         return Bundle.load(final)
-
-    @contextmanager
-    def _alone(self, inputs: str) -> Iterator[None]:
-        with (self.root / f"{_MAKING}{inputs}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
 
 def inputs_sha256(request: Request) -> str:

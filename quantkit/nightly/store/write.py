@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from quantkit.bundle.disk import fsync, stopping_when_full
-from quantkit.errors import InputError
+from quantkit.bundle.disk import fsync, writing
 from quantkit.nightly.store import files
 from quantkit.nightly.store.records import NIGHT_ID, Decision, Item, Result, Row, Time, to_table
 
@@ -71,14 +70,11 @@ def export(out: Path, batches: Iterator[Any]) -> int:
     """Write batches, of which the first tells the columns, into a file, whole or not at all; the number of rows."""
     temporary = out.with_name(f".{out.name}.tmp")
     try:
-        with stopping_when_full(out):
+        with writing(out):
             with temporary.open("wb") as stream:
                 count = FORMATS[out.suffix](stream, batches)
             fsync(temporary)
             temporary.replace(out)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError("file-unwritable", where=str(out), value=reason, remedy="check the folder") from None
     finally:
         temporary.unlink(missing_ok=True)
     return count
