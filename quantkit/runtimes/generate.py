@@ -58,6 +58,29 @@ class Sampling:
         return int(order[self.generator.choice(len(chances), p=chances)])
 
 
+def demand_decoder(bundle: Bundle) -> None:
+    """Refuse a bundle that makes no text. Raises InputError `not-a-decoder`."""
+    kind = bundle.manifest.model.kind
+    if kind != "decoder":
+        raise InputError("not-a-decoder", where=str(bundle.path), value=one(kind), rule="only decoders generate text")
+
+
+def demand_tokens(count: int) -> None:
+    """Refuse a prompt without any. Raises InputError `prompt-empty`."""
+    if not count:
+        raise InputError("prompt-empty", where="--prompt", value="no token", rule="a prompt has at least one token")
+
+
+def no_cache(where: str) -> InputError:
+    """The refusal of a step of what is an encoder."""
+    return InputError("not-a-decoder", where=where, value="an encoder", rule="only decoders have a cache")
+
+
+def too_long(where: str, tokens: int, rule: str, remedy: str = "") -> InputError:
+    """The refusal of more tokens than there is room for."""
+    return InputError("prompt-too-long", where=where, value=f"{tokens} tokens", rule=rule, remedy=remedy)
+
+
 def generated(
     bundle: Bundle,
     folder: Path,
@@ -82,17 +105,10 @@ def generated(
     Raises:
         InputError: `not-a-decoder`, `no-tokenizer`, `prompt-empty`, `prompt-too-long`.
     """
-    if bundle.manifest.model.kind != "decoder":
-        raise InputError(
-            "not-a-decoder",
-            where=str(bundle.path),
-            value=one(bundle.manifest.model.kind),
-            rule="only decoders generate text",
-        )
+    demand_decoder(bundle)
     tokenizer = Tokenizer(folder)
     ids = tokenizer.encode(tokenizer.chat(prompt) if chat else prompt, special=not chat)
-    if not ids:
-        raise InputError("prompt-empty", where="--prompt", value="no token", rule="a prompt has at least one token")
+    demand_tokens(len(ids))
     model = load()
     settings = tokenizer.generation
     sampling = Sampling(

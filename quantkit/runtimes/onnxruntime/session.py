@@ -10,7 +10,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from quantkit import machine
 from quantkit.errors import InputError
+from quantkit.runtimes.generate import no_cache, too_long
 from quantkit.runtimes.onnxruntime.open import open_graph
 
 if TYPE_CHECKING:
@@ -160,9 +161,7 @@ class Loaded:
         import onnxruntime
 
         if not self.decoder:
-            raise InputError(
-                "not-a-decoder", where=str(self.folder), value="an encoder", rule="only decoders have a cache"
-            )
+            raise no_cache(str(self.folder))
         self._demand_positions(capacity)
         self.fits(batch, capacity, 1)
         caches = {}
@@ -174,13 +173,8 @@ class Loaded:
 
     def _demand_positions(self, tokens: int) -> None:
         if tokens > self.context:
-            raise InputError(
-                "prompt-too-long",
-                where=str(self.folder),
-                value=f"{tokens} tokens",
-                rule=f"the context holds {self.context}",
-                remedy="shorten the prompt, or ask for fewer new tokens",
-            )
+            remedy = "shorten the prompt, or ask for fewer new tokens"
+            raise too_long(str(self.folder), tokens, f"the context holds {self.context}", remedy)
 
     def fits(self, batch: int, capacity: int, new: int) -> None:
         """Refuse what would not fit into memory: cache, logits and the mask.
@@ -217,9 +211,7 @@ class Loaded:
         before = state.length
         after = before + ids.shape[1]
         if after > state.capacity:
-            raise InputError(
-                "prompt-too-long", where="cache", value=f"{after} tokens", rule=f"there is room for {state.capacity}"
-            )
+            raise too_long("cache", after, f"there is room for {state.capacity}")
         if before and ids.shape[1] > 1 and state.batch > 1:
             # attention takes several tokens at once only at the beginning, or of one sequence alone
             columns = range(ids.shape[1])
@@ -288,12 +280,7 @@ class Loaded:
         state.mask[:] = 1
         state.length = context
         ids = generator.integers(0, self.vocabulary, (batch, 1))
-        binding = self.bind(state, ids, context + 1)
-
-        def step() -> None:
-            self.session.run_with_iobinding(binding)
-
-        return step
+        return partial(self.session.run_with_iobinding, self.bind(state, ids, context + 1))
 
     def prefill(self, batch: int, tokens: int) -> Callable[[], None]:
         """A prompt of `tokens` for each sequence, up to the first logits or all hidden states, ready to be repeated.
@@ -306,12 +293,7 @@ class Loaded:
         state = self.state(batch, tokens)
         ids = np.random.default_rng(0).integers(0, self.vocabulary, (batch, tokens))
         state.mask[:] = 1
-        binding = self.bind(state, ids, tokens, keep=1)
-
-        def step() -> None:
-            self.session.run_with_iobinding(binding)
-
-        return step
+        return partial(self.session.run_with_iobinding, self.bind(state, ids, tokens, keep=1))
 
     def _whole(self, batch: int, tokens: int) -> Callable[[], None]:
         import onnxruntime
@@ -325,11 +307,7 @@ class Loaded:
         shape = [batch, tokens, self.features]
         hidden = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, np.float32, "cpu")
         binding.bind_ortvalue_output(self.outputs[0], hidden)
-
-        def step() -> None:
-            self.session.run_with_iobinding(binding)
-
-        return step
+        return partial(self.session.run_with_iobinding, binding)
 
     def used(self) -> Used:
         """What the last run since loading used; ends the profile.

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
+from quantkit.runtimes.generate import no_cache, too_long
 from quantkit.runtimes.tensorrt.engine import Engine
 from quantkit.runtimes.tensorrt.step import CACHE, State, Step, inputs
 from quantkit.runtimes.torch import events
@@ -92,12 +93,7 @@ class Loaded:
         import torch
 
         if not self.decoder:
-            raise InputError(
-                "not-a-decoder",
-                where=str(self.engine.file.path),
-                value="an encoder",
-                rule="only decoders have a cache",
-            )
+            raise no_cache(str(self.engine.file.path))
         self._demand(capacity)
         self.engine.profile(batch, max(1, min(capacity, self._longest())))
         try:
@@ -127,13 +123,8 @@ class Loaded:
 
     def _demand(self, tokens: int) -> None:
         if tokens > self.capacity:
-            raise InputError(
-                "prompt-too-long",
-                where=str(self.engine.file.path),
-                value=f"{tokens} tokens",
-                rule=f"its cache holds {self.capacity}",
-                remedy="shorten the prompt, ask for fewer new tokens, or export with a larger `capacity`",
-            )
+            remedy = "shorten the prompt, ask for fewer new tokens, or export with a larger `capacity`"
+            raise too_long(str(self.engine.file.path), tokens, f"its cache holds {self.capacity}", remedy)
 
     def run(self, state: State, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
         """Feed tokens to the sequences of a state.
@@ -183,49 +174,38 @@ class Loaded:
             logits = state.step(tokens, (places - 1).clamp(min=0), before)
         else:
             number, _ = self.engine.profile(state.batch, new)
-            feed = self.feed(state, tokens, (places - 1).clamp(min=0), before, keep)
-            context = self.engine.context(number)
-            found = self.engine.bind(context, feed)
-            self.engine.enqueue(context)
-            self.engine.wait()
-            logits = found["logits"]
+            feed = inputs(self.engine, state, tokens, (places - 1).clamp(min=0), before, keep)
+            logits = self.engine.run(number, feed)["logits"]
         # a copy: the next step writes to the same place
         return np.array(logits.float().cpu().numpy())
-
-    def feed(
-        self, state: State, tokens: torch.Tensor, positions: torch.Tensor, before: int, keep: int
-    ) -> dict[str, torch.Tensor]:
-        """Everything that goes in, each in the type that the engine has it in."""
-        return inputs(self.engine, state, tokens, positions, before, keep)
 
     def encode(self, ids: Array, mask: Array | None = None) -> Array:
         """An encoder's last hidden states [B, S, width], float32, for ids [B, S]."""
         import torch
 
-        engine = self.engine
-        number, taken = engine.profile(ids.shape[0], ids.shape[1])
-        if taken < ids.shape[1]:
-            self._too_long(ids.shape[1], taken)
+        number = self._profile(*ids.shape)
         values = {"input_ids": ids, "attention_mask": np.ones_like(ids) if mask is None else mask}
         feed = {}
-        for name in engine.inputs:
-            feed[name] = engine.tensor(name, ids.shape)
+        for name in self.engine.inputs:
+            feed[name] = self.engine.tensor(name, ids.shape)
             if name in values:
                 feed[name].copy_(torch.from_numpy(np.ascontiguousarray(values[name])))
-        context = engine.context(number)
-        found = engine.bind(context, feed)
-        engine.enqueue(context)
-        engine.wait()
+        found = self.engine.run(number, feed)
         return np.asarray(next(iter(found.values())).float().cpu().numpy())
 
-    def _too_long(self, tokens: int, most: int) -> None:
-        raise InputError(
-            "prompt-too-long",
-            where=str(self.engine.file.path),
-            value=f"{tokens} tokens",
-            rule=f"its profiles take {most}",
-            remedy="shorten the text, or longer `profiles` in the target",
-        )
+    def _profile(self, batch: int, tokens: int) -> int:
+        """The profile that takes so many tokens at once. Raises InputError `prompt-too-long`, `shape-unsupported`."""
+        number, taken = self.engine.profile(batch, tokens)
+        if taken < tokens:
+            remedy = "shorten the text, or longer `profiles` in the target"
+            raise too_long(str(self.engine.file.path), tokens, f"its profiles take {taken}", remedy)
+        return number
+
+    def _texts(self, batch: int, tokens: int) -> dict[str, torch.Tensor]:
+        """Inputs of an encoder: texts of zeros, all of them real."""
+        feed = {name: self.engine.tensor(name, (batch, tokens)) for name in self.engine.inputs}
+        feed["attention_mask"].fill_(1)
+        return feed
 
     # --- what latency is measured on ----------------------------------------------------------------------------------
 
@@ -261,16 +241,13 @@ class Loaded:
         """
         import torch
 
-        number, taken = self.engine.profile(batch, tokens)
-        if taken < tokens:
-            self._too_long(tokens, taken)
+        number = self._profile(batch, tokens)
         if self.decoder:
             state = self._filled(batch, tokens)
             ids = torch.arange(tokens, device=state.mask.device).repeat(batch, 1)
-            feed = self.feed(state, ids % self.vocabulary, ids, 0, 1)
+            feed = inputs(self.engine, state, ids % self.vocabulary, ids, 0, 1)
         else:
-            feed = {name: self.engine.tensor(name, (batch, tokens)) for name in self.engine.inputs}
-            feed["attention_mask"].fill_(1)
+            feed = self._texts(batch, tokens)
         context = self.engine.context(number)
 
         def run() -> None:
@@ -288,13 +265,10 @@ class Loaded:
         import torch
 
         if not self.decoder:
-            number, _ = self.engine.profile(batch, context)
-            feed = {name: self.engine.tensor(name, (batch, context)) for name in self.engine.inputs}
-            feed["attention_mask"].fill_(1)
-            return self.engine.layer_times(number, feed, runs)
+            return self.engine.layer_times(self.engine.profile(batch, context)[0], self._texts(batch, context), runs)
         state = self._filled(batch, context)
         tokens = torch.zeros(batch, 1, dtype=torch.long, device=state.mask.device)
-        feed = self.feed(state, tokens, torch.full_like(tokens, context), context, 0)
+        feed = inputs(self.engine, state, tokens, torch.full_like(tokens, context), context, 0)
         return self.engine.layer_times(self.engine.profile(batch, 1)[0], feed, runs)
 
     def _filled(self, batch: int, tokens: int) -> State:

@@ -226,6 +226,14 @@ class Engine:
                 remedy="please report it, with the recipe and the shapes",
             )
 
+    def run(self, profile: int, feed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Outputs of one run in the context of a profile. Raises InputError `shape-unsupported`, `engine-failed`."""
+        context = self.context(profile)
+        found = self.bind(context, feed)
+        self.enqueue(context)
+        self.wait()
+        return found
+
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """A stream that is not the default one, on which the library would wait for the whole device."""

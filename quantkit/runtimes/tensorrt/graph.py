@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.runtimes.tensorrt.engine import Engine
+from quantkit.runtimes.torch import events
 
 if TYPE_CHECKING:
     import torch
@@ -28,33 +29,19 @@ class LoadedGraph:
 
     def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
         """Output -> values, float32. Raises InputError `shape-unsupported`, `engine-failed`."""
-        context = self.engine.context(0)
-        given = self._given(feed)
-        found = self.engine.bind(context, given)
-        self.engine.enqueue(context)
-        self.engine.wait()
+        found = self.engine.run(0, self._given(feed))
         return {name: np.array(value.float().cpu().numpy()) for name, value in found.items()}
 
     def repeated(self, feed: Mapping[str, Array]) -> Callable[[], float | None]:
         """The same run, ready to be repeated: seconds by the device's clock; None where it has none."""
-        import torch
-
         context, given = self.engine.context(0), self._given(feed)
         held = self.engine.bind(context, given)
 
-        def run() -> float | None:
-            if self.engine.device.type != "cuda":
-                self.engine.enqueue(context)
-                return None
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            self.engine.enqueue(context)
-            end.record()
-            end.synchronize()
+        def run() -> None:
             assert held and given  # bound by address alone: they have to live as long as this
-            return float(start.elapsed_time(end)) / 1e3
+            self.engine.enqueue(context)
 
-        return run
+        return lambda: events.seconds(run, self.engine.device)
 
     def _given(self, feed: Mapping[str, Array]) -> dict[str, torch.Tensor]:
         import torch

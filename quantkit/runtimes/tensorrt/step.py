@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quantkit.runtimes.tensorrt.engine import Engine
+from quantkit.runtimes.torch import events
 
 if TYPE_CHECKING:
     import torch
@@ -71,9 +72,8 @@ class Step:
         if self.engine.device.type != "cuda":
             self.enqueue()
             return
-        if self._graph is None:
-            self._capture()
-        assert self._graph is not None
+        if self._graph is None:  # what warms up writes what the step that follows writes to the same place
+            self._graph = events.captured(self.enqueue)
         self._graph.replay()
 
     def enqueue(self) -> None:
@@ -81,21 +81,6 @@ class Step:
         if not self._outputs:
             self._outputs = self.engine.bind(self._context, self._inputs)
         self.engine.enqueue(self._context)
-
-    def _capture(self) -> None:
-        import torch
-
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            # compiles and warms up; it writes what the step that follows writes to the same place
-            for _ in range(2):
-                self.enqueue()
-        torch.cuda.current_stream().wait_stream(aside)
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self.enqueue()
 
 
 def inputs(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from quantkit.errors import InputError
+from quantkit.runtimes.torch import events
 
 
 class DecodeGraph:
@@ -60,8 +61,9 @@ class DecodeGraph:
         if not self.graphed:
             return self._forward(self.ids)
         if self._graph is None:
-            self._capture()
-        assert self._graph is not None and self._logits is not None
+            lengths = [layer.cumulative_length.clone() for layer in self.cache.layers]
+            self._graph = events.captured(self._note, lambda: self._restore(lengths))
+        assert self._logits is not None
         self._graph.replay()
         return self._logits
 
@@ -71,19 +73,9 @@ class DecodeGraph:
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(tokens)
 
-    def _capture(self) -> None:
-        """Record a step; what is launched before it, to compile and to warm up, is undone."""
-        lengths = [layer.cumulative_length.clone() for layer in self.cache.layers]
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(2):
-                self._forward(self.ids)
-                self._restore(lengths)
-        torch.cuda.current_stream().wait_stream(aside)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._logits = self._forward(self.ids)
+    def _note(self) -> None:
+        """The step that is captured: where its logits are is what replays overwrite."""
+        self._logits = self._forward(self.ids)
 
     def _restore(self, lengths: list[torch.Tensor]) -> None:
         for layer, length in zip(self.cache.layers, lengths, strict=True):

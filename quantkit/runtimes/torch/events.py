@@ -1,4 +1,4 @@
-"""Time on a GPU's own clock: between two events on its stream, not by when the host gets around to looking."""
+"""What a GPU does by itself: time on its own clock, between two events on its stream, and a step as one graph."""
 
 from __future__ import annotations
 
@@ -22,3 +22,21 @@ def seconds(run: Callable[[], object], device: torch.device) -> float | None:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
+
+
+def captured(run: Callable[[], object], undo: Callable[[], object] = lambda: None) -> torch.cuda.CUDAGraph:
+    """A step as one CUDA graph; what is launched before it, to compile and to warm up, is undone."""
+    import torch
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(2):
+            run()
+            undo()
+    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.kinds import one
 from quantkit.model import layouts
 from quantkit.runtimes import Runtime
+from quantkit.runtimes.generate import demand_decoder, demand_tokens
 from quantkit.runtimes.torch.classes import built, described
 
 if TYPE_CHECKING:
@@ -149,14 +149,7 @@ class TorchRuntime(Runtime):
         import torch
         from transformers import AutoTokenizer
 
-        kind = bundle.manifest.model.kind
-        if kind != "decoder":
-            raise InputError(
-                "not-a-decoder",
-                where=str(bundle.path),
-                value=one(kind),
-                rule="only decoders generate text",
-            )
+        demand_decoder(bundle)
         tokenizer = AutoTokenizer.from_pretrained(self.folder(bundle), local_files_only=True)
         model = self.load(bundle)
         if chat:
@@ -166,8 +159,7 @@ class TorchRuntime(Runtime):
             )
         else:
             inputs = tokenizer(prompt, return_tensors="pt")
-        if inputs["input_ids"].shape[1] == 0:
-            raise InputError("prompt-empty", where="--prompt", value="no token", rule="a prompt has at least one token")
+        demand_tokens(inputs["input_ids"].shape[1])
         torch.manual_seed(seed)
         started = time.perf_counter()
         with torch.no_grad():
