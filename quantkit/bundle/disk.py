@@ -115,8 +115,9 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview]) -> str:
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
-    finally:
+    except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
     fsync(path.parent)
     return digest.hexdigest()
 
