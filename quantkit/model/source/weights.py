@@ -420,11 +420,6 @@ def write_safetensors(
     return write_atomic(path, chunks())
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> str:
-    """`write_atomic` of JSON as transformers writes it; returns its sha256."""
-    return write_atomic(path, [(json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()])
-
-
 def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
     """Writes chunks to `path`, complete or not at all, durable on return; returns the sha256 of what was written.
 
@@ -436,7 +431,7 @@ def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, indent: int = 2) -> str:
-    """The same of a JSON document."""
+    """`write_atomic` of JSON, as transformers writes it where the indent is 2; returns its sha256."""
     return write_atomic(path, [(json.dumps(content, indent=indent, ensure_ascii=False) + "\n").encode()])
 
 
