@@ -72,7 +72,7 @@ def test_killed_at_any_moment_it_is_as_if_nothing_had_happened(
 
     def dying(real: Any) -> Any:
         def step(self: Path, *given: Any, **named: Any) -> Any:
-            if self.name.endswith((".parquet", ".parquet.tmp")):
+            if self.suffix in (".parquet", ".tmp"):
                 if left[0] == 0:
                     raise Killed
                 left[0] -= 1

@@ -13,8 +13,8 @@ far what a linear's output is added to lags behind; there, tokens count by how m
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from quantkit.calibrate.statistics.scales import Scales, samples_of
 from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.model.streaming.calls import Calls
-from quantkit.model.structure.traced import SharedInput
+from quantkit.model.structure.traced import SharedInput, hooked
 
 
 class _Reached(Exception):
@@ -38,16 +38,6 @@ Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
 def _first(module: nn.Module, group: SharedInput, hook: Hook) -> RemovableHandle:
     """A pre-hook of a group's first linear, before the one that quantizes its input."""
     return module.get_submodule(group.name).register_forward_pre_hook(hook, prepend=True)
-
-
-@contextmanager
-def _removed(hooks: Sequence[RemovableHandle]) -> Iterator[None]:
-    """Remove hooks at the end, however it comes."""
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @dataclass
@@ -159,14 +149,14 @@ class Stats:
 
         hooks = self._keeping(self.module, seen, sources)
         hooks += [_first(self.module, group, pause(group)) for group in self.groups]
-        with _removed(hooks), self.scales.watching_cache(whole=True) if quantized else nullcontext():
+        with hooked(hooks), self.scales.watching_cache(whole=True) if quantized else nullcontext():
             self.outputs = self.calls.run(self.module, self.stage, self.hidden)
 
     def _originals(self) -> dict[str, Tensor]:
         """What each shared input, and whatever outputs are added to, hold in the original stream: one forward."""
         original, kept = self._original(), dict[str, Tensor]()
         hooks = self._keeping(original.module, kept, (*(group.name for group in self.groups), *self._sources()))
-        with _removed(hooks):
+        with hooked(hooks):
             original.outputs = original.calls.run(original.module, self.stage, original.hidden)
         return kept
 
@@ -229,7 +219,7 @@ class Stats:
 
         hooks = self._keeping(module, found, self._sources() if drift else ())
         hooks.append(_first(module, group, stop))
-        with _removed(hooks), suppress(_Reached):
+        with hooked(hooks), suppress(_Reached):
             (calls or self.calls).run(module, self.stage, part, number)
         return found
 

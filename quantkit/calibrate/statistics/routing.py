@@ -10,12 +10,14 @@ Counted with the block's weights as they came, up to its experts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.model.streaming.calls import Calls
 from quantkit.model.structure.experts import Experts, found_in
+from quantkit.model.structure.traced import hooked
 
 
 class _Counted(Exception):
@@ -45,16 +47,10 @@ def count(block: nn.Module, calls: Calls, stage: int, hidden: Tensor) -> dict[st
 
         return hook
 
-    hooks = [experts.register_forward_pre_hook(note(path)) for path, experts in layers.items()]
-    try:
+    with hooked(experts.register_forward_pre_hook(note(path)) for path, experts in layers.items()):
         for number, part in enumerate(calls.chunks(hidden)):
-            try:
+            with suppress(_Counted):
                 calls.run(block, stage, part, number)
-            except _Counted:
-                continue
-    finally:
-        for hook in hooks:
-            hook.remove()
     return {f"{path}.{number}": int(seen) for path, row in counts.items() for number, seen in enumerate(row.tolist())}
 
 

@@ -431,7 +431,7 @@ def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, indent: int = 2) -> str:
-    """`write_atomic` of JSON as transformers writes it; returns its sha256."""
+    """`write_atomic` of JSON, as transformers writes it where the indent is 2; returns its sha256."""
     return write_atomic(path, [(json.dumps(content, indent=indent, ensure_ascii=False) + "\n").encode()])
 
 

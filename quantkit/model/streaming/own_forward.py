@@ -31,6 +31,7 @@ from quantkit.model.streaming.loaded import LoadedModel
 from quantkit.model.streaming.offload import on_disk
 from quantkit.model.streaming.stream import StreamedModel, answer
 from quantkit.model.structure.flow import Flow
+from quantkit.model.structure.traced import hooked
 
 LIMIT = 1e-4
 NAME = "stream.own_forward"
@@ -215,12 +216,8 @@ def _watched(model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Modu
     for block in model.get_submodule(path).children():
         hooks.append(block.register_forward_pre_hook(note, with_kwargs=True))
         hooks.append(block.register_forward_hook(note_output))
-    try:
-        with uncached(model):
-            output = forward(runs, ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with hooked(hooks), uncached(model):
+        output = forward(runs, ids)
     return Own(given, last[0], output)
 
 

@@ -14,7 +14,7 @@ from quantkit.model.streaming.cache import QuantizedCache
 from quantkit.model.streaming.inputs import QuantizedInput
 from quantkit.model.structure import fold as folds
 from quantkit.model.structure.fold import Fold
-from quantkit.model.structure.traced import SharedInput, Structure, set_weight, weight_of
+from quantkit.model.structure.traced import SharedInput, Structure, set_parameter, set_weight, weight_of
 from quantkit.scheme import WeightScheme
 
 
@@ -157,7 +157,7 @@ class Block:
         bias: Tensor | None = getattr(module, "bias", None)
         if bias is not None:
             whole = bias.double() + weight @ moved.shift.double()
-            module.bias = nn.Parameter(whole.to(bias.dtype), requires_grad=False)
+            set_parameter(module, "bias", whole.to(bias.dtype))
         set_weight(module, (weight * moved.scale.double()).float())
         self.inputs[linear].moved = moved
 

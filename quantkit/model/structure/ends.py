@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quantkit.model.streaming.stream import Head, Whole, record
 from quantkit.model.structure.flow import learn
 from quantkit.model.structure.fold import InDouble
-from quantkit.model.structure.traced import is_linear, set_weight, weight_of
+from quantkit.model.structure.traced import hooked, is_linear, set_parameter, set_weight, weight_of
 
 # rows of an embedding or head that are kept; more than there are positions in a probe
 ROWS = 256
@@ -34,12 +34,12 @@ class Ends:
         # in the place of the blocks stands what holds no weights
         for module in self.model.modules():
             if isinstance(module, nn.Embedding) and module.weight.shape[0] > ROWS:
-                module.weight = nn.Parameter(module.weight.detach()[:ROWS].clone(), requires_grad=False)
+                set_parameter(module, "weight", module.weight.detach()[:ROWS].clone())
                 module.padding_idx = None
             elif is_linear(module) and weight_of(module).shape[0] > ROWS:
                 set_weight(module, weight_of(module)[:ROWS].clone())
                 if getattr(module, "bias", None) is not None:
-                    module.bias = nn.Parameter(module.bias.detach()[:ROWS].clone(), requires_grad=False)  # type: ignore[union-attr, operator]
+                    set_parameter(module, "bias", module.bias.detach()[:ROWS].clone())  # type: ignore[union-attr, operator]
         self.model = self.model.double()
 
     @torch.no_grad()
@@ -62,13 +62,9 @@ class Ends:
             for name, module in self.model.named_modules()
             if isinstance(module, nn.Embedding) and module.weight.shape[1] == width
         }
-        hooks = [
+        with hooked(
             table.register_forward_pre_hook(lambda _, __, name=name: read.append(name))  # type: ignore[misc]
             for name, table in tables.items()
-        ]
-        try:
+        ):
             self.start()
-        finally:
-            for hook in hooks:
-                hook.remove()
         return tuple(dict.fromkeys(read))

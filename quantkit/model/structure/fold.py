@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.model.streaming.calls import Call
 from quantkit.model.structure.experts import are_apart
-from quantkit.model.structure.traced import SharedInput, Structure, is_linear, is_transposed
+from quantkit.model.structure.traced import SharedInput, Structure, hooked, is_linear, is_transposed, set_parameter
 
 Form = Literal["linear", "weight", "one_plus_weight"]
 TOLERANCE = 1e-10
@@ -94,7 +94,7 @@ def apply(block: nn.Module, fold: Fold, group: SharedInput, scales: Tensor, dtyp
     with torch.no_grad():
         if fold.form == "linear":
             shape = (1, -1) if is_transposed(producer) else (-1, 1)
-            _set(producer, "weight", weight / scales.reshape(shape))  # type: ignore[operator]
+            set_parameter(producer, "weight", weight / scales.reshape(shape))  # type: ignore[operator]
         else:
             offset = 1.0 if fold.form == "one_plus_weight" else 0.0
             new = (weight + offset) / scales - offset  # type: ignore[operator]
@@ -102,20 +102,16 @@ def apply(block: nn.Module, fold: Fold, group: SharedInput, scales: Tensor, dtyp
                 new = new.to(dtype).to(new.dtype)
                 usable = (new + offset).abs() > 0
                 scales = torch.where(usable & reached, (weight + offset) / (new + offset), scales)  # type: ignore[operator]
-            _set(producer, "weight", new)
+            set_parameter(producer, "weight", new)
         bias = getattr(producer, "bias", None)
         if bias is not None:
-            _set(producer, "bias", bias.detach() / scales)
+            set_parameter(producer, "bias", bias.detach() / scales)
         for member in group.members:
             module = block.get_submodule(member)
             columns = scales[fold.index]
             shape = (-1, 1) if is_transposed(module) else (1, -1)
-            _set(module, "weight", module.weight.detach() * columns.reshape(shape))  # type: ignore[operator, union-attr]
+            set_parameter(module, "weight", module.weight.detach() * columns.reshape(shape))  # type: ignore[operator, union-attr]
     return scales
-
-
-def _set(module: nn.Module, name: str, value: Tensor) -> None:
-    setattr(module, name, nn.Parameter(value.contiguous(), requires_grad=False))
 
 
 def disagreement(before: Tensor, after: Tensor) -> float:
@@ -217,15 +213,11 @@ class _Probe:
             width[0] = output.shape[-1]
             return output if gains is None else output * gains
 
-        hooks: list[Any] = [self.block.get_submodule(group.name).register_forward_pre_hook(catch)]
+        hooks = [self.block.get_submodule(group.name).register_forward_pre_hook(catch)]
         if producer is not None:
             hooks.append(self.block.get_submodule(producer).register_forward_hook(gain))
-        try:
-            with InDouble():  # type: ignore[no-untyped-call]
-                self.call(self.block)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with hooked(hooks), InDouble():  # type: ignore[no-untyped-call]
+            self.call(self.block)
         return caught[0], width[0]
 
     def index(self, producer: str, group: SharedInput) -> tuple[Tensor, int] | None:

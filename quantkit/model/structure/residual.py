@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from quantkit.model.streaming.calls import Call
 from quantkit.model.structure import fold as folds
 from quantkit.model.structure.fold import InDouble, disagreement
-from quantkit.model.structure.traced import SharedInput, Structure, is_linear, trace, weight_of
+from quantkit.model.structure.traced import SharedInput, Structure, hooked, is_linear, set_parameter, trace, weight_of
 from quantkit.model.structure.turn import (
     Form,
     Heads,
@@ -30,7 +29,6 @@ from quantkit.model.structure.turn import (
     Residual,
     Rotations,
     gain_of,
-    set_parameter,
     turn_heads,
 )
 
@@ -85,15 +83,6 @@ class _Seen:
     end: Tensor
 
 
-@contextmanager
-def _hooked(handles: Sequence[Any]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _watch(part: Part, add: tuple[str, Tensor] | None = None) -> _Seen:
     """Run a part, with something added to the output of one module."""
     seen = _Seen({}, {}, torch.empty(0))
@@ -110,7 +99,7 @@ def _watch(part: Part, add: tuple[str, Tensor] | None = None) -> _Seen:
         return hook
 
     leaves = [(name, module) for name, module in part.module.named_modules() if not list(module.children())]
-    with _hooked([module.register_forward_hook(note(name)) for name, module in leaves]):
+    with hooked(module.register_forward_hook(note(name)) for name, module in leaves):
         seen.end = part.run(part.hidden)
     return seen
 

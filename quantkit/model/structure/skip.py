@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from quantkit.model.structure.traced import is_linear
+from quantkit.model.structure.traced import hooked, is_linear
 
 # a sum and a difference are each rounded once, and a sum of three twice
 _ROUNDING = 4
@@ -54,11 +54,8 @@ def skips(block: nn.Module, run: Callable[[nn.Module], Tensor]) -> Mapping[str, 
             hooks.append(module.register_forward_pre_hook(before(name)))
             if is_linear(module):
                 hooks.append(module.register_forward_hook(after(name)))
-    try:
+    with hooked(hooks):
         last = run(block)
-    finally:
-        for hook in hooks:
-            hook.remove()
     found: dict[str, str] = {}
     for linear, (end, output) in outputs.items():
         sums = [x for start, x, _, _ in inputs.values() if start > end] + [last]

@@ -6,11 +6,13 @@ about any architecture; a batch runs through the block and hooks note what each 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -35,7 +37,23 @@ def set_weight(module: nn.Module, weight: Tensor) -> None:
     """Replace a linear's weight by [N, K] values, kept in its dtype."""
     value = weight.T if is_transposed(module) else weight
     old = module.weight
-    module.weight = nn.Parameter(value.to(old.dtype).contiguous(), requires_grad=False)  # type: ignore[arg-type, union-attr]
+    set_parameter(module, "weight", value.to(old.dtype))  # type: ignore[arg-type, union-attr]
+
+
+def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
+    """Replace a norm's weight, a bias or a table."""
+    setattr(module, name, nn.Parameter(value.contiguous(), requires_grad=False))
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Hooks of modules, gone when it is left."""
+    held = list(handles)
+    try:
+        yield
+    finally:
+        for handle in held:
+            handle.remove()
 
 
 @dataclass(frozen=True)
@@ -123,11 +141,8 @@ def trace(block: nn.Module, run: Callable[[], object]) -> Structure:
         hooks.append(module.register_forward_pre_hook(note_order(name)))
         if name in linears:
             hooks.append(module.register_forward_pre_hook(note_linear(name)))
-    try:
+    with hooked(hooks):
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     groups = tuple(SharedInput(tuple(members), tensor.shape[-1]) for tensor, _, members in seen.inputs)
     ran = {member for group in groups for member in group.members}
     return Structure(groups, tuple(name for name in linears if name not in ran), tuple(seen.order))

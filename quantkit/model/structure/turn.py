@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from quantkit.model.streaming.calls import Call
 from quantkit.model.structure.fold import InDouble, disagreement
-from quantkit.model.structure.traced import set_weight, weight_of
+from quantkit.model.structure.traced import set_parameter, set_weight, weight_of
 
 Form = Literal["weight", "one_plus_weight", "none"]
 Rotations = Callable[[int], "Orthogonal"]
@@ -157,11 +157,6 @@ def turn_heads(part: nn.Module, path: Heads, rotation: Orthogonal) -> None:
         consumer = part.get_submodule(name)
         weight = weight_of(consumer)
         set_weight(consumer, rotation.apply(weight.reshape(-1, path.size)).reshape(weight.shape))
-
-
-def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
-    """Replace a norm's weight, a bias or a table."""
-    setattr(module, name, nn.Parameter(value.contiguous(), requires_grad=False))
 
 
 def gain_of(norm: nn.Module, form: Form) -> Tensor | None:
