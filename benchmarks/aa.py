@@ -24,10 +24,10 @@ from harness.record import record, show, verdicts
 
 from quantkit.measurement.operators.onnxruntime import OnnxRuntimeBench
 from quantkit.measurement.timing.schedule import Visit, unnamed
-from quantkit.planning.model.shapes import Linear
+from quantkit.planning.model.shapes import LinearShape
 from quantkit.stats.abba import Comparison, compare
 
-LINEAR = Linear(name="product", K=256, N=256)
+LINEAR = LinearShape(name="product", K=256, N=256)
 VARIANT = "int8.dynamic"
 # runs of a side a step, and of the slower side
 RUNS, SLOWER = 10, 11

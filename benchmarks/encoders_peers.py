@@ -37,7 +37,7 @@ from quantkit.calibrate.sets.pairs import load_pairs
 from quantkit.measurement.timing.schedule import unnamed
 from quantkit.model.source.open import open_model
 from quantkit.pipeline.baseline import float_onnx
-from quantkit.runtimes.onnxruntime.session import Loaded
+from quantkit.runtimes.onnxruntime.session import OnnxModel
 from quantkit.stats.abba import compare
 from quantkit.stats.proportion import wilson
 
@@ -58,7 +58,7 @@ SHAPES = ((1, 32), (1, 128), (32, 32))
 class Feeds(CalibrationDataReader):
     """Texts one by one."""
 
-    def __init__(self, model: Loaded, texts: list[list[int]]) -> None:
+    def __init__(self, model: OnnxModel, texts: list[list[int]]) -> None:
         self._left: Iterator[Any] = iter([model.prompt(np.array([ids])) for ids in texts])
 
     def get_next(self) -> Any:
@@ -66,7 +66,7 @@ class Feeds(CalibrationDataReader):
         return next(self._left, None)
 
 
-def peers(folder: Path, graph: Path, model: Loaded, texts: list[list[int]]) -> dict[str, Path]:
+def peers(folder: Path, graph: Path, model: OnnxModel, texts: list[list[int]]) -> dict[str, Path]:
     """The peer's graphs; each in a folder of its own."""
     made: dict[str, Path] = {}
     for kind in ("dynamic", "static"):
@@ -112,7 +112,7 @@ def of_torch(folder: Path, path: Path) -> Path:
     return folder
 
 
-def embeddings(model: Loaded, texts: list[list[int]]) -> Any:
+def embeddings(model: OnnxModel, texts: list[list[int]]) -> Any:
     """Means of the last hidden states, of unit length, [n, width]."""
     found = [model.encode(np.array([ids]))[0].mean(axis=0) for ids in texts]
     array = np.stack(found)
@@ -128,7 +128,7 @@ def speeds(folders: dict[str, Path], seconds: float) -> dict[str, dict[str, list
     """Side -> `b1l32t1`: times as fast as the float graph, with its interval."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in folders}
     for threads in (1, 2):
-        sides = {name: Loaded(made, threads=threads) for name, made in folders.items()}
+        sides = {name: OnnxModel(made, threads=threads) for name, made in folders.items()}
         for batch, length in SHAPES:
             ids = np.random.default_rng(0).integers(1000, 20000, (batch, length))
             steps = [partial(one.session.run, None, one.prompt(ids)) for one in sides.values()]
@@ -166,15 +166,15 @@ def main() -> int:
                 ALIAS, recipe="int8-encoder", out=folder / name, changes=["gates={}", *changes], speed=False
             )
             folders[name] = bundle.path / "onnx"
-        folders |= peers(folder, graph / MODEL, Loaded(graph, threads=1), ids(verses))
+        folders |= peers(folder, graph / MODEL, OnnxModel(graph, threads=1), ids(verses))
         for made in folders.values():
             if not (made / "config.json").is_file():
                 (made / "config.json").write_bytes((graph / "config.json").read_bytes())
         fast = speeds(folders, options.seconds)
-        before = [embeddings(Loaded(graph), texts) for texts in pair]
+        before = [embeddings(OnnxModel(graph), texts) for texts in pair]
         rows: list[dict[str, Any]] = []
         for name, made in folders.items():
-            one = Loaded(made)
+            one = OnnxModel(made)
             own = [embeddings(one, texts) for texts in pair]
             cosine = np.concatenate([(mine * theirs).sum(axis=1) for mine, theirs in zip(own, before, strict=True)])
             hits, hits_before = found_first(*own), found_first(*before)

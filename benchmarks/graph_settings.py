@@ -25,7 +25,7 @@ from quantkit.graph.pairs import qdq
 from quantkit.model.source.alias import ALIASES
 from quantkit.pipeline.graphs.measure import scored
 from quantkit.pipeline.graphs.prepared import prepare
-from quantkit.pipeline.graphs.quantized import BATCH, MODEL, Quantized
+from quantkit.pipeline.graphs.quantized import BATCH, MODEL, QuantizedGraph
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request
 from quantkit.scheme import Range
@@ -39,7 +39,7 @@ PASSES = {
 }
 
 
-def accuracy(quantized: Quantized, made: Any, folder: Path) -> dict[str, Any]:
+def accuracy(quantized: QuantizedGraph, made: Any, folder: Path) -> dict[str, Any]:
     """Figures of a graph with pairs, as a compile would tell them."""
     import onnx_ir as ir
 
@@ -74,7 +74,7 @@ def main() -> int:
             )
             prepared = prepare(request)
             begun = time.process_time()
-            quantized = Quantized(prepared, Progress())
+            quantized = QuantizedGraph(prepared, Progress())
             seconds = time.process_time() - begun
             found = accuracy(quantized, quantized.model, Path(folder))
             rows.append({"passes": name, "range": "mse", **found, "cpu_s": seconds})

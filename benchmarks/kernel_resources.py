@@ -70,7 +70,7 @@ def main() -> int:
     )
 
 
-def _row(found: ahead.Compiled, name: str, config: Any, weights: float) -> dict[str, Any]:
+def _row(found: ahead.CompiledKernel, name: str, config: Any, weights: float) -> dict[str, Any]:
     cut = f"{config.block_n} x {config.block_m}, {config.unroll}, {config.split}, {config.warps}, {config.stages}"
     return {
         "sm": found.sm,

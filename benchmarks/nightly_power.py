@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 from harness.record import RESULTS, record, show, verdicts
 
-from quantkit.stats.deciding.decision import ALPHA, Decision, confirm, decide
+from quantkit.stats.deciding.decision import ALPHA, CellDecision, confirm, decide
 from quantkit.stats.deciding.evidence import Resampled
 from quantkit.stats.deciding.flips import Flips
 from quantkit.stats.deciding.slowdown import BLOCKS, BURST, ROUNDS, SETTLE, slowdown
@@ -52,7 +52,7 @@ Row = dict[str, Any]
 Draw = Callable[[], Resampled]
 
 
-def decided(cells: Sequence[Draw], alpha: float = ALPHA) -> tuple[list[Decision], list[int]]:
+def decided(cells: Sequence[Draw], alpha: float = ALPHA) -> tuple[list[CellDecision], list[int]]:
     """(the decisions of a night, which cells the first run called), every call run again and decided anew."""
     found = decide([draw() for draw in cells], alpha=alpha)
     called = [i for i, each in enumerate(found) if each.answer == "worse"]

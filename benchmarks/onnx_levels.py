@@ -21,7 +21,7 @@ from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.pipeline.blocks import tokens
 from quantkit.recipe import Recipe
-from quantkit.runtimes.onnxruntime.session import Loaded
+from quantkit.runtimes.onnxruntime.session import OnnxModel
 
 _LIMIT = 1e-3
 
@@ -41,7 +41,7 @@ def main() -> int:
     _, scoring = tokens.load(recipe, original.source, calibrate=True, decisions=[])
     rows = [{"what": "checkpoint, torch", "kl": checkpoint, "difference": 0.0}]
     for level in (0, 4):
-        model = Loaded(bundle.path / "onnx", accuracy_level=level)
+        model = OnnxModel(bundle.path / "onnx", accuracy_level=level)
         kl = float(score.score(original, model, scoring).kl.mean())
         rows.append({"what": f"ONNX, level {level}", "kl": kl, "difference": kl - checkpoint})
     show(

@@ -40,7 +40,7 @@ from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.stages import Stages
 from quantkit.planning.bound import efficiency, steps
 from quantkit.planning.bound.efficiency import Sample, samples
-from quantkit.planning.bound.roofline import Step
+from quantkit.planning.bound.roofline import ModelStep
 from quantkit.target import Target
 
 # 41, 69, 113 and 71 million weights in their blocks; what steps are made of differs: layers, heads of attention, and
@@ -124,7 +124,7 @@ def compared(rows: Sequence[dict[str, Any]], taught: Sequence[Sample], name: str
         if row["name"] not in ("latency.decode_step", "latency.prefill"):
             continue
         shape = row["shape"]
-        step = Step(row["batch"], shape["new_tokens"], shape["context"])
+        step = ModelStep(row["batch"], shape["new_tokens"], shape["context"])
         found = served.timed(step)
         low, high = found.interval or (None, None)
         yield {

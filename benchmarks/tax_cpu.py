@@ -23,7 +23,7 @@ from harness.record import record, show, verdicts
 from quantkit.errors import QuantkitError
 from quantkit.measurement.rows import Row
 from quantkit.pipeline.tax.question import Question, prepare
-from quantkit.pipeline.tax.tax import Answer, measure_tax
+from quantkit.pipeline.tax.tax import TaxAnswer, measure_tax
 
 # a small model's, a square of a 1B model, and one of a 3B model
 SHAPES = ["576x1536", "2048x2048", "3072x8192"]
@@ -39,7 +39,7 @@ def key(row: Row) -> tuple[Any, ...]:
     return row.settings["threads"], row.op.K, row.op.N, row.op.M, row.settings["variant"]
 
 
-def ratios(found: Answer) -> dict[tuple[Any, ...], Row]:
+def ratios(found: TaxAnswer) -> dict[tuple[Any, ...], Row]:
     """The timed rows that have a ratio."""
     return {
         key(row): row for row in found.rows if row.name == "latency.op" and row.baseline and row.baseline.ratio_ci95

@@ -128,7 +128,7 @@ def main() -> None:
             checks = {check.name: check.value for check in check_network.check(folder / NETWORK, given)}
             for sm in library.capabilities():
                 begun = time.perf_counter()
-                job = _engine.Job(
+                job = _engine.EngineJob(
                     network=str(folder / NETWORK),
                     engine=str(folder / "x.engine"),
                     library="tensorrt_rtx",

@@ -24,8 +24,8 @@ import torch
 from harness.record import record, show, verdicts
 
 from quantkit import machine
-from quantkit.exporters.onnx.dialect import Dialect
-from quantkit.exporters.onnx.nbits import Input, Linear, Weights
+from quantkit.exporters.onnx.dialect import OrtDialect
+from quantkit.exporters.onnx.nbits import InputCodes, LinearSpec, WeightsByName
 from quantkit.exporters.onnx.single_op import EXACT_SUMS
 from quantkit.exporters.trace.transformer import DOMAIN, Traced
 from quantkit.formats.base import activation
@@ -38,10 +38,10 @@ from quantkit.target import Target
 SHAPES, ROWS = ["384x1152", "384x1536", "1536x384"], [1, 16, 128, 2048]
 WEIGHT = WeightScheme(format="int8", granularity="channel", scale="float32")
 INPUTS = {
-    "fixed": Input(ActivationScheme(format="int8", granularity="tensor", dynamic=False), 9 / 255, 0),
-    "by tensor": Input(ActivationScheme(format="int8", granularity="tensor", symmetric=False)),
-    "by token": Input(ActivationScheme(format="int8")),
-    "by token, zero points": Input(ActivationScheme(format="int8", symmetric=False)),
+    "fixed": InputCodes(ActivationScheme(format="int8", granularity="tensor", dynamic=False), 9 / 255, 0),
+    "by tensor": InputCodes(ActivationScheme(format="int8", granularity="tensor", symmetric=False)),
+    "by token": InputCodes(ActivationScheme(format="int8")),
+    "by token, zero points": InputCodes(ActivationScheme(format="int8", symmetric=False)),
 }
 # how weights are stored -> whether ONNX Runtime is told to add up exactly
 STORED = {"uint8": False, "int8, told": True, "int8": False, "int7": False}
@@ -49,15 +49,15 @@ ANYWHERE = ("uint8", "int7")
 FLOAT, FEWEST, MOST = "float32", 6, 200
 
 
-def model(weight: Any, how: Input | None, stored: str) -> bytes:
+def model(weight: Any, how: InputCodes | None, stored: str) -> bytes:
     """x [1, M, K] -> x Wᵀ + b, as the exporter writes it."""
     n, k = weight.shape
     codes, scale = rounded(weight, stored)
     scheme = WEIGHT.model_copy(update={"format": "int7"}) if stored == "int7" else WEIGHT
-    linear = Linear(n, k, scheme if how else None, None, how)
+    linear = LinearSpec(n, k, scheme if how else None, None, how)
     tensors = {"a.weight": weight, "a.bias": np.full(n, 0.1, np.float32)}
     shapes = {name: values.shape for name, values in tensors.items()}
-    weights = Weights({"a": linear}, shapes, tensors.__getitem__, lambda _: codes, lambda _: (scale, None))
+    weights = WeightsByName({"a": linear}, shapes, tensors.__getitem__, lambda _: codes, lambda _: (scale, None))
     float32 = ir.TensorType(ir.DataType.FLOAT)
     x = ir.Value(name="x", shape=ir.Shape([1, "M", k]), type=float32)
     bias = ir.Value(name="model.a.bias", shape=ir.Shape([n]), type=float32)
@@ -69,7 +69,7 @@ def model(weight: Any, how: Input | None, stored: str) -> bytes:
     ]
     graph = ir.Graph([x], [y], nodes=nodes, opset_imports={"": 23, DOMAIN: 1}, name="one")
     traced = Traced(ir.Model(graph, ir_version=10), {"model.a.bias": "a.bias"}, False, 0)
-    written = Dialect(traced, weights, codes="uint8" if stored == "uint8" else "int8").apply()
+    written = OrtDialect(traced, weights, codes="uint8" if stored == "uint8" else "int8").apply()
     found: bytes = ir.to_proto(written).SerializeToString()
     return found
 
@@ -89,7 +89,7 @@ def session(proto: bytes, *, exact: bool) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
 
 
-def error(found: Any, x: Any, weight: Any, how: Input, stored: str) -> float:
+def error(found: Any, x: Any, weight: Any, how: InputCodes, stored: str) -> float:
     """Relative, in the median of the rows, against exact sums of the rounded numbers."""
     codes, scale = rounded(weight, stored)
     static = None if how.scale is None else activation.InputScale(torch.tensor(how.scale, dtype=torch.float32))

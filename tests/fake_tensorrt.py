@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.exporters.tensorrt.network.check import Running
-from quantkit.exporters.tensorrt.profiles import Shapes, inputs_of, shapes
+from quantkit.exporters.tensorrt.network.check import RunningNetwork
+from quantkit.exporters.tensorrt.profiles import ProfileShapes, inputs_of, shapes
 from quantkit.runtimes.tensorrt.library import Library, Name
 from quantkit.target import Profile
 
@@ -107,9 +107,9 @@ class _Engine:
         self.values = {str(each.name): each for each in (*model.graph.inputs, *model.graph.outputs)}
         self.names = list(self.values)
         self.ends = {str(each.name) for each in model.graph.outputs}
-        self.profiles = [Shapes.model_validate(each) for each in data["profiles"]]
+        self.profiles = [ProfileShapes.model_validate(each) for each in data["profiles"]]
         self.layers = data["layers"]
-        self.running = Running(model, path.parent)
+        self.running = RunningNetwork(model, path.parent)
         self.num_io_tensors = len(self.names)
         self.num_optimization_profiles = len(self.profiles)
 

@@ -8,11 +8,19 @@ from typing import Any
 from quantkit import content
 from quantkit.errors import InputError
 from quantkit.planning.bound import roofline
-from quantkit.planning.bound.forecast import Timed
-from quantkit.planning.bound.roofline import Cache, Product, Step
+from quantkit.planning.bound.forecast import TimedStep
+from quantkit.planning.bound.roofline import Cache, ModelStep, RooflineProduct
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture, Attention
-from quantkit.planning.outlook import Candidate, Cell, Memory, Outlook, Recommendation, Row, Workload
+from quantkit.planning.outlook import (
+    Outlook,
+    PlannedBatch,
+    PlannedCell,
+    PlannedMemory,
+    PlannedRecipe,
+    Recommendation,
+    Workload,
+)
 from quantkit.planning.serving.traffic import RequestKind, Traffic
 from quantkit.target import ComputeType, Target
 
@@ -28,14 +36,16 @@ def work(*batches: int, prompt: int = 1024, output: int = 256, rate: float | Non
 WORK = work(1, 4, 16, 64)
 
 
-def timed(bound: roofline.Bound, efficiency: float | None, because: str = "") -> Timed:
+def timed(bound: roofline.Bound, efficiency: float | None, because: str = "") -> TimedStep:
     least = bound.seconds
     if least is None:
-        return Timed(bound, None, None, None, "the target has no figure for memory.read_bandwidth")
+        return TimedStep(bound, None, None, None, "the target has no figure for memory.read_bandwidth")
     if efficiency is None:
-        return Timed(bound, least, None, None, "nothing was measured of this near here")
+        return TimedStep(bound, least, None, None, "nothing was measured of this near here")
     interval = (least / min(1.0, 1.25 * efficiency), least / (0.75 * efficiency))
-    return Timed(bound, least, least / efficiency, interval, because or "14 steps of 3 models measured on a GPU", True)
+    return TimedStep(
+        bound, least, least / efficiency, interval, because or "14 steps of 3 models measured on a GPU", True
+    )
 
 
 def candidate(
@@ -45,12 +55,13 @@ def candidate(
     workload: Workload = WORK,
     efficiency: float | None = 0.6,
     **more: Any,
-) -> Candidate:
+) -> PlannedRecipe:
     """A recipe on its bounds; `efficiency` makes forecasts of them."""
     form = label if label in BITS else "int4"
     head = [architecture.head] if architecture.head is not None else []
     products = [
-        Product(each, each.N * each.K * BITS[form] / 8, form, COMPUTE[form]) for each in (*architecture.inside(), *head)
+        RooflineProduct(each, each.N * each.K * BITS[form] / 8, form, COMPUTE[form])
+        for each in (*architecture.inside(), *head)
     ]
 
     def kept(each: Attention) -> float:
@@ -64,19 +75,19 @@ def candidate(
     rows = []
     for batch in workload.batches:
 
-        def bound(step: Step) -> roofline.Bound:
+        def bound(step: ModelStep) -> roofline.Bound:
             return roofline.bound(architecture, roofline.alike(products), cache, target, step, attention="bf16")
 
-        prompts = bound(Step(batch, workload.prompt))
-        step = bound(Step(batch, 1, workload.prompt + workload.output // 2)) if decodes else prompts
+        prompts = bound(ModelStep(batch, workload.prompt))
+        step = bound(ModelStep(batch, 1, workload.prompt + workload.output // 2)) if decodes else prompts
         held = batch * workload.context * token
         prefill = timed(prompts, efficiency) if decodes else None
         fits = None if capacity is None else weights + held + 2e9 <= capacity
         parts = {"weights": weights, "cache": held, "activations": 1.5e9, "runtime": 5e8}
-        rows.append(Row(batch, prefill, timed(step, efficiency), parts, fits))
+        rows.append(PlannedBatch(batch, prefill, timed(step, efficiency), parts, fits))
     room = (capacity - weights - 2e9) if capacity is not None else None
     last = next((row for row in rows[::-1] if row.fits is not False), rows[0])
-    memory = Memory(
+    memory = PlannedMemory(
         last.parts,
         last.batch,
         capacity,
@@ -88,13 +99,13 @@ def candidate(
     )
     known: dict[str, Any] = {
         "runtime": "vllm",
-        "cells": [Cell(form, f"{form} weights", "native", "vLLM documentation")],
+        "cells": [PlannedCell(form, f"{form} weights", "native", "vLLM documentation")],
         "bits": None if form == "bf16" else BITS[form],
         "bytes": weights,
         "memory": memory,
         "rows": rows,
     }
-    return Candidate(label, {"bf16": "float", "int4": "int4-best"}.get(label, label), **(known | more))
+    return PlannedRecipe(label, {"bf16": "float", "int4": "int4-best"}.get(label, label), **(known | more))
 
 
 def outlook(
@@ -116,10 +127,12 @@ def outlook(
     return Outlook(architecture, where, workload, found, **(known | more))
 
 
-def refused(label: str = "nvfp4") -> Candidate:
+def refused(label: str = "nvfp4") -> PlannedRecipe:
     """One that the target cannot run."""
     problem = InputError("target-cannot-run", where="h100", value="nvfp4 weights do not run in vllm", rule="SM 10.0 on")
-    return Candidate(label, label, "vllm", [Cell("nvfp4", "nvfp4 weights", "absent", "TensorRT docs")], problem=problem)
+    return PlannedRecipe(
+        label, label, "vllm", [PlannedCell("nvfp4", "nvfp4 weights", "absent", "TensorRT docs")], problem=problem
+    )
 
 
 def with_first(found: Outlook, **changes: Any) -> Outlook:

@@ -11,15 +11,15 @@ from quantkit.errors import InputError
 from quantkit.measurement.operators import products as ops
 from quantkit.measurement.operators import rows as ops_rows
 from quantkit.measurement.operators.ceilings import Ceiling
-from quantkit.measurement.operators.products import Plan
+from quantkit.measurement.operators.products import SweepPlan
 from quantkit.measurement.operators.rows import Setting
-from quantkit.measurement.operators.tax import Cost, Limits
+from quantkit.measurement.operators.tax import Limits, StepCost
 from quantkit.measurement.rows import Row
-from quantkit.planning.model.shapes import Linear
+from quantkit.planning.model.shapes import LinearShape
 
 READ, FP32, INT8, LAUNCH = 10e9, 100e9, 400e9, 8e-6
 LIMITS = Limits(READ, {"fp32": FP32, "int8": INT8})
-UP, DOWN = Linear(name="up", K=1024, N=4096, count=2), Linear(name="down", K=4096, N=1024, count=1)
+UP, DOWN = LinearShape(name="up", K=1024, N=4096, count=2), LinearShape(name="down", K=4096, N=1024, count=1)
 DEVICE = {"id": "x", "kind": "cpu", "name": "a processor"}
 SETTING = Setting("onnxruntime", 2, DEVICE, {}, LIMITS, LAUNCH, 2**25, "float32")
 CARD = {"id": "gpu-nvidia-h200", "kind": "gpu", "name": "NVIDIA H200"}
@@ -47,7 +47,7 @@ def always(M: int) -> bool:
 @dataclass
 class FakeSide:
     world: World
-    cost: Cost
+    cost: StepCost
     seconds: Any  # M -> seconds of one product
     together: int = 1
     fits: Any = always
@@ -75,10 +75,10 @@ class FakeSide:
         return None
 
 
-def cost(linear: Linear, bits: float, kind: Any = "fp32", name: str = "int4") -> Cost:
+def cost(linear: LinearShape, bits: float, kind: Any = "fp32", name: str = "int4") -> StepCost:
     weights = linear.K * linear.N
     io = 4.0 * (linear.K + linear.N)
-    return Cost(name, weights * bits / 8, flops_per_token=2.0 * weights, io_bytes_per_token=io, compute=kind)
+    return StepCost(name, weights * bits / 8, flops_per_token=2.0 * weights, io_bytes_per_token=io, compute=kind)
 
 
 @dataclass
@@ -96,7 +96,7 @@ class FakeBench:
     def twin(self, variant: str) -> str:
         return f"{variant} raw" if f"{variant} raw" in self.times else ""
 
-    def prepare(self, linear: Linear, variants: Any, batches: Any) -> dict[str, Any]:
+    def prepare(self, linear: LinearShape, variants: Any, batches: Any) -> dict[str, Any]:
         bits: dict[str, Any] = {"float32": (32, "fp32", "float32"), "quantize": (0, "fp32", "")}
         bits |= {"bfloat16": (16, "bf16", "bfloat16")}
         bits |= {name: (8.0, "int8", "int8") for name in variants if name.startswith("int8")}
@@ -123,7 +123,7 @@ def sweep(
     world = world or World()
     bench = FakeBench(world, {"quantize": lambda M: 1e-6, **times}, **more)
     variants = [name for name in times if name != baseline and not name.endswith(" raw")]
-    plan = Plan(batches, seconds or 0.1 * len(batches) * len(linears))
+    plan = SweepPlan(batches, seconds or 0.1 * len(batches) * len(linears))
     return ops.measure(bench, linears, baseline, variants, plan, clock=world)
 
 
@@ -148,7 +148,7 @@ def ceilings() -> list[Row]:
 def rows_of_a_run(job: Any) -> list[Row]:
     """What a run of a job gives: int4 falls as `falling` does, all else takes eight times as long as float32."""
     times = {name: falling if name.startswith("int4") else (lambda M: 8e-3) for name in job.variants}
-    linears = [Linear.model_validate(dict(each)) for each in job.linears]
+    linears = [LinearShape.model_validate(dict(each)) for each in job.linears]
     if job.threads:
         timed = sweep({"float32": lambda M: 1e-3, **times}, job.batches, linears)
         return [*ceilings(), *ops_rows.rows(timed, SETTING, model=job.model)]

@@ -69,9 +69,9 @@ class Small:
         return {check.name: check for check in found}
 
     def load(self, **settings: Any) -> Any:
-        from quantkit.runtimes.onnxruntime.session import Loaded
+        from quantkit.runtimes.onnxruntime.session import OnnxModel
 
-        return Loaded(self.onnx, **{"threads": 1, "accuracy_level": 0, **settings})
+        return OnnxModel(self.onnx, **{"threads": 1, "accuracy_level": 0, **settings})
 
     def proto(self) -> Any:
         """The graph without its weights."""

@@ -40,7 +40,7 @@ from parts.sweep import Sweep  # noqa: E402
 import quantkit  # noqa: E402
 from quantkit.kernels.dispatch import fastest  # noqa: E402
 from quantkit.measurement.cuda import ceilings  # noqa: E402
-from quantkit.measurement.cuda.device import Device, versions  # noqa: E402
+from quantkit.measurement.cuda.device import GpuDevice, versions  # noqa: E402
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 # formats in the order in which time runs out
@@ -64,7 +64,7 @@ def main() -> int:
     args = parser.parse_args()
     if not args.dry_run and not torch.cuda.is_available():
         parser.error("no GPU is at hand; `--dry-run` with TRITON_INTERPRET=1 checks the plumbing on a CPU")
-    device = Device("cuda" if torch.cuda.is_available() else "cpu", args.dry_run)
+    device = GpuDevice("cuda" if torch.cuda.is_available() else "cpu", args.dry_run)
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float16
     if args.compile_part is not None:
         return compile_part(args.compile_part, device, dtype, time.monotonic() + _COMPILED_BY * args.seconds)
@@ -75,7 +75,7 @@ def main() -> int:
     return report(found, args.out)
 
 
-def run(args: argparse.Namespace, device: Device, dtype: torch.dtype, begin: float) -> dict[str, Any]:
+def run(args: argparse.Namespace, device: GpuDevice, dtype: torch.dtype, begin: float) -> dict[str, Any]:
     """All stages; each leaves what it has, whatever becomes of the next."""
     generator = np.random.default_rng(0)
     blocks = args.blocks if not device.dry else 1
@@ -155,7 +155,7 @@ def compiled(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def compile_part(part: int, device: Device, dtype: torch.dtype, deadline: float) -> int:
+def compile_part(part: int, device: GpuDevice, dtype: torch.dtype, deadline: float) -> int:
     """One process's share: each kernel run once on a weight of a real shape."""
     from quantkit.kernels.configs import candidates
     from quantkit.kernels.workspace import Workspace

@@ -37,7 +37,7 @@ from parts.end_to_end import BASELINE, _dense, _step  # noqa: E402
 
 import quantkit  # noqa: E402
 from quantkit.bundle import Bundle  # noqa: E402
-from quantkit.measurement.cuda.device import Device, versions  # noqa: E402
+from quantkit.measurement.cuda.device import GpuDevice, versions  # noqa: E402
 from quantkit.measurement.cuda.timing import Implementation, interleaved, ratio, summary  # noqa: E402
 from quantkit.runtimes import load_runtime  # noqa: E402
 
@@ -73,7 +73,7 @@ def main() -> int:
         parser.error("give a bundle, or --expect BUNDLE")
     if not torch.cuda.is_available():
         parser.error("no GPU is at hand; --expect BUNDLE is what can be done without")
-    device = Device("cuda", dry=False)
+    device = GpuDevice("cuda", dry=False)
     found = run(
         args.bundles,
         load_runtime(args.runtime).load,
@@ -91,7 +91,7 @@ def main() -> int:
 def run(
     bundles: Sequence[Path],
     load: Load,
-    device: Device,
+    device: GpuDevice,
     *,
     expectations: Mapping[str, Mapping[str, np.ndarray]],
     batches: Sequence[int],
@@ -147,7 +147,7 @@ def _decode(
     batches: Sequence[int],
     blocks: int,
     context: int,
-    device: Device,
+    device: GpuDevice,
     deadline: float,
     skipped: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
@@ -195,7 +195,7 @@ def _engine(model: Any, context: int) -> Callable[[int], Callable[[], object]]:
     return lambda batch: model.launches(batch, min(context, model.capacity - 1))
 
 
-def _torch(sizes: decoder.Sizes, context: int, device: Device) -> Callable[[int], Callable[[], object]]:
+def _torch(sizes: decoder.Sizes, context: int, device: GpuDevice) -> Callable[[int], Callable[[], object]]:
     at = device.torch_device
     model = decoder.Decoder(sizes, _dense(torch.bfloat16, at), torch.bfloat16, at)
     return lambda batch: _step(model, batch, context)
@@ -262,9 +262,9 @@ def expected(folder: Path) -> dict[str, np.ndarray]:
     """`ids` [1, 16] and `logits` [1, 16, V] of `network.onnx`, on the CPU, as the exporter checks it."""
     import onnx_ir as ir
 
-    from quantkit.exporters.tensorrt.network.check import Running, in_floats
+    from quantkit.exporters.tensorrt.network.check import RunningNetwork, in_floats
 
-    running = Running(in_floats(ir.load(folder / "network.onnx")), folder)
+    running = RunningNetwork(in_floats(ir.load(folder / "network.onnx")), folder)
     vocabulary = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     ids = np.random.default_rng(0).integers(0, vocabulary, (1, _TOKENS))
     return {"ids": ids, "logits": running.run(running.state(1, _TOKENS), ids)}

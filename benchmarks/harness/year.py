@@ -20,7 +20,17 @@ import pyarrow as pa
 
 from quantkit.nightly.store import files
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Cell, Decision, Item, Night, Result, Row, Time, schema, to_table
+from quantkit.nightly.store.records import (
+    Item,
+    Night,
+    NightCell,
+    Record,
+    Result,
+    StoredDecision,
+    Time,
+    schema,
+    to_table,
+)
 from quantkit.stats.deciding.slowdown import BLOCKS, BURST, ROUNDS
 
 MODELS = ["smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.2-3b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"]
@@ -36,11 +46,11 @@ _NOISE = {"latency": 0.004, "accuracy": 0.001, "kl": 0.0006, "size": 0.0}
 Array = Any
 
 
-def cells(count: int) -> list[Cell]:
+def cells(count: int) -> list[NightCell]:
     """So many cells of a product of models, recipes, targets and batches."""
     models = [*MODELS, *(f"model-{i}" for i in range(len(MODELS), math.ceil(count / 40)))]
     product = itertools.product(models, RECIPES, TARGETS, BATCHES)
-    return [Cell(m, r, t, TARGETS[t], b) for m, r, t, b in itertools.islice(product, count)]
+    return [NightCell(m, r, t, TARGETS[t], b) for m, r, t, b in itertools.islice(product, count)]
 
 
 def synthesise(path: Path, *, count: int, nights: int, steps: int = STEPS, items: int = 200, seed: int = 0) -> Store:
@@ -64,7 +74,7 @@ def synthesise(path: Path, *, count: int, nights: int, steps: int = STEPS, items
 class _Year:
     """What is drawn for all nights at once: `[cells, nights]`."""
 
-    def __init__(self, drawn: Sequence[Cell], nights: int, generator: np.random.Generator) -> None:
+    def __init__(self, drawn: Sequence[NightCell], nights: int, generator: np.random.Generator) -> None:
         self.cells, self.generator = drawn, generator
         self.keys = np.array([cell.key for cell in drawn])
         self.builds, self.build_of = np.unique([cell.build for cell in drawn], return_inverse=True)
@@ -100,10 +110,10 @@ class _Year:
         self._whole(root, Time, name, self._times(name, number, np.flatnonzero(done), steps, started.timestamp()))
         self._whole(root, Item, name, self._items(name, np.unique(self.build_of[done]), items))
         self._whole(root, Result, name, self._results(name, number, done))
-        data = files.pack(Decision, self._decisions(name, number, done))
-        files.put(files.folder(root, Decision.table, name) / f"000001-{files.digest(data)}.parquet", data)
+        data = files.pack(StoredDecision, self._decisions(name, number, done))
+        files.put(files.folder(root, StoredDecision.table, name) / f"000001-{files.digest(data)}.parquet", data)
 
-    def _whole(self, root: Path, kind: type[Row], name: str, table: pa.Table) -> None:
+    def _whole(self, root: Path, kind: type[Record], name: str, table: pa.Table) -> None:
         replaces = [f"{files.key(key, 1)}-{'0' * 16}" for key in self.keys]
         data = files.pack(kind, table, replaces)
         files.put(files.folder(root, kind.table, name) / f"{files.WHOLE}{files.digest(data)}.parquet", data)
@@ -177,7 +187,7 @@ class _Year:
         return to_table(Result, rows)
 
     def _decisions(self, name: str, number: int, done: Array) -> pa.Table:
-        columns: dict[str, list[Any]] = {field.name: [] for field in schema(Decision) if field.name != "night"}
+        columns: dict[str, list[Any]] = {field.name: [] for field in schema(StoredDecision) if field.name != "night"}
         for (what, margin), i in itertools.product(_MARGINS.items(), range(len(self.cells))):
             sigma = _NOISE[what] * (float(self.noise[i, 0]) if what == "latency" else 1.0)
             value = self.generator.normal(0, sigma) if sigma else 0.0
@@ -194,7 +204,7 @@ class _Year:
             extra = (margin + 1.5 * half, 40, True if answer == "worse" else None) if known else (None, None, None)
             for column, each in zip(columns.values(), (*row, *extra, _SAID[answer]), strict=True):
                 column.append(each)
-        return _table(Decision, len(columns["cell"]), night=name, **columns)
+        return _table(StoredDecision, len(columns["cell"]), night=name, **columns)
 
 
 _SAID = {
@@ -207,7 +217,7 @@ _SAID = {
 }
 
 
-def _table(kind: type[Row], count: int, **columns: Any) -> pa.Table:
+def _table(kind: type[Record], count: int, **columns: Any) -> pa.Table:
     """A table of a kind from columns: an array, or one value for all rows; none for what is not known."""
     made = {}
     for field in schema(kind):

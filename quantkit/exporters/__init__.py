@@ -12,7 +12,7 @@ from quantkit.plugins import ExporterFacts, Kind, Stores
 
 if TYPE_CHECKING:
     from quantkit.bundle import Check, Decision
-    from quantkit.exporters.layer_spec import Asked
+    from quantkit.exporters.layer_spec import LayerSpec
     from quantkit.model.finished import Finished
     from quantkit.model.source.open import Source
     from quantkit.model.streaming.stream import StreamedModel
@@ -46,7 +46,7 @@ class Exporter(ExporterFacts, Protocol):
     stores: Stores
     Options: type[BaseModel]
 
-    def accepts(self, options: Mapping[str, Any], asked: Asked) -> None:
+    def accepts(self, options: Mapping[str, Any], asked: LayerSpec) -> None:
         """Refuse, before any work, what the destination cannot hold.
 
         Args:

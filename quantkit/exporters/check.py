@@ -29,7 +29,7 @@ Array = NDArray[Any]
 _ROWS, _PROMPT, _STEPS, _PADDED = 2, 12, 4, 5
 
 
-class Running(Protocol):
+class RunningExport(Protocol):
     """A transformer as a runtime has loaded it."""
 
     @property
@@ -72,7 +72,7 @@ def prompt(values: Values) -> torch.Tensor:
     return torch.randint(0, vocabulary, (_ROWS, _PROMPT + _STEPS), generator=torch.Generator().manual_seed(0))
 
 
-def worst(model: Running, values: Values) -> tuple[float | None, str]:
+def worst(model: RunningExport, values: Values) -> tuple[float | None, str]:
     """The largest difference of all runs, None where it is not finite, and in which of them."""
     runs = (_decoded if model.decoder else _encoded)(model, values, prompt(values))
     return largest(runs)
@@ -95,7 +95,7 @@ def _difference(found: Array, expected: Array) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-def _decoded(model: Running, values: Values, ids: torch.Tensor) -> dict[str, float]:
+def _decoded(model: RunningExport, values: Values, ids: torch.Tensor) -> dict[str, float]:
     expected, tokens = _expected(values, ids), ids.numpy()
     room = tokens.shape[1]
 
@@ -116,7 +116,7 @@ def _decoded(model: Running, values: Values, ids: torch.Tensor) -> dict[str, flo
     return runs
 
 
-def _encoded(model: Running, values: Values, ids: torch.Tensor) -> dict[str, float]:
+def _encoded(model: RunningExport, values: Values, ids: torch.Tensor) -> dict[str, float]:
     tokens = ids.numpy()
     runs = {"batch": _difference(model.encode(tokens), _expected(values, ids))}
     mask = np.ones_like(tokens)

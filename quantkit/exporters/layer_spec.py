@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class LayerSpec:
     """The layers of a model, before any work is done on them.
 
     Args:

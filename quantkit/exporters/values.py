@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.exporters.onnx.nbits import Input
+from quantkit.exporters.onnx.nbits import InputCodes
 from quantkit.formats import QuantTensor
 from quantkit.model import run_time
 from quantkit.model.finished import Finished
@@ -57,18 +57,18 @@ class Values:
         return self.stream.source
 
     @property
-    def inputs(self) -> dict[str, Input]:
+    def inputs(self) -> dict[str, InputCodes]:
         """Linear -> how its input is quantized, of those where it is."""
         dtype, found = getattr(torch, self.source.dtype), {}
         for name, scheme in self.run_time.activations.items():
             static = self.run_time.scales.get(name)
             if static is None:
-                found[name] = Input(scheme)
+                found[name] = InputCodes(scheme)
                 continue
             zero = 0 if static.zero is None else int(static.zero)
             moved = static.moved
             channels = () if moved is None else (tuple(moved.shift.tolist()), tuple(moved.scale.tolist()))
-            found[name] = Input(scheme, float(static.scale.to(dtype)), zero, channels)
+            found[name] = InputCodes(scheme, float(static.scale.to(dtype)), zero, channels)
         return found
 
     def running(self) -> StreamedModel:

@@ -38,7 +38,7 @@ _BETWEEN = frozenset({"DequantizeLinear", "QuantizeLinear", "Transpose", "Reshap
 
 
 @dataclass(frozen=True)
-class Site:
+class QuantizedSite:
     """A product that was quantized.
 
     Args:
@@ -55,7 +55,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Found:
+class IntegerKernels:
     """What a runtime made of the sites.
 
     Args:
@@ -69,7 +69,7 @@ class Found:
     kernels: Mapping[str, int]
 
 
-def found(model: ir.Model, sites: Sequence[Site]) -> Found:
+def found(model: ir.Model, sites: Sequence[QuantizedSite]) -> IntegerKernels:
     """Which sites run in integer kernels.
 
     Args:
@@ -98,7 +98,7 @@ def found(model: ir.Model, sites: Sequence[Site]) -> Found:
         else:
             floating[site.name] = nodes[0].op_type if nodes else "no operator that reads its weight"
     total = sum(site.macs for site in sites)
-    return Found(inside / total if total else 1.0, floating, dict(kernels))
+    return IntegerKernels(inside / total if total else 1.0, floating, dict(kernels))
 
 
 def _constants(value: ir.Value | None) -> Iterator[str]:

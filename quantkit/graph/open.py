@@ -39,7 +39,7 @@ _SUFFIX = ".onnx"
 
 
 @dataclass(frozen=True)
-class Input:
+class FloatGraphInput:
     """One input of a graph; None is a free size."""
 
     name: str
@@ -65,7 +65,7 @@ class FloatGraph:
     model: ir.Model
     path: Path
     name: str
-    inputs: tuple[Input, ...]
+    inputs: tuple[FloatGraphInput, ...]
     sha256: str
     bytes: int
     kind: Kind
@@ -236,7 +236,7 @@ def _looks_up(ids: ir.Value) -> bool:
     return False
 
 
-def inputs_of(model: ir.Model, where: str) -> Iterator[Input]:
+def inputs_of(model: ir.Model, where: str) -> Iterator[FloatGraphInput]:
     """What a graph is given: its inputs that are no weights. Raises InputError: `onnx-dtype`, `onnx-shape`."""
     import onnx_ir as ir
 
@@ -250,7 +250,7 @@ def inputs_of(model: ir.Model, where: str) -> Iterator[Input]:
             remedy = "export it with the shapes of its inputs"
             raise _refused(where, "shape", f"{value.name} has none", "an input says how many sizes it has", remedy)
         shape = tuple(size if isinstance(size, int) and size > 0 else None for size in value.shape)
-        yield Input(str(value.name), np.dtype(value.dtype.numpy()).name, shape)
+        yield FloatGraphInput(str(value.name), np.dtype(value.dtype.numpy()).name, shape)
 
 
 def _refused(where: str, what: str, value: str, rule: str = "an ONNX file, whole", remedy: str = "") -> InputError:

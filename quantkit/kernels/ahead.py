@@ -26,7 +26,7 @@ _TARGET = re.compile(r"`\((\.L_\w+)\)")
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledKernel:
     """One kernel for one architecture.
 
     Args:
@@ -61,7 +61,7 @@ def weight_only(
     scale: str = "fp16",
     x: str = "fp16",
     decode: bool = True,
-) -> Compiled:
+) -> CompiledKernel:
     """The kernel of `matmul` for a weight whose sizes are whole tiles.
 
     Args:
@@ -101,7 +101,7 @@ def weight_only(
     return _compile(matmul.weight_only_matmul, types, constants | _blocks(config), sm, config)
 
 
-def native(sm: int, config: Config, x: str) -> Compiled:
+def native(sm: int, config: Config, x: str) -> CompiledKernel:
     """The kernel of `native`; `x` is `i8` or `fp8e4nv`."""
     from quantkit.kernels import native as module
 
@@ -132,7 +132,7 @@ def _blocks(config: Config) -> dict[str, Any]:
 
 def _compile(
     kernel: Any, types: Mapping[str, str | None], constants: Mapping[str, Any], sm: int, config: Config
-) -> Compiled:
+) -> CompiledKernel:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -153,7 +153,7 @@ def _compile(
     return _read(built.asm["cubin"], sm, int(built.metadata.shared))
 
 
-def _read(cubin: bytes, sm: int, shared: int) -> Compiled:
+def _read(cubin: bytes, sm: int, shared: int) -> CompiledKernel:
     """Registers, spills and instructions of a compiled kernel."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -166,7 +166,7 @@ def _read(cubin: bytes, sm: int, shared: int) -> Compiled:
     code = Counter(match[1] for line in lines if (match := _LINE.match(line)))
     spills = sum(n for name, n in code.items() if name.startswith(("LDL", "STL")))
     local = max(int(found[2]), int(found[3]), 4 * spills)
-    return Compiled(sm, int(found[1]), shared, local, _loop(lines), code)
+    return CompiledKernel(sm, int(found[1]), shared, local, _loop(lines), code)
 
 
 def _loop(lines: list[str]) -> Counter[str]:

@@ -24,7 +24,7 @@ OURS, EXPANDED = "quantkit", "dequantize_matmul"
 
 
 @dataclass(frozen=True)
-class Timing:
+class KernelTiming:
     """One candidate at one shape and batch.
 
     Args:
@@ -119,7 +119,7 @@ class Table:
         return cls(shapes)
 
 
-def fastest(timings: Iterable[Timing], *, copies: bool = False) -> Table:
+def fastest(timings: Iterable[KernelTiming], *, copies: bool = False) -> Table:
     """The fastest candidate for every shape and batch measured.
 
     Args:
@@ -129,7 +129,7 @@ def fastest(timings: Iterable[Timing], *, copies: bool = False) -> Table:
     Raises:
         InputError: `nothing-measured`: a shape and batch of which nothing may be chosen.
     """
-    groups: dict[tuple[tuple[int, int], int], list[Timing]] = {}
+    groups: dict[tuple[tuple[int, int], int], list[KernelTiming]] = {}
     for timing in timings:
         able = groups.setdefault((timing.shape, timing.batch), [])
         if 0 < timing.seconds < float("inf") and (copies or not timing.copy):

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from quantkit.bundle import LayerEntry
-from quantkit.stats.deciding.decision import Answer, Decision, decide
+from quantkit.stats.deciding.decision import Answer, CellDecision, decide
 from quantkit.stats.deciding.evidence import EACH_WAY, Evidence, Interval
 
 What = Literal["accuracy", "latency", "size"]
@@ -31,7 +31,7 @@ How = Literal["paired", "interleaved", "apart", "ratio of ratios", "counted"]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Quantity:
     """One thing that is compared, before it is decided.
 
     Args:
@@ -66,7 +66,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Cell:
+class DecidedCell:
     """What was decided of one thing; see `Asked` for what is not named here.
 
     Args:
@@ -106,7 +106,7 @@ class Cell:
     confirmed: bool | None = None
 
     @classmethod
-    def of(cls, asked: Asked, decision: Decision, confirmed: bool | None = None) -> Cell:
+    def of(cls, asked: Quantity, decision: CellDecision, confirmed: bool | None = None) -> DecidedCell:
         """The cell of a decision."""
         low, high = asked.evidence.interval(1 - 2 * EACH_WAY)
         same = {name: getattr(asked, name) for name in asked.__dataclass_fields__ if name != "evidence"}
@@ -125,14 +125,14 @@ class Cell:
         )
 
 
-def decided(asked: Sequence[Asked]) -> list[Decision]:
+def decided(asked: Sequence[Quantity]) -> list[CellDecision]:
     """A decision each, in order: all that was measured as one family, and what was counted, which is certain, alone."""
     counted = [each.how == "counted" for each in asked]
     measured = iter(decide([each.evidence for each, exact in zip(asked, counted, strict=True) if not exact]))
     return [decide([each.evidence])[0] if exact else next(measured) for each, exact in zip(asked, counted, strict=True)]
 
 
-def verdict(cells: Sequence[Cell]) -> Verdict:
+def verdict(cells: Sequence[DecidedCell]) -> Verdict:
     """Which is better; see the module."""
     worse, better = (any(cell.answer == answer for cell in cells) for answer in ("worse", "better"))
     if worse and better:
@@ -144,7 +144,7 @@ def verdict(cells: Sequence[Cell]) -> Verdict:
     return "same" if cells and all(cell.answer == "same" for cell in cells) else "inconclusive"
 
 
-def exit_code(cells: Sequence[Cell]) -> int:
+def exit_code(cells: Sequence[DecidedCell]) -> int:
     """0: B is no worse; 1: B is worse; 3: neither is shown."""
     if any(cell.answer == "worse" for cell in cells):
         return 1
@@ -152,7 +152,7 @@ def exit_code(cells: Sequence[Cell]) -> int:
 
 
 @dataclass(frozen=True)
-class Flip:
+class WordFlip:
     """A position at which one side's next word is right and the other's is wrong.
 
     Args:
@@ -181,7 +181,7 @@ class Flip:
 
 
 @dataclass(frozen=True)
-class Flips:
+class WordFlips:
     """What flipped among n next words.
 
     Args:
@@ -198,7 +198,7 @@ class Flips:
     n: int
     p: float
     agree: float
-    examples: Sequence[Flip] = ()
+    examples: Sequence[WordFlip] = ()
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ def layer_pairs(
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedSide:
     """One of the two, as people know it.
 
     Args:
@@ -305,14 +305,14 @@ class Compared:
 
     model: str
     kind: str
-    a: Named
-    b: Named
+    a: NamedSide
+    b: NamedSide
     verdict: Verdict
     exit: int
     because: Sequence[str]
-    cells: Sequence[Cell]
+    cells: Sequence[DecidedCell]
     data: str = ""
-    flips: Flips | None = None
+    flips: WordFlips | None = None
     layers: Sequence[LayerPair] = ()
     notes: Sequence[str] = field(default=())
 

@@ -69,7 +69,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Layer:
+class EngineLayer:
     """One layer of an engine.
 
     Args:
@@ -95,7 +95,7 @@ class Layer:
         return self.kind.lower() == "reformat" or self.name.startswith(("Reformatting CopyNode", "Reformatted"))
 
 
-class Product(Closed):
+class EngineProduct(Closed):
     """A quantized layer of the model, in the engine.
 
     Args:
@@ -169,7 +169,7 @@ class Inspected(Closed):
     nodes: int
     reformats: tuple[str, ...] = ()
     pairs: tuple[str, ...] = ()
-    products: tuple[Product, ...] = ()
+    products: tuple[EngineProduct, ...] = ()
     costliest: tuple[Costly, ...] = ()
 
     @property
@@ -196,11 +196,11 @@ class Inspected(Closed):
 class _Weights:
     """Where a product and its weight are."""
 
-    products: list[Layer] = field(default_factory=list)
-    expanders: list[Layer] = field(default_factory=list)
+    products: list[EngineLayer] = field(default_factory=list)
+    expanders: list[EngineLayer] = field(default_factory=list)
 
 
-def parse(information: Mapping[str, Any]) -> list[Layer]:
+def parse(information: Mapping[str, Any]) -> list[EngineLayer]:
     """The layers of `EngineInspector.get_engine_information(JSON)`.
 
     Raises:
@@ -227,12 +227,12 @@ def stored(folder: Path) -> list[Inspected]:
     return found
 
 
-def _layer(raw: Mapping[str, Any]) -> Layer:
+def _layer(raw: Mapping[str, Any]) -> EngineLayer:
     name = str(raw.get("Name", ""))
     profile = _PROFILE.search(name)
     nodes = tuple(_NODE.findall(str(raw.get("Metadata", ""))))
     inputs = [*_tensors(raw.get("Inputs")), *_tensors(raw.get("Constants"))]
-    return Layer(
+    return EngineLayer(
         name=name,
         kind=str(raw.get("LayerType", "")),
         tactic=str(raw.get("TacticName", "")),
@@ -262,7 +262,7 @@ def type_of(words: str) -> str:
     return next((name for pattern, name in _TYPES if re.search(pattern, words, re.IGNORECASE)), "")
 
 
-def products(layers: Sequence[Layer], linears: Sequence[LayerEntry]) -> list[Product]:
+def products(layers: Sequence[EngineLayer], linears: Sequence[LayerEntry]) -> list[EngineProduct]:
     """What becomes of each quantized layer of the model, the worst of its places where there are several.
 
     Args:
@@ -282,17 +282,19 @@ def products(layers: Sequence[Layer], linears: Sequence[LayerEntry]) -> list[Pro
     return [_product(entry, places.get(entry.name, _Weights())) for entry in linears]
 
 
-def _product(entry: LayerEntry, at: _Weights) -> Product:
+def _product(entry: LayerEntry, at: _Weights) -> EngineProduct:
     asked = str(entry.scheme.get("format"))
     given = None if entry.activations is None else str(entry.activations.get("format"))
     if not at.products:
-        return Product(linear=entry.name, asked=asked, got=None, inputs_asked=given)
+        return EngineProduct(linear=entry.name, asked=asked, got=None, inputs_asked=given)
     found = [_read(entry, asked, given, layer, at.expanders) for layer in at.products]
     # with several profiles a product stands in several layers
     return next((each for each in found if each.fell_back), found[0])
 
 
-def _read(entry: LayerEntry, asked: str, given: str | None, layer: Layer, expanders: Sequence[Layer]) -> Product:
+def _read(
+    entry: LayerEntry, asked: str, given: str | None, layer: EngineLayer, expanders: Sequence[EngineLayer]
+) -> EngineProduct:
     wanted = STORED.get(asked, asked)
     types = [tensor.type for tensor in layer.inputs]
     widest = next((name for name in _FLOATS if name in types), None)
@@ -310,7 +312,7 @@ def _read(entry: LayerEntry, asked: str, given: str | None, layer: Layer, expand
         if reads != stored:
             said = f"its input is multiplied in {reads}: the pair before it is not consumed"
             why = f"{why}; {said}" if why else f"the product {layer.name}: {said}"
-    return Product(
+    return EngineProduct(
         linear=entry.name,
         asked=asked,
         got=got or None,
@@ -322,7 +324,7 @@ def _read(entry: LayerEntry, asked: str, given: str | None, layer: Layer, expand
     )
 
 
-def unconsumed(layers: Sequence[Layer]) -> list[str]:
+def unconsumed(layers: Sequence[EngineLayer]) -> list[str]:
     """DequantizeLinear nodes of inputs whose layer holds no product."""
     found = [
         node
@@ -335,7 +337,7 @@ def unconsumed(layers: Sequence[Layer]) -> list[str]:
 
 
 def costliest(
-    layers: Sequence[Layer],
+    layers: Sequence[EngineLayer],
     times: Mapping[str, Sequence[float]],
     tried: Mapping[str, Sequence[tuple[str, float]]] | None = None,
     count: int = 10,
@@ -353,7 +355,7 @@ def costliest(
     total = sum(medians.values())
     found = []
     for name in sorted(medians, key=lambda each: -medians[each])[:count]:
-        layer = known.get(name, Layer(name, ""))
+        layer = known.get(name, EngineLayer(name, ""))
         made = [node.removesuffix("/output") for node in layer.nodes if node.endswith("/output")]
         found.append(
             Costly(

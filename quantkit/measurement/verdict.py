@@ -38,7 +38,7 @@ State = Literal["wins", "loses", "open", "missing"]
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredFormat:
     """What is known of one format on the target.
 
     Args:
@@ -53,10 +53,10 @@ class Measured:
 
 
 def verdict(
-    subject: Measured,
+    subject: MeasuredFormat,
     batches: Iterable[int],
     *,
-    others: Sequence[Measured] = (),
+    others: Sequence[MeasuredFormat] = (),
     traffic: Mapping[int, float] | None = None,
 ) -> Verdict:
     """The verdict, with up to three reasons: one row each, as a sentence.
@@ -165,7 +165,9 @@ def _judged(rows: Sequence[Row], wanted: Sequence[int], traffic: Mapping[int, fl
     return Verdict(answer=answer, batch=limit, because=because, forecast=forecast)
 
 
-def _instead(subject: Measured, failed: Sequence[Check], wanted: Sequence[int], others: Sequence[Measured]) -> Verdict:
+def _instead(
+    subject: MeasuredFormat, failed: Sequence[Check], wanted: Sequence[int], others: Sequence[MeasuredFormat]
+) -> Verdict:
     """The verdict after a failed check."""
     reasons = [_failure(subject.format, check) for check in failed]
     passing = [other for other in others if all(check.ok for check in other.checks)]

@@ -44,7 +44,7 @@ class Stem(Closed):
     stride: int = Field(default=1, gt=0)
 
 
-class Stage(Closed):
+class ConvStage(Closed):
     """`repeats` blocks to `channels` channels; see the module."""
 
     channels: int = Field(gt=0)
@@ -75,7 +75,7 @@ class CnnConfig(Closed):
     activation: Literal["relu", "relu6"]
     norm_epsilon: float = Field(default=1e-5, gt=0)
     stem: Stem
-    stages: list[Stage] = Field(min_length=1)
+    stages: list[ConvStage] = Field(min_length=1)
     head: int | None = Field(default=None, gt=0)
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
@@ -141,10 +141,10 @@ class Convolution(nn.Module):
         return found
 
 
-class Block(nn.Module):
+class ConvBlock(nn.Module):
     """One block of a stage; see the module."""
 
-    def __init__(self, config: CnnConfig, stage: Stage, inputs: int, *, size: int, stride: int) -> None:
+    def __init__(self, config: CnnConfig, stage: ConvStage, inputs: int, *, size: int, stride: int) -> None:
         super().__init__()
         wide = inputs * stage.expansion
         after = -(-size // stride)
@@ -173,7 +173,7 @@ class Cnn(nn.Module):
         for stage in config.stages:
             for number in range(stage.repeats):
                 stride = stage.stride if number == 0 else 1
-                blocks.append(Block(config, stage, channels, size=size, stride=stride))
+                blocks.append(ConvBlock(config, stage, channels, size=size, stride=stride))
                 channels, size = stage.channels, -(-size // stride)
         self.blocks = nn.Sequential(*blocks)
         self.head = Convolution(config, channels, config.head, size=size) if config.head else nn.Identity()

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, field
 
 from quantkit.content import Closed, is_path, known_keys, read_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
-from quantkit.nightly.store.records import SEPARATOR, BaselineKind, Cell
+from quantkit.nightly.store.records import SEPARATOR, BaselineKind, NightCell
 from quantkit.stats.deciding.decision import ALPHA
 from quantkit.stats.deciding.slowdown import BLOCKS, MARGIN, ROUNDS
 
@@ -52,7 +52,7 @@ class Match(Closed):
             raise ValueError(f"it names at least one of {', '.join(Match.model_fields)}")
         return self
 
-    def fits(self, cell: Cell) -> bool:
+    def fits(self, cell: NightCell) -> bool:
         """Whether a cell is meant."""
         globs = ((getattr(self, name), getattr(cell, name)) for name in ("model", "recipe", "target", "runtime"))
         fitting = all(glob is None or fnmatchcase(value, glob) for glob, value in globs)
@@ -74,7 +74,7 @@ class Include(Closed):
     batches: list[Batch] = Field(default=[])
 
 
-class Margins(Closed):
+class NightMargins(Closed):
     """Differences of less are nobody's concern.
 
     Args:
@@ -90,7 +90,7 @@ class Margins(Closed):
     size: Margin = 0.01
 
 
-class Override(Match):
+class MarginOverride(Match):
     """Other margins for some cells."""
 
     latency: Margin | None = None
@@ -99,7 +99,7 @@ class Override(Match):
     size: Margin | None = None
 
 
-class Gates(Margins):
+class NightGates(NightMargins):
     """What raises an alarm.
 
     Args:
@@ -108,19 +108,21 @@ class Gates(Margins):
     """
 
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
-    overrides: list[Override] = Field(default=[])
+    overrides: list[MarginOverride] = Field(default=[])
 
-    def of(self, cell: Cell) -> Margins:
+    def of(self, cell: NightCell) -> NightMargins:
         """The margins of a cell."""
-        found = {name: getattr(self, name) for name in Margins.model_fields}
+        found = {name: getattr(self, name) for name in NightMargins.model_fields}
         for each in self.overrides:
             if each.fits(cell):
-                found |= {name: value for name in Margins.model_fields if (value := getattr(each, name)) is not None}
-        return Margins(**found)
+                found |= {
+                    name: value for name in NightMargins.model_fields if (value := getattr(each, name)) is not None
+                }
+        return NightMargins(**found)
 
 
 @dataclass(frozen=True)
-class Baseline:
+class BaselineChoice:
     """What a cell is set against.
 
     Args:
@@ -133,7 +135,7 @@ class Baseline:
     bundle: str | None = None
 
     @classmethod
-    def read(cls, value: Any) -> Baseline:
+    def read(cls, value: Any) -> BaselineChoice:
         """Out of `last-accepted`, `release` or `{bundle: PATH}`. Raises ValueError."""
         words: dict[str, BaselineKind] = {"last-accepted": "accepted", "release": "release"}
         if isinstance(value, str) and value in words:
@@ -144,7 +146,7 @@ class Baseline:
         raise ValueError(f"{known}, {{bundle: PATH}}")
 
 
-class Budget(Closed):
+class TimeBudget(Closed):
     """How long a cell is measured: so many seconds, or so many ABBA blocks, in rounds between which both are reloaded.
 
     Args:
@@ -205,18 +207,18 @@ class Nightly(Closed):
     include: list[Include] = Field(default=[])
     set_: list[str] = Field(default=[], alias="set")
     calibration: str | None = None
-    gates: Gates = Gates()
-    baseline: Annotated[Baseline, BeforeValidator(Baseline.read)] = Baseline()
-    baselines: dict[str, Annotated[Baseline, BeforeValidator(Baseline.read)]] = Field(default={})
+    gates: NightGates = NightGates()
+    baseline: Annotated[BaselineChoice, BeforeValidator(BaselineChoice.read)] = BaselineChoice()
+    baselines: dict[str, Annotated[BaselineChoice, BeforeValidator(BaselineChoice.read)]] = Field(default={})
     release: str | None = None
-    budget: Budget = Budget()
+    budget: TimeBudget = TimeBudget()
     limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 6.0
     store: str = "nightly/store"
     bundles: str = "nightly/bundles"
     page: str = "nightly/page"
     _folder: Path = PrivateAttr(default=Path())
     _sha256: str = PrivateAttr(default="")
-    _cells: tuple[Cell, ...] = PrivateAttr(default=())
+    _cells: tuple[NightCell, ...] = PrivateAttr(default=())
 
     @field_validator("models", "recipes", "targets", "runtimes", "batches")
     @classmethod
@@ -274,11 +276,11 @@ class Nightly(Closed):
             found._cells = matrix.checked(found, where)
         return found
 
-    def cells(self) -> tuple[Cell, ...]:
+    def cells(self) -> tuple[NightCell, ...]:
         """All cells, by model, recipe, target, runtime and batch, in the file's order."""
         return self._cells
 
-    def chosen(self, only: str | None) -> tuple[Cell, ...]:
+    def chosen(self, only: str | None) -> tuple[NightCell, ...]:
         """The cells whose keys fit a glob; all of them where it is None. Raises InputError `no-such-cells`."""
         found = tuple(cell for cell in self._cells if only is None or fnmatchcase(cell.key, only))
         if not found:
@@ -301,7 +303,7 @@ class Nightly(Closed):
         plain = not is_path(name) or name.startswith("hf:")
         return name if plain else str(self.at(name))
 
-    def baseline_of(self, cell: Cell) -> Baseline:
+    def baseline_of(self, cell: NightCell) -> BaselineChoice:
         """What a cell is set against."""
         return self.baselines.get(cell.model, self.baseline)
 
@@ -311,9 +313,9 @@ class Nightly(Closed):
         yield from itertools.product(self.models, self.recipes, self.targets, runtimes)
 
 
-def builds(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
+def builds(cells: Iterable[NightCell]) -> dict[str, list[NightCell]]:
     """Build -> its cells, in order."""
-    found: dict[str, list[Cell]] = {}
+    found: dict[str, list[NightCell]] = {}
     for cell in cells:
         found.setdefault(cell.build, []).append(cell)
     return found

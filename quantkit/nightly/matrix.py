@@ -11,7 +11,7 @@ from quantkit.errors import InputError, unknown_name
 from quantkit.graph.open import is_graph
 from quantkit.kinds import one
 from quantkit.model.source.alias import ALIASES
-from quantkit.nightly.store.records import Cell
+from quantkit.nightly.store.records import NightCell
 from quantkit.pipeline.request import Request, kind_of, with_own_runtime
 from quantkit.planning import support
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 RuntimeOf = Callable[[str, str, str, str | None], str]
 
 
-def checked(config: Nightly, where: str) -> tuple[Cell, ...]:
+def checked(config: Nightly, where: str) -> tuple[NightCell, ...]:
     """The cells of a matrix.
 
     Raises:
@@ -37,7 +37,7 @@ def checked(config: Nightly, where: str) -> tuple[Cell, ...]:
     for number, added in enumerate(config.include):
         runtime = runtime_of(added.model, added.recipe, added.target, added.runtime)
         batches = added.batches or config.batches
-        more = [Cell(added.model, added.recipe, added.target, runtime, batch) for batch in batches]
+        more = [NightCell(added.model, added.recipe, added.target, runtime, batch) for batch in batches]
         if set(more) <= cells.keys():
             raise _idle(f"{where}: include.{number}", "adds no cell")
         cells.update(dict.fromkeys(more))
@@ -49,22 +49,24 @@ def checked(config: Nightly, where: str) -> tuple[Cell, ...]:
     return tuple(cells)
 
 
-def _product(config: Nightly, where: str, runtime_of: RuntimeOf) -> dict[Cell, None]:
+def _product(config: Nightly, where: str, runtime_of: RuntimeOf) -> dict[NightCell, None]:
     """The cells of the product that are not left out, in order."""
     used: set[int] = set()
 
-    def left_out(cell: Cell) -> bool:
+    def left_out(cell: NightCell) -> bool:
         fitting = {number for number, each in enumerate(config.exclude) if each.fits(cell)}
         used.update(fitting)
         return bool(fitting)
 
-    cells: dict[Cell, None] = {}
+    cells: dict[NightCell, None] = {}
     for model, recipe, target, asked in config.product():
         # what is left out need not run, so it is not asked which runtime would
-        batches = [batch for batch in config.batches if not left_out(Cell(model, recipe, target, asked or "", batch))]
+        batches = [
+            batch for batch in config.batches if not left_out(NightCell(model, recipe, target, asked or "", batch))
+        ]
         if batches:
             runtime = runtime_of(model, recipe, target, asked)
-            found = [Cell(model, recipe, target, runtime, batch) for batch in batches]
+            found = [NightCell(model, recipe, target, runtime, batch) for batch in batches]
             cells.update(dict.fromkeys(cell for cell in found if not left_out(cell)))
     for number in range(len(config.exclude)):
         if number not in used:

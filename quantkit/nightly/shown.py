@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantkit.nightly.gating.gate import Gated, count, title
-from quantkit.nightly.store.parquet import Rows
-from quantkit.nightly.store.records import Decision, Result, What
+from quantkit.nightly.store.parquet import QueryRows
+from quantkit.nightly.store.records import Result, StoredDecision, What
 from quantkit.nightly.store.write import plain
 from quantkit.report.kit import words
 
@@ -23,7 +23,7 @@ MOST = 100
 _GAP = 2
 
 
-def rows(found: Rows) -> list[RenderableType]:
+def rows(found: QueryRows) -> list[RenderableType]:
     """A table; where it is wider than the terminal, each row as lines `column  value`."""
     from rich.text import Text
 
@@ -76,7 +76,7 @@ def night(found: Gated, results: Sequence[Result]) -> list[RenderableType]:
     return [*([Text(shared, "dim")] if shared else []), shown, Text("")]
 
 
-def _answer(decision: Decision | None, found: Gated) -> Text:
+def _answer(decision: StoredDecision | None, found: Gated) -> Text:
     from rich.text import Text
 
     if decision is None:

@@ -120,7 +120,7 @@ def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
     from quantkit.model.structure.ends import Ends
     from quantkit.model.structure.fold import TOLERANCE
     from quantkit.model.structure.residual import Unturnable, find, find_heads
-    from quantkit.model.structure.turn import Part, Residual, prove
+    from quantkit.model.structure.turn import ModelPart, Residual, prove
     from quantkit.passes.solvers import rotate as solver
 
     if not model.path:
@@ -135,15 +135,15 @@ def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
     def call(index: int) -> Call:
         return calls.call(model.visits.index(index))
 
-    def part(index: int) -> Part:
-        return Part.of_block(model.load(index), call(index))
+    def part(index: int) -> ModelPart:
+        return ModelPart.of_block(model.load(index), call(index))
 
     like = find(part(0))
     if settings.values:
         paths = find_heads(model.load(0), call(0), like.writers, lambda size: make(size, seed + 1))
         like = replace(like, heads=paths)
     ends = Ends(model, ids)
-    last = find(Part(ends.model, ends.finish, calls.hidden.double(), turns_output=False))
+    last = find(ModelPart(ends.model, ends.finish, calls.hidden.double(), turns_output=False))
     if not last.norms:
         raise Unturnable("no linear reads the last norm: its output is the model's")
     outside = Residual(last.norms, (), ends.embeddings(width))
@@ -173,10 +173,10 @@ def _prove_ends(ends: Ends, outside: Residual, rotation: Rotation, hidden: Tenso
     """
     from quantkit.model.structure.fold import TOLERANCE, disagreement
     from quantkit.model.structure.residual import Unturnable
-    from quantkit.model.structure.turn import Part, prove
+    from quantkit.model.structure.turn import ModelPart, prove
 
     before, given = ends.start()
-    error = prove(Part(ends.model, ends.finish, hidden, turns_output=False), outside, rotation)
+    error = prove(ModelPart(ends.model, ends.finish, hidden, turns_output=False), outside, rotation)
     if not error <= TOLERANCE:
         raise Unturnable(f"logits differ by {error:.1e} after turning")
     after, still = ends.start()

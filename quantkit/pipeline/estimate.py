@@ -19,7 +19,7 @@ from quantkit.planning.compiling.forecast import described, predict
 from quantkit.planning.compiling.result import Compiling, Machine
 from quantkit.planning.compiling.spec import CompileSpec, stores
 from quantkit.planning.model import configs
-from quantkit.planning.model.architecture import Architecture, Layer, Matrix
+from quantkit.planning.model.architecture import Architecture, BlockShapes, Matrix
 from quantkit.report.kit import words
 from quantkit.target import Target
 
@@ -144,7 +144,7 @@ def architecture(prepared: Prepared) -> Architecture:
     layers = []
     for name in stream.block_names:
         matrices = [Matrix(each, *shape) for each, shape in shapes.items() if each.startswith(f"{name}.") or not name]
-        layers.append(Layer(name, matrices, None))
+        layers.append(BlockShapes(name, matrices, None))
     inside = sum(matrix.parameters for layer in layers for matrix in layer.matrices)
     head = stream.skeleton.get_parameter(f"{stream.head}.weight").shape if stream.head else None
     config = source.config

@@ -15,8 +15,8 @@ from quantkit.errors import GateError, InputError, MissingDependency, QuantkitEr
 from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.engine_layers import NAME, stored
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.shapes import Plan
-from quantkit.measurement.verdict import Measured, verdict
+from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.measurement.verdict import MeasuredFormat, verdict
 from quantkit.passes import decision
 from quantkit.target import Target
 
@@ -29,7 +29,7 @@ RUNTIME = "onnxruntime"
 HARM = "harm.json"
 REPORT = "report.html"
 # a compile looks at a few shapes; `quantkit measure` at all of them
-QUICK = Plan(batches=(1, 4, 16), contexts=(128,), prefills=(256,), seconds=40.0, cell_seconds=60.0, rounds=4)
+QUICK = TimingPlan(batches=(1, 4, 16), contexts=(128,), prefills=(256,), seconds=40.0, cell_seconds=60.0, rounds=4)
 # of a model that does not decode: one text and many, as short as a query and as long as a passage
 _TEXTS, _LENGTHS = (1, 32), (32, 128)
 Report = Callable[[float, str], None]
@@ -41,12 +41,12 @@ def format_of(layers: Iterable[LayerEntry]) -> str:
     return counts.most_common(1)[0][0] if counts else "float32"
 
 
-def quick(kind: str) -> Plan:
+def quick(kind: str) -> TimingPlan:
     """What a compile looks at, for a kind of model."""
     return QUICK if kind == "decoder" else replace(QUICK, batches=_TEXTS, seconds=60.0)
 
 
-def fitting(plan: Plan, context: int, kind: str = "decoder") -> Plan:
+def fitting(plan: TimingPlan, context: int, kind: str = "decoder") -> TimingPlan:
     """A plan whose shapes a model of so many positions has; one that does not decode has its batches in prefills."""
     if kind != "decoder":
         plan = replace(plan, batches=(), contexts=(), prefill_batches=plan.batches, prefills=_LENGTHS)
@@ -61,7 +61,7 @@ def time_it(
     layers: Sequence[LayerEntry],
     baseline: Path,
     baseline_subject: str,
-    plan: Plan,
+    plan: TimingPlan,
     progress: Report | None = None,
     *,
     baseline_format: str = "float32",
@@ -71,11 +71,11 @@ def time_it(
     Raises:
         InputError, MissingDependency: see `measure.speed.run`.
     """
-    from quantkit.measurement.timing.speed import Job, Part, run
+    from quantkit.measurement.timing.speed import SpeedJob, SpeedSide, run
 
-    ours = Part(str(folder), subject, format_of(layers))
-    theirs = Part(str(baseline), baseline_subject, baseline_format)
-    return run(Job(ours, theirs, machine.cores(), plan), progress)
+    ours = SpeedSide(str(folder), subject, format_of(layers))
+    theirs = SpeedSide(str(baseline), baseline_subject, baseline_format)
+    return run(SpeedJob(ours, theirs, machine.cores(), plan), progress)
 
 
 def try_to_time(
@@ -137,7 +137,7 @@ def decide(
     failed = [check for check in checks if not check.ok]
     if not batches and not failed:
         return None
-    return verdict(Measured(format_of(layers), timed, checks), batches or target.batches)
+    return verdict(MeasuredFormat(format_of(layers), timed, checks), batches or target.batches)
 
 
 def page(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantkit.errors import QuantkitError
-from quantkit.planning.bound.forecast import Served, Timed
+from quantkit.planning.bound.forecast import Served, TimedStep
 from quantkit.planning.compiling.result import Compiling
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.serving.cost import Bill
@@ -61,7 +61,7 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannedBatch:
     """A batch.
 
     Args:
@@ -74,8 +74,8 @@ class Row:
     """
 
     batch: int
-    prefill: Timed | None
-    step: Timed
+    prefill: TimedStep | None
+    step: TimedStep
     parts: Mapping[str, float]
     fits: bool | None
     cost: Bill | None = None
@@ -96,7 +96,7 @@ class Row:
         steps = output if self.prefill is not None else 1
         parts = [(self.step, steps), *([(self.prefill, 1)] if self.prefill is not None else [])]
 
-        def of(seconds: Callable[[Timed], float | None]) -> float | None:
+        def of(seconds: Callable[[TimedStep], float | None]) -> float | None:
             taken = [(seconds(timed), times) for timed, times in parts]
             total = sum(each * times for each, times in taken if each is not None)
             return self.batch * steps / total if total and all(each is not None for each, _ in taken) else None
@@ -110,7 +110,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Memory:
+class PlannedMemory:
     """What it takes on the target, at the context of the workload.
 
     Args:
@@ -142,7 +142,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Cell:
+class PlannedCell:
     """How the target's runtime takes what the recipe stores: a cell of the matrix."""
 
     format: str
@@ -152,7 +152,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlannedRecipe:
     """A recipe, planned.
 
     Args:
@@ -176,11 +176,11 @@ class Candidate:
     label: str
     recipe: str
     runtime: str = ""
-    cells: Sequence[Cell] = ()
+    cells: Sequence[PlannedCell] = ()
     bits: float | None = None
     bytes: float = 0.0
-    memory: Memory | None = None
-    rows: Sequence[Row] = ()
+    memory: PlannedMemory | None = None
+    rows: Sequence[PlannedBatch] = ()
     served: Served | None = None
     load: Load | None = None
     cost: Bill | None = None
@@ -225,7 +225,7 @@ class Outlook:
     architecture: Architecture
     target: Target
     workload: Workload
-    candidates: Sequence[Candidate]
+    candidates: Sequence[PlannedRecipe]
     recommendation: Recommendation
     notes: Sequence[str] = ()
     reference: str = ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantkit.planning.outlook import Candidate, Recommendation, Row, Workload
+from quantkit.planning.outlook import PlannedBatch, PlannedRecipe, Recommendation, Workload
 
 # bounds know nothing of kernels: what differs by less is no difference
 _TIED = 1.1
@@ -32,14 +32,14 @@ class PerRequest:
         high: of it.
     """
 
-    candidate: Candidate
+    candidate: PlannedRecipe
     batch: int
     seconds: float
     low: float
     high: float
 
 
-def recommend(candidates: Sequence[Candidate], workload: Workload) -> Recommendation:
+def recommend(candidates: Sequence[PlannedRecipe], workload: Workload) -> Recommendation:
     """The one to take; pure, so that two candidates whose times are swapped swap the answer."""
     runs = [each for each in candidates if each.problem is None]
     if not runs:
@@ -71,7 +71,7 @@ def recommend(candidates: Sequence[Candidate], workload: Workload) -> Recommenda
     return Recommendation(choice.candidate.label, because)
 
 
-def serve(candidate: Candidate, workload: Workload, *, forecasts: bool) -> PerRequest | None:
+def serve(candidate: PlannedRecipe, workload: Workload, *, forecasts: bool) -> PerRequest | None:
     """The least time of a request over the batches that fit; None where no time is known."""
     devices = _devices(candidate)
     fitting = [row for row in candidate.rows if row.fits is not False]
@@ -82,7 +82,9 @@ def serve(candidate: Candidate, workload: Workload, *, forecasts: bool) -> PerRe
     return PerRequest(candidate, batch, seconds, low, high)
 
 
-def _at(row: Row, workload: Workload, devices: int, forecasts: bool) -> tuple[int, tuple[float, float, float]] | None:
+def _at(
+    row: PlannedBatch, workload: Workload, devices: int, forecasts: bool
+) -> tuple[int, tuple[float, float, float]] | None:
     parts = [(row.step, workload.output if row.prefill is not None else 1)]
     parts += [(row.prefill, 1)] if row.prefill is not None else []
     sums = [0.0, 0.0, 0.0]
@@ -100,11 +102,11 @@ def _reaches(each: PerRequest, best: PerRequest, forecasts: bool) -> bool:
     return each.low <= best.high if forecasts else each.seconds <= best.seconds * _TIED
 
 
-def _devices(candidate: Candidate) -> int:
+def _devices(candidate: PlannedRecipe) -> int:
     return candidate.memory.devices if candidate.memory is not None else 1
 
 
-def _bits(candidate: Candidate) -> float:
+def _bits(candidate: PlannedRecipe) -> float:
     return candidate.bits if candidate.bits is not None else _WHOLE
 
 
@@ -149,7 +151,7 @@ def _seconds(served: PerRequest) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
 
-def _does_not_fit(candidate: Candidate) -> str:
+def _does_not_fit(candidate: PlannedRecipe) -> str:
     memory = candidate.memory
     if memory is None or memory.capacity is None:
         return f"{candidate.label} does not fit"

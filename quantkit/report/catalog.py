@@ -22,7 +22,7 @@ _UNMEASURED = "not measured; `quantkit doctor --write` does it"
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogEntry:
     """One thing that goes by a name.
 
     Args:
@@ -53,7 +53,7 @@ def listing(kind: str | None = None) -> dict[str, dict[str, str]]:
     return {name: _LISTS[name]() for name in ([kind] if kind else _LISTS)}
 
 
-def find(name: str) -> list[Entry]:
+def find(name: str) -> list[CatalogEntry]:
     """Everything that goes by a shipped name: mostly one thing.
 
     Raises:
@@ -70,7 +70,7 @@ def find(name: str) -> list[Entry]:
     return found
 
 
-def find_file(path: Path) -> Entry:
+def find_file(path: Path) -> CatalogEntry:
     """A user's own recipe, target or calibration set, by what its first keys are.
 
     Raises:
@@ -164,23 +164,23 @@ _NAMES: dict[str, Callable[[], list[str]]] = {
 }
 
 
-def _recipe(name: str) -> Entry:
+def _recipe(name: str) -> CatalogEntry:
     return _recipe_entry(name, content.find("recipes", name))
 
 
-def _recipe_entry(reference: str, path: Path) -> Entry:
+def _recipe_entry(reference: str, path: Path) -> CatalogEntry:
     from quantkit.recipe import Recipe
 
     recipe = Recipe.load(reference)
     text = path.read_text(encoding="utf-8")
-    return Entry("recipe", recipe.name, recipe.summary, [], text, recipe.as_dict())
+    return CatalogEntry("recipe", recipe.name, recipe.summary, [], text, recipe.as_dict())
 
 
-def _target(name: str) -> Entry:
+def _target(name: str) -> CatalogEntry:
     return _target_entry(name, content.find("export", name))
 
 
-def _target_entry(reference: str, path: Path) -> Entry:
+def _target_entry(reference: str, path: Path) -> CatalogEntry:
     from quantkit.target import Target
 
     target = Target.load(reference)
@@ -203,14 +203,14 @@ def _target_entry(reference: str, path: Path) -> Entry:
         place: {"value": figure.number, "unit": figure.unit, "state": figure.state, "source": figure.source}
         for place, figure in target.figures().items()
     }
-    return Entry("target", target.name, target.summary, facts, "", data)
+    return CatalogEntry("target", target.name, target.summary, facts, "", data)
 
 
-def _calibration(name: str) -> Entry:
+def _calibration(name: str) -> CatalogEntry:
     return _card_entry(name, content.find("calibration", name))
 
 
-def _card_entry(name: str, path: Path) -> Entry:
+def _card_entry(name: str, path: Path) -> CatalogEntry:
     from quantkit.calibrate.sets.card import Card
 
     card = Card.load(path)
@@ -224,7 +224,7 @@ def _card_entry(name: str, path: Path) -> Entry:
     facts.append(("sampling", _listed(card.sampling.model_dump(exclude=whole))))
     if card.preprocess:
         facts.append(("preprocess", _listed(card.preprocess.model_dump())))
-    return Entry("calibration set", name, card.summary, facts, "", card.model_dump(mode="json", by_alias=True))
+    return CatalogEntry("calibration set", name, card.summary, facts, "", card.model_dump(mode="json", by_alias=True))
 
 
 def _listed(values: dict[str, Any]) -> str:
@@ -237,7 +237,7 @@ def _rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def _pass(name: str) -> Entry:
+def _pass(name: str) -> CatalogEntry:
     found = load_pass(name)
     facts = [("paper", found.paper)] if found.paper else []
     facts += [("scope", found.scope), ("looks at", ", ".join(sorted(found.needs)) or "no data")]
@@ -248,7 +248,7 @@ def _pass(name: str) -> Entry:
         about = _described(found.Settings.__doc__ or "", key)
         facts.append((f"{name}.{key}", _setting(field.default, about)))
     data = {"paper": found.paper, "scope": found.scope, "needs": sorted(found.needs), "settings": settings}
-    return Entry("pass", name, plugins.PASSES.summaries()[name], facts, "", data)
+    return CatalogEntry("pass", name, plugins.PASSES.summaries()[name], facts, "", data)
 
 
 def _facts_of(found: Any) -> Iterator[tuple[str, frozenset[str]]]:
@@ -276,7 +276,7 @@ def _described(docstring: str, key: str) -> str:
     return ""
 
 
-def _format(name: str) -> Entry:
+def _format(name: str) -> CatalogEntry:
     found = load_format(name)
     rules = found.rules
     sizes = f"{', '.join(str(size) for size in rules.groups)}" if rules.groups else ""
@@ -302,7 +302,7 @@ def _format(name: str) -> Entry:
         "symmetric": list(rules.symmetric),
         "scales": list(rules.scales),
     }
-    return Entry("format", name, plugins.FORMATS.summaries()[name], facts, "", stated)
+    return CatalogEntry("format", name, plugins.FORMATS.summaries()[name], facts, "", stated)
 
 
 def _sharing(name: str, group: int | None, sizes: str) -> str:
@@ -311,7 +311,7 @@ def _sharing(name: str, group: int | None, sizes: str) -> str:
     return f"{name}{of} ({sizes})" if sizes and sizes != str(group) else f"{name}{of}"
 
 
-def _exporter(name: str) -> Entry:
+def _exporter(name: str) -> CatalogEntry:
     found = load_exporter(name)
     options = {key: field.default for key, field in found.Options.model_fields.items()}
     facts = [("read by", ", ".join(found.runtimes))]
@@ -319,14 +319,14 @@ def _exporter(name: str) -> Entry:
         about = _described(found.Options.__doc__ or "", key)
         facts.append((key, _setting(default, about)))
     data = {"runtimes": list(found.runtimes), "options": options}
-    return Entry("exporter", name, plugins.EXPORTERS.summaries()[name], facts, "", data)
+    return CatalogEntry("exporter", name, plugins.EXPORTERS.summaries()[name], facts, "", data)
 
 
-def _runtime(name: str) -> Entry:
-    return Entry("runtime", name, plugins.RUNTIMES.summaries()[name], [], "", {})
+def _runtime(name: str) -> CatalogEntry:
+    return CatalogEntry("runtime", name, plugins.RUNTIMES.summaries()[name], [], "", {})
 
 
-def _model(name: str) -> Entry:
+def _model(name: str) -> CatalogEntry:
     from quantkit.model.source.alias import ALIASES
 
     if name not in ALIASES:
@@ -341,20 +341,20 @@ def _model(name: str) -> Entry:
         facts.append(("note", alias.note))
     if alias.source.install:
         facts += [("file", str(alias.source)), ("install", alias.source.install)]
-    return Entry("model", name, _models()[name], facts, "", dict(facts))
+    return CatalogEntry("model", name, _models()[name], facts, "", dict(facts))
 
 
-def _sizes(name: str) -> Entry:
+def _sizes(name: str) -> CatalogEntry:
     """A model of which only the config ships."""
     given, model = shipped.read(name), configs.read(name)
     facts = [("kind", model.kind), ("parameters", f"{model.parameters:,}")]
     if model.active_parameters != model.parameters:
         facts.append(("active", f"{model.active_parameters:,} of them for each token"))
     facts += [("published", f"{given.published.parameters:,}: {given.published.source}"), ("source", given.source)]
-    return Entry("model", name, _models()[name], facts, "", given.model_dump(mode="json", by_alias=True))
+    return CatalogEntry("model", name, _models()[name], facts, "", given.model_dump(mode="json", by_alias=True))
 
 
-_DETAILS: dict[str, Callable[[str], Entry]] = {
+_DETAILS: dict[str, Callable[[str], CatalogEntry]] = {
     "recipes": _recipe,
     "passes": _pass,
     "formats": _format,

@@ -19,7 +19,7 @@ from quantkit.bundle import Check, Decision, Manifest
 from quantkit.measurement.rows import Row
 from quantkit.report.bundle import curves, figures, usage
 from quantkit.report.bundle.curves import Series
-from quantkit.report.catalog import Entry
+from quantkit.report.catalog import CatalogEntry
 from quantkit.report.kit import words
 from quantkit.report.kit.screen import DIM, MARK, copied, grid, indented, lines, marked, pairs, table, titled
 
@@ -215,7 +215,7 @@ def listing(kinds: Mapping[str, Mapping[str, str]]) -> list[RenderableType]:
     return shown[:-1] if len(kinds) > 1 else shown
 
 
-def entry(found: Entry) -> list[RenderableType]:
+def entry(found: CatalogEntry) -> list[RenderableType]:
     """One thing: what it is, its facts one under the other, and the text that defines it."""
     head = Text.assemble((found.name, "bold"), (f"  {found.kind}", DIM))
     shown: list[RenderableType] = [head, Text(found.summary)]

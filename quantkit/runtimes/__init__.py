@@ -11,11 +11,11 @@ from quantkit.plugins import Kind
 if TYPE_CHECKING:
     from quantkit.bundle import Bundle
     from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.runtimes.onnxruntime.session import Loaded
+    from quantkit.runtimes.onnxruntime.session import OnnxModel
     from quantkit.runtimes.tensorrt import decode
 
     # a model in a runtime: torch runs it block by block, a session or an engine runs it whole
-    Candidate = StreamedModel | Loaded | decode.Loaded
+    Candidate = StreamedModel | OnnxModel | decode.EngineModel
 
 
 class Runtime(Protocol):

@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 
 class Decoder(Protocol):
-    """A loaded model: `_onnx_session.Loaded`, `_tensorrt_decode.Loaded`."""
+    """A loaded model: `onnxruntime.session.OnnxModel`, `tensorrt.decode.EngineModel`."""
 
     def state(self, batch: int, capacity: int) -> Any:
         """Room for `batch` sequences of up to `capacity` tokens."""

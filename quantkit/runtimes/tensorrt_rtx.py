@@ -1,5 +1,5 @@
 """TensorRT-RTX: runs an engine that was compiled ahead of time for this kind of GPU, from a verified bundle."""
 
-from quantkit.runtimes.tensorrt.runtime import Tensorrt
+from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime
 
-RUNTIME = Tensorrt("tensorrt_rtx")
+RUNTIME = TensorrtRuntime("tensorrt_rtx")

@@ -15,7 +15,7 @@ from quantkit import plugins
 from quantkit.bundle import Decision
 from quantkit.errors import InputError, did_you_mean
 from quantkit.exporters import load_exporter
-from quantkit.exporters.layer_spec import Asked
+from quantkit.exporters.layer_spec import LayerSpec
 from quantkit.formats import load_format
 from quantkit.passes import decision
 from quantkit.planning.support import ask
@@ -191,7 +191,7 @@ def with_weights(recipe: Recipe, scheme: WeightScheme) -> Recipe:
 
 def _accept(prepared: Prepared, layers: Layers, schemes: Mapping[str, WeightScheme]) -> None:
     for step in prepared.request.recipe.export:
-        load_exporter(step.name).accepts(step.options, Asked(schemes, layers.plain, layers.padded(), layers.tied))
+        load_exporter(step.name).accepts(step.options, LayerSpec(schemes, layers.plain, layers.padded(), layers.tied))
 
 
 def _together(

@@ -38,7 +38,7 @@ from quantkit.model.streaming.stream import Head, StreamedModel
 from quantkit.model.structure.block import Block
 from quantkit.model.structure.traced import set_weight, weight_of
 from quantkit.passes import Outcome, Pass
-from quantkit.pipeline.blocks.work import Step, Worked, looks_at_original, work
+from quantkit.pipeline.blocks.work import PassRun, Worked, looks_at_original, work
 from quantkit.planning.compiling.spec import chunk_size
 from quantkit.recipe import assigners
 from quantkit.scheme import WeightScheme
@@ -93,7 +93,7 @@ class HarmSubject:
     """
 
     stream: StreamedModel
-    steps: Sequence[Step]
+    steps: Sequence[PassRun]
     candidates: Mapping[str, Schemes]
     calibration: Tensor | None
     ids: Tensor
@@ -212,7 +212,7 @@ class _Measurement:
         subject = self.subject
         before = _Before()
         at = next(i for i, step in enumerate(subject.steps) if step.run.name in assigners())
-        steps = [*subject.steps[:at], Step(before, None), *subject.steps[at:]]
+        steps = [*subject.steps[:at], PassRun(before, None), *subject.steps[at:]]
         size = float(self.clean.double().square().sum()) or 1.0
         units: dict[tuple[str, ...], list[_Variant]] = {}
         for name, schemes in subject.candidates.items():

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from quantkit.nightly import shown
-from quantkit.nightly.store.parquet import Rows, Store
-from quantkit.nightly.store.records import Cell, Decision, Night, Result
+from quantkit.nightly.store.parquet import QueryRows, Store
+from quantkit.nightly.store.records import Night, NightCell, Result, StoredDecision
 
 NIGHT = "20260101T030000Z-000001"
-CELL = Cell("tiny", "a", "cpu-x86", "onnxruntime", 1)
+CELL = NightCell("tiny", "a", "cpu-x86", "onnxruntime", 1)
 CONFIG = "models: [smollm2-135m]\nrecipes: [rtn-int4]\ntargets: [cpu-x86]\nstore: kept\n"
 
 
@@ -26,7 +26,7 @@ def store(tmp_path: Path) -> Store:
     """One cell, which was called worse."""
     store = Store.open(tmp_path / "kept", create=True)
     store.commit(Result.of(NIGHT, CELL, "done", seconds=float("nan")))
-    store.decide(NIGHT, [Decision(NIGHT, CELL.key, "latency", "worse", 0.05)])
+    store.decide(NIGHT, [StoredDecision(NIGHT, CELL.key, "latency", "worse", 0.05)])
     return store
 
 
@@ -161,18 +161,18 @@ def test_rows_that_are_too_wide_stand_under_each_other(monkeypatch: pytest.Monke
 
     from quantkit.report.kit.screen import write
 
-    def text(found: Rows) -> str:
+    def text(found: QueryRows) -> str:
         out = StringIO()
         write(shown.rows(found), out)
         return out.getvalue()
 
     monkeypatch.setenv("COLUMNS", "40")
-    assert text(Rows(("a", "b"), [("x", None)])).splitlines() == ["a  b", "x  –", "1 row"]
-    wide = text(Rows(("first", "second"), [("x" * 30, ["y\x1b[2J"]), ("z", 1)])).splitlines()
+    assert text(QueryRows(("a", "b"), [("x", None)])).splitlines() == ["a  b", "x  –", "1 row"]
+    wide = text(QueryRows(("first", "second"), [("x" * 30, ["y\x1b[2J"]), ("z", 1)])).splitlines()
     assert wide[0] == f"first   {'x' * 30}"
     assert "second" in wide[1]
     assert "\x1b" not in wide[1]
-    many = text(Rows(("a",), [(i,) for i in range(200)])).splitlines()
+    many = text(QueryRows(("a",), [(i,) for i in range(200)])).splitlines()
     assert many[: shown.MOST + 1][-1] == str(shown.MOST - 1)
     assert many[shown.MOST + 1].startswith(f"the first {shown.MOST} of 200 rows")
 
@@ -225,16 +225,16 @@ def test_a_night_says_what_was_answered_and_exits_0_whatever_that_is(
     config: Path, quantkit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quantkit.nightly.executors import local
-    from quantkit.nightly.running.jobs import Job, Outcome
+    from quantkit.nightly.running.jobs import BuildJob, JobOutcome
 
     class Failing:
         def ready(self) -> None: ...
 
-        def run(self, jobs: list[Job], work: Any, progress: Any) -> Any:
+        def run(self, jobs: list[BuildJob], work: Any, progress: Any) -> Any:
             store = Store.open(config.parent / "kept")
             for job in jobs:
-                store.commit(Result.of(job.night, Cell.of(job.cells[0]), "done", bytes=10, seconds=61.0))
-                yield Outcome(job, "failed", {"code": "process-died", "value": "SIGKILL"})
+                store.commit(Result.of(job.night, NightCell.of(job.cells[0]), "done", bytes=10, seconds=61.0))
+                yield JobOutcome(job, "failed", {"code": "process-died", "value": "SIGKILL"})
 
     monkeypatch.setattr(local, "Local", Failing)
     ran = quantkit("nightly", "run", config, "--json")

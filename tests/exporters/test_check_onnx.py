@@ -172,7 +172,7 @@ def test_a_wrong_graph_is_found(small: Small, change: Callable[[Any], None], whe
 
 def test_int8_rounding_of_activations_is_not_taken_for_a_fault(good: Small) -> None:
     """The file says level 4, the check computes at 0: 1e-4 would not hold otherwise, and a fault could hide in it."""
-    from quantkit.runtimes.onnxruntime.session import Loaded
+    from quantkit.runtimes.onnxruntime.session import OnnxModel
 
     levels = {
         attribute.i
@@ -182,7 +182,7 @@ def test_int8_rounding_of_activations_is_not_taken_for_a_fault(good: Small) -> N
     }
     assert levels == {4}
     ids = np.arange(3, 15)[None]
-    four, none = (Loaded(good.onnx, threads=1, accuracy_level=level) for level in (None, 0))
+    four, none = (OnnxModel(good.onnx, threads=1, accuracy_level=level) for level in (None, 0))
     rounded, exact = (each.run(each.state(1, 12), ids) for each in (four, none))
     assert np.abs(rounded - exact).max() / np.abs(exact).max() > 1e-4
 

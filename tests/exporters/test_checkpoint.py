@@ -15,7 +15,7 @@ from zoo import shrink
 from quantkit.bundle import inventory
 from quantkit.errors import InputError
 from quantkit.exporters.checkpoint.exporter import EXPORT
-from quantkit.exporters.layer_spec import Asked
+from quantkit.exporters.layer_spec import LayerSpec
 from quantkit.formats import load_format
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
@@ -220,10 +220,10 @@ def test_what_the_layout_cannot_hold_is_refused_before_any_work() -> None:
     ]
     for schemes, plain, padded, reason in refused:
         with pytest.raises(InputError, match=f"layout-unsupported.*{reason}"):
-            EXPORT.accepts({}, Asked(schemes, plain, padded))
-        EXPORT.accepts({"layout": "dense"}, Asked(schemes, plain, padded))
-    EXPORT.accepts({}, Asked({"a": scheme()}, {"a"}, []))
-    hindered = Asked({"a": scheme()}, {"a"}, [], obstacles=[Obstacle("a", "it has a strange name")])
+            EXPORT.accepts({}, LayerSpec(schemes, plain, padded))
+        EXPORT.accepts({"layout": "dense"}, LayerSpec(schemes, plain, padded))
+    EXPORT.accepts({}, LayerSpec({"a": scheme()}, {"a"}, []))
+    hindered = LayerSpec({"a": scheme()}, {"a"}, [], obstacles=[Obstacle("a", "it has a strange name")])
     with pytest.raises(InputError, match=r"layout-unsupported.*strange name"):
         EXPORT.accepts({}, hindered)
     EXPORT.accepts({"layout": "dense"}, hindered)

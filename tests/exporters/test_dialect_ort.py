@@ -18,8 +18,8 @@ from reference import plain_matmulnbits
 from small_onnx import scheme
 
 from quantkit.errors import InputError
-from quantkit.exporters.onnx.dialect import Dialect
-from quantkit.exporters.onnx.nbits import Linear, Weights, block_size
+from quantkit.exporters.onnx.dialect import OrtDialect
+from quantkit.exporters.onnx.nbits import LinearSpec, WeightsByName, block_size
 from quantkit.exporters.onnx.pack import pack
 from quantkit.exporters.trace.traced import DOMAIN, Traced
 from quantkit.scheme import WeightScheme
@@ -27,7 +27,7 @@ from quantkit.scheme import WeightScheme
 GROUP = {"granularity": "group"}
 
 
-def weights(linears: dict[str, tuple[int, int, WeightScheme | None]], seed: int = 0, **tensors: Any) -> Weights:
+def weights(linears: dict[str, tuple[int, int, WeightScheme | None]], seed: int = 0, **tensors: Any) -> WeightsByName:
     """Random codes (or floats) by name, made anew whenever they are asked for."""
     generator = np.random.default_rng(seed)
     plain, coded = {}, {}
@@ -47,13 +47,13 @@ def weights(linears: dict[str, tuple[int, int, WeightScheme | None]], seed: int 
         blank = np.zeros((rows, 1), np.int8) if zero is None else np.broadcast_to(zero[:, -1:], (rows, 1))
         codes[:, columns:] = blank
         coded[name] = codes, scale, zero
-    found = {name: Linear(rows, columns, how) for name, (rows, columns, how) in linears.items()}
+    found = {name: LinearSpec(rows, columns, how) for name, (rows, columns, how) in linears.items()}
     values = plain | tensors
     shapes = {name: value.shape for name, value in values.items()}
-    return Weights(found, shapes, values.__getitem__, lambda name: coded[name][0], lambda name: coded[name][1:])
+    return WeightsByName(found, shapes, values.__getitem__, lambda name: coded[name][0], lambda name: coded[name][1:])
 
 
-def dense(given: Weights, name: str) -> Any:
+def dense(given: WeightsByName, name: str) -> Any:
     """[N, K] float32 by the definition."""
     linear = given.linears[name]
     if linear.scheme is None:
@@ -187,7 +187,7 @@ def test_a_quantized_product_is_what_its_codes_say(
     stored = weights({name: (count, columns, how) for name, count in names.items()})
     graph = Graph(columns)
     outputs = [graph.linear(name, graph.x, count) for name, count in names.items()]
-    model = Dialect(graph.traced(*outputs), stored).apply()
+    model = OrtDialect(graph.traced(*outputs), stored).apply()
     assert kinds(model) == ({"MatMulNBits": 1, "Split": 1} if columns_first else {"MatMulNBits": 1})
     tensors = {name: value.const_value.numpy() for name, value in model.graph.initializers.items()}
     (node,) = (node for node in ir.to_proto(model).graph.node if node.op_type == "MatMulNBits")
@@ -225,7 +225,7 @@ def test_linears_of_one_input_are_merged_only_where_they_are_alike() -> None:
     stored = weights({"b.a": (8, 64, how), "b.b": (4, 64, None), "b.c": (8, 64, scheme(**GROUP, group=64))})
     graph = Graph(64)
     outputs = [graph.linear(name, graph.x, linear.rows) for name, linear in stored.linears.items()]
-    model = Dialect(graph.traced(*outputs), stored).apply()
+    model = OrtDialect(graph.traced(*outputs), stored).apply()
     assert kinds(model) == {"MatMulNBits": 2, "MatMul": 1}
     x = np.random.default_rng(1).standard_normal((2, 3, 64)).astype(np.float32)
     for name, found in zip(stored.linears, run(model, x), strict=True):
@@ -238,7 +238,7 @@ def test_merging_keeps_which_output_is_which() -> None:
     for merge in (True, False):
         graph = Graph(64)
         outputs = [graph.linear(name, graph.x, rows) for name, rows in sizes.items()]
-        model = Dialect(graph.traced(*reversed(outputs)), stored, merge=merge).apply()
+        model = OrtDialect(graph.traced(*reversed(outputs)), stored, merge=merge).apply()
         assert kinds(model) == ({"MatMul": 1, "Split": 1} if merge else {"MatMul": 3})
         x = np.random.default_rng(1).standard_normal((2, 3, 64)).astype(np.float32)
         for name, found in zip(reversed(sizes), run(model, x), strict=True):
@@ -248,7 +248,7 @@ def test_merging_keeps_which_output_is_which() -> None:
 def test_linears_of_different_inputs_are_not_merged() -> None:
     stored = weights({"b.a": (64, 64, None), "b.b": (64, 64, None)})
     graph = Graph(64)
-    model = Dialect(graph.traced(graph.linear("b.b", graph.linear("b.a", graph.x, 64), 64)), stored).apply()
+    model = OrtDialect(graph.traced(graph.linear("b.b", graph.linear("b.a", graph.x, 64), 64)), stored).apply()
     assert kinds(model) == {"MatMul": 2}
 
 
@@ -257,7 +257,7 @@ def test_a_bias_stays_with_its_linear() -> None:
     stored = weights({"b.a": (8, 64, scheme())}, **{"b.a.bias": bias})
     graph = Graph(64)
     y = graph.node("Add", graph.linear("b.a", graph.x, 8), graph.parameter("b.a.bias", (8,)))
-    model = Dialect(graph.traced(y), stored).apply()
+    model = OrtDialect(graph.traced(y), stored).apply()
     x = np.zeros((1, 2, 64), np.float32)
     np.testing.assert_array_equal(run(model, x)[0], np.broadcast_to(bias, (1, 2, 8)))
 
@@ -277,7 +277,7 @@ X = np.random.default_rng(2).standard_normal((2, 3, 16)).astype(np.float32)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_a_norm_alone(offset: float) -> None:
     graph = Graph(16)
-    model = Dialect(graph.traced(graph.norm("n", graph.x, offset)), NORMS).apply()
+    model = OrtDialect(graph.traced(graph.norm("n", graph.x, offset)), NORMS).apply()
     assert kinds(model) == {"RMSNormalization": 1}
     np.testing.assert_allclose(run(model, X)[0], rms(X, GAMMA + offset), rtol=1e-5, atol=1e-5)
 
@@ -287,7 +287,7 @@ def test_a_sum_before_a_norm_is_fused_and_still_there_for_others() -> None:
     total = graph.node("Add", graph.x, graph.node("Neg", graph.node("Exp", graph.x)))
     left, right = graph.norm("n", total), graph.norm("m", total)
     after = graph.node("Sin", total)
-    model = Dialect(graph.traced(left, right, after), NORMS).apply()
+    model = OrtDialect(graph.traced(left, right, after), NORMS).apply()
     # both norms read one sum; only one of them can be made with it
     assert kinds(model)["SkipSimplifiedLayerNormalization"] == 1
     assert kinds(model)["RMSNormalization"] == 1
@@ -306,7 +306,7 @@ def test_a_sum_that_broadcasts_is_not_fused_wrongly(first: bool) -> None:
     positions = graph.input("positions", (1, "length", 16))
     graph.inputs.append(positions)
     total = graph.node("Add", *((positions, graph.x) if first else (graph.x, positions)), shape=graph.x.shape)
-    model = Dialect(graph.traced(graph.norm("n", total)), NORMS).apply()
+    model = OrtDialect(graph.traced(graph.norm("n", total)), NORMS).apply()
     given = np.random.default_rng(3).standard_normal((1, 3, 16)).astype(np.float32)
     np.testing.assert_allclose(run(model, X, given)[0], rms(X + given, GAMMA), rtol=1e-5, atol=1e-5)
 
@@ -315,7 +315,7 @@ def test_a_bias_before_a_norm_and_a_sum_that_is_an_output_are_left_alone() -> No
     graph = Graph(16)
     stored = replace(NORMS, shapes=NORMS.shapes | {"bias": (16,)}, tensor=lambda name: GAMMA)
     total = graph.node("Add", graph.x, graph.parameter("bias", (16,)))
-    model = Dialect(graph.traced(graph.norm("n", total), total), stored).apply()
+    model = OrtDialect(graph.traced(graph.norm("n", total), total), stored).apply()
     assert kinds(model) == {"Add": 1, "RMSNormalization": 1}
     found, added = run(model, X)
     np.testing.assert_allclose(added, X + GAMMA, rtol=1e-6)
@@ -323,7 +323,7 @@ def test_a_bias_before_a_norm_and_a_sum_that_is_an_output_are_left_alone() -> No
 
     graph = Graph(16)
     total = graph.node("Add", graph.x, graph.node("Neg", graph.x))
-    model = Dialect(graph.traced(graph.norm("n", total), total), NORMS).apply()
+    model = OrtDialect(graph.traced(graph.norm("n", total), total), NORMS).apply()
     assert kinds(model)["Add"] == 1
     np.testing.assert_array_equal(run(model, X)[1], np.zeros_like(X))
 
@@ -338,7 +338,7 @@ def attention(**changes: Any) -> Any:
     heads = graph.input("heads", ("batch", 4, "length", 16))
     graph.inputs.append(heads)
     said = {"heads": 4, "kv_heads": 4, "scale": 0.25, "window": -1, "softcap": 0.0, **changes}
-    return Dialect(
+    return OrtDialect(
         graph.traced(graph.node("Attention", *[heads] * 3, mask, shape=graph.x.shape, domain=DOMAIN, **said)), NORMS
     )
 
@@ -384,8 +384,8 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
         return found
 
     names = [f"block.{index}" for index in range(count)]
-    stored = Weights(
-        {name: Linear(rows, columns, None) for name in names},
+    stored = WeightsByName(
+        {name: LinearSpec(rows, columns, None) for name in names},
         {f"{name}.weight": (rows, columns) for name in names},
         watched,
         lambda name: pytest.fail(f"{name} is not quantized"),
@@ -395,7 +395,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
     value = graph.x
     for name in names:
         value = graph.linear(name, value, rows)
-    model = Dialect(graph.traced(value), stored).apply()
+    model = OrtDialect(graph.traced(value), stored).apply()
     assert not read, "the graph is rewritten without reading a weight"
     _save(model, tmp_path)
     assert set(read.values()) == {1}
@@ -415,7 +415,7 @@ def test_rewriting_reads_no_codes_either() -> None:
     how = scheme(**GROUP, group=48, symmetric=False)
     stored = replace(weights({"b.a": (8, 96, how), "b.b": (8, 96, how)}), tensor=never, codes=never)
     graph = Graph(96)
-    model = Dialect(graph.traced(graph.linear("b.a", graph.x, 8), graph.linear("b.b", graph.x, 8)), stored).apply()
+    model = OrtDialect(graph.traced(graph.linear("b.a", graph.x, 8), graph.linear("b.b", graph.x, 8)), stored).apply()
     # what stands in the graph's description is right all the same
     shapes = {name.rpartition(".")[2]: list(value.shape) for name, value in model.graph.initializers.items()}
     assert shapes["codes"] == [16, 6, 8]
@@ -427,4 +427,4 @@ def test_no_placeholder_is_left_behind() -> None:
     graph = Graph(16)
     strange = graph.node("Unheard", graph.x, domain=DOMAIN)
     with pytest.raises(AssertionError, match="Unheard"):
-        Dialect(graph.traced(strange), NORMS).apply()
+        OrtDialect(graph.traced(strange), NORMS).apply()

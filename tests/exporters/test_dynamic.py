@@ -59,7 +59,7 @@ def quantized(made: ir.Model, how: ActivationScheme, kind: Any, tmp_path: Path) 
     own = insert(made, {site.name: codes}, {site.name: site}, scheme, how, weight_type=kind)
     ir.save(own, tmp_path / "own.onnx")
     write_optimized(tmp_path / "own.onnx", tmp_path / "optimised.onnx")
-    wanted = [integer.Site(site.name, f"{stem_of(site)}.codes", 1.0, site.output)]
+    wanted = [integer.QuantizedSite(site.name, f"{stem_of(site)}.codes", 1.0, site.output)]
     found = integer.found(ir.load(tmp_path / "optimised.onnx"), wanted)
     assert found.share == 1.0, found
     return Runner(tmp_path / "own.onnx"), codes, site

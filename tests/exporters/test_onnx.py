@@ -18,7 +18,7 @@ from small_onnx import EXPORT, TEXT, Small, expected, export, relative, scheme
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.exporters.layer_spec import Asked
+from quantkit.exporters.layer_spec import LayerSpec
 from quantkit.model.finished import Finished
 from quantkit.scheme import WeightScheme
 
@@ -401,14 +401,14 @@ def test_what_the_dialect_cannot_hold_is_refused_before_any_work() -> None:
         (scheme(granularity="group", group=8), "groups of 8"),
     ):
         with pytest.raises(InputError, match=reason) as caught:
-            EXPORT.accepts({}, Asked({"good": scheme(), "a.linear": how}, set(), []))
+            EXPORT.accepts({}, LayerSpec({"good": scheme(), "a.linear": how}, set(), []))
         assert (caught.value.code, caught.value.where) == ("layout-unsupported", "a.linear")
         assert caught.value.remedy
     for how in (scheme(), scheme("int8", granularity="tensor"), scheme(granularity="group", group=48)):
-        EXPORT.accepts({"accuracy_level": 0, "merge": False}, Asked({"a": how}, set(), ["a"]))
+        EXPORT.accepts({"accuracy_level": 0, "merge": False}, LayerSpec({"a": how}, set(), ["a"]))
     for options in ({"dialect": "tensorrt"}, {"accuracy_level": 2}, {"accuracylevel": 4}):
         with pytest.raises(ValueError, match=next(iter(options))):
-            EXPORT.accepts(options, Asked())
+            EXPORT.accepts(options, LayerSpec())
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,7 +418,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(MissingDependency, match=r"onnxscript.*pip install 'quantkit\["):
-        EXPORT.accepts({}, Asked())
+        EXPORT.accepts({}, LayerSpec())
 
 
 @pytest.fixture(scope="module")

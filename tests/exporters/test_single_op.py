@@ -21,7 +21,7 @@ def weight(n: int = N, k: int = K, seed: int = 0) -> torch.Tensor:
     return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.02
 
 
-def session(product: single.Product, copies: Any = COPIES) -> onnxruntime.InferenceSession:
+def session(product: single.SingleProduct, copies: Any = COPIES) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     for key, value in single.EXACT_SUMS.items():
@@ -53,7 +53,7 @@ def test_a_wrong_zero_point_or_a_swapped_nibble_is_found() -> None:
         stored = dict(product.stored)
         raw = stored[name].raw
         stored[name] = single._Stored(stored[name].kind, stored[name].dims, (raw >> 4) | (raw << 4), 0)
-        wrong = single.Product(variant, K, N, product.values, stored, product.nodes)
+        wrong = single.SingleProduct(variant, K, N, product.values, stored, product.nodes)
         assert wrong.error(x, session(wrong).run(None, {"x0": x}), COPIES) > 2 * variant.limit
 
 

@@ -13,9 +13,9 @@ from small_onnx import LAYERS, Small, export
 
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
-from quantkit.exporters.layer_spec import Asked
+from quantkit.exporters.layer_spec import LayerSpec
 from quantkit.exporters.tensorrt import engine as _engine
-from quantkit.exporters.tensorrt.profiles import Shapes, capacity, fitted, inputs_of, shapes
+from quantkit.exporters.tensorrt.profiles import ProfileShapes, capacity, fitted, inputs_of, shapes
 from quantkit.exporters.trace.traced import DOMAIN, Traced
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 from quantkit.target import Profile, Target
@@ -103,7 +103,7 @@ def test_a_network_that_does_not_run_is_one_line_with_its_node(tmp_path: Path) -
 
 
 def test_a_window_in_an_encoder_is_refused() -> None:
-    from quantkit.exporters.tensorrt.network.dialect import Dialect
+    from quantkit.exporters.tensorrt.network.dialect import TensorrtDialect
 
     x = ir.Value(name="x", shape=ir.Shape([1, 4, 8, 16]), type=ir.TensorType(ir.DataType.FLOAT16))
     attributes = {"window": 8, "heads": 4, "kv_heads": 4, "scale": 1.0, "softcap": 0.0}
@@ -111,7 +111,7 @@ def test_a_window_in_an_encoder_is_refused() -> None:
     graph = ir.Graph([x], node.outputs, nodes=[node], opset_imports={"": 23, DOMAIN: 1})
     traced = Traced(ir.Model(graph, ir_version=10), {}, decoder=False, layers=0)
     with pytest.raises(InputError, match="a window in an encoder"):
-        Dialect(traced, None, quantized=None).apply()  # type: ignore[arg-type]
+        TensorrtDialect(traced, None, quantized=None).apply()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tokens", [20, 500])
@@ -238,7 +238,7 @@ def test_a_growing_cache_gives_the_same(tmp_path: Path) -> None:
 )
 def test_weights_that_tensorrt_cannot_hold_are_refused(fields: dict[str, Any], word: str, remedy: str) -> None:
     with pytest.raises(InputError) as caught:
-        EXPORT.accepts({"sm": "8.9"}, Asked({"a.down": WeightScheme(**fields)}, shapes={"a.down": (64, 96)}))
+        EXPORT.accepts({"sm": "8.9"}, LayerSpec({"a.down": WeightScheme(**fields)}, shapes={"a.down": (64, 96)}))
     assert caught.value.code == "layout-unsupported"
     assert word in str(caught.value.value)
     assert remedy in str(caught.value.remedy)
@@ -258,33 +258,33 @@ def test_a_format_that_a_gpu_does_not_hold_is_refused_before_any_work(form: str,
     pytest.importorskip("tensorrt_rtx")
     schemes = {"a": SCHEMES[form]}
     if ok:
-        EXPORT.accepts({"sm": sm}, Asked(schemes, shapes={"a": (64, 64)}))
+        EXPORT.accepts({"sm": sm}, LayerSpec(schemes, shapes={"a": (64, 64)}))
         return
     with pytest.raises(InputError, match=f"for SM {sm}") as caught:
-        EXPORT.accepts({"sm": sm}, Asked(schemes, shapes={"a": (64, 64)}))
+        EXPORT.accepts({"sm": sm}, LayerSpec(schemes, shapes={"a": (64, 64)}))
     assert "scheme.weights.format=int" in str(caught.value.remedy)
 
 
 def test_inputs_scaled_as_the_model_runs_are_refused() -> None:
     with pytest.raises(InputError, match="granularity=tensor"):
-        EXPORT.accepts({"sm": "8.9"}, Asked(activations={"a": ActivationScheme(format="int8")}))
+        EXPORT.accepts({"sm": "8.9"}, LayerSpec(activations={"a": ActivationScheme(format="int8")}))
     with pytest.raises(InputError, match="one fixed scale a layer"):
-        EXPORT.accepts({"sm": "8.9"}, Asked(cache=CacheScheme(format="fp8_e4m3", granularity="head")))
+        EXPORT.accepts({"sm": "8.9"}, LayerSpec(cache=CacheScheme(format="fp8_e4m3", granularity="head")))
     with pytest.raises(InputError, match=r"tensorrt\.cache=grown"):
-        EXPORT.accepts({"sm": "8.9"}, Asked(cache=CacheScheme(format="fp8_e4m3")))
+        EXPORT.accepts({"sm": "8.9"}, LayerSpec(cache=CacheScheme(format="fp8_e4m3")))
     with pytest.raises(InputError, match="with zero points"):
-        EXPORT.accepts({"sm": "8.9", "cache": "grown"}, Asked(cache=CacheScheme(format="int8", symmetric=False)))
-    EXPORT.accepts({"sm": "8.9", "cache": "grown"}, Asked(cache=CacheScheme(format="fp8_e4m3")))
+        EXPORT.accepts({"sm": "8.9", "cache": "grown"}, LayerSpec(cache=CacheScheme(format="int8", symmetric=False)))
+    EXPORT.accepts({"sm": "8.9", "cache": "grown"}, LayerSpec(cache=CacheScheme(format="fp8_e4m3")))
 
 
 def test_what_tensorrt_rtx_has_not_is_refused() -> None:
     with pytest.raises(InputError, match=r"tensorrt\.hardware_compatible=false"):
-        EXPORT.accepts({"sm": "8.9", "hardware_compatible": True}, Asked())
+        EXPORT.accepts({"sm": "8.9", "hardware_compatible": True}, LayerSpec())
 
 
 def test_experts_are_refused() -> None:
     with pytest.raises(InputError, match="mixture of experts"):
-        EXPORT.accepts({"sm": "8.9"}, Asked(merged={"layers.0.experts"}))
+        EXPORT.accepts({"sm": "8.9"}, LayerSpec(merged={"layers.0.experts"}))
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return network(tmp_path_factory.mktemp("ready")).folder / "engine"
 
 
-def job(folder: Path, engine: Path, **more: Any) -> _engine.Job:
+def job(folder: Path, engine: Path, **more: Any) -> _engine.EngineJob:
     fields: dict[str, Any] = {
         "network": str(folder / "network.onnx"),
         "engine": str(engine),
@@ -367,7 +367,7 @@ def job(folder: Path, engine: Path, **more: Any) -> _engine.Job:
         "workspace": 1e9,
         "optimization_level": 3,
     }
-    return _engine.Job(**{**fields, **more})
+    return _engine.EngineJob(**{**fields, **more})
 
 
 def test_a_gpu_that_the_library_does_not_list_is_refused(ready: Path, tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_a_gpu_that_the_library_does_not_list_is_refused(ready: Path, tmp_path: 
         _engine.build(job(ready, tmp_path / "x.engine", sm=["9.0"]))
     assert "8.9" in str(caught.value.value)
     with pytest.raises(InputError, match="sm-unsupported"):
-        EXPORT.accepts({"sm": "9.0"}, Asked())
+        EXPORT.accepts({"sm": "9.0"}, LayerSpec())
 
 
 def test_a_build_that_takes_too_long_is_given_up(ready: Path, tmp_path: Path) -> None:
@@ -402,5 +402,5 @@ def test_a_profile_that_contradicts_the_network_says_so(ready: Path, tmp_path: P
         _engine.build(job(ready, tmp_path / "x.engine", profiles=[first.model_copy(update={"inputs": wrong})]))
 
 
-def _profiles(folder: Path) -> list[Shapes]:
+def _profiles(folder: Path) -> list[ProfileShapes]:
     return shapes(inputs_of(folder / "network.onnx"), [DECODE])

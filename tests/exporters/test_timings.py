@@ -19,12 +19,12 @@ from quantkit.exporters.tensorrt import timings
 pytestmark = pytest.mark.usefixtures("fake_builder")
 
 
-def job(folder: Path, *lines: str, name: str = "one", **more: Any) -> _engine.Job:
+def job(folder: Path, *lines: str, name: str = "one", **more: Any) -> _engine.EngineJob:
     network = folder / f"{name}.onnx"
     network.write_text("\n".join(lines))
     fields: dict[str, Any] = {"sm": ["8.9"], "gpu": "a GPU", "profiles": [], "workspace": 1.0, "optimization_level": 3}
     fields |= {"timing_cache": str(folder / "t.cache"), **more}
-    return _engine.Job(network=str(network), engine=str(folder / f"{name}.engine"), library="tensorrt", **fields)
+    return _engine.EngineJob(network=str(network), engine=str(folder / f"{name}.engine"), library="tensorrt", **fields)
 
 
 def build(folder: Path, *lines: str, **more: Any) -> _engine.Built:

@@ -36,14 +36,14 @@ def architecture(name: str, **settings: Any) -> nn.Module:
 
 def exported(folder: Path, model: nn.Module) -> tuple[Any, Any, list[Any]]:
     """The model in ONNX Runtime, the exporter's checks of it, and its decisions."""
-    from quantkit.runtimes.onnxruntime.session import Loaded
+    from quantkit.runtimes.onnxruntime.session import OnnxModel
 
     model.save_pretrained(folder / "m")  # type: ignore[operator]
     source = open_model(str(folder / "m"))
     stream = StreamedModel(source)
     decisions = EXPORT.write(folder, source, stream, Finished([], {}), {})
     checks = EXPORT.check(folder, source, stream, Finished([], {}), {})
-    return Loaded(folder / "onnx", threads=1), {check.name: check for check in checks}, decisions
+    return OnnxModel(folder / "onnx", threads=1), {check.name: check for check in checks}, decisions
 
 
 def refused(folder: Path, model: nn.Module) -> InputError:

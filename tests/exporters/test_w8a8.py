@@ -20,10 +20,10 @@ from test_dialect_ort import Graph, dense, run, weights  # type: ignore[import-n
 
 from quantkit import machine
 from quantkit.errors import InputError
-from quantkit.exporters.layer_spec import Asked
+from quantkit.exporters.layer_spec import LayerSpec
 from quantkit.exporters.onnx import check_w8a8
-from quantkit.exporters.onnx.dialect import Dialect
-from quantkit.exporters.onnx.nbits import Input, Linear, Weights
+from quantkit.exporters.onnx.dialect import OrtDialect
+from quantkit.exporters.onnx.nbits import InputCodes, LinearSpec, WeightsByName
 from quantkit.exporters.onnx.single_op import EXACT_SUMS
 from quantkit.exporters.values import Values
 from quantkit.formats import load_format
@@ -146,7 +146,9 @@ def test_inputs_are_quantized_once_and_fused(made: Any, tmp_path: Path, how: str
     kinds = Counter(node.op_type for node in fused.graph)
     assert kinds[KERNEL[how]] == 12
     assert not {"MatMul", "Gemm", "FusedMatMul", "DequantizeLinear"} & set(kinds)
-    sites = [integer.Site(each.name, each.weight, 1.0, each.output) for each in check_w8a8.products(small.onnx)]
+    sites = [
+        integer.QuantizedSite(each.name, each.weight, 1.0, each.output) for each in check_w8a8.products(small.onnx)
+    ]
     assert integer.found(fused, sites).kernels == {KERNEL[how]: 12}
 
 
@@ -165,9 +167,9 @@ def test_one_product_is_plain_integer_arithmetic(how: str, codes: Any, symmetric
     rows, columns = 8, 48
     stored = weights({"a": (rows, columns, WEIGHTS.model_copy(update={"symmetric": symmetric}))})
     fixed = {"scale": 0.05, "zero": -3 if how == "fixed" else 0} if how.startswith("fixed") else {}
-    stored.linears["a"] = replace(stored.linears["a"], input=Input(inputs(how), **fixed))  # type: ignore[index]
+    stored.linears["a"] = replace(stored.linears["a"], input=InputCodes(inputs(how), **fixed))  # type: ignore[index]
     graph = Graph(columns)
-    model = Dialect(graph.traced(graph.linear("a", graph.x, rows)), stored, codes=codes).apply()
+    model = OrtDialect(graph.traced(graph.linear("a", graph.x, rows)), stored, codes=codes).apply()
     x = 4 * np.random.default_rng(0).standard_normal((2, 3, columns)).astype(np.float32)
     x[1, 2] = 0
     found = exact(model, x)
@@ -231,7 +233,7 @@ REFUSED = [
 def test_what_has_no_integer_kernel_is_refused(how: dict[str, Any], weights: WeightScheme, message: str) -> None:
     activations = {"a.linear": ActivationScheme.model_validate(how)}
     with pytest.raises(InputError, match=rf"a\.linear.*{message}") as caught:
-        EXPORT.accepts({}, Asked({"a.linear": weights}, activations=activations))
+        EXPORT.accepts({}, LayerSpec({"a.linear": weights}, activations=activations))
     assert caught.value.code == "layout-unsupported"
 
 
@@ -268,15 +270,19 @@ def test_no_two_products_of_7_bits_leave_16_bits(sign: int) -> None:
     form = load_format("int7")
     code = form.high if sign > 0 else form.low
     assert 2 * 255 * abs(code) < 2**15
-    stored = Weights(
-        {"a": Linear(1, 64, WEIGHTS.model_copy(update={"format": "int7"}), None, Input(inputs("fixed"), 1.0, -128))},
+    stored = WeightsByName(
+        {
+            "a": LinearSpec(
+                1, 64, WEIGHTS.model_copy(update={"format": "int7"}), None, InputCodes(inputs("fixed"), 1.0, -128)
+            )
+        },
         {"a.weight": (1, 64)},
         lambda _: np.zeros((1, 64), np.float32),
         lambda _: np.full((1, 64), code, np.int8),
         lambda _: (np.ones((1, 1), np.float32), None),
     )
     graph = Graph(64)
-    model = Dialect(graph.traced(graph.linear("a", graph.x, 1)), stored).apply()
+    model = OrtDialect(graph.traced(graph.linear("a", graph.x, 1)), stored).apply()
     (found,) = run(model, np.full((1, 3, 64), 255, np.float32))
     assert (found == 255 * 64 * code).all()
 

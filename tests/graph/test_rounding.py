@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d
 
 from quantkit.formats import load_format
-from quantkit.graph.codes.rounding import Rows, _Objective, _within, learned, limits
+from quantkit.graph.codes.rounding import CalibrationRows, _Objective, _within, learned, limits
 from quantkit.graph.sites import Site, patches
 from quantkit.passes.round import Round
 from quantkit.scheme import WeightScheme
@@ -36,8 +36,8 @@ def images(count: int, seed: int = 0) -> Tensor:
     return torch.nn.functional.avg_pool2d(torch.randn(count, 4, 10, 10), 3, stride=1) * 3
 
 
-def kept(site: Site, x: Tensor, x_hat: Tensor) -> tuple[Rows, tuple[Tensor, Tensor]]:
-    rows = Rows([], [])
+def kept(site: Site, x: Tensor, x_hat: Tensor) -> tuple[CalibrationRows, tuple[Tensor, Tensor]]:
+    rows = CalibrationRows([], [])
     found, wanted = (torch.from_numpy(patches(site, each.numpy())) for each in (x_hat, x))
     rows.add(found, wanted, samples=len(x), total=len(x))
     return rows, (found.mean(1), wanted.mean(1))
@@ -117,7 +117,7 @@ def test_a_channel_that_gains_nothing_keeps_its_codes() -> None:
 
 
 def test_few_rows_of_each_sample_are_kept() -> None:
-    rows = Rows([], [])
+    rows = CalibrationRows([], [])
     x = torch.arange(2 * 1000, dtype=torch.float32).reshape(1, 2000, 1)
     rows.add(x, -x, samples=2, total=2)
     assert [part.shape for part in rows.found] == [(1, 256, 1)] * 2

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import graphlib
+from collections import defaultdict
 from pathlib import Path
 
-from house.source import PACKAGE, files, imports
+from house.source import PACKAGE, files, imports, tree
 
 # more than so many modules and nobody finds the right one by its name
 MOST = 12
@@ -46,3 +48,13 @@ def test_a_file_is_read_in_one_sitting() -> None:
 
 def _lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def test_one_noun_is_one_class() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for module in files():
+        for node in tree(module).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(module)
+    shared = {name: found for name, found in homes.items() if len(found) > 1}
+    assert not shared, "a name says the thing, so that two things have two names"

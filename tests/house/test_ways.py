@@ -22,7 +22,7 @@ def calls(module: str) -> Iterator[tuple[int, str]]:
     [
         (
             {"subprocess.Popen", "multiprocessing.get_context", "multiprocessing.Process"},
-            {"quantkit.runtimes.child", "quantkit.nightly.running.jobs"},
+            {"quantkit.runtimes.child"},
             "a process of its own is started by runtimes/child.py, which limits, cleans up and explains",
         ),
         (

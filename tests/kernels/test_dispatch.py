@@ -9,17 +9,17 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.kernels.configs import Config, candidates
-from quantkit.kernels.dispatch import Table, Timing, fastest
+from quantkit.kernels.dispatch import KernelTiming, Table, fastest
 
 SHAPE = (14336, 4096)
 OURS = Config(64, 16, 2, 4, 4, 3).as_dict()
 TIMES = [
-    Timing("weight_only", SHAPE, 1, 8e-6, 30_000_000, OURS),
-    Timing("torch._weight_int4pack_mm", SHAPE, 1, 12e-6, 30_000_000),
-    Timing("dequantize_matmul", SHAPE, 1, 60e-6, 30_000_000),
-    Timing("weight_only", SHAPE, 512, 90e-6, 30_000_000, OURS),
-    Timing("dequantize_matmul", SHAPE, 512, 85e-6, 30_000_000),
-    Timing("matmul of a copy", SHAPE, 512, 50e-6, 147_000_000, copy=True),
+    KernelTiming("weight_only", SHAPE, 1, 8e-6, 30_000_000, OURS),
+    KernelTiming("torch._weight_int4pack_mm", SHAPE, 1, 12e-6, 30_000_000),
+    KernelTiming("dequantize_matmul", SHAPE, 1, 60e-6, 30_000_000),
+    KernelTiming("weight_only", SHAPE, 512, 90e-6, 30_000_000, OURS),
+    KernelTiming("dequantize_matmul", SHAPE, 512, 85e-6, 30_000_000),
+    KernelTiming("matmul of a copy", SHAPE, 512, 50e-6, 147_000_000, copy=True),
 ]
 
 
@@ -48,15 +48,15 @@ def test_between_batches_the_larger_one_decides() -> None:
 
 
 def test_a_tie_goes_to_fewer_bytes() -> None:
-    small = Timing("b", SHAPE, 1, 8e-6, 1)
+    small = KernelTiming("b", SHAPE, 1, 8e-6, 1)
     assert fastest([*TIMES, small]).choose(SHAPE, 1).candidate == "b"
 
 
 def test_what_failed_is_passed_over() -> None:
-    failed = [Timing("nan", SHAPE, 1, float("nan"), 1), Timing("zero", SHAPE, 1, 0.0, 1), *TIMES]
+    failed = [KernelTiming("nan", SHAPE, 1, float("nan"), 1), KernelTiming("zero", SHAPE, 1, 0.0, 1), *TIMES]
     assert fastest(failed).choose(SHAPE, 1).candidate == "weight_only"
     with pytest.raises(InputError) as caught:
-        fastest([Timing("copy", SHAPE, 1, 1e-6, 1, copy=True)])
+        fastest([KernelTiming("copy", SHAPE, 1, 1e-6, 1, copy=True)])
     assert caught.value.code == "nothing-measured"
 
 

@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("triton")  # Linux alone has it
 
-from quantkit.kernels.dispatch import Table, Timing
+from quantkit.kernels.dispatch import KernelTiming, Table
 from quantkit.measurement.rows import Row
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/gpu/run_all.py"
@@ -83,10 +83,10 @@ def test_the_sum_of_linears_is_of_what_a_layer_runs(monkeypatch: pytest.MonkeyPa
     sizes = Sizes(hidden=128, wide=256, layers=3, heads=4, kv_heads=2, vocabulary=8)
     assert sizes.linears() == ((256, 128), (128, 128), (512, 128), (128, 256))
     seconds = dict(zip(sizes.linears(), (1.0, 2.0, 4.0, 8.0), strict=True))
-    timings = [Timing("quantkit", shape, 4, taken, 1, {"block_n": 64}) for shape, taken in seconds.items()]
+    timings = [KernelTiming("quantkit", shape, 4, taken, 1, {"block_n": 64}) for shape, taken in seconds.items()]
     # the faster way counts, but not one that a layer cannot run
-    timings.append(Timing("dequantize_matmul", (128, 128), 4, 1.5, 1))
-    timings.append(Timing("torch._weight_int4pack_mm", (256, 128), 4, 0.1, 1))
+    timings.append(KernelTiming("dequantize_matmul", (128, 128), 4, 1.5, 1))
+    timings.append(KernelTiming("torch._weight_int4pack_mm", (256, 128), 4, 0.1, 1))
     known = {"int4": timings}
     assert linears_seconds(sizes, 4, "int4", tables(known)) == 3 * (1.0 + 1.5 + 4.0 + 8.0)
     # nothing is guessed for a batch, a shape or a format that was not timed

@@ -9,7 +9,7 @@ import pytest
 from quantkit.errors import InputError
 from quantkit.measurement.operators.advice import advise, verdicts
 from quantkit.measurement.rows import Row
-from quantkit.measurement.verdict import Measured
+from quantkit.measurement.verdict import MeasuredFormat
 
 BATCHES = (1, 8, 64)
 # milliseconds at each batch; float32 takes 10, 12, 40
@@ -40,8 +40,8 @@ def row(batch: int, time: float, spread: float = 0.02) -> Row:
     )
 
 
-def measured(name: str, times: Mapping[int, float], spread: float = 0.02) -> Measured:
-    return Measured(name, [row(batch, time, spread) for batch, time in times.items()])
+def measured(name: str, times: Mapping[int, float], spread: float = 0.02) -> MeasuredFormat:
+    return MeasuredFormat(name, [row(batch, time, spread) for batch, time in times.items()])
 
 
 def test_the_best_of_those_that_win() -> None:
@@ -98,7 +98,7 @@ def test_each_has_its_own_verdict() -> None:
     absent = Row.model_validate(
         {"name": "latency.op", "value": None, "unit": "s", "subject": "x", "batch": 1, "flags": ["wrong-result"]}
     )
-    formats = [measured("int4", INT4), measured("int8", INT8), measured("nf4", NF4), Measured("int2", [absent])]
+    formats = [measured("int4", INT4), measured("int8", INT8), measured("nf4", NF4), MeasuredFormat("int2", [absent])]
     found = {own.format: own.answer for own in verdicts(formats, BATCHES)}
     assert found == {"int4": "ship_up_to", "int8": "ship_it", "nf4": "do_not_quantize", "int2": "not_measured"}
     assert verdicts(formats, BATCHES)[3].because == ["nothing was timed: wrong-result"]
@@ -106,7 +106,7 @@ def test_each_has_its_own_verdict() -> None:
 
 def test_single_shapes_have_to_win_all() -> None:
     rows = [row(1, 5.0), row(1, 20.0)]
-    assert verdicts([Measured("int4", rows)], (1,))[0].answer == "do_not_quantize"
+    assert verdicts([MeasuredFormat("int4", rows)], (1,))[0].answer == "do_not_quantize"
 
 
 def test_what_cannot_be_judged_is_refused() -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from quantkit.bundle import LayerEntry
-from quantkit.measurement.compared import Asked, Cell, decided, exit_code, layer_pairs, verdict
-from quantkit.stats.deciding.apart import KNOWN, Measured, difference
+from quantkit.measurement.compared import DecidedCell, Quantity, decided, exit_code, layer_pairs, verdict
+from quantkit.stats.deciding.apart import KNOWN, MeasuredValue, difference
 
 SWAPPED = {"A better": "B better", "B better": "A better"}
 # (effect, reach of the interval) against a margin of 1: what B is
@@ -16,14 +16,14 @@ WORSE, BETTER, SAME, OPEN = (5.0, 0.5), (-5.0, 0.5), (0.0, 0.5), (0.0, 5.0)
 AT_WORST_SAME, AT_BEST_SAME = (-1.5, 2.0), (1.5, 2.0)
 
 
-def asked(effect: float, reach: float, how: str = "apart") -> Asked:
-    evidence = difference(Measured(effect, (effect - reach, effect + reach)), KNOWN, margin=1.0, alarm=0.0)
-    return Asked("accuracy", "accuracy.kl", None, None, "nat", how, evidence)  # type: ignore[arg-type]
+def asked(effect: float, reach: float, how: str = "apart") -> Quantity:
+    evidence = difference(MeasuredValue(effect, (effect - reach, effect + reach)), KNOWN, margin=1.0, alarm=0.0)
+    return Quantity("accuracy", "accuracy.kl", None, None, "nat", how, evidence)  # type: ignore[arg-type]
 
 
-def cells(*effects: tuple[float, float]) -> list[Cell]:
+def cells(*effects: tuple[float, float]) -> list[DecidedCell]:
     found = [asked(*each) for each in effects]
-    return [Cell.of(each, decision) for each, decision in zip(found, decided(found), strict=True)]
+    return [DecidedCell.of(each, decision) for each, decision in zip(found, decided(found), strict=True)]
 
 
 @pytest.mark.parametrize(

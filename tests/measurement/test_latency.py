@@ -7,14 +7,14 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.measurement.operators.ceilings import Ceiling
-from quantkit.measurement.operators.tax import Cost, captured_gain
-from quantkit.measurement.timing.latency import Entry, measure
-from quantkit.measurement.timing.shapes import Plan
+from quantkit.measurement.operators.tax import StepCost, captured_gain
+from quantkit.measurement.timing.latency import TimedSide, measure
+from quantkit.measurement.timing.shapes import TimingPlan
 
 DEVICE = {"id": "x", "kind": "cpu", "name": "a processor"}
 READ, FP32, INT8 = 10e9, 100e9, 400e9
-FLOAT = Cost("float32", 540e6, kv_bytes_per_token=46e3, flops_per_token=270e6, attention_flops=140e3)
-INT4 = Cost("int4", 85e6, kv_bytes_per_token=46e3, flops_per_token=270e6, attention_flops=140e3, compute="int8")
+FLOAT = StepCost("float32", 540e6, kv_bytes_per_token=46e3, flops_per_token=270e6, attention_flops=140e3)
+INT4 = StepCost("int4", 85e6, kv_bytes_per_token=46e3, flops_per_token=270e6, attention_flops=140e3, compute="int8")
 
 
 class World:
@@ -62,13 +62,13 @@ def ceilings():
 
 def run(ours, theirs, *, world, plan=None, ceilings=ceilings, progress=None):
     return measure(
-        Entry(ours, INT4, "ours", 85_000_000),
-        Entry(theirs, FLOAT, "theirs"),
+        TimedSide(ours, INT4, "ours", 85_000_000),
+        TimedSide(theirs, FLOAT, "theirs"),
         runtime="onnxruntime",
         settings={"threads": 2},
         device=DEVICE,
         versions={"onnxruntime": "1"},
-        plan=plan or Plan(batches=(1, 8), contexts=(128,), prefills=(64,), seconds=20),
+        plan=plan or TimingPlan(batches=(1, 8), contexts=(128,), prefills=(64,), seconds=20),
         ceilings=ceilings,
         progress=progress,
         clock=world,
@@ -86,7 +86,7 @@ def falling(batch, context):
 
 def test_every_cell_has_its_rows():
     world = World()
-    plan = Plan(batches=(1, 4), contexts=(128, 1024), prefills=(64, 256), seconds=10)
+    plan = TimingPlan(batches=(1, 4), contexts=(128, 1024), prefills=(64, 256), seconds=10)
     rows = run(FakeSide(world, lambda b, c: 0.01), FakeSide(world, lambda b, c: 0.03), world=world, plan=plan)
     counts = {name: len(named(rows, name)) for name in {row.name for row in rows}}
     assert counts == {
@@ -188,7 +188,7 @@ def test_without_a_ceiling_there_is_no_tax():
 
 def test_break_even_is_where_the_first_win_ends():
     world = World(noise=0.02)
-    plan = Plan(batches=(1, 2, 4, 8, 16, 32), contexts=(128,), prefills=(), seconds=60)
+    plan = TimingPlan(batches=(1, 2, 4, 8, 16, 32), contexts=(128,), prefills=(), seconds=60)
     rows = run(FakeSide(world, falling), FakeSide(world, lambda b, c: 0.03), world=world, plan=plan)
     (row,) = named(rows, "tax.break_even")
     # surely faster up to a little below batch 8, where the two are equal
@@ -233,7 +233,7 @@ def test_a_context_beyond_the_model_is_skipped():
             return super().decode(batch, context)
 
     world = World()
-    plan = Plan(batches=(1,), contexts=(128, 1024), prefills=(), seconds=5)
+    plan = TimingPlan(batches=(1,), contexts=(128, 1024), prefills=(), seconds=5)
     rows = run(Short(world, falling), FakeSide(world, falling), world=world, plan=plan)
     short, long = named(rows, "latency.decode_step")
     assert short.value is not None
@@ -253,7 +253,7 @@ def test_another_error_is_not_swallowed():
 
 def test_slow_steps_keep_within_their_time():
     world = World()
-    plan = Plan(batches=(1,), contexts=(128,), prefills=(), seconds=10, cell_seconds=60)
+    plan = TimingPlan(batches=(1,), contexts=(128,), prefills=(), seconds=10, cell_seconds=60)
     rows = run(FakeSide(world, lambda b, c: 3.0), FakeSide(world, lambda b, c: 3.0), world=world, plan=plan)
     (row,) = named(rows, "latency.decode_step")
     assert 10 <= row.n < 30
@@ -266,7 +266,7 @@ def test_quick_cells_use_the_time_and_steps_are_bounded():
     rows = run(FakeSide(world, lambda b, c: 0.01), FakeSide(world, lambda b, c: 0.02), world=world)
     assert all("few-steps" not in row.flags for row in rows)
     assert world.now < 30
-    plan = Plan(batches=(1,), contexts=(128,), prefills=(), seconds=1e6)
+    plan = TimingPlan(batches=(1,), contexts=(128,), prefills=(), seconds=1e6)
     before = world.steps
     rows = run(FakeSide(world, lambda b, c: 0.01), FakeSide(world, lambda b, c: 0.02), world=world, plan=plan)
     assert named(rows, "latency.decode_step")[0].n == 960
@@ -275,13 +275,13 @@ def test_quick_cells_use_the_time_and_steps_are_bounded():
 
 def test_costly_preparation_is_not_repeated():
     world = World()
-    plan = Plan(batches=(1,), contexts=(128,), prefills=(), seconds=9)
+    plan = TimingPlan(batches=(1,), contexts=(128,), prefills=(), seconds=9)
     rows = run(FakeSide(world, falling, cost=5.0), FakeSide(world, falling), world=world, plan=plan)
     assert world.prepared == 2
     assert named(rows, "latency.decode_step")[0].n >= 30
     world = World()
     run(FakeSide(world, falling, cost=0.1), FakeSide(world, falling), world=world, plan=plan)
-    assert world.prepared == 2 * Plan().rounds
+    assert world.prepared == 2 * TimingPlan().rounds
 
 
 def test_cells_share_the_drift_of_the_machine():
@@ -293,7 +293,7 @@ def test_cells_share_the_drift_of_the_machine():
             return run
 
     world = Slowing()
-    plan = Plan(batches=(1, 2, 4, 8), contexts=(128,), prefills=(), seconds=60)
+    plan = TimingPlan(batches=(1, 2, 4, 8), contexts=(128,), prefills=(), seconds=60)
     rows = run(FakeSide(world, lambda b, c: 0.01), FakeSide(world, lambda b, c: 0.02), world=world, plan=plan)
     steps = named(rows, "latency.decode_step")
     values = [row.value for row in steps]
@@ -322,7 +322,7 @@ class Moody(World):
 
 @pytest.mark.slow
 def test_runs_agree_within_their_printed_intervals():
-    plan = Plan(batches=(1, 8), contexts=(128,), prefills=(64,), seconds=120)
+    plan = TimingPlan(batches=(1, 8), contexts=(128,), prefills=(64,), seconds=120)
     runs = []
     for seed in range(8):
         world = Moody(seed)
@@ -341,7 +341,7 @@ def test_runs_agree_within_their_printed_intervals():
 
 def test_a_model_that_does_not_decode():
     world = World()
-    plan = Plan(batches=(), contexts=(), prefills=(128,), prefill_batches=(1, 8), seconds=5)
+    plan = TimingPlan(batches=(), contexts=(), prefills=(128,), prefill_batches=(1, 8), seconds=5)
     side = FakeSide(world, falling, lambda b, t: 0.01 * b)
     rows = run(side, FakeSide(world, falling, lambda b, t: 0.02 * b), world=world, plan=plan)
     assert [row.batch for row in named(rows, "latency.prefill")] == [1, 8]

@@ -11,14 +11,14 @@ from planted_ops import DOWN, FP32, INT8, LAUNCH, READ, SETTING, TWO, UP, FakeBe
 from quantkit.errors import InputError
 from quantkit.measurement.operators import products as ops
 from quantkit.measurement.operators import rows as ops_rows
-from quantkit.measurement.operators.products import Plan, Timed
+from quantkit.measurement.operators.products import SweepPlan, TimedVariant
 from quantkit.measurement.operators.rows import ALL
-from quantkit.measurement.operators.tax import Cost, captured_gain
+from quantkit.measurement.operators.tax import StepCost, captured_gain
 from quantkit.measurement.rows import Row
-from quantkit.planning.model.shapes import Linear
+from quantkit.planning.model.shapes import LinearShape
 
 
-def rows_of(timed: list[Timed], model: str = "") -> list[Row]:
+def rows_of(timed: list[TimedVariant], model: str = "") -> list[Row]:
     return ops_rows.rows(timed, SETTING, model=model)
 
 
@@ -70,7 +70,7 @@ def test_without_a_baseline_nothing_is_compared() -> None:
 def test_a_shape_whose_baseline_does_not_fit_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     real = FakeBench.prepare
 
-    def prepare(self: Any, linear: Linear, variants: Any, largest: int) -> Any:
+    def prepare(self: Any, linear: LinearShape, variants: Any, largest: int) -> Any:
         sides = real(self, linear, variants, largest)
         return {**sides, "float32": "out-of-memory"} if linear is DOWN else sides
 
@@ -151,8 +151,8 @@ def test_a_model_with_a_linear_that_was_not_timed_has_no_sum() -> None:
 
 
 def test_copies_are_three_times_the_cache() -> None:
-    assert ops.copies(Cost("int4", 1e6), 32 * 10**6) == 96
-    assert ops.copies(Cost("float32", 2e8), 32 * 10**6) == 1
+    assert ops.copies(StepCost("int4", 1e6), 32 * 10**6) == 96
+    assert ops.copies(StepCost("float32", 2e8), 32 * 10**6) == 1
 
 
 def test_onnx_runtime_times_what_is_right_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,11 +160,11 @@ def test_onnx_runtime_times_what_is_right_and_nothing_else(monkeypatch: pytest.M
     from quantkit.measurement.operators.onnxruntime import OnnxRuntimeBench
 
     bench = OnnxRuntimeBench(threads=1, cache=40_000)
-    linear = Linear(name="x", K=128, N=64)
-    real = single.Product.error
+    linear = LinearShape(name="x", K=128, N=64)
+    real = single.SingleProduct.error
     wrong = single.variant("int4.g32.level0")
     monkeypatch.setattr(
-        single.Product, "error", lambda self, *args: 1.0 if self.variant == wrong else real(self, *args)
+        single.SingleProduct, "error", lambda self, *args: 1.0 if self.variant == wrong else real(self, *args)
     )
     asked = ["float32", "int4.g32.level4", wrong.name, "int8.dynamic", "quantize.dynamic"]
     sides = bench.prepare(linear, asked, [512])
@@ -182,7 +182,7 @@ def test_onnx_runtime_times_what_is_right_and_nothing_else(monkeypatch: pytest.M
                 for _ in range(40):  # round all sessions
                     step()
     assert int4.hot(2) is not None
-    timed = ops.measure(bench, [linear], "float32", ["int4.g32.level4"], Plan((1, 2), 0.05, rounds=2))
+    timed = ops.measure(bench, [linear], "float32", ["int4.g32.level4"], SweepPlan((1, 2), 0.05, rounds=2))
     for row in rows_of(timed):
         assert json.loads(row.line())["schema"] == 1
     assert all(each.found for each in timed)

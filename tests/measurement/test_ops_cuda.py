@@ -12,20 +12,20 @@ pytest.importorskip("triton")  # Linux alone has it
 from quantkit.errors import InputError
 from quantkit.kernels.dispatch import EXPANDED, OURS
 from quantkit.measurement.cuda import ceilings, sides
-from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.cuda.timing import Implementation
 from quantkit.measurement.cuda.weights import known
 from quantkit.measurement.operators import cuda as ops_cuda
 from quantkit.measurement.operators import rows as ops_rows
 from quantkit.measurement.operators import run as ops_run
 from quantkit.measurement.operators.cuda import BASELINE, CudaBench, check_shape, torch_names, variant_of
-from quantkit.measurement.operators.products import Plan, measure
+from quantkit.measurement.operators.products import SweepPlan, measure
 from quantkit.measurement.operators.rows import Setting
 from quantkit.measurement.operators.tax import Limits
-from quantkit.planning.model.shapes import Linear
+from quantkit.planning.model.shapes import LinearShape
 
-LINEAR = Linear(name="up", K=128, N=32)
-DEVICE = Device("cpu", dry=True)
+LINEAR = LinearShape(name="up", K=128, N=32)
+DEVICE = GpuDevice("cpu", dry=True)
 
 
 def bench() -> CudaBench:
@@ -96,14 +96,14 @@ def test_a_full_gpu_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_codes_that_the_gpu_cannot_multiply_are_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Device, "sm", property(lambda self: 86))
+    monkeypatch.setattr(GpuDevice, "sm", property(lambda self: 86))
     assert bench().prepare(LINEAR, ["fp8_e4m3.dynamic"], [1]) == {"fp8_e4m3.dynamic": "device-lacks-format"}
 
 
 def test_groups_divide_the_inputs() -> None:
-    check_shape(variant_of("int4.g64"), Linear(name="x", K=192, N=8))
+    check_shape(variant_of("int4.g64"), LinearShape(name="x", K=192, N=8))
     with pytest.raises(InputError, match=r"group-indivisible.*groups of 32 or 64"):
-        check_shape(variant_of("int4.g128"), Linear(name="x", K=192, N=8))
+        check_shape(variant_of("int4.g128"), LinearShape(name="x", K=192, N=8))
     assert set(torch_names()) <= {f"{name}.torch" for name in known()}
 
 
@@ -111,7 +111,7 @@ def test_the_tax_is_split_where_the_kernel_is_ours(monkeypatch: pytest.MonkeyPat
     seconds = {"torch.linear": 4e-3, OURS: 2e-3, EXPANDED: 9e-3, "quantkit raw twin": 1.5e-3, "quantize_tokens": 1e-4}
     monkeypatch.setattr(Implementation, "ready", lambda self: lambda: seconds[self.name])
     variants = ["int4.g32", "int8.dynamic"]
-    timed = measure(bench(), [LINEAR], BASELINE, variants, Plan([3], seconds=0.2, rounds=2))
+    timed = measure(bench(), [LINEAR], BASELINE, variants, SweepPlan([3], seconds=0.2, rounds=2))
     limits = Limits(1e9, {"bf16": 1e12, "fp16": 1e12, "int8": 1e12})
     setting = Setting("torch", None, DEVICE.identity(), {}, limits, 1e-6, 1, BASELINE)
     rows = ops_rows.rows(timed, setting, model="m")
@@ -140,7 +140,7 @@ def test_slower_products_at_the_end_are_throttling() -> None:
 
 def test_a_whole_run_in_a_process_of_its_own() -> None:
     linear = {"name": "up", "K": 128, "N": 32}
-    rows = ops_run.run(ops_run.Job([linear], "", "bfloat16", ["int8.dynamic"], [3], 0, 0.2, rounds=1))
+    rows = ops_run.run(ops_run.SweepJob([linear], "", "bfloat16", ["int8.dynamic"], [3], 0, 0.2, rounds=1))
     names = {row.name for row in rows}
     assert {"ceiling.read", "ceiling.compute", "latency.op", "tax.total", "tax.activation"} <= names
     assert all(row.settings.get("threads") is None for row in rows)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, LEAST, MOST, Job, Taken, run, take
+from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, LEAST, MOST, RoundsJob, Taken, run, take
 from quantkit.measurement.timing.schedule import Array, Step, Turns
-from quantkit.measurement.timing.shapes import Plan, Shape
+from quantkit.measurement.timing.shapes import Shape, TimingPlan
 from quantkit.stats.deciding.decision import decide
 from quantkit.stats.deciding.slowdown import BLOCKS, slowdown
 
@@ -132,7 +132,7 @@ def test_times_survive_the_way_between_processes() -> None:
 
 
 def test_the_shapes_of_a_plan() -> None:
-    found = Plan(batches=(1, 4), contexts=(128,), prefills=(64,), prefill_batches=(1,)).shapes()
+    found = TimingPlan(batches=(1, 4), contexts=(128,), prefills=(64,), prefill_batches=(1,)).shapes()
     assert [each.words for each in found] == [
         "decode, batch 1, context 128",
         "decode, batch 4, context 128",
@@ -144,4 +144,4 @@ def test_the_shapes_of_a_plan() -> None:
 def test_two_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setattr("quantkit.machine.memory_available", lambda: -1)
     with pytest.raises(InputError, match="out-of-memory"):
-        run(Job(str(tmp_path), str(tmp_path), [STEP], 1, 1.0))
+        run(RoundsJob(str(tmp_path), str(tmp_path), [STEP], 1, 1.0))

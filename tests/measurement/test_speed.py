@@ -18,12 +18,12 @@ from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing import speed
-from quantkit.measurement.timing.shapes import Plan
-from quantkit.measurement.timing.speed import Job, Part, footprint, run
+from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.measurement.timing.speed import SpeedJob, SpeedSide, footprint, run
 from quantkit.runtimes.child import Caller
 from quantkit.scheme import ActivationScheme
 
-PLAN = Plan(batches=(1,), contexts=(16,), prefills=(8,), seconds=0.05, cell_seconds=0.05, rounds=1)
+PLAN = TimingPlan(batches=(1,), contexts=(16,), prefills=(8,), seconds=0.05, cell_seconds=0.05, rounds=1)
 CHANGES = {"vocab_size": 258, "num_hidden_layers": 1}  # as in tests/pipeline, so that it is traced once
 
 
@@ -38,9 +38,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Small, Small]:
 
 
 @pytest.fixture(scope="module")
-def job(pair: tuple[Small, Small]) -> Job:
+def job(pair: tuple[Small, Small]) -> SpeedJob:
     ours, theirs = (str(small.onnx) for small in pair)
-    return Job(Part(ours, "ours", "int4"), Part(theirs, "theirs", "float32"), 1, PLAN)
+    return SpeedJob(SpeedSide(ours, "ours", "int4"), SpeedSide(theirs, "theirs", "float32"), 1, PLAN)
 
 
 class Told(Caller):
@@ -58,7 +58,7 @@ class Told(Caller):
         self.shares.append(share)
 
 
-def in_this_process(job: Job, monkeypatch: pytest.MonkeyPatch) -> Told:
+def in_this_process(job: SpeedJob, monkeypatch: pytest.MonkeyPatch) -> Told:
     """The child's work, done here."""
     ceilings = [
         Ceiling("ceiling.read", "B/s", (1e10, 1e10), {}, {}),
@@ -75,7 +75,7 @@ def in_this_process(job: Job, monkeypatch: pytest.MonkeyPatch) -> Told:
 
 
 def test_it_times_both_and_says_how_far_it_is(
-    job: Job, pair: tuple[Small, Small], monkeypatch: pytest.MonkeyPatch
+    job: SpeedJob, pair: tuple[Small, Small], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = in_this_process(job, monkeypatch)
     assert told.shares[-1] == 1.0 and told.shares == sorted(told.shares)
@@ -103,9 +103,9 @@ def test_an_encoder_is_timed_by_its_passes(tmp_path: Path, monkeypatch: pytest.M
     how = ActivationScheme(format="int8")
     ours = export(tmp_path / "ours", "bert", scheme("int8", granularity="channel"), activations=how)
     theirs = export(tmp_path / "theirs", "bert")
-    plan = Plan(batches=(), contexts=(), prefills=(8, 100), prefill_batches=(1, 3), seconds=0.05, rounds=1)
-    sides = Part(str(ours.onnx), "ours", "int8"), Part(str(theirs.onnx), "theirs", "float32")
-    rows = in_this_process(Job(*sides, 1, plan), monkeypatch).rows
+    plan = TimingPlan(batches=(), contexts=(), prefills=(8, 100), prefill_batches=(1, 3), seconds=0.05, rounds=1)
+    sides = SpeedSide(str(ours.onnx), "ours", "int8"), SpeedSide(str(theirs.onnx), "theirs", "float32")
+    rows = in_this_process(SpeedJob(*sides, 1, plan), monkeypatch).rows
     passes = {(row.batch, (row.shape or {})["new_tokens"]): row for row in rows if row.name == "latency.prefill"}
     assert set(passes) == {(1, 8), (3, 8), (1, 100), (3, 100)}
     assert all(row.baseline is not None and row.value for (_, new), row in passes.items() if new == 8)
@@ -120,14 +120,16 @@ def test_an_encoder_is_timed_by_its_passes(tmp_path: Path, monkeypatch: pytest.M
     assert footprint(sides[0], 1)["new_tokens"] == 64
 
 
-def test_what_it_meets_is_its_answer(job: Job, tmp_path: Path) -> None:
+def test_what_it_meets_is_its_answer(job: SpeedJob, tmp_path: Path) -> None:
     """Really started."""
     (tmp_path / "model.onnx").write_bytes(b"no graph")
     with pytest.raises(InputError, match="onnx-unreadable"):
-        footprint(Part(str(tmp_path), "ours", "int4"), 1)
+        footprint(SpeedSide(str(tmp_path), "ours", "int4"), 1)
 
 
-def test_it_weighs_one_side_in_a_process_of_its_own(job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_weighs_one_side_in_a_process_of_its_own(
+    job: SpeedJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Really started, in a folder that holds a trap for whoever imports from there."""
     (tmp_path / "json.py").write_text("raise SystemExit('imported from the current folder')")
     monkeypatch.chdir(tmp_path)
@@ -165,7 +167,7 @@ def weighing(kilobytes: dict[str, int]) -> dict[str, int]:
 
 
 def test_rows_come_back_with_the_memory_of_both(
-    job: Job, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    job: SpeedJob, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = Row(name="latency.prefill", value=0.5, unit="s", subject="ours").line()
     child(f"""read job; echo 'at 0.5 decode, batch 1'; echo 'row {row}'; echo chatter of a library""")
@@ -183,7 +185,7 @@ def test_rows_come_back_with_the_memory_of_both(
     assert peak.settings["baseline_resident"] == 80_000
 
 
-def test_an_error_of_the_child_is_ours(job: Job, child: Callable[[str], None], tmp_path: Path) -> None:
+def test_an_error_of_the_child_is_ours(job: SpeedJob, child: Callable[[str], None], tmp_path: Path) -> None:
     fields = {"code": "onnx-unreadable", "where": "x", "value": "y", "rule": "z", "remedy": "w"}
     child(f"echo $$ > {tmp_path}/pid; echo 'error {json.dumps(fields)}'; exec sleep 60")
     with pytest.raises(InputError, match="onnx-unreadable"):
@@ -203,7 +205,7 @@ def test_an_error_of_the_child_is_ours(job: Job, child: Callable[[str], None], t
     ],
 )
 def test_a_child_that_ends_without_a_word_is_told_of(
-    script: str, says: str, job: Job, child: Callable[[str], None]
+    script: str, says: str, job: SpeedJob, child: Callable[[str], None]
 ) -> None:
     child(script)
     with pytest.raises(InputError) as caught:
@@ -214,7 +216,7 @@ def test_a_child_that_ends_without_a_word_is_told_of(
 
 
 def test_a_stop_ends_the_child_too(
-    job: Job, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    job: SpeedJob, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(speed, "footprint", lambda part, threads: weighing({}))
     child(f"echo $$ > {tmp_path}/pid; echo 'at 0.1 decode'; exec sleep 60")
@@ -228,7 +230,7 @@ def test_a_stop_ends_the_child_too(
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_started(
-    job: Job, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    job: SpeedJob, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child("exit 1")
     monkeypatch.setattr("quantkit.machine.memory_available", lambda: 1000)
@@ -238,7 +240,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_started(
 
 @pytest.mark.parametrize("package", ["onnxruntime", "scipy"])
 def test_what_is_missing_is_said_before_anything_is_started(
-    package: str, job: Job, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    package: str, job: SpeedJob, child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child("exit 1")
     monkeypatch.setattr("quantkit.machine.has", lambda name: name != package)
@@ -246,7 +248,7 @@ def test_what_is_missing_is_said_before_anything_is_started(
         run(job)
 
 
-def test_a_graph_that_says_nothing_of_its_work_is_taken_by_its_files(pair: tuple[Small, Small], job: Job) -> None:
+def test_a_graph_that_says_nothing_of_its_work_is_taken_by_its_files(pair: tuple[Small, Small], job: SpeedJob) -> None:
     """One that somebody else exported."""
     model: Any = pair[1].load()
     model.meta = {}

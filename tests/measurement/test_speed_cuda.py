@@ -10,18 +10,18 @@ import pytest
 pytest.importorskip("triton")  # Linux alone has it
 
 from quantkit.measurement.cuda import ceilings as limits
-from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.operators.ceilings import joined, median_interval
 from quantkit.measurement.operators.tax import Limits
 from quantkit.measurement.timing import cuda as speed_cuda
 
-DEVICE = Device("cpu", dry=True)
+DEVICE = GpuDevice("cpu", dry=True)
 BEFORE = np.array([[101.0, 99.0], [100.0, 103.0], [98.0, 102.0], [97.0, 104.0]])
 AFTER = BEFORE - 10
 
 
 def read(taken: np.ndarray | None, reason: str = "") -> speed_cuda.Ceiling:
-    return speed_cuda.ceiling(limits.Measured("ceiling.read", "B/s", taken, {}, reason))
+    return speed_cuda.ceiling(limits.MeasuredCeiling("ceiling.read", "B/s", taken, {}, reason))
 
 
 def test_every_sample_is_kept_in_the_order_in_which_it_was_taken() -> None:
@@ -43,7 +43,7 @@ def test_of_few_samples_no_interval_is_stated() -> None:
 
 
 def test_what_the_device_lacks_says_so_and_limits_nothing() -> None:
-    lacking = limits.Measured("ceiling.compute", "op/s", None, {"compute_type": "fp8_e4m3"}, "no kernel")
+    lacking = limits.MeasuredCeiling("ceiling.compute", "op/s", None, {"compute_type": "fp8_e4m3"}, "no kernel")
     found = [read(BEFORE), speed_cuda.ceiling(lacking)]
     row = joined(found, found)[1].row(device=DEVICE.identity(), versions={})
     assert (row.value, row.n, row.quantiles, row.ci95) == (None, None, None, None)

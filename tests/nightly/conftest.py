@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Cell, Decision, Item, Night, Result, Time
+from quantkit.nightly.store.records import Item, Night, NightCell, Result, StoredDecision, Time
 
 FIRST, SECOND, THIRD = (f"202601{day:02d}T030000Z-{day:06x}" for day in (1, 2, 3))
-CELLS = tuple(Cell("tiny", recipe, "cpu-x86", "onnxruntime", batch) for recipe in ("a", "b") for batch in (1, 8))
+CELLS = tuple(NightCell("tiny", recipe, "cpu-x86", "onnxruntime", batch) for recipe in ("a", "b") for batch in (1, 8))
 
 
-def night(name: str = FIRST, cells: tuple[Cell, ...] = CELLS) -> Night:
+def night(name: str = FIRST, cells: tuple[NightCell, ...] = CELLS) -> Night:
     started = datetime.strptime(name[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
     return Night(name, started, "c0ffee", "ab" * 32, "builder", tuple(each.key for each in cells))
 
 
-def times(cell: Cell, name: str = FIRST, attempt: int = 1, n: int = 4) -> list[Time]:
+def times(cell: NightCell, name: str = FIRST, attempt: int = 1, n: int = 4) -> list[Time]:
     sides = ("candidate", "baseline")
     return [
         Time(name, cell.key, attempt, sides[i % 2], 0, i // 4, i, (1 + i) * cell.batch * 1e-3, 1.7e9 + i)  # type: ignore[arg-type]
@@ -28,19 +28,19 @@ def times(cell: Cell, name: str = FIRST, attempt: int = 1, n: int = 4) -> list[T
     ]
 
 
-def items(cell: Cell, name: str = FIRST, attempt: int = 1) -> list[Item]:
+def items(cell: NightCell, name: str = FIRST, attempt: int = 1) -> list[Item]:
     return [Item(name, cell.build, attempt, i, "candidate", i % 2 == 0, 0.1, -1.0, 0) for i in range(3)]
 
 
-def result(cell: Cell, name: str = FIRST, state: Any = "done", attempt: int = 1, **others: Any) -> Result:
+def result(cell: NightCell, name: str = FIRST, state: Any = "done", attempt: int = 1, **others: Any) -> Result:
     return Result.of(name, cell, state, attempt=attempt, **others)
 
 
-def decision(cell: Cell, name: str = FIRST, answer: Any = "same", what: Any = "latency") -> Decision:
-    return Decision(name, cell.key, what, answer, 1.01)
+def decision(cell: NightCell, name: str = FIRST, answer: Any = "same", what: Any = "latency") -> StoredDecision:
+    return StoredDecision(name, cell.key, what, answer, 1.01)
 
 
-def fill(store: Store, name: str = FIRST, cells: tuple[Cell, ...] = CELLS) -> None:
+def fill(store: Store, name: str = FIRST, cells: tuple[NightCell, ...] = CELLS) -> None:
     """A night: every cell, the items with the first of a build, all of it fine."""
     store.begin(night(name, cells))
     for cell in cells:

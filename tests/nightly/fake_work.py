@@ -8,20 +8,20 @@ import time
 from pathlib import Path
 
 from quantkit.errors import InputError
-from quantkit.nightly.running.jobs import Job
+from quantkit.nightly.running.jobs import BuildJob
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Cell, Result, Time
+from quantkit.nightly.store.records import NightCell, Result, Time
 from quantkit.pipeline.progress import Progress
 
 
-def work(job: Job, progress: Progress) -> None:
+def work(job: BuildJob, progress: Progress) -> None:
     """The store lies beside the configuration's path; who began what stands in `log`, and where there is a `seconds`,
     a cell takes as many."""
     home = Path(job.config).parent
     store = Store.open(home / "store")
     with (home / "log").open("a") as log:
         log.write(f"{job.build} {os.getpid()}\n")
-    recipe = Cell.of(job.cells[0]).recipe
+    recipe = NightCell.of(job.cells[0]).recipe
     if recipe == "raises":
         raise InputError("planted", where="here", value="1", rule="2", remedy="3")
     if recipe == "breaks":
@@ -36,7 +36,7 @@ def work(job: Job, progress: Progress) -> None:
         if (home / "seconds").exists():
             time.sleep(float((home / "seconds").read_text()))
         progress.at("measure", 0.5, key)
-        cell = Cell.of(key)
+        cell = NightCell.of(key)
         before = store.accepted(before=job.night).get(key)
         sha256 = None if before is None else before.content_sha256
         result = Result.of(
@@ -46,7 +46,7 @@ def work(job: Job, progress: Progress) -> None:
         store.commit(result, [each for each in taken if before or each.side == "candidate"])
 
 
-def times(job: Job, cell: Cell, *, slower: bool) -> list[Time]:
+def times(job: BuildJob, cell: NightCell, *, slower: bool) -> list[Time]:
     """Ten rounds of two blocks; with `slower` the candidate takes half as long again, in every attempt."""
     took = {"candidate": 1.5e-3 if slower else 1e-3, "baseline": 1e-3}
     order = ["candidate"] * 2 + ["baseline"] * 4 + ["candidate"] * 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.nightly.store.records import Cell, Item, Side, Time
+from quantkit.nightly.store.records import Item, NightCell, Side, Time
 from quantkit.stats.deciding.slowdown import BLOCKS, BURST, ROUNDS
 
 from .conftest import FIRST
@@ -16,7 +16,7 @@ STEP = 0.02
 
 
 def timed(
-    cell: Cell,
+    cell: NightCell,
     *,
     slower: float = 0.0,
     other: Side = "baseline",
@@ -44,7 +44,7 @@ def timed(
 
 
 def answered(
-    cell: Cell, *, n: int = 2000, lost: int = 0, gained: int = 0, kl: float = 0.0, nll: float = 0.0, **others: Any
+    cell: NightCell, *, n: int = 2000, lost: int = 0, gained: int = 0, kl: float = 0.0, nll: float = 0.0, **others: Any
 ) -> list[Item]:
     """Items of a build: the baseline is right in the first half; the candidate loses and gains so many."""
     generator = np.random.default_rng(1)

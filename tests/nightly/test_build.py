@@ -21,7 +21,7 @@ from quantkit.nightly.config import Nightly
 from quantkit.nightly.running import bundles, timing
 from quantkit.nightly.running.build import build, request_of, why_not_here
 from quantkit.nightly.running.bundles import Bundles, inputs_sha256
-from quantkit.nightly.running.jobs import Job
+from quantkit.nightly.running.jobs import BuildJob
 from quantkit.nightly.store.parquet import Store
 from quantkit.nightly.store.records import Night, Result, Time
 from quantkit.pipeline.progress import Progress
@@ -72,7 +72,7 @@ class Home:
         if attempt == 1:
             self.store.begin(Night(**{**vars(night_row(name, cells)), "config_sha256": config.sha256}))
         keys = tuple(cell.key for cell in cells)
-        build(Job(name, str(self.path / "nightly.yaml"), config.sha256, keys, attempt, 60.0), Progress())
+        build(BuildJob(name, str(self.path / "nightly.yaml"), config.sha256, keys, attempt, 60.0), Progress())
         if accept:
             self.store.decide(name, [decision(cell, name) for cell in cells])
         return [each for each in self.store.results(name) if each.attempt == attempt]
@@ -110,14 +110,14 @@ def home(made: Path, tmp_path: Path) -> Home:
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times that nothing was started for, where a test is about something else."""
 
-    def planted(task: timing.Task, progress: Any) -> timing.Found:
+    def planted(task: timing.Task, progress: Any) -> timing.CellTimes:
         steps = [
             timing.Iteration(side, turn, 0, place, 1e-3, 1.0)
             for turn in (0, 1)
             for side in task.sides
             for place in range(4)
         ]
-        return timing.Found(steps)
+        return timing.CellTimes(steps)
 
     monkeypatch.setattr(timing, "run", planted)
 
@@ -221,7 +221,7 @@ def test_the_last_release_is_a_third_side(home: Home) -> None:
 def test_a_cell_that_fails_is_a_result_and_the_next_goes_on(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     real = timing.run
 
-    def failing(task: timing.Task, progress: Any) -> timing.Found:
+    def failing(task: timing.Task, progress: Any) -> timing.CellTimes:
         if task.batch == 1:
             raise InputError("out-of-memory", where="batch 1", value="2 GB", rule="1 GB is free", remedy="less")
         return real(task, progress)
@@ -248,7 +248,7 @@ def test_a_new_batch_does_not_cost_the_others_their_baseline(home: Home) -> None
 def test_a_file_that_changed_since_the_night_began_is_refused(home: Home) -> None:
     config = home.config
     keys = tuple(cell.key for cell in config.cells())
-    job = Job(SECOND, str(home.path / "nightly.yaml"), "0" * 64, keys, 1, 60.0)
+    job = BuildJob(SECOND, str(home.path / "nightly.yaml"), "0" * 64, keys, 1, 60.0)
     with pytest.raises(InputError, match="nightly-changed"):
         build(job, Progress())
 

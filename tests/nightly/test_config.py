@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from quantkit.errors import InputError
-from quantkit.nightly.config import Baseline, Nightly
+from quantkit.nightly.config import BaselineChoice, Nightly
 from quantkit.nightly.running import expect
-from quantkit.nightly.store.records import Cell
+from quantkit.nightly.store.records import NightCell
 
 ONNX = "export=[{onnx: {dialect: onnxruntime}}]"
 SHIPPED = Path(__file__).parents[2] / "docs" / "nightly" / "nightly.yaml"
@@ -50,7 +50,7 @@ def test_cells_are_the_product_in_the_file_s_order() -> None:
         "int8-weights:onnxruntime:8",
         "int8-weights:onnxruntime:1",
     ]
-    assert config.cells()[0] == Cell("smollm2-135m", "rtn-int4", "cpu-x86", "onnxruntime", 8)
+    assert config.cells()[0] == NightCell("smollm2-135m", "rtn-int4", "cpu-x86", "onnxruntime", 8)
 
 
 def test_without_runtimes_a_build_runs_in_the_one_that_computes_in_it() -> None:
@@ -91,7 +91,7 @@ def test_baselines_go_by_model(tmp_path: Path) -> None:
     }
     config = Nightly.from_dict(data, folder=tmp_path)
     found = {cell.model: config.baseline_of(cell) for cell in config.cells()}
-    assert found == {"smollm2-135m": Baseline("release"), "./mine": Baseline("bundle", "bundle")}
+    assert found == {"smollm2-135m": BaselineChoice("release"), "./mine": BaselineChoice("bundle", "bundle")}
     assert config.at("bundle") == tmp_path / "bundle"
     assert config.reference("./mine") == str(tmp_path / "mine")
     assert config.reference("smollm2-135m") == "smollm2-135m"

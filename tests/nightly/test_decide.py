@@ -15,7 +15,7 @@ from quantkit.nightly.config import Nightly
 from quantkit.nightly.gating.decide import Judged, decide_night, judge
 from quantkit.nightly.gating.evidence import FIRST as NEW
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Cell, Decision, Item, Result, Time
+from quantkit.nightly.store.records import Item, NightCell, Result, StoredDecision, Time
 from quantkit.stats.deciding.slowdown import BLOCKS, ROUNDS
 
 from .conftest import CELLS, FIRST, SECOND, night
@@ -30,7 +30,7 @@ def config(**gates: Any) -> Nightly:
     return Nightly.from_dict(data, look=False)
 
 
-def done(cell: Cell, **others: Any) -> Result:
+def done(cell: NightCell, **others: Any) -> Result:
     known = {"content_sha256": "c" * 64, "baseline_sha256": "b" * 64, "bytes": 1000, "baseline_bytes": 1000}
     return Result.of(FIRST, cell, "done", **{**known, **others})
 
@@ -39,11 +39,11 @@ def judged(
     results: Sequence[Result],
     times: Iterable[Time] = (),
     items: Iterable[Item] = (),
-    cells: Sequence[Cell] | None = None,
+    cells: Sequence[NightCell] | None = None,
     **gates: Any,
 ) -> Judged:
     taken, scored = list(times), list(items)
-    matrix = cells or list(dict.fromkeys(Cell.of(each.cell) for each in results))
+    matrix = cells or list(dict.fromkeys(NightCell.of(each.cell) for each in results))
     return judge(
         config(**gates),
         night(cells=tuple(matrix)),
@@ -53,7 +53,7 @@ def judged(
     )
 
 
-def row(found: Judged, what: str, cell: Cell = ONE) -> Decision:
+def row(found: Judged, what: str, cell: NightCell = ONE) -> StoredDecision:
     (one,) = (each for each in found.decisions if (each.cell, each.what) == (cell.key, what))
     return one
 
@@ -267,7 +267,7 @@ def test_an_unloadable_release_is_said() -> None:
 
 def test_holm_is_across_the_night() -> None:
     """What one cell alone would be called for, it is not among forty."""
-    cells = [Cell("tiny", f"r{i}", "cpu-x86", "onnxruntime", 1) for i in range(40)]
+    cells = [NightCell("tiny", f"r{i}", "cpu-x86", "onnxruntime", 1) for i in range(40)]
     # 10 of 2000 lost and none gained: p = 1/1024
     items = [*answered(cells[0], lost=10)]
     alone = row(judged([done(cells[0])], items=items, accuracy=0.004), "accuracy", cells[0])
@@ -325,7 +325,7 @@ def test_failed_and_missing_cells_have_answers_of_their_own() -> None:
     killed = row(found, "latency", CELLS[3])
     assert killed.answer == "missing"
     assert "--resume" in killed.because
-    order = [CELLS.index(Cell.of(each.cell)) for each in found.decisions]
+    order = [CELLS.index(NightCell.of(each.cell)) for each in found.decisions]
     assert order == sorted(order)
 
 

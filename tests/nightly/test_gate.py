@@ -16,14 +16,14 @@ from quantkit.errors import GateError, Inconclusive, InputError
 from quantkit.nightly.gating import files as gate_files
 from quantkit.nightly.gating.gate import Gated, error, gate
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Cell, Decision
+from quantkit.nightly.store.records import NightCell, StoredDecision
 
 from .conftest import CELLS, FIRST, SECOND, decision, fill, night, result
 
 HOSTILE = 'a|b <b>*x*</b> & "q" \x1b[2J\x00 ](http://e.vil) `c` @all\nnew ü'
 
 
-def decided(store: Store, *answers: Any, first: tuple[Cell, ...] = (), name: str = FIRST) -> Gated:
+def decided(store: Store, *answers: Any, first: tuple[NightCell, ...] = (), name: str = FIRST) -> Gated:
     """A night whose cells got these answers of latency, in order; the others are the same."""
     store.begin(night(name))
     for cell in CELLS:
@@ -116,7 +116,7 @@ def hostile(store: Store) -> Gated:
         seconds = float("nan") if cell is CELLS[3] else 1e-5
         store.commit(result(cell, seconds=seconds, baseline_sha256="b" * 64))
     answers: tuple[Any, ...] = ("worse", "failed", "inconclusive", "missing")
-    rows = [Decision(FIRST, cell.key, "latency", answer, because=HOSTILE) for cell, answer in zip(CELLS, answers)]  # noqa: B905
+    rows = [StoredDecision(FIRST, cell.key, "latency", answer, because=HOSTILE) for cell, answer in zip(CELLS, answers)]  # noqa: B905
     store.decide(FIRST, [*rows, decision(CELLS[0], answer="better", what="size")])
     return gate(store)
 
@@ -188,9 +188,9 @@ def test_github_s_table_holds_what_means_something_there(hostile: Gated) -> None
 
 
 def test_github_s_table_is_bounded(store: Store) -> None:
-    cells = tuple(Cell("tiny", f"r{i}", "cpu-x86", "onnxruntime", 1) for i in range(300))
+    cells = tuple(NightCell("tiny", f"r{i}", "cpu-x86", "onnxruntime", 1) for i in range(300))
     store.begin(night(cells=cells))
-    store.decide(FIRST, [Decision(FIRST, each.key, "latency", "failed", because="x" * 5000) for each in cells])
+    store.decide(FIRST, [StoredDecision(FIRST, each.key, "latency", "failed", because="x" * 5000) for each in cells])
     text = gate_files.github(gate(store))
     assert len(text.encode()) < 300_000
     assert "And 200 more" in text
@@ -255,7 +255,7 @@ def test_json_has_no_nan(store: Store, capsys: pytest.CaptureFixture[str], monke
     store.begin(night())
     for cell in CELLS:
         store.commit(result(cell))
-    store.decide(FIRST, [Decision(FIRST, CELLS[0].key, "latency", "worse", float("nan"), high=float("inf"))])
+    store.decide(FIRST, [StoredDecision(FIRST, CELLS[0].key, "latency", "worse", float("nan"), high=float("inf"))])
     assert cli.run(["nightly", "gate", "--store", str(store.path), "--json"]) == 1
     (alarm,) = json.loads(capsys.readouterr().out)["result"]["alarms"]
     assert alarm["value"] is None and alarm["high"] is None

@@ -13,14 +13,14 @@ import pytest
 from quantkit.errors import InputError
 from quantkit.nightly.store import files as _files
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Decision, Item, Night, Result, Row, Time, to_table
+from quantkit.nightly.store.records import Item, Night, Record, Result, StoredDecision, Time, to_table
 
 from .conftest import CELLS, FIRST, SECOND, decision, files, items, night, result, times
 
 NEW = {"results": ["attempt", "release_sha256"], "times": ["attempt", "round"], "items": ["attempt"]}
 
 
-def write(root: Path, kind: type[Row], name: str, stem: str, rows: list[Any]) -> None:
+def write(root: Path, kind: type[Record], name: str, stem: str, rows: list[Any]) -> None:
     table = to_table(kind, rows).drop_columns(NEW.get(kind.table, []))
     place = root / kind.table / f"night={name}"
     place.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def old(tmp_path: Path) -> Path:
             if cell.batch == 1:
                 write(root, Item, name, stem, items(cell, name))
         write(root, Time, name, "ff", times(CELLS[0], name, n=8))  # of a commit that was killed
-        write(root, Decision, name, "bb", [decision(cell, name) for cell in CELLS])
+        write(root, StoredDecision, name, "bb", [decision(cell, name) for cell in CELLS])
     (root / "store.json").write_text('{"schema": 0, "quantkit": "0.0.9"}')
     return root
 

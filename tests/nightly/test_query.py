@@ -13,7 +13,7 @@ import pytest
 from quantkit.errors import InputError
 from quantkit.nightly.store import records
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Row
+from quantkit.nightly.store.records import Record
 
 from .conftest import CELLS, FIRST, SECOND, fill, result, times
 
@@ -52,7 +52,7 @@ def test_columns_of_one_name_are_numbered(filled: Store) -> None:
 
 
 @pytest.mark.parametrize("kind", records.TABLES, ids=lambda kind: kind.table)
-def test_columns_need_no_quotes(filled: Store, kind: type[Row]) -> None:
+def test_columns_need_no_quotes(filled: Store, kind: type[Record]) -> None:
     names = records.schema(kind).names
     assert filled.query(f"SELECT {', '.join(names)} FROM {kind.table}").columns == tuple(names)
 

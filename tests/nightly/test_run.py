@@ -19,10 +19,10 @@ import yaml
 from quantkit.errors import InputError, Stopped
 from quantkit.nightly.config import Nightly
 from quantkit.nightly.executors.local import Local
-from quantkit.nightly.running.jobs import Job, Outcome, Work
+from quantkit.nightly.running.jobs import BuildJob, JobOutcome, Work
 from quantkit.nightly.running.run import KEPT, Summary, run_night
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Cell
+from quantkit.nightly.store.records import NightCell
 from quantkit.pipeline.progress import Progress
 
 from .conftest import files
@@ -42,22 +42,22 @@ class Here:
     """An executor without processes."""
 
     def __init__(self, stop_after: int | None = None) -> None:
-        self.jobs: list[Job] = []
+        self.jobs: list[BuildJob] = []
         self.stop_after = stop_after
 
     def ready(self) -> None:
         pass
 
-    def run(self, jobs: Sequence[Job], work: Work, progress: Progress) -> Iterator[Outcome]:
+    def run(self, jobs: Sequence[BuildJob], work: Work, progress: Progress) -> Iterator[JobOutcome]:
         for job in jobs:
             if len(self.jobs) == self.stop_after:
                 raise KeyboardInterrupt
             self.jobs.append(job)
             try:
                 work(job, progress)
-                yield Outcome(job, "done")
+                yield JobOutcome(job, "done")
             except InputError as problem:
-                yield Outcome.of(job, problem)
+                yield JobOutcome.of(job, problem)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_what_alarms_is_measured_once_more_and_then_called_worse(home: Path) -> 
 
 
 def test_a_build_that_fails_is_a_result_and_the_others_go_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(job: Job, progress: Progress) -> None:
+    def failing(job: BuildJob, progress: Progress) -> None:
         if "rtn-int4" in job.build:
             raise InputError("planted", where="here", remedy="mend it")
         work(job, progress)
@@ -162,7 +162,7 @@ def test_another_file_is_another_night(home: Path) -> None:
 
 def test_only_some_cells(home: Path) -> None:
     found = night_of(home, only="*|int8-weights|*|1")
-    assert [Cell.of(each.cell).recipe for each in found.results] == ["int8-weights"]
+    assert [NightCell.of(each.cell).recipe for each in found.results] == ["int8-weights"]
     with pytest.raises(InputError, match=re.escape("smollm2-135m|rtn-int4|cpu-x86|onnxruntime|1")):
         night_of(home, only="*|int9|*")
     assert len(store_of(home).nights()) == 1, "a night without cells began"

@@ -13,7 +13,7 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.measurement.timing.clocks import Clocks
-from quantkit.nightly.config import Budget
+from quantkit.nightly.config import TimeBudget
 from quantkit.nightly.gating.evidence import paired
 from quantkit.nightly.running.timing import Iteration, Task, iterations, measure
 from quantkit.nightly.store.records import Time
@@ -27,7 +27,7 @@ Loads = list[str]
 
 def task(*sides: str, **others: Any) -> Task:
     return Task.of(
-        Budget(**{"rounds": 3, "blocks": 7, **others}),
+        TimeBudget(**{"rounds": 3, "blocks": 7, **others}),
         sides={side: f"./{side}" for side in sides},
         runtime="onnxruntime",
         batch=1,

@@ -11,7 +11,7 @@ from quantkit.model.streaming.loaded import LoadedModel
 from quantkit.model.structure.block import Block
 from quantkit.passes import Outcome
 from quantkit.pipeline.blocks.layers import lay_out
-from quantkit.pipeline.blocks.work import Step, work
+from quantkit.pipeline.blocks.work import PassRun, work
 from quantkit.recipe import Recipe
 
 GROUPED = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
@@ -59,8 +59,8 @@ def run(
     stream = LoadedModel(model)
     layers = lay_out(recipe, model, stream.block_names, "float32")
     *before, last = passes
-    steps = [Step(each, each.Settings()) for each in before]
-    steps.append(Step(Noted(last), last.Settings(**(settings or {}))))
+    steps = [PassRun(each, each.Settings()) for each in before]
+    steps.append(PassRun(Noted(last), last.Settings(**(settings or {}))))
     probe = ids[:2, :12]
     done = work(
         stream,

@@ -14,7 +14,7 @@ from quantkit import Pipeline
 from quantkit.errors import InputError
 from quantkit.model.streaming.loaded import LoadedModel
 from quantkit.model.structure.fold import InDouble
-from quantkit.model.structure.turn import Part, Residual, prove
+from quantkit.model.structure.turn import ModelPart, Residual, prove
 from quantkit.passes import ModelOutcome, load_pass
 from quantkit.passes.solvers import rotate as solver
 
@@ -176,7 +176,7 @@ def test_one_block_that_does_not_turn_is_enough() -> None:
 def test_what_was_found_of_another_kind_of_block_holds_for_none_of_these() -> None:
     """Of a dense block there is a `gate_proj` that one with experts lacks."""
     block, rotation = nn.Sequential(nn.Linear(8, 8)).double(), solver.random_rotation(8, 0)
-    part = Part(block, block, torch.ones(1, 2, 8, dtype=torch.float64))
+    part = ModelPart(block, block, torch.ones(1, 2, 8, dtype=torch.float64))
     assert prove(part, Residual(writers=("gate_proj",)), rotation) == float("inf")
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from quantkit import machine
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.speed import Job
+from quantkit.measurement.timing.speed import SpeedJob
 
 Ratio = Callable[[int], float]
 
 
-def rows(job: Job, ratio: Ratio, *, device: dict[str, str] | None = None) -> list[Row]:
+def rows(job: SpeedJob, ratio: Ratio, *, device: dict[str, str] | None = None) -> list[Row]:
     """Decode and prefill rows of every shape, `ratio(batch)` times as fast, give or take one in a hundred."""
     common: dict[str, Any] = {
         "subject": job.ours.subject,
@@ -40,8 +40,8 @@ class Timer:
 
     def __init__(self, ratio: Ratio = lambda batch: 2.0) -> None:
         self.ratio = ratio
-        self.jobs: list[Job] = []
+        self.jobs: list[SpeedJob] = []
 
-    def __call__(self, job: Job, progress: object = None) -> list[Row]:
+    def __call__(self, job: SpeedJob, progress: object = None) -> list[Row]:
         self.jobs.append(job)
         return rows(job, self.ratio)

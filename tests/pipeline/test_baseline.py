@@ -47,9 +47,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def test_it_is_the_float_model_in_float(source: Source, made: Made) -> None:
     folder = float_onnx(source, OPTIONS)
-    from quantkit.runtimes.onnxruntime.session import Loaded
+    from quantkit.runtimes.onnxruntime.session import OnnxModel
 
-    model = Loaded(folder, threads=1)
+    model = OnnxModel(folder, threads=1)
     assert model.accuracy_level == 0
     assert model.context == 64
     # the same exporter's graph of the float recipe is the same file

@@ -19,9 +19,9 @@ from quantkit.bundle import Bundle, content_sha256, inventory
 from quantkit.bundle.manifest import MEASUREMENTS
 from quantkit.calibrate.tokens.ids import load_tokens
 from quantkit.errors import InputError
-from quantkit.measurement.compared import Cell, Compared
+from quantkit.measurement.compared import Compared, DecidedCell
 from quantkit.measurement.rows import Row, read_rows, write_rows
-from quantkit.measurement.timing.rounds import Job, Taken
+from quantkit.measurement.timing.rounds import RoundsJob, Taken
 from quantkit.measurement.timing.schedule import Turns
 from quantkit.pipeline.compare.compare import Margins, compare_bundles
 from quantkit.pipeline.compare.sides import open_sides
@@ -50,7 +50,7 @@ def compared(a: Path, b: Path, **options: Any) -> Compared:
     return compare_bundles(a, b, **{"examples": 0, **options})
 
 
-def cell(found: Compared, name: str, batch: int | None = None) -> Cell:
+def cell(found: Compared, name: str, batch: int | None = None) -> DecidedCell:
     (one,) = [each for each in found.cells if each.name == name and each.batch == batch]
     return one
 
@@ -436,9 +436,9 @@ class Timer:
 
     def __init__(self, ratio: Callable[[int], float]) -> None:
         self.ratio = ratio
-        self.jobs: list[Job] = []
+        self.jobs: list[RoundsJob] = []
 
-    def __call__(self, job: Job, progress: object = None) -> list[Taken]:
+    def __call__(self, job: RoundsJob, progress: object = None) -> list[Taken]:
         self.jobs.append(job)
         generator = np.random.default_rng(job.seed)
         found = []

@@ -54,9 +54,9 @@ def test_options_come_from_the_target_and_from_who_asks(made: Made, copied: Copy
     assert stored["accuracy_level"] == 4
     done = export_bundle(copied(made.packed), "onnx", ["accuracy_level=0"])
     assert done.bundle.manifest.recipe["export"][1]["onnx"]["accuracy_level"] == 0
-    from quantkit.runtimes.onnxruntime.session import Loaded
+    from quantkit.runtimes.onnxruntime.session import OnnxModel
 
-    assert Loaded(done.bundle.path / "onnx", threads=1).accuracy_level == 0
+    assert OnnxModel(done.bundle.path / "onnx", threads=1).accuracy_level == 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from quantkit.calibrate.sets.inputs import load_inputs
-from quantkit.graph.open import Input
+from quantkit.graph.open import FloatGraphInput
 from quantkit.pipeline.graphs.measure import agreement
 from quantkit.report.bundle import figures
 from quantkit.stats.proportion import wilson
@@ -20,7 +20,7 @@ def test_480_crops_of_five_photographs_are_five_draws(tmp_path: Path) -> None:
     photograph = np.tile(np.arange(5), 96)
     images = generator.standard_normal((480, 3, 4, 4)).astype(np.float32)
     np.savez(tmp_path / "eval.npz", images=images, clusters=photograph)
-    samples = load_inputs(str(tmp_path / "eval.npz"), "calib", [Input("x", "float32", (None, 3, 4, 4))],
+    samples = load_inputs(str(tmp_path / "eval.npz"), "calib", [FloatGraphInput("x", "float32", (None, 3, 4, 4))],
                           samples=None, seed=0)  # fmt: skip
     assert len(samples) == 96 * 4, "of five photographs without splits four calibrate"
     expected = generator.standard_normal((len(samples), 10))

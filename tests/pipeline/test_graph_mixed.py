@@ -14,7 +14,7 @@ import torch
 import quantkit
 from quantkit.errors import InputError, QuantkitError
 from quantkit.graph.codes import solve
-from quantkit.measurement.accuracy.mixed import Mixed
+from quantkit.measurement.accuracy.mixed import MixedSearch
 from quantkit.model.to_onnx import write_onnx
 from quantkit.pipeline.graphs import mixed as graph_mixed
 from quantkit.pipeline.verdict import read_harm
@@ -44,12 +44,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def unmet(files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Mixed]:
+def unmet(files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, MixedSearch]:
     """What a search comes to that was not interrupted, and whose gate nothing meets."""
     return compiled(files, tmp_path_factory.mktemp("unmet") / "bundle", UNMET)
 
 
-def compiled(files: tuple[Path, Path], out: Path, *changes: str, resume: bool = False) -> tuple[Any, Mixed]:
+def compiled(files: tuple[Path, Path], out: Path, *changes: str, resume: bool = False) -> tuple[Any, MixedSearch]:
     asked: dict[str, Any] = {"calibration": files[1], "out": out, "speed": False, "resume": resume}
     bundle = quantkit.compile(str(files[0]), recipe="int8-mixed", changes=list(changes), **asked)
     harm = read_harm(bundle.path)
@@ -97,7 +97,7 @@ class Interrupted:
 
 
 def test_an_interrupted_search_goes_on_where_it_was(
-    files: tuple[Path, Path], unmet: tuple[Any, Mixed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: tuple[Path, Path], unmet: tuple[Any, MixedSearch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     solved, measured = Interrupted(solve.product), Interrupted(graph_mixed.agreement)
     monkeypatch.setattr(solve, "product", solved)
@@ -136,7 +136,7 @@ def test_without_a_gate_nothing_is_kept(files: tuple[Path, Path], tmp_path: Path
     assert decided(bundle) == {"fragile": "note"}
 
 
-def test_a_gate_out_of_reach_is_said_and_then_fails(unmet: tuple[Any, Mixed]) -> None:
+def test_a_gate_out_of_reach_is_said_and_then_fails(unmet: tuple[Any, MixedSearch]) -> None:
     bundle, mixed = unmet
     assert mixed.chosen is None
     assert bundle.manifest.layers, "something is quantized, whatever the gate asks for"

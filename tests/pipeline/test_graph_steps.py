@@ -20,7 +20,7 @@ from quantkit.graph.codes import solve, weights_only
 from quantkit.graph.pairs.qdq import Codes, Range
 from quantkit.pipeline.graphs.plan import estimate
 from quantkit.pipeline.graphs.prepared import prepare
-from quantkit.pipeline.graphs.quantized import Quantized
+from quantkit.pipeline.graphs.quantized import QuantizedGraph
 from quantkit.pipeline.graphs.steps import IntegerForm, Steps, WeightForm
 from quantkit.pipeline.request import Request
 from quantkit.scheme import WeightScheme
@@ -102,7 +102,7 @@ def test_of_weights_alone_too(
 def test_with_all_products_solved_nothing_runs_through_the_graph(
     files: dict[str, tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Quantized, "save", Solver(Quantized.save, 0))
+    monkeypatch.setattr(QuantizedGraph, "save", Solver(QuantizedGraph.save, 0))
     with pytest.raises(QuantkitError, match="5 steps kept"):
         compiled(files["chain"], tmp_path / "out", recipe="int8")
     kept = sum(path.stat().st_size for path in (tmp_path / "out.partial" / "steps").rglob("*") if path.is_file())

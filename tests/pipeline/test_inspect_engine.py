@@ -18,7 +18,7 @@ from quantkit.pipeline.finished import inspect_engine
 from quantkit.pipeline.finished.measure import _with_engine
 from quantkit.pipeline.refusals import refuse
 from quantkit.recipe import Recipe
-from quantkit.runtimes.tensorrt.runtime import Tensorrt
+from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime
 from quantkit.scheme import WeightScheme
 from quantkit.target import Profile
 
@@ -66,7 +66,7 @@ def bundle(folder: Path, *, fused: bool) -> Bundle:
 
 def test_what_is_found_is_kept_and_strict_refuses_it(folder: Path) -> None:
     made = bundle(folder, fused=False)
-    runtime = Tensorrt("tensorrt_rtx", library=fake_tensorrt.library(), gpus=lambda: ([GPU], ""), device="cpu")
+    runtime = TensorrtRuntime("tensorrt_rtx", library=fake_tensorrt.library(), gpus=lambda: ([GPU], ""), device="cpu")
     found = inspect_engine.look(runtime.load(made), made.manifest.layers)
     assert found.gpu == GPU["name"] and found.library == "tensorrt_rtx 1.7.1.116"
     assert [each.layer for each in found.costliest] == ["layer 1", "layer 0"]
@@ -93,9 +93,9 @@ def test_measure_scores_an_engine_and_keeps_what_it_says(
 ) -> None:
     from conftest import CHANGES, recipe
 
-    from quantkit.measurement.cuda.device import Device
+    from quantkit.measurement.cuda.device import GpuDevice
     from quantkit.measurement.timing import engine as speed_engine
-    from quantkit.measurement.timing.shapes import Plan
+    from quantkit.measurement.timing.shapes import TimingPlan
     from quantkit.model.source.open import open_model
     from quantkit.pipeline import Request, compile_model, measure_bundle
     from quantkit.runtimes import tensorrt_rtx
@@ -116,7 +116,7 @@ def test_measure_scores_an_engine_and_keeps_what_it_says(
     assert any("not run" in reason for reason in notes)
     path = fake_tensorrt.engine(done.path / "engine", [PROFILE], layers=layers(fused=False))
     done = done.put_all({f"engine/{each.name}": each.read_bytes() for each in (path, path.with_suffix(".json"))})
-    fake = Tensorrt("tensorrt_rtx", library=fake_tensorrt.library(), gpus=lambda: ([GPU], ""), device="cpu")
+    fake = TensorrtRuntime("tensorrt_rtx", library=fake_tensorrt.library(), gpus=lambda: ([GPU], ""), device="cpu")
     monkeypatch.setattr(tensorrt_rtx, "RUNTIME", fake)
     rows = measure_bundle(done, str(made.model), runtime="tensorrt_rtx")
     kl = next(row for row in rows if row.name == "accuracy.kl")
@@ -130,9 +130,9 @@ def test_measure_scores_an_engine_and_keeps_what_it_says(
     assert {each.code for each in after.manifest.decisions} >= {"precision-fallback"}
     assert "What the engine does" in (after.path / "report.html").read_text()
     # timed beside torch, on the CPU: plumbing
-    plan = Plan((1, 3), (3,), (4,), seconds=0.01, cell_seconds=0.01, rounds=1)
+    plan = TimingPlan((1, 3), (3,), (4,), seconds=0.01, cell_seconds=0.01, rounds=1)
     source = open_model(str(made.model))
-    rows = speed_engine.run(fake.load(after), after, source, plan, Device("cpu", dry=True))
+    rows = speed_engine.run(fake.load(after), after, source, plan, GpuDevice("cpu", dry=True))
     step, absent = [row for row in rows if row.name == "latency.decode_step"]
     assert (step.runtime, step.batch, step.settings["baseline_format"]) == ("tensorrt_rtx", 1, "bfloat16")
     assert step.quantiles is not None and {"p50", "p90", "p99"} <= step.quantiles.keys()

@@ -15,7 +15,7 @@ from planted_times import Timer, rows
 from quantkit.bundle import Bundle, Verdict
 from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.shapes import Plan
+from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.pipeline import verdict as worth
 from quantkit.pipeline.finished.measure import batches_of, default_runtime, measure_bundle, with_changes
 from quantkit.pipeline.progress import Progress
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from conftest import Made
 
 Copy = Callable[[Path], Bundle]
-PLAN = Plan(batches=(1, 2), contexts=(16,), prefills=(8,), seconds=0.5, rounds=1)
+PLAN = TimingPlan(batches=(1, 2), contexts=(16,), prefills=(8,), seconds=0.5, rounds=1)
 
 
 class Notes(Progress):
@@ -381,7 +381,7 @@ def test_the_batches_are_the_target_s_as_far_as_a_machine_has_patience(made: Mad
 
 
 def test_a_plan_takes_what_is_given() -> None:
-    plan = Plan()
+    plan = TimingPlan()
     assert with_changes(plan, None, None) == plan
     assert with_changes(plan, [4, 1, 4], 60.0) == replace(plan, batches=(1, 4), seconds=60.0)
 

@@ -37,7 +37,7 @@ def compiled(made: Path, out: Path, **more: Any) -> quantkit.Bundle:
 
 
 def test_what_is_finished_is_given_back(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.pipeline.graphs.subject.Quantized", None)
+    monkeypatch.setattr("quantkit.pipeline.graphs.subject.QuantizedGraph", None)
     before = quantkit.Bundle.load(made / "bundle")
     again = compiled(made, made / "bundle", resume=True)
     assert again.manifest == before.manifest

@@ -21,7 +21,7 @@ from quantkit.passes.solvers.gptq import factor, gptq_shared
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.blocks.layers import lay_out
 from quantkit.pipeline.blocks.rare_experts import Rare
-from quantkit.pipeline.blocks.work import Step, Worked, work
+from quantkit.pipeline.blocks.work import PassRun, Worked, work
 from quantkit.scheme import WeightScheme
 
 SCHEME = {"format": "int4", "granularity": "group", "group": 32, "symmetric": True, "scale": "float32"}
@@ -55,7 +55,7 @@ def worked(
     gptq = load_pass("gptq")
     found = work(
         stream,
-        [Step(gptq, gptq.Settings(**{**PLAIN, **settings}))],
+        [PassRun(gptq, gptq.Settings(**{**PLAIN, **settings}))],
         layers.schemes,
         zoo.ids(4, 24),
         probe_ids=zoo.ids(1, 6),

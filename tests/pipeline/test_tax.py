@@ -20,7 +20,7 @@ from quantkit.kernels.recorded import Recorded
 from quantkit.measurement.operators import run as ops_run
 from quantkit.pipeline.tax.cuda import Graphics
 from quantkit.pipeline.tax.question import Question, batch_range, prepare
-from quantkit.pipeline.tax.tax import Answer, judge, measure_tax, record
+from quantkit.pipeline.tax.tax import TaxAnswer, judge, measure_tax, record
 
 
 def refused(code: str, **asked: Any) -> str:
@@ -131,7 +131,7 @@ def planted_run(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return jobs
 
 
-def answered(**asked: Any) -> Answer:
+def answered(**asked: Any) -> TaxAnswer:
     return measure_tax(prepare(Question(**{"shapes": ["256x64"], "seconds": 1.0, **asked})))
 
 
@@ -175,7 +175,9 @@ def test_a_model_is_judged_by_the_sum_of_its_linears(planted_run: list[Any]) -> 
 def test_a_bundle_whose_format_loses_is_told_what_to_use() -> None:
     plan = prepare(Question(shapes=["256x64"], formats=["nf4", "int4"], batches=[1, 4], threads=[1]))
     asked = type(plan)(**{**plan.__dict__, "subject": "nf4.g64"})
-    job = ops_run.Job([each.model_dump() for each in plan.shapes.linears], "", "float32", plan.variants, [1, 4], 1, 1.0)
+    job = ops_run.SweepJob(
+        [each.model_dump() for each in plan.shapes.linears], "", "float32", plan.variants, [1, 4], 1, 1.0
+    )
     _, advice = judge(planted_ops.rows_of_a_run(job), asked)
     assert (advice.answer, advice.format) == ("use_instead", "int4.g128.level4")
 

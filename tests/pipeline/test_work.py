@@ -15,16 +15,16 @@ from quantkit.model.streaming.loaded import LoadedModel
 from quantkit.model.structure import fold
 from quantkit.passes import load_pass
 from quantkit.pipeline.blocks.layers import lay_out
-from quantkit.pipeline.blocks.work import Step, Worked, check_order, looks_at_data, work
+from quantkit.pipeline.blocks.work import PassRun, Worked, check_order, looks_at_data, work
 from quantkit.planning.compiling.spec import chunk_size
 from quantkit.recipe import Recipe
 
 
-def steps(*names: str) -> list[Step]:
+def steps(*names: str) -> list[PassRun]:
     """By name; `gptq+` corrects for the drift of its inputs, and so looks at the original stream."""
     found = [(load_pass(name.removesuffix("+")), name.endswith("+")) for name in names]
     gptq = {False: {"shrink": 0.25}, True: {"shrink": 0.25, "correction": 0.5}}
-    return [Step(each, each.Settings(**(gptq[more] if each.name == "gptq" else {}))) for each, more in found]
+    return [PassRun(each, each.Settings(**(gptq[more] if each.name == "gptq" else {}))) for each, more in found]
 
 
 def run(model: torch.nn.Module, names: tuple[str, ...], ids: Tensor | None, **options: Any) -> list[Worked]:

@@ -12,8 +12,8 @@ from planted_times import Timer, rows
 from quantkit.bundle import Bundle, Check, LayerEntry
 from quantkit.errors import GateError, InputError, MissingDependency
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.shapes import Plan
-from quantkit.measurement.timing.speed import Job, Part
+from quantkit.measurement.timing.shapes import TimingPlan
+from quantkit.measurement.timing.speed import SpeedJob, SpeedSide
 from quantkit.model.source.open import open_model
 from quantkit.pipeline import verdict
 from quantkit.pipeline.request import runs_here, this_machine
@@ -22,13 +22,13 @@ from quantkit.target import Target
 if TYPE_CHECKING:
     from conftest import Made
 
-PLAN = Plan(batches=(1, 2, 8), contexts=(16,), prefills=(8,), seconds=0.5, rounds=1)
+PLAN = TimingPlan(batches=(1, 2, 8), contexts=(16,), prefills=(8,), seconds=0.5, rounds=1)
 HERE = Target.load(this_machine())
 ELSEWHERE = {"id": "cpu-elsewhere", "kind": "cpu", "name": "Another"}
 
 
-def job(baseline: str = "source", form: str = "float32") -> Job:
-    return Job(Part("a", "ours", "int4"), Part("b", baseline, form), 2, PLAN)
+def job(baseline: str = "source", form: str = "float32") -> SpeedJob:
+    return SpeedJob(SpeedSide("a", "ours", "int4"), SpeedSide("b", baseline, form), 2, PLAN)
 
 
 def layer(form: str) -> LayerEntry:
@@ -60,9 +60,9 @@ def test_shapes_that_a_model_does_not_have_are_shortened(
     context: int, contexts: tuple[int, ...], prefills: tuple[int, ...]
 ) -> None:
     """A step needs room for its own token as well."""
-    found = verdict.fitting(Plan(), context)
+    found = verdict.fitting(TimingPlan(), context)
     assert (found.contexts, found.prefills) == (contexts, prefills)
-    assert found.batches == Plan().batches
+    assert found.batches == TimingPlan().batches
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,9 @@ def test_a_model_that_does_not_decode_is_judged_by_its_passes() -> None:
     plan = verdict.fitting(verdict.quick("encoder"), 100, "encoder")
     assert (plan.batches, plan.contexts) == ((), ())
     assert (plan.prefill_batches, plan.prefills) == ((1, 32), (32, 100))
-    timed = rows(Job(Part("a", "ours", "int8"), Part("b", "source", "float32"), 2, plan), lambda b: 2.0 / b)
+    timed = rows(
+        SpeedJob(SpeedSide("a", "ours", "int8"), SpeedSide("b", "source", "float32"), 2, plan), lambda b: 2.0 / b
+    )
     found = verdict.decide(timed, [], LAYERS, HERE)
     assert found is not None
     assert (found.answer, found.batch) == ("ship_up_to", 1)

@@ -15,7 +15,7 @@ from quantkit.planning.compiling.result import Machine, Rates, shipped
 from quantkit.planning.compiling.spec import CompileSpec, chunk_size, shared
 from quantkit.planning.compiling.work import counted
 from quantkit.planning.model import configs
-from quantkit.planning.model.architecture import Architecture, Attention, Layer, Matrix
+from quantkit.planning.model.architecture import Architecture, Attention, BlockShapes, Matrix
 from quantkit.recipe import Recipe
 from quantkit.target import Target
 
@@ -26,13 +26,13 @@ HERE = Machine("test", 2, 100e9, 10e9)
 def model(layers: int = 2) -> Architecture:
     """Llama's block, small."""
 
-    def block(index: int) -> Layer:
+    def block(index: int) -> BlockShapes:
         at = f"model.layers.{index}"
         sizes = [("self_attn.q_proj", HIDDEN, HIDDEN), ("self_attn.k_proj", HIDDEN // 2, HIDDEN)]
         sizes += [("self_attn.v_proj", HIDDEN // 2, HIDDEN), ("self_attn.o_proj", HIDDEN, HIDDEN)]
         sizes += [("mlp.gate_proj", WIDE, HIDDEN), ("mlp.up_proj", WIDE, HIDDEN), ("mlp.down_proj", HIDDEN, WIDE)]
         matrices = [Matrix(f"{at}.{name}", n, k) for name, n, k in sizes]
-        return Layer(at, matrices, Attention("full", 4, 2, 16, 16), 2 * HIDDEN)
+        return BlockShapes(at, matrices, Attention("full", 4, 2, 16, 16), 2 * HIDDEN)
 
     blocks = [block(index) for index in range(layers)]
     head = Matrix("lm_head", 1000, HIDDEN)

@@ -8,15 +8,22 @@ import pytest
 
 from quantkit.planning.bound.efficiency import Sample
 from quantkit.planning.bound.forecast import Served
-from quantkit.planning.bound.roofline import Cache, Product, Step
-from quantkit.planning.model.architecture import Architecture, Layer, Matrix
+from quantkit.planning.bound.roofline import Cache, ModelStep, RooflineProduct
+from quantkit.planning.model.architecture import Architecture, BlockShapes, Matrix
 from quantkit.target import Target
 
 UP, DOWN = Matrix("model.layers.0.up_proj", N=1024, K=256), Matrix("model.layers.0.down_proj", N=256, K=1024)
 MODEL = Architecture(
-    "test", "decoder", "llama", "float32", 256, [Layer("model.layers.0", [UP, DOWN], None)], embeddings=0, others=0
+    "test",
+    "decoder",
+    "llama",
+    "float32",
+    256,
+    [BlockShapes("model.layers.0", [UP, DOWN], None)],
+    embeddings=0,
+    others=0,
 )
-DECODE = Step(4, 1, 100)
+DECODE = ModelStep(4, 1, 100)
 
 
 def target(read: float | str = 1e9) -> Target:
@@ -68,8 +75,8 @@ def sample(efficiency: float, **more: Any) -> Sample:
 
 def served(*samples: Sample, read: float | str = 1e9, down: str = "int4", devices: int = 1) -> Served:
     products = [
-        Product(UP, 131072.0, "int4", "int8", 4),
-        Product(DOWN, 131072.0, down, "int8" if down == "int4" else "fp32", 4),
+        RooflineProduct(UP, 131072.0, "int4", "int8", 4),
+        RooflineProduct(DOWN, 131072.0, down, "int8" if down == "int4" else "fp32", 4),
     ]
     cache = Cache("float32", lambda each: 0.0)
     return Served(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
-from quantkit.planning.bound.roofline import Product
+from quantkit.planning.bound.roofline import RooflineProduct
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.storage import storage
@@ -23,7 +23,7 @@ def footprint(model: str | Architecture, recipe: str = "float", runtime: str = "
     found = storage(architecture, Recipe.load(recipe))
     linears = [each for each in [*found.linears, found.head] if each is not None]
     settings: dict[str, Any] = {
-        "products": [Product(each.matrix, each.bytes - each.bias, each.format, "fp16") for each in linears],
+        "products": [RooflineProduct(each.matrix, each.bytes - each.bias, each.format, "fp16") for each in linears],
         "cache": cache_of(None, "float16"),
         "width": 2,
         "shared": found.shared,

@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.planning.bound.forecast import Timed
-from quantkit.planning.bound.roofline import Bound, Step
-from quantkit.planning.outlook import Candidate, Memory, Row, Workload
+from quantkit.planning.bound.forecast import TimedStep
+from quantkit.planning.bound.roofline import Bound, ModelStep
+from quantkit.planning.outlook import PlannedBatch, PlannedMemory, PlannedRecipe, Workload
 from quantkit.planning.recommend import recommend
 from quantkit.planning.serving.traffic import traffic
 
 WORK = Workload([1, 8], prompt=100, output=10, context=110, traffic=traffic(prompt=100, output=10, rate=2.0))
 
 
-def timed(least: float | None, forecast: float | None = None, spread: float = 0.0) -> Timed:
+def timed(least: float | None, forecast: float | None = None, spread: float = 0.0) -> TimedStep:
     interval = (forecast * (1 - spread), forecast * (1 + spread)) if forecast is not None else None
-    return Timed(Bound(Step(1), []), least, forecast, interval, "test")
+    return TimedStep(Bound(ModelStep(1), []), least, forecast, interval, "test")
 
 
-def candidate(label: str, bits: float | None, step: Timed, **more: Any) -> Candidate:
-    rows = [Row(batch, step, step, {}, more.pop(f"fits_{batch}", True)) for batch in (1, 8)]
-    return Candidate(label, label, bits=bits, rows=rows, **more)
+def candidate(label: str, bits: float | None, step: TimedStep, **more: Any) -> PlannedRecipe:
+    rows = [PlannedBatch(batch, step, step, {}, more.pop(f"fits_{batch}", True)) for batch in (1, 8)]
+    return PlannedRecipe(label, label, bits=bits, rows=rows, **more)
 
 
 def test_the_faster_one_is_taken_and_swapping_times_swaps_the_answer() -> None:
@@ -58,7 +58,7 @@ def test_on_bounds_a_tenth_is_no_difference() -> None:
 
 def test_on_bounds_fewer_devices_are_taken_where_times_are_tied() -> None:
     """What several devices tell each other is in no bound."""
-    memory = Memory({}, 1, 8e10, 1.0, None, None, 1, 1)
+    memory = PlannedMemory({}, 1, 8e10, 1.0, None, None, 1, 1)
     floats = candidate("bf16", None, timed(0.25), memory=replace(memory, devices=4))
     found = recommend([floats, candidate("int4", 4.3, timed(1.0), memory=memory)], WORK)
     assert found.label == "int4"
@@ -68,10 +68,10 @@ def test_on_bounds_fewer_devices_are_taken_where_times_are_tied() -> None:
 
 
 def test_what_cannot_run_or_does_not_fit_is_not_taken() -> None:
-    memory = Memory({"weights": 9e10}, 1, 8e10, 1.0, None, None, 1, 2)
+    memory = PlannedMemory({"weights": 9e10}, 1, 8e10, 1.0, None, None, 1, 2)
     problem = InputError("target-cannot-run", value="x")
     big = candidate("bf16", None, timed(0.1), memory=memory, fits_1=False, fits_8=False)
-    absent = Candidate("nvfp4", "nvfp4", problem=problem)
+    absent = PlannedRecipe("nvfp4", "nvfp4", problem=problem)
     found = recommend([big, absent, candidate("int4", 4.3, timed(1.0), memory=memory)], WORK)
     assert found.label == "int4"
     assert "bf16 does not fit" in found.because

@@ -6,13 +6,13 @@ import pytest
 
 from quantkit.formats import stored_bits
 from quantkit.planning.bound.serving import compute_type, products
-from quantkit.planning.model.architecture import Architecture, Layer, Matrix
+from quantkit.planning.model.architecture import Architecture, BlockShapes, Matrix
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import Target
 
 UP, HEAD = Matrix("model.layers.0.up_proj", N=256, K=192), Matrix("lm_head", N=1000, K=192)
 MODEL = Architecture(
-    *("test", "decoder", "llama", "float32", 192, [Layer("model.layers.0", [UP], None)]),
+    *("test", "decoder", "llama", "float32", 192, [BlockShapes("model.layers.0", [UP], None)]),
     embeddings=0,
     others=0,
     head=HEAD,

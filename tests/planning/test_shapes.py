@@ -6,7 +6,7 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.planning.model import shapes, shipped
-from quantkit.planning.model.shapes import Linear
+from quantkit.planning.model.shapes import LinearShape
 
 # of the models' own config.json
 CONFIGS = {
@@ -53,7 +53,7 @@ def test_models_with_experts_have_no_one_batch_for_all_linears() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_gives_what_the_shipped_list_says(name: str) -> None:
-    def sizes(found: shapes.Shapes) -> list[tuple[str, int, int, int]]:
+    def sizes(found: shapes.LinearShapes) -> list[tuple[str, int, int, int]]:
         return sorted((each.name, each.K, each.N, each.count) for each in found.linears)
 
     assert sizes(shapes.from_config(CONFIGS[name], name)) == sizes(shapes.shipped(name))
@@ -115,10 +115,10 @@ def test_stored_tensors() -> None:
         }
         stored |= {f"model.layers.{layer}.mlp.down.bias": (8,), f"model.layers.{layer}.input_layernorm.weight": (8,)}
     assert list(shapes.from_tensors(stored, "x").linears) == [
-        Linear(name="qkv", K=8, N=24, count=3),
-        Linear(name="down", K=16, N=8, count=3),
+        LinearShape(name="qkv", K=8, N=24, count=3),
+        LinearShape(name="down", K=16, N=8, count=3),
     ]
     tied = shapes.from_tensors(stored, "x", tied_head=True)
-    assert Linear(name="lm_head", K=8, N=100, count=1) in tied.linears
+    assert LinearShape(name="lm_head", K=8, N=100, count=1) in tied.linears
     with pytest.raises(InputError, match="no-linears"):
         shapes.from_tensors({"a.bias": (4,)}, "x")

@@ -9,7 +9,7 @@ import pytest
 from plotly import graph_objects
 
 from quantkit.report.kit import axes, charts
-from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve, Figure, Mark, Part, Point
+from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, BarPart, ChartPoint, Curve, Figure, Mark
 
 ACROSS = axes.points_axis("batch", [1, 2, 4])
 UP = axes.log_axis("ms", [1.0, 4.0])
@@ -27,12 +27,12 @@ def drawn(text: str = "x") -> dict[str, Figure]:
     return {
         "lines": charts.lines(curves(text), ACROSS, UP, noise=(0.9, 1.1), even=1.0, wins=[(1, 2)], marks=mark),
         "forest": charts.forest(
-            [Point(text, 1.0, (0.9, 1.2), text), Point("b", 1.1, None, "1.1")],
+            [ChartPoint(text, 1.0, (0.9, 1.2), text), ChartPoint("b", 1.1, None, "1.1")],
             axes.straight_axis(text, [0.9, 1.2]),
             marks=mark,
         ),
         "heat": charts.heat(["0", "1"], [text, "b"], [[0.1, None], [0.2, 0.3]], of=text),
-        "stacked": charts.stacked([text, "b"], [Part(text, [1e6, 0.0], "quantized")], [text, "0 B"], text),
+        "stacked": charts.stacked([text, "b"], [BarPart(text, [1e6, 0.0], "quantized")], [text, "0 B"], text),
     }
 
 
@@ -76,7 +76,7 @@ def test_rings_for_bounds_and_lines_without_points() -> None:
 
 
 def test_bars_against_a_mark() -> None:
-    figure = charts.stacked(["a"], [Part("x", [1e9], "rest")], ["1 GB"], "memory", marks=[Mark(3e9, "the card")])
+    figure = charts.stacked(["a"], [BarPart("x", [1e9], "rest")], ["1 GB"], "memory", marks=[Mark(3e9, "the card")])
     graph_objects.Figure(figure)
     (line,) = figure["layout"]["shapes"]
     assert line["x0"] == 3e9 < figure["layout"]["xaxis"]["range"][1]

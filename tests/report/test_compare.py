@@ -5,22 +5,24 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
-from quantkit.measurement.compared import Asked, Cell, Compared, Flip, Flips, Named, decided
+from quantkit.measurement.compared import Compared, DecidedCell, NamedSide, Quantity, WordFlip, WordFlips, decided
 from quantkit.report.compare.screen import terminal
 from quantkit.report.compare.words import because
 from quantkit.report.kit.screen import write
-from quantkit.stats.deciding.apart import KNOWN, Measured, difference
+from quantkit.stats.deciding.apart import KNOWN, MeasuredValue, difference
 
-SIDE = Named("./a bundle", "a" * 64, "awq-int4", 170_000_000, 4.3125, "torch")
+SIDE = NamedSide("./a bundle", "a" * 64, "awq-int4", 170_000_000, 4.3125, "torch")
 
 
-def cell(name: str, effect: float, reach: float, *, what: str = "accuracy", margin: float = 0.01, **shape: int) -> Cell:
-    measured = Measured(effect, (effect - reach, effect + reach))
+def cell(
+    name: str, effect: float, reach: float, *, what: str = "accuracy", margin: float = 0.01, **shape: int
+) -> DecidedCell:
+    measured = MeasuredValue(effect, (effect - reach, effect + reach))
     evidence = difference(measured, KNOWN, margin=margin, logarithm=what != "accuracy")
     how = "counted" if what == "size" else "ratio of ratios" if what == "latency" else "paired"
     batch = shape.pop("batch", None)
-    one = Asked(what, name, 0.4, 0.5, "1", how, evidence, n=60, batch=batch, shape=shape)  # type: ignore[arg-type]
-    return Cell.of(one, decided([one])[0])
+    one = Quantity(what, name, 0.4, 0.5, "1", how, evidence, n=60, batch=batch, shape=shape)  # type: ignore[arg-type]
+    return DecidedCell.of(one, decided([one])[0])
 
 
 CELLS = [
@@ -82,8 +84,8 @@ def test_the_screen_says_how_it_is_known_and_fits() -> None:
 
 
 def test_text_of_a_model_does_nothing_to_a_terminal() -> None:
-    flip = Flip(0, 3, "A", 2.0, "\x1b[2Jof the [red]", " war\r", "\x1b]0;x\x07", 0.6, " day", 0.2)
-    said = shown(replace(DATA, flips=Flips(3, 1, 6132, 0.6, 0.97, [flip])))
+    flip = WordFlip(0, 3, "A", 2.0, "\x1b[2Jof the [red]", " war\r", "\x1b]0;x\x07", 0.6, " day", 0.2)
+    said = shown(replace(DATA, flips=WordFlips(3, 1, 6132, 0.6, 0.97, [flip])))
     assert "… \\x1b[2Jof the [red] [·war\\r]" in said
     assert not {"\x1b", "\x07", "\r"} & set(said)
     assert "3 next words that A alone has right, 1 that B alone has" in said

@@ -13,7 +13,7 @@ from plotly import graph_objects
 
 from quantkit.bundle import LayerEntry
 from quantkit.errors import InputError
-from quantkit.measurement.compared import Flip, Flips, LayerPair
+from quantkit.measurement.compared import LayerPair, WordFlip, WordFlips
 from quantkit.report.compare import page as compare_page
 from quantkit.report.compare import words as say
 from quantkit.report.kit import shell, words
@@ -28,7 +28,7 @@ def layer(name: str, error: float | None) -> LayerEntry:
     return LayerEntry(name=name, shape=[8, 64], scheme=scheme, bits_per_weight=4.3, error=error)
 
 
-FLIPS = Flips(3, 1, 6132, 0.6, 0.97, [Flip(0, 3, "A", 2.0, HOSTILE, " war", " war", 0.6, " day", 0.2)])
+FLIPS = WordFlips(3, 1, 6132, 0.6, 0.97, [WordFlip(0, 3, "A", 2.0, HOSTILE, " war", " war", 0.6, " day", 0.2)])
 TIMES = [
     cell("latency.decode_step", 0.02, 0.01, what="latency", margin=0.05, batch=batch, context=128, new_tokens=1)
     for batch in (1, 4, 16)
@@ -100,7 +100,7 @@ def test_what_is_not_known_has_no_section() -> None:
 
 
 def test_a_flip_without_its_text_is_shown_by_its_place() -> None:
-    flip = Flip(7, 3, "B", -2.0, None, None, "#5", 0.6, "#9", 0.2)
+    flip = WordFlip(7, 3, "B", -2.0, None, None, "#5", 0.6, "#9", 0.2)
     shown = compare_page.page(replace(WHOLE, flips=replace(FLIPS, examples=[flip])))
     assert "sequence 7, position 3" in shown
 

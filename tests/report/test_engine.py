@@ -7,12 +7,12 @@ import io
 import planted
 from rich.console import Console, Group
 
-from quantkit.measurement.engine_layers import Costly, Inspected, Product
+from quantkit.measurement.engine_layers import Costly, EngineProduct, Inspected
 from quantkit.report.bundle import engine
 from quantkit.report.bundle.page import page
 from report.timed import everything, judged
 
-FALLEN = Product(
+FALLEN = EngineProduct(
     linear="model.layers.0.mlp.down_proj",
     asked="int4",
     got="float16",
@@ -20,7 +20,7 @@ FALLEN = Product(
     why="the product gemm_3 reads its weight in float16: the layer <expand> expands it",
 )
 KEPT = [
-    Product(linear=f"model.layers.{block}.self_attn.q_proj", asked="int4", got="int4", layer=f"gemm_{block}")
+    EngineProduct(linear=f"model.layers.{block}.self_attn.q_proj", asked="int4", got="int4", layer=f"gemm_{block}")
     for block in range(3)
 ]
 SLOW = Costly(

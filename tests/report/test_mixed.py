@@ -9,7 +9,7 @@ from plotly import graph_objects
 from pydantic import ValidationError
 
 from quantkit.measurement.accuracy.harm import Harm
-from quantkit.measurement.accuracy.mixed import Mixed
+from quantkit.measurement.accuracy.mixed import MixedSearch
 from quantkit.report.bundle.mixed import said, sections
 from quantkit.report.bundle.page import page
 from report import labelled
@@ -17,7 +17,7 @@ from report import labelled
 NAMES = [f"features.{i}.conv" for i in range(12)]
 
 
-def mixed(**changes: Any) -> Mixed:
+def mixed(**changes: Any) -> MixedSearch:
     """Twelve layers, the first of which do most of the harm; two are kept high."""
     harms = [0.4 / 2**i for i in range(12)]
     data: dict[str, Any] = {
@@ -36,7 +36,7 @@ def mixed(**changes: Any) -> Mixed:
         "chosen": 2,
         "limit": 0.25,
     }
-    return Mixed.model_validate({**data, **changes})
+    return MixedSearch.model_validate({**data, **changes})
 
 
 def test_the_curve_has_every_point_the_choice_and_the_gate() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import planned
 import pytest
 
-from quantkit.planning.outlook import Memory, Outlook, Recommendation
+from quantkit.planning.outlook import Outlook, PlannedMemory, Recommendation
 from quantkit.report.kit import words
 from quantkit.report.kit.screen import write
 from quantkit.report.plan import screen
@@ -146,7 +146,7 @@ def test_without_times_there_is_no_table_of_them(monkeypatch: pytest.MonkeyPatch
 
 
 def test_several_devices_and_none_that_is_enough(one: Outlook, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Memory({"weights": 71e9}, 8, 80e9, 1e5, 12, 4096, 2, 2, ["shared evenly <b>"])
+    memory = PlannedMemory({"weights": 71e9}, 8, 80e9, 1e5, 12, 4096, 2, 2, ["shared evenly <b>"])
     shown = text(planned.with_first(one, memory=memory), monkeypatch)
     assert "✓ 2 × 71.0 GB" in shown
     assert "shared evenly <b>" in shown

@@ -12,7 +12,7 @@ import planned
 import pytest
 
 from quantkit.planning.compiling.result import Compiling, Disk, Machine
-from quantkit.planning.outlook import Candidate, Outlook
+from quantkit.planning.outlook import Outlook, PlannedRecipe
 from quantkit.planning.serving.cost import RequestTime, bill
 from quantkit.planning.serving.load import Load
 from quantkit.planning.serving.prices import Prices
@@ -37,7 +37,7 @@ PRICES = Prices.from_dict(
 )
 
 
-def billed(candidate: Candidate, output: int) -> Candidate:
+def billed(candidate: PlannedRecipe, output: int) -> PlannedRecipe:
     """With bills by the times that a plan takes: the forecast where there is one, else the bound."""
     rows = []
     for row in candidate.rows:

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from quantkit.report.kit.progress import Display, Estimate
+from quantkit.report.kit.progress import Display, TimeLeft
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 
 def test_guess_stands_until_the_stages_are_known() -> None:
     clock = Clock()
-    estimate = Estimate(clock)
+    estimate = TimeLeft(clock)
     assert estimate.left() is None
     estimate.guess(60.0)
     clock.now += 10
@@ -30,7 +30,7 @@ def test_guess_stands_until_the_stages_are_known() -> None:
 
 def test_a_run_as_expected_counts_down_evenly() -> None:
     clock = Clock()
-    estimate = Estimate(clock)
+    estimate = TimeLeft(clock)
     estimate.plan({"a": 30.0, "b": 10.0})
     for done in range(4):
         estimate.at("a", done / 3)
@@ -42,7 +42,7 @@ def test_a_run_as_expected_counts_down_evenly() -> None:
 
 def test_time_goes_on_between_reports_at_the_expense_of_the_stage_alone() -> None:
     clock = Clock()
-    estimate = Estimate(clock)
+    estimate = TimeLeft(clock)
     estimate.plan({"a": 10.0, "b": 30.0})
     estimate.at("a", 0.0)
     clock.now += 4
@@ -53,7 +53,7 @@ def test_time_goes_on_between_reports_at_the_expense_of_the_stage_alone() -> Non
 
 def test_a_slow_stage_corrects_itself_fully_and_the_others_by_half() -> None:
     clock = Clock()
-    estimate = Estimate(clock)
+    estimate = TimeLeft(clock)
     estimate.plan({"a": 100.0, "b": 100.0})
     estimate.at("a", 0.0)
     clock.now += 450  # nine times slower than expected
@@ -66,14 +66,14 @@ def test_a_slow_stage_corrects_itself_fully_and_the_others_by_half() -> None:
 
 def test_what_an_earlier_run_did_says_nothing_about_the_pace() -> None:
     clock = Clock()
-    estimate = Estimate(clock)
+    estimate = TimeLeft(clock)
     estimate.plan({"a": 100.0, "b": 20.0})
     estimate.at("a", 0.9)
     assert estimate.left() == pytest.approx(30, rel=0.25)
     clock.now += 5
     estimate.at("a", 0.95)
     assert estimate.left() == pytest.approx(25, rel=0.25)
-    skipped = Estimate(clock)
+    skipped = TimeLeft(clock)
     skipped.plan({"a": 1000.0, "b": 20.0})
     skipped.at("b", 0.0)
     assert skipped.left() == pytest.approx(20, rel=0.25)

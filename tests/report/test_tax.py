@@ -12,7 +12,7 @@ import pytest
 
 from quantkit.bundle import Verdict
 from quantkit.errors import InputError
-from quantkit.measurement.operators.run import Job
+from quantkit.measurement.operators.run import SweepJob
 from quantkit.planning.model import shapes
 from quantkit.report.kit import shell
 from quantkit.report.kit.screen import write
@@ -29,7 +29,7 @@ def taxed(model: str = "vit-b-16", batches: tuple[int, ...] = (1, 8, 64)) -> Tax
     found = shapes.shipped(model) if model else shapes.typed(["256x64"])
     variants = ["int4.g64.level4", "nf4.g64"]
     linears = [each.model_dump() for each in found.distinct()][:2]
-    rows = planted_ops.rows_of_a_run(Job(linears, found.name, "float32", variants, batches, 2, 1.0))
+    rows = planted_ops.rows_of_a_run(SweepJob(linears, found.name, "float32", variants, batches, 2, 1.0))
     target = Target.load("cpu-x86")
     return Taxed(found, target, rows, {2: [GOOD, BAD]}, {2: GOOD}, {1: 0.7, 8: 0.3}, ["a <note>"])
 
@@ -149,7 +149,7 @@ def test_a_folder_that_is_not_there(data: Taxed, tmp_path: Path) -> None:
 def test_on_a_gpu_the_tax_is_split(tmp_path: Path) -> None:
     found = shapes.typed(["256x64"])
     linears = [each.model_dump() for each in found.distinct()]
-    rows = planted_ops.rows_of_a_run(Job(linears, "", "bfloat16", ["int4.g128"], [1, 8], 0, 1.0))
+    rows = planted_ops.rows_of_a_run(SweepJob(linears, "", "bfloat16", ["int4.g128"], [1, 8], 0, 1.0))
     verdicts = {0: [GOOD.model_copy(update={"format": "int4.g128"})]}
     data = Taxed(found, Target.load("h200"), rows, verdicts, {0: verdicts[0][0]}, baseline="bfloat16")
     said = text(data)

@@ -22,7 +22,7 @@ from quantkit.bundle import Bundle
 from quantkit.errors import InputError, MissingDependency
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.onnxruntime.runtime import Sampling, stream
-from quantkit.runtimes.onnxruntime.session import Loaded
+from quantkit.runtimes.onnxruntime.session import OnnxModel
 from quantkit.runtimes.text import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,8 +47,8 @@ def small(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Smal
 
 
 @pytest.fixture(scope="module")
-def loaded(small: Small) -> Loaded:
-    return Loaded(small.onnx, threads=1)
+def loaded(small: Small) -> OnnxModel:
+    return OnnxModel(small.onnx, threads=1)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def by_transformers(small: Small, ids: Any, new_tokens: int, mask: Any = None) -
     return made[:, ids.shape[1] :].numpy()
 
 
-def tokens(model: Loaded, ids: Any, new_tokens: int, sampling: Sampling = GREEDY, mask: Any = None) -> Any:
+def tokens(model: OnnxModel, ids: Any, new_tokens: int, sampling: Sampling = GREEDY, mask: Any = None) -> Any:
     return np.stack(list(stream(model, ids, new_tokens, sampling, mask)), axis=1)
 
 
@@ -85,14 +85,14 @@ def no_end(small: Small, ids: Any, count: int, mask: Any = None) -> Any:
     return wanted
 
 
-def test_greedy_tokens_are_transformers_own(small: Small, loaded: Loaded) -> None:
+def test_greedy_tokens_are_transformers_own(small: Small, loaded: OnnxModel) -> None:
     ids = zoo.ids(3, 11).numpy()
     wanted = no_end(small, ids, 24)
     assert len(set(wanted.reshape(-1))) > 8, "a model that says one thing only would show nothing"
     np.testing.assert_array_equal(tokens(loaded, ids, 24), wanted)
 
 
-def test_a_padded_batch_generates_what_each_row_does_alone(small: Small, loaded: Loaded) -> None:
+def test_a_padded_batch_generates_what_each_row_does_alone(small: Small, loaded: OnnxModel) -> None:
     ids, lengths = zoo.ids(3, 11).numpy(), (11, 4, 1)
     padded, mask = np.zeros_like(ids), np.zeros_like(ids)
     for row, length in enumerate(lengths):
@@ -123,7 +123,7 @@ def test_text_in_text_out(small: Small) -> None:
 
 
 def test_generation_ends_where_the_model_says(own: Path) -> None:
-    first = int(tokens(Loaded(own / "onnx", threads=1), np.array([Tokenizer(own / "onnx").encode("The")]), 1)[0, 0])
+    first = int(tokens(OnnxModel(own / "onnx", threads=1), np.array([Tokenizer(own / "onnx").encode("The")]), 1)[0, 0])
     for ends in (first, [257, first]):
         (own / "onnx" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         assert Tokenizer(own / "onnx").ends == ({ends} if isinstance(ends, int) else set(ends))
@@ -249,7 +249,7 @@ def test_the_model_s_own_settings_hold(own: Path, monkeypatch: pytest.MonkeyPatc
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
-def test_logits_are_the_caller_s_own(loaded: Loaded) -> None:
+def test_logits_are_the_caller_s_own(loaded: OnnxModel) -> None:
     """The next step does not write over them."""
     ids = zoo.ids(1, 6).numpy()
     state = loaded.state(1, 6)
@@ -261,7 +261,7 @@ def test_logits_are_the_caller_s_own(loaded: Loaded) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_only_the_last_logits_where_no_more_are_wanted(loaded: Loaded, batch: int) -> None:
+def test_only_the_last_logits_where_no_more_are_wanted(loaded: OnnxModel, batch: int) -> None:
     ids = zoo.ids(batch, 9).numpy()
     everything = loaded.run(loaded.state(batch, 9), ids)
     assert everything.shape == (batch, 9, 258)
@@ -274,7 +274,7 @@ def test_only_the_last_logits_where_no_more_are_wanted(loaded: Loaded, batch: in
     np.testing.assert_allclose(loaded.run(state, ids[:, 4:], keep=2), everything[:, -2:], atol=1e-5)
 
 
-def test_states_do_not_touch_one_another(loaded: Loaded) -> None:
+def test_states_do_not_touch_one_another(loaded: OnnxModel) -> None:
     ids = zoo.ids(2, 8).numpy()
     alone = [loaded.run(loaded.state(1, 8), ids[[row]]) for row in (0, 1)]
     one, two = loaded.state(1, 8), loaded.state(1, 8)
@@ -286,14 +286,14 @@ def test_states_do_not_touch_one_another(loaded: Loaded) -> None:
         np.testing.assert_allclose(np.concatenate(parts[row], axis=1), alone[row], atol=1e-5)
 
 
-def test_room_that_is_left_over_changes_nothing(loaded: Loaded) -> None:
+def test_room_that_is_left_over_changes_nothing(loaded: OnnxModel) -> None:
     ids = zoo.ids(2, 8).numpy()
     np.testing.assert_allclose(
         loaded.run(loaded.state(2, 8), ids), loaded.run(loaded.state(2, 100), ids), rtol=0, atol=1e-5
     )
 
 
-def test_steps_that_latency_is_measured_on(loaded: Loaded) -> None:
+def test_steps_that_latency_is_measured_on(loaded: OnnxModel) -> None:
     assert loaded.decode(2, 100)() is None
     assert loaded.prefill(3, 64)() is None
     assert loaded.cache_bytes == 2 * 2 * 2 * 16 * 4
@@ -305,7 +305,7 @@ def test_steps_that_latency_is_measured_on(loaded: Loaded) -> None:
 
 def test_the_profiler_names_provider_and_kernels(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    model = Loaded(small.onnx, threads=1, profile=True)
+    model = OnnxModel(small.onnx, threads=1, profile=True)
     for _ in range(3):
         model.decode(2, 16)()
     used = model.used()
@@ -324,25 +324,25 @@ def test_the_profiler_names_provider_and_kernels(small: Small, tmp_path: Path, m
         model.used()
 
 
-def test_there_is_no_profile_without_asking_or_running(small: Small, loaded: Loaded) -> None:
+def test_there_is_no_profile_without_asking_or_running(small: Small, loaded: OnnxModel) -> None:
     with pytest.raises(InputError, match=r"not-profiled.*without `profile`"):
         loaded.used()
     with pytest.raises(InputError, match=r"not-profiled.*nothing was run"):
-        Loaded(small.onnx, threads=1, profile=True).used()
+        OnnxModel(small.onnx, threads=1, profile=True).used()
 
 
 def test_threads_are_what_one_asks_for(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     for threads in (1, 2):
-        model = Loaded(small.onnx, threads=threads)
+        model = OnnxModel(small.onnx, threads=threads)
         assert model.session.get_session_options().intra_op_num_threads == threads
     monkeypatch.setattr(machine, "cores", lambda: 3)
-    assert Loaded(small.onnx).session.get_session_options().intra_op_num_threads == 3
+    assert OnnxModel(small.onnx).session.get_session_options().intra_op_num_threads == 3
 
 
 # --- what it refuses --------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_longer_than_the_context(small: Small, loaded: Loaded) -> None:
+def test_a_prompt_longer_than_the_context(small: Small, loaded: OnnxModel) -> None:
     bundle = Bundle.load(small.folder)
     for prompt, new in (("x" * 127, 1), ("x", 126), ("x" * 500, 64)):
         with pytest.raises(InputError) as caught:
@@ -358,7 +358,7 @@ def test_a_prompt_longer_than_the_context(small: Small, loaded: Loaded) -> None:
         loaded.run(state, np.ones((1, 1), np.int64))
 
 
-def test_a_batch_that_does_not_fit_memory(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_does_not_fit_memory(loaded: OnnxModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def need(batch: int) -> int:
         return batch * (128 * loaded.cache_bytes + 4 * 258 + 4 * 128)
 
@@ -376,7 +376,7 @@ def test_a_batch_that_does_not_fit_memory(loaded: Loaded, monkeypatch: pytest.Mo
 
 def refusal(folder: Path) -> InputError:
     with pytest.raises(InputError) as caught:
-        Loaded(folder, threads=1)
+        OnnxModel(folder, threads=1)
     assert caught.value.code == "onnx-unreadable"
     assert "onnxruntime" in caught.value.rule
     assert caught.value.remedy
@@ -527,7 +527,7 @@ def test_a_missing_package_is_named(small: Small, monkeypatch: pytest.MonkeyPatc
 # --- onnxruntime-genai ------------------------------------------------------------------------------------------------
 
 
-def test_onnxruntime_genai_generates_the_same_tokens(small: Small, loaded: Loaded) -> None:
+def test_onnxruntime_genai_generates_the_same_tokens(small: Small, loaded: OnnxModel) -> None:
     import onnxruntime_genai as genai
 
     model = genai.Model(str(small.onnx))

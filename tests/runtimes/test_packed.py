@@ -165,15 +165,15 @@ def test_steps_on_the_kernels_are_timed_against_sixteen_bits(
     compiled: Callable[..., Bundle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quantkit.kernels import linear
-    from quantkit.measurement.cuda.device import Device
+    from quantkit.measurement.cuda.device import GpuDevice
     from quantkit.measurement.timing import cuda as speed_cuda
-    from quantkit.measurement.timing.shapes import Plan
+    from quantkit.measurement.timing.shapes import TimingPlan
     from quantkit.model.source.open import open_model
 
     # half a second each in the interpreter, a hundred times over: what they take is not what is looked at
     monkeypatch.setattr(linear, "dequantize", functools.cache(linear.dequantize))
     bundle = compiled(GROUPS)
-    device, plan = Device("cpu", dry=True), Plan((2,), (3,), (5,), seconds=0.01, cell_seconds=0.01, rounds=1)
+    device, plan = GpuDevice("cpu", dry=True), TimingPlan((2,), (3,), (5,), seconds=0.01, cell_seconds=0.01, rounds=1)
     shapes = {(layer.shape[0], layer.shape[1]) for layer in bundle.manifest.layers}
     choices = {shape: (Choice(2, "dequantize_matmul", None, 1e-6, 1),) for shape in shapes}
     bundle = bundle.put(FILE, Recorded(device.identity(), {}, "int4.g32.zeros", Table(choices)).as_bytes())

@@ -15,9 +15,9 @@ import small_onnx
 from fake_tensorrt import GPU
 
 from quantkit.exporters import load_exporter
-from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.rows import Row
-from quantkit.runtimes.tensorrt.runtime import Tensorrt
+from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime
 from quantkit.target import Profile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,9 +53,9 @@ def test_engines_are_checked_and_timed_beside_torch(bench: Any, tmp_path: Path) 
     small_onnx.bundle(made.folder)
     wanted = bench.expected(made.folder / "engine")
     off = {**wanted, "logits": np.roll(wanted["logits"], 1, axis=-1)}
-    runtime = Tensorrt("tensorrt_rtx", library=fake_tensorrt.library(), gpus=lambda: ([GPU], ""), device="cpu")
+    runtime = TensorrtRuntime("tensorrt_rtx", library=fake_tensorrt.library(), gpus=lambda: ([GPU], ""), device="cpu")
     how: dict[str, Any] = {"batches": [1, 2, 3], "context": 8, "blocks": 2, "seconds": 60.0}
-    device = Device("cpu", dry=True)
+    device = GpuDevice("cpu", dry=True)
     found = bench.run(
         [made.folder, tmp_path / "none"], runtime.load, device, expectations={made.folder.name: wanted}, **how
     )

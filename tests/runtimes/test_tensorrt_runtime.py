@@ -20,9 +20,9 @@ from small_onnx import LAYERS, TEXT, Small, expected, export, relative
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
-from quantkit.runtimes.tensorrt.decode import Loaded
+from quantkit.runtimes.tensorrt.decode import EngineModel
 from quantkit.runtimes.tensorrt.library import Library
-from quantkit.runtimes.tensorrt.runtime import Tensorrt
+from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime
 from quantkit.scheme import WeightScheme
 from quantkit.target import Profile
 
@@ -35,8 +35,8 @@ PREFILL = Profile(name="prefill", batch=(1, 1, 2), length=(2, 8, 16), context=(0
 PROFILES = [DECODE, PREFILL]
 
 
-def runtime(library: Library | None = None, gpus: Any = (GPU,), why: str = "") -> Tensorrt:
-    return Tensorrt(
+def runtime(library: Library | None = None, gpus: Any = (GPU,), why: str = "") -> TensorrtRuntime:
+    return TensorrtRuntime(
         "tensorrt_rtx", library=library or fake_tensorrt.library(), gpus=lambda: (list(gpus), why), device="cpu"
     )
 
@@ -60,7 +60,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Smal
 
 
 @pytest.fixture(scope="module")
-def loaded(small: Small) -> Loaded:
+def loaded(small: Small) -> EngineModel:
     return runtime().load(Bundle.load(small.folder))
 
 
@@ -271,7 +271,7 @@ def test_a_bundle_without_an_engine(small: Small, tmp_path: Path) -> None:
 # --- what it computes -------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_longer_than_a_profile_goes_in_parts(small: Small, loaded: Loaded) -> None:
+def test_a_prompt_longer_than_a_profile_goes_in_parts(small: Small, loaded: EngineModel) -> None:
     """37 tokens: two prompts of 16, one of 5, all into one cache."""
     ids = tokens(2, 37)
     state = loaded.state(2, 40)
@@ -282,7 +282,7 @@ def test_a_prompt_longer_than_a_profile_goes_in_parts(small: Small, loaded: Load
     np.testing.assert_array_equal(again, found[:, -7:])
 
 
-def test_steps_go_on_where_the_prompt_ended(small: Small, loaded: Loaded) -> None:
+def test_steps_go_on_where_the_prompt_ended(small: Small, loaded: EngineModel) -> None:
     ids = tokens(2, 20)
     state = loaded.state(2, 20)
     parts = [loaded.run(state, ids[:, :12].numpy())]
@@ -294,7 +294,7 @@ def test_steps_go_on_where_the_prompt_ended(small: Small, loaded: Loaded) -> Non
     )
 
 
-def test_rows_are_padded_on_the_left(small: Small, loaded: Loaded) -> None:
+def test_rows_are_padded_on_the_left(small: Small, loaded: EngineModel) -> None:
     ids, mask = tokens(2, 14), np.ones((2, 14), np.int64)
     mask[1, :4] = 0
     state = loaded.state(2, 16)
@@ -305,7 +305,7 @@ def test_rows_are_padded_on_the_left(small: Small, loaded: Loaded) -> None:
     assert relative(found[1:, 4:], expected(small.model, ids[1:, 4:])) < LIMIT
 
 
-def test_two_states_do_not_meet(small: Small, loaded: Loaded) -> None:
+def test_two_states_do_not_meet(small: Small, loaded: EngineModel) -> None:
     ids = tokens(1, 10)
     one, two = loaded.state(1, 10), loaded.state(1, 10)
     loaded.run(one, ids[:, :8].numpy())
@@ -316,7 +316,7 @@ def test_two_states_do_not_meet(small: Small, loaded: Loaded) -> None:
     assert relative(found, expected(small.model, ids)[:, -1:]) < LIMIT
 
 
-def test_what_does_not_fit_is_refused(loaded: Loaded) -> None:
+def test_what_does_not_fit_is_refused(loaded: EngineModel) -> None:
     with pytest.raises(InputError, match="prompt-too-long"):
         loaded.state(1, loaded.capacity + 1)
     with pytest.raises(InputError, match="shape-unsupported") as caught:
@@ -333,7 +333,7 @@ def test_text_comes_out(small: Small) -> None:
     assert made["first_token_s"] >= 0
 
 
-def test_latency_repeats_one_step(loaded: Loaded) -> None:
+def test_latency_repeats_one_step(loaded: EngineModel) -> None:
     """The same step over and over: the cache does not grow, and what it timed is what `measure.latency` asks for."""
     step = loaded.decode(2, 30)
     assert step() is None and step() is None
@@ -351,7 +351,7 @@ def test_compiled_kernels_outlive_the_process(small: Small, tmp_path: Path, monk
         assert kept.read_bytes() == expected_bytes
 
 
-def test_layers_are_timed_apart(loaded: Loaded) -> None:
+def test_layers_are_timed_apart(loaded: EngineModel) -> None:
     taken = loaded.layer_times(1, 20, runs=4)
     assert {name: len(times) for name, times in taken.items()} == {"first": 4, "second": 4}
     assert taken["second"][0] == pytest.approx(2e-4)
@@ -372,7 +372,7 @@ def test_an_engine_of_a_graph_is_not_for_tokens(tmp_path: Path) -> None:
     assert "an engine of images" in caught.value.line()
 
 
-def test_settings_are_plain(loaded: Loaded) -> None:
+def test_settings_are_plain(loaded: EngineModel) -> None:
     assert json.loads(json.dumps(loaded.settings))["library"] == "tensorrt_rtx 1.7.1.116"
 
 

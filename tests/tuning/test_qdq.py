@@ -18,7 +18,7 @@ from quantkit.bundle import inventory
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.exporters.tensorrt.network import pairs
-from quantkit.runtimes.tensorrt.runtime import Tensorrt
+from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import Profile
 from quantkit.tuning.placement.engine import Placements, autotune
@@ -99,7 +99,7 @@ def operators(path: Path) -> list[str]:
 
 def builder(profiles: list[Profile], *, graph: bool = False) -> Any:
     """Engines of the fake library."""
-    runtime = Tensorrt("tensorrt_rtx", library=fake_tensorrt.library(), gpus=lambda: ([GPU], ""), device="cpu")
+    runtime = TensorrtRuntime("tensorrt_rtx", library=fake_tensorrt.library(), gpus=lambda: ([GPU], ""), device="cpu")
 
     def build(beside: Path) -> Any:
         fake_tensorrt.engine(beside / "engine", profiles)

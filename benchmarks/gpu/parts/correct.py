@@ -17,14 +17,14 @@ from quantkit.kernels.native import native
 from quantkit.kernels.quantize import quantize_tokens
 from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda.check import error
-from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.cuda.sides import inputs
-from quantkit.measurement.cuda.weights import Variant, values, weight
+from quantkit.measurement.cuda.weights import FormatVariant, values, weight
 
 _BATCHES = (1, 3, 16, 17, 64, 200)
 
 
-def checked(device: Device) -> list[dict[str, Any]]:
+def checked(device: GpuDevice) -> list[dict[str, Any]]:
     """One row a variant, dtype and batch: the largest error as a share of what is allowed; whether repeats agree."""
     shape = (1040, 4096) if not device.dry else (24, 128)
     batches = _BATCHES if not device.dry else (3,)
@@ -47,7 +47,7 @@ def checked(device: Device) -> list[dict[str, Any]]:
 
 
 def _one(
-    variant: Variant, packed: PackedWeight, plain: torch.Tensor, x: torch.Tensor, configs: Sequence[Config]
+    variant: FormatVariant, packed: PackedWeight, plain: torch.Tensor, x: torch.Tensor, configs: Sequence[Config]
 ) -> dict[str, Any]:
     worst, agree = 0.0, True
     for config in configs:

@@ -15,18 +15,18 @@ import numpy as np
 import torch
 
 from parts.decoder import Decoder, MakeLinear, Sizes
-from quantkit.kernels.dispatch import EXPANDED, OURS, Choice, Table, Timing, fastest
+from quantkit.kernels.dispatch import EXPANDED, OURS, Choice, KernelTiming, Table, fastest
 from quantkit.kernels.linear import QuantLinear
 from quantkit.kernels.workspace import Workspace
-from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.cuda.memory import allocated
 from quantkit.measurement.cuda.timing import Implementation, interleaved, ratio, summary
-from quantkit.measurement.cuda.weights import Variant, weight
+from quantkit.measurement.cuda.weights import FormatVariant, weight
 
 BASELINE = "16 bits"
 
 
-def tables(timings: Mapping[str, Sequence[Timing]]) -> dict[str, Table]:
+def tables(timings: Mapping[str, Sequence[KernelTiming]]) -> dict[str, Table]:
     """The choices for each variant among what a layer can run."""
     able = {name: [t for t in found if t.candidate in (OURS, EXPANDED)] for name, found in timings.items()}
     return {name: fastest(found) for name, found in able.items() if found}
@@ -34,15 +34,15 @@ def tables(timings: Mapping[str, Sequence[Timing]]) -> dict[str, Table]:
 
 def measured(
     sizes: Sizes,
-    variants: Sequence[Variant],
+    variants: Sequence[FormatVariant],
     batches: Sequence[int],
     context: int,
     *,
-    device: Device,
+    device: GpuDevice,
     dtype: torch.dtype,
     blocks: int,
     generator: np.random.Generator,
-    timings: Mapping[str, Sequence[Timing]],
+    timings: Mapping[str, Sequence[KernelTiming]],
     versions: Mapping[str, str],
     deadline: float,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -121,7 +121,7 @@ def _dense(dtype: torch.dtype, at: str) -> MakeLinear:
     return make
 
 
-def _packed(variant: Variant, table: Table | None, at: str) -> MakeLinear:
+def _packed(variant: FormatVariant, table: Table | None, at: str) -> MakeLinear:
     memory = Workspace()
 
     def make(shape: tuple[int, int], layer: int) -> torch.nn.Module:

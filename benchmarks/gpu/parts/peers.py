@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.cuda.timing import Implementation, copies
-from quantkit.measurement.cuda.weights import Variant
+from quantkit.measurement.cuda.weights import FormatVariant
 
 Shape = tuple[int, int]
 
 
-def side(name: str, variant: Variant, shape: Shape, x: torch.Tensor, device: Device) -> Implementation:
+def side(name: str, variant: FormatVariant, shape: Shape, x: torch.Tensor, device: GpuDevice) -> Implementation:
     """A peer's product of x and a weight [N, K] of random numbers in the variant's format.
 
     Raises:
@@ -34,14 +34,14 @@ def side(name: str, variant: Variant, shape: Shape, x: torch.Tensor, device: Dev
 Made = tuple[Callable[[], object], int]
 
 
-def _bitsandbytes(variant: Variant, w: torch.Tensor, x: torch.Tensor) -> Made:
+def _bitsandbytes(variant: FormatVariant, w: torch.Tensor, x: torch.Tensor) -> Made:
     library: Any = importlib.import_module("bitsandbytes")
     words, state = library.functional.quantize_4bit(w, blocksize=64, compress_statistics=True, quant_type="nf4")
     size = words.numel() + state.absmax.numel() + 4 * state.state2.absmax.numel()
     return (lambda: library.matmul_4bit(x, words.t(), quant_state=state)), size
 
 
-def _gemlite(variant: Variant, w: torch.Tensor, x: torch.Tensor) -> Made:
+def _gemlite(variant: FormatVariant, w: torch.Tensor, x: torch.Tensor) -> Made:
     core: Any = importlib.import_module("gemlite.core")
     kind = core.DType.BF16 if x.dtype == torch.bfloat16 else core.DType.FP16
     rows, columns = w.shape
@@ -54,14 +54,14 @@ def _gemlite(variant: Variant, w: torch.Tensor, x: torch.Tensor) -> Made:
     return (lambda: layer(x)), rows * columns // 2 + 4 * scales.numel()
 
 
-def _torchao(variant: Variant, w: torch.Tensor, x: torch.Tensor) -> Made:
+def _torchao(variant: FormatVariant, w: torch.Tensor, x: torch.Tensor) -> Made:
     library: Any = importlib.import_module("torchao.quantization")
     layer = torch.nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=w.dtype, device=w.device)
     library.quantize_(layer, library.Int4WeightOnlyConfig(group_size=128))
     return (lambda: layer(x)), w.numel() // 2 + w.numel() // 128 * 4
 
 
-def _humming(variant: Variant, w: torch.Tensor, x: torch.Tensor) -> Made:
+def _humming(variant: FormatVariant, w: torch.Tensor, x: torch.Tensor) -> Made:
     """By its own default kernels and tile sizes."""
     library: Any = importlib.import_module("humming.layer")
     bits = 8 if variant.format == "int8" else 4
@@ -73,7 +73,7 @@ def _humming(variant: Variant, w: torch.Tensor, x: torch.Tensor) -> Made:
     return (lambda: layer(x)), sum(part.numel() * part.element_size() for part in layer.state_dict().values())
 
 
-def _vllm(variant: Variant, w: torch.Tensor, x: torch.Tensor) -> Made:
+def _vllm(variant: FormatVariant, w: torch.Tensor, x: torch.Tensor) -> Made:
     """vLLM's Marlin kernel, on random words: what they stand for does not matter to time."""
     marlin: Any = importlib.import_module("vllm.model_executor.layers.quantization.utils.marlin_utils")
     kinds: Any = importlib.import_module("vllm.scalar_type").scalar_types
@@ -91,7 +91,7 @@ def _vllm(variant: Variant, w: torch.Tensor, x: torch.Tensor) -> Made:
 
 
 # module -> variants it is compared in, and how a weight and its step are made
-_MADE: dict[str, tuple[Sequence[str], Callable[[Variant, torch.Tensor, torch.Tensor], Made]]] = {
+_MADE: dict[str, tuple[Sequence[str], Callable[[FormatVariant, torch.Tensor, torch.Tensor], Made]]] = {
     "bitsandbytes": (("nf4.g64.double",), _bitsandbytes),
     "gemlite": (("int4.g128.zeros",), _gemlite),
     "torchao": (("int4.g128.zeros",), _torchao),

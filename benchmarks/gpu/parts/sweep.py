@@ -12,13 +12,13 @@ import torch
 
 from parts import peers
 from quantkit.kernels.configs import Config, candidates, width
-from quantkit.kernels.dispatch import Timing
+from quantkit.kernels.dispatch import KernelTiming
 from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda import sides
 from quantkit.measurement.cuda.ceilings import of
-from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.cuda.timing import Implementation, interleaved, ratio, summary
-from quantkit.measurement.cuda.weights import Variant
+from quantkit.measurement.cuda.weights import FormatVariant
 
 
 @dataclass
@@ -34,19 +34,19 @@ class Sweep:
         versions: of packages.
     """
 
-    device: Device
+    device: GpuDevice
     ceilings: list[dict[str, Any]]
     dtype: torch.dtype
     blocks: int
     deadline: float
     versions: dict[str, str]
     rows: list[dict[str, Any]] = field(default_factory=list)
-    timings: dict[str, list[Timing]] = field(default_factory=dict)
+    timings: dict[str, list[KernelTiming]] = field(default_factory=dict)
     configs: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
-    def run(self, shapes: Sequence[tuple[int, int]], batches: Sequence[int], variants: Sequence[Variant]) -> None:
+    def run(self, shapes: Sequence[tuple[int, int]], batches: Sequence[int], variants: Sequence[FormatVariant]) -> None:
         """Shapes outermost: weights are made once for all batches."""
         for shape in shapes:
             self.device.sample(f"{shape[0]}x{shape[1]}")
@@ -67,7 +67,7 @@ class Sweep:
         where: dict[str, Any],
         shape: tuple[int, int],
         batch: int,
-        variant: Variant,
+        variant: FormatVariant,
         held: Any,
         best: dict[int, Config],
     ) -> None:
@@ -128,7 +128,7 @@ class Sweep:
         self,
         shape: tuple[int, int],
         batch: int,
-        variant: Variant,
+        variant: FormatVariant,
         config: Config,
         made: Sequence[Implementation],
         times: Sequence[Any],
@@ -167,7 +167,7 @@ class Sweep:
             if side.name in ("quantize_tokens", "quantkit raw twin", "torch.linear"):
                 continue
             tiles = config.as_dict() if side.name == "quantkit" else None
-            timing = Timing(side.name, shape, batch, middle[side.name], side.resident_bytes, tiles)
+            timing = KernelTiming(side.name, shape, batch, middle[side.name], side.resident_bytes, tiles)
             self.timings.setdefault(variant.name, []).append(timing)
         taxes = {
             "tax.total": None if bound is None else middle["quantkit"] - bound,
@@ -188,7 +188,7 @@ class Sweep:
                     }
                 )
 
-    def _bound(self, shape: tuple[int, int], batch: int, variant: Variant | None) -> float | None:
+    def _bound(self, shape: tuple[int, int], batch: int, variant: FormatVariant | None) -> float | None:
         """max(bytes / read, operations / compute) with the ceilings of this run; None of the variant: the baseline."""
         kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
         stored, each = 2.0 * shape[0] * shape[1], 2.0

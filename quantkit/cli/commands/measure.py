@@ -38,7 +38,7 @@ def measure(
     """Score, weigh and time a bundle again."""
     from quantkit.bundle import Decision
     from quantkit.measurement.engine_layers import stored
-    from quantkit.measurement.timing.shapes import Plan
+    from quantkit.measurement.timing.shapes import TimingPlan
     from quantkit.passes import NOTE
     from quantkit.pipeline.finished.measure import batches_of, default_runtime, measure_bundle, with_changes
     from quantkit.pipeline.gates import failed_gate
@@ -57,7 +57,7 @@ def measure(
         raise InputError(
             "runtime-unsupported", where="--runtime", value=chosen, rule=rule, remedy=f"use {default_runtime(opened)}"
         )
-    plan = few(opened.manifest.model.kind) if quick else Plan(batches=batches_of(opened))
+    plan = few(opened.manifest.model.kind) if quick else TimingPlan(batches=batches_of(opened))
     plan = with_changes(plan, batches(batch), seconds)
     decisions: list[Decision] = []
     with showing() as progress:

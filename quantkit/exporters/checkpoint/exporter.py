@@ -19,7 +19,7 @@ from quantkit.errors import InputError, did_you_mean
 from quantkit.exporters import Exporter
 from quantkit.exporters.checkpoint import experts, reload
 from quantkit.exporters.checkpoint.writer import Writer
-from quantkit.exporters.layer_spec import Asked
+from quantkit.exporters.layer_spec import LayerSpec
 from quantkit.model import layouts, run_time
 from quantkit.model.layouts import Layout
 from quantkit.model.source import converted
@@ -69,7 +69,7 @@ class Checkpoint(Exporter):
     stores = "tensors"
     Options = CheckpointOptions
 
-    def accepts(self, options: Mapping[str, Any], asked: Asked) -> None:
+    def accepts(self, options: Mapping[str, Any], asked: LayerSpec) -> None:
         """Refuse, before any work, what the layout cannot hold."""
         schemes = asked.schemes
         for linear in asked.tied:
@@ -174,7 +174,7 @@ class Checkpoint(Exporter):
                 "transformers expands packed weights as it loads them, and then leaves the cache alone; vLLM does not"
             )
             taken.append(decision("checkpoint", "cache-elsewhere", "scheme.kv_cache", reason))
-        if any(isinstance(entry, converted.Made) for entry in source.weights.entries.values()):
+        if any(isinstance(entry, converted.ConvertedTensor) for entry in source.weights.entries.values()):
             taken.append(decision("checkpoint", "converted-names", "model/", converted.NOTE))
         absent = layouts.missing(writer.layout) if writer.layout is not None else []
         if not absent:

@@ -20,7 +20,7 @@ from quantkit.errors import InputError
 from quantkit.exporters.check import counted, decided, judged, prompt, worst
 from quantkit.exporters.onnx import check_w8a8
 from quantkit.exporters.values import Values
-from quantkit.runtimes.onnxruntime.session import FOLDER, MODEL, Loaded
+from quantkit.runtimes.onnxruntime.session import FOLDER, MODEL, OnnxModel
 
 if TYPE_CHECKING:
     from quantkit.model.finished import Finished
@@ -116,7 +116,7 @@ def _inside(folder: Path, place: str) -> bool:
 def numbers(folder: Path, values: Values) -> tuple[float | None, str]:
     """The largest relative difference, and in which of the runs."""
     try:
-        return worst(Loaded(folder, threads=torch.get_num_threads(), accuracy_level=0), values)
+        return worst(OnnxModel(folder, threads=torch.get_num_threads(), accuracy_level=0), values)
     except InputError as problem:
         return None, problem.line()
     except RuntimeError as problem:  # what onnxruntime raises when an operator refuses its inputs

@@ -28,10 +28,10 @@ from quantkit.exporters.values import Values
 from quantkit.formats import load_format
 from quantkit.formats.base import activation
 from quantkit.graph import integer
-from quantkit.graph.integer import Site
+from quantkit.graph.integer import QuantizedSite
 from quantkit.runtimes.onnxruntime.float_products import Links
 from quantkit.runtimes.onnxruntime.open import write_optimized
-from quantkit.runtimes.onnxruntime.session import MODEL, Loaded
+from quantkit.runtimes.onnxruntime.session import MODEL, OnnxModel
 
 Array = NDArray[Any]
 LIMIT = 1e-4
@@ -39,7 +39,7 @@ SHARE = 0.95
 
 
 @dataclass(frozen=True)
-class Product:
+class GraphProduct:
     """One product of a written graph.
 
     Args:
@@ -59,7 +59,7 @@ class Product:
         return ", ".join(self.linears)
 
 
-def products(folder: Path) -> list[Product]:
+def products(folder: Path) -> list[GraphProduct]:
     """The products in integers of `onnx/`."""
     import onnx
 
@@ -71,7 +71,7 @@ def products(folder: Path) -> list[Product]:
         if LINEARS in noted:
             *_, last = links.chain(node)
             weight, source = links.weight(node), links.source(node)
-            found.append(Product(noted[LINEARS].split(), weight, source, last.output[0]))
+            found.append(GraphProduct(noted[LINEARS].split(), weight, source, last.output[0]))
     return found
 
 
@@ -91,10 +91,10 @@ def check(folder: Path, values: Values, ids: torch.Tensor) -> list[Check]:
 
 
 def _numbers(
-    folder: Path, values: Values, ids: torch.Tensor, written: Sequence[Product], missing: Sequence[str]
+    folder: Path, values: Values, ids: torch.Tensor, written: Sequence[GraphProduct], missing: Sequence[str]
 ) -> Check:
     shown = list(dict.fromkeys(name for each in written for name in (each.source, each.output)))
-    model = Loaded(folder, threads=torch.get_num_threads(), shown=shown)
+    model = OnnxModel(folder, threads=torch.get_num_threads(), shown=shown)
     feeds = model.prompt(ids.numpy())
     given = set(feeds)
     wanted = [name for name in shown if name not in given]
@@ -114,7 +114,7 @@ def _numbers(
     )
 
 
-def _error(product: Product, values: Values, seen: Mapping[str, Array]) -> float:
+def _error(product: GraphProduct, values: Values, seen: Mapping[str, Array]) -> float:
     """The relative error of y, in the median of its tokens."""
     x = torch.from_numpy(seen[product.source]).float()
     first = product.linears[0]
@@ -137,7 +137,7 @@ def _weight(values: Values, linear: str) -> torch.Tensor:
     return found
 
 
-def _kernels(folder: Path, values: Values, written: Sequence[Product], missing: Sequence[str]) -> Check:
+def _kernels(folder: Path, values: Values, written: Sequence[GraphProduct], missing: Sequence[str]) -> Check:
     import onnx_ir as ir
 
     shapes = {name: tuple(value.shape) for name, value in values.skeleton.named_parameters(remove_duplicate=False)}
@@ -145,8 +145,8 @@ def _kernels(folder: Path, values: Values, written: Sequence[Product], missing: 
     def macs(linears: Sequence[str]) -> float:
         return float(sum(shapes[f"{linear}.weight"][0] * shapes[f"{linear}.weight"][1] for linear in linears))
 
-    sites = [Site(each.name, each.weight, macs(each.linears), each.output) for each in written]
-    sites += [Site(name, "", macs([name])) for name in missing]
+    sites = [QuantizedSite(each.name, each.weight, macs(each.linears), each.output) for each in written]
+    sites += [QuantizedSite(name, "", macs([name])) for name in missing]
     with tempfile.TemporaryDirectory(prefix="quantkit-optimized-") as place:
         path = Path(place) / MODEL
         write_optimized(folder / MODEL, path)

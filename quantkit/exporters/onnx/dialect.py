@@ -36,7 +36,7 @@ _MASKED = -1e9
 
 
 @dataclass
-class Dialect(Rewriting):
+class OrtDialect(Rewriting):
     """The rewriting of one graph.
 
     Args:

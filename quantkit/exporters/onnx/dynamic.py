@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from quantkit.exporters.onnx.nbits import Input, Linear, Weights
+from quantkit.exporters.onnx.nbits import InputCodes, LinearSpec, WeightsByName
 from quantkit.exporters.onnx.w8a8 import MICROSOFT, Integers
 from quantkit.exporters.trace.rewrite import Rewriting
 from quantkit.exporters.trace.traced import Traced
@@ -58,7 +58,7 @@ def insert(
     linears = {}
     for name, site in found.items():
         rows, columns = site.matrix().shape
-        linears[name] = Linear(rows, columns, weights, input=Input(activations_of(site, activations)))
+        linears[name] = LinearSpec(rows, columns, weights, input=InputCodes(activations_of(site, activations)))
 
     def grid(name: str) -> tuple[Array, None]:
         return codes[name].scale.reshape(-1, 1), None
@@ -67,7 +67,8 @@ def insert(
         raise KeyError(name)  # what is not quantized stands in the graph already
 
     return _Dynamic(
-        Traced(made, {}, decoder=False, layers=0), Weights(linears, {}, dense, lambda name: codes[name].codes, grid)
+        Traced(made, {}, decoder=False, layers=0),
+        WeightsByName(linears, {}, dense, lambda name: codes[name].codes, grid),
     ).apply(found, codes, weight_type)
 
 

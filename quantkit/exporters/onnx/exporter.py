@@ -15,13 +15,13 @@ from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import MissingDependency
 from quantkit.exporters import Exporter
-from quantkit.exporters.layer_spec import Asked
+from quantkit.exporters.layer_spec import LayerSpec
 from quantkit.exporters.onnx.refusals import refuse
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from quantkit.exporters.onnx.nbits import Weights
+    from quantkit.exporters.onnx.nbits import WeightsByName
     from quantkit.exporters.values import Values
     from quantkit.model.finished import Finished
     from quantkit.model.source.open import Source
@@ -65,7 +65,7 @@ class Onnx(Exporter):
     adds = True
     Options = OnnxOptions
 
-    def accepts(self, options: Mapping[str, Any], asked: Asked) -> None:
+    def accepts(self, options: Mapping[str, Any], asked: LayerSpec) -> None:
         """Refuse, before any work, what the dialect cannot hold.
 
         Raises:
@@ -116,7 +116,7 @@ class Onnx(Exporter):
     def export(self, folder: Path, values: Values, options: OnnxOptions) -> list[Decision]:
         """Trace, rewrite, and write everything."""
         from quantkit.exporters.carried import carry
-        from quantkit.exporters.onnx.dialect import Dialect
+        from quantkit.exporters.onnx.dialect import OrtDialect
         from quantkit.exporters.onnx.genai import genai_config
         from quantkit.exporters.onnx.keep_few import keep_few
         from quantkit.exporters.trace.transformer import trace
@@ -125,7 +125,7 @@ class Onnx(Exporter):
         source = values.source
         kind = "decoder" if source.kind == "decoder" else "encoder"
         context = context_of(source.config)
-        dialect = Dialect(
+        dialect = OrtDialect(
             trace(values.skeleton, kind),
             dialect_weights(values),
             options.accuracy_level,
@@ -198,9 +198,9 @@ def context_of(config: Mapping[str, Any]) -> int:
     return 4096
 
 
-def dialect_weights(values: Values) -> Weights:
+def dialect_weights(values: Values) -> WeightsByName:
     """The model's weights as the dialect asks for them: numpy, float32, [N, K]."""
-    from quantkit.exporters.onnx.nbits import Linear, Weights
+    from quantkit.exporters.onnx.nbits import LinearSpec, WeightsByName
     from quantkit.exporters.values import as_float32
 
     stream = values.stream
@@ -217,7 +217,7 @@ def dialect_weights(values: Values) -> Weights:
         shape = shapes[f"{name}.weight"]
         rows, columns = (shape[1], shape[0]) if turned else (shape[0], shape[1])
         shared = embeddings.get(stream.files[f"{name}.weight"]) if name not in values.schemes else None
-        linears[name] = Linear(rows, columns, values.schemes.get(name), shared, values.inputs.get(name))
+        linears[name] = LinearSpec(rows, columns, values.schemes.get(name), shared, values.inputs.get(name))
 
     def tensor(name: str) -> Any:
         found = as_float32(values.tensor(name))
@@ -231,7 +231,7 @@ def dialect_weights(values: Values) -> Weights:
         found = values.quantized(linear, codes=False)
         return found.scale.float().numpy(), None if found.zero is None else found.zero.numpy()
 
-    return Weights(linears, shapes, tensor, codes, grid)
+    return WeightsByName(linears, shapes, tensor, codes, grid)
 
 
 def _work(model: ir.Model) -> dict[str, str]:

@@ -22,7 +22,7 @@ _BLOCKS = (256, 128, 64, 32, 16)
 
 
 @dataclass(frozen=True)
-class Input:
+class InputCodes:
     """How the input of a linear is quantized.
 
     Args:
@@ -39,7 +39,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearSpec:
     """What the dialect needs to know of a linear without reading its weight.
 
     Args:
@@ -53,11 +53,11 @@ class Linear:
     columns: int
     scheme: WeightScheme | None
     shared: str | None = None
-    input: Input | None = None
+    input: InputCodes | None = None
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightsByName:
     """Weights by name, read when they are written.
 
     Args:
@@ -68,7 +68,7 @@ class Weights:
         grid: quantized linear -> scale [N, G] float32, and zero [N, G] int8 or None; [1, 1] of a whole matrix.
     """
 
-    linears: Mapping[str, Linear]
+    linears: Mapping[str, LinearSpec]
     shapes: Mapping[str, tuple[int, ...]]
     tensor: Callable[[str], Array]
     codes: Callable[[str], Array]
@@ -101,7 +101,7 @@ def block_size(columns: int, scheme: WeightScheme, where: str) -> int:
 class PackedWeights:
     """The tensors of a MatMulNBits of one or more linears."""
 
-    weights: Weights
+    weights: WeightsByName
     names: tuple[str, ...]
     bits: int
     block: int

@@ -51,7 +51,7 @@ EXACT_SUMS = {"session.x64quantprecision": "1"}
 
 
 @dataclass(frozen=True)
-class Variant:
+class StorageVariant:
     """One way to store a weight and multiply with it.
 
     Args:
@@ -97,21 +97,23 @@ def _scheme(name: str, group: int | None = None, symmetric: bool = True) -> Weig
     )
 
 
-def _all() -> dict[str, Variant]:
-    found = [Variant(BASELINE), Variant("float16", limit=5e-3, activations="float16")]
-    found += [Variant(f"int8.{how}", _scheme("int8"), "int8", limit=2e-2) for how in ("static", "dynamic")]
+def _all() -> dict[str, StorageVariant]:
+    found = [StorageVariant(BASELINE), StorageVariant("float16", limit=5e-3, activations="float16")]
+    found += [StorageVariant(f"int8.{how}", _scheme("int8"), "int8", limit=2e-2) for how in ("static", "dynamic")]
     for name in _NBITS:
         for group in GROUPS:
             scheme = _scheme(name, group, symmetric=name == "int8")
             found += [
-                Variant(f"{name}.g{group}.level{level}", scheme, *(("int8", 2e-2) if level == 4 else ("fp32", 1e-4)))
+                StorageVariant(
+                    f"{name}.g{group}.level{level}", scheme, *(("int8", 2e-2) if level == 4 else ("fp32", 1e-4))
+                )
                 for level in LEVELS
             ]
-    found.append(Variant("int4.qdq", _scheme("int4", 32), "int8", limit=2e-2))
-    found.append(Variant("int4.qdq-transposed", _scheme("int4", 32)))
-    found.append(Variant("fp8_e4m3", _scheme("fp8_e4m3")))
-    found += [Variant(f"nf4.g{group}", _scheme("nf4", group)) for group in GROUPS]
-    found += [Variant(f"quantize.{how}") for how in ("static", "dynamic")]
+    found.append(StorageVariant("int4.qdq", _scheme("int4", 32), "int8", limit=2e-2))
+    found.append(StorageVariant("int4.qdq-transposed", _scheme("int4", 32)))
+    found.append(StorageVariant("fp8_e4m3", _scheme("fp8_e4m3")))
+    found += [StorageVariant(f"nf4.g{group}", _scheme("nf4", group)) for group in GROUPS]
+    found += [StorageVariant(f"quantize.{how}") for how in ("static", "dynamic")]
     return {variant.name: variant for variant in found}
 
 
@@ -120,7 +122,7 @@ def names() -> list[str]:
     return [name for name in _all() if not name.startswith("quantize")]
 
 
-def variant(name: str) -> Variant:
+def variant(name: str) -> StorageVariant:
     """By its name. Raises InputError `unknown-variant`, with a did-you-mean."""
     known = _all()
     if name not in known:
@@ -135,7 +137,7 @@ def usual(name: str, *, block: int, level: int) -> str:
     return "nf4.g64" if name == "nf4" else name
 
 
-def check_shape(of: Variant, K: int, N: int) -> None:
+def check_shape(of: StorageVariant, K: int, N: int) -> None:
     """Refuse what a variant cannot hold. Raises InputError `group-indivisible`."""
     group = of.scheme.group if of.scheme else None
     if group and K % group:
@@ -172,7 +174,7 @@ Nodes = Callable[[str, str, Mapping[str, str]], "list[onnx.NodeProto]"]  # x, y,
 
 
 @dataclass(frozen=True)
-class Product:
+class SingleProduct:
     """A weight as one variant stores it.
 
     Args:
@@ -182,7 +184,7 @@ class Product:
         nodes: writes the nodes of one product.
     """
 
-    variant: Variant
+    variant: StorageVariant
     K: int
     N: int
     values: Array | None
@@ -261,7 +263,7 @@ def _proto(name: str, constant: _Stored, copy: int, apart: bool) -> Any:
     )
 
 
-def product(of: Variant, weight: torch.Tensor) -> Product:
+def product(of: StorageVariant, weight: torch.Tensor) -> SingleProduct:
     """Store a weight [N, K] float32 in one variant.
 
     Raises:
@@ -274,13 +276,13 @@ def product(of: Variant, weight: torch.Tensor) -> Product:
         make = {BASELINE: _floats, "float16": _floats}.get(of.kind)
         if make is None:
             stored, nodes = _quantizer(of)
-            return Product(of, K, K, None, stored, nodes)
+            return SingleProduct(of, K, K, None, stored, nodes)
         stored, nodes = make(of, values)
-        return Product(of, K, N, np.asarray(stored["w"].raw.T, np.float32), stored, nodes)
+        return SingleProduct(of, K, N, np.asarray(stored["w"].raw.T, np.float32), stored, nodes)
     form = load_format(of.scheme.format)
     tensor = form.quantize(weight, of.scheme)
     stored, nodes = _BUILDERS[of.kind](of, tensor)
-    return Product(of, K, N, form.dequantize(tensor).numpy(), stored, nodes)
+    return SingleProduct(of, K, N, form.dequantize(tensor).numpy(), stored, nodes)
 
 
 def _node(kind: str, inputs: Sequence[str], outputs: Sequence[str], domain: str = "", **attributes: Any) -> Any:
@@ -295,7 +297,7 @@ def _constant(values: Array, axis: int | None = None) -> _Stored:
     return _Stored(helper.np_dtype_to_tensor_dtype(values.dtype), values.shape, np.ascontiguousarray(values), axis)
 
 
-def _floats(of: Variant, values: Array) -> tuple[dict[str, _Stored], Nodes]:
+def _floats(of: StorageVariant, values: Array) -> tuple[dict[str, _Stored], Nodes]:
     w = _constant(values.T.astype(of.activations), axis=1)
     return {"w": w}, lambda x, y, at: [_node("MatMul", [x, at["w"]], [y])]
 
@@ -305,7 +307,7 @@ def _input_scale() -> dict[str, _Stored]:
     return {"x_scale": _constant(scale), "x_zero": _constant(np.array(_HALF, np.uint8))}
 
 
-def _quantizer(of: Variant) -> tuple[dict[str, _Stored], Nodes]:
+def _quantizer(of: StorageVariant) -> tuple[dict[str, _Stored], Nodes]:
     if of.kind == "quantize.static":
         return _input_scale(), lambda x, y, at: [_node("QuantizeLinear", [x, at["x_scale"], at["x_zero"]], [y])]
     return {}, lambda x, y, at: [_node("DynamicQuantizeLinear", [x], [y, f"{y}/scale", f"{y}/zero"])]
@@ -321,7 +323,7 @@ def _scales(tensor: QuantTensor) -> Array:
     return found
 
 
-def _qdq(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+def _qdq(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
     stored = {"w": _constant(_codes(tensor).T, axis=1), "scale": _constant(_scales(tensor)[:, 0], axis=0)}
 
     def nodes(x: str, y: str, at: Mapping[str, str]) -> list[Any]:
@@ -336,7 +338,7 @@ def _qdq(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
     return stored | _input_scale(), nodes
 
 
-def _dynamic(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+def _dynamic(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
     stored = {"w": _constant(_codes(tensor).T, axis=1), "scale": _constant(_scales(tensor)[:, 0], axis=0)}
 
     def nodes(x: str, y: str, at: Mapping[str, str]) -> list[Any]:
@@ -351,7 +353,7 @@ def _dynamic(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Node
     return stored, nodes
 
 
-def _matmul_nbits(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+def _matmul_nbits(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
     assert of.scheme is not None
     bits, block = load_format(of.scheme.format).bits, of.scheme.group or 0
     N, K = tensor.shape
@@ -377,7 +379,7 @@ def _int4(codes: Array, axis: int) -> _Stored:
     return _Stored(TensorProto.INT4, codes.shape, packed, axis, each=2 if axis == 1 else 1)
 
 
-def _blocks(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+def _blocks(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
     assert of.scheme is not None
     group = of.scheme.group
     stored = {"w": _int4(_codes(tensor).T, 1), "scale": _constant(_scales(tensor).T, axis=1)}
@@ -387,7 +389,7 @@ def _blocks(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes
     ]
 
 
-def _blocks_transposed(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+def _blocks_transposed(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
     assert of.scheme is not None
     group = of.scheme.group
     stored = {"w": _int4(_codes(tensor), 0), "scale": _constant(_scales(tensor), axis=0)}
@@ -398,7 +400,7 @@ def _blocks_transposed(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Sto
     ]
 
 
-def _fp8(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+def _fp8(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
     import torch
     from onnx import TensorProto
 
@@ -411,7 +413,7 @@ def _fp8(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
     ]
 
 
-def _bnb4(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
+def _bnb4(of: StorageVariant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
     assert of.scheme is not None
     from onnx import TensorProto
 
@@ -426,7 +428,7 @@ def _bnb4(of: Variant, tensor: QuantTensor) -> tuple[dict[str, _Stored], Nodes]:
     return stored, lambda x, y, at: [_node("MatMulBnb4", [x, at["w"], at["scale"]], [y], "com.microsoft", **how)]
 
 
-_BUILDERS: Mapping[str, Callable[[Variant, Any], tuple[dict[str, _Stored], Nodes]]] = {
+_BUILDERS: Mapping[str, Callable[[StorageVariant, Any], tuple[dict[str, _Stored], Nodes]]] = {
     "int8.static": _qdq,
     "int8.dynamic": _dynamic,
     "int8": _matmul_nbits,

@@ -24,7 +24,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from quantkit.exporters.onnx.nbits import Input, Weights
+from quantkit.exporters.onnx.nbits import InputCodes, WeightsByName
 
 Array = NDArray[Any]
 Codes = Literal["uint8", "int8"]
@@ -39,7 +39,7 @@ _REACH, _STEPS = 127.5, 255
 
 
 class Node(Protocol):
-    """`Dialect._node`: a new node before another one; its outputs."""
+    """`OrtDialect._node`: a new node before another one; its outputs."""
 
     def __call__(
         self,
@@ -54,7 +54,7 @@ class Node(Protocol):
 
 
 @dataclass(frozen=True)
-class Quantized:
+class ProductInput:
     """An input as products take it: `codes` of float scale and zero point, or `values` that stand for them.
 
     `shift` is what tokens' own zero points are beyond `zero`, [..., 1].
@@ -80,9 +80,9 @@ class Integers:
     node: Node
     new: Callable[[str, Sequence[int], Any, Callable[[], Array]], ir.Value]
     constant: Callable[[str, Any, Any], ir.Value]
-    weights: Weights
+    weights: WeightsByName
     codes: Codes
-    _inputs: dict[tuple[ir.Value, Input], Quantized] = field(default_factory=dict)
+    _inputs: dict[tuple[ir.Value, InputCodes], ProductInput] = field(default_factory=dict)
 
     def product(self, before: ir.Node, source: ir.Value, names: Sequence[str], name: str) -> ir.Value:
         """The product of `source` [..., K] with the weights of linears below each other: [..., N]."""
@@ -155,7 +155,7 @@ class Integers:
 
     # --- inputs -------------------------------------------------------------------------------------------------------
 
-    def input(self, source: ir.Value, how: Input, columns: int) -> Quantized:
+    def input(self, source: ir.Value, how: InputCodes, columns: int) -> ProductInput:
         """An input [..., columns] quantized once for all that multiply it, right after what makes it."""
         if (source, how) in self._inputs:
             return self._inputs[source, how]
@@ -173,10 +173,10 @@ class Integers:
             found = self._by_token(source, columns, symmetric=how.scheme.symmetric, add=add)
         elif how.scheme.symmetric:
             scale, zero = self._step(source, (), add), self._half
-            found = Quantized(add("QuantizeLinear", [source, scale, zero], ["codes"])[0], scale, zero)
+            found = ProductInput(add("QuantizeLinear", [source, scale, zero], ["codes"])[0], scale, zero)
         else:
             codes, scale, zero = add("DynamicQuantizeLinear", [source], ["codes", "scale", "zero"])
-            found = Quantized(codes, scale, zero)
+            found = ProductInput(codes, scale, zero)
         producer = source.producer()
         if producer is not None and producer.graph is not None:
             producer.graph.insert_after(producer, nodes)
@@ -187,7 +187,7 @@ class Integers:
         self._inputs[source, how] = found
         return found
 
-    def _fixed(self, source: ir.Value, how: Input, add: Callable[..., list[ir.Value]]) -> Quantized:
+    def _fixed(self, source: ir.Value, how: InputCodes, add: Callable[..., list[ir.Value]]) -> ProductInput:
         if how.moved:
             shift, reach = (np.asarray(each, np.float32) for each in how.moved)
             (source,) = add("Sub", [source, self.constant(f"{source.name}.shift", shift, np.float32)], ["shifted"])
@@ -196,7 +196,7 @@ class Integers:
         zero = self.constant(f"{source.name}.zero", how.zero + _HALF, np.uint8)
         (codes,) = add("QuantizeLinear", [source, scale, zero], ["codes"])
         (values,) = add("DequantizeLinear", [codes, scale, zero], ["values"])
-        return Quantized(codes, scale, zero, values)
+        return ProductInput(codes, scale, zero, values)
 
     @property
     def _half(self) -> ir.Value:
@@ -216,7 +216,7 @@ class Integers:
 
     def _by_token(
         self, source: ir.Value, columns: int, *, symmetric: bool, add: Callable[..., list[ir.Value]]
-    ) -> Quantized:
+    ) -> ProductInput:
         """QuantizeLinear takes the tokens' scales, and their zero points, along its first axis."""
         last, flat = self.constant("last", [-1], np.int64), self.constant("all", [-1], np.int64)
         shift = None
@@ -246,7 +246,7 @@ class Integers:
         (codes,) = add("QuantizeLinear", [rows, scales, zeros], ["codes.rows"], axis=0)
         (shape,) = add("Shape", [source], ["shape"])
         (turned,) = add("Reshape", [codes, shape], ["codes"])
-        return Quantized(turned, scale, self._half, shift=shift)
+        return ProductInput(turned, scale, self._half, shift=shift)
 
 
 def _spread(values: Array, rows: int) -> Array:

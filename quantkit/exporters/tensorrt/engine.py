@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from quantkit.content import Closed
 from quantkit.errors import InputError
 from quantkit.exporters.tensorrt.parser_errors import of_parser, refusal
-from quantkit.exporters.tensorrt.profiles import Shapes, batches, fitted, inputs_of, shapes
-from quantkit.exporters.tensorrt.tactics import Tactics, Timed
+from quantkit.exporters.tensorrt.profiles import ProfileShapes, batches, fitted, inputs_of, shapes
+from quantkit.exporters.tensorrt.tactics import Tactics, TimedLayer
 from quantkit.exporters.tensorrt.timings import Timings, place
 from quantkit.runtimes import child
 from quantkit.runtimes.child import Report
@@ -32,7 +32,7 @@ TENSORRT_ALONE = ("version_compatible", "hardware_compatible")
 _MORE_TIME = "a longer build_timeout, fewer profiles, or a lower optimization_level; what was timed so far is kept"
 
 
-class Job(Closed):
+class EngineJob(Closed):
     """What is built.
 
     Args:
@@ -55,7 +55,7 @@ class Job(Closed):
     library: Name
     sm: list[str]
     gpu: str
-    profiles: list[Shapes]
+    profiles: list[ProfileShapes]
     workspace: float
     optimization_level: int
     version_compatible: bool = False
@@ -95,7 +95,7 @@ class Built(Closed):
     first_seconds: float | None = None
     saved_seconds: float | None = None
     cache_problem: str = ""
-    tactics: tuple[Timed, ...] = ()
+    tactics: tuple[TimedLayer, ...] = ()
 
 
 def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None = None) -> dict[str, str]:
@@ -128,7 +128,7 @@ def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None
     made = shapes(inputs, profiles)
     cache = place(library, gpu, flags)
     built = build(
-        Job(
+        EngineJob(
             network=str(folder / NETWORK),
             engine=str(folder / f"{stem}.engine"),
             library=options.library,
@@ -148,7 +148,7 @@ def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None
     return {f"{stem}.engine": built.sha256, f"{stem}.json": hashlib.sha256(data).hexdigest()}
 
 
-def build(job: Job, *, progress: Report | None = None) -> Built:
+def build(job: EngineJob, *, progress: Report | None = None) -> Built:
     """Build in a child process. It gives up by itself when its time is over, and keeps what it has timed.
 
     Raises:
@@ -174,10 +174,10 @@ def build(job: Job, *, progress: Report | None = None) -> Built:
 
 def _build(data: Mapping[str, Any], caller: child.Caller) -> None:
     """What the child does."""
-    caller.row(_built(Job.model_validate(data), caller.at).model_dump(mode="json"))
+    caller.row(_built(EngineJob.model_validate(data), caller.at).model_dump(mode="json"))
 
 
-def _built(job: Job, report: Report) -> Built:
+def _built(job: EngineJob, report: Report) -> Built:
     library = load(job.library)
     api = library.api
     tactics = Tactics()
@@ -242,7 +242,7 @@ def _built(job: Job, report: Report) -> Built:
     )
 
 
-def _profile(builder: Any, shapes: Shapes) -> Any:
+def _profile(builder: Any, shapes: ProfileShapes) -> Any:
     profile = builder.create_optimization_profile()
     for name, (least, likely, most) in shapes.inputs.items():
         if name not in shapes.values:

@@ -20,7 +20,7 @@ from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, MissingDependency
 from quantkit.exporters import BuildReport, Exporter
-from quantkit.exporters.layer_spec import Asked
+from quantkit.exporters.layer_spec import LayerSpec
 from quantkit.exporters.onnx.exporter import context_of, demand_packages
 from quantkit.exporters.tensorrt.engine import TENSORRT_ALONE, build_engine
 from quantkit.exporters.tensorrt.network.folder import write_network
@@ -72,7 +72,7 @@ class TensorrtOptions(Closed):
     build_timeout: float | None = Field(default=None, gt=0)
 
 
-class Tensorrt(Exporter):
+class TensorrtExporter(Exporter):
     """See the module."""
 
     name = "tensorrt"
@@ -83,7 +83,7 @@ class Tensorrt(Exporter):
     builds = True
     Options = TensorrtOptions
 
-    def accepts(self, options: Mapping[str, Any], asked: Asked) -> None:
+    def accepts(self, options: Mapping[str, Any], asked: LayerSpec) -> None:
         """Refuse, before any work, what TensorRT cannot hold.
 
         Raises:
@@ -275,4 +275,4 @@ def _demand(options: TensorrtOptions) -> None:
         )
 
 
-EXPORT = Tensorrt()
+EXPORT = TensorrtExporter()

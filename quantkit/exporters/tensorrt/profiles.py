@@ -26,7 +26,7 @@ _BATCH = ("batch_size", "batch")
 _ANY = Profile(name="any", batch=(1, 1, 32), length=(1, 64, 512), context=(0, 0, 0))
 
 
-class Shapes(Closed):
+class ProfileShapes(Closed):
     """One profile of a graph.
 
     Args:
@@ -91,7 +91,7 @@ def capacity(profiles: Sequence[Profile], context: int) -> int:
     return min(context, max(profile.context[2] + profile.length[2] for profile in profiles))
 
 
-def shapes(inputs: Mapping[str, Sequence[int | str | None]], profiles: Sequence[Profile]) -> list[Shapes]:
+def shapes(inputs: Mapping[str, Sequence[int | str | None]], profiles: Sequence[Profile]) -> list[ProfileShapes]:
     """Shapes of every input under every profile.
 
     Args:
@@ -125,7 +125,7 @@ def shapes(inputs: Mapping[str, Sequence[int | str | None]], profiles: Sequence[
         values = {}
         if "logits_to_keep" in inputs:
             values["logits_to_keep"] = ([0], [1], [profile.length[2]])
-        found.append(Shapes(name=profile.name, inputs=made, values=values))
+        found.append(ProfileShapes(name=profile.name, inputs=made, values=values))
     return found
 
 

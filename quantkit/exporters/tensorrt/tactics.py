@@ -34,7 +34,7 @@ class Tried(Closed):
     seconds: float
 
 
-class Timed(Closed):
+class TimedLayer(Closed):
     """A layer, and every kernel that was timed for it, the fastest first."""
 
     layer: str
@@ -72,10 +72,10 @@ class Tactics:
             # the same kernel is timed for several layouts of its tensors
             times[name] = min(seconds, times.get(name, seconds))
 
-    def timed(self, count: int = KEPT) -> list[Timed]:
+    def timed(self, count: int = KEPT) -> list[TimedLayer]:
         """The layers that take the longest, those with conversions of layouts left out."""
         layers = [
-            Timed(
+            TimedLayer(
                 layer=layer,
                 tried=tuple(
                     Tried(name=name, seconds=taken) for name, taken in sorted(times.items(), key=lambda pair: pair[1])
@@ -87,6 +87,6 @@ class Tactics:
         return sorted(layers, key=lambda each: -each.tried[0].seconds)[:count]
 
 
-def of(record: object) -> list[Timed]:
+def of(record: object) -> list[TimedLayer]:
     """`tactics` of an engine's description."""
-    return [Timed.model_validate(each) for each in record] if isinstance(record, Sequence) else []
+    return [TimedLayer.model_validate(each) for each in record] if isinstance(record, Sequence) else []

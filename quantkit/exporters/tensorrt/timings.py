@@ -25,7 +25,7 @@ from typing import Any
 
 from quantkit.bundle.disk import write_atomic
 from quantkit.content import cache_dir
-from quantkit.exporters.tensorrt.profiles import Shapes
+from quantkit.exporters.tensorrt.profiles import ProfileShapes
 from quantkit.runtimes.tensorrt.library import Library
 
 
@@ -83,7 +83,7 @@ class Timings:
                 kept.combine(other, ignore_mismatch=False)
             write_atomic(self._path, bytes(memoryview(kept.serialize())))
 
-    def first(self, network: Path, profiles: Sequence[Shapes], seconds: float) -> float | None:
+    def first(self, network: Path, profiles: Sequence[ProfileShapes], seconds: float) -> float | None:
         """Seconds of the first build of a network, where that was an earlier one; else this one is noted as the first.
 
         Args:

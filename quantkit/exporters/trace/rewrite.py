@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quantkit.bundle import Decision
-from quantkit.exporters.onnx.nbits import Array, Linear, Weights
+from quantkit.exporters.onnx.nbits import Array, LinearSpec, WeightsByName
 from quantkit.exporters.trace.traced import DOMAIN, Traced
 
 
@@ -25,7 +25,7 @@ class Rewriting:
     """
 
     traced: Traced
-    weights: Weights
+    weights: WeightsByName
     decisions: list[Decision] = field(default_factory=list, kw_only=True)
     _names: dict[str, ir.Value] = field(default_factory=dict, init=False)
 
@@ -78,7 +78,7 @@ class Rewriting:
             name, self.weights.shapes[name], self.floats, lambda: self.weights.tensor(name) + np.float32(offset)
         )
 
-    def _tied(self, linear: Linear) -> ir.Value:
+    def _tied(self, linear: LinearSpec) -> ir.Value:
         """The embedding [N, K] that a head shares its weight with."""
         name, shape = linear.shared or "", (linear.rows, linear.columns)
         return self._new(name, shape, self.floats, lambda: self.weights.tensor(name))

@@ -35,7 +35,7 @@ _NUMBERS, _EACH = 1 << 24, 256
 
 
 @dataclass
-class Rows:
+class CalibrationRows:
     """Rows of calibration, a few of each sample.
 
     Args:
@@ -81,7 +81,7 @@ def limits(site: Site) -> tuple[float, float]:
 def learned(
     site: Site,
     start: QuantTensor,
-    rows: Rows,
+    rows: CalibrationRows,
     means: tuple[Tensor, Tensor],
     bias: Tensor | None,
     settings: Round.Settings,
@@ -146,7 +146,7 @@ class _Objective:
     """What a product's output is off by, behind its activation."""
 
     def __init__(
-        self, site: Site, weight: Tensor, rows: Rows, means: tuple[Tensor, Tensor], bias: Tensor | None
+        self, site: Site, weight: Tensor, rows: CalibrationRows, means: tuple[Tensor, Tensor], bias: Tensor | None
     ) -> None:
         self._groups, self._limits = site.group, limits(site)
         offset = torch.zeros(weight.shape[0]) if bias is None else bias

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from quantkit.bundle import Decision
 from quantkit.calibrate.statistics.observed import Observed
 from quantkit.errors import InputError
-from quantkit.graph.codes.rounding import Rows, learned
+from quantkit.graph.codes.rounding import CalibrationRows, learned
 from quantkit.graph.codes.stepwise import Stepwise
 from quantkit.graph.pairs.placement import Placement
 from quantkit.graph.pairs.qdq import Codes, Range, bias_of, fits, node_of
@@ -174,7 +174,7 @@ def solved(
         if site.name in again:
             found[site.name] = again[site.name]
         else:
-            rows = Rows([], []) if "round" in passes else None
+            rows = CalibrationRows([], []) if "round" in passes else None
             other = neighbours(site) if unsaturated else None
             seen = _seen(site, own, given, behind, rows, other)
             weight = torch.from_numpy(site.matrix().copy())
@@ -202,7 +202,7 @@ def _seen(
     own: Range | None,
     given: Sequence[Array],
     behind: Sequence[Array],
-    kept: Rows | None,
+    kept: CalibrationRows | None,
     other: torch.Tensor | None,
 ) -> Seen:
     """Of a site's input, in the float graph and behind quantized products, batch by batch."""
@@ -229,7 +229,13 @@ def _seen(
 
 
 def _learned(
-    site: Site, seen: Seen, start: QuantTensor, rows: Rows, settings: Any, other: torch.Tensor | None, seed: int
+    site: Site,
+    seen: Seen,
+    start: QuantTensor,
+    rows: CalibrationRows,
+    settings: Any,
+    other: torch.Tensor | None,
+    seed: int,
 ) -> tuple[QuantTensor, str]:
     """What `round` makes of the codes, and why that is what they were, "" where it is not."""
     if len(rows.found) < 2:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from quantkit.content import Closed
-from quantkit.measurement.accuracy.mixed import Mixed
+from quantkit.measurement.accuracy.mixed import MixedSearch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -100,7 +100,7 @@ class Harm(Closed):
     inputs: list[InputHarm] = Field(default=[])
     worst: list[Position] = Field(default=[])
     worst_share: float | None = None
-    mixed: Mixed | None = None
+    mixed: MixedSearch | None = None
 
 
 def through_depth(

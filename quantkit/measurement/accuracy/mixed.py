@@ -25,7 +25,7 @@ class Alone(Closed):
     bytes: Bytes
 
 
-class Step(Closed):
+class MixedPoint(Closed):
     """One point of the curve: the layers that are kept high there, the weights' bytes, the measured harm."""
 
     kept: list[str]
@@ -34,7 +34,7 @@ class Step(Closed):
     ci95: Interval | None = None
 
 
-class Mixed(Closed):
+class MixedSearch(Closed):
     """The search and its choice.
 
     Args:
@@ -51,7 +51,7 @@ class Mixed(Closed):
     alone: str = ""
     scored: str
     layers: list[Alone]
-    steps: list[Step] = Field(min_length=1)
+    steps: list[MixedPoint] = Field(min_length=1)
     chosen: int | None = Field(default=None, ge=0)
     limit: Finite | None = None
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from quantkit.model.streaming.stream import Answers, StreamedModel
     from quantkit.runtimes import Candidate
-    from quantkit.runtimes.onnxruntime.session import Loaded
+    from quantkit.runtimes.onnxruntime.session import OnnxModel
     from quantkit.runtimes.tensorrt import decode
 
 
@@ -96,7 +96,7 @@ def _positions(candidate: Candidate, tokens: TokenSet) -> Callable[[int, slice, 
 class _Session:
     """A model with a cache: each part of a sequence goes on where the last one ended."""
 
-    def __init__(self, model: Loaded | decode.Loaded, length: int) -> None:
+    def __init__(self, model: OnnxModel | decode.EngineModel, length: int) -> None:
         self.model = model
         self.length = length
         self.state: Any = None
@@ -130,7 +130,7 @@ def settings(candidate: Candidate) -> dict[str, Any]:
 
     if isinstance(candidate, StreamedModel):
         return {"dtype": "float32"}
-    if isinstance(candidate, decode.Loaded):
+    if isinstance(candidate, decode.EngineModel):
         return candidate.settings
     return {"accuracy_level": candidate.accuracy_level, "threads": candidate.threads}
 
@@ -138,7 +138,7 @@ def settings(candidate: Candidate) -> dict[str, Any]:
 def _device(candidate: Candidate) -> dict[str, Any]:
     from quantkit.runtimes.tensorrt import decode
 
-    if isinstance(candidate, decode.Loaded):
+    if isinstance(candidate, decode.EngineModel):
         return dict(machine.gpu(candidate.engine.file.gpu))
     return machine.device()
 

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quantkit.measurement.cuda.device import DRIFT, Device
+from quantkit.measurement.cuda.device import DRIFT, GpuDevice
 from quantkit.measurement.cuda.timing import Implementation, interleaved, summary
 from quantkit.measurement.timing.schedule import Array
 
@@ -34,7 +34,7 @@ def _read(x_ptr, y_ptr, steps, BLOCK: tl.constexpr):
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class MeasuredCeiling:
     """One ceiling of the device, with every figure that was taken of it.
 
     Args:
@@ -52,7 +52,7 @@ class Measured:
     reason: str = ""
 
 
-def sampled(device: Device, blocks: int, generator: np.random.Generator) -> list[Measured]:
+def sampled(device: GpuDevice, blocks: int, generator: np.random.Generator) -> list[MeasuredCeiling]:
     """All ceilings; those that the device lacks are empty and say why."""
     at = device.torch_device
     block, programs = (4096, 4096) if not device.dry else (256, 2)
@@ -72,18 +72,20 @@ def sampled(device: Device, blocks: int, generator: np.random.Generator) -> list
             step = make()
             step()
         except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
-            found.append(Measured("ceiling.compute", "op/s", None, {"compute_type": name}, str(error).splitlines()[0]))
+            found.append(
+                MeasuredCeiling("ceiling.compute", "op/s", None, {"compute_type": name}, str(error).splitlines()[0])
+            )
             continue
         kernels.append(("ceiling.compute", "op/s", 2.0 * side**3, step, {"compute_type": name}))
     for name, unit, work, step, settings in kernels:
         times = interleaved([Implementation(name, [step], 0, {}, least=2).ready()], blocks, generator)[0]
-        found.append(Measured(name, unit, work / times, settings))
+        found.append(MeasuredCeiling(name, unit, work / times, settings))
     alone = Implementation("launch", [lambda: small.add_(1)] * 64, 0, {}).ready()
     times = interleaved([alone], blocks, generator)[0]
-    return [*found, Measured("ceiling.launch", "s", times, {"graph": at == "cuda"})]
+    return [*found, MeasuredCeiling("ceiling.launch", "s", times, {"graph": at == "cuda"})]
 
 
-def measured(device: Device, blocks: int, generator: np.random.Generator) -> list[dict[str, Any]]:
+def measured(device: GpuDevice, blocks: int, generator: np.random.Generator) -> list[dict[str, Any]]:
     """Rows `ceiling.*` of what `sampled` found; what the device lacks has no value and says why."""
     return [_row(device, each, generator) for each in sampled(device, blocks, generator)]
 
@@ -127,7 +129,7 @@ def slower(before: list[dict[str, Any]], again: list[dict[str, Any]]) -> bool:
     return any(last < (1 - DRIFT) * first for first, last in pairs if first and last)
 
 
-def _row(device: Device, found: Measured, generator: np.random.Generator) -> dict[str, Any]:
+def _row(device: GpuDevice, found: MeasuredCeiling, generator: np.random.Generator) -> dict[str, Any]:
     return {
         "schema": 1,
         "name": found.name,

@@ -6,10 +6,10 @@ import torch
 
 from quantkit.kernels.quantize import quantize_tokens
 from quantkit.kernels.workspace import interpreted
-from quantkit.measurement.cuda.weights import Variant
+from quantkit.measurement.cuda.weights import FormatVariant
 
 
-def exact_inputs(variant: Variant, x: torch.Tensor) -> torch.Tensor:
+def exact_inputs(variant: FormatVariant, x: torch.Tensor) -> torch.Tensor:
     """x [M, K] as the product sees it, float64: rounded to 8 bits by token where the variant multiplies those."""
     if not variant.native:
         return x.double()
@@ -17,7 +17,9 @@ def exact_inputs(variant: Variant, x: torch.Tensor) -> torch.Tensor:
     return codes.double() * step.double()[:, None]
 
 
-def error(variant: Variant, plain: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, rounded: float = 0.0) -> float:
+def error(
+    variant: FormatVariant, plain: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, rounded: float = 0.0
+) -> float:
     """The largest error of y [M, N] as a share of what is allowed; at most 1 is right.
 
     Args:

@@ -19,7 +19,7 @@ DRIFT = 0.1
 
 
 @dataclass
-class Device:
+class GpuDevice:
     """A GPU, or the CPU that Triton's interpreter runs on.
 
     Args:

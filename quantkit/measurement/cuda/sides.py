@@ -14,9 +14,9 @@ from quantkit.kernels.matmul import weight_only
 from quantkit.kernels.native import native
 from quantkit.kernels.quantize import quantize_tokens
 from quantkit.kernels.workspace import Workspace
-from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.cuda.timing import Implementation, copies
-from quantkit.measurement.cuda.weights import Variant, weight
+from quantkit.measurement.cuda.weights import FormatVariant, weight
 
 Shape = tuple[int, int]
 # codes [M, K] and the step of each row, [M]
@@ -29,7 +29,7 @@ def inputs(batch: int, columns: int, dtype: torch.dtype, at: str) -> torch.Tenso
     return torch.randn(batch, columns, generator=generator, device=at).to(dtype)
 
 
-def baseline(shape: Shape, batch: int, dtype: torch.dtype, device: Device) -> Implementation:
+def baseline(shape: Shape, batch: int, dtype: torch.dtype, device: GpuDevice) -> Implementation:
     """torch's product in 16 bits."""
     at, size = device.torch_device, 2 * shape[0] * shape[1]
     held = [torch.randn(shape, device=at).to(dtype) for _ in range(copies(size, device.cache_bytes))]
@@ -37,7 +37,7 @@ def baseline(shape: Shape, batch: int, dtype: torch.dtype, device: Device) -> Im
     return Implementation("torch.linear", [_linear(x, w) for w in held], size, {"dtype": str(dtype)})
 
 
-def held_copies(variant: Variant, shape: Shape, device: Device) -> list[PackedWeight]:
+def held_copies(variant: FormatVariant, shape: Shape, device: GpuDevice) -> list[PackedWeight]:
     """Copies of one packed weight that together are beyond the cache."""
     first = weight(variant, *shape, device.torch_device)
     count = copies(first.resident_bytes, device.cache_bytes)
@@ -63,7 +63,7 @@ def ours(
     return Implementation("quantkit" if decode else "quantkit raw twin", steps, held[0].resident_bytes, settings)
 
 
-def tokens(variant: Variant, x: torch.Tensor) -> Implementation:
+def tokens(variant: FormatVariant, x: torch.Tensor) -> Implementation:
     """Quantizing the activations, on its own."""
     return Implementation("quantize_tokens", [lambda: quantize_tokens(x, variant.format)] * 8, 0, {})
 
@@ -78,7 +78,7 @@ def expanded(held: Sequence[PackedWeight], x: torch.Tensor) -> Implementation:
 
 
 def torch_own(
-    variant: Variant, held: Sequence[PackedWeight], x: torch.Tensor, *, quantize: bool = False
+    variant: FormatVariant, held: Sequence[PackedWeight], x: torch.Tensor, *, quantize: bool = False
 ) -> Implementation:
     """torch's operator for the format; `quantize` as for `ours`.
 
@@ -135,7 +135,7 @@ def _scaled_mm(held: Sequence[PackedWeight], x: torch.Tensor, quantize: bool) ->
     return Implementation("torch._scaled_mm", [one(w) for w in held], _codes_bytes(held[0]), {"rows": len(x) + more})
 
 
-def _int4pack(variant: Variant, held: Sequence[PackedWeight], x: torch.Tensor) -> Implementation:
+def _int4pack(variant: FormatVariant, held: Sequence[PackedWeight], x: torch.Tensor) -> Implementation:
     if x.dtype != torch.bfloat16:
         raise NotImplementedError("torch._weight_int4pack_mm takes bfloat16 alone")
 

@@ -14,7 +14,7 @@ from quantkit.kernels.layout import KINDS, PackedWeight, codes_of, pack_parts, s
 
 
 @dataclass(frozen=True)
-class Variant:
+class FormatVariant:
     """A format as it is timed.
 
     Args:
@@ -46,19 +46,22 @@ class Variant:
 
 
 @cache
-def known() -> dict[str, Variant]:
+def known() -> dict[str, FormatVariant]:
     """Name -> variant: `int4.g64.zeros`, `nf4.g64.double`; `dynamic`: inputs are quantized by token as they come."""
-    found = [Variant("int4.channel", "int4", "int4")]
+    found = [FormatVariant("int4.channel", "int4", "int4")]
     for group in (32, 64, 128):
-        found.append(Variant(f"int4.g{group}", "int4", "int4", group))
-        found.append(Variant(f"int4.g{group}.zeros", "int4", "int4", group, zeros=True))
+        found.append(FormatVariant(f"int4.g{group}", "int4", "int4", group))
+        found.append(FormatVariant(f"int4.g{group}.zeros", "int4", "int4", group, zeros=True))
     for name in ("int8", "fp8_e4m3"):
-        found += [Variant(name, name, name), Variant(f"{name}.dynamic", name, f"{name}.native")]
-    found += [Variant("nf4.g64", "nf4", "nf4", 64), Variant("nf4.g64.double", "nf4", "nf4", 64, nested=True)]
+        found += [FormatVariant(name, name, name), FormatVariant(f"{name}.dynamic", name, f"{name}.native")]
+    found += [
+        FormatVariant("nf4.g64", "nf4", "nf4", 64),
+        FormatVariant("nf4.g64.double", "nf4", "nf4", 64, nested=True),
+    ]
     return {variant.name: variant for variant in found}
 
 
-def weight(variant: Variant, rows: int, columns: int, at: str, seed: int = 0) -> PackedWeight:
+def weight(variant: FormatVariant, rows: int, columns: int, at: str, seed: int = 0) -> PackedWeight:
     """A packed weight [rows, columns] of about unit output: random codes under random scales."""
     generator = torch.Generator(device=at).manual_seed(seed)
     form = KINDS[variant.kind]

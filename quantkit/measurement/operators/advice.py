@@ -17,14 +17,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from quantkit.bundle import Verdict
 from quantkit.errors import InputError
-from quantkit.measurement.verdict import Measured, over_traffic, state, verdict
+from quantkit.measurement.verdict import MeasuredFormat, over_traffic, state, verdict
 
 _WINNING = ("ship_it", "ship_up_to")
 _REASONS = 3
 
 
 def verdicts(
-    measured: Sequence[Measured], batches: Iterable[int], traffic: Mapping[int, float] | None = None
+    measured: Sequence[MeasuredFormat], batches: Iterable[int], traffic: Mapping[int, float] | None = None
 ) -> list[Verdict]:
     """The verdict on each format, named in its `format`; `not_measured` where no batch of it could be timed."""
     wanted = sorted(set(batches))
@@ -43,7 +43,7 @@ def verdicts(
 
 
 def advise(
-    measured: Sequence[Measured],
+    measured: Sequence[MeasuredFormat],
     batches: Iterable[int],
     *,
     traffic: Mapping[int, float] | None = None,
@@ -92,7 +92,7 @@ def _nothing(judged: Sequence[Verdict], subject: str) -> Verdict:
     return Verdict(answer="do_not_quantize", format=about, because=because[:_REASONS])
 
 
-def _gain(each: Measured, wanted: Sequence[int], traffic: Mapping[int, float] | None) -> tuple[float, float]:
+def _gain(each: MeasuredFormat, wanted: Sequence[int], traffic: Mapping[int, float] | None) -> tuple[float, float]:
     """What a format is ranked by, larger is better."""
     if traffic is not None:
         times = over_traffic(each.rows, traffic)

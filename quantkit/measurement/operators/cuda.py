@@ -26,13 +26,13 @@ from quantkit.kernels.native import require
 from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda import sides, timing
 from quantkit.measurement.cuda.check import error
-from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.cuda.memory import fitting
-from quantkit.measurement.cuda.weights import Variant, known, values, weight
+from quantkit.measurement.cuda.weights import FormatVariant, known, values, weight
 from quantkit.measurement.operators.products import Runnable
-from quantkit.measurement.operators.tax import Cost
+from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.timing.schedule import Step
-from quantkit.planning.model.shapes import Linear
+from quantkit.planning.model.shapes import LinearShape
 
 RUNTIME = "torch"
 BASELINE = "bfloat16"
@@ -52,12 +52,12 @@ def torch_names() -> list[str]:
     return [f"{name}{TORCH}" for name in (*zeros, "int8.dynamic", "fp8_e4m3.dynamic")]
 
 
-def variant_of(name: str) -> Variant:
+def variant_of(name: str) -> FormatVariant:
     """The format of `int4.g128.zeros`, or of `int4.g128.zeros.torch`. Raises KeyError."""
     return known()[name.removesuffix(TORCH)]
 
 
-def check_shape(variant: Variant, linear: Linear) -> None:
+def check_shape(variant: FormatVariant, linear: LinearShape) -> None:
     """Refuse a group that does not divide K. Raises InputError `group-indivisible`."""
     if variant.group and linear.K % variant.group:
         fitting = [str(size) for size in (32, 64, 128) if linear.K % size == 0]
@@ -80,7 +80,7 @@ class CudaBench:
         seed: of weights.
     """
 
-    device: Device
+    device: GpuDevice
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
     memory: Workspace = field(default_factory=Workspace)
@@ -96,7 +96,9 @@ class CudaBench:
             return ""
         return f"{variant}{_TWIN}"
 
-    def prepare(self, linear: Linear, variants: Sequence[str], batches: Sequence[int]) -> dict[str, Runnable | str]:
+    def prepare(
+        self, linear: LinearShape, variants: Sequence[str], batches: Sequence[int]
+    ) -> dict[str, Runnable | str]:
         """See `products.Bench`. Weights are random codes under random scales; tile sizes are chosen here."""
         self.device.sample(linear.label)
         found: dict[str, Runnable | str] = {}
@@ -119,12 +121,12 @@ class CudaBench:
                 found[name] = "no-operator"
         return found
 
-    def _side(self, name: str, linear: Linear, found: Mapping[str, Runnable | str]) -> Runnable:
+    def _side(self, name: str, linear: LinearShape, found: Mapping[str, Runnable | str]) -> Runnable:
         shape, at = (linear.N, linear.K), self.device.torch_device
         if name == BASELINE:
             return _Plain(_float_cost(linear, self.dtype), self._baseline(shape))
         if name.startswith(_QUANTIZE):
-            return _Plain(Cost("", 0.0), self._tokens(name.removeprefix(_QUANTIZE), linear.K))
+            return _Plain(StepCost("", 0.0), self._tokens(name.removeprefix(_QUANTIZE), linear.K))
         if name.endswith(_TWIN):
             of = found[name.removesuffix(_TWIN)]
             if isinstance(of, str):
@@ -137,7 +139,7 @@ class CudaBench:
             require(variant.kind, self.device.sm)
         held = sides.held_copies(variant, shape, self.device)
         small = weight(variant, min(linear.N, _CHECKED), linear.K, at, self.seed)
-        cost = Cost(
+        cost = StepCost(
             variant.format,
             variant.stored_bytes(*shape),
             flops_per_token=2.0 * linear.K * linear.N,
@@ -159,7 +161,7 @@ class CudaBench:
 class _Plain:
     """The float product, or quantizing inputs: one way at every M."""
 
-    cost: Cost
+    cost: StepCost
     made: Callable[[int], timing.Implementation]
     ready: dict[int, tuple[Step, timing.Implementation]] = field(default_factory=dict)
 
@@ -202,12 +204,12 @@ class _Chosen:
 class _Quantized:
     """A weight in one format; `own`: only torch's operator multiplies it."""
 
-    variant: Variant
+    variant: FormatVariant
     own: bool
-    cost: Cost
+    cost: StepCost
     held: Sequence[PackedWeight]
     small: PackedWeight
-    device: Device
+    device: GpuDevice
     dtype: torch.dtype
     memory: Workspace
     widths: dict[int, Config] = field(default_factory=dict)
@@ -308,7 +310,7 @@ class _Twin:
     ready: dict[int, Step] = field(default_factory=dict)
 
     @property
-    def cost(self) -> Cost:
+    def cost(self) -> StepCost:
         return self.of.cost
 
     @property
@@ -335,10 +337,10 @@ def _tried(step: Callable[[], Any]) -> float:
     return float(np.median([step() for _ in range(_TRIES)]))
 
 
-def _float_cost(linear: Linear, dtype: torch.dtype) -> Cost:
+def _float_cost(linear: LinearShape, dtype: torch.dtype) -> StepCost:
     weights = linear.K * linear.N
     io = 2.0 * (linear.K + linear.N)
-    return Cost(BASELINE, 2.0 * weights, flops_per_token=2.0 * weights, io_bytes_per_token=io, compute=_rate(dtype))
+    return StepCost(BASELINE, 2.0 * weights, flops_per_token=2.0 * weights, io_bytes_per_token=io, compute=_rate(dtype))
 
 
 def _rate(dtype: torch.dtype) -> str:

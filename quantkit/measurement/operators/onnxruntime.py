@@ -20,12 +20,12 @@ import numpy as np
 from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.exporters.onnx import single_op as single
-from quantkit.exporters.onnx.single_op import Product, Variant
+from quantkit.exporters.onnx.single_op import SingleProduct, StorageVariant
 from quantkit.measurement.operators.ceilings import last_level_cache
 from quantkit.measurement.operators.products import Runnable, copies
-from quantkit.measurement.operators.tax import Cost
+from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.timing.schedule import Array, Step
-from quantkit.planning.model.shapes import Linear
+from quantkit.planning.model.shapes import LinearShape
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -65,7 +65,9 @@ class OnnxRuntimeBench:
         """See `products.Bench`: a black box."""
         return ""
 
-    def prepare(self, linear: Linear, variants: Sequence[str], batches: Sequence[int]) -> dict[str, Runnable | str]:
+    def prepare(
+        self, linear: LinearShape, variants: Sequence[str], batches: Sequence[int]
+    ) -> dict[str, Runnable | str]:
         """See `products.Bench`. Weights are normal, in every variant the same before they are quantized."""
         import torch
 
@@ -83,7 +85,7 @@ class OnnxRuntimeBench:
                 found[name] = error.code
                 continue
             if one.values is not None:
-                needed.append(copies(Cost(name, one.weight_bytes * linear.N / few), self.cache))
+                needed.append(copies(StepCost(name, one.weight_bytes * linear.N / few), self.cache))
         together = max(1, min(_MOST, *needed)) if needed else 1
         for name in variants:
             if name not in found:
@@ -93,7 +95,7 @@ class OnnxRuntimeBench:
         return found
 
     def _side(
-        self, product: Product, together: int, large: bool, places: dict[tuple[int, str, int], Any]
+        self, product: SingleProduct, together: int, large: bool, places: dict[tuple[int, str, int], Any]
     ) -> Runnable | str:
         needed = copies(_cost(product), self.cache) if product.values is not None else together
         # in the file, in the session, and packed for its kernel; what it is made of is there already
@@ -122,7 +124,7 @@ class OnnxRuntimeBench:
             product.variant, cost, product.K, product.N, together, kernel, places, sessions, singles, alone
         )
 
-    def _error(self, product: Product, session: onnxruntime.InferenceSession, turns: Sequence[int]) -> float:
+    def _error(self, product: SingleProduct, session: onnxruntime.InferenceSession, turns: Sequence[int]) -> float:
         """The largest relative error of what the session gives."""
         worst = 0.0
         for rows in _CHECKED:
@@ -130,7 +132,7 @@ class OnnxRuntimeBench:
             worst = max(worst, product.error(x, session.run(None, {"x0": x}), turns))
         return worst if np.isfinite(worst) else np.inf
 
-    def _session(self, product: Product, turns: Sequence[int]) -> onnxruntime.InferenceSession:
+    def _session(self, product: SingleProduct, turns: Sequence[int]) -> onnxruntime.InferenceSession:
         import onnxruntime
 
         options = _options(self.threads)
@@ -145,8 +147,8 @@ class OnnxRuntimeBench:
 
 @dataclass(frozen=True)
 class _OnnxSide:
-    variant: Variant
-    cost: Cost
+    variant: StorageVariant
+    cost: StepCost
     K: int
     N: int
     together: int
@@ -234,10 +236,10 @@ def _activations(M: int, K: int, dtype: str) -> Array:
     return np.random.default_rng(M).standard_normal((M, K), np.float32).astype(dtype)
 
 
-def _cost(product: Product) -> Cost:
+def _cost(product: SingleProduct) -> StepCost:
     """Of one product: the weight once, x and y once."""
     bytes_each = np.dtype(product.variant.activations).itemsize
-    return Cost(
+    return StepCost(
         product.variant.format,
         product.weight_bytes,
         flops_per_token=2.0 * product.K * product.N if product.values is not None else 0.0,

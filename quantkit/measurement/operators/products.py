@@ -18,9 +18,9 @@ from typing import Protocol
 import numpy as np
 
 from quantkit.errors import InputError
-from quantkit.measurement.operators.tax import Cost
+from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.timing.schedule import Array, Clock, Step, Turns, Visit, interleave, timed, undisturbed, warm
-from quantkit.planning.model.shapes import Linear
+from quantkit.planning.model.shapes import LinearShape
 from quantkit.runtimes.child import Report
 from quantkit.stats.abba import Comparison, compare
 
@@ -37,7 +37,7 @@ class Runnable(Protocol):
     """One variant of one shape, ready to run. Raises InputError `out-of-memory` for an M that does not fit."""
 
     @property
-    def cost(self) -> Cost:
+    def cost(self) -> StepCost:
         """What a product must move and compute."""
         ...
 
@@ -66,7 +66,9 @@ class Runnable(Protocol):
 class Bench(Protocol):
     """What runs products: a runtime on a device."""
 
-    def prepare(self, linear: Linear, variants: Sequence[str], batches: Sequence[int]) -> Mapping[str, Runnable | str]:
+    def prepare(
+        self, linear: LinearShape, variants: Sequence[str], batches: Sequence[int]
+    ) -> Mapping[str, Runnable | str]:
         """A side for each variant, checked; the flag why there is none: `wrong-result`, `group-indivisible`, ...
 
         `batches` are the M that will be asked for.
@@ -83,7 +85,7 @@ class Bench(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """What is timed, and how long it may take.
 
     Args:
@@ -100,7 +102,7 @@ class Plan:
 
 
 @dataclass
-class Timed:
+class TimedVariant:
     """One variant of one shape at one batch. Times are of one product.
 
     Args:
@@ -115,7 +117,7 @@ class Timed:
         raw: seconds of its twin, with the same loads and without decoding.
     """
 
-    linear: Linear
+    linear: LinearShape
     M: int
     variant: str
     side: Runnable | None = None
@@ -137,14 +139,14 @@ class _Cell:
 
 def measure(
     bench: Bench,
-    linears: Sequence[Linear],
+    linears: Sequence[LinearShape],
     baseline: str,
     variants: Sequence[str],
-    plan: Plan,
+    plan: SweepPlan,
     *,
     progress: Report | None = None,
     clock: Clock = time.perf_counter,
-) -> list[Timed]:
+) -> list[TimedVariant]:
     """Time every variant of every shape at every batch against the baseline.
 
     Args:
@@ -165,7 +167,7 @@ def measure(
         MissingDependency: scipy is not installed.
     """
     progress = progress or (lambda share, words: None)
-    found: list[Timed] = []
+    found: list[TimedVariant] = []
     share = plan.seconds / (len(linears) * len(plan.batches) or 1)
     for i, linear in enumerate(linears):
         progress(i / len(linears), f"{linear.label}: preparing")
@@ -177,7 +179,7 @@ def measure(
         if baseline not in usable:
             # nothing of this shape can be compared; the other shapes can
             flag = str(sides.get(baseline, "absent"))
-            found += [Timed(linear, M, name, skipped=flag) for M in plan.batches for name in names]
+            found += [TimedVariant(linear, M, name, skipped=flag) for M in plan.batches for name in names]
             continue
         cells = [_Cell(M) for M in plan.batches]
         known: dict[str, tuple[int, float]] = {}
@@ -192,7 +194,7 @@ def measure(
             progress((i + 1) / len(linears), f"{linear.label}, batch {cell.M}: weights in the cache")
             for name in names:
                 side = sides[name]
-                one = Timed(linear, cell.M, name)
+                one = TimedVariant(linear, cell.M, name)
                 if isinstance(side, str):
                     one.skipped = side
                 else:
@@ -213,7 +215,7 @@ def _visit(
     baseline: str,
     known: dict[str, tuple[int, float]],
     share: float,
-    plan: Plan,
+    plan: SweepPlan,
     generator: np.random.Generator,
     clock: Clock,
 ) -> None:
@@ -269,7 +271,7 @@ def _expected(known: tuple[int, float] | None, M: int) -> float:
 
 
 def _fill(
-    one: Timed, sides: Mapping[str, Runnable], cell: _Cell, baseline: str, parts: tuple[str, str], seed: int
+    one: TimedVariant, sides: Mapping[str, Runnable], cell: _Cell, baseline: str, parts: tuple[str, str], seed: int
 ) -> None:
     """What was found of one variant in one cell; `parts` name its quantizer and its twin."""
 
@@ -299,6 +301,6 @@ def _hot(step: Step, clock: Clock) -> float:
     return float(np.median(taken))
 
 
-def copies(cost: Cost, cache: int) -> int:
+def copies(cost: StepCost, cache: int) -> int:
     """How many weights of a kind are needed so that all of them are at least three times the last-level cache."""
     return max(1, math.ceil(3 * cache / cost.weight_bytes)) if cost.weight_bytes else 1

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.measurement.operators.products import Timed
-from quantkit.measurement.operators.tax import Cost, Limits, Shape, ideal_sum
+from quantkit.measurement.operators.products import TimedVariant
+from quantkit.measurement.operators.tax import Limits, Shape, StepCost, ideal_sum
 from quantkit.measurement.rows import Baseline, Device, Operation, Row
 from quantkit.measurement.timed_rows import Fields, Point, break_even_row, latency_row, tax_row
 from quantkit.stats.abba import Interval, summed, summed_spread
@@ -62,12 +62,12 @@ class Setting:
         }
 
 
-def rows(timed: Sequence[Timed], setting: Setting, *, model: str = "") -> list[Row]:
+def rows(timed: Sequence[TimedVariant], setting: Setting, *, model: str = "") -> list[Row]:
     """All rows of products timed in one run; with `model` those of the sum over its linears too."""
     found: list[Row] = []
     for each in timed:
         found += _rows(each, setting)
-    groups: dict[tuple[str, str], list[Timed]] = {}
+    groups: dict[tuple[str, str], list[TimedVariant]] = {}
     for each in timed:
         groups.setdefault((each.linear.label, each.variant), []).append(each)
     for (_, variant), curve in groups.items():
@@ -82,7 +82,7 @@ def _shape(m: float) -> Shape:
     return (m, 1.0, 0.0)
 
 
-def _rows(timed: Timed, setting: Setting) -> list[Row]:
+def _rows(timed: TimedVariant, setting: Setting) -> list[Row]:
     linear, found, side = timed.linear, timed.found, timed.side
     common = setting.common(timed.variant) | {"batch": timed.M}
     settings: dict[str, Any] = {"threads": setting.threads, "variant": timed.variant}
@@ -156,11 +156,11 @@ def _part(name: str, seconds: float, op: Operation, settings: Fields, common: Fi
     )
 
 
-def _baseline_cost(timed: Timed, setting: Setting) -> Cost:
+def _baseline_cost(timed: TimedVariant, setting: Setting) -> StepCost:
     """Of the float product of the same shape: what a runtime would have to move and compute without quantizing."""
     linear = timed.linear
     each, compute = _FLOATS[setting.baseline]
-    return Cost(
+    return StepCost(
         setting.baseline,
         each * linear.K * linear.N,
         flops_per_token=2.0 * linear.K * linear.N,
@@ -172,7 +172,7 @@ def _baseline_cost(timed: Timed, setting: Setting) -> Cost:
 # --- over batches, and over linears ----------------------------------------------------------------------------------
 
 
-def _break_even(curve: Sequence[Sequence[Timed]], setting: Setting, *, layer: str | None = None) -> Row:
+def _break_even(curve: Sequence[Sequence[TimedVariant]], setting: Setting, *, layer: str | None = None) -> Row:
     """The `tax.break_even` row of one variant: of one shape, or of a model's linears.
 
     Args:
@@ -203,7 +203,7 @@ def _break_even(curve: Sequence[Sequence[Timed]], setting: Setting, *, layer: st
     return break_even_row(points, settings=settings, flags=flags, common=common)
 
 
-def _summed(group: Sequence[Timed]) -> tuple[float, Interval, Any]:
+def _summed(group: Sequence[TimedVariant]) -> tuple[float, Interval, Any]:
     """(ratio, interval, draws) of the linears of one batch, each as often as it occurs."""
     found = [each.found for each in group if each.found is not None]
     if len(found) == 1:
@@ -211,13 +211,13 @@ def _summed(group: Sequence[Timed]) -> tuple[float, Interval, Any]:
     return summed(found, [each.linear.count for each in group])
 
 
-def _spread(group: Sequence[Timed]) -> float:
+def _spread(group: Sequence[TimedVariant]) -> float:
     """The A/A spread of the linears of one batch, each as often as it occurs."""
     timed = [(each.found, each.linear.count) for each in group if each.found is not None]
     return summed_spread([found for found, _ in timed], [count for _, count in timed])
 
 
-def _model(timed: Sequence[Timed], setting: Setting, model: str) -> list[Row]:
+def _model(timed: Sequence[TimedVariant], setting: Setting, model: str) -> list[Row]:
     """The rows of the sum over all linears, one curve a variant."""
     result: list[Row] = []
     for variant in dict.fromkeys(each.variant for each in timed):
@@ -230,7 +230,7 @@ def _model(timed: Sequence[Timed], setting: Setting, model: str) -> list[Row]:
     return result
 
 
-def _sum(group: Sequence[Timed], setting: Setting, model: str) -> list[Row]:
+def _sum(group: Sequence[TimedVariant], setting: Setting, model: str) -> list[Row]:
     """`latency.op` and `tax.total` of all linears of a model at one batch."""
     first = group[0]
     alone = first.variant == setting.baseline

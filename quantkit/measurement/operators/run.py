@@ -17,11 +17,11 @@ from quantkit import machine
 from quantkit.errors import MissingDependency
 from quantkit.measurement.operators import ceilings as _ceilings
 from quantkit.measurement.operators.ceilings import Pool, joined
-from quantkit.measurement.operators.products import Bench, Plan, Timed, measure
+from quantkit.measurement.operators.products import Bench, SweepPlan, TimedVariant, measure
 from quantkit.measurement.operators.rows import Setting, rows
 from quantkit.measurement.operators.tax import Limits
 from quantkit.measurement.rows import Row
-from quantkit.planning.model.shapes import Linear
+from quantkit.planning.model.shapes import LinearShape
 from quantkit.runtimes import child
 from quantkit.runtimes.child import Report
 
@@ -30,7 +30,7 @@ _BLOCKS = 4
 
 
 @dataclass(frozen=True)
-class Job:
+class SweepJob:
     """What is to be timed in one child.
 
     Args:
@@ -64,7 +64,7 @@ def demand(threads: int) -> None:
             raise MissingDependency(package, extra=extra, purpose="timing single products")
 
 
-def run(job: Job, progress: Report | None = None) -> list[Row]:
+def run(job: SweepJob, progress: Report | None = None) -> list[Row]:
     """All rows of one thread count.
 
     Raises:
@@ -86,23 +86,23 @@ def run(job: Job, progress: Report | None = None) -> list[Row]:
 
 def _answer(data: Mapping[str, Any], caller: child.Caller) -> None:
     """What the child does."""
-    job = Job(**data)
+    job = SweepJob(**data)
     for row in _on_cpu(job, caller.at) if job.threads else _on_gpu(job, caller.at):
         caller.row(row.as_dict())
 
 
-def _measured(job: Job, bench: Bench, report: Report) -> list[Timed]:
+def _measured(job: SweepJob, bench: Bench, report: Report) -> list[TimedVariant]:
     return measure(
         bench,
-        [Linear.model_validate(dict(each)) for each in job.linears],
+        [LinearShape.model_validate(dict(each)) for each in job.linears],
         job.baseline,
         job.variants,
-        Plan(tuple(job.batches), job.seconds, job.rounds, job.seed),
+        SweepPlan(tuple(job.batches), job.seconds, job.rounds, job.seed),
         progress=report,
     )
 
 
-def _on_cpu(job: Job, report: Report) -> list[Row]:
+def _on_cpu(job: SweepJob, report: Report) -> list[Row]:
     import onnxruntime
 
     from quantkit.measurement.operators.onnxruntime import RUNTIME, OnnxRuntimeBench
@@ -127,16 +127,16 @@ def _on_cpu(job: Job, report: Report) -> list[Row]:
     return found + rows(timed, setting, model=job.model)
 
 
-def _on_gpu(job: Job, report: Report) -> list[Row]:
+def _on_gpu(job: SweepJob, report: Report) -> list[Row]:
     import torch
 
     from quantkit.kernels.workspace import interpreted
     from quantkit.measurement.cuda import ceilings as limits
-    from quantkit.measurement.cuda.device import Device
+    from quantkit.measurement.cuda.device import GpuDevice
     from quantkit.measurement.operators.cuda import RUNTIME, CudaBench
 
     # tests run it in the interpreter, tiny; whoever calls it without that needs the device
-    device = Device("cpu", dry=True) if interpreted() else Device("cuda", dry=False)
+    device = GpuDevice("cpu", dry=True) if interpreted() else GpuDevice("cuda", dry=False)
     generator = np.random.default_rng(job.seed)
     report(0.0, "ceilings")
     before = limits.measured(device, _BLOCKS, generator)

@@ -36,7 +36,7 @@ _LARGEST = 65536.0
 
 
 @dataclass(frozen=True)
-class Cost:
+class StepCost:
     """What a step of a model must move and compute, whatever runs it.
 
     Args:
@@ -204,7 +204,9 @@ def _crossing(at: Array, height: Array, path: range) -> float | None:
     return None
 
 
-def ideal(ours: Cost, theirs: Cost, limits: Limits, shape: Callable[[float], Shape]) -> tuple[float | None, str]:
+def ideal(
+    ours: StepCost, theirs: StepCost, limits: Limits, shape: Callable[[float], Shape]
+) -> tuple[float | None, str]:
     """The M up to which the roofline promises a gain, where S* = 1, and why there is none.
 
     Args:
@@ -220,7 +222,7 @@ def ideal(ours: Cost, theirs: Cost, limits: Limits, shape: Callable[[float], Sha
 
 
 def ideal_sum(
-    parts: Sequence[tuple[Cost, Cost, int]], limits: Limits, shape: Callable[[float], Shape]
+    parts: Sequence[tuple[StepCost, StepCost, int]], limits: Limits, shape: Callable[[float], Shape]
 ) -> tuple[float | None, str]:
     """`ideal` of several operations one after the other: (the format's cost, the baseline's, how often)."""
 
@@ -244,7 +246,7 @@ def ideal_sum(
     return math.sqrt(least * most), ""
 
 
-def promised(parts: Sequence[tuple[Cost, Cost, int]], limits: Limits, shape: Shape) -> float | None:
+def promised(parts: Sequence[tuple[StepCost, StepCost, int]], limits: Limits, shape: Shape) -> float | None:
     """S* of several operations one after the other; None if a ceiling is not known."""
     bounds = [(ours.bound(*shape, limits), theirs.bound(*shape, limits), count) for ours, theirs, count in parts]
     if any(own is None or other is None for own, other, _ in bounds):

@@ -21,14 +21,14 @@ from quantkit.errors import InputError
 from quantkit.kernels.dispatch import Table
 from quantkit.kernels.linear import QuantLinear
 from quantkit.measurement.cuda import ceilings as limits
-from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.cuda.memory import allocated, fitting
 from quantkit.measurement.operators.ceilings import Ceiling
-from quantkit.measurement.operators.tax import Cost
+from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.latency import Entry, measure
+from quantkit.measurement.timing.latency import TimedSide, measure
 from quantkit.measurement.timing.schedule import Step
-from quantkit.measurement.timing.shapes import Plan
+from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.model.structure.traced import is_linear
 from quantkit.runtimes.torch import events
 from quantkit.runtimes.torch import packed as _packed
@@ -44,7 +44,7 @@ _STEPS = 256
 _BLOCKS = 4
 
 
-class Decoder:
+class KernelDecoder:
     """A model as `shapes.Timeable`.
 
     Args:
@@ -98,8 +98,8 @@ class Decoder:
 def run(
     bundle: Bundle,
     source: Source,
-    plan: Plan,
-    device: Device,
+    plan: TimingPlan,
+    device: GpuDevice,
     *,
     progress: Callable[[float, str], None] | None = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -134,8 +134,18 @@ def run(
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     form = format_of(bundle)
     entries = [
-        Entry(Decoder(packed.model), cost(packed.model, form, kind), bundle.manifest.content_sha256, resident or None),
-        Entry(Decoder(theirs), cost(theirs, str(dtype).removeprefix("torch."), kind), source.sha256, baseline or None),
+        TimedSide(
+            KernelDecoder(packed.model),
+            cost(packed.model, form, kind),
+            bundle.manifest.content_sha256,
+            resident or None,
+        ),
+        TimedSide(
+            KernelDecoder(theirs),
+            cost(theirs, str(dtype).removeprefix("torch."), kind),
+            source.sha256,
+            baseline or None,
+        ),
     ]
     generator = np.random.default_rng(plan.seed)
     settings: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "graphs": at == "cuda"}
@@ -155,7 +165,7 @@ def run(
     return [_explained(row, packed.model, table) for row in rows], said
 
 
-def cost(model: Any, name: str, compute: str) -> Cost:
+def cost(model: Any, name: str, compute: str) -> StepCost:
     """What a step of a decoder must move and compute: every weight once, but of the embedding no more than a row."""
     config = model.config.get_text_config()
     heads = int(config.num_attention_heads)
@@ -173,7 +183,7 @@ def cost(model: Any, name: str, compute: str) -> Cost:
             floats += module.weight.numel() * module.weight.element_size()
     top = output.weight
     floats += top.numel() * top.element_size()
-    return Cost(
+    return StepCost(
         name,
         stored + floats,
         kv_bytes_per_token=2.0 * layers * kv_heads * head * top.element_size(),
@@ -227,12 +237,12 @@ def format_of(bundle: Bundle) -> str:
     return max(forms, key=forms.count, default="float")
 
 
-def ceilings(device: Device, generator: np.random.Generator) -> list[Ceiling]:
+def ceilings(device: GpuDevice, generator: np.random.Generator) -> list[Ceiling]:
     """A GPU's ceilings as `latency.measure` takes them, each with all that was taken of it."""
     return [ceiling(found) for found in limits.sampled(device, _BLOCKS, generator)]
 
 
-def ceiling(found: limits.Measured) -> Ceiling:
+def ceiling(found: limits.MeasuredCeiling) -> Ceiling:
     """One of them: its samples in the order in which they were taken, none where the device lacks it."""
     samples = () if found.taken is None else tuple(float(each) for each in found.taken.ravel())
     reason = f"not measured: {found.reason}" if found.reason else ""

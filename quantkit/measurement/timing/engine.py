@@ -15,26 +15,26 @@ import torch
 
 from quantkit import machine
 from quantkit.bundle import Bundle
-from quantkit.measurement.cuda.device import Device
+from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.cuda.memory import fitting
-from quantkit.measurement.operators.tax import Cost
+from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
-from quantkit.measurement.timing.cuda import Decoder, ceilings, cost, described, format_of
-from quantkit.measurement.timing.latency import Entry, measure
-from quantkit.measurement.timing.shapes import Plan
+from quantkit.measurement.timing.cuda import KernelDecoder, ceilings, cost, described, format_of
+from quantkit.measurement.timing.latency import TimedSide, measure
+from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.runtimes.torch.classes import built
 
 if TYPE_CHECKING:
     from quantkit.model.source.open import Source
-    from quantkit.runtimes.tensorrt.decode import Loaded
+    from quantkit.runtimes.tensorrt.decode import EngineModel
 
 
 def run(
-    model: Loaded,
+    model: EngineModel,
     bundle: Bundle,
     source: Source,
-    plan: Plan,
-    device: Device,
+    plan: TimingPlan,
+    device: GpuDevice,
     *,
     progress: Callable[[float, str], None] | None = None,
 ) -> list[Row]:
@@ -65,8 +65,10 @@ def run(
     baseline = cost(theirs, "bfloat16", "bf16")
     settings: dict[str, Any] = {**model.settings, "baseline_format": "bfloat16", "compute_type": "fp16"}
     return measure(
-        Entry(model, _cost(bundle, baseline), bundle.manifest.content_sha256, model.engine.file.path.stat().st_size),
-        Entry(Decoder(theirs), baseline, source.sha256),
+        TimedSide(
+            model, _cost(bundle, baseline), bundle.manifest.content_sha256, model.engine.file.path.stat().st_size
+        ),
+        TimedSide(KernelDecoder(theirs), baseline, source.sha256),
         runtime=model.engine.library.name,
         settings=settings,
         device=device.identity(),
@@ -77,7 +79,7 @@ def run(
     )
 
 
-def _cost(bundle: Bundle, baseline: Cost) -> Cost:
+def _cost(bundle: Bundle, baseline: StepCost) -> StepCost:
     """The baseline's, with the weights of quantized layers as they are stored."""
     saved = sum(layer.shape[0] * layer.shape[1] * (2 - layer.bits_per_weight / 8) for layer in bundle.manifest.layers)
     return replace(

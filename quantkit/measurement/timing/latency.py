@@ -19,11 +19,11 @@ from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.measurement.operators import ceilings as _ceilings
 from quantkit.measurement.operators.ceilings import Ceiling, joined
-from quantkit.measurement.operators.tax import Cost, Limits
+from quantkit.measurement.operators.tax import Limits, StepCost
 from quantkit.measurement.rows import Device, Row
 from quantkit.measurement.timing.latency_rows import break_even, curves, rows_of
 from quantkit.measurement.timing.schedule import Clock, Step, Turns, Visit, interleave, warm
-from quantkit.measurement.timing.shapes import TOO_LARGE, Plan, Shape, Timeable
+from quantkit.measurement.timing.shapes import TOO_LARGE, Shape, Timeable, TimingPlan
 from quantkit.runtimes.child import Report
 from quantkit.stats.abba import Comparison, compare
 
@@ -34,7 +34,7 @@ _BLOCKS = (5, 240)
 
 
 @dataclass(frozen=True)
-class Entry:
+class TimedSide:
     """One of the two that are compared.
 
     Args:
@@ -45,7 +45,7 @@ class Entry:
     """
 
     model: Timeable
-    cost: Cost
+    cost: StepCost
     subject: str
     resident_bytes: int | None = None
 
@@ -68,14 +68,14 @@ class ShapeTiming:
 
 
 def measure(
-    subject: Entry,
-    baseline: Entry,
+    subject: TimedSide,
+    baseline: TimedSide,
     *,
     runtime: str,
     settings: Mapping[str, str | bool | int | float | None],
     device: Mapping[str, str],
     versions: Mapping[str, str],
-    plan: Plan | None = None,
+    plan: TimingPlan | None = None,
     ceilings: Callable[[], Sequence[Ceiling]] | None = None,
     progress: Report | None = None,
     clock: Clock = time.perf_counter,
@@ -106,7 +106,7 @@ def measure(
         InputError: whatever else a side raises.
         MissingDependency: scipy is not installed.
     """
-    plan = plan or Plan()
+    plan = plan or TimingPlan()
     progress = progress or (lambda share, words: None)
     ceilings = ceilings or (lambda: _ceilings.measured(int(settings.get("threads") or machine.cores())))
     progress(0.0, "ceilings")
@@ -137,7 +137,7 @@ def measure(
 
 
 def _time(
-    timings: Sequence[ShapeTiming], entries: Mapping[str, Entry], plan: Plan, progress: Report, clock: Clock
+    timings: Sequence[ShapeTiming], entries: Mapping[str, TimedSide], plan: TimingPlan, progress: Report, clock: Clock
 ) -> None:
     """Fill in `parts`, or `skipped`, of every shape."""
     generator = np.random.default_rng(plan.seed)
@@ -158,10 +158,10 @@ def _time(
 
 def _round(
     timing: ShapeTiming,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, TimedSide],
     share: float,
     left: int,
-    plan: Plan,
+    plan: TimingPlan,
     generator: np.random.Generator,
     clock: Clock,
 ) -> None:

@@ -12,13 +12,13 @@ from quantkit.measurement.timed_rows import Point, break_even_row, latency_row, 
 from quantkit.stats.abba import Interval
 
 if TYPE_CHECKING:
-    from quantkit.measurement.timing.latency import Entry, ShapeTiming
+    from quantkit.measurement.timing.latency import ShapeTiming, TimedSide
 
 
 def rows_of(
     timing: ShapeTiming,
-    subject: Entry,
-    baseline: Entry,
+    subject: TimedSide,
+    baseline: TimedSide,
     limits: Limits,
     common: dict[str, Any],
     settings: dict[str, Any],
@@ -115,8 +115,8 @@ def curves(timings: Sequence[ShapeTiming]) -> list[tuple[str, list[ShapeTiming]]
 def break_even(
     over: str,
     curve: Sequence[ShapeTiming],
-    subject: Entry,
-    baseline: Entry,
+    subject: TimedSide,
+    baseline: TimedSide,
     limits: Limits,
     common: dict[str, Any],
     settings: dict[str, Any],

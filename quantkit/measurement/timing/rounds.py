@@ -30,7 +30,7 @@ CANDIDATE, BASELINE = "candidate", "baseline"
 
 
 @dataclass(frozen=True)
-class Job:
+class RoundsJob:
     """What is to be timed.
 
     Args:
@@ -78,7 +78,7 @@ class Taken:
         return cls(Shape(**data["shape"]), turns, data["skipped"])
 
 
-def run(job: Job, progress: Report | None = None) -> list[Taken]:
+def run(job: RoundsJob, progress: Report | None = None) -> list[Taken]:
     """Time both, in a process of their own.
 
     Raises:
@@ -171,7 +171,7 @@ class _Timing:
 
 def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
     """What the child does."""
-    job = Job(**{**data, "shapes": [Shape(**each) for each in data["shapes"]]})
+    job = RoundsJob(**{**data, "shapes": [Shape(**each) for each in data["shapes"]]})
     samples = samples_of(job.samples)
     loads = {
         CANDIDATE: lambda: opened(job.candidate, samples, job.threads),

@@ -73,7 +73,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TimingPlan:
     """What is measured, and how long it may take.
 
     Args:

@@ -21,15 +21,15 @@ import numpy as np
 
 from quantkit import machine
 from quantkit.errors import InputError, MissingDependency
-from quantkit.measurement.operators.tax import Cost
+from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Baseline, Device, Row
-from quantkit.measurement.timing.latency import Entry, measure
+from quantkit.measurement.timing.latency import TimedSide, measure
 from quantkit.measurement.timing.schedule import Array, Step
-from quantkit.measurement.timing.shapes import Plan, Timeable
+from quantkit.measurement.timing.shapes import Timeable, TimingPlan
 from quantkit.runtimes import child
 from quantkit.runtimes.child import Report
 from quantkit.runtimes.onnxruntime.open import open_graph
-from quantkit.runtimes.onnxruntime.session import MODEL, Loaded
+from quantkit.runtimes.onnxruntime.session import MODEL, OnnxModel
 
 RUNTIME = "onnxruntime"
 _BATCH, _CONTEXT = 1, 128
@@ -37,7 +37,7 @@ _REMEDY = "try smaller batches: quantkit measure BUNDLE --batch 1,2,4"
 
 
 @dataclass(frozen=True)
-class Part:
+class SpeedSide:
     """One side.
 
     Args:
@@ -69,7 +69,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Job:
+class SpeedJob:
     """What is to be timed.
 
     Args:
@@ -80,10 +80,10 @@ class Job:
         samples: of graphs; None: of transformers.
     """
 
-    ours: Part
-    theirs: Part
+    ours: SpeedSide
+    theirs: SpeedSide
     threads: int
-    plan: Plan
+    plan: TimingPlan
     samples: Samples | None = None
 
 
@@ -115,7 +115,7 @@ def demand_room(models: Sequence[Path]) -> None:
         )
 
 
-def run(job: Job, progress: Report | None = None) -> list[Row]:
+def run(job: SpeedJob, progress: Report | None = None) -> list[Row]:
     """Time both, and weigh both unless they are graphs; see `latency.measure` for the rows; `memory.peak` besides.
 
     Raises:
@@ -131,7 +131,7 @@ def run(job: Job, progress: Report | None = None) -> list[Row]:
     return [*rows, _memory(job, weighed)] if weighed else rows
 
 
-def footprint(part: Part, threads: int) -> dict[str, int]:
+def footprint(part: SpeedSide, threads: int) -> dict[str, int]:
     """`resident` and `peak` bytes of a process that has loaded one side and made a step after `context` tokens, or an
     encoder's pass over `new_tokens`; of the interpreter `before`.
     """
@@ -145,7 +145,7 @@ def _bytes(model: Path) -> int:
     return sum(path.stat().st_size for path in files)
 
 
-def _memory(job: Job, weighed: Mapping[str, Mapping[str, int]]) -> Row:
+def _memory(job: SpeedJob, weighed: Mapping[str, Mapping[str, int]]) -> Row:
     ours, theirs = weighed[job.ours.subject], weighed[job.theirs.subject]
     return Row(
         name="memory.peak",
@@ -200,23 +200,23 @@ def samples_of(file: str | None) -> dict[str, Array]:
 
 def opened(path: str, samples: Mapping[str, Array], threads: int) -> Timeable:
     """A folder with `model.onnx`, or with samples a graph's file. Raises InputError `onnx-unreadable`."""
-    return Passes(Path(path), samples, threads) if samples else Loaded(Path(path), threads=threads)
+    return Passes(Path(path), samples, threads) if samples else OnnxModel(Path(path), threads=threads)
 
 
 def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
     graph = None if data["samples"] is None else Samples(**data["samples"])
-    sides = [Part(**data[side]) for side in ("ours", "theirs")]
+    sides = [SpeedSide(**data[side]) for side in ("ours", "theirs")]
     threads = data["threads"]
     samples = samples_of(graph.file if graph else None)
     entries = []
     for part in sides:
         model = opened(part.path, samples, threads)
-        found = _cost(model, part) if isinstance(model, Loaded) else _cost_of_graph(part, graph, samples)
-        entries.append(Entry(model, found, part.subject))
+        found = _cost(model, part) if isinstance(model, OnnxModel) else _cost_of_graph(part, graph, samples)
+        entries.append(TimedSide(model, found, part.subject))
     ours, theirs = entries
     settings: dict[str, Any] = {"threads": threads, "compute_type": ours.cost.compute}
     settings["baseline_format"] = theirs.cost.format
-    if isinstance(ours.model, Loaded):
+    if isinstance(ours.model, OnnxModel):
         settings["accuracy_level"] = ours.model.accuracy_level
     rows = measure(
         ours,
@@ -225,20 +225,20 @@ def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
         settings=settings,
         device=machine.device(),
         versions=machine.versions(),
-        plan=Plan(**data["plan"]),
+        plan=TimingPlan(**data["plan"]),
         progress=caller.at,
     )
     for row in rows:
         caller.row(row.as_dict())
 
 
-def _cost(model: Loaded, part: Part) -> Cost:
+def _cost(model: OnnxModel, part: SpeedSide) -> StepCost:
     """From what the exporter noted in the file."""
 
     def noted(name: str) -> float:
         return float(model.meta.get(f"quantkit.{name}", 0))
 
-    return Cost(
+    return StepCost(
         part.format,
         noted("step_bytes") or model.weight_bytes,
         model.cache_bytes,
@@ -252,10 +252,10 @@ def _cost(model: Loaded, part: Part) -> Cost:
     )
 
 
-def _cost_of_graph(part: Part, graph: Samples | None, samples: Mapping[str, Array]) -> Cost:
+def _cost_of_graph(part: SpeedSide, graph: Samples | None, samples: Mapping[str, Array]) -> StepCost:
     assert graph is not None
     read = float(sum(array.nbytes / len(array) for array in samples.values()))
-    return Cost(
+    return StepCost(
         part.format,
         part.weight_bytes,
         flops_per_token=2.0 * graph.macs,
@@ -266,7 +266,7 @@ def _cost_of_graph(part: Part, graph: Samples | None, samples: Mapping[str, Arra
 
 def _weigh(data: Mapping[str, Any], caller: child.Caller) -> None:
     before = _status("VmRSS")
-    model = Loaded(Path(data["folder"]), threads=data["threads"])
+    model = OnnxModel(Path(data["folder"]), threads=data["threads"])
     if model.decoder:
         new, context = 1, min(_CONTEXT, model.context - 1)
         model.decode(_BATCH, context)()

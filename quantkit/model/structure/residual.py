@@ -24,8 +24,8 @@ from quantkit.model.structure.traced import SharedInput, Structure, hooked, is_l
 from quantkit.model.structure.turn import (
     Form,
     Heads,
+    ModelPart,
     Norm,
-    Part,
     Residual,
     Rotations,
     gain_of,
@@ -41,7 +41,7 @@ class Unturnable(Exception):
 
 
 @torch.no_grad()
-def find(part: Part) -> Residual:
+def find(part: ModelPart) -> Residual:
     """The norms, readers and writers of a part; embeddings and heads are not looked for.
 
     Raises:
@@ -83,7 +83,7 @@ class _Seen:
     end: Tensor
 
 
-def _watch(part: Part, add: tuple[str, Tensor] | None = None) -> _Seen:
+def _watch(part: ModelPart, add: tuple[str, Tensor] | None = None) -> _Seen:
     """Run a part, with something added to the output of one module."""
     seen = _Seen({}, {}, torch.empty(0))
 
@@ -104,7 +104,7 @@ def _watch(part: Part, add: tuple[str, Tensor] | None = None) -> _Seen:
     return seen
 
 
-def _norms(part: Part, seen: _Seen, linears: Sequence[str], width: int) -> list[Norm]:
+def _norms(part: ModelPart, seen: _Seen, linears: Sequence[str], width: int) -> list[Norm]:
     """Norms by the linears that read them."""
     order = list(seen.inputs)
     kinds: dict[str, tuple[Form, bool] | None] = {}
@@ -182,7 +182,7 @@ def _kind(module: nn.Module, given: Tensor, returned: Tensor) -> tuple[Form, boo
     return None
 
 
-def _writes(part: Part, seen: _Seen, name: str, points: Sequence[str]) -> bool:
+def _writes(part: ModelPart, seen: _Seen, name: str, points: Sequence[str]) -> bool:
     """Whether what is added to a linear's output is added to what the next norm reads, or to the part's output."""
     output = seen.outputs[name]
     noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -199,7 +199,7 @@ def _writes(part: Part, seen: _Seen, name: str, points: Sequence[str]) -> bool:
     return False
 
 
-def _through(part: Part, seen: _Seen, name: str) -> str:
+def _through(part: ModelPart, seen: _Seen, name: str) -> str:
     """The module that a linear's output goes straight into, if that changes it."""
     order = list(seen.inputs)
     for later in order[order.index(name) + 1 :]:
@@ -210,7 +210,7 @@ def _through(part: Part, seen: _Seen, name: str) -> str:
     return ""
 
 
-def _ends_in(part: Part, seen: _Seen) -> str:
+def _ends_in(part: ModelPart, seen: _Seen) -> str:
     """The module whose output is the part's."""
     for name in reversed(list(seen.outputs)):
         if torch.equal(seen.outputs[name], seen.end) and not torch.equal(seen.inputs[name], seen.end):
@@ -255,7 +255,7 @@ def _head_size(
     longest = math.gcd(index.numel(), *breaks)
 
     def holds(size: int) -> bool:
-        part = Part.of_block(block, call)
+        part = ModelPart.of_block(block, call)
         with InDouble():  # type: ignore[no-untyped-call]
             before = part.run(part.hidden)
             turn_heads(part.module, Heads(producer, group.members, index, size), rotation(size))

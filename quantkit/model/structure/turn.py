@@ -168,7 +168,7 @@ def gain_of(norm: nn.Module, form: Form) -> Tensor | None:
 
 
 @dataclass
-class Part:
+class ModelPart:
     """A copy of a part of a model in float64, and how to run it.
 
     Args:
@@ -184,14 +184,14 @@ class Part:
     turns_output: bool = True
 
     @classmethod
-    def of_block(cls, block: nn.Module, call: Call) -> Part:
+    def of_block(cls, block: nn.Module, call: Call) -> ModelPart:
         """A copy of a block."""
         exact, twice = copy.deepcopy(block).double(), call.double()
         return cls(exact, lambda hidden: replace(twice, hidden=hidden)(exact), twice.hidden)
 
 
 @torch.no_grad()
-def prove(part: Part, found: Residual, rotation: Orthogonal, heads: Rotations | None = None) -> float:
+def prove(part: ModelPart, found: Residual, rotation: Orthogonal, heads: Rotations | None = None) -> float:
     """How far a part's outputs move, relative to their largest, when it is turned; it stays turned.
 
     Infinity, where it lacks what was found: another block's residual, a dense one's of one with experts.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from quantkit.nightly.running.jobs import Job, Outcome, Work, contained
+from quantkit.nightly.running.jobs import BuildJob, JobOutcome, Work, contained
 from quantkit.pipeline.progress import Progress
 
 
@@ -16,7 +16,7 @@ class Local:
     def ready(self) -> None:
         """See `jobs.Executor`: it always is."""
 
-    def run(self, jobs: Sequence[Job], work: Work, progress: Progress) -> Iterator[Outcome]:
+    def run(self, jobs: Sequence[BuildJob], work: Work, progress: Progress) -> Iterator[JobOutcome]:
         """See `jobs.Executor`."""
         for job in jobs:
             yield contained(job, work, progress)

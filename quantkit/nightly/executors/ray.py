@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import InputError, MissingDependency, Stopped
-from quantkit.nightly.running.jobs import Job, Outcome, Work, contained
+from quantkit.nightly.running.jobs import BuildJob, JobOutcome, Work, contained
 from quantkit.pipeline.progress import Progress
 
 # seconds between two looks at which nodes are left
@@ -50,7 +50,7 @@ class Ray:
         """
         _connected(self.address).shutdown()
 
-    def run(self, jobs: Sequence[Job], work: Work, progress: Progress) -> Iterator[Outcome]:
+    def run(self, jobs: Sequence[BuildJob], work: Work, progress: Progress) -> Iterator[JobOutcome]:
         """See `jobs.Executor`.
 
         Raises:
@@ -63,7 +63,7 @@ class Ray:
         finally:
             ray.shutdown()
 
-    def _run(self, ray: Any, jobs: Sequence[Job], work: Work, progress: Progress) -> Iterator[Outcome]:
+    def _run(self, ray: Any, jobs: Sequence[BuildJob], work: Work, progress: Progress) -> Iterator[JobOutcome]:
         task = ray.remote(num_cpus=0, max_retries=self.retries)(_on_a_node)
         waiting = {task.options(resources={job.target: 1}, name=job.build).remote(job, work): job for job in jobs}
         seen = dict.fromkeys((job.target for job in jobs), time.monotonic())
@@ -81,24 +81,24 @@ class Ray:
                     if now - seen[job.target] > self.patience:
                         del waiting[reference]
                         ray.cancel(reference, force=True)
-                        yield Outcome.of(job, _nowhere(job), "missing")
+                        yield JobOutcome.of(job, _nowhere(job), "missing")
         finally:
             for reference in waiting:
                 ray.cancel(reference, force=True)
 
 
-def _on_a_node(job: Job, work: Work) -> Outcome:
+def _on_a_node(job: BuildJob, work: Work) -> JobOutcome:
     return contained(job, work, Progress())
 
 
-def _outcome(ray: Any, reference: Any, job: Job) -> Outcome:
+def _outcome(ray: Any, reference: Any, job: BuildJob) -> JobOutcome:
     """What a task gave back, or why it did not."""
     try:
-        found: Outcome = ray.get(reference)
+        found: JobOutcome = ray.get(reference)
     except ray.exceptions.RayTaskError as problem:
         if isinstance(problem.cause, Stopped):
             raise problem.cause from None
-        return Outcome.of(job, InputError("internal-error", where=job.build, value=_first_line(problem.cause)))
+        return JobOutcome.of(job, InputError("internal-error", where=job.build, value=_first_line(problem.cause)))
     except ray.exceptions.RayError as problem:
         lost = InputError(
             "node-died",
@@ -107,7 +107,7 @@ def _outcome(ray: Any, reference: Any, job: Job) -> Outcome:
             rule="a build whose node dies begins anew, but not for ever",
             remedy="see `ray status`",
         )
-        return Outcome.of(job, lost)
+        return JobOutcome.of(job, lost)
     return found
 
 
@@ -115,7 +115,7 @@ def _first_line(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {problem}".splitlines()[0]
 
 
-def _nowhere(job: Job) -> InputError:
+def _nowhere(job: BuildJob) -> InputError:
     return InputError(
         "no-machine",
         where=job.build,

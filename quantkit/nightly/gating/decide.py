@@ -14,12 +14,12 @@ from functools import partial
 from typing import TypeVar
 
 from quantkit.errors import InputError
-from quantkit.nightly.config import Margins, Nightly, builds
+from quantkit.nightly.config import Nightly, NightMargins, builds
 from quantkit.nightly.gating import evidence as ask
 from quantkit.nightly.gating import sentences
-from quantkit.nightly.gating.evidence import Asked, Thing
+from quantkit.nightly.gating.evidence import NightComparison, Thing
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Answer, Cell, Decision, Item, Night, Result, Time, What
+from quantkit.nightly.store.records import Answer, Item, Night, NightCell, Result, StoredDecision, Time, What
 from quantkit.stats.deciding import decision as stats
 
 Taken = TypeVar("Taken", Time, Item)
@@ -41,16 +41,16 @@ class Judged:
         repeat: cells whose times were called worse by a first run and have no second yet.
     """
 
-    decisions: list[Decision]
-    repeat: list[Cell]
+    decisions: list[StoredDecision]
+    repeat: list[NightCell]
 
 
 @dataclass(frozen=True)
 class _Decided:
-    asked: Asked
+    asked: NightComparison
     answer: Answer
     because: str
-    decision: stats.Decision | None = None
+    decision: stats.CellDecision | None = None
     p: float | None = None
     confirmed: bool | None = None
     repeat: bool = False
@@ -100,8 +100,8 @@ def judge(
         items: of a build, by its key.
     """
     attempts = {(each.cell, each.attempt): each for each in results}
-    cells = [Cell.of(key) for key in night.matrix]
-    found: list[Asked] = []
+    cells = [NightCell.of(key) for key in night.matrix]
+    found: list[NightComparison] = []
     for build, members in builds(cells).items():
         done = [each for each in members if _is_done(attempts.get((each.key, 1)))]
         found += [_undone(each, attempts.get((each.key, 1))) for each in members if each not in done]
@@ -124,24 +124,24 @@ def _is_done(result: Result | None) -> bool:
     return result is not None and result.state == "done"
 
 
-def _undone(cell: Cell, result: Result | None) -> Asked:
+def _undone(cell: NightCell, result: Result | None) -> NightComparison:
     """The answer of a cell that nothing was measured of."""
     if result is None:
         why = "the night ended before it: `quantkit nightly run --resume` goes on"
-        return Asked((cell.key,), "latency", "latency", answer="missing", because=why)
+        return NightComparison((cell.key,), "latency", "latency", answer="missing", because=why)
     answer: Answer = "failed" if result.state == "failed" else "missing"
     why = "no reason is known"
     if result.error:
         why = InputError(**{name: result.error.get(name, "") for name in _FIELDS}).line()
-    return Asked((cell.key,), "latency", "latency", answer=answer, because=why)
+    return NightComparison((cell.key,), "latency", "latency", answer=answer, because=why)
 
 
-def _by_margins(config: Nightly, cells: Sequence[Cell]) -> dict[Margins, list[Cell]]:
+def _by_margins(config: Nightly, cells: Sequence[NightCell]) -> dict[NightMargins, list[NightCell]]:
     """Cells of one build that ask the same of what they share: mostly all of them."""
-    found: dict[Margins, list[Cell]] = {}
+    found: dict[NightMargins, list[NightCell]] = {}
     for cell in cells:
         margins = config.gates.of(cell)
-        shared = Margins(accuracy=margins.accuracy, kl=margins.kl, latency=config.gates.latency)
+        shared = NightMargins(accuracy=margins.accuracy, kl=margins.kl, latency=config.gates.latency)
         found.setdefault(shared, []).append(cell)
     return found
 
@@ -150,7 +150,7 @@ def _attempt(rows: Sequence[Taken], number: int) -> list[Taken]:
     return [row for row in rows if row.attempt == number]
 
 
-def _decided(found: Sequence[Asked], alpha: float) -> list[_Decided]:
+def _decided(found: Sequence[NightComparison], alpha: float) -> list[_Decided]:
     """A decision each: what was measured as one family, what was counted alone."""
     known = [each.evidence for each in found if each.evidence is not None and each.thing != "size"]
     measured = iter(stats.decide(known, alpha=alpha))
@@ -164,7 +164,7 @@ def _decided(found: Sequence[Asked], alpha: float) -> list[_Decided]:
     return decided
 
 
-def _with(asked: Asked, decision: stats.Decision, confirmed: bool | None = None) -> _Decided:
+def _with(asked: NightComparison, decision: stats.CellDecision, confirmed: bool | None = None) -> _Decided:
     evidence = asked.evidence
     assert evidence is not None
     better = decision.answer == "better"
@@ -181,7 +181,7 @@ def _repeated(
 ) -> list[_Decided]:
     """The same, with what second runs say of times that were called worse: a family of their own."""
     found = list(decided)
-    again: dict[int, Asked] = {}
+    again: dict[int, NightComparison] = {}
     for number, first in enumerate(decided):
         if first.answer != "worse" or first.asked.thing != "latency":
             continue
@@ -190,9 +190,9 @@ def _repeated(
         if result is None:
             found[number] = replace(first, repeat=True)
             continue
-        second = _undone(Cell.of(key), result)
+        second = _undone(NightCell.of(key), result)
         if _is_done(result):
-            taken = ask.of_times(result, _attempt(times(key), 2), config.gates.of(Cell.of(key)))
+            taken = ask.of_times(result, _attempt(times(key), 2), config.gates.of(NightCell.of(key)))
             second = next((each for each in taken if each.what == first.asked.what), replace(second, because=_NOTHING))
         if second.evidence is None:
             # an alarm that nobody could look into is no silence
@@ -209,7 +209,7 @@ def _repeated(
     return found
 
 
-def _rows(night: str, decided: Sequence[_Decided]) -> list[Decision]:
+def _rows(night: str, decided: Sequence[_Decided]) -> list[StoredDecision]:
     """One row a cell and column: the gravest of what shares it."""
     gravest: dict[tuple[str, What], _Decided] = {}
     for each in decided:
@@ -220,12 +220,12 @@ def _rows(night: str, decided: Sequence[_Decided]) -> list[Decision]:
     return [_row(night, cell, what, each) for (cell, what), each in gravest.items()]
 
 
-def _row(night: str, cell: str, what: What, found: _Decided) -> Decision:
+def _row(night: str, cell: str, what: What, found: _Decided) -> StoredDecision:
     known = found.decision
     if known is None:
-        return Decision(night, cell, what, found.answer, n=found.asked.n, because=found.because)
+        return StoredDecision(night, cell, what, found.answer, n=found.asked.n, because=found.because)
     counted = found.asked.thing == "size"
-    return Decision(
+    return StoredDecision(
         night,
         cell,
         what,

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.nightly.config import Margins
+from quantkit.nightly.config import NightMargins
 from quantkit.nightly.store.records import Answer, Item, Result, Side, Time, What
 from quantkit.stats.clustered import clusters_of
-from quantkit.stats.deciding.apart import KNOWN, Measured, difference
+from quantkit.stats.deciding.apart import KNOWN, MeasuredValue, difference
 from quantkit.stats.deciding.evidence import Evidence
 from quantkit.stats.deciding.flips import flips
 from quantkit.stats.deciding.increase import increase
@@ -41,7 +41,7 @@ FIRST = "no baseline yet: this night becomes it"
 
 
 @dataclass(frozen=True)
-class Asked:
+class NightComparison:
     """One comparison.
 
     Args:
@@ -68,7 +68,7 @@ def is_first(result: Result) -> bool:
     return result.state == "done" and result.baseline_sha256 is None and not _flag(result, UNLOADABLE["baseline"])
 
 
-def of_times(result: Result, times: Sequence[Time], margins: Margins) -> list[Asked]:
+def of_times(result: Result, times: Sequence[Time], margins: NightMargins) -> list[NightComparison]:
     """Latency, and drift of latency where there is a release.
 
     Args:
@@ -82,7 +82,7 @@ def of_times(result: Result, times: Sequence[Time], margins: Margins) -> list[As
     return found
 
 
-def of_items(results: Sequence[Result], items: Sequence[Item], margins: Margins) -> list[Asked]:
+def of_items(results: Sequence[Result], items: Sequence[Item], margins: NightMargins) -> list[NightComparison]:
     """Accuracy and KL, and drift of accuracy where there is a release.
 
     Args:
@@ -96,24 +96,24 @@ def of_items(results: Sequence[Result], items: Sequence[Item], margins: Margins)
     return found
 
 
-def of_size(result: Result, margins: Margins) -> Asked:
+def of_size(result: Result, margins: NightMargins) -> NightComparison:
     """Bytes of the candidate's weights: counted, so nothing about them is uncertain."""
     cells = (result.cell,)
     if not result.bytes or not result.baseline_bytes:
         answer, why = _nothing(result, "baseline", there=bool(result.bytes))
-        return Asked(cells, "size", "size", answer=answer, because=why)
+        return NightComparison(cells, "size", "size", answer=answer, because=why)
     larger = log(result.bytes / result.baseline_bytes)
-    known = Measured(larger, (larger, larger))
+    known = MeasuredValue(larger, (larger, larger))
     evidence = difference(known, KNOWN, margin=margins.size, alarm=margins.size, logarithm=True)
-    return Asked(cells, "size", "size", evidence, 1)
+    return NightComparison(cells, "size", "size", evidence, 1)
 
 
-def _timed(result: Result, times: Sequence[Time], other: Side, margins: Margins) -> Asked:
+def _timed(result: Result, times: Sequence[Time], other: Side, margins: NightMargins) -> NightComparison:
     cells, what = (result.cell,), _what("latency", other)
     ours = [each for each in times if each.side == "candidate"]
     if not ours or not any(each.side == other for each in times):
         answer, why = _nothing(result, other, there=bool(ours))
-        return Asked(cells, what, "latency", n=len(ours), answer=answer, because=why)
+        return NightComparison(cells, what, "latency", n=len(ours), answer=answer, because=why)
 
     def evidence() -> Evidence:
         candidate, baseline, rounds = paired(times, other, result.cell)
@@ -148,7 +148,9 @@ def paired(times: Sequence[Time], other: Side, where: str) -> tuple[Array, Array
     return ours, theirs, list(Counter(number for number, _ in chosen).values())
 
 
-def _scored(results: Sequence[Result], items: Sequence[Item], other: Side, margins: Margins) -> list[Asked]:
+def _scored(
+    results: Sequence[Result], items: Sequence[Item], other: Side, margins: NightMargins
+) -> list[NightComparison]:
     cells, result = tuple(each.cell for each in results), results[0]
     sides = [[each for each in items if each.side == side] for side in (other, "candidate")]
     before, after = (sorted(side, key=lambda each: each.item) for side in sides)
@@ -158,7 +160,10 @@ def _scored(results: Sequence[Result], items: Sequence[Item], other: Side, margi
             answer, why = "inconclusive", f"not scored: {reason}"
         has_kl = any(each.kl is not None for each in after)
         things: tuple[Literal["accuracy", "kl"], ...] = ("accuracy", "kl") if has_kl else ("accuracy",)
-        return [Asked(cells, _what(each, other), each, n=len(after), answer=answer, because=why) for each in things]
+        return [
+            NightComparison(cells, _what(each, other), each, n=len(after), answer=answer, because=why)
+            for each in things
+        ]
 
     numbers = np.array([each.item for each in before]), np.array([each.item for each in after])
     labels = [each.sequence for each in after]
@@ -181,7 +186,7 @@ def _scored(results: Sequence[Result], items: Sequence[Item], other: Side, margi
         return evidence
 
     kept = {name: _all_have(name, before, after) for name in ("correct", "kl", "logp")}
-    found: list[Asked] = []
+    found: list[NightComparison] = []
     if kept["correct"]:
         found.append(_asked(cells, _what("accuracy", other), "accuracy", len(after), lost))
     if other == "baseline":
@@ -190,7 +195,7 @@ def _scored(results: Sequence[Result], items: Sequence[Item], other: Side, margi
                 found.append(_asked(cells, "kl", thing, len(after), risen(name, sign)))  # type: ignore[arg-type]
         if not found:
             why = "items hold neither answers nor likelihoods of both sides"
-            found.append(Asked(cells, "accuracy", "accuracy", n=len(after), answer="missing", because=why))
+            found.append(NightComparison(cells, "accuracy", "accuracy", n=len(after), answer="missing", because=why))
     return found
 
 
@@ -200,12 +205,12 @@ def _all_have(name: str, *sides: Sequence[Item]) -> bool:
 
 def _asked(
     cells: tuple[str, ...], what: What, thing: Thing, n: int, evidence: Callable[[], Evidence], because: str = ""
-) -> Asked:
+) -> NightComparison:
     """A comparison; where what was measured is unusable, a failure of this cell alone."""
     try:
-        return Asked(cells, what, thing, evidence(), n, because=because)
+        return NightComparison(cells, what, thing, evidence(), n, because=because)
     except InputError as error:
-        return Asked(cells, what, thing, None, n, "failed", error.line())
+        return NightComparison(cells, what, thing, None, n, "failed", error.line())
 
 
 def _nothing(result: Result, other: Side, *, there: bool) -> tuple[Answer, str]:

@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 from quantkit.bundle.disk import write_atomic, writing
 from quantkit.nightly.config import builds
 from quantkit.nightly.gating.gate import Gated, count, title
-from quantkit.nightly.store.records import Answer, Cell, Decision
+from quantkit.nightly.store.records import Answer, NightCell, StoredDecision
 from quantkit.report.kit import words
 
 # GitHub refuses a step's summary of more than a megabyte
@@ -36,7 +36,7 @@ def junit(gated: Gated) -> bytes:
     """All decisions as JUnit XML."""
     root = ElementTree.Element("testsuites")
     started = gated.night.started.strftime("%Y-%m-%dT%H:%M:%S")
-    for number, (build, cells) in enumerate(builds(Cell.of(key) for key in gated.night.matrix).items()):
+    for number, (build, cells) in enumerate(builds(NightCell.of(key) for key in gated.night.matrix).items()):
         keys = {cell.key for cell in cells}
         rows = [each for each in gated.decisions if each.cell in keys]
         tags = [_TAGS.get(each.answer, "") for each in rows]
@@ -63,7 +63,7 @@ def junit(gated: Gated) -> bytes:
             # a cell's seconds stand with its first test, so that they add up
             seconds = 0.0 if row.cell in timed else gated.seconds.get(row.cell, 0.0)
             timed.add(row.cell)
-            name = f"{row.what}, batch {Cell.of(row.cell).batch}"
+            name = f"{row.what}, batch {NightCell.of(row.cell).batch}"
             case = ElementTree.SubElement(suite, "testcase", classname=_text(build), name=name, time=_seconds(seconds))
             if tag:
                 said = ElementTree.SubElement(case, tag, message=_text(row.because), type=row.answer)
@@ -92,7 +92,7 @@ def gitlab(gated: Gated, config: Path) -> bytes:
             # the same on every night, so that GitLab knows what is new
             "fingerprint": hashlib.sha256(f"{row.cell}#{row.what}".encode()).hexdigest(),
             "severity": _SEVERITIES[row.answer],
-            "location": {"path": path, "lines": {"begin": _line(text, Cell.of(row.cell).recipe)}},
+            "location": {"path": path, "lines": {"begin": _line(text, NightCell.of(row.cell).recipe)}},
         }
         for row in [*gated.alarms, *gated.open]
     ]
@@ -137,11 +137,11 @@ def append(path: Path, text: str) -> None:
         stream.write(text.encode())
 
 
-def _table(heading: str, rows: Sequence[Decision]) -> list[str]:
+def _table(heading: str, rows: Sequence[StoredDecision]) -> list[str]:
     lines = ["", f"### {heading}", "", "| model | recipe | target | runtime | batch | what | answer | why |"]
     lines.append("|---|---|---|---|--:|---|---|---|")
     for row in rows[:_MOST]:
-        cell = Cell.of(row.cell)
+        cell = NightCell.of(row.cell)
         parts = (cell.model, cell.recipe, cell.target, cell.runtime, str(cell.batch), row.what, row.answer, row.because)
         lines.append(f"| {' | '.join(_markdown(part) for part in parts)} |")
     more = len(rows) - _MOST

@@ -17,7 +17,7 @@ from typing import Any
 from quantkit.errors import GateError, Inconclusive, InputError, QuantkitError
 from quantkit.nightly.gating.evidence import is_first
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Answer, Cell, Decision, Night, Result
+from quantkit.nightly.store.records import Answer, Night, NightCell, Result, StoredDecision
 from quantkit.nightly.store.write import plain
 from quantkit.report.kit import words
 
@@ -40,17 +40,17 @@ class Gated:
     """
 
     night: Night
-    decisions: Sequence[Decision]
+    decisions: Sequence[StoredDecision]
     first: frozenset[str]
     seconds: dict[str, float]
 
     @property
-    def alarms(self) -> list[Decision]:
+    def alarms(self) -> list[StoredDecision]:
         """What is worse or failed."""
         return [each for each in self.decisions if each.answer in ALARMS]
 
     @property
-    def open(self) -> list[Decision]:
+    def open(self) -> list[StoredDecision]:
         """What is inconclusive or missing, first nights apart."""
         return [each for each in self.decisions if each.answer in OPEN and not self.is_first(each)]
 
@@ -64,7 +64,7 @@ class Gated:
         """Answer -> how many; `first` for those of first nights."""
         return Counter("first" if self.is_first(each) else each.answer for each in self.decisions)
 
-    def is_first(self, decision: Decision) -> bool:
+    def is_first(self, decision: StoredDecision) -> bool:
         """Whether it is inconclusive because there was nothing yet to compare with."""
         first = decision.cell in self.first and decision.what != "drift"
         return first and decision.answer == "inconclusive"
@@ -72,7 +72,7 @@ class Gated:
     def as_dict(self) -> dict[str, Any]:
         """For JSON, which has neither NaN nor infinity: they are null."""
 
-        def told(rows: Sequence[Decision]) -> list[dict[str, Any]]:
+        def told(rows: Sequence[StoredDecision]) -> list[dict[str, Any]]:
             kept = ("cell", "what", "answer", "value", "low", "high", "margin", "smallest", "confirmed", "because")
             return [{name: plain(getattr(row, name)) for name in kept} for row in rows]
 
@@ -107,12 +107,12 @@ def gate(store: Store, night: str | None = None) -> Gated:
         raise InputError("night-missing", where=str(store.path), value=value, remedy=remedy)
     chosen = begun[night or max(begun)]
     last: dict[str, Result] = {each.cell: each for each in store.results(chosen.night)}  # the second attempt wins
-    decided: dict[str, list[Decision]] = {}
+    decided: dict[str, list[StoredDecision]] = {}
     for each in store.decisions(chosen.night):
         decided.setdefault(each.cell, []).append(each)
-    rows: list[Decision] = []
+    rows: list[StoredDecision] = []
     for key in chosen.matrix:
-        missing = Decision(chosen.night, key, "latency", "missing", because=_UNDECIDED)
+        missing = StoredDecision(chosen.night, key, "latency", "missing", because=_UNDECIDED)
         rows += decided.get(key, [missing])
     return Gated(
         night=chosen,
@@ -122,9 +122,9 @@ def gate(store: Store, night: str | None = None) -> Gated:
     )
 
 
-def title(decision: Decision) -> str:
+def title(decision: StoredDecision) -> str:
     """`latency of smollm2-135m, awq-int4, cpu-x86, onnxruntime, batch 8`."""
-    cell = Cell.of(decision.cell)
+    cell = NightCell.of(decision.cell)
     return f"{decision.what} of {cell.model}, {cell.recipe}, {cell.target}, {cell.runtime}, batch {cell.batch}"
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quantkit.nightly.gating.evidence import Asked, Thing
+from quantkit.nightly.gating.evidence import NightComparison, Thing
 from quantkit.report.kit import words
-from quantkit.stats.deciding.decision import Decision
+from quantkit.stats.deciding.decision import CellDecision
 
 _HEADS: dict[Thing, str] = {
     "latency": "time",
@@ -16,7 +16,7 @@ _HEADS: dict[Thing, str] = {
 NOT_YET = "; not yet run again"
 
 
-def because(asked: Asked, decision: Decision, confirmed: bool | None) -> str:
+def because(asked: NightComparison, decision: CellDecision, confirmed: bool | None) -> str:
     """One sentence.
 
     Args:
@@ -52,7 +52,7 @@ def amount(thing: Thing, effect: float) -> str:
     return f"{points} %"
 
 
-def _beyond(decision: Decision) -> str:
+def _beyond(decision: CellDecision) -> str:
     low, high = decision.ci95
     shown = low > decision.margin if decision.answer == "worse" else high < -decision.margin
     return "more than" if shown else "which may be more than"

@@ -12,7 +12,7 @@ from quantkit.nightly.page import charts, say
 from quantkit.nightly.page.detail import Detail, Environment
 from quantkit.nightly.page.drawing import Chart
 from quantkit.nightly.page.history import ANSWERS, SAME, WHATS, History, parts
-from quantkit.nightly.store.records import Decision, Result
+from quantkit.nightly.store.records import Result, StoredDecision
 from quantkit.report.kit import words
 from quantkit.stats.changes import changes
 
@@ -89,7 +89,7 @@ def _verdict(history: History, at: int, nights: Array, code: int, detail: Detail
     return tone, answer, reasons
 
 
-def _reasons(of: Sequence[Decision]) -> list[str]:
+def _reasons(of: Sequence[StoredDecision]) -> list[str]:
     """Why each was decided as it was; the respects that share a reason in one line, all of them without their names."""
     found: dict[str, list[str]] = {}
     for each in of:
@@ -99,7 +99,7 @@ def _reasons(of: Sequence[Decision]) -> list[str]:
     return [f"{words.sentence(why)}." if alone else f"{', '.join(names)}: {why}." for why, names in found.items()]
 
 
-def _decision(each: Decision) -> dict[str, Any]:
+def _decision(each: StoredDecision) -> dict[str, Any]:
     confirmed = {True: "yes", False: "no", None: ""}[each.confirmed]
     return {
         "title": say.TITLES[each.what],

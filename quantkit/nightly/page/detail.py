@@ -13,7 +13,7 @@ import numpy as np
 
 from quantkit.nightly.page.history import History
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Decision, Result
+from quantkit.nightly.store.records import Result, StoredDecision
 
 Array = Any
 # flipped items of each direction, and errors, that a page shows
@@ -21,7 +21,7 @@ EXAMPLES, ERRORS = 40, 20
 
 
 @dataclass(frozen=True)
-class Flip:
+class ItemFlip:
     """An item that one side answers right and the other wrong.
 
     Args:
@@ -112,9 +112,9 @@ class Detail:
     """
 
     results: list[Result] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[StoredDecision] = field(default_factory=list)
     raw: Raw | None = None
-    flips: list[Flip] = field(default_factory=list)
+    flips: list[ItemFlip] = field(default_factory=list)
     flipped: tuple[int, int] = (0, 0)
     scores: list[Score] = field(default_factory=list)
     environments: list[Environment] = field(default_factory=list)
@@ -197,12 +197,12 @@ def _night(store: Store, night: str, members: Mapping[str, Detail]) -> None:
         detail.flipped = counts.get(build, (len(lost), len(won)))
 
 
-def _flips(rows: Iterable[tuple[Any, ...]]) -> dict[str, list[Flip]]:
+def _flips(rows: Iterable[tuple[Any, ...]]) -> dict[str, list[ItemFlip]]:
     """Build -> the items that flipped and have a text."""
     sides: dict[tuple[str, int], dict[str, tuple[bool | None, str]]] = defaultdict(dict)
     for build, item, side, correct, text in rows:
         sides[build, item][side] = correct, text
-    found: dict[str, list[Flip]] = defaultdict(list)
+    found: dict[str, list[ItemFlip]] = defaultdict(list)
     for (build, item), given in sides.items():
         right = {side: correct for side, (correct, _) in given.items()}
         mine = right.get("candidate", None if "baseline" not in right else not right["baseline"])
@@ -211,7 +211,7 @@ def _flips(rows: Iterable[tuple[Any, ...]]) -> dict[str, list[Flip]]:
         texts = [(side, text) for side, (_, text) in sorted(given.items())]
         if len({text for _, text in texts}) == 1:
             texts = [("", texts[0][1])]
-        found[build].append(Flip(item, not mine, texts))
+        found[build].append(ItemFlip(item, not mine, texts))
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import numpy as np
 
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import NIGHT_ID, Answer, Cell, Night, What
+from quantkit.nightly.store.records import NIGHT_ID, Answer, Night, NightCell, What
 
 Array = Any
 
@@ -29,7 +29,7 @@ WHATS: tuple[What, ...] = get_args(What)
 
 
 @dataclass(frozen=True)
-class Decided:
+class NightAnswers:
     """What was decided in one respect.
 
     Args:
@@ -66,7 +66,7 @@ class History:
     cells: list[str]
     current: list[str]
     answer: Array
-    decided: dict[What, Decided]
+    decided: dict[What, NightAnswers]
     itself: Array
     waits: Array
     notes: list[str]
@@ -85,12 +85,12 @@ class History:
         return np.flatnonzero(self.answer[cell] != NONE)
 
 
-def parts(key: str) -> Cell:
+def parts(key: str) -> NightCell:
     """The cell of a key; of a key that is none, one whose model is called like it."""
     try:
-        return Cell.of(key)
+        return NightCell.of(key)
     except ValueError:
-        return Cell(key, "", "", "", 0)
+        return NightCell(key, "", "", "", 0)
 
 
 def read(store: Store, *, now: datetime | None = None) -> History:
@@ -144,7 +144,7 @@ def read(store: Store, *, now: datetime | None = None) -> History:
             numbers[name][at] = np.where(np.isfinite(column), column, np.nan)
         given = np.full(shape, NONE, np.int8)
         given[at] = codes[rows]
-        decided[what] = Decided(given, **numbers)
+        decided[what] = NightAnswers(given, **numbers)
     if broken := _not_finite(decisions):
         notes.append(f"{broken:,} decisions have a figure that is NaN or infinite; it is left out")
     current = np.flatnonzero(answer[:, -1] != NONE) if nights else ()

@@ -28,7 +28,7 @@ from quantkit.nightly.page.history import (
     History,
     parts,
 )
-from quantkit.nightly.store.records import Cell, What
+from quantkit.nightly.store.records import NightCell, What
 from quantkit.report.kit import words
 
 Array = Any
@@ -40,7 +40,7 @@ FACETS = ("model", "recipe", "target", "runtime", "batch")
 
 
 @dataclass(frozen=True)
-class Tile:
+class CellTile:
     """One cell in the grid.
 
     Args:
@@ -55,7 +55,7 @@ class Tile:
         score: to sort by, the worst first.
     """
 
-    cell: Cell
+    cell: NightCell
     key: str
     href: str
     answer: str
@@ -73,22 +73,22 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Line:
+class GridLine:
     """One row of the grid: the cells of one model, recipe and target, None where the matrix has none."""
 
     name: str
     detail: str
-    tiles: Sequence[Tile | None]
+    tiles: Sequence[CellTile | None]
     columns: Sequence[str]
 
 
 @dataclass(frozen=True)
-class Group:
+class TargetGroup:
     """The rows of one target."""
 
     target: str
     counts: str
-    lines: Sequence[Line]
+    lines: Sequence[GridLine]
 
 
 def href(key: str) -> str:
@@ -129,7 +129,7 @@ def page(history: History, details: Mapping[str, Detail], warnings: Sequence[str
     }
 
 
-def verdict(history: History, tiles: Sequence[Tile], details: Mapping[str, Detail]) -> tuple[str, str, list[str]]:
+def verdict(history: History, tiles: Sequence[CellTile], details: Mapping[str, Detail]) -> tuple[str, str, list[str]]:
     """(tone, sentence, reasons) for the top of the page."""
     if not tiles:
         return "open", "No night has run yet", ["The store is empty."] if not history.nights else []
@@ -152,7 +152,7 @@ def verdict(history: History, tiles: Sequence[Tile], details: Mapping[str, Detai
     return "good", "Nothing alarming", [of]
 
 
-def _tile(history: History, at: int, key: str) -> Tile:
+def _tile(history: History, at: int, key: str) -> CellTile:
     nights = history.of(at)
     last = int(nights[-1]) if nights.size else -1
     code = int(history.answer[at, last]) if nights.size else MISSING
@@ -164,7 +164,7 @@ def _tile(history: History, at: int, key: str) -> Tile:
     margins = latency.margin[at, nights] if latency else empty
     margins = margins[np.isfinite(margins)]
     other = np.flatnonzero(codes != code)
-    return Tile(
+    return CellTile(
         parts(key),
         key,
         href(key),
@@ -197,10 +197,10 @@ def _reason(history: History, at: int, night: int, code: int) -> tuple[What, flo
     return what, effect, excess
 
 
-def _alarms(history: History, tiles: Sequence[Tile], details: Mapping[str, Detail]) -> list[dict[str, Any]]:
+def _alarms(history: History, tiles: Sequence[CellTile], details: Mapping[str, Detail]) -> list[dict[str, Any]]:
     """What is worse or failed, a line each; batches of one build that tell the same share one."""
     places = {key: i for i, key in enumerate(history.cells)}
-    found: dict[tuple[str, str, str], list[Tile]] = {}
+    found: dict[tuple[str, str, str], list[CellTile]] = {}
     for tile in tiles:
         if tile.answer in (ANSWERS[WORSE], ANSWERS[FAILED]):
             said = _said(history, places[tile.key], tile, details[tile.key])
@@ -212,7 +212,7 @@ def _alarms(history: History, tiles: Sequence[Tile], details: Mapping[str, Detai
     ]
 
 
-def _said(history: History, at: int, tile: Tile, detail: Detail) -> str:
+def _said(history: History, at: int, tile: CellTile, detail: Detail) -> str:
     """Why a cell is alarming, and for how long it has been."""
     last = int(history.of(at)[-1])
     said = []
@@ -230,14 +230,14 @@ def _said(history: History, at: int, tile: Tile, detail: Detail) -> str:
     return "; ".join([*said, row])
 
 
-def _options(tiles: Sequence[Tile], name: str) -> list[str]:
+def _options(tiles: Sequence[CellTile], name: str) -> list[str]:
     """What a facet can be, in order; numbers as numbers."""
     return [str(each) for each in sorted({getattr(tile.cell, name) for tile in tiles})]
 
 
-def _groups(tiles: Sequence[Tile]) -> list[Group]:
+def _groups(tiles: Sequence[CellTile]) -> list[TargetGroup]:
     """Targets, in each the rows, the worst first: a row is as bad as its worst cell."""
-    by_target: dict[str, list[Tile]] = {}
+    by_target: dict[str, list[CellTile]] = {}
     for tile in tiles:
         by_target.setdefault(tile.cell.target, []).append(tile)
     found = []
@@ -245,16 +245,17 @@ def _groups(tiles: Sequence[Tile]) -> list[Group]:
         columns = sorted({(tile.cell.runtime, tile.cell.batch) for tile in members})
         several = len({runtime for runtime, _ in columns}) > 1
         names = [f"{runtime} · {batch}" if several else f"batch {batch}" for runtime, batch in columns]
-        rows: dict[tuple[str, str], dict[tuple[str, int], Tile]] = {}
+        rows: dict[tuple[str, str], dict[tuple[str, int], CellTile]] = {}
         for tile in members:
             rows.setdefault((tile.cell.model, tile.cell.recipe), {})[tile.cell.runtime, tile.cell.batch] = tile
         lines = [
-            Line(model, recipe, [row.get(column) for column in columns], names) for (model, recipe), row in rows.items()
+            GridLine(model, recipe, [row.get(column) for column in columns], names)
+            for (model, recipe), row in rows.items()
         ]
         counted = Counter(tile.answer for tile in members)
         text = say.counts({code: counted[name] for code, name in enumerate(ANSWERS)})
         runtimes = "" if several else columns[0][0]
-        found.append(Group(" · ".join(part for part in (target, runtimes) if part), text, lines))
+        found.append(TargetGroup(" · ".join(part for part in (target, runtimes) if part), text, lines))
     return found
 
 

@@ -6,7 +6,7 @@ import math
 from datetime import UTC
 
 from quantkit.nightly.page.history import ANSWERS
-from quantkit.nightly.store.records import NIGHT_ID, Cell, Night, What
+from quantkit.nightly.store.records import NIGHT_ID, Night, NightCell, What
 from quantkit.report.kit import words
 
 TITLES: dict[What, str] = {
@@ -72,7 +72,7 @@ def date(name: str) -> str:
     return f"{name[:4]}-{name[4:6]}-{name[6:8]} {name[9:11]}:{name[11:13]}" if NIGHT_ID.fullmatch(name) else name
 
 
-def cell(found: Cell) -> str:
+def cell(found: NightCell) -> str:
     """A cell in a line."""
     batch = f"batch {found.batch}" if found.batch else ""
     return " · ".join(part for part in (found.model, found.recipe, found.target, found.runtime, batch) if part)

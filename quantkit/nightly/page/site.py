@@ -111,7 +111,7 @@ def write(store: Store, out: str | Path) -> Written:
     )
 
 
-def _tiles(group: index.Group) -> list[index.Tile]:
+def _tiles(group: index.TargetGroup) -> list[index.CellTile]:
     return [tile for line in group.lines for tile in line.tiles if tile is not None]
 
 

@@ -15,7 +15,7 @@ from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError, QuantkitError
 from quantkit.nightly.config import Nightly
 from quantkit.nightly.running.bundles import Bundles
-from quantkit.nightly.store.records import BaselineKind, Cell, Result, Side
+from quantkit.nightly.store.records import BaselineKind, NightCell, Result, Side
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Against:
 
 
 def against(
-    config: Nightly, cell: Cell, candidate: Bundle, accepted: Mapping[str, Result], bundles: Bundles
+    config: Nightly, cell: NightCell, candidate: Bundle, accepted: Mapping[str, Result], bundles: Bundles
 ) -> Against:
     """Find and open them.
 

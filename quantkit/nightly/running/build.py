@@ -25,10 +25,10 @@ from quantkit.nightly.running import items, timing
 from quantkit.nightly.running.against import Against, against
 from quantkit.nightly.running.bundles import Bundles
 from quantkit.nightly.running.items import Answered
-from quantkit.nightly.running.jobs import Job
-from quantkit.nightly.running.timing import CANDIDATE, Found, Task
+from quantkit.nightly.running.jobs import BuildJob
+from quantkit.nightly.running.timing import CANDIDATE, CellTimes, Task
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Cell, Item, Result, Side, Time
+from quantkit.nightly.store.records import Item, NightCell, Result, Side, Time
 from quantkit.pipeline.finished.measure import export_of
 from quantkit.pipeline.graphs.remeasure import holds_graph
 from quantkit.pipeline.progress import Overall, Progress
@@ -39,7 +39,7 @@ from quantkit.target import Target
 _SHARES = {"compile": 60.0, "items": 10.0, "timing": 60.0}
 
 
-def build(job: Job, progress: Progress) -> None:
+def build(job: BuildJob, progress: Progress) -> None:
     """Measure the cells of a job that have no result yet.
 
     Raises:
@@ -49,7 +49,7 @@ def build(job: Job, progress: Progress) -> None:
     config = Nightly.load(job.config)
     _demand_unchanged(config, job)
     store = Store.open(config.at(config.store))
-    cells = [Cell.of(key) for key in job.cells if key not in store.committed(job.night, job.attempt)]
+    cells = [NightCell.of(key) for key in job.cells if key not in store.committed(job.night, job.attempt)]
     if not cells:
         return
     request = request_of(config, cells[0])
@@ -61,7 +61,7 @@ def build(job: Job, progress: Progress) -> None:
     Measuring(config, store, job, request, progress).run(cells)
 
 
-def request_of(config: Nightly, cell: Cell) -> Request:
+def request_of(config: Nightly, cell: NightCell) -> Request:
     """The compile of a build. Raises InputError."""
     return Request.of(
         config.reference(cell.model),
@@ -97,7 +97,7 @@ def why_not_here(target: Target) -> InputError | None:
 class Measuring:
     """The cells of one build, one after another; see the module."""
 
-    def __init__(self, config: Nightly, store: Store, job: Job, request: Request, progress: Progress) -> None:
+    def __init__(self, config: Nightly, store: Store, job: BuildJob, request: Request, progress: Progress) -> None:
         self.config = config
         self.store = store
         self.job = job
@@ -106,7 +106,7 @@ class Measuring:
         self.bundles = Bundles(config.at(config.bundles))
         self._since = time.monotonic()
 
-    def run(self, cells: Sequence[Cell]) -> None:
+    def run(self, cells: Sequence[NightCell]) -> None:
         """All of them."""
         self.progress.plan(_SHARES)
         compiling = Overall(lambda share, words: self.progress.at("compile", share, words), self.progress.note)
@@ -130,13 +130,13 @@ class Measuring:
                 except Stopped:
                     raise
                 except QuantkitError as problem:
-                    result, found, answered = {"state": "failed", "error": problem.as_dict()}, Found(), Answered([])
+                    result, found, answered = {"state": "failed", "error": problem.as_dict()}, CellTimes(), Answered([])
                 said = [*flags, *result.pop("flags", ()), *answered.flags]
                 self._commit(cell, {**result, "flags": tuple(said)}, bundle, found, answered)
 
     def _measured(
-        self, cell: Cell, bundle: Bundle, others: Against, samples: Path | None
-    ) -> tuple[dict[str, Any], Found, Answered]:
+        self, cell: NightCell, bundle: Bundle, others: Against, samples: Path | None
+    ) -> tuple[dict[str, Any], CellTimes, Answered]:
         """What a cell's result says, its times, and its build's items where no other cell has brought them.
 
         The items of a build are set against the baseline of the first of its cells.
@@ -161,7 +161,7 @@ class Measuring:
         }
         return result, found, answered
 
-    def _timed(self, cell: Cell, sides: Mapping[Side, Bundle], samples: Path | None) -> Found:
+    def _timed(self, cell: NightCell, sides: Mapping[Side, Bundle], samples: Path | None) -> CellTimes:
         task = Task.of(
             self.config.budget,
             sides={side: str(each.path) for side, each in sides.items()},
@@ -179,7 +179,9 @@ class Measuring:
         before = self.store.results(self.job.night)
         return any((each.build, each.attempt, each.state) == (build, 1, "done") for each in before)
 
-    def _commit(self, cell: Cell, values: dict[str, Any], bundle: Bundle, found: Found, answered: Answered) -> None:
+    def _commit(
+        self, cell: NightCell, values: dict[str, Any], bundle: Bundle, found: CellTimes, answered: Answered
+    ) -> None:
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         own: dict[str, Any] = {"night": self.job.night, "attempt": self.job.attempt}
@@ -213,7 +215,7 @@ def _bytes(bundle: Bundle, runtime: str) -> int | None:
     return weight_bytes(bundle.manifest.files, folder=folder_of(export_of(runtime))) or None
 
 
-def _demand_unchanged(config: Nightly, job: Job) -> None:
+def _demand_unchanged(config: Nightly, job: BuildJob) -> None:
     if config.sha256 != job.config_sha256:
         raise InputError(
             "nightly-changed",

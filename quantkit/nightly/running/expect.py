@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
 from quantkit.nightly.config import Nightly, builds
-from quantkit.nightly.store.records import Cell
+from quantkit.nightly.store.records import NightCell
 from quantkit.stats.deciding.slowdown import BURST, SETTLE
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _measuring(config: Nightly, step: float) -> float:
     return loading + budget.most * 2 * 2 * (BURST + SETTLE) * step
 
 
-def _planned(config: Nightly, cells: Sequence[Cell]) -> tuple[float, list[float], list[str]]:
+def _planned(config: Nightly, cells: Sequence[NightCell]) -> tuple[float, list[float], list[str]]:
     """(seconds of a build's compile, of a step of each of its cells, what was assumed)."""
     from quantkit.pipeline.plan.plan import PlanQuestion, plan
 

@@ -19,13 +19,13 @@ from quantkit.bundle import Bundle
 from quantkit.bundle.manifest import MEASUREMENTS
 from quantkit.errors import InputError, QuantkitError
 from quantkit.measurement.accuracy import positions
-from quantkit.measurement.compared import Flip
+from quantkit.measurement.compared import WordFlip
 from quantkit.measurement.rows import read_rows
 from quantkit.nightly.gating.evidence import UNSCORED
 from quantkit.nightly.running.timing import CANDIDATE
 from quantkit.nightly.store.records import Side
 from quantkit.pipeline.compare.scores import demand_one_text
-from quantkit.pipeline.compare.sides import Side as Compared
+from quantkit.pipeline.compare.sides import BundleSide as Compared
 from quantkit.pipeline.compare.words import flips, scored_text
 from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, is_network
 from quantkit.pipeline.request import Request
@@ -126,7 +126,7 @@ def _of_words(items: positions.Items) -> _Answers:
     return _Answers(items.right_candidate, items.kl, -items.nll_candidate, items.sequence)
 
 
-def _words(flip: Flip) -> str:
+def _words(flip: WordFlip) -> str:
     """A flipped word, as people read it: what came before, what follows, and what each side expected."""
     before = "" if flip.before is None else f"…{flip.before} → {flip.follows!r}; "
     return f"{before}baseline: {flip.a!r} ({flip.a_chance:.0%}), candidate: {flip.b!r} ({flip.b_chance:.0%})"

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 from quantkit import content
 from quantkit.errors import InputError, QuantkitError, Stopped
 from quantkit.model.full_memory import is_out_of_memory
-from quantkit.nightly.store.records import Cell
+from quantkit.nightly.store.records import NightCell
 from quantkit.pipeline.progress import Overall, Progress
 from quantkit.runtimes import child
 
@@ -30,7 +30,7 @@ _SELDOM = 0.2
 
 
 @dataclass(frozen=True)
-class Job:
+class BuildJob:
     """A build whose cells are to be measured. Plain data, for other processes and other machines.
 
     Args:
@@ -52,16 +52,16 @@ class Job:
     @property
     def build(self) -> str:
         """Its key."""
-        return Cell.of(self.cells[0]).build
+        return NightCell.of(self.cells[0]).build
 
     @property
     def target(self) -> str:
         """Where it has to run."""
-        return Cell.of(self.cells[0]).target
+        return NightCell.of(self.cells[0]).target
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """How a job ended.
 
     Args:
@@ -70,18 +70,18 @@ class Outcome:
         error: the five fields, unless it is done.
     """
 
-    job: Job
+    job: BuildJob
     state: Literal["done", "failed", "missing"]
     error: Mapping[str, str] | None = None
 
     @classmethod
-    def of(cls, job: Job, problem: QuantkitError, state: Literal["failed", "missing"] = "failed") -> Outcome:
+    def of(cls, job: BuildJob, problem: QuantkitError, state: Literal["failed", "missing"] = "failed") -> JobOutcome:
         """The outcome of what went wrong."""
         return cls(job, state, problem.as_dict())
 
 
 # what a job's process runs: a function of a module
-Work = Callable[[Job, Progress], None]
+Work = Callable[[BuildJob, Progress], None]
 
 
 class Executor(Protocol):
@@ -91,7 +91,7 @@ class Executor(Protocol):
         """Refuse to begin a night that could not be run. Raises InputError."""
         ...
 
-    def run(self, jobs: Sequence[Job], work: Work, progress: Progress) -> Iterator[Outcome]:
+    def run(self, jobs: Sequence[BuildJob], work: Work, progress: Progress) -> Iterator[JobOutcome]:
         """Every job once, its outcome as it ends.
 
         Raises:
@@ -100,7 +100,7 @@ class Executor(Protocol):
         ...
 
 
-def contained(job: Job, work: Work, progress: Progress) -> Outcome:
+def contained(job: BuildJob, work: Work, progress: Progress) -> JobOutcome:
     """Run a job in a process of its own, one at a time on this machine: timing needs a quiet one.
 
     Raises:
@@ -122,14 +122,14 @@ def contained(job: Job, work: Work, progress: Progress) -> Outcome:
         except Stopped:
             raise
         except QuantkitError as problem:
-            return Outcome.of(job, problem)
-    return Outcome(job, "done")
+            return JobOutcome.of(job, problem)
+    return JobOutcome(job, "done")
 
 
 def _run(data: Mapping[str, Any], caller: child.Caller) -> None:
     """What the job's process does."""
     signal.signal(signal.SIGTERM, _interrupt)
-    job = Job(**{**data["job"], "cells": tuple(data["job"]["cells"])})
+    job = BuildJob(**{**data["job"], "cells": tuple(data["job"]["cells"])})
     work: Work = getattr(import_module(data["module"]), data["function"])
     said = 0.0
 
@@ -148,7 +148,7 @@ def _run(data: Mapping[str, Any], caller: child.Caller) -> None:
         raise _unexpected(job, problem) from None
 
 
-def _unexpected(job: Job, problem: Exception) -> InputError:
+def _unexpected(job: BuildJob, problem: Exception) -> InputError:
     last = traceback.extract_tb(problem.__traceback__)[-1]
     return InputError(
         "internal-error",

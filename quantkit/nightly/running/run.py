@@ -25,9 +25,9 @@ from quantkit.nightly.config import Nightly, builds
 from quantkit.nightly.gating.decide import decide_night
 from quantkit.nightly.running.build import build
 from quantkit.nightly.running.bundles import Bundles
-from quantkit.nightly.running.jobs import Executor, Job, Work
+from quantkit.nightly.running.jobs import BuildJob, Executor, Work
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Cell, Decision, Night, Result, night_id
+from quantkit.nightly.store.records import Night, NightCell, Result, StoredDecision, night_id
 from quantkit.nightly.store.write import plain
 from quantkit.pipeline.progress import Progress
 
@@ -55,7 +55,7 @@ class Summary:
     store: Path
     seconds: float
     results: Sequence[Result]
-    decisions: Sequence[Decision]
+    decisions: Sequence[StoredDecision]
     repeated: Sequence[str]
     warnings: Sequence[str]
 
@@ -109,7 +109,7 @@ def run_night(
     store = Store.open(config.at(config.store), create=True)
     executor.ready()
     night = _resumed(store, config, place) if resume else _begun(store, config, place, only)
-    cells = [Cell.of(key) for key in night.matrix if only is None or fnmatchcase(key, only)]
+    cells = [NightCell.of(key) for key in night.matrix if only is None or fnmatchcase(key, only)]
     if not cells:  # of a night that is resumed
         remedy = f"one is called {night.matrix[0]}"
         raise InputError("no-such-cells", where="--only", value=only, rule=f"cells of {night.night}", remedy=remedy)
@@ -147,12 +147,12 @@ class _Running:
     work: Work
     progress: Progress
 
-    def attempt(self, number: int, cells: Sequence[Cell]) -> None:
+    def attempt(self, number: int, cells: Sequence[NightCell]) -> None:
         """Run the builds of cells that have no result of an attempt yet; whatever fails is a result."""
         done = self.store.committed(self.night.night, number)
         limit = 3600 * self.config.limit
         jobs = [
-            Job(
+            BuildJob(
                 self.night.night,
                 str(self.place),
                 self.night.config_sha256,
@@ -173,7 +173,7 @@ class _Running:
             for key in outcome.job.cells:
                 if key not in there:
                     values: dict[str, Any] = {"attempt": number, "error": outcome.error}
-                    self.store.commit(Result.of(self.night.night, Cell.of(key), outcome.state, **values))
+                    self.store.commit(Result.of(self.night.night, NightCell.of(key), outcome.state, **values))
 
 
 def _begun(store: Store, config: Nightly, place: Path, only: str | None) -> Night:

@@ -62,7 +62,7 @@ def _decode(model: Timeable, batch: int, context: int) -> Step:
 def _in_torch(bundle: Bundle, batch: int, *, decodes: bool) -> Step:
     import torch
 
-    from quantkit.measurement.timing.cuda import Decoder
+    from quantkit.measurement.timing.cuda import KernelDecoder
 
     model = load_runtime("torch").load(bundle)
     if torch.cuda.is_available():
@@ -70,7 +70,7 @@ def _in_torch(bundle: Bundle, batch: int, *, decodes: bool) -> Step:
     config = config_of(bundle)
     context = min(TOKENS + 1, int(config.get("max_position_embeddings") or TOKENS + 1))
     if decodes:
-        return _decode(Decoder(model), batch, context)
+        return _decode(KernelDecoder(model), batch, context)
     shape = batch, min(TOKENS, context)
     ids = torch.randint(0, config["vocab_size"], shape, generator=torch.Generator().manual_seed(0)).to(model.device)
 

@@ -21,7 +21,7 @@ from quantkit.measurement.timing import clocks
 from quantkit.measurement.timing.clocks import Between, Clocks
 from quantkit.measurement.timing.schedule import Step, Turns, Visit, interleave, runs_of, warm
 from quantkit.measurement.timing.speed import samples_of
-from quantkit.nightly.config import Budget
+from quantkit.nightly.config import TimeBudget
 from quantkit.nightly.store.records import Side
 from quantkit.runtimes import child
 from quantkit.stats.deciding.slowdown import BURST, SETTLE
@@ -57,7 +57,7 @@ class Task:
     samples: str | None = None
 
     @classmethod
-    def of(cls, budget: Budget, **others: Any) -> Task:
+    def of(cls, budget: TimeBudget, **others: Any) -> Task:
         """With a budget of `nightly.yaml`."""
         return cls(rounds=budget.rounds, blocks=budget.most, seconds=budget.seconds, **others)
 
@@ -78,7 +78,7 @@ class Iteration:
 
 
 @dataclass
-class Found:
+class CellTimes:
     """What was timed.
 
     Args:
@@ -90,7 +90,7 @@ class Found:
     unloadable: dict[Side, dict[str, str]] = field(default_factory=dict)
 
 
-def run(task: Task, progress: Callable[[float, str], None] | None = None) -> Found:
+def run(task: Task, progress: Callable[[float, str], None] | None = None) -> CellTimes:
     """Time it.
 
     Raises:
@@ -98,7 +98,7 @@ def run(task: Task, progress: Callable[[float, str], None] | None = None) -> Fou
     """
     remedy = "look into the system's log; a smaller batch takes less memory"
     rows = child.run(_time, asdict(task), progress, remedy=remedy, died="timing-failed", where=_place(task))
-    found = Found()
+    found = CellTimes()
     for row in rows:
         if "unloadable" in row:
             found.unloadable[row["unloadable"]] = row["error"]

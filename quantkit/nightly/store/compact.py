@@ -14,10 +14,10 @@ from typing import Any
 
 from quantkit.bundle.disk import fsync
 from quantkit.nightly.store import files as _files
-from quantkit.nightly.store.records import TABLES, Item, Result, Row, Time, schema
+from quantkit.nightly.store.records import TABLES, Item, Record, Result, Time, schema
 
 # results last: their names are what makes the others count
-KINDS: tuple[type[Row], ...] = (Time, Item, Result)
+KINDS: tuple[type[Record], ...] = (Time, Item, Result)
 
 
 def compact(root: Path, damaged: set[Path], sound: set[Path]) -> int:
@@ -39,7 +39,7 @@ def compact(root: Path, damaged: set[Path], sound: set[Path]) -> int:
     return count
 
 
-def fold(kind: type[Row], paths: Sequence[Path], prefix: str, read: Callable[[Path], Any] | None = None) -> None:
+def fold(kind: type[Record], paths: Sequence[Path], prefix: str, read: Callable[[Path], Any] | None = None) -> None:
     """One file in place of several of one folder, sorted so that what belongs to one cell lies together.
 
     Args:

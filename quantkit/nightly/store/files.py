@@ -29,7 +29,7 @@ from typing import Any
 
 from quantkit.bundle.disk import fsync, stopping_when_full, write_atomic
 from quantkit.errors import InputError, MissingDependency
-from quantkit.nightly.store.records import TABLES, Row, schema
+from quantkit.nightly.store.records import TABLES, Record, schema
 
 SCHEMA = 1
 WHOLE = "whole-"
@@ -74,7 +74,7 @@ def key(cell: str, attempt: int) -> str:
     return hashlib.sha256(f"{cell}#{attempt}".encode()).hexdigest()[:16]
 
 
-def pack(kind: type[Row], table: Any, replaces: Sequence[str] = ()) -> bytes:
+def pack(kind: type[Record], table: Any, replaces: Sequence[str] = ()) -> bytes:
     """A `pyarrow.Table` as a Parquet file: page checksums, the store's schema and what it replaces in its metadata."""
     import pyarrow as pa
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.nightly.store import compact, files
-from quantkit.nightly.store.records import Decision, Night, Result, Row, schema
+from quantkit.nightly.store.records import Night, Record, Result, StoredDecision, schema
 
 # table -> columns that schema 0 has not, and what they were
 _NEW_IN_1: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ def migrate(root: Path, version: int) -> int:
     assert version == 0, version
     compact.tidy(root)
     count = 0
-    kinds: tuple[type[Row], ...] = (*compact.KINDS, Night, Decision)
+    kinds: tuple[type[Record], ...] = (*compact.KINDS, Night, StoredDecision)
     for kind in kinds:
         for night in files.nights(root, kind.table):
             place = files.folder(root, kind.table, night)
@@ -48,14 +48,14 @@ def migrate(root: Path, version: int) -> int:
     return count
 
 
-def _prefix(kind: type[Row]) -> str:
+def _prefix(kind: type[Record]) -> str:
     """How the name of the new file begins."""
     if kind is Night:
         return ""
-    return "000001-" if kind is Decision else files.WHOLE
+    return "000001-" if kind is StoredDecision else files.WHOLE
 
 
-def _upgraded(kind: type[Row], path: Path) -> Any:
+def _upgraded(kind: type[Record], path: Path) -> Any:
     """A file of schema 0 as a table of schema 1."""
     import pyarrow as pa
 

@@ -19,24 +19,24 @@ from quantkit.nightly.store import files as _files
 from quantkit.nightly.store import migrate as _migrate
 from quantkit.nightly.store import query as _query
 from quantkit.nightly.store import write
-from quantkit.nightly.store.query import Rows
+from quantkit.nightly.store.query import QueryRows
 from quantkit.nightly.store.records import (
     NIGHT_ID,
     TABLES,
-    Cell,
-    Decision,
     Item,
     Night,
+    NightCell,
+    Record,
     Result,
-    Row,
+    StoredDecision,
     Time,
     from_table,
     to_table,
 )
 
-__all__ = ["Rows", "Store"]
+__all__ = ["QueryRows", "Store"]
 
-RowKind = TypeVar("RowKind", bound=Row)
+RowKind = TypeVar("RowKind", bound=Record)
 Found = TypeVar("Found")
 # files may be damaged, or replaced between being listed and being read
 _TRIES = 3
@@ -142,7 +142,7 @@ class Store:
         self._recheck()
         return done
 
-    def decide(self, night: str, decisions: Iterable[Decision]) -> None:
+    def decide(self, night: str, decisions: Iterable[StoredDecision]) -> None:
         """Write what was decided of a night: all of it, in place of what was decided of it before."""
         write.decide(self.path, night, list(decisions))
 
@@ -184,10 +184,10 @@ class Store:
         order = "ORDER BY build, attempt, item, side"
         return self._rows(Item, f"FROM items WHERE night = $night {where} {order}", night=night, **values)
 
-    def decisions(self, night: str | None = None) -> list[Decision]:
+    def decisions(self, night: str | None = None) -> list[StoredDecision]:
         """The decisions of one night or of all."""
         where, values = ("", {}) if night is None else ("WHERE night = $night", {"night": night})
-        return self._rows(Decision, f"FROM decisions {where} ORDER BY night, cell, what", **values)
+        return self._rows(StoredDecision, f"FROM decisions {where} ORDER BY night, cell, what", **values)
 
     def committed(self, night: str, attempt: int = 1) -> set[str]:
         """The keys of the cells that have a result of that attempt, whatever it is."""
@@ -204,7 +204,7 @@ class Store:
         if cells is None:
             where, values = ("", {}) if before is None else ("AND night < $before", {"before": before})
             return self._accepted(where, **values)
-        nights = [name for name in _files.nights(self.path, Decision.table) if before is None or name < before]
+        nights = [name for name in _files.nights(self.path, StoredDecision.table) if before is None or name < before]
         found: dict[str, Result] = {}
         # nearly always it is one of the last nights, and the others stay closed
         for span in (nights[-_RECENT:], nights[:-_RECENT]):
@@ -216,9 +216,9 @@ class Store:
                 found |= {cell: each for cell, each in self._accepted(where, **values).items() if cell in left}
         return found
 
-    def last_accepted(self, cell: str | Cell, before: str | None = None) -> Result | None:
+    def last_accepted(self, cell: str | NightCell, before: str | None = None) -> Result | None:
         """Of one cell."""
-        key = cell.key if isinstance(cell, Cell) else cell
+        key = cell.key if isinstance(cell, NightCell) else cell
         return self.accepted(before, [key]).get(key)
 
     def _accepted(self, where: str, **values: Any) -> dict[str, Result]:
@@ -231,7 +231,7 @@ class Store:
         found = self._rows(Result, f"FROM results WHERE night IN ({named}) ORDER BY cell", **nights)
         return {each.cell: each for each in found if (each.night, each.attempt, each.cell) in last}
 
-    def query(self, sql: str, **values: Any) -> Rows:
+    def query(self, sql: str, **values: Any) -> QueryRows:
         """What a query finds. It reads the tables and nothing else, and writes nothing.
 
         Args:
@@ -244,7 +244,7 @@ class Store:
         table = self._answer(_statement(sql), values)
         # by position: two columns may have one name
         columns = [column.to_pylist() for column in table.columns]
-        return Rows(_numbered(table.column_names), list(zip(*columns, strict=True)) if columns else [])
+        return QueryRows(_numbered(table.column_names), list(zip(*columns, strict=True)) if columns else [])
 
     def arrow(self, sql: str, **values: Any) -> Any:
         """What a query finds, as a `pyarrow.Table`: for many rows, which take long to make into Python's own."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import InputError, MissingDependency
-from quantkit.nightly.store.records import TABLES, Row, schema
+from quantkit.nightly.store.records import TABLES, Record, schema
 from quantkit.nightly.store.write import plain
 
 _SHOWN = 300
@@ -23,7 +23,7 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True)
-class Rows:
+class QueryRows:
     """What a query found.
 
     Args:
@@ -120,7 +120,7 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split("\n\nLINE ")[0].split())[:_SHOWN]
 
 
-def _dataset(kind: type[Row], files: Sequence[tuple[str, Path]]) -> Any:
+def _dataset(kind: type[Record], files: Sequence[tuple[str, Path]]) -> Any:
     """A table's files as one Arrow data set; a filter by night leaves those of other nights closed."""
     import pyarrow.dataset as ds
     from pyarrow.fs import LocalFileSystem

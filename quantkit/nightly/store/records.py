@@ -34,7 +34,7 @@ Answer = Literal["better", "same", "worse", "inconclusive", "missing", "failed"]
 SEPARATOR = "|"
 NIGHT_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{4,32}")
 
-RowKind = TypeVar("RowKind", bound="Row")
+RowKind = TypeVar("RowKind", bound="Record")
 
 
 def night_id(started: datetime) -> str:
@@ -46,7 +46,7 @@ def night_id(started: datetime) -> str:
 
 
 @dataclass(frozen=True, order=True)
-class Cell:
+class NightCell:
     """One thing that is compared each night: a build at a batch."""
 
     model: str
@@ -66,7 +66,7 @@ class Cell:
         return f"{self.build}{SEPARATOR}{self.batch}"
 
     @classmethod
-    def of(cls, key: str) -> Cell:
+    def of(cls, key: str) -> NightCell:
         """The cell of a key. Raises ValueError for what is none."""
         try:
             model, recipe, target, runtime, batch = key.split(SEPARATOR)
@@ -75,14 +75,14 @@ class Cell:
             raise ValueError(f"a cell is model|recipe|target|runtime|batch, got {key!r}") from None
 
 
-class Row:
+class Record:
     """What every table's rows share."""
 
     table: ClassVar[str]
 
 
 @dataclass(frozen=True)
-class Night(Row):
+class Night(Record):
     """One run of a matrix.
 
     Args:
@@ -105,7 +105,7 @@ class Night(Row):
 
 
 @dataclass(frozen=True)
-class Result(Row):
+class Result(Record):
     """What became of one cell in one night.
 
     Args:
@@ -150,13 +150,13 @@ class Result(Row):
     flags: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, night: str, cell: Cell, state: State, **others: Any) -> Self:
+    def of(cls, night: str, cell: NightCell, state: State, **others: Any) -> Self:
         """The row of a cell, whose own columns follow from it."""
         return cls(night=night, cell=cell.key, build=cell.build, **dataclasses.asdict(cell), state=state, **others)
 
 
 @dataclass(frozen=True)
-class Time(Row):
+class Time(Record):
     """One timed iteration, as it was taken.
 
     Args:
@@ -187,7 +187,7 @@ class Time(Row):
 
 
 @dataclass(frozen=True)
-class Item(Row):
+class Item(Record):
     """One item that both sides answered: a next word, an image, a pair. Items belong to the build.
 
     Args:
@@ -215,7 +215,7 @@ class Item(Row):
 
 
 @dataclass(frozen=True)
-class Decision(Row):
+class StoredDecision(Record):
     """What was decided of one cell in one respect. What holds for a build stands with each of its cells.
 
     Args:
@@ -253,14 +253,14 @@ class Decision(Row):
     because: str = ""
 
 
-TABLES: tuple[type[Row], ...] = (Night, Result, Time, Item, Decision)
+TABLES: tuple[type[Record], ...] = (Night, Result, Time, Item, StoredDecision)
 # table -> column -> annotation, in order
 _COLUMNS: dict[str, dict[str, Any]] = {
     kind.table: {name: hint for name, hint in typing.get_type_hints(kind).items() if name != "table"} for kind in TABLES
 }
 
 
-def schema(kind: type[Row]) -> Any:
+def schema(kind: type[Record]) -> Any:
     """The `pyarrow.Schema` of a table."""
     import pyarrow as pa
 
@@ -294,7 +294,7 @@ def from_table(kind: type[RowKind], table: Any) -> list[RowKind]:
     return [kind(**dict(zip(names, values, strict=True))) for values in zip(*columns.values(), strict=True)]
 
 
-def _documents(kind: type[Row]) -> list[str]:
+def _documents(kind: type[Record]) -> list[str]:
     """The columns that hold JSON."""
     return [name for name, annotation in _COLUMNS[kind.table].items() if _core(annotation)[0] is Mapping]
 

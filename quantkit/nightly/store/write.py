@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from quantkit.bundle.disk import fsync, writing
 from quantkit.nightly.store import files
-from quantkit.nightly.store.records import NIGHT_ID, Decision, Item, Result, Row, Time, to_table
+from quantkit.nightly.store.records import NIGHT_ID, Item, Record, Result, StoredDecision, Time, to_table
 
 
 def commit(root: Path, result: Result, times: Sequence[Time], items: Sequence[Item]) -> bool:
@@ -21,7 +21,7 @@ def commit(root: Path, result: Result, times: Sequence[Time], items: Sequence[It
     of_build = (result.night, result.build, result.attempt)
     _demand(all((each.night, each.build, each.attempt) == of_build for each in items), f"items of {of_build}")
     # the result last: it is what makes the others count
-    packed: dict[type[Row], bytes] = {}
+    packed: dict[type[Record], bytes] = {}
     if times:
         packed[Time] = files.pack(Time, to_table(Time, times))
     if items:
@@ -49,16 +49,16 @@ def _is_committed(root: Path, result: Result) -> bool:
     return False
 
 
-def decide(root: Path, night: str, decisions: Sequence[Decision]) -> None:
+def decide(root: Path, night: str, decisions: Sequence[StoredDecision]) -> None:
     """See `Store.decide`."""
     _demand(NIGHT_ID.fullmatch(night) is not None, f"a night's name, got {night!r}")
     _demand(all(each.night == night for each in decisions), f"decisions of {night}")
-    data = files.pack(Decision, to_table(Decision, decisions))
+    data = files.pack(StoredDecision, to_table(StoredDecision, decisions))
     with files.locked(root):
-        numbers = [stem.partition("-")[0] for stem in files.stems(root, Decision.table, night)]
+        numbers = [stem.partition("-")[0] for stem in files.stems(root, StoredDecision.table, night)]
         number = 1 + max((int(each) for each in numbers if each.isdigit()), default=0)
         name = f"{number:06d}-{files.digest(data)}.parquet"
-        files.put(files.folder(root, Decision.table, night) / name, data)
+        files.put(files.folder(root, StoredDecision.table, night) / name, data)
 
 
 def _demand(holds: bool, rule: str) -> None:

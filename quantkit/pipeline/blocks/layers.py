@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from quantkit.bundle import Decision, LayerEntry, decision
-from quantkit.exporters.layer_spec import Asked
+from quantkit.exporters.layer_spec import LayerSpec
 from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.activation import InputScale
 from quantkit.model.structure import experts
@@ -56,9 +56,9 @@ class Layers:
         """The layers whose last group is filled up with zeros."""
         return [name for name, scheme in self.schemes.items() if scheme.padding(self.shapes[name][1])]
 
-    def asked(self, *, partly: bool = False, cache: CacheScheme | None = None) -> Asked:
+    def asked(self, *, partly: bool = False, cache: CacheScheme | None = None) -> LayerSpec:
         """What an export has to hold of a compile of these."""
-        return Asked(
+        return LayerSpec(
             self.schemes,
             self.plain,
             self.padded(),

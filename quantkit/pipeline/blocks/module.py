@@ -80,13 +80,13 @@ class Pipeline:
         from quantkit.model.streaming import own_forward
         from quantkit.model.streaming.loaded import LoadedModel
         from quantkit.pipeline.blocks.layers import lay_out
-        from quantkit.pipeline.blocks.work import Step, check_order, work
+        from quantkit.pipeline.blocks.work import PassRun, check_order, work
 
         stream = LoadedModel(model)
         own_forward.demand_equal_in_memory(stream, inputs)
         dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
         layers = lay_out(self.recipe, model, stream.block_names, str(dtype).removeprefix("torch."))
-        steps = [Step(load_pass(step.name), step.settings) for step in self.recipe.passes]
+        steps = [PassRun(load_pass(step.name), step.settings) for step in self.recipe.passes]
         check_order(steps)
         self.tensors, self.decisions = {}, list(layers.decisions)
         for step in steps:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
     from quantkit.model.source.open import Source
     from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.pipeline.blocks.work import Step
+    from quantkit.pipeline.blocks.work import PassRun
 
 # what calibrates (None where no pass looks at data), and what scores
 Sets = tuple["TokenSet | None", "TokenSet"]
@@ -51,7 +51,7 @@ class Prepared:
     source: Source
     stream: StreamedModel
     layers: Layers
-    steps: list[Step]
+    steps: list[PassRun]
     calibration: TokenSet | None
     scoring: TokenSet
     out: Path
@@ -80,7 +80,7 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     from quantkit.model.source.open import open_model
     from quantkit.model.source.unloadable import obstacles
     from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.pipeline.blocks.work import Step, check_order, looks_at_data
+    from quantkit.pipeline.blocks.work import PassRun, check_order, looks_at_data
 
     recipe = request.recipe
     source = open_model(request.model, trust_remote_code=request.trust_remote_code, hashed=whole)
@@ -115,7 +115,7 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
         source.weights.read(tensor)  # finite, every one of them: now, not hours later
     if recipe.passes:
         _demand_equal_experts(stream)
-    steps = [Step(load_pass(step.name), step.settings) for step in recipe.passes]
+    steps = [PassRun(load_pass(step.name), step.settings) for step in recipe.passes]
     check_order(steps)
     begun = time.process_time()
     stream, taken = _transformed(stream, steps, recipe.seed)
@@ -147,7 +147,7 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     return Prepared(request, original, source, stream, layers, steps, calibration, scoring, out, decisions, cpu_seconds)
 
 
-def _transformed(stream: StreamedModel, steps: list[Step], seed: int) -> tuple[StreamedModel, list[Decision]]:
+def _transformed(stream: StreamedModel, steps: list[PassRun], seed: int) -> tuple[StreamedModel, list[Decision]]:
     """The model as passes of scope `model` will have it, and what they decided."""
     from quantkit.model.source.open import untied
     from quantkit.model.streaming.stream import StreamedModel

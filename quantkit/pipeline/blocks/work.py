@@ -44,7 +44,7 @@ SATURATED = "saturated"
 
 
 @dataclass(frozen=True)
-class Step:
+class PassRun:
     """A pass with its settings."""
 
     run: Pass
@@ -129,19 +129,19 @@ class _Reasons(Mapping[str, str]):
 
 
 def looks_at_data(
-    steps: Sequence[Step], activations: Iterable[ActivationScheme] = (), cache: CacheScheme | None = None
+    steps: Sequence[PassRun], activations: Iterable[ActivationScheme] = (), cache: CacheScheme | None = None
 ) -> bool:
     """Whether any pass, or a fixed scale of inputs or of the KV cache, needs the calibration set."""
     fixed = any(not each.dynamic for each in activations) or (cache is not None and not cache.dynamic)
     return fixed or any(step.needs for step in steps)
 
 
-def looks_at_original(steps: Sequence[Step]) -> bool:
+def looks_at_original(steps: Sequence[PassRun]) -> bool:
     """Whether any pass needs what the unquantized model would feed a block."""
     return any(step.needs & {"original_inputs", "original_outputs"} for step in steps)
 
 
-def check_order(steps: Sequence[Step]) -> None:
+def check_order(steps: Sequence[PassRun]) -> None:
     """Refuse an order in which a pass lacks what it requires.
 
     Raises:
@@ -175,7 +175,7 @@ def check_order(steps: Sequence[Step]) -> None:
 
 def work(
     stream: BlockStream,
-    steps: Sequence[Step],
+    steps: Sequence[PassRun],
     schemes: Mapping[str, WeightScheme],
     ids: Tensor | None,
     *,

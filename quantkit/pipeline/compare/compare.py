@@ -14,12 +14,12 @@ from pathlib import Path
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.measurement.compared import (
-    Asked,
-    Cell,
     Compared,
-    Flips,
+    DecidedCell,
     LayerPair,
-    Named,
+    NamedSide,
+    Quantity,
+    WordFlips,
     decided,
     exit_code,
     layer_pairs,
@@ -28,14 +28,14 @@ from quantkit.measurement.compared import (
 from quantkit.pipeline import verdict as worth
 from quantkit.pipeline.compare import times
 from quantkit.pipeline.compare.scores import by_item, by_row, common_runtime, demand_one_text
-from quantkit.pipeline.compare.sides import Side, open_sides
-from quantkit.pipeline.compare.times import Timing
+from quantkit.pipeline.compare.sides import BundleSide, open_sides
+from quantkit.pipeline.compare.times import BundleTiming
 from quantkit.pipeline.compare.words import flips, scored_text
 from quantkit.pipeline.finished.measure import default_runtime
 from quantkit.pipeline.progress import Progress
 from quantkit.runtimes import load_runtime
-from quantkit.stats.deciding.apart import KNOWN, Measured, difference
-from quantkit.stats.deciding.decision import Decision, confirm
+from quantkit.stats.deciding.apart import KNOWN, MeasuredValue, difference
+from quantkit.stats.deciding.decision import CellDecision, confirm
 
 EXAMPLES = 5
 
@@ -69,10 +69,10 @@ class Margins:
 
 @dataclass(frozen=True)
 class _Scored:
-    asked: Sequence[Asked]
+    asked: Sequence[Quantity]
     data: str
     runtimes: tuple[str, str]
-    flips: Flips | None
+    flips: WordFlips | None
     notes: Sequence[str]
 
 
@@ -116,7 +116,7 @@ def compare_bundles(
     progress.plan({"verify": 2.0, **({"speed": 60.0 + (seconds or worth.QUICK.seconds)} if measure and speed else {})})
     progress.at("verify", 0.0, "hashes")
     sides = open_sides(a, b)
-    timing: Timing | None = None
+    timing: BundleTiming | None = None
     notes: list[str] = []
     if measure and speed:
         timing, notes = times.prepare(*sides, batches=batches, seconds=seconds, calibration=calibration)
@@ -127,7 +127,7 @@ def compare_bundles(
     decisions = decided(asked)
     again = _again(asked, decisions, margins.latency, timing, progress) if timing else {}
     cells = [
-        Cell.of(*again[i]) if i in again else Cell.of(each, decision)
+        DecidedCell.of(*again[i]) if i in again else DecidedCell.of(each, decision)
         for i, (each, decision) in enumerate(zip(asked, decisions, strict=True))
     ]
     from quantkit.report.compare.words import because
@@ -164,7 +164,9 @@ def _demand_sense(measure: bool, speed: bool, runtime: str | None, timing: Mappi
         load_runtime(runtime, where="--runtime")
 
 
-def _scored(a: Side, b: Side, margin: float, runtime: str | None, calibration: str | None, examples: int) -> _Scored:
+def _scored(
+    a: BundleSide, b: BundleSide, margin: float, runtime: str | None, calibration: str | None, examples: int
+) -> _Scored:
     if a.manifest.model.kind != "decoder":
         asked, data, notes = by_row(a, b, margin, runtime)
         ran = runtime or next((each.runtime for each in asked if each.runtime), default_runtime(a.bundle))
@@ -183,7 +185,9 @@ def _about(name: str, split: str, items: int, unit: str) -> str:
     return f"{items:,} {unit}s of {name} ({split})"
 
 
-def _timed(a: Side, b: Side, margin: float, timing: Timing | None, progress: Progress) -> tuple[list[Asked], list[str]]:
+def _timed(
+    a: BundleSide, b: BundleSide, margin: float, timing: BundleTiming | None, progress: Progress
+) -> tuple[list[Quantity], list[str]]:
     if timing is not None:
         return times.of_run(timing.run(progress), margin)
     found, notes = times.recorded(a, b, margin)
@@ -194,8 +198,12 @@ def _timed(a: Side, b: Side, margin: float, timing: Timing | None, progress: Pro
 
 
 def _again(
-    asked: Sequence[Asked], decisions: Sequence[Decision], margin: float, timing: Timing, progress: Progress
-) -> dict[int, tuple[Asked, Decision, bool]]:
+    asked: Sequence[Quantity],
+    decisions: Sequence[CellDecision],
+    margin: float,
+    timing: BundleTiming,
+    progress: Progress,
+) -> dict[int, tuple[Quantity, CellDecision, bool]]:
     """Times that were called worse or better, taken once more: no call rests on one run."""
     called = {
         times.key(each): i
@@ -215,24 +223,24 @@ def _again(
     return found
 
 
-def _sized(a: Side, b: Side, runtimes: tuple[str, str], margin: float) -> list[Asked]:
+def _sized(a: BundleSide, b: BundleSide, runtimes: tuple[str, str], margin: float) -> list[Quantity]:
     """The bytes that each side's runtime loads: counted, so nothing about it is uncertain."""
     (one, _), (other, _) = (side.size(runtime) for side, runtime in zip((a, b), runtimes, strict=True))
     if not one or not other:
         return []
     larger = log(other / one)
-    known = Measured(larger, (larger, larger))
+    known = MeasuredValue(larger, (larger, larger))
     evidence = difference(known, KNOWN, margin=margin, alarm=margin, logarithm=True)
-    return [Asked("size", "size.bytes", one, other, "B", "counted", evidence, runtime=runtimes[1])]
+    return [Quantity("size", "size.bytes", one, other, "B", "counted", evidence, runtime=runtimes[1])]
 
 
-def _named(side: Side, runtime: str) -> Named:
+def _named(side: BundleSide, runtime: str) -> NamedSide:
     size, bits = side.size(runtime)
     recipe = "float" if side.floating else str(side.manifest.recipe.get("name", ""))
-    return Named(side.name, side.subject, recipe, size, bits, None if side.floating else runtime)
+    return NamedSide(side.name, side.subject, recipe, size, bits, None if side.floating else runtime)
 
 
-def _layers(a: Side, b: Side) -> list[LayerPair]:
+def _layers(a: BundleSide, b: BundleSide) -> list[LayerPair]:
     outputs = []
     for side in (a, b):
         harm = None if side.floating else worth.read_harm(side.bundle.path)
@@ -241,5 +249,5 @@ def _layers(a: Side, b: Side) -> list[LayerPair]:
     return layer_pairs(layers[0], layers[1], (outputs[0], outputs[1]))
 
 
-def _identical(a: Side, b: Side) -> list[str]:
+def _identical(a: BundleSide, b: BundleSide) -> list[str]:
     return ["A and B hold the same content, byte for byte: what differs is noise"] if a.subject == b.subject else []

@@ -10,17 +10,17 @@ import numpy as np
 from quantkit.errors import InputError
 from quantkit.measurement.accuracy.against import against
 from quantkit.measurement.accuracy.positions import Items
-from quantkit.measurement.compared import Asked
+from quantkit.measurement.compared import Quantity
 from quantkit.measurement.rows import Data, Row
-from quantkit.pipeline.compare.sides import Side
-from quantkit.stats.deciding.apart import Measured, difference
+from quantkit.pipeline.compare.sides import BundleSide
+from quantkit.stats.deciding.apart import MeasuredValue, difference
 
 _NEXT_WORD, _KL, _PERPLEXITY = "accuracy.next_word", "accuracy.kl", "accuracy.perplexity"
 # of models that have no next word, what counts, as far as it was scored; others say the same again
 _LABELLED = ("accuracy.top1", "accuracy.recall_at_1", "accuracy.top1_agreement", "accuracy.cosine", _KL)
 
 
-def common_runtime(a: Side, b: Side, asked: str | None) -> tuple[str, str, list[str]]:
+def common_runtime(a: BundleSide, b: BundleSide, asked: str | None) -> tuple[str, str, list[str]]:
     """The runtimes in which A and B were scored, the same where there is one, and what a reader must know.
 
     Raises:
@@ -53,7 +53,7 @@ def common_runtime(a: Side, b: Side, asked: str | None) -> tuple[str, str, list[
     return first, second, [f"A was scored in {first} and B in {second}: what differs may be the runtimes"]
 
 
-def demand_one_text(a: Side, b: Side, first: Data | None, second: Data | None) -> Data:
+def demand_one_text(a: BundleSide, b: BundleSide, first: Data | None, second: Data | None) -> Data:
     """What both were scored on.
 
     Raises:
@@ -81,7 +81,7 @@ def demand_one_text(a: Side, b: Side, first: Data | None, second: Data | None) -
     return first
 
 
-def _remedy(a: Side, b: Side, first: Data, second: Data) -> str:
+def _remedy(a: BundleSide, b: BundleSide, first: Data, second: Data) -> str:
     if first.set != second.set:
         option = (f"--calibration {first.set}", "--no-speed")
         if a.floating or b.floating:
@@ -95,7 +95,7 @@ def _remedy(a: Side, b: Side, first: Data, second: Data) -> str:
     return f"one of them is older than the text: {a.measure('--no-speed')} and {b.measure('--no-speed')}"
 
 
-def by_item(a: Items, b: Items, margin: float, runtime: str, where: str) -> list[Asked]:
+def by_item(a: Items, b: Items, margin: float, runtime: str, where: str) -> list[Quantity]:
     """Next words, KL and log-perplexity, position by position.
 
     Raises:
@@ -113,11 +113,11 @@ def by_item(a: Items, b: Items, margin: float, runtime: str, where: str) -> list
         means = [float(np.mean(side)) for side in (before, after)]
         if name == _PERPLEXITY:
             means = [float(np.exp(min(mean, 700.0))) for mean in means]
-        asked.append(Asked("accuracy", name, means[0], means[1], unit, "paired", evidence, n=a.n, runtime=runtime))
+        asked.append(Quantity("accuracy", name, means[0], means[1], unit, "paired", evidence, n=a.n, runtime=runtime))
     return asked
 
 
-def by_row(a: Side, b: Side, margin: float, asked: str | None) -> tuple[list[Asked], Data, list[str]]:
+def by_row(a: BundleSide, b: BundleSide, margin: float, asked: str | None) -> tuple[list[Quantity], Data, list[str]]:
     """What the rows of models without next words say: labels, pairs, cosines, each side by its own interval.
 
     Raises:
@@ -146,7 +146,7 @@ def by_row(a: Side, b: Side, margin: float, asked: str | None) -> tuple[list[Ask
         shown = [_value(row, floating=side.floating) for row, side in ((one, a), (other, b))]
         output = one.settings.get("output")
         found.append(
-            Asked(
+            Quantity(
                 *("accuracy", one.name, shown[0], shown[1], one.unit, "apart", evidence),
                 n=one.n,
                 runtime=one.runtime,
@@ -165,16 +165,16 @@ def _same(row: Row) -> tuple[Any, ...]:
     return row.name, row.runtime, row.settings.get("output")
 
 
-def _measured(row: Row, *, floating: bool) -> Measured | None:
+def _measured(row: Row, *, floating: bool) -> MeasuredValue | None:
     """A row's value with its interval; of shares of the same items, against the original: those are pairs already."""
     base = row.baseline
     if base is not None and base.difference is not None and base.difference_ci95 is not None:
-        return Measured(0.0, (0.0, 0.0)) if floating else Measured(base.difference, base.difference_ci95)
+        return MeasuredValue(0.0, (0.0, 0.0)) if floating else MeasuredValue(base.difference, base.difference_ci95)
     if floating:
-        return None if base is None else Measured(base.value, (base.value, base.value))
+        return None if base is None else MeasuredValue(base.value, (base.value, base.value))
     if row.value is None or row.ci95 is None:
         return None
-    return Measured(row.value, (min(row.ci95[0], row.value), max(row.ci95[1], row.value)))
+    return MeasuredValue(row.value, (min(row.ci95[0], row.value), max(row.ci95[1], row.value)))
 
 
 def _value(row: Row, *, floating: bool) -> float | None:

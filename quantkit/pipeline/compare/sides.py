@@ -25,7 +25,7 @@ _OTHER = {"kv_cache", "surer_than"}
 
 
 @dataclass(frozen=True)
-class Side:
+class BundleSide:
     """One of the two.
 
     Args:
@@ -120,7 +120,7 @@ class Side:
         return " ".join(["quantkit measure", _near(self.bundle.path), *options])
 
 
-def open_sides(a: Bundle | str | Path, b: Bundle | str | Path) -> tuple[Side, Side]:
+def open_sides(a: Bundle | str | Path, b: Bundle | str | Path) -> tuple[BundleSide, BundleSide]:
     """Both sides, every hash of their bundles verified.
 
     Raises:
@@ -178,7 +178,7 @@ def _demand_intact(bundle: Bundle) -> None:
             )
 
 
-def _side(reference: Bundle | str | Path, own: Bundle | None, other: Bundle | None) -> Side:
+def _side(reference: Bundle | str | Path, own: Bundle | None, other: Bundle | None) -> BundleSide:
     bundle = own or other
     assert bundle is not None
     if own is None:
@@ -187,7 +187,7 @@ def _side(reference: Bundle | str | Path, own: Bundle | None, other: Bundle | No
     rows = read_rows(path) if path.is_file() else []
     subject = bundle.manifest.content_sha256
     name = str(reference.path) if isinstance(reference, Bundle) else str(reference)
-    return Side(name, bundle, own is None, tuple(row for row in rows if row.subject == subject))
+    return BundleSide(name, bundle, own is None, tuple(row for row in rows if row.subject == subject))
 
 
 def _demand_original(reference: str, bundle: Bundle) -> None:
@@ -207,7 +207,7 @@ def _demand_original(reference: str, bundle: Bundle) -> None:
         raise _other_model(reference, found, str(bundle.path), source.sha256)
 
 
-def _demand_one_model(a: Side, b: Side) -> None:
+def _demand_one_model(a: BundleSide, b: BundleSide) -> None:
     if a.original != b.original:
         mine, other = a.manifest.model, b.manifest.model
         raise _other_model(f"{b.name} ({other.name})", b.original, f"{a.name} ({mine.name})", a.original)

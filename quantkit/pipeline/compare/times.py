@@ -12,19 +12,19 @@ import numpy as np
 
 from quantkit import machine
 from quantkit.errors import InputError
-from quantkit.measurement.compared import Asked, How
+from quantkit.measurement.compared import How, Quantity
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing import rounds
-from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, Job, Taken
+from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, RoundsJob, Taken
 from quantkit.measurement.timing.schedule import Visit
 from quantkit.measurement.timing.shapes import Shape
 from quantkit.pipeline import verdict
-from quantkit.pipeline.compare.sides import Side
+from quantkit.pipeline.compare.sides import BundleSide
 from quantkit.pipeline.finished.measure import with_changes
 from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, samples_of
 from quantkit.pipeline.progress import Progress
 from quantkit.runtimes.onnxruntime import RUNTIME as ONNXRUNTIME
-from quantkit.stats.deciding.apart import KNOWN, Apart, Measured, difference
+from quantkit.stats.deciding.apart import KNOWN, Apart, MeasuredValue, difference
 from quantkit.stats.deciding.slowdown import slowdown
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _BUSY = 1.2
 
 
 @dataclass(frozen=True)
-class Timing:
+class BundleTiming:
     """Two bundles that can be timed in turns, in ONNX Runtime.
 
     Args:
@@ -46,7 +46,7 @@ class Timing:
         samples: of graphs, an array [n, ...] for each input; None else.
     """
 
-    job: Job
+    job: RoundsJob
     samples: Feed | None = None
 
     def run(self, progress: Progress, shapes: Sequence[Shape] | None = None) -> list[Taken]:
@@ -73,8 +73,8 @@ class Timing:
 
 
 def prepare(
-    a: Side, b: Side, *, batches: Sequence[int] | None, seconds: float | None, calibration: str | None
-) -> tuple[Timing, list[str]]:
+    a: BundleSide, b: BundleSide, *, batches: Sequence[int] | None, seconds: float | None, calibration: str | None
+) -> tuple[BundleTiming, list[str]]:
     """What is timed of two bundles, and what a reader must know of it; whatever can be refused is refused here.
 
     Args:
@@ -106,16 +106,16 @@ def prepare(
     plan = with_changes(verdict.quick(kind), batches, seconds)
     if not holds_graph(b.bundle):
         plan = verdict.fitting(plan, min(verdict.context_of(ours), verdict.context_of(theirs)), kind)
-        return Timing(Job(str(ours), str(theirs), plan.shapes(), threads, plan.seconds)), []
+        return BundleTiming(RoundsJob(str(ours), str(theirs), plan.shapes(), threads, plan.seconds)), []
     data = samples_of(b.bundle, calibration)
     sizes = [data.batch] if data.batch else list(plan.batches)
     notes = [f"the graph takes {data.batch} samples at a time, so it is timed at that"] if data.batch else []
     shapes = [Shape("prefill", size, 1) for size in sizes]
     ours, theirs = (file_of(side.bundle) for side in (b, a))
-    return Timing(Job(str(ours), str(theirs), shapes, threads, plan.seconds), data.first(max(sizes))), notes
+    return BundleTiming(RoundsJob(str(ours), str(theirs), shapes, threads, plan.seconds), data.first(max(sizes))), notes
 
 
-def of_run(taken: Sequence[Taken], margin: float) -> tuple[list[Asked], list[str]]:
+def of_run(taken: Sequence[Taken], margin: float) -> tuple[list[Quantity], list[str]]:
     """What raw times say, by the same test as every night's; and which shapes have none."""
     device = machine.device().get("name")
     found, notes = [], []
@@ -126,7 +126,7 @@ def of_run(taken: Sequence[Taken], margin: float) -> tuple[list[Asked], list[str
         ours, theirs = (each.turns.seconds[side] for side in (CANDIDATE, BASELINE))
         evidence = slowdown(ours, theirs, rounds=each.turns.rounds, margin=margin, where=each.shape.words)
         found.append(
-            Asked(
+            Quantity(
                 what="latency",
                 name=each.shape.name,
                 # of each block the fastest step, as the ratio has it
@@ -145,12 +145,12 @@ def of_run(taken: Sequence[Taken], margin: float) -> tuple[list[Asked], list[str
     return found, notes
 
 
-def key(cell: Asked) -> tuple[Any, ...]:
+def key(cell: Quantity) -> tuple[Any, ...]:
     """What it is a time of."""
     return cell.name, cell.runtime, cell.device, cell.batch, tuple(sorted((cell.shape or {}).items()))
 
 
-def recorded(a: Side, b: Side, margin: float) -> tuple[list[Asked], list[str]]:
+def recorded(a: BundleSide, b: BundleSide, margin: float) -> tuple[list[Quantity], list[str]]:
     """What the rows of both say: those that were timed against each other, else against one baseline on one device.
 
     Returns:
@@ -188,7 +188,7 @@ def _is_timed(row: Row) -> bool:
     return row.name in _TIMED and row.value is not None and base is not None and base.ratio_ci95 is not None
 
 
-def _against(side: Side, other: Side) -> list[Row]:
+def _against(side: BundleSide, other: BundleSide) -> list[Row]:
     """A side's own rows that have the other for their baseline."""
     return [
         row
@@ -205,19 +205,19 @@ def _place(row: Row) -> tuple[Any, ...]:
     return row.name, row.batch, shape, row.runtime, device, row.settings.get("threads"), baseline
 
 
-def _ratio(row: Row, *, spread: bool) -> Measured:
+def _ratio(row: Row, *, spread: bool) -> MeasuredValue:
     """How many times as fast as its baseline."""
     base = row.baseline
     assert base is not None and base.ratio is not None and base.ratio_ci95 is not None
     # a block has two visits a side
     steps = 2 * Visit.fitting(max(row.value or 0.0, base.value)).burst
     degrees = max(1, min(_GROUPS, (row.n or 0) // steps) - 1)
-    return Measured.ratio(
+    return MeasuredValue.ratio(
         base.ratio, base.ratio_ci95, spread=(row.aa_spread or 0.0) if spread else 0.0, degrees=degrees
     )
 
 
-def _direct(row: Row, margin: float, *, swapped: bool) -> Asked:
+def _direct(row: Row, margin: float, *, swapped: bool) -> Quantity:
     """Of one run; swapped: the row is A's."""
     assert row.baseline is not None
     found = _ratio(row, spread=False)
@@ -226,17 +226,17 @@ def _direct(row: Row, margin: float, *, swapped: bool) -> Asked:
     return _asked(row, times, "interleaved", _slower(own, other, margin))
 
 
-def _by_ratio(a: Row, b: Row, margin: float) -> Asked:
+def _by_ratio(a: Row, b: Row, margin: float) -> Quantity:
     evidence = _slower(_ratio(b, spread=True), _ratio(a, spread=True), margin)
     return _asked(b, (a.value, b.value), "ratio of ratios", evidence)
 
 
-def _slower(candidate: Measured, baseline: Measured, margin: float) -> Apart:
+def _slower(candidate: MeasuredValue, baseline: MeasuredValue, margin: float) -> Apart:
     return difference(candidate, baseline, margin=margin, alarm=margin, lower_is_better=False, logarithm=True)
 
 
-def _asked(row: Row, times: tuple[float | None, float | None], how: How, evidence: Apart) -> Asked:
-    return Asked(
+def _asked(row: Row, times: tuple[float | None, float | None], how: How, evidence: Apart) -> Quantity:
+    return Quantity(
         what="latency",
         name=row.name,
         a=times[0],

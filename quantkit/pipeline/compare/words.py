@@ -16,9 +16,9 @@ from quantkit.calibrate.tokens.ids import load_tokens
 from quantkit.errors import InputError, QuantkitError
 from quantkit.measurement.accuracy.against import flipped
 from quantkit.measurement.accuracy.positions import Items
-from quantkit.measurement.compared import Flip, Flips
+from quantkit.measurement.compared import WordFlip, WordFlips
 from quantkit.measurement.rows import Data
-from quantkit.pipeline.compare.sides import Side
+from quantkit.pipeline.compare.sides import BundleSide
 from quantkit.pipeline.finished.measure import config_of
 from quantkit.runtimes.text import Tokenizer
 from quantkit.stats.mcnemar import mcnemar
@@ -43,7 +43,7 @@ class Text:
     decode: Decode
 
 
-def flips(a: Items, b: Items, text: Text, count: int) -> Flips:
+def flips(a: Items, b: Items, text: Text, count: int) -> WordFlips:
     """What flipped, with `count` examples of each kind: where the chance of what follows has changed most."""
     test = mcnemar(a.right_candidate, b.right_candidate, b.clusters()[0])
     rise = b.nll_candidate - a.nll_candidate
@@ -56,7 +56,7 @@ def flips(a: Items, b: Items, text: Text, count: int) -> Flips:
     starts = (
         {int(label): int(np.argmax(a.sequence == label)) for label in np.unique(a.sequence[shown])} if shown else {}
     )
-    return Flips(
+    return WordFlips(
         lost=test.only_first,
         gained=test.only_second,
         n=a.n,
@@ -66,7 +66,7 @@ def flips(a: Items, b: Items, text: Text, count: int) -> Flips:
     )
 
 
-def scored_text(side: Side, items: Items, data: Data, calibration: str | None) -> tuple[Text, list[str]]:
+def scored_text(side: BundleSide, items: Items, data: Data, calibration: str | None) -> tuple[Text, list[str]]:
     """The text that was scored, and what a reader must know where it is not at hand.
 
     Args:
@@ -96,7 +96,7 @@ def scored_text(side: Side, items: Items, data: Data, calibration: str | None) -
         return Text(None, decode), [_without(data, problem.line())]
 
 
-def _ids(side: Side, tokenizer: Any, items: Items, data: Data, reference: str) -> Array:
+def _ids(side: BundleSide, tokenizer: Any, items: Items, data: Data, reference: str) -> Array:
     """The scored token ids, [samples, tokens], read again.
 
     Raises:
@@ -163,7 +163,7 @@ def _loaded(folder: Path) -> Any:
         raise InputError("tokenizer-damaged", where=str(folder), value=said) from problem
 
 
-def _flip(a: Items, b: Items, text: Text, item: int, rise: float, starts: dict[int, int]) -> Flip:
+def _flip(a: Items, b: Items, text: Text, item: int, rise: float, starts: dict[int, int]) -> WordFlip:
     sequence = int(a.sequence[item])
     position = item - starts[sequence]
     right: Literal["A", "B"] = "A" if a.right_candidate[item] else "B"
@@ -172,7 +172,7 @@ def _flip(a: Items, b: Items, text: Text, item: int, rise: float, starts: dict[i
         row = text.ids[sequence].tolist()
         before = text.decode(row[max(0, position + 1 - _BEFORE) : position + 1])
         follows = text.decode([row[position + 1]])
-    return Flip(
+    return WordFlip(
         sequence=sequence,
         position=position,
         right=right,

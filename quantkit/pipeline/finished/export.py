@@ -15,7 +15,7 @@ from quantkit.bundle import Bundle, Check, Decision
 from quantkit.content import parse_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
 from quantkit.exporters import load_exporter
-from quantkit.exporters.layer_spec import Asked
+from quantkit.exporters.layer_spec import LayerSpec
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
 from quantkit.pipeline import verdict
@@ -119,7 +119,7 @@ def export_bundle(
     }
     cache = (manifest.recipe.get("scheme") or {}).get("kv_cache")
     stored = None if cache is None else CacheScheme.model_validate(cache)
-    exporter.accepts(options, Asked(schemes, list(schemes), activations=activations, cache=stored))
+    exporter.accepts(options, LayerSpec(schemes, list(schemes), activations=activations, cache=stored))
     place = folder_of(to)
     if any(entry.path.startswith(f"{place}/") for entry in manifest.files):
         raise InputError(
@@ -175,7 +175,7 @@ def _one_engine_more(
 ) -> Exported:
     """The network is there already: an engine of it for this GPU, or for the one that was asked for."""
     options = engine_options(bundle, exporter, changes)
-    exporter.accepts(options, Asked())
+    exporter.accepts(options, LayerSpec())
     bundle.demand_writable()
     place = f"{folder_of(exporter.name)}/"
     bundle.demand_intact([each for each in bundle.manifest.files if each.deterministic and each.path.startswith(place)])

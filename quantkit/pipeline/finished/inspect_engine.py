@@ -15,13 +15,13 @@ from quantkit.recipe import ExportStep
 from quantkit.runtimes import load_runtime
 
 if TYPE_CHECKING:
-    from quantkit.runtimes.tensorrt.decode import Loaded
+    from quantkit.runtimes.tensorrt.decode import EngineModel
 
 # a step of decoding after so many tokens, where as many fit; an encoder's pass over as many
 _CONTEXT, _BATCH = 512, 1
 
 
-def look(model: Loaded, layers: Sequence[LayerEntry]) -> Inspected:
+def look(model: EngineModel, layers: Sequence[LayerEntry]) -> Inspected:
     """Ask an engine for its layers, and time each of them.
 
     Args:
@@ -77,7 +77,7 @@ def of_exports(
         GateError: `strict`, a layer is multiplied in more bits than asked.
     """
     from quantkit.pipeline.refusals import refuse
-    from quantkit.runtimes.tensorrt.decode import Loaded
+    from quantkit.runtimes.tensorrt.decode import EngineModel
 
     found = []
     for step in exports:
@@ -85,7 +85,7 @@ def of_exports(
         if not runtime.engines or runtime.why_not_here(bundle) is not None:
             continue
         opened = runtime.open(bundle, built=built)
-        assert isinstance(opened, Loaded)
+        assert isinstance(opened, EngineModel)
         each = look(opened, layers)
         (bundle / place(each)).write_bytes(data(each))
         found.append(each)

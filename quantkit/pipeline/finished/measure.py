@@ -24,7 +24,7 @@ from quantkit.errors import InputError, MissingDependency, QuantkitError
 from quantkit.exporters import load_exporter, reader
 from quantkit.measurement.rows import Row, read_rows
 from quantkit.measurement.size import folder_of, size_rows
-from quantkit.measurement.timing.shapes import Plan
+from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.pipeline import verdict as worth
 from quantkit.pipeline.finished import inspect_engine
 from quantkit.pipeline.gates import judge, still_unjudged
@@ -78,7 +78,7 @@ def measure_bundle(
     *,
     runtime: str | None = None,
     calibration: str | None = None,
-    plan: Plan | None = None,
+    plan: TimingPlan | None = None,
     speed: bool = True,
     decisions: list[Decision] | None = None,
 ) -> list[Row]:
@@ -122,7 +122,7 @@ def measure_bundle(
         _keep(bundle, found, None, runtime, subject, progress)
         return found
     against = _against(bundle, baseline, timed=timed)
-    chosen = plan or Plan(batches=batches_of(bundle))
+    chosen = plan or TimingPlan(batches=batches_of(bundle))
     stages = {"score": 60.0} if against.stream is not None else {}
     progress.plan({**stages, "speed": 60.0 + chosen.seconds} if timed else stages)
     rows: list[Row] = []
@@ -272,7 +272,7 @@ def _renamed(row: Row, old: str, new: str) -> Row:
     return row.model_copy(update={"baseline": row.baseline.model_copy(update={"subject": new})})
 
 
-def _speed(bundle: Bundle, against: _Against, plan: Plan, progress: Progress) -> list[Row]:
+def _speed(bundle: Bundle, against: _Against, plan: TimingPlan, progress: Progress) -> list[Row]:
     from quantkit.pipeline.baseline import float_onnx
 
     folder = ONNXRUNTIME.folder(bundle)
@@ -294,9 +294,9 @@ def _speed(bundle: Bundle, against: _Against, plan: Plan, progress: Progress) ->
     )
 
 
-def _on_gpu(model: Any, bundle: Bundle, against: _Against, plan: Plan, progress: Progress) -> list[Row]:
+def _on_gpu(model: Any, bundle: Bundle, against: _Against, plan: TimingPlan, progress: Progress) -> list[Row]:
     """An engine against torch in bfloat16."""
-    from quantkit.measurement.cuda.device import Device
+    from quantkit.measurement.cuda.device import GpuDevice
     from quantkit.measurement.timing import engine as speed_engine
 
     if against.stream is None:
@@ -306,7 +306,7 @@ def _on_gpu(model: Any, bundle: Bundle, against: _Against, plan: Plan, progress:
         bundle,
         against.stream.source,
         worth.fitting(plan, model.capacity),
-        Device("cuda", dry=False),
+        GpuDevice("cuda", dry=False),
         progress=lambda share, words: progress.at("speed", share, words),
     )
 
@@ -441,7 +441,7 @@ def batches_of(bundle: Bundle) -> list[int]:
     return [size for size in _target(bundle).batches if size <= _LARGEST] or [1]
 
 
-def with_changes(plan: Plan, batches: Sequence[int] | None, seconds: float | None) -> Plan:
+def with_changes(plan: TimingPlan, batches: Sequence[int] | None, seconds: float | None) -> TimingPlan:
     """A plan with some of its numbers replaced."""
     changes: dict[str, Any] = {}
     if batches:

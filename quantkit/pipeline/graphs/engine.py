@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
-from quantkit.exporters.layer_spec import Asked
+from quantkit.exporters.layer_spec import LayerSpec
 from quantkit.exporters.tensorrt import EXPORT as TENSORRT
 from quantkit.passes import decision
 from quantkit.recipe import ExportStep, Recipe
@@ -68,7 +68,7 @@ def takes(
             remedy="--recipe int8-tensorrt; `keep` names what stays in 16 bits",
         )
     if weights is None:
-        exporter.accepts(step.options, Asked())
+        exporter.accepts(step.options, LayerSpec())
         return [], []
     sides = {weights.format.replace("int7", "int8"), activations.format if activations else ""}
     if weights.format not in WEIGHTS or (activations is not None and len(sides) > 1):
@@ -87,7 +87,7 @@ def takes(
         else:
             found.append(site)
     names = [site.name for site in found]
-    asked = Asked(
+    asked = LayerSpec(
         dict.fromkeys(names, weights),
         shapes={site.name: site.matrix().shape for site in found},
         activations=dict.fromkeys(names, activations) if activations is not None else {},

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.measurement.rows import Data, Device, Row
-from quantkit.measurement.timing.shapes import Plan
+from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.pipeline.progress import Progress
 
 if TYPE_CHECKING:
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from quantkit.calibrate.sets.inputs import Feed, InputSet
     from quantkit.graph.run import Runner
     from quantkit.graph.sites import Site
-    from quantkit.measurement.timing.speed import Part
+    from quantkit.measurement.timing.speed import SpeedSide
 
 Array = NDArray[Any]
 RUNTIME = "onnxruntime"
 # samples of a pass that is timed, and how long a compile looks at them
-QUICK = Plan(batches=(1, 32), seconds=40.0, rounds=4)
+QUICK = TimingPlan(batches=(1, 32), seconds=40.0, rounds=4)
 # samples of one run that is scored
 _SCORED = 32
 
 
 @dataclass(frozen=True)
-class Cost:
+class SampleCost:
     """What one sample takes.
 
     Args:
@@ -48,7 +48,7 @@ class Cost:
     inner: int
 
 
-def cost(model: ir.Model, sites: Sequence[Site], feed: Feed) -> Cost:
+def cost(model: ir.Model, sites: Sequence[Site], feed: Feed) -> SampleCost:
     """Counted on the shapes of a run with real inputs.
 
     Raises:
@@ -61,7 +61,7 @@ def cost(model: ir.Model, sites: Sequence[Site], feed: Feed) -> Cost:
     macs = {site.name: site.macs(shown[site.output].shape, samples) for site in sites}
     _demand_floats({str(value.name): shown[str(value.name)] for value in model.graph.outputs})
     outputs = sum(shown[str(value.name)].size for value in model.graph.outputs)
-    return Cost(macs, outputs // samples, sum(shown[site.output].size for site in sites) // samples)
+    return SampleCost(macs, outputs // samples, sum(shown[site.output].size for site in sites) // samples)
 
 
 def _demand_floats(outputs: Feed) -> None:
@@ -145,7 +145,9 @@ def agreement(
     return rows + outputs(others, {each: given[each] for each in others}, about=about, clusters=clusters)
 
 
-def speed(ours: Part, theirs: Part, samples: InputSet, costs: Cost, progress: Progress, plan: Plan) -> list[Row]:
+def speed(
+    ours: SpeedSide, theirs: SpeedSide, samples: InputSet, costs: SampleCost, progress: Progress, plan: TimingPlan
+) -> list[Row]:
     """Both in turn, on real inputs; a graph of a fixed batch at that alone.
 
     Args:
@@ -158,15 +160,15 @@ def speed(ours: Part, theirs: Part, samples: InputSet, costs: Cost, progress: Pr
     Raises:
         InputError, MissingDependency: see `timing.speed.run`.
     """
-    from quantkit.measurement.timing.speed import Job, Samples, run
+    from quantkit.measurement.timing.speed import Samples, SpeedJob, run
 
     sizes = [samples.batch] if samples.batch else list(plan.batches)
     if samples.batch:
         progress.note(f"the graph takes {samples.batch} samples at a time, so it is timed at batch {samples.batch}")
-    plan = Plan((), (), (1,), sizes, plan.seconds, cell_seconds=plan.seconds, rounds=plan.rounds)
+    plan = TimingPlan((), (), (1,), sizes, plan.seconds, cell_seconds=plan.seconds, rounds=plan.rounds)
     with tempfile.TemporaryDirectory(prefix="quantkit-speed-") as folder:
         file = Path(folder) / "samples.npz"
         np.savez(file, allow_pickle=False, **samples.first(max(sizes)))
         graph = Samples(str(file), float(sum(costs.macs.values())), float(costs.outputs))
-        job = Job(ours, theirs, machine.cores(), plan, graph)
+        job = SpeedJob(ours, theirs, machine.cores(), plan, graph)
         return run(job, lambda share, words: progress.at("speed", share, words))

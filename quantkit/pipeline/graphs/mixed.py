@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.bundle import Decision
-from quantkit.measurement.accuracy.mixed import Alone, Mixed, Step
+from quantkit.measurement.accuracy.mixed import Alone, MixedPoint, MixedSearch
 from quantkit.measurement.rows import Row
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.gates import judge, measured
 from quantkit.pipeline.graphs.measure import agreement, answers, classes_of
-from quantkit.pipeline.graphs.quantized import Quantized, Solved, stem
+from quantkit.pipeline.graphs.quantized import QuantizedGraph, Solved, stem
 from quantkit.pipeline.progress import Progress
 from quantkit.planning.model.assigned import MIXED
 from quantkit.report.kit import words
@@ -50,7 +50,7 @@ class Mixture:
     """
 
     solved: Solved
-    mixed: Mixed
+    mixed: MixedSearch
     decisions: list[Decision]
 
 
@@ -72,7 +72,7 @@ _HARMS = {
 _DEFAULT = {True: "kl_max", False: "cosine_min"}
 
 
-def mix(quantized: Quantized, held: InputSet, settings: Any, progress: Progress) -> Mixture:
+def mix(quantized: QuantizedGraph, held: InputSet, settings: Any, progress: Progress) -> Mixture:
     """Search.
 
     Args:
@@ -85,7 +85,7 @@ def mix(quantized: Quantized, held: InputSet, settings: Any, progress: Progress)
 
 
 class _Search:
-    def __init__(self, quantized: Quantized, held: InputSet, settings: Any, progress: Progress) -> None:
+    def __init__(self, quantized: QuantizedGraph, held: InputSet, settings: Any, progress: Progress) -> None:
         self.quantized, self.progress = quantized, progress
         self.recipe = quantized.prepared.request.recipe
         self.expected = answers(quantized.prepared.graph.model, held)
@@ -95,7 +95,7 @@ class _Search:
         if self.classes is not None:
             self.samples = held.views(settings.views, self.recipe.seed)
             self.expected = answers(quantized.prepared.graph.model, self.samples)
-        self.steps: dict[int, Step] = {}
+        self.steps: dict[int, MixedPoint] = {}
         # of all quantized, and of the point that would be taken if the search ended now
         self.solved: dict[int, Solved] = {0: quantized.found}
         self.met: dict[int, bool] = {}
@@ -166,7 +166,7 @@ class _Search:
             return {"step": step.model_dump(mode="json"), "met": met, "gate": self.gate}
 
         found = steps.once(f"point-{count:04}", measured)
-        self.steps[count], self.met[count] = Step.model_validate(found["step"]), found["met"]
+        self.steps[count], self.met[count] = MixedPoint.model_validate(found["step"]), found["met"]
         self.gate = found["gate"]
         best = self._best()
         for each in self.met:
@@ -182,7 +182,7 @@ class _Search:
         met = [count for count in self.met if self.met[count]]
         return min(met) if met else min(self.steps, key=lambda each: (self.steps[each].harm, each))
 
-    def _scored(self, kept: Sequence[str], codes: Mapping[str, Codes]) -> tuple[Step, bool]:
+    def _scored(self, kept: Sequence[str], codes: Mapping[str, Codes]) -> tuple[MixedPoint, bool]:
         given = answers(self.quantized.assembled(codes), self.samples)
         rows = agreement(self.expected, given, self.samples, subject="", baseline="")
         checks, _ = judge(self.recipe.gates, rows)
@@ -195,7 +195,7 @@ class _Search:
             self.quantized.high_bytes(name) if name in kept else self.quantized.low_bytes(name)
             for name in self.quantized.codes
         )
-        step = Step(kept=list(kept), bytes=size, harm=harm, ci95=ci95)
+        step = MixedPoint(kept=list(kept), bytes=size, harm=harm, ci95=ci95)
         return step, bool(checks) and all(check.ok for check in checks)
 
     def _mixture(self, layers: list[Alone], order: Sequence[str], count: int | None) -> Mixture:
@@ -207,7 +207,7 @@ class _Search:
         kept = order[:best]
         # a point that was measured before an interruption is read from its steps, where all of it is
         solved = self.solved[best] if best in self.solved else self.quantized.solved(kept)
-        mixed = Mixed(
+        mixed = MixedSearch(
             what=_HARMS[gate].what,
             alone=_HARMS[_DEFAULT[self.classes is not None]].what,
             scored=self._on_what(),
@@ -227,7 +227,7 @@ class _Search:
         return f"{words.plural(self.distinct, 'sample')} of {samples.name} ({samples.split}){drawn}{by}"
 
     def _decisions(
-        self, mixed: Mixed, layers: Sequence[Alone], kept: Sequence[str], count: int, met: bool
+        self, mixed: MixedSearch, layers: Sequence[Alone], kept: Sequence[str], count: int, met: bool
     ) -> list[Decision]:
         low, by_name = self.quantized.weights.format, {each.name: each for each in layers}
         found = [

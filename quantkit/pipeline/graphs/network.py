@@ -14,7 +14,7 @@ from quantkit.exporters import load_exporter
 from quantkit.formats import load_format
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.graphs.engine import EXPORT, wanted
-from quantkit.pipeline.graphs.prepared import Prepared
+from quantkit.pipeline.graphs.prepared import PreparedGraph
 from quantkit.pipeline.graphs.quantized import BATCH, SOLVING
 from quantkit.pipeline.graphs.steps import IntegerForm, Steps, WeightForm
 from quantkit.pipeline.progress import Progress
@@ -23,7 +23,7 @@ from quantkit.runtimes import load_runtime
 from quantkit.runtimes.tensorrt.file import DATA, FOLDER, NETWORK
 
 if TYPE_CHECKING:
-    from quantkit.exporters.tensorrt.network.graph import Product
+    from quantkit.exporters.tensorrt.network.graph import NetworkProduct
     from quantkit.formats import QuantTensor
     from quantkit.graph.run import Runner
 
@@ -44,7 +44,7 @@ class Network:
 
     file = Path(FOLDER) / NETWORK
 
-    def __init__(self, prepared: Prepared, progress: Progress, steps: Steps) -> None:
+    def __init__(self, prepared: PreparedGraph, progress: Progress, steps: Steps) -> None:
         self.prepared, self.progress, self.steps = prepared, progress, steps
         recipe = prepared.request.recipe
         step = wanted(recipe)
@@ -53,7 +53,7 @@ class Network:
         self.sites = {site.name: site for site in prepared.sites}
         self.decisions: list[Decision] = []
         self.pairs: dict[str, float] = {}
-        self.products: dict[str, Product] = {}
+        self.products: dict[str, NetworkProduct] = {}
         if self.weights is not None:
             self.products = self._integers() if self.activations is not None else self._rounded()
 
@@ -146,7 +146,7 @@ class Network:
         shrink = _SHRINK if asked.shrink == "auto" else asked.shrink
         return {"gptq": type(asked)(damping=asked.damping, shrink=shrink)}
 
-    def _integers(self) -> dict[str, Product]:
+    def _integers(self) -> dict[str, NetworkProduct]:
         """Inputs are quantized: fixed scales, then codes."""
         from quantkit.graph.codes import solve
         from quantkit.graph.pairs import qdq
@@ -190,7 +190,7 @@ class Network:
         self.decisions += [each for taken in products.decisions.values() for each in taken]
         return self._products({name: self._tensor(found) for name, found in codes.items()}, codes)
 
-    def _rounded(self) -> dict[str, Product]:
+    def _rounded(self) -> dict[str, NetworkProduct]:
         """Weights alone, or 8-bit floats."""
         from quantkit.graph.codes.weights_only import rounded
 
@@ -217,12 +217,12 @@ class Network:
         assert self.weights is not None
         return QuantTensor(torch.from_numpy(codes.codes), torch.from_numpy(codes.scale[:, None]), None, self.weights)
 
-    def _products(self, tensors: Mapping[str, QuantTensor], codes: Mapping[str, Any]) -> dict[str, Product]:
-        from quantkit.exporters.tensorrt.network.graph import Product
+    def _products(self, tensors: Mapping[str, QuantTensor], codes: Mapping[str, Any]) -> dict[str, NetworkProduct]:
+        from quantkit.exporters.tensorrt.network.graph import NetworkProduct
         from quantkit.graph.pairs.qdq import bias_of
 
         return {
-            name: Product(
+            name: NetworkProduct(
                 self.sites[name],
                 _in_halves(tensor),
                 codes[name].bias if name in codes else bias_of(self.sites[name]),

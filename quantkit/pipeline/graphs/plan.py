@@ -5,7 +5,7 @@ from __future__ import annotations
 from quantkit import machine
 from quantkit.pipeline.estimate import here
 from quantkit.pipeline.graphs.measure import QUICK
-from quantkit.pipeline.graphs.prepared import Prepared
+from quantkit.pipeline.graphs.prepared import PreparedGraph
 from quantkit.pipeline.graphs.quantized import BATCH, SOLVING
 from quantkit.pipeline.request import runs_here
 from quantkit.planning.compiling.forecast import predict
@@ -16,12 +16,12 @@ from quantkit.planning.compiling.result import Compiling
 _CEILINGS = 12.0
 
 
-def estimate(prepared: Prepared) -> Compiling:
+def estimate(prepared: PreparedGraph) -> Compiling:
     """For a graph whose inputs were opened, on this machine."""
     return predict(spec(prepared), here(machine.cores()))
 
 
-def spec(prepared: Prepared) -> GraphSpec:
+def spec(prepared: PreparedGraph) -> GraphSpec:
     """The compile in sizes."""
     graph, request, sites = prepared.graph.model.graph, prepared.request, prepared.sites
     weights, activations = request.recipe.scheme.weights, request.recipe.scheme.activations

@@ -15,7 +15,7 @@ from quantkit.passes import NOTE, decision, load_pass
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.graphs import engine as graph_engine
 from quantkit.pipeline.graphs.located import located
-from quantkit.pipeline.graphs.measure import Cost, cost
+from quantkit.pipeline.graphs.measure import SampleCost, cost
 from quantkit.pipeline.request import Request, default_out
 from quantkit.planning.model.assigned import ROLES
 from quantkit.planning.readers import graph_schemes
@@ -34,7 +34,7 @@ _MIXED = "mixed"
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedGraph:
     """Opened and found good; nothing has been written.
 
     Args:
@@ -57,12 +57,12 @@ class Prepared:
     calib: InputSet
     scoring: InputSet
     held: InputSet | None
-    cost: Cost
+    cost: SampleCost
     out: Path
     decisions: list[Decision]
 
 
-def prepare(request: Request) -> Prepared:
+def prepare(request: Request) -> PreparedGraph:
     """Open and check everything. Raises InputError."""
     from quantkit.graph.fuse import fuse, fusions
     from quantkit.graph.open import open_graph
@@ -155,7 +155,7 @@ def prepare(request: Request) -> Prepared:
             rule=f"the graph gives {costs.outputs} numbers a sample, so that its classes are below that",
             remedy="score it on samples with labels of its own classes",
         )
-    return Prepared(request, graph, ref, chosen, calib, scoring, held, costs, out, decisions)
+    return PreparedGraph(request, graph, ref, chosen, calib, scoring, held, costs, out, decisions)
 
 
 def _check_globs(recipe: Recipe, names: Sequence[str]) -> None:

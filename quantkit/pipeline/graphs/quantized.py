@@ -13,7 +13,7 @@ import numpy as np
 from quantkit._version import __version__
 from quantkit.bundle import Check, Decision, LayerEntry
 from quantkit.errors import GateError
-from quantkit.pipeline.graphs.prepared import Prepared
+from quantkit.pipeline.graphs.prepared import PreparedGraph
 from quantkit.pipeline.graphs.steps import IntegerForm, Steps
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.refusals import demand
@@ -56,7 +56,7 @@ def stem(kept: Collection[str]) -> str:
     return f"kept-{len(kept):04}" if kept else "codes"
 
 
-class Quantized:
+class QuantizedGraph:
     """A graph while it is quantized; `decisions` are those that choosing its codes took.
 
     Args:
@@ -67,7 +67,7 @@ class Quantized:
 
     file = Path("onnx") / MODEL
 
-    def __init__(self, prepared: Prepared, progress: Progress, steps: Steps | None = None) -> None:
+    def __init__(self, prepared: PreparedGraph, progress: Progress, steps: Steps | None = None) -> None:
         from quantkit.graph.codes import solve
         from quantkit.graph.pairs import placement, qdq
         from quantkit.passes.solvers.unsaturated import bounded
@@ -222,7 +222,7 @@ class Quantized:
 
         macs = self.prepared.cost.macs
         sites = [
-            integer.Site(site.name, f"{stem_of(site)}.codes", float(macs[site.name]), site.output)
+            integer.QuantizedSite(site.name, f"{stem_of(site)}.codes", float(macs[site.name]), site.output)
             for site in self.prepared.sites
             if site.name in self.codes
         ]

@@ -16,7 +16,7 @@ from quantkit.errors import InputError
 from quantkit.graph.open import is_graph
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import size_rows
-from quantkit.measurement.timing.shapes import Plan
+from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.model.source.alias import ALIASES, Alias, materialize
 from quantkit.pipeline import verdict
 from quantkit.pipeline.graphs.exported_module import REF, place
@@ -75,7 +75,9 @@ def reload_graph(bundle: Bundle) -> list[Check]:
         optimized = Path(folder) / MODEL
         write_optimized(path, optimized)
         stored = ir.load(path).graph.initializers
-        sites = [integer.Site(name.removesuffix(_CODES), name, 1.0) for name in stored if name.endswith(_CODES)]
+        sites = [
+            integer.QuantizedSite(name.removesuffix(_CODES), name, 1.0) for name in stored if name.endswith(_CODES)
+        ]
         found = integer.found(ir.load(optimized), sites)
     runs = "; ".join(f"{name} runs as {kind}" for name, kind in list(found.floating.items())[:3])
     integer_layers = Check(name="integer.layers", value=found.share, limit=1.0, ok=found.share == 1.0, where=runs)
@@ -103,7 +105,7 @@ def measure_graph(
     progress: Progress,
     *,
     calibration: str | None,
-    plan: Plan | None,
+    plan: TimingPlan | None,
     timed: bool,
 ) -> tuple[list[Row], str]:
     """Score and time a bundle's graph against a float one.
@@ -153,12 +155,12 @@ def measure_graph(
         folder=folder,
     )
     if timed:
-        from quantkit.measurement.timing.speed import Part
+        from quantkit.measurement.timing.speed import SpeedSide
 
         size = sum(entry.bytes for entry in manifest.files if entry.path.startswith(f"{folder}/"))
         rows += speed(
-            Part(str(path), subject, verdict.format_of(manifest.layers), size),
-            Part(str(graph.path), graph.sha256, "float32", graph.bytes),
+            SpeedSide(str(path), subject, verdict.format_of(manifest.layers), size),
+            SpeedSide(str(graph.path), graph.sha256, "float32", graph.bytes),
             data,
             cost(graph.model, sites(graph.model), data.first(2)),
             progress,

@@ -37,8 +37,8 @@ from quantkit.pipeline.graphs.measure import QUICK, scored, speed
 from quantkit.pipeline.graphs.mixed import NAME, mix
 from quantkit.pipeline.graphs.network import Network
 from quantkit.pipeline.graphs.plan import estimate
-from quantkit.pipeline.graphs.prepared import Prepared
-from quantkit.pipeline.graphs.quantized import MODEL, Quantized
+from quantkit.pipeline.graphs.prepared import PreparedGraph
+from quantkit.pipeline.graphs.quantized import MODEL, QuantizedGraph
 from quantkit.pipeline.graphs.steps import Steps
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, runs_here
@@ -54,7 +54,7 @@ _PACKAGES = ("python", "torch", "onnx", "onnx-ir", "onnxruntime", "numpy", "safe
 class GraphSubject:
     """See `pipeline/subject.py`."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: PreparedGraph) -> None:
         self.prepared = prepared
         self.request: Request = prepared.request
         self.out: Path = prepared.out
@@ -110,9 +110,9 @@ class GraphSubject:
 class GraphWork:
     """See `pipeline/subject.py`; what is solved stands in the build's journal (`steps.py`)."""
 
-    quantized: Network | Quantized
+    quantized: Network | QuantizedGraph
 
-    def __init__(self, prepared: Prepared, build: Build, progress: Progress, stages: Stages) -> None:
+    def __init__(self, prepared: PreparedGraph, build: Build, progress: Progress, stages: Stages) -> None:
         self.prepared, self.build, self.progress, self.stages = prepared, build, progress, stages
         self.steps = Steps(build)
         self.quantize_cpu = 0.0
@@ -138,11 +138,11 @@ class GraphWork:
         if wanted(self.prepared.request.recipe) is not None:
             self.quantized = Network(self.prepared, self.progress, self.steps)
             return list(self.quantized.decisions)
-        self.quantized = quantized = Quantized(self.prepared, self.progress, self.steps)
+        self.quantized = quantized = QuantizedGraph(self.prepared, self.progress, self.steps)
         taken = self._mix(quantized)
         return [*quantized.decisions, *taken]
 
-    def _mix(self, quantized: Quantized) -> list[Decision]:
+    def _mix(self, quantized: QuantizedGraph) -> list[Decision]:
         """Mixed precision; the search goes into the bundle."""
         recipe, held = self.prepared.request.recipe, self.prepared.held
         settings = next((step.settings for step in recipe.passes if step.name == NAME), None)
@@ -198,13 +198,13 @@ class GraphWork:
             return [], []
         if not runs_here(request.target):
             return [], [decision("measure", NOTE, "speed", f"target {request.target.name} is another machine")]
-        from quantkit.measurement.timing.speed import Part
+        from quantkit.measurement.timing.speed import SpeedSide
 
         self.stages.begin("speed")
         folder = self.file.parent
         size = sum(path.stat().st_size for path in folder.iterdir())
-        ours = Part(str(folder / MODEL), subject, "int8", size)
-        theirs = Part(str(graph.path), graph.sha256, "float32", graph.bytes)
+        ours = SpeedSide(str(folder / MODEL), subject, "int8", size)
+        theirs = SpeedSide(str(graph.path), graph.sha256, "float32", graph.bytes)
         try:
             return speed(ours, theirs, self.prepared.calib, self.prepared.cost, self.progress, QUICK), []
         except (InputError, MissingDependency) as problem:

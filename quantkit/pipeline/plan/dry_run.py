@@ -12,7 +12,7 @@ from quantkit.report.bundle import figures
 if TYPE_CHECKING:
     from quantkit.calibrate.sets.inputs import InputSet
     from quantkit.calibrate.tokens.ids import TokenSet
-    from quantkit.pipeline.graphs.prepared import Prepared as PreparedGraph
+    from quantkit.pipeline.graphs.prepared import PreparedGraph
     from quantkit.planning.compiling.result import Compiling
 
 

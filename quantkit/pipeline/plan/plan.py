@@ -18,16 +18,16 @@ from quantkit.pipeline.plan.candidates import Chosen, choose, float_of, labels
 from quantkit.pipeline.request import runs_here, this_machine
 from quantkit.planning.bound import efficiency
 from quantkit.planning.bound.efficiency import Sample
-from quantkit.planning.bound.forecast import Served, Timed
+from quantkit.planning.bound.forecast import Served, TimedStep
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
-from quantkit.planning.bound.roofline import Cache, Step
+from quantkit.planning.bound.roofline import Cache, ModelStep
 from quantkit.planning.bound.serving import FLOATS, WIDTH, compute_type, products
 from quantkit.planning.compiling.result import Compiling
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.assigned import Assigned, assign_sizes
 from quantkit.planning.model.storage import storage
-from quantkit.planning.outlook import Candidate, Cell, Memory, Outlook, Row, Workload
+from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedCell, PlannedMemory, PlannedRecipe, Workload
 from quantkit.planning.readers import caveats, stored_formats
 from quantkit.planning.recommend import recommend
 from quantkit.planning.serving.batching import Server
@@ -182,25 +182,25 @@ def _candidate(
     workload: Workload,
     samples: Sequence[Sample],
     prices: Prices,
-) -> Candidate:
+) -> PlannedRecipe:
     try:
         chosen = choose(label, architecture.kind, target, changes=question.changes, runtime=question.runtime)
         assigned = assign_sizes(chosen.recipe, architecture)
     except InputError as problem:
-        return Candidate(label, label, problem=problem)
+        return PlannedRecipe(label, label, problem=problem)
     served = _served(chosen, assigned, architecture, target, samples)
     footprint = _footprint(served, chosen, assigned)
     try:
         devices, needed = _devices(footprint, workload, question.devices, label)
         kept = storage(architecture, chosen.recipe, _export(chosen))
     except InputError as problem:
-        return Candidate(label, label, problem=problem)
+        return PlannedRecipe(label, label, problem=problem)
     served = replace(served, devices=devices)
     memory = _memory(footprint, workload, devices, needed)
     rows = [_row(served, batch, workload, footprint, prices) for batch in _batches(workload, memory)]
     expected, unknown = _compiling(chosen, architecture, target)
     load, refused = _load(served, workload, memory)
-    return Candidate(
+    return PlannedRecipe(
         label,
         chosen.recipe.name,
         chosen.runtime,
@@ -296,19 +296,19 @@ def _devices(footprint: Footprint, workload: Workload, asked: int | None, label:
     return asked or needed or 1, needed
 
 
-def _batches(workload: Workload, memory: Memory) -> list[int]:
+def _batches(workload: Workload, memory: PlannedMemory) -> list[int]:
     """Those that were asked for; and the largest that fits, where some do not: it is what one would run."""
     most = memory.largest_batch
     more = [most] if most and most < max(workload.batches) else []
     return sorted({*workload.batches, *more})
 
 
-def _memory(footprint: Footprint, workload: Workload, devices: int, needed: int | None) -> Memory:
+def _memory(footprint: Footprint, workload: Workload, devices: int, needed: int | None) -> PlannedMemory:
     fits = [b for b in workload.batches if footprint.fits(b, workload.context, prompt=workload.prompt, devices=devices)]
     batch = max(fits, default=min(workload.batches))
     runtime = footprint.runtime
     usable = None if footprint.capacity is None else footprint.capacity * runtime.share
-    return Memory(
+    return PlannedMemory(
         footprint.parts(batch, workload.context, prompt=workload.prompt, devices=devices),
         batch,
         usable,
@@ -329,25 +329,25 @@ def _compiling(chosen: Chosen, architecture: Architecture, target: Target) -> tu
         return None, [f"what the compile takes is not known: {problem.remedy or problem.value}"]
 
 
-def _cells(chosen: Chosen, target: Target) -> list[Cell]:
+def _cells(chosen: Chosen, target: Target) -> list[PlannedCell]:
     stored = stored_formats(chosen.recipe) or [Stored(FLOATS[target.baseline], True)]
     found = [(each, target.use(each, chosen.runtime)) for each in stored]
-    return [Cell(each.format, each.words, use.state, use.source) for each, use in found]
+    return [PlannedCell(each.format, each.words, use.state, use.source) for each, use in found]
 
 
-def _row(served: Served, batch: int, workload: Workload, footprint: Footprint, prices: Prices) -> Row:
+def _row(served: Served, batch: int, workload: Workload, footprint: Footprint, prices: Prices) -> PlannedBatch:
     decodes = served.architecture.kind == "decoder"
-    first = served.timed(Step(batch, workload.prompt))
-    step = served.timed(Step(batch, 1, workload.prompt + workload.output // 2)) if decodes else first
+    first = served.timed(ModelStep(batch, workload.prompt))
+    step = served.timed(ModelStep(batch, 1, workload.prompt + workload.output // 2)) if decodes else first
     devices = served.devices
     parts = footprint.parts(batch, workload.context, prompt=workload.prompt, devices=devices)
     bounded = footprint.capacity is not None
     fits = footprint.fits(batch, workload.context, prompt=workload.prompt, devices=devices) if bounded else None
     work = _work(first, step, batch, workload, served)
-    return Row(batch, first if decodes else None, step, parts, fits, _bill(work, served, prices))
+    return PlannedBatch(batch, first if decodes else None, step, parts, fits, _bill(work, served, prices))
 
 
-def _load(served: Served, workload: Workload, memory: Memory) -> tuple[Load | None, list[str]]:
+def _load(served: Served, workload: Workload, memory: PlannedMemory) -> tuple[Load | None, list[str]]:
     """What the simulation says, or why there is none."""
     if workload.rate is None:
         return None, []
@@ -360,7 +360,7 @@ def _load(served: Served, workload: Workload, memory: Memory) -> tuple[Load | No
         return None, ["no load is simulated: it does not fit"]
     tokens = workload.context * (sequences if memory.largest_batch is None else memory.largest_batch)
     server = Server.of(
-        lambda batch, new, past: served.timed(Step(batch, new, past)).seconds or 0.0,
+        lambda batch, new, past: served.timed(ModelStep(batch, new, past)).seconds or 0.0,
         longest=workload.context,
         cache_tokens=tokens,
         max_batch=sequences,
@@ -368,7 +368,9 @@ def _load(served: Served, workload: Workload, memory: Memory) -> tuple[Load | No
     return simulate(server, workload.traffic, limit=served.architecture.max_context), []
 
 
-def _cost(rows: Sequence[Row], served: Served, workload: Workload, load: Load | None, prices: Prices) -> Bill | None:
+def _cost(
+    rows: Sequence[PlannedBatch], served: Served, workload: Workload, load: Load | None, prices: Prices
+) -> Bill | None:
     """At the batch where a request takes least; under a load, with the hours in which the machine has nothing to do."""
     fitting = [row for row in rows if row.fits is not False]
     works = [_work(row.prefill or row.step, row.step, row.batch, workload, served) for row in fitting]
@@ -378,7 +380,7 @@ def _cost(rows: Sequence[Row], served: Served, workload: Workload, load: Load | 
     return _bill(best, served, prices, min(workload.rate * best.request, 1.0))
 
 
-def _work(first: Timed, step: Timed, batch: int, workload: Workload, served: Served) -> RequestTime | None:
+def _work(first: TimedStep, step: TimedStep, batch: int, workload: Workload, served: Served) -> RequestTime | None:
     if first.seconds is None or step.seconds is None:
         return None
     decoding = step.seconds if served.architecture.kind == "decoder" else 0.0

@@ -9,7 +9,7 @@ from typing import Any
 from quantkit import content, machine, plugins
 from quantkit.errors import InputError, did_you_mean, unknown_name
 from quantkit.pipeline.request import this_machine
-from quantkit.planning.model.shapes import Shapes
+from quantkit.planning.model.shapes import LinearShapes
 from quantkit.target import Target
 
 RUNTIME = "onnxruntime"
@@ -61,7 +61,7 @@ class Processor:
 
         return single.names()
 
-    def usual(self, name: str, found: Shapes) -> str:
+    def usual(self, name: str, found: LinearShapes) -> str:
         """What quantkit exports of a format, in a group that fits the shapes. Raises InputError for no format here."""
         from quantkit.exporters.onnx import single_op as single
 
@@ -82,7 +82,7 @@ class Processor:
                 return f"{name}.g{max(fitting)}.level{self._level()}"
         return name
 
-    def check(self, name: str, found: Shapes) -> None:
+    def check(self, name: str, found: LinearShapes) -> None:
         """Refuse a variant that cannot run here or does not fit a shape. Raises InputError."""
         from quantkit.exporters.onnx import single_op as single
 
@@ -127,7 +127,7 @@ def demand_runtime(asked: str, own: str, where: str) -> None:
         )
 
 
-def _group(found: Shapes, block: int) -> int:
+def _group(found: LinearShapes, block: int) -> int:
     """The largest group up to the target's block that divides every K; the block itself if none does."""
     from quantkit.exporters.onnx.single_op import GROUPS
 

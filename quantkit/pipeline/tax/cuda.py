@@ -10,7 +10,7 @@ from typing import Any
 from quantkit import content, machine
 from quantkit.errors import InputError, MissingDependency
 from quantkit.pipeline.tax.cpu import absent
-from quantkit.planning.model.shapes import Shapes
+from quantkit.planning.model.shapes import LinearShapes
 from quantkit.target import Target
 
 RUNTIME = "torch"
@@ -90,7 +90,7 @@ class Graphics:
 
         return [*known(), *torch_names()]
 
-    def usual(self, name: str, found: Shapes) -> str:
+    def usual(self, name: str, found: LinearShapes) -> str:
         """int4 in the largest group that fits the shapes, nf4 with doubled scales. Raises InputError for no format."""
         if name == "int4":
             fitting = [size for size in (128, 64, 32) if all(linear.K % size == 0 for linear in found.linears)]
@@ -116,7 +116,7 @@ class Graphics:
         name = ".".join(parts)
         return name if name in self.names() else form
 
-    def check(self, name: str, found: Shapes) -> None:
+    def check(self, name: str, found: LinearShapes) -> None:
         """Refuse a variant that this GPU cannot multiply, or that does not fit a shape. Raises InputError."""
         from quantkit.kernels.native import require
         from quantkit.measurement.operators.cuda import check_shape, variant_of

@@ -16,7 +16,7 @@ from quantkit.model.source.alias import ALIASES
 from quantkit.pipeline.tax.cpu import Processor, demand_runtime
 from quantkit.pipeline.tax.cuda import Graphics
 from quantkit.planning.model import shapes, shipped
-from quantkit.planning.model.shapes import Shapes
+from quantkit.planning.model.shapes import LinearShapes
 from quantkit.target import Target
 
 DEVICES = ("cpu", "cuda")
@@ -58,7 +58,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TaxPlan:
     """What will be timed, all of it known to fit.
 
     Args:
@@ -74,7 +74,7 @@ class Plan:
         seed: as asked.
     """
 
-    shapes: Shapes
+    shapes: LinearShapes
     on: On
     bundle: Bundle | None
     variants: Sequence[str]
@@ -91,7 +91,7 @@ class Plan:
         return self.bundle is not None and 0 in self.threads
 
 
-def prepare(asked: Question) -> Plan:
+def prepare(asked: Question) -> TaxPlan:
     """Check all that is asked. Raises InputError, one line each."""
     on = _timed_on(asked)
     bundle = _bundle(asked)
@@ -102,7 +102,7 @@ def prepare(asked: Question) -> Plan:
     names = list(asked.formats) or ([own] if own else list(on.formats))
     variants = _variants([*([own] if own else []), *names], found, on)
     threads = on.threads(asked.threads)
-    return Plan(found, on, bundle, variants, own, batches, asked.traffic, threads, asked.seconds, asked.seed)
+    return TaxPlan(found, on, bundle, variants, own, batches, asked.traffic, threads, asked.seconds, asked.seed)
 
 
 def batch_range(text: str) -> list[int]:
@@ -143,7 +143,7 @@ def _bundle(asked: Question) -> Bundle | None:
     return Bundle.load(path) if (path / MANIFEST).is_file() else None
 
 
-def _shapes(asked: Question) -> Shapes:
+def _shapes(asked: Question) -> LinearShapes:
     """The linears of a model that is no bundle, or those that were typed."""
     if (asked.model is None) == (not asked.shapes):
         raise InputError(
@@ -165,7 +165,7 @@ def _shapes(asked: Question) -> Shapes:
     return _of_folder(Path(asked.model).expanduser())
 
 
-def _of_bundle(bundle: Bundle, on: On) -> tuple[Shapes, str]:
+def _of_bundle(bundle: Bundle, on: On) -> tuple[LinearShapes, str]:
     """The quantized linears of a bundle, and the variant that its scheme is."""
     layers = bundle.manifest.layers
     if not layers:
@@ -178,7 +178,7 @@ def _of_bundle(bundle: Bundle, on: On) -> tuple[Shapes, str]:
     return found, on.own(*max(schemes, key=schemes.count))
 
 
-def _of_folder(path: Path) -> Shapes:
+def _of_folder(path: Path) -> LinearShapes:
     """From stored weights where there are some, else from the config."""
     from quantkit.model.source.weights import Weights
 
@@ -203,7 +203,7 @@ def _of_folder(path: Path) -> Shapes:
     return shapes.from_config(config, name)
 
 
-def _variants(names: Iterable[str], found: Shapes, on: On) -> list[str]:
+def _variants(names: Iterable[str], found: LinearShapes, on: On) -> list[str]:
     """The variants that names, patterns and formats mean, each once, every one of them fit for every shape."""
     known = on.names()
     chosen: dict[str, None] = {}
@@ -227,7 +227,7 @@ def _variants(names: Iterable[str], found: Shapes, on: On) -> list[str]:
     return list(chosen)
 
 
-def _fits(name: str, found: Shapes, on: On) -> bool:
+def _fits(name: str, found: LinearShapes, on: On) -> bool:
     try:
         on.check(name, found)
     except InputError:

@@ -8,15 +8,15 @@ from typing import Any
 
 from quantkit._version import __version__
 from quantkit.bundle import Verdict
-from quantkit.kernels.dispatch import EXPANDED, OURS, Timing, fastest
+from quantkit.kernels.dispatch import EXPANDED, OURS, KernelTiming, fastest
 from quantkit.kernels.recorded import FILE, Recorded
 from quantkit.measurement.operators import run as ops_run
 from quantkit.measurement.operators.advice import advise, verdicts
 from quantkit.measurement.operators.rows import ALL
-from quantkit.measurement.operators.run import Job
+from quantkit.measurement.operators.run import SweepJob
 from quantkit.measurement.rows import Row
-from quantkit.measurement.verdict import Measured
-from quantkit.pipeline.tax.question import Plan
+from quantkit.measurement.verdict import MeasuredFormat
+from quantkit.pipeline.tax.question import TaxPlan
 from quantkit.planning.bound import efficiency
 from quantkit.report.tax.screen import Taxed
 
@@ -26,7 +26,7 @@ _RECORDED = ("torch", "triton", "driver")
 
 
 @dataclass(frozen=True)
-class Answer:
+class TaxAnswer:
     """What was found.
 
     Args:
@@ -37,7 +37,7 @@ class Answer:
         notes: what a reader must know.
     """
 
-    plan: Plan
+    plan: TaxPlan
     rows: Sequence[Row]
     verdicts: Mapping[int, Sequence[Verdict]]
     advice: Mapping[int, Verdict]
@@ -87,7 +87,7 @@ class Answer:
         }
 
 
-def measure_tax(plan: Plan, progress: Report | None = None) -> Answer:
+def measure_tax(plan: TaxPlan, progress: Report | None = None) -> TaxAnswer:
     """Time it and judge it.
 
     Raises:
@@ -104,7 +104,7 @@ def measure_tax(plan: Plan, progress: Report | None = None) -> Answer:
             of = f", {threads} threads" if len(plan.threads) > 1 else ""
             progress((i + share) / len(plan.threads), f"{words}{of}")
 
-        job = Job(
+        job = SweepJob(
             [linear.model_dump() for linear in plan.shapes.distinct()],
             plan.shapes.name,
             plan.on.baseline,
@@ -117,20 +117,20 @@ def measure_tax(plan: Plan, progress: Report | None = None) -> Answer:
         found = ops_run.run(job, report)
         rows += found
         judged[threads], advice[threads] = judge(found, plan)
-    return Answer(plan, rows, judged, advice, _notes(rows))
+    return TaxAnswer(plan, rows, judged, advice, _notes(rows))
 
 
-def _timing(row: Row) -> Timing:
+def _timing(row: Row) -> KernelTiming:
     """One row as the dispatcher takes it."""
     op, place = row.op, "config."
     assert op is not None
     assert op.N and op.K and op.M
     tiles = {name.removeprefix(place): int(size or 0) for name, size in row.settings.items() if name.startswith(place)}
     kernel = str(row.settings["kernel"])
-    return Timing(kernel, (op.N, op.K), op.M, row.value or 0.0, row.resident_bytes or 0, tiles or None)
+    return KernelTiming(kernel, (op.N, op.K), op.M, row.value or 0.0, row.resident_bytes or 0, tiles or None)
 
 
-def record(answer: Answer) -> None:
+def record(answer: TaxAnswer) -> None:
     """Put what was chosen on a GPU into the bundle that was asked about, if there is one; remember it all."""
     plan = answer.plan
     efficiency.keep([row.as_dict() for row in answer.rows])
@@ -138,12 +138,12 @@ def record(answer: Answer) -> None:
         plan.bundle.put(FILE, choices.as_bytes())
 
 
-def judge(rows: Sequence[Row], plan: Plan) -> tuple[list[Verdict], Verdict]:
+def judge(rows: Sequence[Row], plan: TaxPlan) -> tuple[list[Verdict], Verdict]:
     """(the verdict on each variant, what to do), from the rows of one thread count."""
     layer = ALL if plan.shapes.name else None
     timed = [row for row in rows if row.name == "latency.op" and row.op is not None and row.op.layer == layer]
     measured = [
-        Measured(
+        MeasuredFormat(
             name, [row for row in timed if row.settings.get("variant") == name and row.op and row.op.layer == layer]
         )
         for name in plan.variants

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from quantkit.planning.bound import efficiency, roofline, steps
 from quantkit.planning.bound.efficiency import Efficiency, ProductQuery, Sample
-from quantkit.planning.bound.roofline import Bound, Cache, Op, Product, Step
+from quantkit.planning.bound.roofline import Bound, Cache, ModelStep, Op, RooflineProduct
 from quantkit.planning.model.architecture import Architecture
 from quantkit.target import ComputeType, Target
 
@@ -22,7 +22,7 @@ _UNKNOWN = 0.1
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedStep:
     """A step's time.
 
     Args:
@@ -66,7 +66,7 @@ class Served:
     """
 
     architecture: Architecture
-    products: Sequence[Product]
+    products: Sequence[RooflineProduct]
     cache: Cache
     target: Target
     runtime: str
@@ -76,9 +76,9 @@ class Served:
     devices: int = 1
     samples: Sequence[Sample] = ()
     device: str | None = None
-    _known: dict[Step, Timed] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _known: dict[ModelStep, TimedStep] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def bound(self, step: Step) -> Bound:
+    def bound(self, step: ModelStep) -> Bound:
         """The operations of a step."""
         return roofline.bound(
             self.architecture,
@@ -90,30 +90,30 @@ class Served:
             attention=self.attention,
         )
 
-    def timed(self, step: Step) -> Timed:
+    def timed(self, step: ModelStep) -> TimedStep:
         """The time of a step; asked twice, reckoned once."""
         if step not in self._known:
             self._known[step] = self._timed(step)
         return self._known[step]
 
     @cached_property
-    def _alike(self) -> Mapping[Product, int]:
+    def _alike(self) -> Mapping[RooflineProduct, int]:
         return roofline.alike(self.products)
 
     @cached_property
     def missing(self) -> list[str]:
         """The figures that the target lacks, without which there is no bound."""
         read = self.target.memory.read_bandwidth.number
-        found = self.bound(Step(1)).missing
+        found = self.bound(ModelStep(1)).missing
         return [*(["memory.read_bandwidth"] if read is None else []), *(found if read is not None else [])]
 
-    def _timed(self, step: Step) -> Timed:
+    def _timed(self, step: ModelStep) -> TimedStep:
         bound = self.bound(step)
         least = bound.seconds
         if least is None:
-            return Timed(bound, None, None, None, f"{self.target.name} has no figure for {', '.join(self.missing)}")
+            return TimedStep(bound, None, None, None, f"{self.target.name} has no figure for {', '.join(self.missing)}")
         if self.devices > 1:
-            return Timed(bound, least, None, None, "no measurement knows what several devices tell each other")
+            return TimedStep(bound, least, None, None, "no measurement knows what several devices tell each other")
         if (learned := self._learned) is not None:
             what, together = steps.named(self.format, self.compute), bound.together(self.target)
             asked = steps.StepQuery(what, step.phase, step.rows, together, bound.shares(self.target))
@@ -121,7 +121,7 @@ class Served:
                 # measurements are set against ceilings, whose sum may lie below the bound of each operation
                 middle, low, high = (max(each, least) for each in (found.seconds, found.low, found.high))
                 here = learned.samples[0].device == self.device
-                return Timed(bound, least, middle, (low, high), _learned(learned, here), here)
+                return TimedStep(bound, least, middle, (low, high), _learned(learned, here), here)
         return self._by_products(step, bound, least)
 
     @cached_property
@@ -135,7 +135,7 @@ class Served:
             read=self.target.memory.read_bandwidth.number,
         )
 
-    def _by_products(self, step: Step, bound: Bound, least: float) -> Timed:
+    def _by_products(self, step: ModelStep, bound: Bound, least: float) -> TimedStep:
         seconds = low = high = unknown = 0.0
         first: Efficiency | None = None
         for op in bound.ops:
@@ -147,12 +147,14 @@ class Served:
             first = first or found
             seconds, low, high = seconds + part / found.value, low + part / found.high, high + part / found.low
         if first is None or unknown > _UNKNOWN * least:
-            return Timed(bound, least, None, None, f"nothing was measured of {self.format} in {self.runtime} near this")
+            return TimedStep(
+                bound, least, None, None, f"nothing was measured of {self.format} in {self.runtime} near this"
+            )
         known = least / (least - unknown)
         because = f"{_said(first)}; attention and the host are not in it"
-        return Timed(bound, least, seconds * known, (low * known, high * known), because, first.here)
+        return TimedStep(bound, least, seconds * known, (low * known, high * known), because, first.here)
 
-    def _of(self, op: Op, step: Step) -> Efficiency | None:
+    def _of(self, op: Op, step: ModelStep) -> Efficiency | None:
         read = self.target.memory.read_bandwidth.number if op.limit == "memory" else None
         seconds = op.seconds or 0.0
         asked = ProductQuery(

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from quantkit.formats import load_format
-from quantkit.planning.bound.roofline import Cache, Product
-from quantkit.planning.model.architecture import Architecture, Attention, Layer, Matrix
+from quantkit.planning.bound.roofline import Cache, RooflineProduct
+from quantkit.planning.model.architecture import Architecture, Attention, BlockShapes, Matrix
 from quantkit.planning.model.stored import WIDTHS
 from quantkit.scheme import CacheScheme
 
@@ -107,7 +107,7 @@ class Footprint:
     """
 
     architecture: Architecture
-    products: Sequence[Product]
+    products: Sequence[RooflineProduct]
     cache: Cache
     width: int
     shared: bool
@@ -262,7 +262,7 @@ class Footprint:
         return low
 
 
-def _inner(layer: Layer) -> tuple[int, int]:
+def _inner(layer: BlockShapes) -> tuple[int, int]:
     """What attention, and what the linears behind it have alive of a token: all they write, and what the last reads."""
     widths = {True: 0, False: 0}
     for matrix in layer.matrices:

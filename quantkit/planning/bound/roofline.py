@@ -27,7 +27,7 @@ _Work = tuple[str, str, float, float, float, ComputeType]
 
 
 @dataclass(frozen=True)
-class Product:
+class RooflineProduct:
     """A linear as a runtime reads it.
 
     Args:
@@ -46,7 +46,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Step:
+class ModelStep:
     """What is asked for at once.
 
     Args:
@@ -101,7 +101,7 @@ class Op:
 class Bound:
     """A step's operations, and their sum."""
 
-    step: Step
+    step: ModelStep
     ops: Sequence[Op]
 
     @property
@@ -175,10 +175,10 @@ class Cache:
 
 def bound(
     architecture: Architecture,
-    products: Mapping[Product, int],
+    products: Mapping[RooflineProduct, int],
     cache: Cache,
     target: Target,
-    step: Step,
+    step: ModelStep,
     *,
     devices: int = 1,
     attention: ComputeType = "fp16",
@@ -210,12 +210,12 @@ def bound(
     return Bound(step, ops)
 
 
-def alike(products: Iterable[Product]) -> dict[Product, int]:
+def alike(products: Iterable[RooflineProduct]) -> dict[RooflineProduct, int]:
     """Linears that differ in nothing but their block, each with how often it occurs: a hundred blocks have a handful.
 
     They go by the last word of their name.
     """
-    found: Counter[Product] = Counter()
+    found: Counter[RooflineProduct] = Counter()
     for product in products:
         matrix = replace(product.matrix, name=product.matrix.name.rpartition(".")[2])
         found[replace(product, matrix=matrix)] += 1
@@ -229,7 +229,7 @@ def reached(matrix: Matrix, rows: int) -> float:
     return float(matrix.count * (1 - (1 - matrix.active / matrix.count) ** rows))
 
 
-def looked_at(attention: Attention, step: Step) -> float:
+def looked_at(attention: Attention, step: ModelStep) -> float:
     """(query, key) pairs of one sequence in one layer."""
     tokens, context = step.tokens, step.context
     if not attention.causal:
@@ -243,13 +243,13 @@ def looked_at(attention: Attention, step: Step) -> float:
     return growing * context + growing * (growing + 1) / 2 + (tokens - growing) * window
 
 
-def kept(attention: Attention, step: Step) -> int:
+def kept(attention: Attention, step: ModelStep) -> int:
     """Tokens of one sequence whose keys and values a step reads."""
     context = step.context if attention.window is None else min(step.context, attention.window - 1)
     return context + step.tokens
 
 
-def _linear(product: Product, rows: int, devices: int) -> _Work:
+def _linear(product: RooflineProduct, rows: int, devices: int) -> _Work:
     matrix = product.matrix
     through = rows * matrix.active
     stored = reached(matrix, rows) * product.bytes
@@ -258,7 +258,7 @@ def _linear(product: Product, rows: int, devices: int) -> _Work:
     return matrix.name, product.format, moved / devices, stored / devices, work / devices, product.compute
 
 
-def _attention(each: Attention, cache: Cache, step: Step, devices: int, kind: ComputeType) -> _Work:
+def _attention(each: Attention, cache: Cache, step: ModelStep, devices: int, kind: ComputeType) -> _Work:
     width = _FLOAT_BYTES.get(kind, 2)
     tokens = kept(each, step)
     if each.kind == "latent" and step.phase == "decode":

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from quantkit.formats import stored_bits
-from quantkit.planning.bound.roofline import Product
+from quantkit.planning.bound.roofline import RooflineProduct
 from quantkit.planning.model.architecture import Architecture, Matrix
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import ComputeType, Stored, Target
@@ -43,7 +43,7 @@ def products(
     runtime: str,
     *,
     accuracy_level: int | None = None,
-) -> list[Product]:
+) -> list[RooflineProduct]:
     """All linears that run, the head's last.
 
     Args:
@@ -87,11 +87,11 @@ def _product(
     target: Target,
     runtime: str,
     accuracy_level: int | None,
-) -> Product:
+) -> RooflineProduct:
     width = WIDTH[target.baseline]
     dense = float(matrix.N * matrix.K * width)
     floats = FLOATS[target.baseline]
     if weights is None or target.supports(weights.format, runtime).state != "native":
-        return Product(matrix, dense, floats, cast(ComputeType, target.baseline), width)
+        return RooflineProduct(matrix, dense, floats, cast(ComputeType, target.baseline), width)
     kind = compute_type(weights, activations, target, runtime, accuracy_level)
-    return Product(matrix, stored_bits((matrix.N, matrix.K), weights) / 8, weights.format, kind, width)
+    return RooflineProduct(matrix, stored_bits((matrix.N, matrix.K), weights) / 8, weights.format, kind, width)

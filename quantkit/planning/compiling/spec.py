@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from quantkit import plugins
-from quantkit.planning.model.architecture import Architecture, Layer, Matrix
+from quantkit.planning.model.architecture import Architecture, BlockShapes, Matrix
 from quantkit.plugins import Stores
 from quantkit.recipe import PassStep, Recipe
 from quantkit.scheme import WeightScheme
@@ -92,7 +92,7 @@ def storing(what: Stores) -> str:
     return next(name for name in plugins.EXPORTERS.names() if stores(name) == what)
 
 
-def shared(layer: Layer) -> list[list[Matrix]]:
+def shared(layer: BlockShapes) -> list[list[Matrix]]:
     """The linears of a layer by the input that they share, in order, as far as their names tell."""
     groups: list[list[Matrix]] = []
     for matrix in layer.matrices:

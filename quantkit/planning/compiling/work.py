@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol, Self
 
 from quantkit import plugins
 from quantkit.planning.compiling.spec import OUTWARD, CompileSpec, elements, needs, shared, stores, storing
-from quantkit.planning.model.architecture import Architecture, Layer
+from quantkit.planning.model.architecture import Architecture, BlockShapes
 from quantkit.recipe import PassStep
 from quantkit.scheme import WeightScheme
 
@@ -140,7 +140,7 @@ def _stored(spec: CompileSpec) -> float:
     return elements([matrix for matrix in matrices if matrix.name in spec.schemes])
 
 
-def forward(layer: Layer, tokens: int, length: int) -> float:
+def forward(layer: BlockShapes, tokens: int, length: int) -> float:
     """Operations of a layer on so many tokens, in sequences of `length`; a multiply-add counts two."""
     linears = sum(2.0 * tokens * matrix.active * matrix.N * matrix.K for matrix in layer.matrices)
     attention = layer.attention
@@ -150,12 +150,12 @@ def forward(layer: Layer, tokens: int, length: int) -> float:
     return linears + 2.0 * tokens * reach * attention.heads * (attention.head_dim + attention.value_dim)
 
 
-def _moved(layer: Layer, tokens: int) -> float:
+def _moved(layer: BlockShapes, tokens: int) -> float:
     """Elements of activations that a layer reads and writes: norms, rotations, gates, additions."""
     return float(tokens * sum(matrix.active * (matrix.N + matrix.K) for matrix in layer.matrices))
 
 
-def _run(layers: Sequence[Layer], tokens: int, length: int, times: float = 1.0) -> WorkCounts:
+def _run(layers: Sequence[BlockShapes], tokens: int, length: int, times: float = 1.0) -> WorkCounts:
     return WorkCounts(
         {
             "products": times * sum(forward(layer, tokens, length) for layer in layers),
@@ -226,14 +226,14 @@ def _streams(spec: CompileSpec) -> WorkCounts:
     return found
 
 
-def _replayed(layer: Layer) -> float:
+def _replayed(layer: BlockShapes) -> float:
     """How much of a layer runs again so that each of its stages is reached."""
     groups = shared(layer)
     sizes = [elements(group) for group in groups]
     return sum(sum(sizes[:place]) for place in range(len(groups))) / max(sum(sizes), 1.0)
 
 
-def _pass(spec: CompileSpec, step: PassStep, layer: Layer) -> WorkCounts:
+def _pass(spec: CompileSpec, step: PassStep, layer: BlockShapes) -> WorkCounts:
     """What a pass does to a layer beside running it."""
     found = WorkCounts()
     for group in shared(layer):

@@ -70,7 +70,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Layer:
+class BlockShapes:
     """One block.
 
     Args:
@@ -117,7 +117,7 @@ class Architecture:
     model_type: str
     dtype: str
     hidden: int
-    layers: Sequence[Layer]
+    layers: Sequence[BlockShapes]
     embeddings: int
     others: int
     head: Matrix | None = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantkit.planning.model.architecture import Architecture, Attention, Layer, Matrix
+from quantkit.planning.model.architecture import Architecture, Attention, BlockShapes, Matrix
 from quantkit.planning.model.families import Family
 from quantkit.planning.model.figures import MOST_LAYERS, Figures
 
@@ -47,7 +47,7 @@ def decoder(figures: Figures, family: Family, name: str, *, head: bool = True) -
         path = f"{prefix}.{index}"
         linears, more = forward[index]
         layers.append(
-            Layer(
+            BlockShapes(
                 path,
                 [_named(each, path) for each in (*attended.matrices, *linears)],
                 attended.at(windows[index]),

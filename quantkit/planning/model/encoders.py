@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantkit.planning.model.architecture import Architecture, Attention, Layer, Matrix
+from quantkit.planning.model.architecture import Architecture, Attention, BlockShapes, Matrix
 from quantkit.planning.model.decoders import heads_of
 from quantkit.planning.model.figures import MOST_LAYERS, Figures
 
@@ -114,7 +114,9 @@ _BERT = (
 _VIT = (*(f"attention.{leaf}" for leaf in ("q_proj", "k_proj", "v_proj", "o_proj")), "mlp.fc1", "mlp.fc2")
 
 
-def _blocks(figures: Figures, hidden: int, prefix: str, names: Sequence[str], *, qkv_bias: bool = True) -> list[Layer]:
+def _blocks(
+    figures: Figures, hidden: int, prefix: str, names: Sequence[str], *, qkv_bias: bool = True
+) -> list[BlockShapes]:
     heads, wide = heads_of(figures), figures.size("intermediate_size")
     if hidden % heads:
         raise figures.wrong("num_attention_heads", f"{heads}, hidden_size {hidden}", "heads divide hidden_size")
@@ -127,7 +129,7 @@ def _blocks(figures: Figures, hidden: int, prefix: str, names: Sequence[str], *,
         matrices = [
             Matrix(f"{path}.{leaf}", n, k, bias=bias) for leaf, (n, k), bias in zip(names, sizes, biases, strict=True)
         ]
-        layers.append(Layer(path, matrices, attention, others=4 * hidden))
+        layers.append(BlockShapes(path, matrices, attention, others=4 * hidden))
     return layers
 
 

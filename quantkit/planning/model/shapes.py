@@ -23,7 +23,7 @@ _TYPED = re.compile(r"(\d+)[x×](\d+)", re.IGNORECASE)
 _EMBEDDINGS = re.compile(r"embed|\bwte\b|\bwpe\b|position|token_type|norm", re.IGNORECASE)
 
 
-class Linear(Closed):
+class LinearShape(Closed):
     """A linear and how often it occurs: activation [M, K] by weight [N, K]."""
 
     name: str
@@ -38,7 +38,7 @@ class Linear(Closed):
 
 
 @dataclass(frozen=True)
-class Shapes:
+class LinearShapes:
     """The linears of one model, or a few that were typed in.
 
     Args:
@@ -48,16 +48,16 @@ class Shapes:
     """
 
     name: str
-    linears: Sequence[Linear]
+    linears: Sequence[LinearShape]
     source: str = ""
 
-    def distinct(self) -> list[Linear]:
+    def distinct(self) -> list[LinearShape]:
         """One for each [N, K], counts added up, names joined: `q_proj, o_proj`; largest share of the weights first."""
-        found: dict[tuple[int, int], list[Linear]] = {}
+        found: dict[tuple[int, int], list[LinearShape]] = {}
         for linear in self.linears:
             found.setdefault((linear.K, linear.N), []).append(linear)
         joined = [
-            Linear(
+            LinearShape(
                 name=", ".join(dict.fromkeys(each.name for each in group)), K=k, N=n, count=sum(x.count for x in group)
             )
             for (k, n), group in found.items()
@@ -70,7 +70,7 @@ def names() -> list[str]:
     return [name for name in shipped_models.names() if not _has_experts(_architecture(name))]
 
 
-def shipped(name: str) -> Shapes:
+def shipped(name: str) -> LinearShapes:
     """The linears of a shipped model. Raises InputError `unknown-model`, with a did-you-mean."""
     if name not in shipped_models.names():
         raise unknown_name("model", name, names())
@@ -81,7 +81,7 @@ def _architecture(name: str) -> Architecture:
     return configs.from_config(shipped_models.read(name).config, name)
 
 
-def typed(texts: Iterable[str]) -> Shapes:
+def typed(texts: Iterable[str]) -> LinearShapes:
     """Shapes as `--shape` takes them: `4096x14336`, K x N. Raises InputError `shape-invalid`."""
     found = []
     for text in texts:
@@ -90,11 +90,11 @@ def typed(texts: Iterable[str]) -> Shapes:
             raise InputError(
                 "shape-invalid", where="--shape", value=text, rule="KxN, inputs by outputs, from 1 up: 4096x14336"
             )
-        found.append(Linear(name=text.strip(), K=int(match[1]), N=int(match[2])))
-    return Shapes("", list({(each.K, each.N): each for each in found}.values()), "typed")
+        found.append(LinearShape(name=text.strip(), K=int(match[1]), N=int(match[2])))
+    return LinearShapes("", list({(each.K, each.N): each for each in found}.values()), "typed")
 
 
-def from_config(config: Mapping[str, Any], name: str) -> Shapes:
+def from_config(config: Mapping[str, Any], name: str) -> LinearShapes:
     """The linears that a transformers `config.json` stands for.
 
     Raises:
@@ -106,7 +106,7 @@ def from_config(config: Mapping[str, Any], name: str) -> Shapes:
     return _of(configs.from_config(config, name), f"config.json, {config.get('model_type')}")
 
 
-def _of(model: Architecture, source: str) -> Shapes:
+def _of(model: Architecture, source: str) -> LinearShapes:
     """The linears by what they are called inside a block."""
     if _has_experts(model):
         raise _unknown(model.name, "experts, each of which sees some of a batch's tokens", "models without experts")
@@ -117,7 +117,9 @@ def _of(model: Architecture, source: str) -> Shapes:
             found[key] = found.get(key, 0) + 1
     if model.head is not None and model.kind != "encoder":  # heads of encoders are no product with every token
         found[model.head.name.rpartition(".")[2], model.head.K, model.head.N] = 1
-    return Shapes(model.name, [Linear(name=label, K=k, N=n, count=c) for (label, k, n), c in found.items()], source)
+    return LinearShapes(
+        model.name, [LinearShape(name=label, K=k, N=n, count=c) for (label, k, n), c in found.items()], source
+    )
 
 
 def _label(path: str) -> str:
@@ -139,7 +141,7 @@ def _unknown(name: str, value: str, rule: str) -> InputError:
     )
 
 
-def from_tensors(stored: Mapping[str, Sequence[int]], name: str, *, tied_head: bool = False) -> Shapes:
+def from_tensors(stored: Mapping[str, Sequence[int]], name: str, *, tied_head: bool = False) -> LinearShapes:
     """The linears among stored tensors: matrices called `*.weight` that are neither embeddings nor norms.
 
     Args:
@@ -161,7 +163,9 @@ def from_tensors(stored: Mapping[str, Sequence[int]], name: str, *, tied_head: b
         found[key] = found.get(key, 0) + 1
     if not found:
         raise InputError("no-linears", where=name, value="no matrix among the weights", remedy="--shape KxN")
-    return Shapes(name, [Linear(name=label, K=k, N=n, count=c) for (label, n, k), c in found.items()], "stored weights")
+    return LinearShapes(
+        name, [LinearShape(name=label, K=k, N=n, count=c) for (label, n, k), c in found.items()], "stored weights"
+    )
 
 
 def _is_head(module: str, shape: Sequence[int], tied: bool) -> bool:

@@ -13,7 +13,7 @@ from quantkit.bundle import Manifest
 from quantkit.measurement.rows import Row
 from quantkit.report.bundle import figures
 from quantkit.report.kit import axes, charts, shares, words
-from quantkit.report.kit.charts import Mark, Point
+from quantkit.report.kit.charts import ChartPoint, Mark
 from quantkit.report.kit.parts import Panel, Section, Sheet
 from quantkit.report.kit.words import Form, Interval
 
@@ -147,7 +147,7 @@ def _moved(
     points, body = [], []
     for row, (value, interval) in known:
         label = ", ".join(part for part in (figures.variant(row), _among(row)) if part)
-        points.append(Point(label, value, interval, measure.form(value)))
+        points.append(ChartPoint(label, value, interval, measure.form(value)))
         shown = words.between(interval, measure.form) or "–"
         body.append([measure.title, label, measure.form(value), shown, figures.flags(row)])
     marks, limit = [Mark(measure.same, "no change")], gates.get(measure.gate)
@@ -180,7 +180,7 @@ def _right(rows: Sequence[Row]) -> Panel:
     for row in rows:
         form, base = shares.form(row), row.baseline
         text = form(row.value or 0.0) + (f", original {form(base.value)}" if base is not None else "")
-        points.append(Point(_named(row), row.value or 0.0, row.ci95, text, beside=base.value if base else None))
+        points.append(ChartPoint(_named(row), row.value or 0.0, row.ci95, text, beside=base.value if base else None))
     ends = [end for point in points for end in (*(point.interval or ()), point.value, point.beside or point.value)]
     title = "Right partner found" if rows[0].name in shares.RECALL else "Right answers"
     unit = "pairs" if rows[0].name in shares.RECALL else "samples"
@@ -197,7 +197,7 @@ def _changes(rows: Sequence[Row], gates: dict[str, int | float]) -> list[Panel]:
         form, sure = shares.points_form(row), words.between(base.difference_ci95, shares.points_form(row))
         test = f", p {words.chance(base.p_value)}" if base.p_value is not None else ""
         text = f"{form(base.difference)}{f' ({sure})' if sure else ''}{test}"
-        points.append(Point(_named(row), base.difference, base.difference_ci95, text))
+        points.append(ChartPoint(_named(row), base.difference, base.difference_ci95, text))
         limit = gates.get(_DROPS.get(row.name, ""))
         if limit is not None:
             mark = Mark(-limit / 100, f"gate of {_short(row)} {words.points(-limit / 100, 2)}", dotted=True)
@@ -233,7 +233,7 @@ def _as_text(rows: Sequence[Row]) -> list[list[str]]:
 # --- before and after ------------------------------------------------------------------------------------------------
 
 
-def accuracy_tables(rows: Sequence[Row]) -> list[tuple[str, list[figures.Line]]]:
+def accuracy_tables(rows: Sequence[Row]) -> list[tuple[str, list[figures.FigureLine]]]:
     """(export, its lines): before and after, as the card and the terminal have them."""
     scored = [row for row in rows if row.name.startswith("accuracy.")]
     return figures.tables(scored)

@@ -41,7 +41,7 @@ _NOT_MEASURED = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class CurvePoint:
     """One size of a curve: what was measured there, and what bounds it."""
 
     x: int
@@ -120,8 +120,8 @@ class Series:
     """
 
     title: str
-    cells: Sequence[Cell]
-    skipped: Sequence[Cell]
+    cells: Sequence[CurvePoint]
+    skipped: Sequence[CurvePoint]
     even: Row | None
     this: str
     other: str
@@ -130,7 +130,7 @@ class Series:
 
     @classmethod
     def of(
-        cls, title: str, cells: Sequence[Cell], even: Row | None, names: tuple[str, str], over: str, unit: str
+        cls, title: str, cells: Sequence[CurvePoint], even: Row | None, names: tuple[str, str], over: str, unit: str
     ) -> Series:
         """The curve of all its cells, those without a value apart."""
         known = [(cell.row.value or 0) > 0 for cell in cells]
@@ -221,7 +221,7 @@ def _series(manifest: Manifest, rows: Sequence[Row], group: Sequence[Row], title
         return (row.batch or 0) if over == "batch" else tokens(row)
 
     cells = [
-        Cell(at(row), row, _of(rows, row, "tax.total"), _of(rows, row, "bandwidth.effective"))
+        CurvePoint(at(row), row, _of(rows, row, "tax.total"), _of(rows, row, "bandwidth.effective"))
         for row in sorted(group, key=at)
         if at(row)
     ]

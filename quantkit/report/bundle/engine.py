@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from quantkit.measurement.engine_layers import Costly, Inspected, Product
+from quantkit.measurement.engine_layers import Costly, EngineProduct, Inspected
 from quantkit.report.bundle import figures
 from quantkit.report.kit import screen, words
 from quantkit.report.kit.parts import Section, Sheet
@@ -74,7 +74,7 @@ def table(engine: Inspected) -> list[RenderableType]:
 
 def _grouped(engine: Inspected) -> list[list[str]]:
     fallen = [_product(each.linear, each) for each in engine.products if each.fell_back]
-    groups: dict[tuple[str, ...], list[Product]] = {}
+    groups: dict[tuple[str, ...], list[EngineProduct]] = {}
     for each in engine.products:
         if not each.fell_back:
             key = figures.place(each.linear)[1], each.asked, str(each.got), str(each.inputs_asked), str(each.inputs_got)
@@ -82,7 +82,7 @@ def _grouped(engine: Inspected) -> list[list[str]]:
     return fallen + [_product(f"{key[0]}, {len(group)} of them", group[0]) for key, group in groups.items()]
 
 
-def _product(name: str, each: Product) -> list[str]:
+def _product(name: str, each: EngineProduct) -> list[str]:
     return [
         name,
         each.asked,

@@ -19,11 +19,11 @@ _BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 _GATE = "gate."
 
 T = TypeVar("T")
-_Maker = Callable[[Row, float], "Line"]
+_Maker = Callable[[Row, float], "FigureLine"]
 
 
 @dataclass(frozen=True)
-class Line:
+class FigureLine:
     """One line of the table: `before` is the original's, empty where the figure is about both."""
 
     label: str
@@ -32,7 +32,7 @@ class Line:
     remark: str
 
 
-def tables(rows: Sequence[Row], *, layers: int = 0, dtype: str = "") -> list[tuple[str, list[Line]]]:
+def tables(rows: Sequence[Row], *, layers: int = 0, dtype: str = "") -> list[tuple[str, list[FigureLine]]]:
     """(export, its lines), first sizes and memory, whose export is empty: they stand for the bundle.
 
     Args:
@@ -46,10 +46,10 @@ def tables(rows: Sequence[Row], *, layers: int = 0, dtype: str = "") -> list[tup
     return [(name, group) for name, group in found if group]
 
 
-def lines(rows: Sequence[Row], *, layers: int = 0, dtype: str = "") -> list[Line]:
+def lines(rows: Sequence[Row], *, layers: int = 0, dtype: str = "") -> list[FigureLine]:
     """Size, accuracy and memory of one export; see `tables`."""
     exports = {export(row) for row in rows if row.name == "size.bytes"}
-    found: list[Line] = []
+    found: list[FigureLine] = []
     for name, make in _MAKERS.items():
         for row in rows:
             if row.name != name or row.value is None:
@@ -57,21 +57,23 @@ def lines(rows: Sequence[Row], *, layers: int = 0, dtype: str = "") -> list[Line
             line = make(row, row.value)
             if name == "size.bits_per_weight":
                 original = str(_BITS.get(dtype, ""))
-                line = Line(line.label, original, line.after, f"in {words.plural(layers, 'quantized layer')}")
+                line = FigureLine(line.label, original, line.after, f"in {words.plural(layers, 'quantized layer')}")
             elif name == "size.bytes" and len(exports) > 1:
-                line = Line(f"{line.label}, {export(row)}", line.before, line.after, line.remark)
+                line = FigureLine(f"{line.label}, {export(row)}", line.before, line.after, line.remark)
             if line not in found:  # several exports hold the same weights in the same bits
                 found.append(line)
     return found
 
 
-def _bytes(row: Row, value: float) -> Line:
-    return Line("weights on disk", *_smaller(row, value))
+def _bytes(row: Row, value: float) -> FigureLine:
+    return FigureLine("weights on disk", *_smaller(row, value))
 
 
-def _peak(row: Row, value: float) -> Line:
+def _peak(row: Row, value: float) -> FigureLine:
     before, after, remark = _smaller(row, value)
-    return Line("peak memory", before, after, ", ".join(part for part in (remark, row.runtime, where(row)) if part))
+    return FigureLine(
+        "peak memory", before, after, ", ".join(part for part in (remark, row.runtime, where(row)) if part)
+    )
 
 
 def _smaller(row: Row, value: float) -> tuple[str, str, str]:
@@ -85,13 +87,13 @@ def _smaller(row: Row, value: float) -> tuple[str, str, str]:
     return before, words.size(value), remark
 
 
-def _bits(row: Row, value: float) -> Line:
-    return Line("bits per weight", "", words.figure(value, 3), "")
+def _bits(row: Row, value: float) -> FigureLine:
+    return FigureLine("bits per weight", "", words.figure(value, 3), "")
 
 
-def _perplexity(row: Row, value: float) -> Line:
+def _perplexity(row: Row, value: float) -> FigureLine:
     if row.baseline is None:
-        return Line("perplexity", "", words.figure(value), words.between(row.ci95, words.figure))
+        return FigureLine("perplexity", "", words.figure(value), words.between(row.ci95, words.figure))
     remark = ""
     if row.baseline.ratio:
         # a row's ratio says how many times better it is; perplexity is read the other way round
@@ -99,22 +101,22 @@ def _perplexity(row: Row, value: float) -> Line:
         if row.baseline.ratio_ci95 and row.baseline.ratio_ci95[0] > 0:
             low, high = row.baseline.ratio_ci95
             remark += f" ({1 / high:.3f} to {1 / low:.3f})"
-    return Line("perplexity", words.figure(row.baseline.value), words.figure(value), remark)
+    return FigureLine("perplexity", words.figure(row.baseline.value), words.figure(value), remark)
 
 
-def _next_word(row: Row, value: float) -> Line:
+def _next_word(row: Row, value: float) -> FigureLine:
     if row.baseline is None:
-        return Line("next word right", "", words.percent(value), words.between(row.ci95, words.percent))
+        return FigureLine("next word right", "", words.percent(value), words.between(row.ci95, words.percent))
     points = f"{100 * (value - row.baseline.value):+.1f} points".replace("-", "−")
-    return Line("next word right", words.percent(row.baseline.value), words.percent(value), points)
+    return FigureLine("next word right", words.percent(row.baseline.value), words.percent(value), points)
 
 
-def _agreement(row: Row, value: float) -> Line:
+def _agreement(row: Row, value: float) -> FigureLine:
     form = shares.form(row)
-    return Line(shares.agreement(row), "", form(value), words.between(row.ci95, form))
+    return FigureLine(shares.agreement(row), "", form(value), words.between(row.ci95, form))
 
 
-def _kl(row: Row, value: float) -> Line:
+def _kl(row: Row, value: float) -> FigureLine:
     try:
         error = standard_error(row)
     except MissingDependency:  # the interval is in the row; only the error behind it needs scipy
@@ -124,34 +126,34 @@ def _kl(row: Row, value: float) -> Line:
         if error is not None
         else f"{words.between(row.ci95, lambda value: words.figure(value, 3))} nats".strip()
     )
-    return Line("KL divergence", "", words.figure(value, 3), remark)
+    return FigureLine("KL divergence", "", words.figure(value, 3), remark)
 
 
 def _share(label: str) -> _Maker:
-    def line(row: Row, value: float) -> Line:
+    def line(row: Row, value: float) -> FigureLine:
         form = shares.form(row)
         before = form(row.baseline.value) if row.baseline is not None else ""
         remark = "; ".join(part for part in (words.between(row.ci95, form), shares.changed(row)) if part)
-        return Line(label, before, form(value), remark)
+        return FigureLine(label, before, form(value), remark)
 
     return line
 
 
-def _cosine(row: Row, value: float) -> Line:
+def _cosine(row: Row, value: float) -> FigureLine:
     least = (row.quantiles or {}).get("p0")
     parts = [words.between(row.ci95, _cosine_form), f"least {_cosine_form(least)}" if least is not None else ""]
-    return Line("cosine to the original", "", _cosine_form(value), "; ".join(part for part in parts if part))
+    return FigureLine("cosine to the original", "", _cosine_form(value), "; ".join(part for part in parts if part))
 
 
 def _cosine_form(value: float) -> str:
     return words.figure(value, 5)
 
 
-def _relative_error(row: Row, value: float) -> Line:
+def _relative_error(row: Row, value: float) -> FigureLine:
     def form(share: float) -> str:
         return words.percent(share, 2)
 
-    return Line("error relative to the original", "", form(value), words.between(row.ci95, form))
+    return FigureLine("error relative to the original", "", form(value), words.between(row.ci95, form))
 
 
 # in the order they are shown

@@ -23,7 +23,7 @@ _OUTLIER = 20.0
 
 
 @dataclass(frozen=True)
-class Line:
+class WorstLine:
     """One of the worst positions, ready to be read."""
 
     kl: str
@@ -38,7 +38,7 @@ class Worst:
     """The worst positions, and how much they weigh."""
 
     said: str
-    lines: Sequence[Line]
+    lines: Sequence[WorstLine]
 
 
 def said(harm: Harm | None) -> list[str]:
@@ -115,8 +115,8 @@ def worst(harm: Harm | None) -> Worst | None:
     return Worst(said, [_line(position) for position in harm.worst])
 
 
-def _line(position: Position) -> Line:
-    return Line(
+def _line(position: Position) -> WorstLine:
+    return WorstLine(
         words.figure(position.kl, 3),
         "… " + words.visible(position.before),
         words.visible(position.follows),

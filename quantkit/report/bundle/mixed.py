@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quantkit.measurement.accuracy.mixed import Mixed, Step
+from quantkit.measurement.accuracy.mixed import MixedPoint, MixedSearch
 from quantkit.report.kit import axes, charts, words
-from quantkit.report.kit.charts import QUANTIZED, Curve, Mark, Part
+from quantkit.report.kit.charts import QUANTIZED, BarPart, Curve, Mark
 from quantkit.report.kit.parts import Panel, Section, Sheet
 
 # layers that are drawn; the table has all
@@ -15,7 +15,7 @@ _SHOWN = 6
 _LEFT = 76
 
 
-def sections(mixed: Mixed | None) -> list[Section]:
+def sections(mixed: MixedSearch | None) -> list[Section]:
     """The curve, and the layers behind it."""
     if mixed is None:
         return []
@@ -37,7 +37,7 @@ def sections(mixed: Mixed | None) -> list[Section]:
     return found
 
 
-def said(mixed: Mixed) -> list[str]:
+def said(mixed: MixedSearch) -> list[str]:
     """What was chosen, what it costs, and what all of it in low precision would have harmed."""
     first = mixed.steps[0]
     low = f"With nothing kept high, {mixed.what}: {words.figure(first.harm, 3)} at {words.size(first.bytes)}."
@@ -55,7 +55,7 @@ def said(mixed: Mixed) -> list[str]:
     return [low, f"Keeping {what} high brings it to {words.figure(step.harm, 3)}, for {more} more bytes."]
 
 
-def _curve(mixed: Mixed) -> Panel:
+def _curve(mixed: MixedSearch) -> Panel:
     steps = mixed.steps
     sizes = [step.bytes / 1e6 for step in steps]
     hover = [f"{len(step.kept)} kept high, {words.size(step.bytes)}, {words.figure(step.harm, 3)}" for step in steps]
@@ -78,12 +78,12 @@ def _curve(mixed: Mixed) -> Panel:
     return Panel("Harm against bytes", f"{mixed.what}, falling as more layers are kept high", figure)
 
 
-def _alone(mixed: Mixed) -> Panel:
+def _alone(mixed: MixedSearch) -> Panel:
     kept = set(mixed.steps[mixed.chosen].kept) if mixed.chosen is not None else set()
     shown, what = mixed.layers[:_SHOWN], mixed.alone or mixed.what
     parts = [
-        Part("kept high", [each.harm if each.name in kept else 0.0 for each in shown], "ink"),
-        Part("quantized", [0.0 if each.name in kept else each.harm for each in shown], QUANTIZED),
+        BarPart("kept high", [each.harm if each.name in kept else 0.0 for each in shown], "ink"),
+        BarPart("quantized", [0.0 if each.name in kept else each.harm for each in shown], QUANTIZED),
     ]
 
     def form(value: float) -> str:
@@ -96,7 +96,7 @@ def _alone(mixed: Mixed) -> Panel:
     return Panel(title, f"{what} with one layer quantized", figure)
 
 
-def _steps(mixed: Mixed) -> list[list[str]]:
+def _steps(mixed: MixedSearch) -> list[list[str]]:
     """Each step as text, with the layers that it keeps and the one before it did not."""
     before: Sequence[str] = ()
     found = []
@@ -108,6 +108,6 @@ def _steps(mixed: Mixed) -> list[list[str]]:
     return found
 
 
-def _figures(step: Step) -> list[str]:
+def _figures(step: MixedPoint) -> list[str]:
     sure = words.between(step.ci95, lambda value: words.figure(value, 3))
     return [words.size(step.bytes), words.figure(step.harm, 3), sure or "–"]

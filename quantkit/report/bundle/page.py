@@ -18,7 +18,7 @@ from quantkit.report.bundle import engine as engine_sections
 from quantkit.report.bundle import harm as harm_sections
 from quantkit.report.bundle.figures import DecisionLine
 from quantkit.report.kit import shares, shell, words
-from quantkit.report.kit.parts import Sheet, Tile
+from quantkit.report.kit.parts import FigureTile, Sheet
 
 
 def page(
@@ -94,7 +94,7 @@ def _tone(manifest: Manifest) -> str:
     return tones.get(manifest.verdict.answer, "bad")
 
 
-def _tiles(rows: Sequence[Row]) -> list[Tile]:
+def _tiles(rows: Sequence[Row]) -> list[FigureTile]:
     """Speed, size and accuracy, as far as they were measured."""
     found = []
     timed = [row for row in rows if row.name.startswith("latency.") and row.baseline and row.baseline.ratio]
@@ -106,30 +106,30 @@ def _tiles(rows: Sequence[Row]) -> list[Tile]:
         kind = {"latency.decode_step": "decode", "latency.prefill": "prefill"}.get(row.name, "one operation")
         kind = "a pass" if row.name == "latency.prefill" and curves.tokens(row) == 1 else kind
         detail = ", ".join(part for part in (figures.where(row), f"95\u00a0% {sure}" if sure else "") if part)
-        found.append(Tile(words.times((base and base.ratio) or 0.0), f"the speed in {kind}", detail))
+        found.append(FigureTile(words.times((base and base.ratio) or 0.0), f"the speed in {kind}", detail))
     sized = [row for row in rows if row.name == "size.bytes" and row.value and row.baseline and row.baseline.ratio]
     if sized:
         row = sized[-1]
         before, ratio = (row.baseline.value, row.baseline.ratio or 0.0) if row.baseline else (0.0, 0.0)
         label = "smaller on disk" if ratio >= 1 else "larger on disk"
         number = words.times(ratio if ratio >= 1 else 1 / ratio)
-        found.append(Tile(number, label, f"{words.size(before)} to {words.size(row.value or 0.0)}"))
+        found.append(FigureTile(number, label, f"{words.size(before)} to {words.size(row.value or 0.0)}"))
     scored = {row.name: row for row in rows if row.value is not None and "surer_than" not in row.settings}
     if (best := scored.get("accuracy.perplexity")) and best.baseline and best.baseline.ratio:
         change = f"{words.figure(best.baseline.value)} to {words.figure(best.value or 0.0)}"
         detail = f"{change}, {figures.variant(best)}; lower is better"
-        found.append(Tile(f"{1 / best.baseline.ratio:.3f}×", "the perplexity", detail))
+        found.append(FigureTile(f"{1 / best.baseline.ratio:.3f}×", "the perplexity", detail))
     elif best := next((scored[name] for name in ("accuracy.top1", "accuracy.recall_at_1") if name in scored), None):
         detail = ", ".join(part for part in (shares.changed(best), figures.variant(best)) if part)
-        found.append(Tile(shares.form(best)(best.value or 0.0), shares.NAMES[best.name], detail))
+        found.append(FigureTile(shares.form(best)(best.value or 0.0), shares.NAMES[best.name], detail))
     elif (best := scored.get("accuracy.top1_agreement")) and shares.of_classes(best):
         form = shares.form(best)
         detail = f"95\u00a0% {words.between(best.ci95, form)}, {figures.variant(best)}"
-        found.append(Tile(form(best.value or 0.0), shares.agreement(best), detail))
+        found.append(FigureTile(form(best.value or 0.0), shares.agreement(best), detail))
     elif best := scored.get("accuracy.cosine"):
         sure = words.between(best.ci95, lambda value: words.figure(value, 5))
         detail = ", ".join(part for part in (f"95\u00a0% {sure}" if sure else "", figures.variant(best)) if part)
-        found.append(Tile(words.figure(best.value or 0.0), "cosine to the original", detail))
+        found.append(FigureTile(words.figure(best.value or 0.0), "cosine to the original", detail))
     return found
 
 

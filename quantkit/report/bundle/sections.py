@@ -16,7 +16,7 @@ from quantkit.bundle import Manifest
 from quantkit.measurement.rows import Row
 from quantkit.report.bundle import figures
 from quantkit.report.kit import charts, words
-from quantkit.report.kit.charts import Figure, Part
+from quantkit.report.kit.charts import BarPart, Figure
 from quantkit.report.kit.parts import Panel, Section, Sheet
 
 _FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -79,7 +79,7 @@ def sizes(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
     shades = ["original", "quantized", "quantized-soft", "rest"]
     if exports:
         bars = _bars(manifest, exports)
-        parts = [Part(names[i], [bar[2][i] for bar in bars], shades[i]) for i in range(len(names))]
+        parts = [BarPart(names[i], [bar[2][i] for bar in bars], shades[i]) for i in range(len(names))]
         parts = [part for part in parts if any(part.values)]
         totals = [words.size(total) + (f", {ratio:.2f}× smaller" if ratio else "") for _, total, _, ratio in bars]
         figure = charts.stacked([name for name, *_ in bars], parts, totals, "weights on disk")
@@ -89,8 +89,8 @@ def sizes(manifest: Manifest, rows: Sequence[Row]) -> list[Section]:
     if memory:
         found = _memory(memory)
         parts = [
-            Part("original", [value if old else 0.0 for _, value, old in found], "original"),
-            Part("this model", [0.0 if old else value for _, value, old in found], "quantized"),
+            BarPart("original", [value if old else 0.0 for _, value, old in found], "original"),
+            BarPart("this model", [0.0 if old else value for _, value, old in found], "quantized"),
         ]
         totals = [words.size(value) for _, value, _ in found]
         figure = charts.stacked([name for name, *_ in found], parts, totals, "peak memory of the process")

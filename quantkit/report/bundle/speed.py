@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from quantkit.bundle import Manifest
 from quantkit.measurement.rows import Row
 from quantkit.report.bundle import curves, figures
-from quantkit.report.bundle.curves import Cell, Series
+from quantkit.report.bundle.curves import CurvePoint, Series
 from quantkit.report.kit import axes, charts, words
 from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve, Mark
 from quantkit.report.kit.parts import Panel, Section, Sheet
@@ -33,7 +33,7 @@ def section(rows: Sequence[Row], series: Series) -> Section:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def _curves(series: Series, form: Form, scale: Callable[[Cell, float], float]) -> list[Curve]:
+def _curves(series: Series, form: Form, scale: Callable[[CurvePoint, float], float]) -> list[Curve]:
     """Both sides and their bounds; `scale(cell, seconds)` is the figure's value, `form` shows it."""
     cells, found = series.cells, []
     values = [scale(cell, cell.row.value or 0.0) for cell in cells]
@@ -55,7 +55,7 @@ def _curves(series: Series, form: Form, scale: Callable[[Cell, float], float]) -
     return found
 
 
-def _scaled(cell: Cell, scale: Callable[[Cell, float], float]) -> Interval | None:
+def _scaled(cell: CurvePoint, scale: Callable[[CurvePoint, float], float]) -> Interval | None:
     if cell.row.ci95 is None or cell.row.ci95[0] <= 0:
         return None
     low, high = sorted(scale(cell, end) for end in cell.row.ci95)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quantkit.measurement.compared import Cell, Compared, Flip, LayerPair
+from quantkit.measurement.compared import Compared, DecidedCell, LayerPair, WordFlip
 from quantkit.report.bundle import sections
 from quantkit.report.compare import words as say
 from quantkit.report.kit import axes, charts, shell, words
 from quantkit.report.kit.axes import Axis
-from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve, Mark, Part, Point
+from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, BarPart, ChartPoint, Curve, Mark
 from quantkit.report.kit.parts import Panel, Section, Sheet
 
 _TONES = {"B better": "good", "same": "good", "A better": "bad", "mixed": "bad", "inconclusive": ""}
@@ -53,7 +53,7 @@ def _accuracy(data: Compared) -> Section | None:
     for cell in cells:
         low, high = (end / cell.margin for end in cell.ci95)
         text = f"{say.difference(cell, margin=False)}, {say.answered(cell)}"
-        points.append(Point(title(cell), cell.effect / cell.margin, (low, high), text))
+        points.append(ChartPoint(title(cell), cell.effect / cell.margin, (low, high), text))
     ends = [end for point in points for end in (point.value, *(point.interval or ()))]
     axis = axes.straight_axis("how much worse B is, in margins", [*ends, -1.2, 1.2])
     marks = [Mark(-1.0, "a margin better", dotted=True), Mark(1.0, "a margin worse", dotted=True)]
@@ -71,7 +71,7 @@ def _times(data: Compared) -> Section | None:
     cells, about = say.group(data, ("latency",))
     if not cells:
         return None
-    lines: dict[str, list[Cell]] = {}
+    lines: dict[str, list[DecidedCell]] = {}
     for cell in sorted(cells, key=lambda cell: cell.batch or 0):
         lines.setdefault(_line(cell, data.kind), []).append(cell)
     several = {label: those for label, those in lines.items() if len(those) > 1}
@@ -82,7 +82,7 @@ def _times(data: Compared) -> Section | None:
     return Section(said, panels, captions, say.sheet(cells, data.kind))
 
 
-def _line(cell: Cell, kind: str) -> str:
+def _line(cell: DecidedCell, kind: str) -> str:
     """Cells of one line differ in their batch alone."""
     shape = cell.shape or {}
     if cell.name == "latency.decode_step":
@@ -91,7 +91,7 @@ def _line(cell: Cell, kind: str) -> str:
     return ("prefill" if kind == "decoder" else "pass") + (f", {tokens:,} tokens" if tokens > 1 else "")
 
 
-def _by_batch(lines: dict[str, list[Cell]], margin: float) -> Panel:
+def _by_batch(lines: dict[str, list[DecidedCell]], margin: float) -> Panel:
     curves = []
     for i, (label, cells) in enumerate(lines.items()):
         band = [(1 + cell.ci95[0], 1 + cell.ci95[1]) for cell in cells]
@@ -111,17 +111,17 @@ def _by_batch(lines: dict[str, list[Cell]], margin: float) -> Panel:
     return Panel("B's time over A's, by batch", alt, figure, wide=True)
 
 
-def _alone(cells: Sequence[Cell], data: Compared) -> Panel:
+def _alone(cells: Sequence[DecidedCell], data: Compared) -> Panel:
     title, points = say.titles(cells, data.kind), []
     for cell in cells:
         interval = (1 + cell.ci95[0], 1 + cell.ci95[1])
         text = f"{say.difference(cell, margin=False)}, {say.answered(cell)}"
-        points.append(Point(title(cell), 1 + cell.effect, interval, text))
+        points.append(ChartPoint(title(cell), 1 + cell.effect, interval, text))
     figure = charts.forest(points, _ratios(cells), marks=[Mark(1.0, "as long")])
     return Panel("B's time over A's", "How many times as long B takes as A, with 95 % intervals", figure, wide=True)
 
 
-def _ratios(cells: Sequence[Cell]) -> Axis:
+def _ratios(cells: Sequence[DecidedCell]) -> Axis:
     ends = [1 + end for cell in cells for end in (cell.effect, *cell.ci95)]
     return axes.log_axis("B's time / A's", [*ends, 1.0], form=lambda value: f"{value:g}×")
 
@@ -133,7 +133,7 @@ def _size(data: Compared) -> Section | None:
         return None
     sizes = [float(known[0].a or 0), float(known[0].b or 0)]
     totals = [words.size(each) for each in sizes]
-    figure = charts.stacked(["A", "B"], [Part("weights", sizes, QUANTIZED)], totals, "weights")
+    figure = charts.stacked(["A", "B"], [BarPart("weights", sizes, QUANTIZED)], totals, "weights")
     panel = Panel("Weights that the runtime loads", f"A {totals[0]}, B {totals[1]}", figure, wide=True)
     return Section([f"B is {say.difference(known[0])}."], [panel], [], say.sheet(cells, data.kind))
 
@@ -168,7 +168,7 @@ def _layers(pairs: Sequence[LayerPair]) -> Section | None:
     return Section(said, panels, [], Sheet(["layer", f"A's {what}", "B's", "A is stored as", "B"], body, 2))
 
 
-def _flip(flip: Flip) -> dict[str, str]:
+def _flip(flip: WordFlip) -> dict[str, str]:
     """One row of the table; the text of a model is made visible here and escaped by the page."""
     known = flip.before is not None and flip.follows is not None
     return {

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
-from quantkit.measurement.compared import Compared, Flip, Flips, LayerPair
+from quantkit.measurement.compared import Compared, LayerPair, WordFlip, WordFlips
 from quantkit.report.compare import words as say
 from quantkit.report.kit import words
 from quantkit.report.kit.screen import DIM, copied, grid, indented, marked, table, titled
@@ -43,7 +43,7 @@ def terminal(data: Compared, page: Path | None = None) -> list[RenderableType]:
     return found if page is None else [*found, Text(), copied(f"  page: {page}")]
 
 
-def _flips(flips: Flips) -> list[RenderableType]:
+def _flips(flips: WordFlips) -> list[RenderableType]:
     found = titled("  flipped", Text(say.flipped(flips)), by=4)
     for side in ("A", "B"):
         those = [_flip(flip) for flip in flips.examples if flip.right == side]
@@ -51,7 +51,7 @@ def _flips(flips: Flips) -> list[RenderableType]:
     return found
 
 
-def _flip(flip: Flip) -> Text:
+def _flip(flip: WordFlip) -> Text:
     """`… tasks of the [war]  A ·war 61 %, B ·day 22 %`; the text of a model never reaches the terminal as it is."""
     text = Text()
     if flip.before is not None and flip.follows is not None:

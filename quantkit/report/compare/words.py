@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import expm1, floor, log10
 
 from quantkit.bundle import LayerEntry
-from quantkit.measurement.compared import Cell, Compared, Flips, LayerPair, Named
+from quantkit.measurement.compared import Compared, DecidedCell, LayerPair, NamedSide, WordFlips
 from quantkit.report.bundle import figures
 from quantkit.report.kit import words
 from quantkit.report.kit.parts import Sheet
@@ -35,7 +35,7 @@ HOW = {
 _NAMED = 3
 
 
-def because(cells: Sequence[Cell], kind: str) -> list[str]:
+def because(cells: Sequence[DecidedCell], kind: str) -> list[str]:
     """The reasons of the verdict: what is worse, what is better, what is not known; a sentence each."""
     found = []
     title = titles(cells, kind)
@@ -54,7 +54,7 @@ def because(cells: Sequence[Cell], kind: str) -> list[str]:
     return found
 
 
-def _seen(cell: Cell) -> str:
+def _seen(cell: DecidedCell) -> str:
     """The smallest loss that would have been called."""
     if cell.what == "latency":
         return f"it would have been seen from {words.figure(1 + cell.detectable, 3)} times as long on"
@@ -64,7 +64,7 @@ def _seen(cell: Cell) -> str:
     return f"a loss of {lost} {_unit(cell)}".rstrip() + " would have been seen"
 
 
-def titles(cells: Sequence[Cell], kind: str) -> Callable[[Cell], str]:
+def titles(cells: Sequence[DecidedCell], kind: str) -> Callable[[DecidedCell], str]:
     """`decode step, batch 1, context 128`, with the device and runtime of times where they have several.
 
     A prefill of a model of another kind than a decoder is a pass.
@@ -72,14 +72,14 @@ def titles(cells: Sequence[Cell], kind: str) -> Callable[[Cell], str]:
     timed = [cell for cell in cells if cell.what == "latency"]
     places = {(cell.device, cell.runtime) for cell in timed}
 
-    def title(cell: Cell) -> str:
+    def title(cell: DecidedCell) -> str:
         where = (cell.device, cell.runtime) if cell.what == "latency" and len(places) > 1 else ()
         return ", ".join([_title(cell, kind), *(part for part in where if part)])
 
     return title
 
 
-def _title(cell: Cell, kind: str) -> str:
+def _title(cell: DecidedCell, kind: str) -> str:
     shape = cell.shape or {}
     parts = [_NAMES.get(cell.name, cell.name)]
     if cell.name == "latency.prefill" and kind != "decoder":
@@ -91,7 +91,7 @@ def _title(cell: Cell, kind: str) -> str:
     return ", ".join(parts)
 
 
-def value(cell: Cell, value: float) -> str:
+def value(cell: DecidedCell, value: float) -> str:
     """A side's own value, with its unit."""
     if cell.what == "latency":
         return words.moment(value)
@@ -100,7 +100,7 @@ def value(cell: Cell, value: float) -> str:
     return words.percent(value) if cell.name in _SHARES else words.figure(value, 4)
 
 
-def difference(cell: Cell, *, margin: bool = True) -> str:
+def difference(cell: DecidedCell, *, margin: bool = True) -> str:
     """`1.2 points lost (0.8 to 1.6), margin 1`."""
     low, high = cell.ci95
     if cell.what in ("latency", "size"):
@@ -116,7 +116,7 @@ def difference(cell: Cell, *, margin: bool = True) -> str:
     return f"{text}, margin {_effect(cell, cell.margin, _places(cell, cell.margin)).lstrip('+−')}" if margin else text
 
 
-def sheet(cells: Sequence[Cell], kind: str, *, margin: bool = True) -> Sheet:
+def sheet(cells: Sequence[DecidedCell], kind: str, *, margin: bool = True) -> Sheet:
     """A line for each thing that was compared."""
     title = titles(cells, kind)
     sides = [["–" if each is None else value(cell, each) for each in (cell.a, cell.b)] for cell in cells]
@@ -127,7 +127,7 @@ def sheet(cells: Sequence[Cell], kind: str, *, margin: bool = True) -> Sheet:
     return Sheet(["", "A", "B", "B against A", "answer"], body, 2)
 
 
-def _effect(cell: Cell, effect: float, places: int) -> str:
+def _effect(cell: DecidedCell, effect: float, places: int) -> str:
     """A difference as it is told, without its unit; above zero is for the worse, which of a share is fewer."""
     if cell.name in _SHARES:
         return words.points(-effect, places)
@@ -136,7 +136,7 @@ def _effect(cell: Cell, effect: float, places: int) -> str:
     return words.signed(-effect if cell.name == "accuracy.cosine" else effect, places)
 
 
-def _places(cell: Cell, largest: float) -> int:
+def _places(cell: DecidedCell, largest: float) -> int:
     """Decimal places: those of its unit, more where that would say nothing of the largest of what stands together."""
     if cell.name in _SHARES:
         return 2
@@ -145,25 +145,25 @@ def _places(cell: Cell, largest: float) -> int:
     return 4 if largest >= 1e-3 or largest == 0 else min(1 - floor(log10(largest)), 9)
 
 
-def answered(cell: Cell) -> str:
+def answered(cell: DecidedCell) -> str:
     """`worse`, `worse, twice` where a second run said the same, `same, once` where it did not."""
     return f"{cell.answer}{ {None: '', True: ', twice', False: ', once'}[cell.confirmed] }"
 
 
-def about(side: Named) -> str:
+def about(side: NamedSide) -> str:
     """`awq-int4, 4.31 bits a weight, scored in torch`."""
     parts = [side.recipe] + ([f"{words.figure(side.bits, 3)} bits a weight"] if side.bits is not None else [])
     return ", ".join(parts + ([f"scored in {side.runtime}"] if side.runtime else []))
 
 
-def group(data: Compared, what: Sequence[str]) -> tuple[list[Cell], str]:
+def group(data: Compared, what: Sequence[str]) -> tuple[list[DecidedCell], str]:
     """The cells of some kinds, and what they rest on."""
     cells = [cell for cell in data.cells if cell.what in what]
     how = "; ".join(dict.fromkeys(HOW[cell.how] for cell in cells if HOW[cell.how]))
     return cells, ", ".join(part for part in (data.data if "accuracy" in what else "", how) if part)
 
 
-def flipped(flips: Flips) -> str:
+def flipped(flips: WordFlips) -> str:
     """How many next words flipped, in a sentence."""
     return (
         f"{flips.lost:,} next words that A alone has right, {flips.gained:,} that B alone has; of {flips.n:,}, "
@@ -171,7 +171,7 @@ def flipped(flips: Flips) -> str:
     )
 
 
-def _unit(cell: Cell) -> str:
+def _unit(cell: DecidedCell) -> str:
     if cell.name in _SHARES:
         return "points"
     return {"accuracy.perplexity": "%", "accuracy.kl": "nats"}.get(cell.name, "")

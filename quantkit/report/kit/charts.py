@@ -66,7 +66,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Point:
+class ChartPoint:
     """One line of a forest plot: a value and its interval; `beside` is the original's value."""
 
     label: str
@@ -77,7 +77,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """One part of stacked bars: a value for every bar; `shade` is one of the page's colours."""
 
     label: str
@@ -146,7 +146,7 @@ def lines(
     return {"data": data, "layout": layout}
 
 
-def forest(points: Sequence[Point], x: Axis, *, marks: Sequence[Mark] = ()) -> Figure:
+def forest(points: Sequence[ChartPoint], x: Axis, *, marks: Sequence[Mark] = ()) -> Figure:
     """Values with their intervals, one under the other, on one axis."""
     # labels of marks stand side by side where there is room, else one over the other
     shares = [x.share(mark.x) for mark in marks]
@@ -255,7 +255,7 @@ def heat(columns: Sequence[str], names: Sequence[str], values: Sequence[Sequence
 
 def stacked(
     bars: Sequence[str],
-    parts: Sequence[Part],
+    parts: Sequence[BarPart],
     totals: Sequence[str],
     title: str,
     *,

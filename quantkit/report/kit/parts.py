@@ -18,7 +18,7 @@ class Sheet:
 
 
 @dataclass(frozen=True)
-class Tile:
+class FigureTile:
     """A number that a reader remembers, what it is, and how sure it is."""
 
     value: str

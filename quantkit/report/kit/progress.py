@@ -31,7 +31,7 @@ _EVERY = 10.0
 _WIDTH = 24
 
 
-class Estimate:
+class TimeLeft:
     """The time left of stages with expected seconds, corrected by what the finished share took.
 
     Args:
@@ -134,10 +134,10 @@ class Display:
         every: seconds between lines.
     """
 
-    def __init__(self, file: IO[str], *, live: bool, estimate: Estimate | None = None, every: float = _EVERY) -> None:
+    def __init__(self, file: IO[str], *, live: bool, estimate: TimeLeft | None = None, every: float = _EVERY) -> None:
         """Nothing is shown before `__enter__`."""
         self._console = _Patient(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True)
-        self._estimate = estimate or Estimate()
+        self._estimate = estimate or TimeLeft()
         self._every = every
         self._live = live
         self._lock = threading.Lock()

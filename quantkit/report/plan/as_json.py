@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quantkit.planning.bound.forecast import Timed
-from quantkit.planning.outlook import Candidate, Memory, Outlook, Row
+from quantkit.planning.bound.forecast import TimedStep
+from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedMemory, PlannedRecipe
 from quantkit.report.plan import words as say
 
 
@@ -56,7 +56,7 @@ def as_dict(outlook: Outlook) -> dict[str, Any]:
     return result
 
 
-def _candidate(each: Candidate, output: int) -> dict[str, Any]:
+def _candidate(each: PlannedRecipe, output: int) -> dict[str, Any]:
     return {
         "label": each.label,
         "recipe": each.recipe,
@@ -75,7 +75,7 @@ def _candidate(each: Candidate, output: int) -> dict[str, Any]:
     }
 
 
-def _memory(memory: Memory) -> dict[str, Any]:
+def _memory(memory: PlannedMemory) -> dict[str, Any]:
     return {
         "batch": memory.batch,
         "parts_bytes": memory.parts,
@@ -91,7 +91,7 @@ def _memory(memory: Memory) -> dict[str, Any]:
     }
 
 
-def _row(row: Row, output: int) -> dict[str, Any]:
+def _row(row: PlannedBatch, output: int) -> dict[str, Any]:
     rate = row.rate(output)
     return {
         "batch": row.batch,
@@ -107,7 +107,7 @@ def _row(row: Row, output: int) -> dict[str, Any]:
     }
 
 
-def _timed(timed: Timed) -> dict[str, Any]:
+def _timed(timed: TimedStep) -> dict[str, Any]:
     return {
         "bound_s": timed.least,
         "forecast_s": timed.forecast,

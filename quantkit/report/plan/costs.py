@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantkit.planning.outlook import Candidate, Outlook, Row
+from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedRecipe
 from quantkit.planning.serving.cost import Bill, RequestCost
 from quantkit.planning.serving.load import METRICS
 from quantkit.report.kit import words
@@ -45,7 +45,7 @@ class Priced:
         return say.with_interval(self.forecast, self.interval) if self.forecast is not None else self.bound
 
 
-def together(row: Row, output: int, value: float) -> Priced:
+def together(row: PlannedBatch, output: int, value: float) -> Priced:
     """An amount that goes with the time of whole requests."""
     rate, used = row.rate(output), row.tokens_per_s(output)
 
@@ -56,7 +56,7 @@ def together(row: Row, output: int, value: float) -> Priced:
     return Priced(at(rate.most), at(rate.forecast), (low, high) if low is not None and high is not None else None)
 
 
-def _of(row: Row, value: float, *, prompts: bool) -> Priced:
+def _of(row: PlannedBatch, value: float, *, prompts: bool) -> Priced:
     """An amount that goes with the time of the prompts alone, or of the steps alone."""
     timed = row.prefill if prompts else row.step
     if timed is None or not timed.seconds:
@@ -92,7 +92,7 @@ def head(outlook: Outlook) -> list[str]:
     return found
 
 
-def amounts(outlook: Outlook, row: Row) -> list[str]:
+def amounts(outlook: Outlook, row: PlannedBatch) -> list[str]:
     """What a million tokens cost at a batch, those that go in, that come out, and both together; joules of one."""
     cost, output = paid(row.cost), outlook.workload.output
     decodes = outlook.architecture.kind == "decoder"
@@ -133,7 +133,7 @@ def bases(outlook: Outlook) -> list[tuple[str, str]]:
     return list(found.items())
 
 
-def ways(candidate: Candidate) -> list[list[str]]:
+def ways(candidate: PlannedRecipe) -> list[list[str]]:
     """Every way to pay for it, at the batch where a request takes least."""
     if candidate.cost is None:
         return []
@@ -197,7 +197,7 @@ def carried(outlook: Outlook) -> list[str]:
     return found
 
 
-def curve(outlook: Outlook, candidate: Candidate) -> list[tuple[int, Priced]]:
+def curve(outlook: Outlook, candidate: PlannedRecipe) -> list[tuple[int, Priced]]:
     """(batch, a million of the traffic's tokens, or of passes) by the cheapest way."""
     decodes = outlook.architecture.kind == "decoder"
     found = []

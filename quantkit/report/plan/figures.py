@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from quantkit.planning.bound.forecast import Timed
-from quantkit.planning.outlook import Candidate, Outlook, Row
+from quantkit.planning.bound.forecast import TimedStep
+from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedRecipe
 from quantkit.report.kit import words
 from quantkit.report.kit.axes import Form, log_axis, points_axis
-from quantkit.report.kit.charts import Curve, Mark, Part, lines, stacked
+from quantkit.report.kit.charts import BarPart, Curve, Mark, lines, stacked
 from quantkit.report.kit.parts import Panel
 from quantkit.report.plan import costs as plan_costs
 from quantkit.report.plan import words as say
@@ -27,7 +27,7 @@ _SERIES = 6
 _PARTS = ("quantized", "quantized-soft", "original", "good", "muted", "bad", "rest")
 _ROOM = 1.6
 
-Times = Callable[[Row], Timed | None]
+Times = Callable[[PlannedBatch], TimedStep | None]
 
 
 def colours(outlook: Outlook) -> dict[str, str]:
@@ -41,7 +41,7 @@ def keys(outlook: Outlook) -> list[tuple[str, str]]:
     return [(colour, label) for label, colour in colours(outlook).items()]
 
 
-def parts(candidates: Iterable[Candidate]) -> dict[str, str]:
+def parts(candidates: Iterable[PlannedRecipe]) -> dict[str, str]:
     """Part of memory -> colour, of all candidates, in their order."""
     named = dict.fromkeys(name for each in candidates for row in each.rows for name, size in row.parts.items() if size)
     return {name: _PARTS[min(i, len(_PARTS) - 1)] for i, name in enumerate(named)}
@@ -97,7 +97,7 @@ def _phases(outlook: Outlook) -> list[tuple[str, str, Times]]:
     return found
 
 
-def _points(candidate: Candidate, colour: str, name: str, symbol: str, of: Times) -> list[Curve]:
+def _points(candidate: PlannedRecipe, colour: str, name: str, symbol: str, of: Times) -> list[Curve]:
     """The bounds of all batches, and the forecasts of those that have one."""
     known = [
         (row.batch, timed) for row in say.fitting(candidate) if (timed := of(row)) is not None and timed.bound.bytes
@@ -145,7 +145,9 @@ def memory_bars(outlook: Outlook) -> Panel | None:
     if not found:
         return None
     shades = parts(outlook.candidates)
-    stack = [Part(name, [memory.parts.get(name, 0.0) for _, memory in found], shade) for name, shade in shades.items()]
+    stack = [
+        BarPart(name, [memory.parts.get(name, 0.0) for _, memory in found], shade) for name, shade in shades.items()
+    ]
     totals = [f"{say.takes(memory)}{', does not fit' if say.fits(memory) is False else ''}" for _, memory in found]
     labels = [f"{say.short(label, 24)}, batch {memory.batch:,}" for label, memory in found]
     figure = stacked(labels, stack, totals, "memory of one device", marks=_capacity(outlook))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quantkit.planning.bound.forecast import Timed
-from quantkit.planning.outlook import Candidate, Outlook
+from quantkit.planning.bound.forecast import TimedStep
+from quantkit.planning.outlook import Outlook, PlannedRecipe
 from quantkit.report.bundle.usage import Command
 from quantkit.report.kit import shell, words
 from quantkit.report.kit.parts import Section, Sheet
@@ -205,7 +205,7 @@ def _roofline(outlook: Outlook) -> Section | None:
     return Section(said, [panel], [_RINGS], Sheet(head, body), keys=figures.keys(outlook))
 
 
-def _lies(timed: Timed) -> list[str]:
+def _lies(timed: TimedStep) -> list[str]:
     bound = timed.bound
 
     def rate(seconds: float | None) -> str:
@@ -215,7 +215,7 @@ def _lies(timed: Timed) -> list[str]:
     return [words.size(bound.bytes), _giga(bound.operations), intensity, rate(timed.least), rate(timed.forecast)]
 
 
-def _operations(candidate: Candidate) -> Sheet:
+def _operations(candidate: PlannedRecipe) -> Sheet:
     """Operation by operation, of the smallest and the largest batch."""
     head = ["of", "operation", "format", "times", "bytes", "operations", "at best", "all, at best", "in", "limit"]
     body = []

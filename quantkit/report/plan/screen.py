@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from quantkit.planning.outlook import Candidate, Memory, Outlook, Row
+from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedMemory, PlannedRecipe
 from quantkit.report.kit import words
 from quantkit.report.kit.parts import Sheet
 from quantkit.report.kit.screen import DIM, MARK, copied, indented, marked, pairs, titled
@@ -92,7 +92,7 @@ def _fit(outlook: Outlook) -> RenderableType:
     return _table(head, rows, left=3)
 
 
-def _times(outlook: Outlook, runs: Sequence[Candidate]) -> RenderableType:
+def _times(outlook: Outlook, runs: Sequence[PlannedRecipe]) -> RenderableType:
     step = say.step(outlook.architecture)
     batches = list(dict.fromkeys((outlook.workload.batches[0], outlook.workload.batches[-1])))
     first = [f"first token,\nbatch {batches[0]:,}"] if any(row.prefill for each in runs for row in each.rows) else []
@@ -105,11 +105,11 @@ def _times(outlook: Outlook, runs: Sequence[Candidate]) -> RenderableType:
     return table
 
 
-def _time(row: Row | None, *, prefill: bool = False) -> Text:
+def _time(row: PlannedBatch | None, *, prefill: bool = False) -> Text:
     return Text(say.at(row, prefill=prefill), "red" if row is not None and row.fits is False else "")
 
 
-def _rates(outlook: Outlook, runs: Sequence[Candidate]) -> RenderableType:
+def _rates(outlook: Outlook, runs: Sequence[PlannedRecipe]) -> RenderableType:
     best = {each.label: say.best(each, outlook.workload) for each in runs}
     rows = [(say.given(found[1]), f"{found[0].batch:,}") if found else (say.NONE, "") for found in best.values()]
     labels = (Text(label, "cyan") for label in best)
@@ -135,7 +135,7 @@ def _load(outlook: Outlook) -> list[RenderableType]:
     return found + indented(*(Text(line, DIM) for line in (plan_costs.WAITS, *plan_costs.carried(outlook))))
 
 
-def _compiling(runs: Sequence[Candidate]) -> list[RenderableType]:
+def _compiling(runs: Sequence[PlannedRecipe]) -> list[RenderableType]:
     """What compiling takes, where it is known."""
     found = say.compiling(runs)
     if found is None:
@@ -147,7 +147,7 @@ def _sheet(sheet: Sheet) -> RenderableType:
     return _table(sheet.head, ((Text(label, "cyan"), *cells) for label, *cells in sheet.rows))
 
 
-def _single(outlook: Outlook, candidate: Candidate) -> list[RenderableType]:
+def _single(outlook: Outlook, candidate: PlannedRecipe) -> list[RenderableType]:
     found: list[RenderableType] = []
     if candidate.memory is not None:
         found += indented(_parts(candidate.memory, decodes=outlook.architecture.kind == "decoder"))
@@ -159,7 +159,7 @@ def _single(outlook: Outlook, candidate: Candidate) -> list[RenderableType]:
     return found
 
 
-def _parts(memory: Memory, *, decodes: bool) -> RenderableType:
+def _parts(memory: PlannedMemory, *, decodes: bool) -> RenderableType:
     known = [(name, words.size(size)) for name, size in memory.parts.items() if size]
     if decodes:
         known.append(("a token of cache", words.size(memory.cache_per_token)))
@@ -169,7 +169,7 @@ def _parts(memory: Memory, *, decodes: bool) -> RenderableType:
     return made
 
 
-def _batches(outlook: Outlook, candidate: Candidate) -> RenderableType:
+def _batches(outlook: Outlook, candidate: PlannedRecipe) -> RenderableType:
     """A line a batch; columns that nothing is in are left out."""
     step = say.step(outlook.architecture)
     columns: dict[str, list[str]] = {"batch": [f"{row.batch:,}" for row in candidate.rows]}

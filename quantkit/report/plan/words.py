@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from quantkit import content
 from quantkit.model.source.alias import ALIASES
-from quantkit.planning.bound.forecast import Timed
+from quantkit.planning.bound.forecast import TimedStep
 from quantkit.planning.model.architecture import Architecture
-from quantkit.planning.outlook import Candidate, Memory, Outlook, Rate, Row, Workload
+from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedMemory, PlannedRecipe, Rate, Workload
 from quantkit.report.kit import words
 from quantkit.report.kit.parts import Sheet
 from quantkit.target import State
@@ -40,7 +40,7 @@ def per_second(outlook: Outlook) -> str:
     return f"{unit(outlook.architecture)}/s{' a device' if shared else ''}"
 
 
-def rate(candidate: Candidate, row: Row, work: Workload) -> Rate:
+def rate(candidate: PlannedRecipe, row: PlannedBatch, work: Workload) -> Rate:
     """What comes out each second, of one device."""
     found, devices = row.rate(work.output), candidate.memory.devices if candidate.memory is not None else 1
 
@@ -113,12 +113,12 @@ def workload(work: Workload, architecture: Architecture) -> str:
 # --- times -----------------------------------------------------------------------------------------------------------
 
 
-def bound(timed: Timed | None) -> str:
+def bound(timed: TimedStep | None) -> str:
     """`12.1 ms`; the column says that it is a bound."""
     return words.moment(timed.least) if timed is not None and timed.least is not None else NONE
 
 
-def forecast(timed: Timed | None) -> str:
+def forecast(timed: TimedStep | None) -> str:
     """`19 ms (15–26)`, all in one unit."""
     if timed is None or timed.forecast is None:
         return NONE
@@ -126,14 +126,14 @@ def forecast(timed: Timed | None) -> str:
     return with_interval(timed.forecast, timed.interval, factor, f"\u00a0{unit_}")
 
 
-def time(timed: Timed | None) -> str:
+def time(timed: TimedStep | None) -> str:
     """The forecast where there is one; else the bound, marked as one."""
     if timed is not None and timed.forecast is None and timed.least is not None:
         return f"≥ {bound(timed)}"
     return forecast(timed)
 
 
-def at(row: Row | None, *, prefill: bool = False) -> str:
+def at(row: PlannedBatch | None, *, prefill: bool = False) -> str:
     """The time of a batch's step, or of its prompts; that it does not fit, where it does not."""
     if row is None:
         return NONE
@@ -146,14 +146,14 @@ def waited(seconds: float, *, forecast: bool) -> str:
     return f"{'' if forecast else '≥ '}{_two(seconds * factor)}\u00a0{unit_}"
 
 
-def in_full(timed: Timed) -> str:
+def in_full(timed: TimedStep) -> str:
     """Both, as a sentence has them: `at best 12.1 ms, forecast 19 ms (15–26)`."""
     parts = [f"at best {bound(timed)}"] if timed.least is not None else []
     parts += [f"forecast {forecast(timed)}"] if timed.forecast is not None else []
     return ", ".join(parts) or f"not known: {timed.because}"
 
 
-def limit(timed: Timed) -> str:
+def limit(timed: TimedStep) -> str:
     """Which roof most of the time goes under."""
     return NONE if timed.least is None else "memory" if timed.bound.memory_bound else "compute"
 
@@ -184,12 +184,12 @@ def _two(value: float) -> str:
     return words.figure(float(f"{value:.1e}"), 2)
 
 
-def fitting(candidate: Candidate) -> list[Row]:
+def fitting(candidate: PlannedRecipe) -> list[PlannedBatch]:
     """Its batches, without those that are known not to fit."""
     return [row for row in candidate.rows if row.fits is not False]
 
 
-def best(candidate: Candidate, work: Workload) -> tuple[Row, Rate] | None:
+def best(candidate: PlannedRecipe, work: Workload) -> tuple[PlannedBatch, Rate] | None:
     """The batch that gives the most of those that fit: by forecasts where all have one, else by bounds."""
     found = [(row, rate(candidate, row, work)) for row in fitting(candidate)]
     by = [(each.forecast if candidate.forecast else each.most, row, each) for row, each in found]
@@ -210,14 +210,14 @@ def timed(outlook: Outlook) -> bool:
     return any(row.step.seconds is not None for row in _rows(outlook))
 
 
-def _rows(outlook: Outlook) -> list[Row]:
+def _rows(outlook: Outlook) -> list[PlannedBatch]:
     return [row for each in outlook.candidates for row in each.rows]
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
 
 
-def state(candidate: Candidate) -> str:
+def state(candidate: PlannedRecipe) -> str:
     """The worst of its cells: `native`, `emulated`, `absent`."""
     if candidate.problem is not None and not candidate.cells:
         return "cannot run"
@@ -225,13 +225,13 @@ def state(candidate: Candidate) -> str:
     return NONE if worst is None else _WORST[worst]
 
 
-def takes(memory: Memory) -> str:
+def takes(memory: PlannedMemory) -> str:
     """`21.3 GB`, or `2 × 71.0 GB`."""
     size = words.size(memory.total)
     return f"{memory.devices} × {size}" if memory.devices > 1 else size
 
 
-def fits(memory: Memory) -> bool | None:
+def fits(memory: PlannedMemory) -> bool | None:
     """Whether it all goes into each device; None where the target does not say how much they hold."""
     return None if memory.capacity is None else memory.total <= memory.capacity
 
@@ -239,21 +239,21 @@ def fits(memory: Memory) -> bool | None:
 FITS = {True: "fits", False: "does not fit", None: NONE}
 
 
-def largest(number: int | None, memory: Memory) -> str:
+def largest(number: int | None, memory: PlannedMemory) -> str:
     """A batch or a context, as far as anything bounds it."""
     if number is not None:
         return f"{number:,}"
     return NONE if memory.capacity is None else "any"
 
 
-def needs(memory: Memory) -> str:
+def needs(memory: PlannedMemory) -> str:
     """What would hold it, where these devices do not."""
     if fits(memory) is not False or memory.needed is None or memory.needed <= memory.devices:
         return ""
     return f"a sequence needs {memory.needed} devices"
 
 
-def because(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
+def because(candidates: Sequence[PlannedRecipe]) -> list[tuple[str, str]]:
     """(what, what its times stand on), each reason once: of all, of some recipes, or of some of their batches."""
     by: dict[str, dict[str, dict[str, list[int]]]] = {}
     runs = [each for each in candidates if each.rows]
@@ -266,7 +266,7 @@ def because(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
     return [(_about(runs, about) if len(by) > 1 else "all times", reason) for reason, about in by.items()]
 
 
-def _about(runs: Sequence[Candidate], about: dict[str, dict[str, list[int]]]) -> str:
+def _about(runs: Sequence[PlannedRecipe], about: dict[str, dict[str, list[int]]]) -> str:
     """`int4, bf16`, or with what of them: `int4 (prompts of batch 1 and 8)`."""
     found = []
     for each in (each for each in runs if each.label in about):
@@ -281,7 +281,7 @@ def _about(runs: Sequence[Candidate], about: dict[str, dict[str, list[int]]]) ->
     return ", ".join(found)
 
 
-def cautions(candidate: Candidate) -> list[str]:
+def cautions(candidate: PlannedRecipe) -> list[str]:
     """What is not computed as it is stored, what cannot run, and its own notes."""
     found = [
         f"{cell.what}: {cell.state} in {candidate.runtime} ({cell.source})"
@@ -305,7 +305,7 @@ def every_caution(outlook: Outlook) -> dict[str, list[str]]:
     return found
 
 
-def compiling(candidates: Sequence[Candidate]) -> tuple[Sheet, list[str]] | None:
+def compiling(candidates: Sequence[PlannedRecipe]) -> tuple[Sheet, list[str]] | None:
     """What each compile takes: time with its interval, memory at its peak, disk; and on what machine."""
     body, notes = [], []
     for each in candidates:
@@ -330,7 +330,7 @@ def answer(outlook: Outlook) -> str:
     return f"take {label}" if len(outlook.candidates) > 1 else f"{label} fits and runs"
 
 
-def chosen(outlook: Outlook) -> list[Candidate]:
+def chosen(outlook: Outlook) -> list[PlannedRecipe]:
     """What is recommended; none where nothing is."""
     return [each for each in outlook.candidates if each.label == outlook.recommendation.label]
 
@@ -348,7 +348,7 @@ def standing(outlook: Outlook) -> str:
     return "forecast" if runs and all(each.forecast for each in runs) else "by bounds"
 
 
-def several(candidate: Candidate) -> str:
+def several(candidate: PlannedRecipe) -> str:
     """` (4×)` where four devices share a candidate."""
     devices = candidate.memory.devices if candidate.memory is not None else 1
     return f" ({devices}×)" if devices > 1 else ""

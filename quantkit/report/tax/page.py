@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quantkit.report.bundle import curves, speed
-from quantkit.report.bundle.curves import Cell, Series
+from quantkit.report.bundle.curves import CurvePoint, Series
 from quantkit.report.kit import shell, words
 from quantkit.report.kit.axes import log_axis, points_axis
-from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve, Part, stacked
+from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, BarPart, Curve, stacked
 from quantkit.report.kit.charts import lines as drawn_lines
 from quantkit.report.kit.parts import Panel, Section, Sheet
 from quantkit.report.tax import screen
@@ -118,7 +118,8 @@ def _split(series: Series) -> Panel:
     """Bars of the limit and the tax, as shares of the baseline's time: absolute ones would hide small batches."""
     cells = [cell for cell in series.cells if cell.bound and cell.original]
     parts = [
-        Part(label, [_shares(cell)[part] for cell in cells], shade) for part, (label, shade) in _parts(series).items()
+        BarPart(label, [_shares(cell)[part] for cell in cells], shade)
+        for part, (label, shade) in _parts(series).items()
     ]
     names = [f"batch {cell.x:,}" for cell in cells]
     times = [(cell.row.value or 0.0, cell.original or 1.0) for cell in cells]
@@ -134,7 +135,7 @@ def _parts(series: Series) -> dict[str, tuple[str, str]]:
     return {part: look for part, look in _SPLIT.items() if any(each[part] > 0 for each in shares)}
 
 
-def _shares(cell: Cell) -> dict[str, float]:
+def _shares(cell: CurvePoint) -> dict[str, float]:
     """The parts' seconds over the baseline's time; what a negative part leaves is nothing.
 
     Quantizing the input and launching happen in the twin as well: they are taken off the streaming loss, or off the

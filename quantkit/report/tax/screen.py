@@ -12,9 +12,9 @@ from rich.text import Text
 from quantkit.bundle import Verdict
 from quantkit.measurement.operators.tax import captured_gain
 from quantkit.measurement.rows import Row
-from quantkit.planning.model.shapes import Shapes
+from quantkit.planning.model.shapes import LinearShapes
 from quantkit.report.bundle import curves, figures
-from quantkit.report.bundle.curves import Cell, Series
+from quantkit.report.bundle.curves import CurvePoint, Series
 from quantkit.report.kit import words
 from quantkit.report.kit.parts import Sheet
 from quantkit.report.kit.screen import DIM, STYLES, WARNING, copied, grid, indented, table, titled
@@ -51,7 +51,7 @@ class Taxed:
         version: of quantkit.
     """
 
-    shapes: Shapes
+    shapes: LinearShapes
     target: Target
     rows: Sequence[Row]
     verdicts: Mapping[int, Sequence[Verdict]]
@@ -119,7 +119,7 @@ def _series(data: Taxed, timed: Sequence[Row], variant: str) -> Series:
         for row in reversed(data.rows)
         if row.op is not None and (row.settings.get("variant"), _threads(row), _shape(row)) == (variant, threads, label)
     }
-    cells = [Cell(row.batch or 0, row, beside.get(("tax.total", row.batch))) for row in mine]
+    cells = [CurvePoint(row.batch or 0, row, beside.get(("tax.total", row.batch))) for row in mine]
     # the title has the whole name; at the ends of lines there is room for the format alone
     names = variant.partition(".")[0], data.baseline
     return Series.of(variant, cells, beside.get(("tax.break_even", None)), names, "batch", "pass")
@@ -243,7 +243,7 @@ def _curve(series: Series) -> RenderableType:
     return Group(title, lines, Text(" ".join(outcomes(series))), *map(_warned, curves.cautions(series)))
 
 
-def line(cell: Cell, factor: float) -> list[str]:
+def line(cell: CurvePoint, factor: float) -> list[str]:
     """The cells of one batch; times in the unit of `factor`."""
 
     def time_(seconds: float | None) -> str:

@@ -16,7 +16,7 @@ from quantkit.bundle import Decision
 from quantkit.report.bundle.figures import DecisionLine
 from quantkit.report.kit import axes, charts, shell, words
 from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve, Figure, Mark
-from quantkit.report.kit.parts import Panel, Section, Sheet, Tile
+from quantkit.report.kit.parts import FigureTile, Panel, Section, Sheet
 from quantkit.report.kit.screen import DIM, STYLES, copied, indented, table
 
 Data = Mapping[str, Any]
@@ -122,16 +122,16 @@ def _limits(data: Data) -> str:
     return ", ".join(f"{kind}={value:g}" for kind, value in data["budget"].items())
 
 
-def _tiles(data: Data) -> list[Tile]:
+def _tiles(data: Data) -> list[FigureTile]:
     chosen = data["chosen"]
-    found = [Tile(words.figure(chosen["bits"], 3), "bits a weight", f"{words.size(chosen['bytes'])} in all")]
+    found = [FigureTile(words.figure(chosen["bits"], 3), "bits a weight", f"{words.size(chosen['bytes'])} in all")]
     if chosen["measured"] is None:
-        return [*found, Tile(_kl(chosen["predicted"]), "sum of harms, nats", "predicted, not compiled")]
+        return [*found, FigureTile(_kl(chosen["predicted"]), "sum of harms, nats", "predicted, not compiled")]
     held = chosen["held_out"]
     detail = f"{_kl(held)} on held-out text" if held is not None else "compiled and scored"
-    found.append(Tile(_kl(chosen["measured"]), "KL, nats a token", detail))
+    found.append(FigureTile(_kl(chosen["measured"]), "KL, nats a token", detail))
     detail = f"sum of harms {_kl(chosen['predicted'])}"
-    return [*found, Tile(words.times(data["factor"] or 1.0), "measured over predicted", detail)]
+    return [*found, FigureTile(words.times(data["factor"] or 1.0), "measured over predicted", detail)]
 
 
 # --- the front -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.runtimes import Runtime
 from quantkit.runtimes.generate import Sampling, stream
-from quantkit.runtimes.onnxruntime.session import FOLDER, MODEL, Loaded
+from quantkit.runtimes.onnxruntime.session import FOLDER, MODEL, OnnxModel
 
 __all__ = ["RUNTIME", "OnnxRuntime", "Sampling", "stream"]
 
@@ -37,22 +37,22 @@ class OnnxRuntime(Runtime):
             )
         return folder
 
-    def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> Loaded:
+    def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> OnnxModel:
         """What scores a bundle, or the folder of one that is being built; `built` is for what is executable."""
-        return Loaded(path / FOLDER, threads=threads)
+        return OnnxModel(path / FOLDER, threads=threads)
 
-    def load(self, bundle: Bundle, **settings: Any) -> Loaded:
+    def load(self, bundle: Bundle, **settings: Any) -> OnnxModel:
         """The model in a session; its files are checked against the manifest first.
 
         Args:
             bundle: with `onnx/`.
-            settings: of `Loaded`.
+            settings: of `OnnxModel`.
 
         Raises:
             MissingDependency: onnxruntime.
             InputError: `bundle-without-onnx`, `hash-mismatch`, `onnx-unreadable`.
         """
-        return Loaded(self.checked(bundle), **settings)
+        return OnnxModel(self.checked(bundle), **settings)
 
     def checked(self, bundle: Bundle) -> Path:
         """The folder with the graph, once its files are found to be what the manifest says.

@@ -30,7 +30,7 @@ FOLDER, MODEL = "onnx", "model.onnx"
 
 
 @dataclass
-class State:
+class OnnxState:
     """The cache of some sequences.
 
     Args:
@@ -74,7 +74,7 @@ class Used:
         return sum(seconds for _, seconds in self.seconds.values()) / self.total if self.total else 0.0
 
 
-class Loaded:
+class OnnxModel:
     """A model in a session.
 
     Args:
@@ -152,7 +152,7 @@ class Loaded:
         """Bytes of the model's files."""
         return sum(path.stat().st_size for path in self.folder.glob(f"{MODEL}*"))
 
-    def state(self, batch: int, capacity: int) -> State:
+    def state(self, batch: int, capacity: int) -> OnnxState:
         """Room for `batch` sequences of up to `capacity` tokens.
 
         Raises:
@@ -169,7 +169,7 @@ class Loaded:
             _, heads, _, size = self.inputs[name].shape
             empty = np.zeros((batch, int(heads), capacity, int(size)), np.float32)
             caches[name] = onnxruntime.OrtValue.ortvalue_from_numpy(empty)
-        return State(batch, capacity, caches, np.zeros((batch, capacity), np.int64))
+        return OnnxState(batch, capacity, caches, np.zeros((batch, capacity), np.int64))
 
     def _demand_positions(self, tokens: int) -> None:
         if tokens > self.context:
@@ -193,7 +193,7 @@ class Loaded:
                 remedy="use a smaller batch or a shorter context",
             )
 
-    def run(self, state: State, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
+    def run(self, state: OnnxState, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
         """Feed tokens to the sequences of a state.
 
         Args:
@@ -224,7 +224,7 @@ class Loaded:
         # a copy: the next step writes to the same place
         return np.array(state.logits.numpy())
 
-    def bind(self, state: State, ids: Array, after: int, keep: int = 0) -> onnxruntime.IOBinding:
+    def bind(self, state: OnnxState, ids: Array, after: int, keep: int = 0) -> onnxruntime.IOBinding:
         """Everything bound for one run: with the binding, the same step can be repeated."""
         import onnxruntime
 

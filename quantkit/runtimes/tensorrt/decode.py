@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.runtimes.generate import no_cache, too_long
 from quantkit.runtimes.tensorrt.engine import Engine
-from quantkit.runtimes.tensorrt.step import CACHE, State, Step, inputs
+from quantkit.runtimes.tensorrt.step import CACHE, EngineState, EngineStep, inputs
 from quantkit.runtimes.torch import events
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 
-class Loaded:
-    """A model in an engine, as `runtimes._onnx_session.Loaded` has it in a session.
+class EngineModel:
+    """A model in an engine, as `runtimes.onnxruntime.session.OnnxModel` has it in a session.
 
     Args:
         engine: opened.
@@ -84,7 +84,7 @@ class Loaded:
             "graphs": self.decoder and self.engine.device.type == "cuda",
         }
 
-    def state(self, batch: int, capacity: int) -> State:
+    def state(self, batch: int, capacity: int) -> EngineState:
         """Room for `batch` sequences of up to `capacity` tokens; it is always as large as the engine's cache.
 
         Raises:
@@ -111,7 +111,7 @@ class Loaded:
                 remedy="a smaller batch",
             ) from None
         mask = self.engine.tensor("attention_mask", (batch, self.capacity))
-        return State(batch, self.capacity, caches, mask, torch.zeros(batch, dtype=torch.long, device=mask.device))
+        return EngineState(batch, self.capacity, caches, mask, torch.zeros(batch, dtype=torch.long, device=mask.device))
 
     def longest(self, batch: int, most: int) -> int:
         """Tokens that a pass of `batch` sequences takes, `most` at most."""
@@ -126,7 +126,7 @@ class Loaded:
             remedy = "shorten the prompt, ask for fewer new tokens, or export with a larger `capacity`"
             raise too_long(str(self.engine.file.path), tokens, f"its cache holds {self.capacity}", remedy)
 
-    def run(self, state: State, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
+    def run(self, state: EngineState, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
         """Feed tokens to the sequences of a state.
 
         Args:
@@ -156,7 +156,7 @@ class Loaded:
             done += taken
         return np.concatenate(parts, axis=1)
 
-    def _feed(self, state: State, ids: Array, mask: Array, keep: int) -> Array:
+    def _feed(self, state: EngineState, ids: Array, mask: Array, keep: int) -> Array:
         import torch
 
         device = state.mask.device
@@ -170,7 +170,7 @@ class Loaded:
         state.length += new
         if new == 1:
             if state.step is None:
-                state.step = Step(self.engine, state)
+                state.step = EngineStep(self.engine, state)
             logits = state.step(tokens, (places - 1).clamp(min=0), before)
         else:
             number, _ = self.engine.profile(state.batch, new)
@@ -222,12 +222,12 @@ class Loaded:
         """What such a step enqueues, for a graph that somebody else captures."""
         return self._ready(batch, context).enqueue
 
-    def _ready(self, batch: int, context: int) -> Step:
+    def _ready(self, batch: int, context: int) -> EngineStep:
         import torch
 
         self._demand(context + 1)
         state = self._filled(batch, context)
-        step = Step(self.engine, state)
+        step = EngineStep(self.engine, state)
         tokens = torch.arange(batch, device=state.mask.device)[:, None] % self.vocabulary
         step(tokens, torch.full_like(tokens, context), context)
         self.engine.keep_kernels()
@@ -271,7 +271,7 @@ class Loaded:
         feed = inputs(self.engine, state, tokens, torch.full_like(tokens, context), context, 0)
         return self.engine.layer_times(self.engine.profile(batch, 1)[0], feed, runs)
 
-    def _filled(self, batch: int, tokens: int) -> State:
+    def _filled(self, batch: int, tokens: int) -> EngineState:
         """A state with so many tokens in its cache, as if they were real."""
         import torch
 

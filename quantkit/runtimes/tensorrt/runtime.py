@@ -15,14 +15,14 @@ from quantkit.runtimes.tensorrt.file import FOLDER, choose, descriptions, matchi
 from quantkit.runtimes.tensorrt.library import Library, Name
 
 if TYPE_CHECKING:
-    from quantkit.runtimes.tensorrt.decode import Loaded
+    from quantkit.runtimes.tensorrt.decode import EngineModel
     from quantkit.runtimes.tensorrt.engine import Engine
     from quantkit.runtimes.tensorrt.graph import LoadedGraph
 
 Gpus = Callable[[], tuple[Sequence[Mapping[str, Any]], str]]
 
 
-class Tensorrt(Runtime):
+class TensorrtRuntime(Runtime):
     """One of the two libraries; see `_tensorrt_library`.
 
     Args:
@@ -86,7 +86,7 @@ class Tensorrt(Runtime):
             verified(bundle)
         return folder
 
-    def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> Loaded:
+    def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> EngineModel:
         """What scores a bundle, or the folder of one that is being built.
 
         Args:
@@ -108,7 +108,7 @@ class Tensorrt(Runtime):
 
         return LoadedGraph(self._engine(path, {path / name: sha256 for name, sha256 in built.items()}))
 
-    def load(self, bundle: Bundle) -> Loaded:
+    def load(self, bundle: Bundle) -> EngineModel:
         """A model in its engine; every file is checked against the manifest first.
 
         Raises:
@@ -117,10 +117,10 @@ class Tensorrt(Runtime):
         """
         return self._run(bundle.path, verified(bundle))
 
-    def _run(self, bundle: Path, files: Mapping[Path, str]) -> Loaded:
-        from quantkit.runtimes.tensorrt.decode import Loaded
+    def _run(self, bundle: Path, files: Mapping[Path, str]) -> EngineModel:
+        from quantkit.runtimes.tensorrt.decode import EngineModel
 
-        loaded = Loaded(self._engine(bundle, files))
+        loaded = EngineModel(self._engine(bundle, files))
         for said in loaded.notes:
             warnings.warn(said, stacklevel=3)
         return loaded
@@ -155,4 +155,4 @@ class Tensorrt(Runtime):
         )
 
 
-RUNTIME = Tensorrt("tensorrt")
+RUNTIME = TensorrtRuntime("tensorrt")

@@ -20,7 +20,7 @@ CACHE = "past_key_values."
 
 
 @dataclass
-class State:
+class EngineState:
     """Some sequences.
 
     Args:
@@ -39,13 +39,13 @@ class State:
     mask: torch.Tensor
     real: torch.Tensor
     length: int = 0
-    step: Step | None = field(default=None, repr=False)
+    step: EngineStep | None = field(default=None, repr=False)
 
 
-class Step:
+class EngineStep:
     """One token more of each sequence of a state, [B, 1]: captured when it first runs, on a GPU."""
 
-    def __init__(self, engine: Engine, state: State) -> None:
+    def __init__(self, engine: Engine, state: EngineState) -> None:
         import torch
 
         self.engine = engine
@@ -84,7 +84,7 @@ class Step:
 
 
 def inputs(
-    engine: Engine, state: State, tokens: torch.Tensor, positions: torch.Tensor, before: int, keep: int
+    engine: Engine, state: EngineState, tokens: torch.Tensor, positions: torch.Tensor, before: int, keep: int
 ) -> dict[str, torch.Tensor]:
     """Everything that goes in, each in the type that the engine has it in.
 

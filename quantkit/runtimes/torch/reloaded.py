@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.model import layouts, run_time
 from quantkit.model.layouts import Expansion, Layout
 from quantkit.model.source.open import Source, open_written
-from quantkit.model.source.weights import Entry, Weights
+from quantkit.model.source.weights import TensorEntry, Weights
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure.traced import is_linear
 
@@ -79,7 +79,7 @@ class ExpandedWeights(Weights):
         layout = layouts.of(config)
         packed = {f"{prefix}.weight": prefix for prefix in layout.prefixes(stored.entries)}
         parts = {prefix + part for prefix in packed.values() for part in layout.parts}
-        entries: dict[str, Entry] = {name: entry for name, entry in stored.entries.items() if name not in parts}
+        entries: dict[str, TensorEntry] = {name: entry for name, entry in stored.entries.items() if name not in parts}
         for dense, prefix in packed.items():
             codes, shape = stored.entries[prefix + layout.codes], layout.shape(prefix, stored.read)
             entries[dense] = replace(codes, name=dense, dtype="F32", shape=shape)

@@ -33,7 +33,7 @@ _LARGEST = 700.0
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredValue:
     """A value with its 95 % interval: of what is known exactly the value is both of its ends.
 
     Args:
@@ -47,7 +47,7 @@ class Measured:
     degrees: int = MANY
 
     @classmethod
-    def ratio(cls, value: float, ci95: Interval, *, spread: float = 0.0, degrees: int = MANY) -> Measured:
+    def ratio(cls, value: float, ci95: Interval, *, spread: float = 0.0, degrees: int = MANY) -> MeasuredValue:
         """The logarithm of a ratio of times.
 
         Args:
@@ -66,7 +66,7 @@ class Measured:
         return cls(middle, (middle - below, middle + above), degrees)
 
 
-KNOWN = Measured(0.0, (0.0, 0.0))
+KNOWN = MeasuredValue(0.0, (0.0, 0.0))
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class Apart:
 
 
 def difference(
-    candidate: Measured,
-    baseline: Measured,
+    candidate: MeasuredValue,
+    baseline: MeasuredValue,
     *,
     margin: float,
     alarm: float = 0.0,

@@ -34,7 +34,7 @@ _POWER = 0.9**0.5
 
 
 @dataclass(frozen=True)
-class Decision:
+class CellDecision:
     """What is known of one cell; an effect above zero is for the worse.
 
     Args:
@@ -55,7 +55,7 @@ class Decision:
     p_worse: float
     p_better: float
     detectable: float
-    first: Decision | None = None
+    first: CellDecision | None = None
 
     @property
     def not_worse(self) -> bool:
@@ -63,7 +63,7 @@ class Decision:
         return self.ci95[1] < self.margin
 
 
-def decide(cells: Sequence[Evidence], *, alpha: float = ALPHA) -> list[Decision]:
+def decide(cells: Sequence[Evidence], *, alpha: float = ALPHA) -> list[CellDecision]:
     """A decision for each cell of a night, in the order given.
 
     Args:
@@ -80,7 +80,7 @@ def decide(cells: Sequence[Evidence], *, alpha: float = ALPHA) -> list[Decision]
     ]
 
 
-def confirm(first: Decision, second: Decision) -> Decision:
+def confirm(first: CellDecision, second: CellDecision) -> CellDecision:
     """The decision after a second run: the second's own, decided on its own times, and never an alarm by itself.
 
     An alarm is raised only if both say worse. Where one says worse and the other better, nothing is known.
@@ -89,7 +89,7 @@ def confirm(first: Decision, second: Decision) -> Decision:
     return replace(second, answer="inconclusive" if torn else second.answer, first=first)
 
 
-def _decision(cell: Evidence, worse: float, better: float, alpha: float, family: int) -> Decision:
+def _decision(cell: Evidence, worse: float, better: float, alpha: float, family: int) -> CellDecision:
     low, high = cell.interval(1 - 2 * EACH_WAY)
     answer: Answer = "inconclusive"
     if worse <= alpha and high >= cell.margin:
@@ -98,7 +98,7 @@ def _decision(cell: Evidence, worse: float, better: float, alpha: float, family:
         answer = "better"
     elif -cell.margin < low and high < cell.margin:
         answer = "same"
-    return Decision(
+    return CellDecision(
         answer=answer,
         effect=cell.told(cell.effect),
         ci95=(cell.told(low), cell.told(high)),

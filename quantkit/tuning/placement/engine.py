@@ -21,11 +21,11 @@ from quantkit.exporters.tensorrt.profiles import inputs_of
 from quantkit.pipeline.finished.layerwise import fed
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.tensorrt.file import FOLDER, NETWORK
-from quantkit.runtimes.tensorrt.runtime import Tensorrt
+from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime
 from quantkit.tuning.placement.search import FoundPlacement, PlacementTime, Report, search
 
 if TYPE_CHECKING:
-    from quantkit.runtimes.tensorrt.decode import Loaded
+    from quantkit.runtimes.tensorrt.decode import EngineModel
     from quantkit.runtimes.tensorrt.graph import LoadedGraph
 
 # of the shipped text: tokens that placements are compared on, and steps that are timed
@@ -34,7 +34,7 @@ _TOKENS, _STEPS, _BATCH, _CONTEXT = 256, 60, 1, 512
 _KL, _COSINE = 0.02, 0.01
 _LOGITS = "\0logits of a language model"
 Array = np.ndarray[Any, Any]
-Build = Callable[[Path], "Loaded | LoadedGraph"]
+Build = Callable[[Path], "EngineModel | LoadedGraph"]
 
 
 def autotune(
@@ -63,7 +63,7 @@ def autotune(
     """
     exporter = load_exporter("tensorrt")
     runtime = load_runtime(str(options.get("library", "tensorrt_rtx")))
-    assert isinstance(runtime, Tensorrt)
+    assert isinstance(runtime, TensorrtRuntime)
     why = runtime.why_not_here()
     if why is not None:
         raise InputError(
@@ -99,7 +99,7 @@ def autotune(
     name = hashlib.sha256(key.encode() + (inputs.read_bytes() if inputs else b"")).hexdigest()[:32]
     journal = content.cache_dir() / "tune" / f"qdq-{name}.jsonl"
 
-    def build(beside: Path) -> Loaded | LoadedGraph:
+    def build(beside: Path) -> EngineModel | LoadedGraph:
         built = exporter.build(beside, options)
         return runtime.open_graph(beside, built=built) if graph else runtime.open(beside, built=built)
 

@@ -12,9 +12,9 @@ import pytest
 
 from quantkit.errors import Stopped
 from quantkit.nightly.executors.local import Local
-from quantkit.nightly.running.jobs import Job, Outcome
+from quantkit.nightly.running.jobs import BuildJob, JobOutcome
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Cell
+from quantkit.nightly.store.records import NightCell
 from quantkit.pipeline.progress import Progress
 
 from .. import fake_work
@@ -29,9 +29,9 @@ class Heard(Progress):
         self.lines.append(f"{stage} {detail}")
 
 
-def job(home: Path, recipe: str, limit: float = 30.0) -> Job:
-    cells = tuple(Cell("tiny", recipe, "cpu-x86", "onnxruntime", batch).key for batch in (1, 8))
-    return Job(FIRST, str(home / "nightly.yaml"), "", cells, 1, limit)
+def job(home: Path, recipe: str, limit: float = 30.0) -> BuildJob:
+    cells = tuple(NightCell("tiny", recipe, "cpu-x86", "onnxruntime", batch).key for batch in (1, 8))
+    return BuildJob(FIRST, str(home / "nightly.yaml"), "", cells, 1, limit)
 
 
 def store_of(home: Path) -> Store:
@@ -44,7 +44,7 @@ def test_jobs_end_one_by_one_whatever_becomes_of_them(tmp_path: Path) -> None:
     store, heard = store_of(tmp_path), Heard()
     jobs = [job(tmp_path, name) for name in ("raises", "breaks", "killed")]
     jobs += [job(tmp_path, "hangs", 1.0), job(tmp_path, "fine")]
-    found: list[Outcome] = list(Local().run(jobs, fake_work.work, heard))
+    found: list[JobOutcome] = list(Local().run(jobs, fake_work.work, heard))
     assert [each.job for each in found] == jobs
     assert [each.state for each in found] == ["failed"] * 4 + ["done"]
     raised, broken, killed, hung, fine = (each.error for each in found)
@@ -88,5 +88,5 @@ def test_a_build_that_is_stopped_stops_the_night(tmp_path: Path, capfd: pytest.C
     assert "Traceback" not in capfd.readouterr().err, "its last words were broken off"
 
 
-def stopped(job: Job, progress: Progress) -> None:
+def stopped(job: BuildJob, progress: Progress) -> None:
     raise Stopped("disk-full", where="here")

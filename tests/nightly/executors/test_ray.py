@@ -14,9 +14,9 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.nightly.executors.ray import Ray
-from quantkit.nightly.running.jobs import Job
+from quantkit.nightly.running.jobs import BuildJob
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Cell
+from quantkit.nightly.store.records import NightCell
 from quantkit.pipeline.progress import Progress
 
 from .. import fake_work
@@ -43,11 +43,11 @@ def test_every_cell_is_committed_once_though_a_node_dies(cluster: Any, tmp_path:
     # as a machine of its own: on one machine builds wait for each other
     dying = cluster.add_node(**_OF_A_NODE, env_vars={"QUANTKIT_CACHE": str(tmp_path / "elsewhere")})
     store = Store.open(tmp_path / "store", create=True)
-    cells = [Cell("tiny", recipe, "cpu-x86", "torch", batch) for recipe in "abcd" for batch in (1, 8)]
-    elsewhere = Cell("tiny", "a", "h100", "torch", 1)
+    cells = [NightCell("tiny", recipe, "cpu-x86", "torch", batch) for recipe in "abcd" for batch in (1, 8)]
+    elsewhere = NightCell("tiny", "a", "h100", "torch", 1)
     store.begin(night(FIRST, (*cells, elsewhere)))
     jobs = [
-        Job(FIRST, str(tmp_path / "nightly.yaml"), "", tuple(each.key for each in pair), 1, 60.0)
+        BuildJob(FIRST, str(tmp_path / "nightly.yaml"), "", tuple(each.key for each in pair), 1, 60.0)
         for pair in ((elsewhere,), *zip(cells[::2], cells[1::2], strict=True))
     ]
     log = tmp_path / "log"

@@ -12,34 +12,34 @@ import pytest
 
 from quantkit.nightly.page import Written, write
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Cell, Decision, Item
+from quantkit.nightly.store.records import Item, NightCell, StoredDecision
 
 from ..conftest import FIRST, SECOND, THIRD, night, result
 from ..planted import timed
 
 EVIL = "<script>alert(1)</script>"
 FINE, SLOW, BROKEN, AWAY, HOSTILE, RETIRED = (
-    Cell("tiny", "a", "cpu-x86", "onnxruntime", 1),
-    Cell("tiny", "a", "cpu-x86", "onnxruntime", 8),
-    Cell("tiny", "b", "cpu-x86", "onnxruntime", 1),
-    Cell("tiny", "b", "cpu-x86", "onnxruntime", 8),
-    Cell(EVIL, "\"'&", "../../gpu", "tensorrt", 1),
-    Cell("old", "a", "cpu-x86", "onnxruntime", 1),
+    NightCell("tiny", "a", "cpu-x86", "onnxruntime", 1),
+    NightCell("tiny", "a", "cpu-x86", "onnxruntime", 8),
+    NightCell("tiny", "b", "cpu-x86", "onnxruntime", 1),
+    NightCell("tiny", "b", "cpu-x86", "onnxruntime", 8),
+    NightCell(EVIL, "\"'&", "../../gpu", "tensorrt", 1),
+    NightCell("old", "a", "cpu-x86", "onnxruntime", 1),
 )
 NOW = (FINE, SLOW, BROKEN, AWAY, HOSTILE)
 ERROR = {"code": "out-of-memory", "where": "x", "value": f"41 GB {EVIL}", "rule": "", "remedy": ""}
 
 
-def decided(cell: Cell, name: str, answer: Any, value: float | None, what: Any = "latency") -> Decision:
+def decided(cell: NightCell, name: str, answer: Any, value: float | None, what: Any = "latency") -> StoredDecision:
     ends = (None, None) if value is None else (value - 0.01, value + 0.01)
-    return Decision(name, cell.key, what, answer, value, *ends, margin=0.02, n=40, because=f"for a reason {EVIL}")
+    return StoredDecision(name, cell.key, what, answer, value, *ends, margin=0.02, n=40, because=f"for a reason {EVIL}")
 
 
-def begun(store: Store, name: str, *cells: Cell) -> None:
+def begun(store: Store, name: str, *cells: NightCell) -> None:
     store.begin(night(name, cells))
 
 
-def done(store: Store, cell: Cell, name: str, itself: bool = False, **others: Any) -> None:
+def done(store: Store, cell: NightCell, name: str, itself: bool = False, **others: Any) -> None:
     sha = {"content_sha256": "c" * 64, "baseline_sha256": ("c" if itself else "b") * 64}
     times = timed(cell, night=name, rounds=2, blocks=2, slower=0.1 if cell == SLOW else 0.0)
     if cell == FINE and name == THIRD:

@@ -11,7 +11,7 @@ import pytest
 from quantkit.nightly.page import detail, history
 from quantkit.nightly.page.detail import Detail
 from quantkit.nightly.store.parquet import Store
-from quantkit.nightly.store.records import Cell, Item
+from quantkit.nightly.store.records import Item, NightCell
 
 from ..conftest import CELLS, FIRST, SECOND, THIRD, night, result
 from ..planted import timed
@@ -19,7 +19,7 @@ from ..planted import timed
 CELL = CELLS[0]
 
 
-def read(store: Store, cell: Cell = CELL) -> Detail:
+def read(store: Store, cell: NightCell = CELL) -> Detail:
     return detail.read(store, history.read(store))[cell.key]
 
 

@@ -58,7 +58,7 @@ def check(network: Path, values: Values) -> list[Check]:
     found.append(_weights(model, values, _SCALES[kind]))
     if values.inputs or values.run_time.cache is not None:
         found.append(_pairs(model, values, _SCALES[kind]))
-    error, where = worst(Running(in_floats(model), network.parent), values)
+    error, where = worst(RunningNetwork(in_floats(model), network.parent), values)
     return [*found, judged("network.logits", error, LIMITS[kind], where)]
 
 
@@ -212,14 +212,14 @@ def in_floats(model: ir.Model) -> ir.Model:
 
 
 @dataclass
-class State:
+class NetworkState:
     """A cache, and the mask [B, tokens so far] of what is in it."""
 
     caches: dict[str, Array]
     mask: Array
 
 
-class Running:
+class RunningNetwork:
     """A network in ONNX Runtime, or in onnx's reference evaluator where that has no kernel."""
 
     def __init__(self, model: ir.Model, folder: Path) -> None:
@@ -231,7 +231,7 @@ class Running:
         self.decoder = any(name.startswith(_CACHE) for name in self.inputs)
         self._run = _session(model, folder)
 
-    def state(self, batch: int, capacity: int) -> State:
+    def state(self, batch: int, capacity: int) -> NetworkState:
         """An empty cache; one that is written in place has the network's capacity."""
         caches = {}
         for name, value in self.inputs.items():
@@ -239,9 +239,9 @@ class Running:
                 assert value.shape is not None and value.dtype is not None
                 sizes = [batch, *(each if isinstance(each, int) else 0 for each in list(value.shape)[1:])]
                 caches[name] = np.zeros(sizes, value.dtype.numpy())
-        return State(caches, np.zeros((batch, 0), np.int64))
+        return NetworkState(caches, np.zeros((batch, 0), np.int64))
 
-    def run(self, state: State, ids: Array, mask: Array | None = None) -> Array:
+    def run(self, state: NetworkState, ids: Array, mask: Array | None = None) -> Array:
         """Logits of new tokens [B, S], float32; `mask` has zeros where they are padding."""
         (rows, new), start = ids.shape, state.mask.shape[1]
         state.mask = seen = np.concatenate([state.mask, np.ones_like(ids) if mask is None else mask], axis=1)

@@ -29,13 +29,18 @@ from quantkit.graph.run import Feed, Runner
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from quantkit.exporters.tensorrt.network.graph import Product
+    from quantkit.exporters.tensorrt.network.graph import NetworkProduct
 
 Array = NDArray[Any]
 
 
 def check(
-    network: Path, model: ir.Model, products: Mapping[str, Product], pairs: Mapping[str, float], kind: str, feed: Feed
+    network: Path,
+    model: ir.Model,
+    products: Mapping[str, NetworkProduct],
+    pairs: Mapping[str, float],
+    kind: str,
+    feed: Feed,
 ) -> list[Check]:
     """All checks of a network.
 
@@ -60,14 +65,14 @@ def check(
     return [*found, judged("network.outputs", error, LIMITS["float16"], where)]
 
 
-def dense(product: Product) -> Array:
+def dense(product: NetworkProduct) -> Array:
     """What the codes of a product stand for, [N, K] float32."""
     tensor = product.weight
     values: Array = load_format(tensor.scheme.format).dequantize(tensor).float().numpy()
     return values
 
 
-def _weights(stored: ir.Model, products: Mapping[str, Product]) -> Check:
+def _weights(stored: ir.Model, products: Mapping[str, NetworkProduct]) -> Check:
     """How many weights of the file are not those that were decided on."""
     wrong = []
     for name, product in products.items():
@@ -77,7 +82,7 @@ def _weights(stored: ir.Model, products: Mapping[str, Product]) -> Check:
     return counted("network.weights", wrong)
 
 
-def _pairs(stored: ir.Model, products: Mapping[str, Product], pairs: Mapping[str, float], kind: str) -> Check:
+def _pairs(stored: ir.Model, products: Mapping[str, NetworkProduct], pairs: Mapping[str, float], kind: str) -> Check:
     """How many pairs have another scale or type than was decided on, and how many products read none."""
     makers = {str(value.name): node for node in stored.graph for value in node.outputs}
     wrong = []
@@ -104,7 +109,7 @@ def _readers(stored: ir.Model, weight: str) -> list[ir.Value]:
 
 
 def _numbers(
-    network: Path, stored: ir.Model, model: ir.Model, products: Mapping[str, Product], feed: Feed
+    network: Path, stored: ir.Model, model: ir.Model, products: Mapping[str, NetworkProduct], feed: Feed
 ) -> tuple[float | None, str]:
     import onnx_ir as ir
     from onnx_ir.passes.common import ShapeInferencePass
@@ -125,7 +130,7 @@ def _numbers(
     return (worst, where) if np.isfinite(worst) else (None, f"{where} is not finite in 16 bits")
 
 
-def decided(model: ir.Model, products: Mapping[str, Product]) -> ir.Model:
+def decided(model: ir.Model, products: Mapping[str, NetworkProduct]) -> ir.Model:
     """A copy of the float graph with the weights and biases that were decided on."""
     import onnx_ir as ir
 

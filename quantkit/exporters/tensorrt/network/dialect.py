@@ -27,8 +27,8 @@ import numpy as np
 import onnx_ir as ir
 
 from quantkit.errors import InputError
-from quantkit.exporters.onnx.nbits import Input
-from quantkit.exporters.tensorrt.network.weights import TYPES, Stored, stored
+from quantkit.exporters.onnx.nbits import InputCodes
+from quantkit.exporters.tensorrt.network.weights import TYPES, StoredTensors, stored
 from quantkit.exporters.tensorrt.network.weights import codes as codes_of
 from quantkit.exporters.trace.rewrite import Rewriting
 
@@ -54,7 +54,7 @@ class CacheScales:
 
 
 @dataclass
-class Dialect(Rewriting):
+class TensorrtDialect(Rewriting):
     """The rewriting of one graph.
 
     Args:
@@ -289,7 +289,7 @@ class Dialect(Rewriting):
     # --- products -----------------------------------------------------------------------------------------------------
 
     def _products(self) -> None:
-        pairs: dict[tuple[ir.Value, Input], ir.Value] = {}
+        pairs: dict[tuple[ir.Value, InputCodes], ir.Value] = {}
         for node in self._placeholders("Linear"):
             name = node.attributes["name"].as_string()
             linear, source = self.weights.linears[name], node.inputs[0]
@@ -302,7 +302,7 @@ class Dialect(Rewriting):
             (output,) = self._node(node, "MatMul", [source, self._weight(node, name)], [f"{name}/output"])
             self._replace(node, [output])
 
-    def _pair(self, before: ir.Node, source: ir.Value, name: str, how: Input) -> ir.Value:
+    def _pair(self, before: ir.Node, source: ir.Value, name: str, how: InputCodes) -> ir.Value:
         assert how.scale is not None
         kind = how.scheme.format
         if how.moved:
@@ -330,7 +330,7 @@ class Dialect(Rewriting):
             return self._turned(name, [name])
         return self._dequantized(before, name, stored(self.quantized(name, codes=False), self.floats))
 
-    def _dequantized(self, before: ir.Node, name: str, found: Stored) -> ir.Value:
+    def _dequantized(self, before: ir.Node, name: str, found: StoredTensors) -> ir.Value:
         codes = self._new(f"{name}.codes", found.shape, found.type, lambda: codes_of(self.quantized(name)))
         scale = self._constant(f"{name}.scale", found.scale, found.scale.dtype)
         if found.whole is not None:
@@ -345,7 +345,9 @@ class Dialect(Rewriting):
             (values,) = self._node(before, "Cast", [values], [f"{name}.rounded"], to=kind16)
         return values
 
-    def _looked_up(self, before: ir.Node, name: str, codes: ir.Value, found: Stored, scale: ir.Value) -> ir.Value:
+    def _looked_up(
+        self, before: ir.Node, name: str, codes: ir.Value, found: StoredTensors, scale: ir.Value
+    ) -> ir.Value:
         """Codebook[code + 8] · scale, [K, N]."""
         assert found.block is not None and found.codebook is not None
         columns, rows = found.shape

@@ -36,7 +36,7 @@ def write_network(folder: Path, values: Values, options: TensorrtOptions, profil
     from quantkit.bundle import stopping_when_full
     from quantkit.exporters.carried import carry
     from quantkit.exporters.onnx.keep_few import keep_few
-    from quantkit.exporters.tensorrt.network.dialect import Dialect
+    from quantkit.exporters.tensorrt.network.dialect import TensorrtDialect
     from quantkit.exporters.trace.transformer import trace
 
     source = values.source
@@ -56,7 +56,7 @@ def write_network(folder: Path, values: Values, options: TensorrtOptions, profil
             rule=f"the profiles need {needed}, the model has {most}",
             remedy="leave it out: the profiles say how many",
         )
-    dialect = Dialect(
+    dialect = TensorrtDialect(
         traced,
         dialect_weights(values),
         quantized=values.quantized,

@@ -33,7 +33,7 @@ OPSET = 21
 
 
 @dataclass(frozen=True)
-class Product:
+class NetworkProduct:
     """What becomes of one product.
 
     Args:
@@ -47,7 +47,7 @@ class Product:
     bias: Array | None
 
 
-def network(model: ir.Model, products: Mapping[str, Product], pairs: Mapping[str, float], kind: str) -> ir.Model:
+def network(model: ir.Model, products: Mapping[str, NetworkProduct], pairs: Mapping[str, float], kind: str) -> ir.Model:
     """A copy of a float graph for TensorRT.
 
     Args:
@@ -102,7 +102,7 @@ def _before(node: ir.Node, operator: str, inputs: list[ir.Value | None], name: s
     return made.outputs[0]
 
 
-def _convolution(node: ir.Node, product: Product) -> None:
+def _convolution(node: ir.Node, product: NetworkProduct) -> None:
     site, weight, stem = product.site, product.weight, stem_of(product.site)
     graph = node.graph
     assert graph is not None
@@ -117,7 +117,7 @@ def _convolution(node: ir.Node, product: Product) -> None:
         node.replace_input_with(2, _constant(graph, product.bias.astype(np.float32), f"{stem}.bias"))
 
 
-def _linear(node: ir.Node, product: Product) -> None:
+def _linear(node: ir.Node, product: NetworkProduct) -> None:
     stem = stem_of(product.site)
     graph = node.graph
     assert graph is not None

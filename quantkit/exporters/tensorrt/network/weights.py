@@ -38,7 +38,7 @@ _ROUNDING = 2.0**-11
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensors:
     """The tensors of one weight, but for its codes.
 
     Args:
@@ -79,7 +79,7 @@ def codes(tensor: QuantTensor) -> Array:
     return turned.view(np.uint8).view(kind) if kind.kind == "V" and kind != TYPES["int4"] else turned.astype(kind)
 
 
-def stored(tensor: QuantTensor, floats: np.dtype[Any]) -> Stored:
+def stored(tensor: QuantTensor, floats: np.dtype[Any]) -> StoredTensors:
     """A quantized linear's weight; its codes are not looked at. `floats` is the graph's type."""
     scheme, (rows, columns) = tensor.scheme, tensor.shape
     scale = tensor.scale.float().numpy()
@@ -96,7 +96,7 @@ def stored(tensor: QuantTensor, floats: np.dtype[Any]) -> Stored:
             scale = np.repeat(scale, scheme.group or 1, axis=0)[:rows]
         scale = np.ascontiguousarray(scale.T)
     kept = fitting(scale, floats) if whole is None else scale.astype(ml_dtypes.float8_e4m3fn)
-    return Stored((columns, rows), TYPES[scheme.format], kept, axis, block, whole, book)
+    return StoredTensors((columns, rows), TYPES[scheme.format], kept, axis, block, whole, book)
 
 
 def fitting(scale: Array, floats: np.dtype[Any]) -> Array:
