@@ -209,7 +209,7 @@ class LayerPair:
         name: of the layer.
         a: of A; None where it is in floats.
         b: of B.
-        outputs: relative output errors of both, as `measure.harm` found them; None where one is not known.
+        outputs: relative output errors of both, as `accuracy.harm` found them; None where one is not known.
     """
 
     name: str

@@ -85,7 +85,7 @@ class Pass(Protocol):
     needs: frozenset[str] = frozenset()
     requires: frozenset[str] = frozenset()
     ensures: frozenset[str] = frozenset()
-    on_graphs: str = "it knows the blocks of a transformer; this is a graph"
+    on_graphs: str = "this pass supports transformers only"
     for_blocks: bool = False
     Settings: type[BaseModel]
 

@@ -69,7 +69,7 @@ def time_it(
     """The rows of a bundle's `onnx/` against a baseline's.
 
     Raises:
-        InputError, MissingDependency: see `measure.speed.run`.
+        InputError, MissingDependency: see `measurement.timing.speed.run`.
     """
     from quantkit.measurement.timing.speed import SpeedJob, SpeedSide, run
 
@@ -163,7 +163,7 @@ def documents(manifest: Manifest, rows: Sequence[Row], folder: Path) -> tuple[di
 
 
 def read_harm(folder: Path) -> Harm | None:
-    """What `measure.harm` found, as it is kept in a bundle."""
+    """What `measurement.accuracy.harm` found, as it is kept in a bundle."""
     from pydantic import ValidationError
 
     try:

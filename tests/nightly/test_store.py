@@ -177,13 +177,13 @@ def test_a_commit_that_is_killed_between_files_never_was(
 _WRITER = """
 import os, sys
 from quantkit.nightly.store import files as _files
-from quantkit.nightly.store.records import Cell, Result, Time
+from quantkit.nightly.store.records import NightCell, Result, Time
 from quantkit.nightly.store.parquet import Store
 path, way, night, *cells = sys.argv[1:]
 store = Store.open(path)
 def commit(key, attempt):
     time = Time(night, key, attempt, "candidate", 0, 0, 0, 1.0, 1.7e9)
-    return store.commit(Result.of(night, Cell.of(key), "done", attempt=attempt), [time])
+    return store.commit(Result.of(night, NightCell.of(key), "done", attempt=attempt), [time])
 commit(cells[0], 9)
 print("ready", flush=True)
 sys.stdin.readline()

@@ -3,7 +3,7 @@
 Every block is replaced by a stand-in. The first of each class runs a real block, to see what a block returns; the
 others return what they were given. Then the forward runs again, and they return something else: if a later block is
 given other arguments now, or hidden states that differ from what the one before returned, blocks depend on each other
-in ways that cannot be noted beforehand, and the model is live (see `calls.py`).
+in ways that cannot be noted beforehand, and the model is live (see `streaming/calls.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The store of nights: append-only Parquet files, and DuckDB over them. `_files.py` says where they lie.
+"""The store of nights: append-only Parquet files, and DuckDB over them. `files.py` says where they lie.
 
 A cell's result is committed on its own, in one step, and once: a killed night loses no more than the cell it was at,
 and two runs at once share the work. Names of nights sort by their start.

@@ -1,4 +1,4 @@
-"""What becomes of the experts of a block that calibration hardly ever routes to; see `calibrate.routing`."""
+"""What becomes of the experts of a block that calibration hardly ever routes to; see `calibrate.statistics.routing`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A model as sizes: its linears, its attention, what else is stored. Torch-free; read off a `config.json`.
 
 Nothing here knows of formats or hardware. What a recipe makes of the sizes is `storage.py`, what they take while the
-model runs is `memory.py`, how long `roofline.py`.
+model runs is `memory.py`, how long `bound/roofline.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a quantized model is hurt, as sections of the report: what `measure.harm` found, drawn and said.
+"""Where a quantized model is hurt, as sections of the report: what `measurement.accuracy.harm` found, drawn and said.
 
 Every sentence follows from the numbers by a rule that stands with its function, so that it changes when they do.
 """
