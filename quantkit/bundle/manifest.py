@@ -150,6 +150,10 @@ class Decision(_Closed):
     to: Any = None
     reason: str
 
+    def as_dict(self) -> dict[str, Any]:
+        """The contract's form."""
+        return self.model_dump(mode="json", by_alias=True)
+
 
 def decision(name: str, code: str, where: str, reason: str, before: object = None, after: object = None) -> Decision:
     """A recorded decision of a pass, or of whatever else decided."""

@@ -28,14 +28,20 @@ Runtime = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="What runs it; default: onnxruntime where the bundle has a graph, else torch."),
 ]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the figures.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, on failure too.")]
+
+
+def listed(text: str | None) -> list[str]:
+    """The parts of an option, with commas between; none where it is not given."""
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 def batches(text: str | None, where: str = "--batch") -> list[int] | None:
     """What `--batch` says: `1,2,4` as numbers. Raises InputError."""
     if text is None:
         return None
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = listed(text)
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise InputError("usage", where=where, value=text, rule="numbers from 1 up, with commas: 1,2,4")
     return [int(part) for part in parts]

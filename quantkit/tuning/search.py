@@ -182,7 +182,7 @@ class _Search:
             "texts": {"harm": answer.text_of(self.text), "check": answer.text_of(self.scored) if self.scored else None},
             "anchor": self._anchor(),
             "factor": self.factor if self.measured else None,
-            "decisions": [each.model_dump(mode="json", by_alias=True) for each in self.decisions],
+            "decisions": [each.as_dict() for each in self.decisions],
             "notes": list(source.notes),
             "seconds": time.perf_counter() - self.started,
         }

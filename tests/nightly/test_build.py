@@ -309,3 +309,8 @@ def test_what_a_kill_left_of_a_bundle_is_no_end_of_its_build(home: Home) -> None
     found, reused = Bundles(home.path / "bundles").make(request_of(home.config, home.config.cells()[0]), Progress())
     assert not reused and found.path == bundle
     found.demand_intact()
+
+
+def test_the_floors_whose_code_decides_no_number_are_there() -> None:
+    package = Path(bundles.__file__).parents[2]
+    assert [name for name in bundles._ABOVE if not (package / name / "__init__.py").is_file()] == []

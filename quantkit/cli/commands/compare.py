@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from quantkit._version import __version__
 from quantkit.cli.answer import Answer
-from quantkit.cli.options import Json, batches
+from quantkit.cli.options import Html, Json, batches
 from quantkit.cli.progress import showing
 from quantkit.errors import GateError, Inconclusive, QuantkitError
 
@@ -40,7 +39,7 @@ def compare(
     ] = 0.01,
     latency_margin: Annotated[float, typer.Option(metavar="X", help="0.05: 5 % slower.")] = 0.05,
     size_margin: Annotated[float, typer.Option(metavar="X", help="0.01: 1 % larger.")] = 0.01,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the figures.")] = None,
+    html: Html = None,
     as_json: Json = False,
 ) -> Answer:
     """Set one bundle against another: by token, batch, size and layer."""

@@ -68,5 +68,5 @@ def compile(  # noqa: A001 (the word of the command line)
         seconds=compiled.seconds,
         memory_peak_bytes=compiled.memory_peak_bytes,
     )
-    taken = [decision.model_dump(mode="json", by_alias=True) for decision in compiled.decisions]
+    taken = [decision.as_dict() for decision in compiled.decisions]
     return Answer(compiled.as_dict(), shown, taken, compiled.warnings, failed_gate(manifest))

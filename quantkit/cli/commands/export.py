@@ -44,7 +44,7 @@ def export(
         progress.begin(f"exporting {bundle}", 40.0)
         done = export_bundle(quantkit.load(bundle), to, set_ or (), dry_run=dry_run, progress=progress)
     shown = terminal.verified(done.bundle.path, done.bundle.manifest, done.checks, [done.says])
-    return Answer(done.as_dict(), shown, [x.model_dump(mode="json", by_alias=True) for x in done.decisions])
+    return Answer(done.as_dict(), shown, [x.as_dict() for x in done.decisions])
 
 
 def _autotuned(bundle: Bundle, to: str, changes: Sequence[str], inputs: Path | None) -> Answer:

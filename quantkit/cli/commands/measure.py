@@ -101,5 +101,5 @@ def measure(
         for each in stored(opened.path):
             result.setdefault("engines", []).append(each.model_dump(mode="json"))
             shown += engine.table(each)
-    taken = [each.model_dump(mode="json", by_alias=True) for each in decisions]
+    taken = [each.as_dict() for each in decisions]
     return Answer(result, shown, taken, notes, error)

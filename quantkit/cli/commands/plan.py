@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.cli.answer import Answer
-from quantkit.cli.options import Changes, Json, Target
+from quantkit.cli.options import Changes, Json, Target, batches, listed
 from quantkit.cli.progress import showing
 from quantkit.content import is_path
 from quantkit.errors import InputError
@@ -74,12 +74,11 @@ def plan(
     """Say what will fit, how fast it can be, what it costs, and what the compile will take: before anything is done."""
     import quantkit
     from quantkit.bundle.disk import check_place
-    from quantkit.cli.options import batches
     from quantkit.pipeline.plan.plan import PlanQuestion
     from quantkit.pipeline.plan.plan import plan as answer
     from quantkit.report.plan import screen as report
 
-    asked = [*(recipe or ()), *(name.strip() for name in (compare or "").split(",") if name.strip())]
+    asked = [*(recipe or ()), *listed(compare)]
     question = PlanQuestion(
         model,
         tuple(asked),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quantkit.cli.answer import Answer
-from quantkit.cli.options import Json, Target
+from quantkit.cli.options import Html, Json, Target, batches, listed
 from quantkit.cli.progress import showing
 from quantkit.errors import Inconclusive, QuantkitError
 
@@ -52,13 +52,12 @@ def tax(
     ] = None,
     seconds: Annotated[float, typer.Option(min=1, metavar="S", help="How long to time everything.")] = 300.0,
     target: Target = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the figures.")] = None,
+    html: Html = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows as JSON lines.")] = None,
     as_json: Json = False,
 ) -> Answer:
     """Time quantized linears against float ones, with what the machine could do at best, and say what to do."""
     from quantkit.bundle.disk import check_place
-    from quantkit.cli.options import batches
     from quantkit.measurement.rows import write_rows
     from quantkit.pipeline.tax.question import Question, batch_range, prepare
     from quantkit.pipeline.tax.tax import measure_tax, record
@@ -71,7 +70,7 @@ def tax(
         Question(
             model,
             tuple(shape or ()),
-            [name.strip() for name in (formats or "").split(",") if name.strip()],
+            listed(formats),
             batch_range(batch) if batch is not None else (),
             traffic_of(traffic) if traffic is not None else None,
             device,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli.answer import Answer
-from quantkit.cli.options import Calibration, Changes, Json, Model, Target, TrustRemoteCode, batches
+from quantkit.cli.options import Calibration, Changes, Json, Model, Target, TrustRemoteCode, batches, listed
 from quantkit.cli.progress import showing
 from quantkit.errors import GateError, InputError
 
@@ -69,7 +69,7 @@ def tune(
     question = TuneQuestion(
         request,
         allowed,
-        formats=None if formats is None else [name.strip() for name in formats.split(",") if name.strip()],
+        formats=None if formats is None else listed(formats),
         schemes=[_scheme(text) for text in scheme or ()],
         samples=samples,
         exact=exact,
@@ -82,7 +82,7 @@ def tune(
         from quantkit.tuning import tune as search
 
         tuned = search(question, progress)
-    taken = [decision.model_dump(mode="json", by_alias=True) for decision in tuned.decisions]
+    taken = [decision.as_dict() for decision in tuned.decisions]
     error = None
     limit, found = allowed.kl, tuned.front["chosen"]["measured"]
     if limit is not None and found is not None and found > limit:

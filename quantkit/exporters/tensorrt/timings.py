@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.bundle.disk import write_atomic
+from quantkit.bundle.disk import alone, write_atomic
 from quantkit.content import cache_dir
 from quantkit.exporters.tensorrt.profiles import ProfileShapes
 from quantkit.runtimes.tensorrt.library import Library
@@ -121,12 +121,9 @@ class Timings:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """One process at a time; the kernel lets go of the lock when the process dies."""
-        import fcntl
-
         assert self._path is not None
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with alone(self._path.with_suffix(".lock")):
             yield
 
 

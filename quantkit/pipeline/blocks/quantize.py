@@ -182,5 +182,5 @@ def _record(prepared: Prepared, worked: Worked) -> dict[str, Any]:
     return {
         "layers": layers,
         "fusions": [[worked.block.full_name(name) for name in members] for members in worked.block.fusions],
-        "decisions": [decision.model_dump(mode="json", by_alias=True) for decision in worked.decisions],
+        "decisions": [decision.as_dict() for decision in worked.decisions],
     }

@@ -125,7 +125,7 @@ class Products(Generic[T]):
             return
         key, written = self._keys[name], self._steps.build.temporary("codes.safetensors")
         self._form.write(codes, written)
-        said = [each.model_dump(mode="json", by_alias=True) for each in decisions]
+        said = [each.as_dict() for each in decisions]
         self._steps.commit(key, {"product": name, "decisions": said}, {written: self._steps.path(key)})
 
 

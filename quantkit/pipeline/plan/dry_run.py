@@ -95,7 +95,7 @@ def _common(prepared: Prepared | PreparedGraph, expected: Compiling) -> dict[str
         "memory_bytes": round(expected.peak),
         "disk_bytes": expected.as_dict()["disk_bytes"],
         "out": str(prepared.out),
-        "decisions": [decision.model_dump(mode="json", by_alias=True) for decision in prepared.decisions],
+        "decisions": [decision.as_dict() for decision in prepared.decisions],
     }
 
 

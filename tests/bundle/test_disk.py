@@ -1,0 +1,56 @@
+"""Files are written whole or not at all, and one process at a time holds a lock."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from quantkit.bundle.disk import alone, write_atomic, writing
+from quantkit.errors import InputError, Stopped
+
+
+def test_chunks_are_one_file_with_one_hash(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    digest = write_atomic(path, [b"ab", memoryview(b"cd")])
+    assert (path.read_bytes(), digest) == (b"abcd", hashlib.sha256(b"abcd").hexdigest())
+    assert write_atomic(path, b"abcd") == digest
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_ends_in_the_middle_leaves_the_old_content(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def chunks():
+        yield b"new"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomic(path, chunks())
+    assert path.read_bytes() == b"old"
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "code"),
+    [(errno.EACCES, InputError, "file-unwritable"), (errno.ENOSPC, Stopped, "disk-full")],
+)
+def test_what_the_file_system_says_becomes_one_of_our_errors(
+    tmp_path: Path, number: int, kind: type[InputError | Stopped], code: str
+) -> None:
+    with pytest.raises(kind) as caught, writing(tmp_path / "file"):
+        raise OSError(number, "no")
+    assert caught.value.code == code
+
+
+def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    with alone(lock), lock.open("w") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with lock.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
