@@ -1,7 +1,7 @@
 """A calibration set's name or path -> the token ids that passes see and measures score.
 
-Which part of it is which split, `sets/parts.py` says. Token ids are used as given, in order. A set of kind `random` is no
-data at all: ids drawn from the vocabulary, each as likely as the next, to calibrate on and for nothing else.
+Which part of it is which split, `sets/parts.py` says. Token ids are used as given, in order. A set of kind `random` is
+no data at all: ids drawn from the vocabulary, each as likely as the next, to calibrate on and for nothing else.
 
 **Every sequence begins as a prompt does**: with the tokens that the tokenizer puts before a text (`<bos>`), or with
 what the model's chat template writes, where `template` is `chat`. To a model that was trained with it the first token

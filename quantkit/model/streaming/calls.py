@@ -1,8 +1,8 @@
 """How a model calls its blocks: noted once where nothing depends on what blocks put out, else asked of its own forward.
 
 A transformer is `rest -> block -> block -> ... -> rest`, and a block is given more than hidden states: masks, rotary
-tables, a slice of per-layer embeddings, what an earlier block has left for it. `structure/flow.py` finds out, on a few tokens, of
-which kind a model is:
+tables, a slice of per-layer embeddings, what an earlier block has left for it. `structure/flow.py` finds out, on a few
+tokens, of which kind a model is:
 
     recorded   the next block reads what the last one put out, unchanged, and nothing else that any block made. The
                model's forward runs once for each chunk with stand-ins for its blocks, which note what they are given.

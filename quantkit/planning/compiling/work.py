@@ -32,7 +32,8 @@ _PANEL = 256
 # are (`passes/assign.py`), and min-max alone
 Grids = Literal["searched", "wide", "minmax"]
 _GRIDS: Mapping[Grids, int] = {"searched": 8, "wide": 11, "minmax": 1}
-# tokens that `measurement.accuracy.harm` runs both models on, and those of a quantized cache's long contexts, sequence by sequence
+# tokens that `measurement.accuracy.harm` runs both models on, and those of a quantized cache's long contexts, sequence
+# by sequence
 _HARM = 128
 LONG, LONG_SEQUENCES = 2048, 4
 # sequences of a forward that scores
