@@ -17,11 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
-
-from pydantic import BaseModel
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from quantkit.errors import unknown_name
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 # folder -> (the constant that a plug-in defines, one of the kind in a sentence)
 _WORDS = {

@@ -259,7 +259,7 @@ def test_data_that_is_not_a_file_of_the_folder_is_never_opened(
 ) -> None:
     change(small)
     monkeypatch.setattr(onnx.checker, "check_model", lambda *_: pytest.fail("the checker opens the files"))
-    monkeypatch.setattr(check_onnx, "Loaded", lambda *_, **__: pytest.fail("the runtime opens the files"))
+    monkeypatch.setattr(check_onnx, "OnnxModel", lambda *_, **__: pytest.fail("the runtime opens the files"))
     checks = small.check()
     assert list(checks) == ["onnx.contained", "onnx.operators"]
     assert not checks["onnx.contained"].ok
