@@ -326,12 +326,12 @@ def test_nothing_heavy_is_imported_to_read_store_and_hold_a_model() -> None:
 import sys
 from quantkit.planning.model import configs, shipped
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
-from quantkit.planning.bound.roofline import Product
+from quantkit.planning.bound.roofline import RooflineProduct
 from quantkit.planning.model.storage import storage
 from quantkit.recipe import Recipe
 models = {name: configs.read(name) for name in shipped.names()}
 found = storage(models["deepseek-v3"], Recipe.load("awq-int4"))
-products = [Product(each.matrix, each.bytes, each.format, "fp16") for each in (*found.linears, found.head)]
+products = [RooflineProduct(each.matrix, each.bytes, each.format, "fp16") for each in (*found.linears, found.head)]
 card = Footprint(models["deepseek-v3"], products, cache_of(None, "bfloat16"), 2, False, taken_by("vllm", "gpu"), 80e9)
 assert card.needed(1, 8192) == 8
 heavy = {"torch", "transformers", "scipy", "plotly", "huggingface_hub", "onnx", "onnxruntime", "compressed_tensors"}
