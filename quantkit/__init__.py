@@ -291,7 +291,7 @@ def tune(
     """
     from quantkit.measurement.rows import read_rows
     from quantkit.pipeline import Request
-    from quantkit.tuning import Budget, Question
+    from quantkit.tuning import Budget, TuneQuestion
     from quantkit.tuning import tune as search
 
     request = Request.of(
@@ -304,7 +304,7 @@ def tune(
         trust_remote_code=trust_remote_code,
     )
     return search(
-        Question(
+        TuneQuestion(
             request,
             Budget.parse([budget] if isinstance(budget, str) else list(budget)),
             formats=formats,
