@@ -29,7 +29,7 @@ _IMPORTED_OF_GRAPHS = [
     "onnxruntime",
     "quantkit.graph.fuse",
     "quantkit.graph.codes.solve",
-    "quantkit.pipeline.graphs.compile",
+    "quantkit.pipeline.graphs.subject",
 ]
 
 RECIPE = {
