@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
+from quantkit.model.source import pretrained
 from quantkit.model.source.open import cut_config
 from quantkit.model.source.weights import strict_json
 from quantkit.model.structure.names import same
@@ -57,9 +58,7 @@ def model_class(folder: Path) -> Any:
 
 def config_of(folder: Path, blocks: int | None, *, dense: bool = False) -> Any:
     """The config, cut to the first blocks; `dense` without the quantization."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = pretrained.config(folder)
     if dense and hasattr(config, "quantization_config"):
         del config.quantization_config
     if blocks is not None:
@@ -81,9 +80,8 @@ def _cut_targets(quantization: Any, blocks: int) -> None:
 
 def loaded(model_class: Any, folder: Path, blocks: int | None, leftover: Collection[str]) -> tuple[Any, str]:
     """The model as plain transformers loads it, and what is wrong with its keys."""
-    model, info = model_class.from_pretrained(
-        folder, config=config_of(folder, blocks), dtype="auto", local_files_only=True, output_loading_info=True
-    )
+    options = {"config": config_of(folder, blocks), "dtype": "auto", "output_loading_info": True}
+    model, info = pretrained.network(model_class, folder, **options)
     unexpected = {
         name
         for name in info["unexpected_keys"]

@@ -32,6 +32,7 @@ from quantkit.model.full_memory import is_out_of_memory, out_of_memory
 from quantkit.model.kernel_limit import kernel_limit
 from quantkit.model.layouts import Layout
 from quantkit.model.run_time import RunTime
+from quantkit.model.source import pretrained
 from quantkit.model.source.open import in_float32, open_written, quiet_loading
 from quantkit.model.source.weights import Weights
 from quantkit.model.structure.names import same
@@ -184,7 +185,8 @@ def reload(
                 "reload.transformers", None, f"{type(trouble).__name__}: {' '.join(str(trouble).split())[:200]}"
             )
         state = {name: wanted.read(name) for name in wanted.names if blocks is None or loading.block_of(name) < blocks}
-        reference, info = model_class.from_pretrained(
+        reference, info = pretrained.network(
+            model_class,
             None,
             config=loading.config_of(folder, blocks, dense=True),
             state_dict=state,

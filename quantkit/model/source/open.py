@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.content import is_path
 from quantkit.errors import InputError, MissingDependency, unknown_name
 from quantkit.kinds import Kind
-from quantkit.model.source import converted
+from quantkit.model.source import converted, pretrained
 from quantkit.model.source.alias import ALIASES, materialize
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.weights import INDEX, Weights, checked_file, strict_json
@@ -101,12 +101,10 @@ class Source:
                 rule=f"one of {', '.join(_TOKENIZERS)}",
                 remedy="copy the original's tokenizer files, or calibrate on token ids (input_ids)",
             )
-        from transformers import AutoTokenizer
-
         try:
-            return AutoTokenizer.from_pretrained(
-                self.path, local_files_only=True, trust_remote_code=self.trust_remote_code
-            )
+            return pretrained.tokenizer(self.path, trust=self.trust_remote_code)
+        except InputError:
+            raise
         except Exception as problem:  # whatever a damaged file makes the library raise
             raise InputError("tokenizer-damaged", where=self.ref, value=_first_line(problem)) from problem
 
@@ -123,16 +121,8 @@ class Source:
         config = _load_config(self.path, self.ref, self.trust_remote_code)
         if blocks is not None:
             cut_config(config, blocks)
-        options = {"trust_remote_code": True} if self.trust_remote_code else {}
-        found: PreTrainedModel = model_class.from_pretrained(
-            self.path,
-            config=config,
-            dtype=torch.float32,
-            local_files_only=True,
-            use_safetensors=True,
-            **options,
-            **(placed or {}),
-        )
+        options = {"config": config, "dtype": torch.float32, **(placed or {})}
+        found: PreTrainedModel = pretrained.network(model_class, self.path, trust=self.trust_remote_code, **options)
         return in_float32(found).eval().requires_grad_(False)
 
     def can_be_cut(self, blocks: int) -> bool:
@@ -458,10 +448,10 @@ def _model_class(config: dict[str, Any], path: Path, ref: str, trust: bool) -> t
 
 
 def _load_config(path: Path, ref: str, trust: bool) -> Any:
-    from transformers import AutoConfig
-
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust)
+        return pretrained.config(path, trust=trust)
+    except InputError:
+        raise
     except Exception as problem:  # the config's own validation raises many types
         raise _invalid_config(ref, problem) from problem
 

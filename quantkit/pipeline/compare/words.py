@@ -18,6 +18,7 @@ from quantkit.measurement.accuracy.against import flipped
 from quantkit.measurement.accuracy.positions import Items
 from quantkit.measurement.compared import WordFlip, WordFlips
 from quantkit.measurement.rows import Data
+from quantkit.model.source import pretrained
 from quantkit.pipeline.compare.sides import BundleSide
 from quantkit.pipeline.finished.measure import config_of
 from quantkit.runtimes.text import Tokenizer
@@ -154,10 +155,10 @@ def _loaded(folder: Path) -> Any:
     Raises:
         InputError: `tokenizer-damaged`.
     """
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return pretrained.tokenizer(folder)
+    except InputError:
+        raise
     except Exception as problem:  # whatever a damaged file makes the library raise
         said = (str(problem).splitlines() or [type(problem).__name__])[0]
         raise InputError("tokenizer-damaged", where=str(folder), value=said) from problem

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import MissingDependency
+from quantkit.model.source import pretrained
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,7 @@ def described(folder: Path) -> tuple[Any, Any]:
         import transformers
     except ImportError:
         raise MissingDependency("transformers", extra="compile", purpose="loading a bundle in torch") from None
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = pretrained.config(folder)
     return getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel), config
 
 
@@ -26,4 +27,4 @@ def built(model_class: Any, config: Any, state: Mapping[str, torch.Tensor], dtyp
     """The model of dense tensors, eval mode, whatever its checkpoint says of quantization; `config` loses that."""
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    return model_class.from_pretrained(None, config=config, state_dict=dict(state), dtype=dtype).eval()
+    return pretrained.network(model_class, None, config=config, state_dict=dict(state), dtype=dtype).eval()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.model import layouts
+from quantkit.model.source import pretrained
 from quantkit.runtimes import Runtime
 from quantkit.runtimes.generate import demand_decoder, demand_tokens
 from quantkit.runtimes.torch.classes import built, described
@@ -66,8 +67,7 @@ class TorchRuntime(Runtime):
         quantization = getattr(config, "quantization_config", None)
         if quantization and layouts.missing(layouts.of(quantization)):
             return self._expanded(model_class, config, folder)
-        options = {"dtype": "auto", "use_safetensors": True, "local_files_only": True, **settings}
-        return model_class.from_pretrained(folder, **options).eval()
+        return pretrained.network(model_class, folder, **{"dtype": "auto", **settings}).eval()
 
     def _on_kernels(
         self, bundle: Bundle, folder: Path, device: str, table: Table | None, dtype: torch.dtype | None = None
@@ -147,10 +147,9 @@ class TorchRuntime(Runtime):
         import time
 
         import torch
-        from transformers import AutoTokenizer
 
         demand_decoder(bundle)
-        tokenizer = AutoTokenizer.from_pretrained(self.folder(bundle), local_files_only=True)
+        tokenizer = pretrained.tokenizer(self.folder(bundle))
         model = self.load(bundle)
         if chat:
             messages = [{"role": "user", "content": prompt}]
