@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from quantkit.bundle.disk import fsync_tree, sha256, stopping_when_full, write_atomic
+from quantkit.bundle.disk import fsync_tree, remove, stopping_when_full, write_atomic
 from quantkit.bundle.manifest import (
     MANIFEST,
     MEASUREMENTS,
@@ -21,7 +21,7 @@ from quantkit.bundle.manifest import (
     inventory,
     role_of,
 )
-from quantkit.bundle.verify import verify_files
+from quantkit.bundle.verify import content_offenders, verify_files
 from quantkit.errors import InputError
 from quantkit.plugins import Kind
 
@@ -124,24 +124,31 @@ class Bundle:
                 remedy="copy it to a place that can be written",
             ) from None
 
-    def demand_intact(self, entries: Sequence[FileEntry] | None = None) -> None:
+    def demand_intact(self, under: str | None = None) -> None:
         """Refuse a bundle whose content is not what its manifest says.
 
+        A file that the manifest does not list, a link or an empty folder counts where a library would read it: beside
+        these files.
+
         Args:
-            entries: the files that matter; None: all that `content_sha256` is of.
+            under: only what stands below this path (`model/`); "" is all that is listed, None what `content_sha256` is
+                of.
 
         Raises:
             InputError: `hash-mismatch` with the file.
         """
-        if entries is None:
-            entries = [entry for entry in self.manifest.files if entry.deterministic]
-        for check in verify_files(self.path, self.manifest.model_copy(update={"files": list(entries)})):
-            if check.name in ("files.present", "files.size", "files.sha256") and not check.ok:
+        files = self.manifest.files
+        entries = [each for each in files if (each.deterministic if under is None else each.path.startswith(under))]
+        places = {each.path.partition("/")[0] for each in entries if "/" in each.path}
+        if under:
+            places.add(under.partition("/")[0])
+        for check, names in content_offenders(self.path, self.manifest, entries, places).items():
+            if names:
                 raise InputError(
                     "hash-mismatch",
-                    where=f"{self.path}/{check.where}",
-                    value=check.name,
-                    rule="every file is as the manifest says",
+                    where=f"{self.path}/{names[0]}",
+                    value=check,
+                    rule="every file is as the manifest says, and none lies beside them",
                     remedy="fetch or compile the bundle again",
                 )
 
@@ -175,13 +182,10 @@ class Bundle:
                 path = self.path / name
                 if data is None:
                     entries.pop(name, None)
-                    path.unlink(missing_ok=True)
+                    remove(path, inside=self.path)
                     continue
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(path, data)
-                entries[name] = FileEntry(
-                    path=name, bytes=len(data), sha256=sha256(path), role=role, deterministic=False
-                )
+                digest = write_atomic(path, data, inside=self.path)
+                entries[name] = FileEntry(path=name, bytes=len(data), sha256=digest, role=role, deterministic=False)
             ordered = sorted(entries.values(), key=lambda old: old.path)
             manifest = self.manifest.model_copy(update={"files": ordered, **changes})
             assert content_sha256(ordered) == manifest.content_sha256
@@ -208,7 +212,9 @@ class Bundle:
                 rule="content never changes after the build",
                 remedy="compile again with another recipe",
             )
-        if home.exists():  # of a call that was killed
+        if home.is_symlink():
+            home.unlink()
+        elif home.exists():  # of a call that was killed
             shutil.rmtree(home)
         with stopping_when_full(self.path):
             # a copy where the bundle is a file system of its own
@@ -223,8 +229,8 @@ class Bundle:
                 # whatever they say now: a call that was killed may have changed it
                 for subject in {row["subject"] for row in self.measurements if "subject" in row}:
                     data = data.replace(subject.encode(), identity.encode())
-                write_atomic(self.path / MEASUREMENTS, data)
-                update = {"bytes": len(data), "sha256": sha256(self.path / MEASUREMENTS)}
+                digest = write_atomic(self.path / MEASUREMENTS, data)
+                update = {"bytes": len(data), "sha256": digest}
                 entries[MEASUREMENTS] = rows.model_copy(update=update)
             files = sorted(entries.values(), key=lambda entry: entry.path)
             manifest = self.manifest.model_copy(update={"files": files, "content_sha256": identity, **changes})

@@ -3,6 +3,9 @@
     write to a temporary name -> fsync the file -> rename over the final name -> fsync the folder
 
 A rename within one file system is atomic; the two fsyncs make that its data, and then its name, survive a power loss.
+
+A bundle may come from a stranger, who can plant links in it. So temporary names are random and made exclusively, and
+where a folder is named that must not be left (`inside`), each folder below it is opened without following links.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ import errno
 import hashlib
 import os
 import re
+import secrets
+import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quantkit.errors import InputError, Stopped
@@ -99,26 +104,74 @@ def fsync_tree(folder: Path) -> None:
         fsync(Path(place))
 
 
-def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview]) -> str:
+def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview], *, inside: Path | None = None) -> str:
     """Replace a file's content, whole or in chunks; a reader, or a crash, sees the old content or the new one.
+
+    Args:
+        path: of the file. A link that stands there is replaced, never written through.
+        data: its content.
+        inside: a folder above it that the file has to stay in. What is missing between the two is made.
 
     Returns:
         the sha256 of what was written.
+
+    Raises:
+        InputError: `bundle-link`, a folder between `inside` and the file that is a link.
     """
     digest = hashlib.sha256()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as stream:
-            for chunk in [data] if isinstance(data, bytes) else data:
-                digest.update(chunk)
-                stream.write(chunk)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync(path.parent)
+    temporary = f".{path.name}.{secrets.token_hex(8)}.tmp"
+    with _folder(path.parent, inside or path.parent, make=True) as folder:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(temporary, flags, 0o666, dir_fd=folder)
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                for chunk in [data] if isinstance(data, bytes) else data:
+                    digest.update(chunk)
+                    stream.write(chunk)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=folder)
+        os.fsync(folder)
     return digest.hexdigest()
+
+
+def remove(path: Path, *, inside: Path) -> None:
+    """Delete a file that may be missing; errors as `write_atomic`, and a link is deleted, not what it names."""
+    with suppress(FileNotFoundError), _folder(path.parent, inside, make=False) as folder:
+        os.unlink(path.name, dir_fd=folder)
+
+
+@contextmanager
+def _folder(path: Path, inside: Path, *, make: bool) -> Iterator[int]:
+    """A descriptor of a folder, reached from `inside` by real folders alone."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    descriptor = os.open(inside, flags)
+    try:
+        for part in path.relative_to(inside).parts:
+            try:
+                if make:
+                    with suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=descriptor)
+                        os.fsync(descriptor)
+                below = os.open(part, flags | os.O_NOFOLLOW, dir_fd=descriptor)
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                    raise
+                raise InputError(
+                    "bundle-link",
+                    where=str(path),
+                    value=f"{part!r} is a link, or no folder",
+                    rule="nothing is written through a link",
+                    remedy="fetch or compile the bundle again",
+                ) from None
+            os.close(descriptor)
+            descriptor = below
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -146,6 +199,18 @@ def sha256(path: Path) -> str:
     """Hex digest of a file's content."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def is_plain(status: os.stat_result) -> bool:
+    """Whether `lstat` names a regular file that no other name leads to: a hard link changes with a file elsewhere."""
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+
+
+def empty_folders(folder: Path) -> Iterator[Path]:
+    """The folders under a folder in which nothing lies."""
+    for place, folders, names in os.walk(folder):
+        if not folders and not names and Path(place) != folder:
+            yield Path(place)
 
 
 def walk(folder: Path) -> Iterator[Path]:

@@ -5,51 +5,67 @@ Each check counts its offenders, which must be none, and names the first of them
 
 from __future__ import annotations
 
-import stat
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from quantkit.bundle.disk import sha256, walk
-from quantkit.bundle.manifest import MANIFEST, Check, Manifest, content_sha256
+from quantkit.bundle.disk import empty_folders, is_plain, sha256, walk
+from quantkit.bundle.manifest import MANIFEST, Check, FileEntry, Manifest, content_sha256, role_of
 
 
 def verify_files(folder: Path, manifest: Manifest) -> list[Check]:
-    """Checks `files.present`, `.size`, `.sha256`, `.unlisted`, `.links` and `content_sha256`.
+    """Checks `files.present`, `.size`, `.sha256`, `.unlisted`, `.links` and `content_sha256`."""
+    return [_count(name, names) for name, names in offenders(folder, manifest, manifest.files).items()]
 
-    A listed path that is a link is judged by what it points to if that lies inside the folder; a link that leaves the
-    folder is never followed.
+
+def offenders(folder: Path, manifest: Manifest, entries: Collection[FileEntry]) -> dict[str, list[str]]:
+    """Check -> the files that fail it.
+
+    A link is never followed. A file that has a second name elsewhere (a hard link) can be changed there, and counts as
+    a link. A folder in which nothing lies counts as unlisted, with a slash behind its name.
+
+    Args:
+        folder: of the bundle.
+        manifest: what it should hold.
+        entries: of the manifest; only their content is read.
     """
-    listed = {entry.path: entry for entry in manifest.files}
-    root = folder.resolve()
+    found = {path.relative_to(folder).as_posix(): os.lstat(path) for path in walk(folder)}
+    links = sorted(name for name, status in found.items() if not is_plain(status))
     missing, sizes, hashes = [], [], []
-    found = {path.relative_to(folder).as_posix() for path in walk(folder)}
-    leaving = {name for name in found if not (folder / name).resolve().is_relative_to(root)}
-    for name, entry in listed.items():
-        path = folder / name
+    for entry in entries:
+        path = folder / entry.path
         # a path through a linked folder is not in `found`: what is listed has to stand where it is listed
-        if name not in found or name in leaving or not _is_file(path):
-            missing.append(name)
-        elif path.stat().st_size != entry.bytes:
-            sizes.append(name)
+        if entry.path not in found or path.is_symlink() or not path.is_file():
+            missing.append(entry.path)
+        elif found[entry.path].st_size != entry.bytes:
+            sizes.append(entry.path)
         elif _unreadable_or_differs(path, entry.sha256):
-            hashes.append(name)
-    unlisted = sorted(found - set(listed) - {MANIFEST})
+            hashes.append(entry.path)
+    empty = [f"{path.relative_to(folder).as_posix()}/" for path in empty_folders(folder)]
+    unlisted = sorted({*found, *empty} - {entry.path for entry in manifest.files} - {MANIFEST})
     identity = [] if content_sha256(manifest.files) == manifest.content_sha256 else [MANIFEST]
-    return [
-        _count("files.present", missing),
-        _count("files.size", sizes),
-        _count("files.sha256", hashes),
-        _count("files.unlisted", unlisted),
-        _count("files.links", sorted(leaving)),
-        _count("content_sha256", identity),
-    ]
+    return {
+        "files.present": missing,
+        "files.size": sizes,
+        "files.sha256": hashes,
+        "files.unlisted": unlisted,
+        "files.links": links,
+        "content_sha256": identity,
+    }
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except OSError:
-        return False
+def content_offenders(
+    folder: Path, manifest: Manifest, entries: Collection[FileEntry], places: Collection[str]
+) -> dict[str, list[str]]:
+    """As `offenders`, of these entries; of what is unlisted or linked, what lies in these folders.
+
+    A library that opens `model`, `onnx` or `engine` reads files that it finds there, listed or not. Elsewhere what is
+    unlisted is read by nobody: a write that was killed may have left it.
+    """
+    found = offenders(folder, manifest, entries)
+    for name in ("files.unlisted", "files.links"):
+        found[name] = [each for each in found[name] if each.partition("/")[0] in places and role_of(each)[1]]
+    return found
 
 
 def _unreadable_or_differs(path: Path, expected: str) -> bool:
@@ -59,6 +75,6 @@ def _unreadable_or_differs(path: Path, expected: str) -> bool:
         return True
 
 
-def _count(name: str, offenders: Sequence[str]) -> Check:
-    more = f" and {len(offenders) - 3} more" if len(offenders) > 3 else ""
-    return Check(name=name, value=len(offenders), limit=0, ok=not offenders, where=", ".join(offenders[:3]) + more)
+def _count(name: str, names: Sequence[str]) -> Check:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return Check(name=name, value=len(names), limit=0, ok=not names, where=", ".join(names[:3]) + more)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -253,10 +255,10 @@ def test_adding_that_was_killed_is_mended_by_adding_again(
     rows = json.dumps({"subject": bundle.manifest.content_sha256}).encode()
     bundle = bundle.put("measurements.jsonl", rows)
 
-    def killed(path: Path, data: bytes) -> None:
+    def killed(path: Path, data: bytes, **how: Any) -> str:
         if path.name.startswith(step):
             raise KeyboardInterrupt
-        disk.write_atomic(path, data)
+        return disk.write_atomic(path, data, **how)
 
     folder = _beside(bundle)
     with monkeypatch.context() as patched:
@@ -281,3 +283,44 @@ def test_a_bundle_that_cannot_be_written_says_so(bundle: Bundle, monkeypatch: py
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)  # root may write where nobody may
     with pytest.raises(InputError, match=r"bundle-not-writable.*Permission denied"):
         bundle.demand_writable()
+
+
+def test_what_a_stranger_planted_is_not_written_through(bundle: Bundle, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "mine").write_text("precious", encoding="utf-8")
+    (bundle.path / "kernels.json").symlink_to(outside / "mine")
+    (bundle.path / "reports").symlink_to(outside)
+    written = bundle.put("kernels.json", b"{}")
+    assert (bundle.path / "kernels.json").read_bytes() == b"{}" and not (bundle.path / "kernels.json").is_symlink()
+    for use in ({"reports/mine": b"theirs"}, {"reports/mine": None}, {"reports/deep/mine": b"theirs"}):
+        with pytest.raises(InputError) as caught:
+            written.put_all(use)
+        assert caught.value.code == "bundle-link"
+    assert [each.read_text(encoding="utf-8") for each in outside.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("plant", ["unlisted", "link", "hard", "empty"])
+def test_what_lies_beside_the_content_is_not_opened(bundle: Bundle, tmp_path: Path, plant: str) -> None:
+    shard = bundle.path / "model" / "0.safetensors"
+    if plant == "unlisted":
+        (bundle.path / "model" / "pytorch_model.bin").touch()
+    elif plant == "link":
+        shutil.move(shard, bundle.path / "model" / "1.bin")
+        shard.symlink_to("1.bin")
+    elif plant == "hard":
+        os.link(shard, tmp_path / "elsewhere")
+    else:
+        (bundle.path / "model" / "custom_generate").mkdir()
+    with pytest.raises(InputError, match="hash-mismatch"):
+        bundle.demand_intact()
+    with pytest.raises(InputError, match="hash-mismatch"):
+        bundle.demand_intact("model/")
+    assert _failed(bundle)
+
+
+def test_what_a_killed_write_left_is_in_nobodys_way(bundle: Bundle) -> None:
+    (bundle.path / ".report.html.0123456789abcdef.tmp").touch()
+    (bundle.path / "report.html").touch()
+    bundle.demand_intact()
+    assert _failed(bundle)["files.unlisted"] == ".report.html.0123456789abcdef.tmp, report.html"

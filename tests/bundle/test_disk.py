@@ -54,3 +54,13 @@ def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with lock.open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_link_planted_under_a_temporary_name_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"mine")
+    (tmp_path / ".file.guessed.tmp").symlink_to(precious)
+    with pytest.raises(FileExistsError):
+        write_atomic(tmp_path / "file", b"theirs")
+    assert precious.read_bytes() == b"mine"

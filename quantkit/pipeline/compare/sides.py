@@ -138,7 +138,7 @@ def open_sides(a: Bundle | str | Path, b: Bundle | str | Path) -> tuple[BundleSi
         )
     for bundle in (first, second):
         if bundle is not None:
-            _demand_intact(bundle)
+            bundle.demand_intact("")
     one = _side(a, first, second)
     other = _side(b, second, first)
     _demand_one_model(one, other)
@@ -163,19 +163,6 @@ def _is_model(reference: str, path: Path) -> bool:
     from quantkit.model.source.alias import ALIASES
 
     return reference in ALIASES
-
-
-def _demand_intact(bundle: Bundle) -> None:
-    """Every file is as the manifest says; one more than it lists is nothing that is read here."""
-    for check in bundle.verify():
-        if not check.ok and check.name != "files.unlisted":
-            raise InputError(
-                "hash-mismatch",
-                where=f"{bundle.path}/{check.where}",
-                value=check.name,
-                rule="every file is as the manifest says",
-                remedy="fetch or compile the bundle again",
-            )
 
 
 def _side(reference: Bundle | str | Path, own: Bundle | None, other: Bundle | None) -> BundleSide:

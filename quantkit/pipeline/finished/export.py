@@ -177,8 +177,7 @@ def _one_engine_more(
     options = engine_options(bundle, exporter, changes)
     exporter.accepts(options, LayerSpec())
     bundle.demand_writable()
-    place = f"{folder_of(exporter.name)}/"
-    bundle.demand_intact([each for each in bundle.manifest.files if each.deterministic and each.path.startswith(place)])
+    bundle.demand_intact(f"{folder_of(exporter.name)}/network")  # other engines may be of other machines
     if dry_run:
         return Exported(bundle, exporter.name, [], [], dry_run=True)
     added, path, notes = engine.add_engine(bundle, exporter, options, progress)

@@ -174,7 +174,7 @@ def verified(bundle: Bundle) -> dict[Path, str]:
             rule="the manifest lists what is run: an engine is executable code",
             remedy=f"delete it, and build anew: {REBUILD.format(bundle=bundle.path)}",
         )
-    bundle.demand_intact(listed)
+    bundle.demand_intact(f"{FOLDER}/")
     return {bundle.path / entry.path: entry.sha256 for entry in listed}
 
 

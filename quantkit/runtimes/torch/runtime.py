@@ -48,7 +48,7 @@ class TorchRuntime(Runtime):
         """The whole model through `from_pretrained`, in the dtype of its config, eval mode.
 
         Args:
-            bundle: verified or not; only safetensors are read.
+            bundle: its checkpoint is held against the manifest; only safetensors are read, and none of its code runs.
             kernels: keep the weights packed, and multiply with quantkit's own kernels; a linear that none of them takes
                 is expanded, with a warning that says why.
             device: of the kernels; without them the model stands where `settings` put it.
@@ -58,9 +58,9 @@ class TorchRuntime(Runtime):
 
         Raises:
             MissingDependency: transformers; triton.
-            InputError: `bundle-without-checkpoint`; `device-absent`, `kernel-dtype`.
+            InputError: `bundle-without-checkpoint`, `hash-mismatch`; `device-absent`, `kernel-dtype`.
         """
-        folder = self.folder(bundle)
+        folder = self.checked(bundle)
         if kernels:
             return self._on_kernels(bundle, folder, device, table, **settings)
         model_class, config = described(folder)
@@ -108,6 +108,12 @@ class TorchRuntime(Runtime):
         dtype = getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
         return built(model_class, config, {name: weights.read(name) for name in weights.entries}, dtype)
 
+    def checked(self, bundle: Bundle) -> Path:
+        """The checkpoint's folder, once its files are found to be what the manifest says: `hash-mismatch`."""
+        folder = self.folder(bundle)
+        bundle.demand_intact(f"{folder.name}/")
+        return folder
+
     def folder(self, bundle: Bundle) -> Path:
         """The checkpoint's folder."""
         if not (bundle.model_folder / "config.json").is_file():
@@ -149,7 +155,7 @@ class TorchRuntime(Runtime):
         import torch
 
         demand_decoder(bundle)
-        tokenizer = pretrained.tokenizer(self.folder(bundle))
+        tokenizer = pretrained.tokenizer(self.checked(bundle))
         model = self.load(bundle)
         if chat:
             messages = [{"role": "user", "content": prompt}]

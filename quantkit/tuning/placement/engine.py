@@ -82,7 +82,7 @@ def autotune(
             rule="pairs are searched in the network that engines are built from",
             remedy=f"quantkit export {bundle.path} --to tensorrt",
         )
-    bundle.demand_intact([entry for entry in bundle.manifest.files if entry.path.startswith(f"{FOLDER}/network")])
+    bundle.demand_intact(f"{FOLDER}/network")
     gpus, _ = machine.gpus()
     network = folder / NETWORK
     graph = "input_ids" not in inputs_of(network)
