@@ -7,8 +7,31 @@ the offending `value`, the `rule` it breaks and the `remedy`. The command line p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
+
+# what a terminal obeys instead of showing it: controls (C0 but the line feed, DEL, C1) and reversed directions
+_OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """A text that may be a stranger's, for a terminal: what a terminal would obey is a picture of one column.
+
+    >>> printable("a\\x1b[2Jb\\x9b")
+    'a␛[2Jb�'
+    """
+    return _OBEYED.sub(_picture, text)
+
+
+def _picture(found: re.Match[str]) -> str:
+    number = ord(found[0])
+    return chr(0x2400 + number) if number < 0x20 else "␡" if number == 0x7F else "�"
+
+
+def escaped(text: str) -> str:
+    """JSON in which what a terminal would obey is escaped: the same document."""
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class QuantkitError(Exception):
@@ -36,7 +59,7 @@ class QuantkitError(Exception):
         """The whole error on one line: `[code] where: value; rule; remedy`."""
         parts = [part for part in (self.value, self.rule, self.remedy) if part]
         head = f"{self.where}: " if self.where else ""
-        return " ".join(f"[{self.code}] {head}{'; '.join(parts)}".split())
+        return printable(" ".join(f"[{self.code}] {head}{'; '.join(parts)}".split()))
 
     def as_dict(self) -> dict[str, str]:
         """The `error` object of the `--json` envelope."""
@@ -50,6 +73,10 @@ class QuantkitError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.as_dict()))
+
+
+class Rebuilt(UserWarning):
+    """Something kept in the cache was damaged, and is made again."""
 
 
 def _rebuild(kind: type[QuantkitError], fields: dict[str, str]) -> QuantkitError:

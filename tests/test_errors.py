@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
 import pytest
@@ -16,6 +17,7 @@ from quantkit.errors import (
     QuantkitError,
     Stopped,
     did_you_mean,
+    escaped,
     from_validation,
     unknown_name,
 )
@@ -99,3 +101,10 @@ def test_validation_gives_the_first_problem_its_place_and_a_guess(data: object, 
     error = from_validation(caught.value, where="f", code="bad", known=known)
     assert error.line().startswith(line)
     assert ("(and 1 more)" in error.rule) == (len(caught.value.errors()) > 1)
+
+
+def test_a_terminal_obeys_nothing_that_an_error_says() -> None:
+    hostile = "a\x1b]0;title\x07\x9b2J\u202eb"
+    line = InputError("file-missing", where=hostile, value=hostile).line()
+    assert line.isprintable() and "a␛]0;title␇�2J�b" in line
+    assert json.loads(escaped(json.dumps({"name": hostile}, ensure_ascii=False))) == {"name": hostile}

@@ -6,8 +6,8 @@
     <out>.partial/bundle/       the files of the bundle to be; renamed to <out> at the end
 
 A step is committed by: fsync its files, rename them into place, fsync the folders, append one line to the journal,
-fsync the journal. The line is the commit: files without one are deleted at the next opening, and a torn last line, or
-a line whose files are not there in their size, is dropped with all that follow.
+fsync the journal. The line is the commit, and holds the sha256 of each file: files without one are deleted at the next
+opening, and a torn last line, or a line whose files are not what was committed, is dropped with all that follow.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from quantkit.bundle.disk import (
     fsync,
     fsync_tree,
     is_disk_full,
+    is_plain,
     not_writable,
+    sha256,
     stopping_when_full,
     walk,
     write_atomic,
@@ -59,6 +61,8 @@ class Build:
         self.finished = finished
         self._lock = lock
         self._committed: list[dict[str, Any]] = []
+        self._dropped = ""
+        self._hashes: dict[str, str | None] = {}
 
     @property
     def bundle(self) -> Path:
@@ -69,6 +73,11 @@ class Build:
     def steps(self) -> Path:
         """The journal, and what steps leave for those that follow."""
         return self.folder / "steps"
+
+    @property
+    def dropped(self) -> str:
+        """Which committed steps are done again, and why; "" for none."""
+        return self._dropped
 
     @classmethod
     def open(cls, out: str | Path, fingerprint: Mapping[str, Any], *, resume: bool) -> Build:
@@ -205,15 +214,15 @@ class Build:
         if taken & set(finals):
             raise ValueError(f"{sorted(taken & set(finals))[0]} belongs to an earlier step")
         with stopping_when_full(self.folder):
-            sizes = {}
+            hashes = {}
             for (temporary, final), name in zip(files.items(), finals, strict=True):
-                sizes[name] = temporary.stat().st_size
+                hashes[name] = sha256(temporary)
                 fsync(temporary)
                 self._make(final.parent)
                 temporary.replace(final)
             for parent in sorted({final.parent for final in files.values()}):
                 fsync(parent)
-            step = {"key": key, "record": dict(record), "files": sizes, "removed": removed}
+            step = {"key": key, "record": dict(record), "files": hashes, "removed": removed}
             self._append(step)
         self._committed.append(step)
         for path in removed:
@@ -258,9 +267,13 @@ class Build:
         journal = self.steps / _JOURNAL
         raw = journal.read_bytes() if journal.exists() else b""
         steps, ends = _whole_lines(raw)
-        count = len(steps)
-        while count and not self._holds(steps[:count]):
+        count, damaged = len(steps), ""
+        while count and (found := self._differs(steps[:count])):
+            damaged = damaged or found
             count -= 1
+        if damaged:
+            again = ", ".join(step["key"] for step in steps[count:][:3]) + (", ..." if len(steps) - count > 3 else "")
+            self._dropped = f"{damaged} is not what was committed: {again} done again"
         self._committed = steps[:count]
         kept = ends[count - 1] if count else 0
         if kept != len(raw):
@@ -273,14 +286,19 @@ class Build:
                 if self._name(path) not in live:
                     path.unlink()
 
-    def _holds(self, steps: list[dict[str, Any]]) -> bool:
-        for name, size in _live(steps).items():
+    def _differs(self, steps: list[dict[str, Any]]) -> str:
+        """The first file that these steps have left behind and that is not as it was; "" for none."""
+        return next((name for name, digest in _live(steps).items() if self._hash(name) != digest), "")
+
+    def _hash(self, name: str) -> str | None:
+        """Of a file; None where it cannot be read. Each is read once: nobody else writes here."""
+        if name not in self._hashes:
+            path = self.folder / name
             try:
-                if (self.folder / name).stat().st_size != size:
-                    return False
+                self._hashes[name] = sha256(path) if is_plain(os.lstat(path)) else None
             except OSError:
-                return False
-        return True
+                self._hashes[name] = None
+        return self._hashes[name]
 
     def _append(self, step: dict[str, Any]) -> None:
         journal = self.steps / _JOURNAL
@@ -397,9 +415,9 @@ def _whole_lines(raw: bytes) -> tuple[list[dict[str, Any]], list[int]]:
     return steps, ends
 
 
-def _live(steps: list[dict[str, Any]]) -> dict[str, int]:
-    """File -> size of what these steps have left behind."""
-    live: dict[str, int] = {}
+def _live(steps: list[dict[str, Any]]) -> dict[str, str]:
+    """File -> sha256 of what these steps have left behind."""
+    live: dict[str, str] = {}
     for step in steps:
         live.update(step["files"])
         for name in step["removed"]:

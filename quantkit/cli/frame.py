@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import signal
 import sys
@@ -30,7 +31,7 @@ from quantkit.cli.commands.show import show
 from quantkit.cli.commands.tax import tax
 from quantkit.cli.commands.tune import tune
 from quantkit.cli.commands.verify import verify
-from quantkit.errors import InputError, MissingDependency, QuantkitError, Stopped
+from quantkit.errors import InputError, MissingDependency, QuantkitError, Rebuilt, Stopped, escaped, printable
 from quantkit.model.full_memory import is_out_of_memory, out_of_memory
 
 SCHEMA = "quantkit/1"
@@ -123,7 +124,7 @@ def main() -> None:
         os.environ.setdefault(name, value)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    _keep_stdout()
+    _keep_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # a terminal without ✓ or × gets a question mark, not an error
@@ -131,16 +132,22 @@ def main() -> None:
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError:
         # whoever read has enough; without this, Python complains once more while it shuts down
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
-def _keep_stdout() -> None:
+def _keep_streams() -> None:
     """Stdout is the answer's alone: what libraries print past Python (HiGHS does, in C++) goes to stderr."""
-    if sys.stdout is None:  # closed by whoever started us
-        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    # one that is closed by whoever started us; its number must not become that of a file
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            setattr(sys, name, os.fdopen(number, "w"))
     with suppress(AttributeError, OSError):
         kept = os.dup(sys.stdout.fileno())
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -156,22 +163,37 @@ def run(arguments: Sequence[str]) -> int:
     name = _named(arguments)
     as_json = "--json" in arguments
     out = sys.stdout
-    answer = Answer(None)
+    answer, rebuilt = Answer(None), list[str]()
     try:
         parsed = typer.main.get_command(app).main(list(arguments), prog_name="quantkit", standalone_mode=False)
         if parsed == _INTERRUPTED:
             raise KeyboardInterrupt
         if not callable(parsed):
             return int(parsed or 0)
-        with redirect_stdout(sys.stderr):
-            answer = parsed()
-    except (Exception, KeyboardInterrupt, SystemExit) as problem:
+        with redirect_stdout(sys.stderr), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("always", Rebuilt)
+            try:
+                answer = parsed()
+            finally:
+                rebuilt = [str(each.message) for each in caught]
+    except BaseException as problem:  # panics of libraries in Rust are no `Exception`
         answer.error = _as_error(problem, name)
         if answer.error.code == "internal-error" and os.environ.get("QUANTKIT_TRACEBACK"):
             traceback.print_exc()
+    answer.warnings += rebuilt
+    for line in rebuilt:
+        print(printable(f"! {line}"), file=sys.stderr)
     code = answer.error.exit if answer.error else 0
-    with suppress(BrokenPipeError):
+    try:
         _print(answer, name, code, out, as_json=as_json)
+    except BrokenPipeError:
+        pass  # whoever read has enough
+    except OSError as problem:
+        value = problem.strerror or str(problem)
+        full = Stopped("disk-full", where="stdout", value=value, rule="the answer is printed", remedy="make room")
+        print(f"error: {full.line()}", file=sys.stderr)
+        return full.exit
     return code
 
 
@@ -204,7 +226,20 @@ def _envelope(answer: Answer, name: str, code: int) -> str:
         "warnings": answer.warnings,
         "error": answer.error.as_dict() if answer.error else None,
     }
-    return json.dumps(envelope, ensure_ascii=False, allow_nan=False, default=str)
+    try:
+        text = json.dumps(envelope, ensure_ascii=False, allow_nan=False, default=str)
+    except ValueError:  # JSON has no NaN: what a damaged row holds is null
+        text = json.dumps(_finite(envelope), ensure_ascii=False, allow_nan=False, default=str)
+    return escaped(text)
+
+
+def _finite(value: Any) -> Any:
+    """A document without the numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _as_error(problem: BaseException, name: str) -> QuantkitError:

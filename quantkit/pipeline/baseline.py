@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import content, machine
 from quantkit._version import __version__
+from quantkit.bundle import cached
 from quantkit.bundle.disk import alone, fsync_tree, is_disk_full
 from quantkit.errors import InputError, Stopped
 from quantkit.exporters import load_exporter
@@ -78,7 +79,7 @@ def float_onnx(source: Source, options: dict[str, Any]) -> Path:
 
 
 def _is_there(folder: Path) -> bool:
-    return (folder / "onnx" / "model.onnx").is_file()
+    return cached.is_intact(folder)
 
 
 def _make(folder: Path, source: Source, options: dict[str, Any]) -> None:
@@ -99,7 +100,7 @@ def _make(folder: Path, source: Source, options: dict[str, Any]) -> None:
         exporter.write(build, source, stream, nothing, options)
         demand(exporter.check(build, source, stream, nothing, options), "please report it", of="float baseline")
         fsync_tree(build)
-        build.rename(folder)
+        cached.put(build, folder)
 
 
 def _width(dtype: str) -> int:

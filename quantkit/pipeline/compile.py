@@ -92,6 +92,8 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
     if not request.resume:
         demand_disk(expected, subject.out)
     build = Build.open(subject.out, subject.fingerprint(), resume=request.resume)
+    if build.dropped:
+        progress.note(build.dropped)
     if build.finished is not None:
         rows, notes = given_back(build.finished, subject)
         seconds = {"quantize_cpu": None, "total": 0.0}

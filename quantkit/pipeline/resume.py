@@ -29,7 +29,7 @@ def given_back(bundle: Bundle, subject: Subject) -> tuple[list[Row], list[str]]:
         subject: what is asked for.
 
     Raises:
-        InputError: `out-exists`: it is another one.
+        InputError: `out-exists`: it is another one; `hash-mismatch`: it was damaged since.
         GateError: `--strict`, and a decision was taken.
     """
     import torch
@@ -55,6 +55,7 @@ def given_back(bundle: Bundle, subject: Subject) -> tuple[list[Row], list[str]]:
     other = [what for what in found if found[what] != asked[what]]
     if other:
         raise exists_already(bundle.path, f"a finished bundle of another {' and '.join(other)}")
+    bundle.demand_intact()
     if request.strict:
         refuse(manifest.decisions)
     return [Row.model_validate(row) for row in bundle.measurements], warnings(manifest.decisions)

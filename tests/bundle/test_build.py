@@ -94,16 +94,26 @@ def test_a_torn_last_line_of_the_journal_is_dropped(tmp_path: Path, cut: int) ->
         assert list(build.done()) == ["block 0", "block 1", "block 2"]
 
 
-@pytest.mark.parametrize("harm", ["missing", "short"])
+@pytest.mark.parametrize("harm", ["missing", "short", "changed", "link"])
 def test_a_step_whose_file_is_not_whole_is_dropped_with_all_that_follow(tmp_path: Path, harm: str) -> None:
     _committed(tmp_path / "out", 4)
     file = tmp_path / "out.partial/bundle/model/1.safetensors"
     if harm == "missing":
         file.unlink()
-    else:
+    elif harm == "short":
         os.truncate(file, 3)
+    elif harm == "changed":
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    else:
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
     with Build.open(tmp_path / "out", FINGERPRINT, resume=True) as build:
         assert list(build.done()) == ["block 0"]
+        assert build.dropped == (
+            "bundle/model/1.safetensors is not what was committed: block 1, block 2, block 3 done again"
+        )
         assert [path.name for path in (build.bundle / "model").iterdir()] == ["0.safetensors"]
 
 

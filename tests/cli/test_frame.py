@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quantkit.errors import Rebuilt
 from quantkit.report import catalog
 
 COMMANDS = ("compile", "measure", "compare", "tax", "tune", "verify", "list", "show", "doctor", "generate", "nightly")
@@ -202,3 +204,64 @@ def test_signals_stop_safely_with_75(number: signal.Signals, tmp_path: Path) -> 
     assert process.returncode == 75
     assert json.loads(out)["error"]["code"] == "interrupted"
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("form", ["", "--json"])
+def test_a_full_disk_behind_stdout_is_said(form: str) -> None:
+    command = f"{sys.executable} -m quantkit list {form} > /dev/full; echo $?"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout == "75\n"
+    assert done.stderr.startswith("error: [disk-full] stdout:") and done.stderr.count("\n") == 1
+
+
+def test_without_a_stderr_the_answer_is_whole() -> None:
+    command = f"{sys.executable} -m quantkit show nothing-of-this-name --json 2>&-; echo $?"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    envelope, code = done.stdout.splitlines()
+    assert json.loads(envelope)["error"] and code == "2"
+
+
+class PanicException(BaseException):
+    """What pyo3 makes of a panic in Rust."""
+
+
+def test_a_panic_of_a_library_is_an_envelope(quantkit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(kind: object) -> object:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(catalog, "listing", panic)
+    ran = quantkit("list", "--json")
+    assert (ran.code, ran.envelope["error"]["code"]) == (2, "internal-error")
+
+
+def test_what_is_no_number_is_null(quantkit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "listing", lambda kind: {"passes": {"a": float("nan"), "b": float("inf"), "c": 1.0}})
+    monkeypatch.setattr("quantkit.report.terminal.listing", lambda listed: [])
+    found = quantkit("list", "--json")
+    assert found.code == 0 and found.envelope["result"] == {"passes": {"a": None, "b": None, "c": 1.0}}
+
+
+def test_what_was_made_again_is_a_warning(quantkit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    listing = catalog.listing
+
+    def rebuilt(kind: Any) -> Any:
+        warnings.warn(Rebuilt("states/x is made again"), stacklevel=1)
+        warnings.warn("a library's own", stacklevel=1)
+        return listing(kind)
+
+    monkeypatch.setattr(catalog, "listing", rebuilt)
+    ran = quantkit("list", "--json")
+    assert ran.envelope["warnings"] == ["states/x is made again"]
+    assert ran.err == "! states/x is made again\n"
+
+
+def test_a_terminal_obeys_nothing_that_a_bundle_says(quantkit: Any, bundle: Path) -> None:
+    path = bundle / "manifest.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    data["model"]["name"] = "\x1b[2Jgone"
+    data["decisions"] = [{"pass": "rtn", "code": "note", "where": "a\x9bb", "reason": "\x1b]0;title\x07"}]
+    path.write_text(json.dumps(data), encoding="utf-8")
+    for arguments in (("show", bundle), ("verify", bundle), ("show", bundle, "--json")):
+        ran = quantkit(*arguments)
+        assert not {"\x1b", "\x9b", "\x07"} & set(ran.out + ran.err)
+    assert "␛[2Jgone" in quantkit("show", bundle).out

@@ -95,7 +95,7 @@ def test_a_conversion_that_died_leaves_nothing_in_the_way(alias: Alias) -> None:
     models = cache_dir() / "models"
     assert [path.name for path in models.iterdir() if not path.name.startswith(".")] == []
     folder = materialize(alias)
-    assert {path.name for path in models.iterdir()} == {folder.name, f".{folder.name}.lock"}
+    assert {path.name for path in models.iterdir()} == {folder.name, f".{folder.name}.lock", f".{folder.name}.sums"}
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "provenance.json"])

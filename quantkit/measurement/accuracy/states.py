@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit import content, machine
+from quantkit.bundle import cached
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,10 +42,12 @@ def place(model: StreamedModel, digest: str) -> Path:
 
 
 def read(path: Path) -> Tensor | None:
-    """Cached states; None where there are none, or where the file is damaged."""
+    """Cached states; None where there are none, or where the file is not what was kept."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    if not cached.is_intact(path):
+        return None
     try:
         found: Tensor | None = load_file(path).get("hidden")
     except (OSError, SafetensorError):
@@ -62,6 +65,6 @@ def write(path: Path, hidden: Tensor) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             save_file({"hidden": hidden.contiguous()}, temporary)
-            temporary.replace(path)
+            cached.put(temporary, path)
         except (OSError, SafetensorError):  # the library says so of a full disk
             temporary.unlink(missing_ok=True)

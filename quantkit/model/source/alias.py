@@ -10,7 +10,6 @@ renamed, so that it is there whole or not at all, and two processes at once make
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -18,12 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from quantkit.bundle import cached
 from quantkit.bundle.disk import alone, fsync
 from quantkit.content import cache_dir
 from quantkit.errors import InputError, QuantkitError
 from quantkit.kinds import Kind
 from quantkit.model.preprocess import Preprocess
-from quantkit.model.source.gguf import PROVENANCE, convert_gguf
+from quantkit.model.source.gguf import convert_gguf
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.joined import FilePart, Joined, fetch
 from quantkit.model.source.packaged import convert_network, copy_folder
@@ -252,35 +252,24 @@ def materialize(alias: Alias) -> Path:
     source = alias.source.find(alias.name)
     home = cache_dir() / "models"
     folder = home / f"{alias.name}-{file_sha256(source)[:16]}-{_CONVERTER}"
-    if _whole(folder):
+    if cached.is_intact(folder):
         return folder
     with disk_errors(home):
         home.mkdir(parents=True, exist_ok=True)
         with alone(home / f".{folder.name}.lock"):
-            if _whole(folder):  # another process made it while this one waited
+            if cached.is_intact(folder):  # another process made it while this one waited
                 return folder
             work = home / f".{folder.name}.tmp"
-            for stale in (work, folder):
-                if stale.exists():
-                    shutil.rmtree(stale)
+            shutil.rmtree(work, ignore_errors=True)
+            cached.remove(folder)
             work.mkdir()
             try:
                 alias.convert(source, work)
                 fsync(work)
-                work.rename(folder)
-                fsync(home)
+                cached.put(work, folder)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     return folder
-
-
-def _whole(folder: Path) -> bool:
-    """Whether the folder holds every file with the hash its provenance gives (hashes are cached, see hashes.py)."""
-    try:
-        provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
-        return all(file_sha256(folder / name) == sha256 for name, sha256 in provenance["files"].items())
-    except (OSError, ValueError, KeyError):
-        return False
 
 
 def main() -> int:

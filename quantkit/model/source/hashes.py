@@ -1,7 +1,8 @@
 """sha256 of files, remembered in the user's cache so that opening a model again does not read it again.
 
-A remembered hash holds for one (path, size, mtime in ns). A file changed within the last two seconds is not remembered:
-it could change again within the resolution of its time stamp (the "racy" entry of git's index).
+A remembered hash holds for one (path, device, inode, size, mtime and ctime in ns). Whoever changes a file can set its
+mtime back, but not its ctime. A file changed within the last two seconds is not remembered: it could change again in
+the resolution of its time stamp (the "racy" entry of git's index). An entry that is damaged does not fit its own hash.
 """
 
 from __future__ import annotations
@@ -22,18 +23,23 @@ def file_sha256(path: Path) -> str:
     real = path.resolve()
     before = real.stat()
     key = {"path": str(real), "size": before.st_size, "mtime_ns": before.st_mtime_ns}
+    key |= {"ctime_ns": before.st_ctime_ns, "device": before.st_dev, "inode": before.st_ino}
     slot = cache_dir() / "hashes" / f"{hashlib.sha256(str(real).encode()).hexdigest()[:32]}.json"
     try:
         known = json.loads(slot.read_text(encoding="utf-8"))
-        if {name: known[name] for name in key} == key:
+        if {name: known[name] for name in key} == key and known["check"] == _check(key, known["sha256"]):
             return str(known["sha256"])
     except (OSError, ValueError, KeyError, TypeError):
         pass  # not there or not ours: hash the file
     with real.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
-    if time.time_ns() - before.st_mtime_ns > _RACY_NS:
-        _remember(slot, {**key, "sha256": found})
+    if time.time_ns() - max(before.st_mtime_ns, before.st_ctime_ns) > _RACY_NS:
+        _remember(slot, {**key, "sha256": found, "check": _check(key, found)})
     return found
+
+
+def _check(key: dict[str, object], sha256: str) -> str:
+    return hashlib.sha256(f"{json.dumps(key, sort_keys=True)} {sha256}".encode()).hexdigest()[:16]
 
 
 def _remember(slot: Path, entry: dict[str, object]) -> None:

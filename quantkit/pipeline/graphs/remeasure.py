@@ -18,6 +18,7 @@ from quantkit.measurement.rows import Row
 from quantkit.measurement.size import size_rows
 from quantkit.measurement.timing.shapes import TimingPlan
 from quantkit.model.source.alias import ALIASES, Alias, materialize
+from quantkit.model.source.hashes import file_sha256
 from quantkit.pipeline import verdict
 from quantkit.pipeline.graphs.exported_module import REF, place
 from quantkit.pipeline.graphs.measure import cost, scored, speed
@@ -176,7 +177,7 @@ def _float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | Non
     if baseline is None:
         if own is not None:
             return materialize(own) / MODEL, own
-        if ref.startswith(REF) and place(sha256).is_file():
+        if ref.startswith(REF) and place(sha256).is_file() and file_sha256(place(sha256)) == sha256:
             return place(sha256), None
         raise InputError(
             "baseline-needed",

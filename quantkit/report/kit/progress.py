@@ -24,6 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from quantkit.errors import printable
 from quantkit.report.kit import words
 
 _PRIOR = 0.05
@@ -176,7 +177,7 @@ class Display:
     def begin(self, what: str, expected: float | None = None) -> None:
         """The first line: what is being done, and how long the whole may take."""
         with self._lock:
-            self._what = what
+            self._what = printable(what)
             self._estimate.guess(expected)
         if not self._live:
             self._say(what if expected is None else f"{what}; {words.about(expected)} expected")
@@ -189,7 +190,7 @@ class Display:
     def at(self, stage: str, done: float, detail: str = "") -> None:
         """A stage is `done` (0..1)."""
         with self._lock:
-            new = self._estimate.at(stage, done, detail)
+            new = self._estimate.at(stage, done, printable(detail))
             late = time.monotonic() - self._said >= self._every
         if not self._live and (new or late):
             self._say(self._line())
@@ -197,7 +198,7 @@ class Display:
     def note(self, line: str) -> None:
         """A line that stays."""
         if self._live:
-            self._bar.console.print(Text(line))
+            self._bar.console.print(Text(printable(line)))
         else:
             self._say(line)
 
@@ -209,7 +210,7 @@ class Display:
     def _say(self, line: str) -> None:
         self._said = time.monotonic()
         try:
-            self._console.print(Text(line))
+            self._console.print(Text(printable(line)))
         except OSError:
             # nobody reads: that is no reason to stop working
             self._over.set()

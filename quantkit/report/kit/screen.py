@@ -7,8 +7,11 @@ from typing import IO
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
+from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
+
+from quantkit.errors import printable
 
 DIM, WARNING = "dim", "bold yellow"
 MARK = {True: ("✓", "green"), False: ("✗", "bold red")}
@@ -22,7 +25,13 @@ def write(renderables: Iterable[RenderableType], file: IO[str]) -> None:
     with console.capture() as captured:
         for renderable in renderables:
             # text that must not be wrapped is to be copied: it may run over the edge
-            console.print(renderable, soft_wrap=isinstance(renderable, Text) and bool(renderable.no_wrap))
+            soft = isinstance(renderable, Text) and bool(renderable.no_wrap)
+            options = console.options.update(no_wrap=True, overflow="ignore") if soft else console.options
+            shown = (
+                part if part.control else part._replace(text=printable(part.text))
+                for part in console.render(renderable, options)
+            )
+            console.print(Segments(shown), soft_wrap=soft, end="")
     # tables fill their lines up with spaces
     file.write("".join(f"{line.rstrip(' ')}\n" for line in captured.get().split("\n")[:-1]))
 
