@@ -8,15 +8,17 @@ it brings itself.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quantkit.bundle.disk import sha256
 from quantkit.errors import InputError, MissingDependency
 from quantkit.kinds import Kind
+from quantkit.model.source.hashes import source_changed
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -58,7 +60,7 @@ class FloatGraph:
         inputs: that are not weights.
         kind: `encoder` where they are token ids; else `network`.
         sha256: over the file and those beside it.
-        bytes: of the file and those beside it.
+        files: it, and those beside it that its weights lie in.
         notes: sentences for the reader of its figures.
     """
 
@@ -67,9 +69,23 @@ class FloatGraph:
     name: str
     inputs: tuple[FloatGraphInput, ...]
     sha256: str
-    bytes: int
+    files: tuple[Path, ...]
     kind: Kind
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def bytes(self) -> int:
+        """Of all its files."""
+        return sum(file.stat().st_size for file in self.files)
+
+    def demand_unchanged(self) -> None:
+        """See `Source.demand_unchanged`: InputError `source-changed`."""
+        try:
+            same = _identity(self.files) == self.sha256
+        except OSError:
+            same = False
+        if not same:
+            raise source_changed(self.path.name)
 
 
 def is_graph(reference: str) -> bool:
@@ -98,11 +114,8 @@ def open_graph(path: Path, name: str = "") -> FloatGraph:
         raise _refused(where, "unreadable", str(error).splitlines()[0][:200] if str(error) else "empty") from None
     if not len(model.graph):
         raise _refused(where, "unreadable", "nothing in it")
-    digest = hashlib.sha256(path.read_bytes())
-    size = path.stat().st_size
-    for file in sorted(_external(model, path.parent.resolve(), where)):
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
-        size += file.stat().st_size
+    files = (path, *sorted(_external(model, path.parent.resolve(), where)))
+    digest = _identity(files)
     _check_operators(model, where)
     version = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
     if version < OPSET:
@@ -121,7 +134,16 @@ def open_graph(path: Path, name: str = "") -> FloatGraph:
     inputs = tuple(inputs_of(model, where))
     if not list(model.graph.outputs):
         raise _refused(where, "unreadable", "no outputs")
-    return FloatGraph(model, path, name or path.stem, inputs, digest.hexdigest(), size, kind_of(model))
+    return FloatGraph(model, path, name or path.stem, inputs, digest, files, kind_of(model))
+
+
+def _identity(files: Sequence[Path]) -> str:
+    """sha256 over the first file's bytes and the digests of the others, none of which is in memory."""
+    with files[0].open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256")
+    for file in files[1:]:
+        digest.update(bytes.fromhex(sha256(file)))
+    return digest.hexdigest()
 
 
 def _external(model: ir.Model, folder: Path, where: str) -> Iterator[Path]:

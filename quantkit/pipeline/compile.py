@@ -165,6 +165,7 @@ def _compiled(subject: Subject, build: Build, progress: Progress, stages: Stages
         refuse(unjudged)
     timed, untimed = work.time(content)
     stages.begin("finish")
+    subject.demand_unchanged()
     rows, layers = [*scores.rows, *timed], work.layers
     notes = [*subject.notes, *warnings([*subject.decisions, *unjudged])]
     decisions = [*subject.decisions, *made.decisions, *scores.decisions, *unjudged, *untimed]

@@ -134,6 +134,9 @@ class Subject(Protocol):
     def fingerprint(self) -> dict[str, Any]:
         """Everything that the bundle's content depends on."""
 
+    def demand_unchanged(self) -> None:
+        """Hold the source against the hash that the manifest names. Raises InputError `source-changed`."""
+
     def entries(self) -> tuple[ModelEntry, CalibrationEntry | None]:
         """The model, and what it is calibrated on, as a manifest lists them."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.bundle import Bundle
 from quantkit.errors import GateError, InputError, QuantkitError
 from quantkit.pipeline import Request, compile_model, prepare
+from quantkit.pipeline.progress import Progress
 from quantkit.recipe import Recipe
 from quantkit.target import Target
 
@@ -248,9 +251,42 @@ def test_resume_after_an_error_in_the_middle_gives_the_same_content(
         run(llama, recipe("gptq"), tmp_path / "out")
     with pytest.raises(InputError, match="resume-mismatch"):
         run(llama, recipe("rtn"), tmp_path / "out", resume=True)
-    bundle = run(llama, recipe("gptq"), tmp_path / "out", resume=True)
+    # one byte of what the last block left for the next: that block is done again, and the first is not
+    (hidden,) = (tmp_path / "out.partial/steps").glob("hidden-*.safetensors")
+    data = bytearray(hidden.read_bytes())
+    data[-7] ^= 64
+    hidden.write_bytes(data)
+    said: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(Progress, "note", lambda self, line: said.append(line))
+        bundle = run(llama, recipe("gptq"), tmp_path / "out", resume=True)
+    assert [line for line in said if "is not what was committed" in line]
     assert bundle.manifest.content_sha256 == by_gptq.manifest.content_sha256
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_weights_that_change_while_they_are_compiled_are_noticed(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantkit.passes.rtn import Rtn
+
+    model = shutil.copytree(llama, tmp_path / "model")
+    weights, plain = model / "model.safetensors", Rtn.run
+
+    def changing(self: Rtn, block, stats, settings):  # type: ignore[no-untyped-def]
+        if block.index == 0:
+            before = weights.stat()
+            with weights.open("r+b") as file:
+                file.seek(-2, 2)
+                file.write(b"\x00\x00")
+            os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return plain(self, block, stats, settings)
+
+    monkeypatch.setattr(Rtn, "run", changing)
+    with pytest.raises(InputError) as caught:
+        run(model, recipe("rtn"), tmp_path / "out")
+    assert caught.value.code == "source-changed"
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_live_model_resumed_after_an_error_in_the_middle_has_the_same_content(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from quantkit.bundle.disk import write_atomic
 from quantkit.content import cache_dir
+from quantkit.errors import InputError
 
 _RACY_NS = 2_000_000_000
 
@@ -36,6 +37,17 @@ def file_sha256(path: Path) -> str:
     if time.time_ns() - max(before.st_mtime_ns, before.st_ctime_ns) > _RACY_NS:
         _remember(slot, {**key, "sha256": found, "check": _check(key, found)})
     return found
+
+
+def source_changed(ref: str) -> InputError:
+    """The error `source-changed`."""
+    return InputError(
+        "source-changed",
+        where=ref,
+        value="its files changed while it was compiled",
+        rule="a bundle says what it was made from",
+        remedy="compile again, and leave the model alone meanwhile",
+    )
 
 
 def _check(key: dict[str, object], sha256: str) -> str:

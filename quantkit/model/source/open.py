@@ -23,7 +23,7 @@ from quantkit.errors import InputError, MissingDependency, unknown_name
 from quantkit.kinds import Kind
 from quantkit.model.source import converted, pretrained
 from quantkit.model.source.alias import ALIASES, materialize
-from quantkit.model.source.hashes import file_sha256
+from quantkit.model.source.hashes import file_sha256, source_changed
 from quantkit.model.source.weights import INDEX, Weights, checked_file, strict_json
 from quantkit.model.structure.kinds import class_name, kind_of, native_class, unknown_architecture
 from quantkit.model.structure.names import Names, match_names
@@ -86,6 +86,19 @@ class Source:
     trust_remote_code: bool = False
     architecture: str = field(default="")
     untied: bool = False
+
+    def demand_unchanged(self) -> None:
+        """Refuse to say what a bundle was made from where that is not so any more; hashes again only what changed.
+
+        Raises:
+            InputError: `source-changed`.
+        """
+        try:
+            same = not self.sha256 or _identity(self.path, self.weights, self.trust_remote_code) == self.sha256
+        except OSError:
+            same = False
+        if not same:
+            raise source_changed(self.ref)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The folder's tokenizer; nothing is downloaded.

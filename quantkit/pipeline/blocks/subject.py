@@ -68,6 +68,10 @@ class TransformerSubject:
         """Everything that the bundle's content depends on."""
         return fingerprint(self.prepared)
 
+    def demand_unchanged(self) -> None:
+        """Of the folder."""
+        self.prepared.source.demand_unchanged()
+
     def entries(self) -> tuple[ModelEntry, CalibrationEntry | None]:
         """The model, and what it is calibrated on, as a manifest lists them."""
         source, seen = self.prepared.source, self.prepared.calibration

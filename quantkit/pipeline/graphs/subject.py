@@ -85,6 +85,10 @@ class GraphSubject:
             "versions": {name: versions[name] for name in _PACKAGES if name in versions},
         }
 
+    def demand_unchanged(self) -> None:
+        """Of the graph, and of the weights beside it."""
+        self.prepared.graph.demand_unchanged()
+
     def entries(self) -> tuple[ModelEntry, CalibrationEntry]:
         """The model, and what it is calibrated on, as a manifest lists them."""
         graph, calib = self.prepared.graph, self.prepared.calib
