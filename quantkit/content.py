@@ -9,6 +9,7 @@ Every document is YAML with a closed schema: a key given twice or a key nobody k
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import typing
@@ -21,6 +22,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 from yaml.composer import Composer
 
+from quantkit import limits
 from quantkit.errors import InputError, unknown_name
 
 Kind = Literal["recipes", "calibration", "export"]
@@ -156,11 +158,22 @@ def read_yaml(path: Path) -> Any:
         InputError: `yaml-invalid` with the line, or `file-unreadable`.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = limits.read(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError("file-unreadable", where=str(path), value=reason, remedy="check the file") from None
     return parse_yaml(text, where=str(path))
+
+
+def _values(value: Any, known: dict[int, float]) -> float:
+    """How many values a document has; an alias counts wherever it stands, and is endless where it holds itself."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = math.inf  # of one that is met again inside itself
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_values(part, known) for part in parts)
+    return known[id(value)]
 
 
 def parse_yaml(text: str, *, where: str) -> Any:
@@ -170,7 +183,9 @@ def parse_yaml(text: str, *, where: str) -> Any:
         InputError: `yaml-invalid` with the line.
     """
     try:
-        return yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
+        found = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
+        limits.VALUES.demand(_values(found, {}), where)
+        return found
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark is not None else where

@@ -21,7 +21,7 @@ def apply_change(data: dict[str, Any], change: str, keys: Collection[str]) -> di
         keys: the top-level keys that a recipe can have.
 
     Raises:
-        InputError: `set-invalid`.
+        InputError: `set-invalid`, `over-limit`.
     """
     path, equals, text = change.partition("=")
     if not equals or not path:
@@ -29,6 +29,8 @@ def apply_change(data: dict[str, Any], change: str, keys: Collection[str]) -> di
     try:
         value = parse_yaml(text, where=f"--set {path}")
     except InputError as error:
+        if error.code == "over-limit":
+            raise
         raise InputError("set-invalid", where=error.where, value=error.value, rule="the value is YAML") from None
     first, *inner = path.split(".")
     names: list[str] = []

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from quantkit import limits
 from quantkit.bundle.disk import fsync_tree, remove, stopping_when_full, write_atomic
 from quantkit.bundle.manifest import (
     MANIFEST,
@@ -86,7 +87,7 @@ class Bundle:
         if not path.is_file():
             return []
         rows = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in enumerate(limits.read(path, limits.DATA).decode("utf-8").splitlines(), start=1):
             try:
                 row = json.loads(line)
             except ValueError:

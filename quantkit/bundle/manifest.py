@@ -26,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from quantkit import limits
 from quantkit.bundle.disk import sha256, walk
 from quantkit.errors import InputError, from_validation
 from quantkit.kinds import Said
@@ -247,7 +248,7 @@ class Manifest(_Closed):
             InputError: `manifest-invalid` (not JSON, unknown key, wrong value), `manifest-schema` (a later one).
         """
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(limits.read(path))
         except (OSError, ValueError) as error:
             raise InputError(
                 "manifest-invalid",

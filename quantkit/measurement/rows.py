@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from quantkit import limits
 from quantkit.bundle.disk import write_atomic, writing
 from quantkit.content import Closed, known_keys
 from quantkit.errors import InputError, did_you_mean, from_validation
@@ -221,7 +222,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 def _read(path: Path) -> Iterator[Row]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = limits.read(path, limits.DATA).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError("file-unreadable", where=str(path), value=str(error), remedy="check the file") from None
     for number, line in enumerate(text.split("\n"), start=1):

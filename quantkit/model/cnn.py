@@ -26,6 +26,7 @@ import torch
 from pydantic import Field, ValidationError, model_validator
 from torch import Tensor, nn
 
+from quantkit import limits
 from quantkit.content import Closed, known_keys
 from quantkit.errors import InputError, from_validation
 from quantkit.model.source.weights import SINGLE, Weights, dtype_name, strict_json, write_safetensors
@@ -96,7 +97,7 @@ class CnnConfig(Closed):
             InputError: `config-invalid`, `file-unreadable`.
         """
         try:
-            data = path.read_bytes()
+            data = limits.read(path)
         except OSError as error:
             raise InputError("file-unreadable", where=str(path), value=str(error), remedy="check the file") from None
         try:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit import limits
 from quantkit.errors import InputError
 from quantkit.model.source.weights import strict_json
 from quantkit.model.structure.names import same
@@ -237,7 +238,7 @@ def weights_are_dense(config: Mapping[str, Any]) -> bool:
 
 def expands_at_load(folder: Path) -> bool:
     """Whether transformers expands a checkpoint's weights as it loads them, and then knows no more of its scheme."""
-    config = strict_json((folder / "config.json").read_bytes(), "config.json", "config-invalid")
+    config = strict_json(limits.read(folder / "config.json"), "config.json", "config-invalid")
     return bool((config.get("quantization_config") or {}).get("dequantize"))
 
 

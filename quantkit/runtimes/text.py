@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from quantkit import limits
 from quantkit.errors import InputError, MissingDependency
 
 
@@ -87,10 +88,11 @@ class Tokenizer:
             if name.endswith("_token")
         }
         try:
-            return environment.from_string(text).render(
-                messages=[{"role": "user", "content": prompt}], add_generation_prompt=True, **tokens
-            )
-        except TemplateError as problem:
+            with limits.guarded("--chat"):
+                return environment.from_string(text).render(
+                    messages=[{"role": "user", "content": prompt}], add_generation_prompt=True, **tokens
+                )
+        except (TemplateError, TypeError, ValueError, RecursionError) as problem:
             raise InputError("no-chat-template", where="--chat", value=str(problem)[:200]) from None
 
 

@@ -370,3 +370,14 @@ def test_a_result_s_own_columns_follow_from_its_cell() -> None:
     found = Result.of(FIRST, CELLS[1], "done")
     assert (found.cell, found.build, found.batch) == (CELLS[1].key, CELLS[1].build, 8)
     assert os.sep not in _files.key(found.cell, 1)
+
+
+def test_a_query_without_an_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store.open(tmp_path / "store", create=True)
+    monkeypatch.setenv("QUANTKIT_LIMIT_SECONDS", "0.3")
+    with pytest.raises(InputError, match="over-limit"):
+        store.query("SELECT count(*) FROM range(10000000000) a, range(10000000000) b WHERE a.range + b.range = 7")
+    monkeypatch.setenv("QUANTKIT_LIMIT_SECONDS", "60")
+    monkeypatch.setenv("QUANTKIT_LIMIT_UNPACKED", "1e6")
+    with pytest.raises(InputError, match="over-limit"):
+        store.query("SELECT * FROM range(1000000000)")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
+from quantkit import limits
 from quantkit.content import Closed, known_keys, read_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
 from quantkit.model.preprocess import Preprocess
@@ -212,7 +213,7 @@ class Card(Closed):
 def read_bytes(path: Path) -> bytes:
     """The bytes of a file. Raises InputError (`file-missing`, `file-unreadable`)."""
     try:
-        return path.read_bytes()
+        return limits.read(path, limits.DATA)
     except FileNotFoundError:
         near = did_you_mean(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else ""
         raise InputError("file-missing", where=str(path), value="no such file", remedy=near) from None

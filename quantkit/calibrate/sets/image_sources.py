@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit import limits
 from quantkit.calibrate.sets import own
 from quantkit.calibrate.sets.card import read_bytes
 from quantkit.errors import InputError, MissingDependency
@@ -40,6 +41,8 @@ PICTURES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 SUFFIXES = (*ARRAYS, ".zip", *PICTURES)
 # what a picture inside an archive may claim to unpack to
 _PICTURE_LIMIT = 1 << 28
+# by the content, not the name: Pillow would open PostScript too, and hand it to Ghostscript
+_FORMATS = ("BMP", "JPEG", "PNG", "TIFF", "WEBP")
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +173,9 @@ def opened_arrays(file: Path | bytes, where: str) -> Iterator[Any]:
         InputError: `calibration-pickle`, `calibration-unreadable`, also of what is read from it meanwhile.
     """
     try:
+        if zipfile.is_zipfile(io.BytesIO(file) if isinstance(file, bytes) else file):
+            with zipfile.ZipFile(io.BytesIO(file) if isinstance(file, bytes) else file) as archive:
+                limits.UNPACKED.demand(sum(entry.file_size for entry in archive.infolist()), where)
         loaded = (
             np.load(io.BytesIO(file), allow_pickle=False)
             if isinstance(file, bytes)
@@ -275,8 +281,13 @@ def _decode(data: bytes, where: str) -> NDArray[np.uint8]:
     """An image file as [height, width, 3], upright."""
     image, ops = _pillow()
     try:
-        with image.open(io.BytesIO(data)) as opened:
+        with image.open(io.BytesIO(data), formats=_FORMATS) as opened:
+            limits.PIXELS.demand(opened.width * opened.height, where)
             return np.asarray(ops.exif_transpose(opened).convert("RGB"), dtype=np.uint8)
+    except InputError:
+        raise
+    except image.DecompressionBombError:  # Pillow has a limit of its own
+        raise limits.PIXELS.exceeded(where) from None
     except Exception as error:  # Pillow's plugins raise what they like
         raise own.unreadable(where, error) from None
 
@@ -296,6 +307,7 @@ def _cut(image: NDArray[np.uint8], how: Preprocess) -> NDArray[np.uint8]:
     picture = module.fromarray(image[:, :, 0] if image.shape[2] == 1 else image)
     scale = how.resize / min(picture.size)
     width, height = (max(how.resize, round(side * scale)) for side in picture.size)
+    limits.PIXELS.demand(width * height, "preprocess")
     picture = picture.resize((width, height), module.Resampling.BILINEAR)
     left, top = (width - how.crop) // 2, (height - how.crop) // 2
     found = np.asarray(picture.crop((left, top, left + how.crop, top + how.crop)), dtype=np.uint8)

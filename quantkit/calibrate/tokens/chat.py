@@ -17,6 +17,7 @@ import datetime
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from quantkit import limits
 from quantkit.errors import InputError
 
 Message = dict[str, Any]
@@ -49,8 +50,11 @@ def renderer(tokenizer: Any) -> Callable[[Messages, str], list[int]]:
 
     def render(messages: Messages, where: str) -> list[int]:
         try:
-            text = tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False)
+            with limits.guarded(where):
+                text = tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False)
             ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        except InputError:
+            raise
         except Exception as problem:  # whatever a template makes of what it was not written for
             said = " ".join(str(problem).split())[:200] or type(problem).__name__
             raise InputError(

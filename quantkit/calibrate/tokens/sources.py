@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit import limits
 from quantkit.calibrate.sets import own
 from quantkit.calibrate.sets.card import Split
 from quantkit.errors import InputError, MissingDependency
@@ -56,6 +57,9 @@ class Conversations:
     items: tuple[list[dict[str, Any]], ...]
     places: tuple[str, ...]
 
+
+# rows of a table that are read at a time, and what a value takes in Python beside its bytes
+_ROWS, _OBJECT = 4096, 56
 
 Content = Texts | Ids | Conversations
 
@@ -154,7 +158,14 @@ def _parquet(data: bytes, where: str, chat: bool) -> Content:
         raise own.unreadable(where, error) from None
     column = _column(names, where, chat)
     try:
-        values = file.read(columns=[column]).column(column).to_pylist()
+        values, size = list[Any](), 0
+        # in small pieces: a few bytes can stand for any number of rows
+        for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
+            size += batch.nbytes + _OBJECT * len(batch)
+            limits.UNPACKED.demand(size, where)
+            values += batch.column(0).to_pylist()
+    except InputError:
+        raise
     except Exception as error:
         raise own.unreadable(where, error) from None
     return _columnar(column, values, where, chat)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit import limits
 from quantkit.errors import InputError
 from quantkit.model.source import pretrained
 from quantkit.model.source.open import cut_config
@@ -37,7 +38,7 @@ def block_of(name: str) -> int:
 
 def config_json(folder: Path) -> dict[str, Any]:
     """The content of config.json. Raises InputError `config-invalid`."""
-    return strict_json((folder / "config.json").read_bytes(), "config.json", "config-invalid")
+    return strict_json(limits.read(folder / "config.json"), "config.json", "config-invalid")
 
 
 def model_class(folder: Path) -> Any:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit import limits
 from quantkit.content import is_path
 from quantkit.errors import InputError, MissingDependency, unknown_name
 from quantkit.kinds import Kind
@@ -334,8 +335,9 @@ def _open_folder(
             remedy="model.save_pretrained(folder) writes all of it",
         )
     config = strict_json(
-        checked_file(path, "config.json").read_bytes(), f"{ref}: config.json", "config-invalid", "config-invalid"
+        limits.read(checked_file(path, "config.json")), f"{ref}: config.json", "config-invalid", "config-invalid"
     )
+    pretrained.demand_layers(config, f"{ref}: config.json")
     for key in _QUANTIZED_KEYS:
         if config.get(key) and not written:
             raise _already_quantized(ref, f"{key} in config.json")

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quantkit import limits
 from quantkit.errors import InputError
 
 
@@ -60,6 +61,15 @@ def network(model_class: Any, folder: Path | None, *, trust: bool = False, **opt
         return model_class.from_pretrained(
             folder, **{"local_files_only": True, "use_safetensors": True, "trust_remote_code": trust, **options}
         )
+
+
+def demand_layers(config: dict[str, Any], where: str) -> None:
+    """Refuse a `config.json` of too many layers, which would be built for hours: `over-limit`."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            demand_layers(value, where)
+        elif isinstance(value, int) and ("layer" in key or "block" in key):
+            limits.LAYERS.demand(value, f"{where}: {key}")
 
 
 @contextmanager

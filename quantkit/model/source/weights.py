@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit import limits
 from quantkit.bundle import disk
 from quantkit.errors import InputError
 
@@ -296,7 +297,7 @@ def _entry(name: str, claim: Any, shard: str, base: int) -> TensorEntry:
 
 
 def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
 
 
 def _check_tiling(entries: list[TensorEntry], shard: str, base: int, size: int) -> None:
@@ -322,7 +323,7 @@ def _check_tiling(entries: list[TensorEntry], shard: str, base: int, size: int) 
 def _read_index(path: Path) -> dict[str, str]:
     if path.stat().st_size == 0:
         raise _bad("weights-empty", INDEX, "0 bytes", "", _AGAIN)
-    index = strict_json(path.read_bytes(), INDEX, "weights-index")
+    index = strict_json(limits.read(path), INDEX, "weights-index")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise _bad("weights-index", INDEX, f"weight_map {weight_map!r:.80}", "maps every tensor's name to its shard")

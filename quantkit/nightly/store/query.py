@@ -6,11 +6,14 @@ let `COPY` overwrite them.)
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit import limits
 from quantkit.errors import InputError, MissingDependency
 from quantkit.nightly.store.records import TABLES, Record, schema
 from quantkit.nightly.store.write import plain
@@ -71,7 +74,7 @@ def batches(
         values: of the parameters, `$name`.
 
     Raises:
-        InputError: `query-invalid`, wrong SQL or another statement.
+        InputError: `query-invalid`, wrong SQL or another statement; `over-limit`, of its time or of what it gives.
         Unreadable: it failed, and not for what it says.
     """
     import duckdb
@@ -80,14 +83,20 @@ def batches(
     wrong: tuple[type[Exception], ...] = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
     wrong += (duckdb.PermissionException, duckdb.ConversionException, duckdb.OutOfRangeException)
     # views are a cursor's own
-    with database.cursor() as cursor:
+    with database.cursor() as cursor, _in_time(cursor):
         for kind in TABLES:
             cursor.register(kind.table, _dataset(kind, files[kind.table]))
         try:
             _check(duckdb, cursor.extract_statements(sql), sql)
             reader = cursor.sql(sql, params=values or None).to_arrow_reader()
             yield pa.RecordBatch.from_pylist([], schema=reader.schema)
-            yield from reader
+            size = 0
+            for batch in reader:
+                size += batch.nbytes
+                limits.UNPACKED.demand(size, sql[:_SHOWN])
+                yield batch
+        except duckdb.InterruptException:
+            raise limits.SECONDS.exceeded(sql[:_SHOWN]) from None
         except wrong as error:
             raise InputError(
                 "query-invalid",
@@ -97,6 +106,18 @@ def batches(
             ) from None
         except (duckdb.Error, pa.ArrowException, OSError) as error:
             raise Unreadable(_line(error)) from error
+
+
+@contextmanager
+def _in_time(cursor: Any) -> Iterator[None]:
+    """Ends a query that has no end."""
+    late = threading.Timer(limits.SECONDS.most, cursor.interrupt)
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
 
 
 def _check(duckdb: Any, statements: Sequence[Any], sql: str) -> None:

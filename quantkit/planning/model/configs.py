@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quantkit import limits
 from quantkit.bundle.manifest import MANIFEST, Manifest
 from quantkit.content import is_path
 from quantkit.errors import InputError, MissingDependency, unknown_name
@@ -183,7 +184,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise ValueError(f"{text} is no number of JSON")
 
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+        found = json.loads(limits.read(path), parse_constant=refuse)
     except (OSError, ValueError, RecursionError) as error:
         raise InputError("config-invalid", where=str(path), value=str(error), rule="it is a JSON object") from None
     if not isinstance(found, dict):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from quantkit import limits
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.model import layouts
@@ -159,9 +160,10 @@ class TorchRuntime(Runtime):
         model = self.load(bundle)
         if chat:
             messages = [{"role": "user", "content": prompt}]
-            inputs = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
+            with limits.guarded("--chat"):
+                inputs = tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+                )
         else:
             inputs = tokenizer(prompt, return_tensors="pt")
         demand_tokens(inputs["input_ids"].shape[1])
