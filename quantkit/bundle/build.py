@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from quantkit.bundle import seal
 from quantkit.bundle.bundle import Bundle
 from quantkit.bundle.disk import (
     disk_full,
@@ -34,7 +35,7 @@ from quantkit.bundle.disk import (
     walk,
     write_atomic,
 )
-from quantkit.bundle.manifest import MANIFEST, Manifest
+from quantkit.bundle.manifest import UNLISTED, Manifest
 from quantkit.errors import InputError, QuantkitError
 
 _FINGERPRINT = "build.json"
@@ -238,12 +239,13 @@ class Build:
         """
         listed = {entry.path: entry.bytes for entry in manifest.files}
         there = {path.relative_to(self.bundle).as_posix(): os.lstat(path).st_size for path in walk(self.bundle)}
-        there.pop(MANIFEST, None)
+        for name in UNLISTED:
+            there.pop(name, None)
         if listed != there:
             differing = sorted(name for name in listed.keys() | there.keys() if listed.get(name) != there.get(name))
             raise ValueError(f"the manifest and the folder differ in {differing}")
         with stopping_when_full(self.folder):
-            write_atomic(self.bundle / MANIFEST, manifest.as_bytes())
+            seal.write_manifest(self.bundle, manifest.as_bytes())
             fsync_tree(self.bundle)
             if os.path.lexists(self.out):
                 raise exists_already(self.out)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quantkit import limits
+from quantkit.bundle import seal
 from quantkit.bundle.disk import fsync_tree, remove, stopping_when_full, write_atomic
 from quantkit.bundle.manifest import (
     MANIFEST,
@@ -190,7 +191,7 @@ class Bundle:
             ordered = sorted(entries.values(), key=lambda old: old.path)
             manifest = self.manifest.model_copy(update={"files": ordered, **changes})
             assert content_sha256(ordered) == manifest.content_sha256
-            write_atomic(self.path / MANIFEST, manifest.as_bytes())
+            seal.write_manifest(self.path, manifest.as_bytes())
         return Bundle(self.path, manifest)
 
     def add_content(self, place: str, folder: Path, **changes: Any) -> Bundle:
@@ -235,5 +236,5 @@ class Bundle:
                 entries[MEASUREMENTS] = rows.model_copy(update=update)
             files = sorted(entries.values(), key=lambda entry: entry.path)
             manifest = self.manifest.model_copy(update={"files": files, "content_sha256": identity, **changes})
-            write_atomic(self.path / MANIFEST, manifest.as_bytes())
+            seal.write_manifest(self.path, manifest.as_bytes())
         return Bundle(self.path, manifest)

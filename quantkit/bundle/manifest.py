@@ -33,6 +33,9 @@ from quantkit.kinds import Said
 
 MANIFEST = "manifest.json"
 MEASUREMENTS = "measurements.jsonl"
+# of the manifest itself, and signatures: what the manifest cannot list
+SEAL, SIGNED_BY_KEY, SIGNED_BY_LIBRARY = "seal.json", "seal.json.sig", "model.sig"
+UNLISTED = frozenset({MANIFEST, SEAL, SIGNED_BY_KEY, SIGNED_BY_LIBRARY})
 SCHEMA = 1
 
 
@@ -136,8 +139,8 @@ class FileEntry(_Closed):
     def _inside(cls, value: str) -> str:
         parts = PurePosixPath(value).parts
         plain = str(PurePosixPath(*parts)) == value and "\\" not in value and "\0" not in value
-        if not parts or not plain or value.startswith("/") or ".." in parts or value == MANIFEST:
-            raise ValueError("must be a plain relative path inside the bundle, and not the manifest itself")
+        if not parts or not plain or value.startswith("/") or ".." in parts or value in UNLISTED:
+            raise ValueError("must be a plain relative path inside the bundle, and not the manifest or its seal")
         return value
 
 
@@ -328,7 +331,7 @@ def inventory(folder: Path) -> list[FileEntry]:
     entries = []
     for path in walk(folder):
         name = path.relative_to(folder).as_posix()
-        if name == MANIFEST:
+        if name in UNLISTED:
             continue
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode):

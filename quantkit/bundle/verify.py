@@ -9,12 +9,13 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from quantkit.bundle import seal
 from quantkit.bundle.disk import empty_folders, is_plain, sha256, walk
-from quantkit.bundle.manifest import MANIFEST, Check, FileEntry, Manifest, content_sha256, role_of
+from quantkit.bundle.manifest import MANIFEST, UNLISTED, Check, FileEntry, Manifest, content_sha256, role_of
 
 
 def verify_files(folder: Path, manifest: Manifest) -> list[Check]:
-    """Checks `files.present`, `.size`, `.sha256`, `.unlisted`, `.links` and `content_sha256`."""
+    """Checks `files.present`, `.size`, `.sha256`, `.unlisted`, `.links`, `content_sha256` and `seal`."""
     return [_count(name, names) for name, names in offenders(folder, manifest, manifest.files).items()]
 
 
@@ -42,7 +43,7 @@ def offenders(folder: Path, manifest: Manifest, entries: Collection[FileEntry]) 
         elif _unreadable_or_differs(path, entry.sha256):
             hashes.append(entry.path)
     empty = [f"{path.relative_to(folder).as_posix()}/" for path in empty_folders(folder)]
-    unlisted = sorted({*found, *empty} - {entry.path for entry in manifest.files} - {MANIFEST})
+    unlisted = sorted({*found, *empty} - {entry.path for entry in manifest.files} - UNLISTED)
     identity = [] if content_sha256(manifest.files) == manifest.content_sha256 else [MANIFEST]
     return {
         "files.present": missing,
@@ -51,6 +52,7 @@ def offenders(folder: Path, manifest: Manifest, entries: Collection[FileEntry]) 
         "files.unlisted": unlisted,
         "files.links": links,
         "content_sha256": identity,
+        "seal": [MANIFEST] if seal.is_broken(folder) else [],
     }
 
 

@@ -28,6 +28,7 @@ from quantkit.cli.commands.list import list_
 from quantkit.cli.commands.measure import measure
 from quantkit.cli.commands.plan import plan
 from quantkit.cli.commands.show import show
+from quantkit.cli.commands.sign import sign
 from quantkit.cli.commands.tax import tax
 from quantkit.cli.commands.tune import tune
 from quantkit.cli.commands.verify import verify
@@ -68,7 +69,7 @@ app = typer.Typer(
     "decide; 75 stopped safely, go on with --resume. Start with: quantkit compile --recipe awq-int4",
 )
 # in the order in which help names them
-_COMMANDS = (compile, plan, measure, compare, tax, tune, export, verify, list_, show, doctor, generate)
+_COMMANDS = (compile, plan, measure, compare, tax, tune, export, verify, sign, list_, show, doctor, generate)
 # a group has commands of its own: `quantkit nightly query`
 _GROUPS = {"nightly": (nightly.HELP, nightly.COMMANDS)}
 

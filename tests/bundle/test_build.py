@@ -35,7 +35,7 @@ def _committed(out: Path, steps: int) -> None:
 
 def test_a_finished_build_is_a_verified_bundle_and_leaves_nothing_else(tmp_path: Path) -> None:
     bundle = compile_fake(tmp_path / "out", resume=False)
-    assert [check.ok for check in Bundle.load(tmp_path / "out").verify()] == [True] * 6
+    assert [check.ok for check in Bundle.load(tmp_path / "out").verify()] == [True] * 7
     assert len(bundle.manifest.files) == STEPS + 1
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -169,7 +169,11 @@ def test_verify_finds_an_edited_manifest(bundle: Bundle) -> None:
     data = json.loads(path.read_text())
     data["files"] = [entry for entry in data["files"] if entry["path"] != "model/1.safetensors"]
     path.write_text(json.dumps(data))
-    assert _failed(bundle) == {"files.unlisted": "model/1.safetensors", "content_sha256": "manifest.json"}
+    assert _failed(bundle) == {
+        "files.unlisted": "model/1.safetensors",
+        "content_sha256": "manifest.json",
+        "seal": "manifest.json",
+    }
 
 
 def test_measurements(bundle: Bundle) -> None:
@@ -263,6 +267,7 @@ def test_adding_that_was_killed_is_mended_by_adding_again(
     folder = _beside(bundle)
     with monkeypatch.context() as patched:
         patched.setattr("quantkit.bundle.bundle.write_atomic", killed)
+        patched.setattr("quantkit.bundle.seal.write_atomic", killed)
         with pytest.raises(KeyboardInterrupt):
             bundle.add_content("onnx", folder)
     assert "onnx/model.onnx" in _failed(bundle)["files.unlisted"]

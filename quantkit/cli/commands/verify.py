@@ -31,9 +31,18 @@ def verify(
     runtime: Annotated[
         str | None, typer.Option(metavar="NAME", help="With --layers, tensorrt_rtx or tensorrt: an engine as well.")
     ] = None,
+    expect: Annotated[
+        str | None, typer.Option(metavar="HASH", help="Of the seal, as it was announced; 16 digits at least.")
+    ] = None,
+    signer: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|IDENTITY", help="A public key (SSH, PEM), allowed_signers, or a Sigstore identity."),
+    ] = None,
+    issuer: Annotated[str | None, typer.Option(metavar="URL", help="Who vouches for a Sigstore identity.")] = None,
     as_json: Json = False,
 ) -> Answer:
     """Check every file of a bundle, then load it again."""
+    from quantkit.bundle import seal
     from quantkit.pipeline.finished.reload import reload
     from quantkit.report import terminal
 
@@ -43,6 +52,9 @@ def verify(
     if inputs is not None or runtime is not None:
         said = "--inputs" if inputs is not None else "--runtime"
         raise InputError("usage", where=said, value="without --layers", rule="it says how layers are compared")
+    if expect is not None:
+        seal.demand(opened.path, expect)
+    signed = None if signer is None else seal.demand_signer(opened.path, signer, issuer)
     with showing() as progress:
         progress.begin(f"verifying {bundle}")
         found = opened.verify()
@@ -61,6 +73,8 @@ def verify(
     result = {
         "bundle": str(opened.path),
         "content_sha256": opened.manifest.content_sha256,
+        "seal": seal.hash_of(opened.path),
+        "signed_by": signed,
         "checks": [{**check.model_dump(mode="json"), "where": check.where} for check in found],
     }
     return Answer(result, terminal.verified(opened.path, opened.manifest, found, notes), warnings=notes, error=error)

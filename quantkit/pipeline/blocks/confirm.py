@@ -148,8 +148,8 @@ def _rounds_inputs(folder: Path) -> bool:
     """Whether inputs or the cache are rounded as the model runs.
 
     A number between two codes then goes either way by the last bit of a sum, which the length of a sequence changes:
-    plain transformers run on 96 tokens departs from itself, run on 512, by 0.012 nats where one fixed scale is coarse
-    (SmolLM2-135M, `int8`; `benchmarks/rounded_inputs.py`). So both sides see the same tokens.
+    plain transformers on two threads, run on 96 tokens, departs from itself, run on 512, by 0.015 nats (SmolLM2-135M,
+    `int8`; on one thread by nothing; `benchmarks/rounded_inputs.py`). So both sides see the same tokens.
     """
     from quantkit.model import run_time
 

@@ -1,0 +1,201 @@
+"""`seal.json`: the sha256 of the manifest, which holds the sha256 of everything else; and who signed it.
+
+    {"schema": 1, "manifest.json": "<sha256>"}
+
+The manifest says what a bundle is worth: its verdict, checks, decisions and source. One who edits it has to edit the
+seal too, and then it is not the one that was announced (`quantkit verify --expect HASH`), nor the one that was signed:
+
+    seal.json.sig    by an SSH key, of `seal.json` (PROTOCOL.sshsig; `ssh-keygen -Y`, namespace `quantkit`)
+    model.sig        by an elliptic-curve key or an identity of Sigstore, of the whole folder (model-signing)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from quantkit import limits
+from quantkit.bundle.disk import sha256, write_atomic
+from quantkit.bundle.manifest import MANIFEST, SEAL, SIGNED_BY_KEY, SIGNED_BY_LIBRARY
+from quantkit.errors import GateError, InputError, MissingDependency
+
+_NAMESPACE = "quantkit"
+
+
+def write_manifest(folder: Path, data: bytes) -> None:
+    """Replace the manifest, then the seal. Killed between the two, `verify` says that they differ."""
+    write_atomic(folder / MANIFEST, data)
+    said = {"schema": 1, MANIFEST: hashlib.sha256(data).hexdigest()}
+    write_atomic(folder / SEAL, (json.dumps(said) + "\n").encode())
+
+
+def hash_of(folder: Path) -> str:
+    """The bundle's hash: of the manifest as it stands."""
+    return sha256(folder / MANIFEST)
+
+
+def is_broken(folder: Path) -> bool:
+    """Whether there is a seal, and it is not the manifest's; bundles of before have none."""
+    try:
+        return bool(json.loads(limits.read(folder / SEAL))[MANIFEST] != hash_of(folder))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError, InputError):
+        return True
+
+
+def demand(folder: Path, expected: str) -> None:
+    """Refuse a bundle that is not the one that was announced.
+
+    Args:
+        folder: of the bundle.
+        expected: its hash, or the first 16 digits of it or more.
+
+    Raises:
+        InputError: `usage`, of too few digits. GateError: `seal-differs`.
+    """
+    if len(expected) < 16:
+        raise InputError("usage", where="--expect", value=expected, rule="the hash, or at least 16 digits of it")
+    found = hash_of(folder)
+    if not found.startswith(expected.lower()):
+        raise GateError(
+            "seal-differs",
+            where=str(folder),
+            value=found,
+            rule=f"it is {expected}",
+            remedy="fetch the bundle again from where the hash was announced",
+        )
+
+
+def sign(folder: Path, key: Path | None) -> Path:
+    """Sign a bundle.
+
+    Args:
+        folder: of the bundle, which has to verify.
+        key: a private key: of SSH, or an elliptic-curve key in a PEM file; None: an identity of Sigstore, which opens a
+            browser, or is the machine's own in a build service.
+
+    Returns:
+        the signature, in the bundle.
+
+    Raises:
+        InputError: `key-unusable`. GateError: `seal-differs`. MissingDependency: model-signing.
+    """
+    if is_broken(folder) or not (folder / SEAL).is_file():
+        raise GateError("seal-differs", where=str(folder), value="the manifest is not the sealed one")
+    if key is not None and b"OPENSSH PRIVATE KEY" in _content(key):
+        _ssh_keygen("-Y", "sign", "-f", str(key), "-n", _NAMESPACE, str(folder / SEAL), where=str(key))
+        return folder / SIGNED_BY_KEY
+    hashing, signing, _ = _model_signing()
+    config = signing.Config().set_hashing_config(_all_but_signatures(hashing))
+    try:
+        signer = config.use_sigstore_signer() if key is None else config.use_elliptic_key_signer(private_key=key)
+        signer.sign(folder, folder / SIGNED_BY_LIBRARY)
+    except Exception as problem:  # whatever a library of cryptography makes of a wrong key
+        raise _unusable(str(key or "Sigstore"), str(problem)) from None
+    return folder / SIGNED_BY_LIBRARY
+
+
+def demand_signer(folder: Path, signer: str, issuer: str | None = None) -> str:
+    """Refuse a bundle that a signer has not signed.
+
+    Args:
+        folder: of the bundle.
+        signer: a file with a public key: of SSH (or `allowed_signers`), or an elliptic-curve key in PEM; else an
+            identity of Sigstore.
+        issuer: of that identity: https://accounts.google.com, https://github.com/login/oauth.
+
+    Returns:
+        who it was, in words.
+
+    Raises:
+        GateError: `signature-missing`, `signature-differs`. InputError: `usage`. MissingDependency: model-signing.
+    """
+    key = Path(signer).expanduser()
+    by_ssh = key.is_file() and b"-----BEGIN" not in _content(key)
+    signature = folder / (SIGNED_BY_KEY if by_ssh else SIGNED_BY_LIBRARY)
+    if not signature.is_file():
+        raise GateError("signature-missing", where=str(folder), value=f"no {signature.name} in it", remedy="ask for it")
+    if by_ssh:
+        return _ssh_signer(folder, key, signature)
+    hashing, _, verifying = _model_signing()
+    config = verifying.Config().set_hashing_config(_all_but_signatures(hashing))
+    if not key.is_file() and not issuer:
+        raise InputError("usage", where="--signer", value=signer, rule="no file; an identity comes with --issuer")
+    try:
+        if key.is_file():
+            config.use_elliptic_key_verifier(public_key=key).verify(folder, signature)
+        else:
+            config.use_sigstore_verifier(identity=signer, oidc_issuer=issuer).verify(folder, signature)
+    except Exception as problem:
+        raise _differs(folder, str(problem)) from None
+    return signer
+
+
+def _ssh_signer(folder: Path, key: Path, signature: Path) -> str:
+    """One of the signers in a file of OpenSSH."""
+    lines = [line for line in _content(key).decode(errors="replace").splitlines() if line.strip() and line[0] != "#"]
+    # the line of a public key begins with its kind, that of `allowed_signers` with who it is
+    if lines and lines[0].startswith(("ssh-", "ecdsa-", "sk-")):
+        lines = [f'{key.stem} namespaces="{_NAMESPACE}" {lines[0]}']
+    with tempfile.TemporaryDirectory() as place:
+        allowed = Path(place) / "allowed_signers"
+        allowed.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        last = ""
+        for who in dict.fromkeys(line.split()[0] for line in lines):
+            arguments = ("-Y", "verify", "-f", str(allowed), "-I", who, "-n", _NAMESPACE, "-s", str(signature))
+            try:
+                _ssh_keygen(*arguments, where=str(signature), given=(folder / SEAL).read_bytes())
+            except InputError as error:
+                last = error.value
+            else:
+                return who
+    raise _differs(folder, last or "nobody is named in the file of signers")
+
+
+def _ssh_keygen(*arguments: str, where: str, given: bytes = b"") -> None:
+    try:
+        done = subprocess.run(["ssh-keygen", *arguments], input=given, capture_output=True, check=False)  # noqa: S603, S607
+    except FileNotFoundError:
+        raise MissingDependency("ssh-keygen", extra=None, purpose="a signature of an SSH key") from None
+    if done.returncode:
+        said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()
+        raise _unusable(where, said[-1] if said else f"ssh-keygen ended with {done.returncode}")
+
+
+def _model_signing() -> tuple[Any, Any, Any]:
+    try:
+        from model_signing import hashing, signing, verifying
+    except ImportError:
+        raise MissingDependency("model-signing", extra="sign", purpose="a signature of a PEM key or Sigstore") from None
+    return hashing, signing, verifying
+
+
+def _all_but_signatures(hashing: Any) -> Any:
+    return hashing.Config().set_ignored_paths(paths=[SIGNED_BY_KEY, SIGNED_BY_LIBRARY], ignore_git_paths=False)
+
+
+def _content(key: Path) -> bytes:
+    try:
+        return limits.read(key)
+    except OSError as problem:
+        raise _unusable(str(key), problem.strerror or str(problem)) from None
+
+
+def _unusable(where: str, value: str) -> InputError:
+    rule = "a private key of SSH (ed25519), or of an elliptic curve in PEM"
+    return InputError("key-unusable", where=where, value=value, rule=rule, remedy="ssh-keygen -t ed25519 -f ./key")
+
+
+def _differs(folder: Path, value: str) -> GateError:
+    return GateError(
+        "signature-differs",
+        where=str(folder),
+        value=value[:300],
+        rule="the bundle is as it was signed, by whom it says",
+        remedy="fetch it again, or ask the signer: what is measured or exported later is not signed",
+    )

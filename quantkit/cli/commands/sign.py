@@ -1,0 +1,40 @@
+"""`quantkit sign`: put a signature into a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import quantkit
+from quantkit.cli.answer import Answer
+from quantkit.cli.options import BundlePath, Json
+from quantkit.errors import GateError, InputError
+
+
+def sign(
+    bundle: BundlePath,
+    key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A private key: of SSH, or of an elliptic curve in PEM.")
+    ] = None,
+    sigstore: Annotated[
+        bool, typer.Option("--sigstore", help="Sign by an identity of Sigstore instead; opens a browser.")
+    ] = False,
+    as_json: Json = False,
+) -> Answer:
+    """Sign a bundle, last of all: quantkit sign BUNDLE --key ~/.ssh/id_ed25519."""
+    from rich.text import Text
+
+    from quantkit.bundle import seal
+
+    if sigstore == (key is not None):
+        raise InputError("usage", where="sign", value="--key and --sigstore", rule="one of the two")
+    opened = quantkit.load(bundle)
+    failed = next((check for check in opened.verify() if not check.ok), None)
+    if failed is not None:
+        raise GateError("verify-failed", where=failed.where, value=failed.name, rule="what is signed is whole")
+    signature = seal.sign(opened.path, key)
+    found = seal.hash_of(opened.path)
+    shown = [Text(f"signed: {signature}"), Text(f"  seal {found}", no_wrap=True)]
+    return Answer({"bundle": str(opened.path), "signature": signature.name, "seal": found}, list(shown))
