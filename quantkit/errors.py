@@ -135,9 +135,6 @@ def from_validation(
     """One line out of a pydantic ValidationError: the first problem, and how many more there are.
 
     Args:
-        error: a `pydantic.ValidationError`.
-        where: the file or option that was validated.
-        code: the code of the resulting error.
         known: dotted location (without list indices) -> the keys allowed there, for a did-you-mean.
     """
     problems = error.errors()

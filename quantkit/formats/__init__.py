@@ -45,7 +45,6 @@ class QuantTensor:
             codebook; torch's float8 types.
         scale: [N, G] (or [1, 1]), in the dtype it is stored in; of nested scales the effective float32 values.
         zero: [N, G], int8, in the range of the codes; None when symmetric.
-        scheme: how codes are to be read.
         codebook: [2^bits] float32, what each code stands for.
         global_scale: [] float32, one more factor for the whole matrix.
         nested: the stored form of scales that are quantized themselves.

@@ -64,7 +64,6 @@ class CnnConfig(Closed):
         classes: of the output.
         activation: relu, or relu6 = min(max(x, 0), 6).
         norm_epsilon: of the batch norms.
-        stem, stages: see the module.
         head: channels; None leaves the head out.
         dropout: before the classifier, while training.
     """

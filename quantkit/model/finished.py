@@ -36,7 +36,6 @@ def save(
     """Write one block's results.
 
     Args:
-        path: the file.
         tensors: linear's full name -> its codes.
         changed: parameter's full name -> its new value, in the dtype it will be stored in.
         inputs: linear's full name -> the fixed scale of its input.
@@ -134,7 +133,6 @@ class Finished:
         """What a linear's codes stand for, float32, as its weight lies in the source: without padding.
 
         Args:
-            linear: its full name.
             shape: of its weight there.
             transposed: whether it lies [K, N] there.
         """

@@ -85,7 +85,6 @@ def refuse(
 
     Args:
         layout: of the weights, as recipes call it.
-        symmetric: whether all weights are.
 
     Raises:
         InputError: `layout-unsupported`.
@@ -136,9 +135,7 @@ def described(
 
     Args:
         config: what the weights' layout wrote; None where they are dense.
-        linears: all that are quantized.
         activations: linear's full name, as in the config -> scheme.
-        cache: of keys and values.
     """
     if not activations and cache is None:
         return None if config is None else dict(config)
@@ -201,8 +198,6 @@ def read(
     Args:
         config: `quantization_config` of config.json.
         linears: full names of the linears in its blocks.
-        entries: names of all stored tensors.
-        tensor: reads one of them.
     """
     from quantkit.formats.base.activation import InputScale
 

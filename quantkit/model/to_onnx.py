@@ -32,10 +32,8 @@ def write_onnx(
     """Writes the module in evaluation mode, as one file, in operator set 21.
 
     Args:
-        module: of tensors to tensors.
         examples: what it is called with, by position or by name: [n, ...] each, n at least 2; all but n is fixed in
             the graph.
-        path: to write.
         inputs: names of the graph's inputs; None: those of the arguments.
         outputs: names of the graph's outputs; None: those by which it returns them, else `output`, or `output_0`, ...
 

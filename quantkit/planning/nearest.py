@@ -35,7 +35,6 @@ def instead(recipe: Recipe, target: Target, kind: Kind, *, native: bool = False)
     """What to ask for instead: the nearest shipped recipe, or another export; "" without either.
 
     Args:
-        recipe, target, kind: as for `ask`.
         native: only what is computed in as it is stored.
     """
     parts = []

@@ -52,7 +52,6 @@ class Rate:
     Args:
         most: by the bounds: no runtime gives more; None where one of them is not known.
         forecast: None as soon as one of the times has none.
-        interval: of the forecast.
     """
 
     most: float | None
@@ -65,7 +64,6 @@ class PlannedBatch:
     """A batch.
 
     Args:
-        batch: sequences.
         prefill: of their prompts; None for a model that does not decode, whose pass is `step`.
         step: one token of each, halfway through the output.
         parts: what -> bytes, of one device, with all of them at the full context.
@@ -120,9 +118,7 @@ class PlannedMemory:
         cache_per_token: bytes of keys and values that one more token takes, all layers together.
         largest_batch: sequences at the context; None where nothing bounds it.
         largest_context: tokens at that batch, as far as the model goes.
-        devices: that share the model.
         needed: devices that one sequence at the context needs; None where no number up to 64 does.
-        notes: what was assumed.
     """
 
     parts: Mapping[str, float]
@@ -158,19 +154,15 @@ class PlannedRecipe:
     Args:
         label: as it was asked for: `int4-best`, `bf16`.
         recipe: what it stands for.
-        runtime: that would run it.
         cells: how it takes what is stored.
         bits: of a quantized weight, on average; None where none is quantized.
         bytes: of all weights as they are stored.
-        memory: on the target.
-        rows: by batch.
         served: what times any other step.
         load: what the simulation of the workload's rate says; None without one.
         cost: of a million tokens, and energy, at the batch where a request takes least, and under the load where there
             is one; None where no time is known.
         compiling: what the compile takes; None where it is not known.
         problem: why it cannot run there; nothing else is reckoned then.
-        notes: what a reader must know.
     """
 
     label: str
@@ -213,11 +205,7 @@ class Outlook:
     """The whole plan.
 
     Args:
-        architecture: the model's sizes.
-        target: where.
-        workload: what for.
         candidates: in the order in which they were asked for.
-        recommendation: among them.
         notes: what holds for all of them.
         reference: how the model was named: `./my-model`; "" where that is not known.
     """

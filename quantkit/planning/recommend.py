@@ -25,11 +25,9 @@ class PerRequest:
     """A request on a candidate.
 
     Args:
-        candidate: whose.
         batch: at which it takes least.
         seconds: of one device for a request; of all that share the model, added up.
         low: of the interval; `seconds` for a bound.
-        high: of it.
     """
 
     candidate: PlannedRecipe

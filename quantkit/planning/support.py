@@ -29,7 +29,6 @@ class Support:
 
     Args:
         recipe: with the exports that a runtime of the target reads, each with the target's settings.
-        target: where.
         left_out: the other exports.
         readers: who reads each export; of a graph, what it becomes.
     """
@@ -73,7 +72,6 @@ def ask(recipe: Recipe, target: Target, kind: Kind | None = None) -> Support:
 
     Args:
         recipe: as it is asked for; exports for which the target has no runtime are left out, if others are left.
-        target: where.
         kind: of the model; None where it is not known yet: not a graph.
 
     Raises:
@@ -95,7 +93,6 @@ def fitted(recipe: Recipe, target: Target, read_by: Mapping[str, str] | None = N
     `profiles`, the compute capability of its GPU. A recipe none of whose exports can be read is returned whole.
 
     Args:
-        recipe, target: as for `ask`.
         read_by: export -> who reads it; of others the first runtime that the target has.
     """
     kept, left_out = [], []

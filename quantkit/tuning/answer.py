@@ -40,11 +40,8 @@ def front_of(
 
     Args:
         facts: model, base recipe, target, budget, candidates, texts, factor, decisions, notes.
-        tables: of the model.
-        chosen: the choice.
         measured: what was compiled and scored on the way to it, the choice last.
         uniform: the best single scheme within the choice's bits, compiled and scored.
-        points: the front.
     """
     factor = facts["factor"] or 1.0
     alone = {name: tables.uniform(name) for name in tables.names}

@@ -28,8 +28,6 @@ class ScoredChoice:
     """A compiled and scored choice.
 
     Args:
-        name: of its recipe.
-        bundle: what was compiled.
         kl: nats a token on the guiding text.
         rows: of the compile: the held-out KL, size.
     """
@@ -60,7 +58,6 @@ class Within(Progress):
 
     Args:
         outer: whose stage it is.
-        stage: its name there.
         start, stop: the shares of the stage that the compile is.
     """
 
@@ -90,7 +87,6 @@ def scored_in(runtimes: Sequence[str], where: str) -> str:
 
     Args:
         runtimes: of the exports.
-        where: the recipe, for errors.
 
     Raises:
         InputError: `tune-unscored`, where none does.

@@ -96,7 +96,6 @@ def tables(
     """The tables of a model.
 
     Args:
-        harms: measured.
         found: candidates and what is fixed.
         dtype_bits: of a weight in the source.
         total_bytes: of the source's weights.
@@ -174,8 +173,6 @@ def best(tables: Tables, budget: Budget, factor: float = 1.0) -> FrontPoint:
     """The least harm within a budget; with a limit on KL, the fewest bits.
 
     Args:
-        tables: of the model.
-        budget: the limits.
         factor: measured KL over predicted.
 
     Raises:

@@ -61,7 +61,6 @@ class UnitHarm:
     Args:
         block: number of its block.
         members: full names of its linears.
-        candidate: its name.
         kl: nats a token.
         error: the squared change of the block's output, as a share of its square.
         scaled: whether the KL follows from another candidate's, see the module.
@@ -80,15 +79,12 @@ class HarmSubject:
     """What is measured.
 
     Args:
-        stream: the model.
-        steps: the recipe's passes.
         candidates: name -> linear's full name -> its scheme; linears that are not named stay as they are.
         calibration: ids [samples, tokens] for passes that look at data; None where none does.
         ids: [samples, tokens] that the harm is measured on.
         probe_ids: a few tokens to trace blocks with.
         widest: the largest number of features of any activation.
         dtype: of what stays in high precision.
-        seed: of the recipe.
         anchor: the candidate that is measured at the output; None measures all.
     """
 

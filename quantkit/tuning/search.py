@@ -55,7 +55,6 @@ class TuneQuestion:
 
     Args:
         request: the model, the base recipe, the target; its `out` is the folder of the answer.
-        budget: the limits.
         formats: candidates by format; None tries the usual ones.
         schemes: candidates by the fields they change in the recipe's scheme.
         samples: sequences that a harm is measured on.
@@ -81,7 +80,6 @@ class Tuned:
     """What a search yields.
 
     Args:
-        out: the folder.
         front: what `front.json` holds.
         decisions: what was done otherwise than asked.
         warnings: what a reader must know.

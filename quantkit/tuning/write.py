@@ -29,8 +29,6 @@ def recipe_of(base: Recipe, assignment: Assignment, sizes: Mapping[str, int], *,
         base: passes, exports, gates, and overrides of layers that are not assigned here.
         assignment: every tuned layer.
         sizes: layer -> how many weights.
-        name: of the recipe.
-        summary: one line.
 
     Raises:
         InputError: `recipe-invalid`.

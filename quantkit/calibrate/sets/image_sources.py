@@ -47,11 +47,9 @@ class Images:
     """Images of one file or folder, none of them decoded.
 
     Args:
-        count: how many.
         labels: [count], of each image its class; None where there are none.
         bytes_: whether they are bytes that need preprocessing, rather than floats that had it.
         read: number -> the image: uint8 [height, width] or [height, width, channels], or float32 as the model takes it.
-        where: for errors.
         clusters: [count], images of one number are alike; None where nothing is said of it.
         names: [count], of their files; None where they are of arrays.
     """
@@ -71,7 +69,6 @@ def parse(file: Path | bytes, *, suffix: str, where: str) -> Images:
     Args:
         file: its path, or its bytes where they were read to be checked.
         suffix: lower case.
-        where: for errors.
 
     Raises:
         InputError: `calibration-suffix`, `calibration-unreadable`, `calibration-pickle`, `calibration-fields`,

@@ -78,7 +78,6 @@ def load_images(
         seed: of the recipe. It moves what `calib` draws; `tune` and `eval` stay, or no two runs could be compared.
         shape: of the model's input with the batch first; None where a size is free.
         dtype: of the model's input, numpy's name.
-        where: the model's input, for errors.
         preprocess: what becomes of bytes where the set does not say; known of shipped models.
 
     Raises:

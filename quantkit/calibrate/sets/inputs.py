@@ -137,11 +137,8 @@ def load_inputs(
     Args:
         reference: a shipped name, or a path; see the module.
         split: which part; only `tune` may guide a choice, `eval` is for scoring.
-        inputs: of the graph.
         samples: at most so many, drawn from all over the split; None takes all, in their order.
-        seed: of the recipe.
         preprocess: what becomes of images of bytes where the set does not say.
-        where: the graph, for errors.
 
     Raises:
         InputError: those of `load_images`; `onnx-inputs`, a graph that takes no samples; of arrays,

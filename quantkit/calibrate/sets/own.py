@@ -18,7 +18,6 @@ def bounds(split: Split, count: int, place: Callable[[float], int] | None = None
     """The first of a split's samples, and the first behind them.
 
     Args:
-        split: which part.
         count: of all samples.
         place: share -> the first sample at or after it; None counts them.
     """

@@ -47,7 +47,6 @@ class Original:
     Args:
         module: with its original weights, up to exact folds.
         hidden: [samples, tokens, width], its input.
-        calls: how it is called.
         skips: linear -> the module whose input its output is added to (`model/structure/skip.py`).
         outputs: its output, once it has run.
     """
@@ -64,9 +63,7 @@ class Stats:
     """A block together with what it is run on.
 
     Args:
-        module: the block.
         groups: its shared inputs, in the order they run.
-        calls: how the block is called.
         stage: which of the calls.
         hidden: [samples, tokens, width], the block's input.
         outputs: the block's output, once a staged run has ended; passes that change weights afterwards reset it.

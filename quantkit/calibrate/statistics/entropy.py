@@ -45,7 +45,6 @@ def reach(values: Tensor, counts: Tensor, scheme: ActivationScheme | CacheScheme
     Args:
         values: that came, ascending, float32, each the nearest of bfloat16 to what it stands for.
         counts: how often.
-        scheme: of the grid.
     """
     low, high = min(float(values[0]), 0.0), max(float(values[-1]), 0.0)
     if scheme.symmetric:

@@ -46,7 +46,6 @@ class Observed:
 
     Args:
         counted: whether to count values: for all ranges but `minmax`, since what lies beyond them is told.
-        name: of what is observed, for errors.
     """
 
     def __init__(self, *, counted: bool, name: str = "activations") -> None:

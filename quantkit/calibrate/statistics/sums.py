@@ -24,7 +24,6 @@ class InputStats:
 
     Args:
         inputs: chunks [sequences, tokens, K] in order; or [tokens, K], of which every other token counts as a sequence.
-        name: of the shared input, for errors.
         products: whether products of two inputs are summed, without which there is no Hessian; they take the time.
     """
 

@@ -82,7 +82,6 @@ def sample_documents(
     """The same where the tokenizer puts its own tokens around every document: all are tokenized, joined and chopped.
 
     Args:
-        documents, encode, samples, tokens, generator: see `sample`.
         before: what will be put before every sequence; one that begins with a document has it already, and is given
             without.
     """

@@ -64,9 +64,7 @@ def parse(data: bytes, *, suffix: str, where: str, chat: bool = False) -> Conten
     """The content of one file.
 
     Args:
-        data: its bytes.
         suffix: of its name, with the dot.
-        where: its name, for errors.
         chat: whether a chat template will write what is in it.
 
     Raises:

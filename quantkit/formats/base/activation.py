@@ -88,7 +88,6 @@ def fake_quantize(
 
     Args:
         x: [..., K].
-        scheme: its granularity.
         static: the scale that calibration found; None takes it from the values.
     """
     group = getattr(scheme, "group", None)

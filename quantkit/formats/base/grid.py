@@ -28,12 +28,7 @@ _SCALE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "e8m0": 8, "fp8_e4m
 
 @dataclass(frozen=True)
 class GridFormat:
-    """A format of codes and scales.
-
-    Args:
-        name: its name in recipes.
-        bits: of one code.
-    """
+    """A format of codes and scales."""
 
     name: str
     bits: int
@@ -136,7 +131,6 @@ class GridFormat:
             weight: [N, K] of any float dtype.
             scale: effective, in the shape of the scheme's scales ([N, G]; [1, 1] per tensor).
             zero: int8 of that shape, or None.
-            scheme: how the result is stored.
             global_scale: the one that `scale` was made with; None takes it from `weight`.
 
         Raises:

@@ -58,7 +58,6 @@ class IntegerFormat(GridFormat):
     """A uniform integer format.
 
     Args:
-        name: its name in recipes.
         bits: 1 to 8.
     """
 

@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScaledFormat(GridFormat):
-    """A format of scaled elements.
-
-    Args:
-        name: its name in recipes.
-        bits: of one code.
-        element: the grid.
-    """
+    """A format of scaled elements."""
 
     element: Element
 

@@ -85,9 +85,7 @@ class Layout(Protocol):
         """`quantization_config` of config.json.
 
         Args:
-            layers: linear -> scheme.
             ignore: the linears that are not quantized.
-            dtype: what the model is loaded in: `bfloat16`.
         """
 
     def wrote(self, config: Mapping[str, Any]) -> bool:
@@ -111,13 +109,7 @@ class Layout(Protocol):
         """The inverse of `packed` and `companions`, by our own code."""
 
     def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
-        """The weight [N, K] as its library makes it, bit for bit: code times scale in the dtype of the model.
-
-        Args:
-            tensor: its codes.
-            dtype: of the model.
-            config: `quantization_config`.
-        """
+        """The weight [N, K] as its library makes it, bit for bit: code times scale in the dtype of the model."""
         return load_format(tensor.scheme.format).dequantize(tensor).to(dtype)
 
     def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:

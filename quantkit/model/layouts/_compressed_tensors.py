@@ -30,7 +30,6 @@ class CompressedTensors(Layout):
 
     Args:
         name: the file's stem, and with hyphens the library's name of the layout.
-        serving: see `Layout`.
     """
 
     name: str
@@ -129,11 +128,6 @@ class CompressedTensors(Layout):
 
 def exact_scale(prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> torch.Tensor:
     """The scales in the dtype that their scheme stores them in.
-
-    Args:
-        prefix: the linear, for the error.
-        tensor: the weight.
-        dtype: what the model will be loaded in.
 
     Raises:
         InputError: `scale-inexact`, a scale that `dtype` cannot hold: loaders cast scales to it.

@@ -34,8 +34,6 @@ class PackedFp4(CompressedTensors):
     """See the module.
 
     Args:
-        name: see `CompressedTensors`.
-        format: the one that it holds.
         strategy: the library's name of its granularity.
         dtype: safetensors' name of what scales are stored as.
         argument: the library's name of the same.

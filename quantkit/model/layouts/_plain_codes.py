@@ -35,8 +35,6 @@ class PlainCodes(CompressedTensors):
     """A layout for one format.
 
     Args:
-        name: see `CompressedTensors`.
-        format: whose codes it holds.
         stored: their dtype in safetensors.
         type: what compressed-tensors calls the kind of number.
     """

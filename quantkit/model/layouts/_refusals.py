@@ -18,12 +18,6 @@ def unsupported(where: str, value: str, rule: str, remedy: str = DENSE) -> Input
 def check_format(layout: str, held: str, schemes: Mapping[str, WeightScheme], remedy: str = DENSE) -> None:
     """Of a layout that holds one format: refuse the first linear of another.
 
-    Args:
-        layout: its library's name of it.
-        held: the format that it holds.
-        schemes: linear -> scheme.
-        remedy: what to do instead.
-
     Raises:
         InputError: `layout-unsupported`.
     """

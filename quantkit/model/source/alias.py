@@ -39,7 +39,6 @@ class Packaged:
     Args:
         package: to import, if it were imported.
         requirement: to install; empty where it comes with quantkit.
-        file: in the package.
         because: why it is installed as `install` says.
     """
 
@@ -55,9 +54,6 @@ class Packaged:
 
     def find(self, name: str) -> Path:
         """The file.
-
-        Args:
-            name: of the alias, for the error.
 
         Raises:
             InputError: `alias-missing`, saying what to install and how.
@@ -85,13 +81,10 @@ class Alias:
     """A model in a package: where it lies, under what licence, and what a reader of its figures has to know.
 
     Args:
-        name: what it goes by.
-        kind: decoder, encoder or network.
         calibration: the set of its own kind, for where a recipe's is of another.
         source: the file, and what brings it.
         bits: that a weight takes in the file, about.
         convert: file and existing folder -> the folder, filled, with a `provenance.json`.
-        licence: of the weights.
         was: what the weights were before, if that limits what figures on them mean.
         note: what a reader of its figures must know; may be empty.
         preprocess: what becomes of images before it.

@@ -103,7 +103,6 @@ def converted(weights: Weights, skeleton: PreTrainedModel) -> Weights:
     """The tensors as the model has them; the very same `weights` where no rule applies to any of them.
 
     Args:
-        weights: of the files.
         skeleton: the model without weights; its experts are taken apart.
 
     Raises:

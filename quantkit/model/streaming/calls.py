@@ -37,7 +37,6 @@ class Given:
 
     Args:
         args: positional, those after the hidden states if these are positional.
-        kwargs: by name.
         name: of the hidden states, where they are given by another name than `hidden_states`.
     """
 
@@ -313,7 +312,6 @@ class Stand(nn.Module):
 
     Args:
         block: whatever a model asks of a block besides calling it, this answers.
-        index: the block's number.
         takes: (number, hidden states, other arguments) -> the block's output.
     """
 

@@ -184,10 +184,8 @@ def own_forward(
     """The model as plain `from_pretrained` loads it, run on `ids` [samples, tokens] in one batch.
 
     Args:
-        source: where it lies.
         path: of the `ModuleList` of blocks.
         flow: which dimension of hidden states counts samples.
-        ids: what it is run on.
         blocks: only the first so many; None is all.
         runs: gives the part of the model whose forward runs.
         placed: where its blocks are, if not in memory.

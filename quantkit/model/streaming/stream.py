@@ -108,7 +108,6 @@ def record(model: nn.Module, path: str, flow: Flow, ids: Tensor, chunk: int, run
         model: with weights everywhere but in its blocks.
         path: of the `ModuleList` of blocks.
         flow: of the model, which is not live.
-        ids: what it is run on.
         chunk: sequences per forward. Where blocks are given what depends on the text, and that cannot be told apart by
             sequence, it becomes 1.
         runs: the part of the model whose forward runs; all of it by default.
@@ -171,7 +170,6 @@ class StreamedModel:
     """A model on disk, block by block.
 
     Args:
-        source: an opened model.
         dtype: what it is computed in.
         prepare: changes the skeleton before names are matched, e.g. to the layout of a quantized checkpoint.
         files: parameter -> tensor of the files, where that is known already. Parameters that the skeleton ties may have
@@ -305,7 +303,6 @@ class StreamedModel:
         """What the model gives for `ids` [samples, tokens]: see `Answers`.
 
         Args:
-            ids: what it is run on.
             chunk: sequences per forward.
             hidden: the last block's output, where that is known already.
         """

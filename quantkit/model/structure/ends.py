@@ -22,7 +22,6 @@ class Ends:
     """A model without its blocks.
 
     Args:
-        stream: the model.
         ids: [samples, tokens], each below `ROWS`.
     """
 

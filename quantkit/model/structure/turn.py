@@ -48,7 +48,6 @@ class Norm:
     """A norm of the residual stream.
 
     Args:
-        name: its module.
         readers: the linears that read it, and nothing else does.
         form: how its weight multiplies.
         centres: it takes the mean off, as LayerNorm does.
@@ -82,7 +81,6 @@ class Residual:
     """What of one part of a model has to be turned.
 
     Args:
-        norms: with their readers.
         writers: linears that add to the stream.
         embeddings: tables whose rows are added up to the stream's beginning.
         heads: value paths, which may be turned by a rotation of their own.
@@ -110,7 +108,6 @@ def turn(part: nn.Module, found: Residual, rotation: Orthogonal, heads: Rotation
 
     Args:
         part: a block, or the model without its blocks, in any float dtype.
-        found: its residual stream.
         rotation: Q, as wide as the stream.
         heads: size of a head -> R; None leaves the value paths as they are.
     """

@@ -50,7 +50,6 @@ class GptqResult:
     """What a solve yields.
 
     Args:
-        tensor: codes, scales and zero points.
         damping: the share of the Hessian's mean diagonal that was added to it.
         raised: how often that had to be raised for the Cholesky factor to exist; to be recorded unless 0.
         error: `tr(D H Dᵀ)` with the damped Hessian: the squared output error summed over the calibration tokens.

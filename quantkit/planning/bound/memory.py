@@ -95,12 +95,10 @@ class Footprint:
     """A model as a runtime holds it.
 
     Args:
-        architecture: its sizes.
         products: its linears as the runtime holds them, the head's too.
         cache: of keys and values.
         width: bytes of an element of activations, norms and tables.
         shared: whether the head reads the table of tokens.
-        runtime: what it takes itself.
         capacity: bytes of a device; None: nothing is bounded.
         chunk: tokens of prompts that run at once; None: all of them.
         groups: linear -> inputs that share a scale, of those in groups.
@@ -122,10 +120,8 @@ class Footprint:
         """Bytes on each device: `weights`, `embeddings`, `others` (norms), `cache`, `activations`, `logits`, `runtime`.
 
         Args:
-            batch: sequences.
             context: tokens of each, prompt and output.
             prompt: those that come in; the whole context by default.
-            devices: that share the model.
         """
         return {
             **self._weights(devices),

@@ -31,7 +31,6 @@ class RooflineProduct:
     """A linear as a runtime reads it.
 
     Args:
-        matrix: its sizes.
         bytes: read for one of its `count`, scales and zeros included.
         format: of its weights: `int4`.
         compute: what its multiplications are done in; `fp16` for weights that are expanded on the way.
@@ -50,7 +49,6 @@ class ModelStep:
     """What is asked for at once.
 
     Args:
-        batch: sequences.
         tokens: new ones of each: 1 in decoding, the prompt in prefill.
         context: tokens of each that are in the cache already.
     """
@@ -77,11 +75,9 @@ class Op:
     Args:
         name: its last word: `q_proj`, `attention`, `lm_head`.
         format: of its weights; the cache's for attention.
-        times: how often it occurs.
         bytes: moved by each.
         stored: those of them that are weights, or keys and values: without what goes in and out.
         operations: of each; a multiplication with its addition counts two.
-        compute: what in.
         seconds: the bound of each; None where the target has no such figure.
         limit: which roof it lies under.
     """
@@ -188,9 +184,7 @@ def bound(
     Args:
         architecture: for its attention; linears that are not among `products` are left out.
         products: all linears that run, the head's too, as `alike` counts them.
-        cache: of keys and values.
         target: its figures; `auto` ones count as missing.
-        step: what is asked for.
         devices: that share the work evenly; nothing is counted for what they tell each other.
         attention: what attention multiplies in.
     """

@@ -47,11 +47,8 @@ def products(
     """All linears that run, the head's last.
 
     Args:
-        architecture: has them.
         weights: name -> how it is stored, of those that are quantized.
         activations: name -> how its input is, of those whose input is.
-        target: where they run.
-        runtime: that runs them.
         accuracy_level: of ONNX Runtime's products with integer weights; None of other runtimes.
     """
     head = [architecture.head] if architecture.head is not None else []

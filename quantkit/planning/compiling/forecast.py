@@ -49,7 +49,6 @@ def described(
     """The compile of a model by a recipe, where the model is not opened.
 
     Args:
-        architecture: of the model.
         recipe: its exports those that the target reads (`planning.support`).
         speed: whether a graph that it exports is timed.
         cached: whether the original was scored on the same text before.
@@ -85,7 +84,6 @@ def predict(spec: CompileSpec | GraphSpec, machine: Machine, rates: Rates | None
 
     Args:
         spec: of a transformer, or of a float graph.
-        machine: that it runs on.
         rates: instead of the shipped ones.
 
     Raises:

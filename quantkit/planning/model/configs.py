@@ -52,7 +52,6 @@ def from_config(config: Mapping[str, Any], name: str) -> Architecture:
 
     Args:
         config: as parsed. Of a model of several modalities the text part is taken.
-        name: what it goes by; named in errors.
 
     Raises:
         InputError: `config-invalid`; `config-unknown`, a `model_type` whose blocks are not known by their config.

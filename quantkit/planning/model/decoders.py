@@ -25,9 +25,6 @@ def decoder(figures: Figures, family: Family, name: str, *, head: bool = True) -
     """A decoder by its config.
 
     Args:
-        figures: of the config.
-        family: of its `model_type`.
-        name: what it goes by.
         head: whether it has a language-model head; without one, its blocks are at `layers`, not at `model.layers`.
 
     Raises:

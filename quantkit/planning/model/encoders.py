@@ -31,9 +31,7 @@ def text_encoder(figures: Figures, class_name: str, name: str) -> Architecture:
     """BERT, RoBERTa, ELECTRA.
 
     Args:
-        figures: of the config.
         class_name: the first of its `architectures`; "" takes the model without a head.
-        name: what it goes by.
 
     Raises:
         InputError: `config-invalid`.

@@ -32,8 +32,6 @@ class ShippedModel(Closed):
     """A file of `models/`.
 
     Args:
-        summary: one line.
-        source: where the figures are from.
         published: its parameters, by others.
         config: of its `config.json`, what sizes follow from.
     """

@@ -149,7 +149,6 @@ class Server:
         Args:
             seconds: of a step in which (batch) sequences each add (tokens) new ones to (past) tokens in the cache.
             longest: prompt and output of the longest request.
-            cache_tokens, max_batch, chunk, policy: as in the class.
         """
         longest = max(longest, 4)
         quarters = sorted({1, *(longest * part // 4 for part in (1, 2, 3, 4))})
@@ -189,7 +188,6 @@ class Trace:
         arrival: when it came.
         first: when its first token was there.
         finish: when its last was.
-        prompt: its tokens.
         output: tokens it was given.
         busy: seconds in which anything ran.
         steps: decode steps.
@@ -222,7 +220,6 @@ def run(arrivals: Sequence[float], prompts: Sequence[int], outputs: Sequence[int
         arrivals: seconds, not falling.
         prompts: tokens of each, from 1 up.
         outputs: tokens that each gets, from 1 up.
-        server: what serves them.
 
     Raises:
         InputError: `request-too-long`, where one alone does not fit the cache.

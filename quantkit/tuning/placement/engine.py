@@ -49,10 +49,8 @@ def autotune(
 
     Args:
         bundle: with `engine/network.onnx`.
-        options: of the tensorrt exporter.
         inputs: of a graph, `.npz`: an array for each of its inputs, of one batch; text is shipped.
         harm_max: what a placement may differ from 16-bit inputs (`Measured`); what was compiled is exempt.
-        progress: told how far it is.
 
     Returns:
         (what was found, changes of the recipe: `overrides`, of a graph `keep`; empty where nothing gains).
