@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from quantkit.lazy import torch
 from quantkit.plugins import FormatFacts, Kind
 
 if TYPE_CHECKING:
-    import torch
-
     from quantkit.scheme import WeightScheme
 
 
@@ -74,8 +73,6 @@ def joined(parts: Sequence[QuantTensor]) -> QuantTensor:
     Raises:
         ValueError: different schemes, or scales that rows share.
     """
-    import torch
-
     first = parts[0]
     if len(parts) == 1:
         return first

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit.formats import Format, Nested
 from quantkit.formats.base.scaled import ScaledFormat
+from quantkit.lazy import torch
 from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
-    import torch
-
     from quantkit.scheme import WeightScheme
 
 # quantiles of the normal distribution, zero and both ends included, as bitsandbytes rounds them
@@ -50,8 +49,6 @@ class NormalFloat:
 
     def encode(self, units: torch.Tensor) -> torch.Tensor:
         """The nearest places; halfway between two, the lower one."""
-        import torch
-
         values = self.codebook()
         middles = torch.cat([(values[1:] + values[:-1]) / 2, torch.tensor([torch.inf])])
         # torch.bucketize takes five times as long: a table of fine steps leaves one middle to compare with
@@ -68,21 +65,15 @@ class NormalFloat:
 
     def pack(self, codes: torch.Tensor) -> torch.Tensor:
         """Two a byte, the first in the high half, as bitsandbytes does; odd rows are filled up."""
-        import torch
-
         even = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
         return (even[:, ::2] << 4) | even[:, 1::2]
 
     def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
         """The inverse of `pack`."""
-        import torch
-
         return torch.stack([packed >> 4, packed & 15], dim=2).reshape(packed.shape[0], -1)[:, :columns]
 
     def codebook(self) -> torch.Tensor:
         """[16] float32, rising."""
-        import torch
-
         return torch.tensor(VALUES)
 
 
@@ -117,8 +108,6 @@ class Nf4(ScaledFormat):
 
 def dynamic_values() -> torch.Tensor:
     """The 8-bit type of doubled scales, [256] float32, rising: seven decades, each with twice the steps of the last."""
-    import torch
-
     values = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
@@ -129,8 +118,6 @@ def dynamic_values() -> torch.Tensor:
 
 def doubled(scale: torch.Tensor) -> Nested:
     """Scales of any shape, row by row, as 8-bit codes."""
-    import torch
-
     flat = scale.float().reshape(-1)
     offset = flat.mean()
     parts = torch.nn.functional.pad(flat - offset, (0, -len(flat) % _NESTED)).reshape(-1, _NESTED)

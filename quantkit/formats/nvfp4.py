@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from quantkit.formats import Format
 from quantkit.formats.base.elements import FP4_E2M1, FP8_E4M3
 from quantkit.formats.base.scaled import ScaledFormat
+from quantkit.lazy import torch
 from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
-    import torch
-
     from quantkit.scheme import WeightScheme
 
 
@@ -33,8 +32,6 @@ class Nvfp4(ScaledFormat):
 
     def global_scale(self, amax: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
         """`g` of a matrix whose largest magnitude is `amax`; 1 of zeros."""
-        import torch
-
         found = amax.float() / (FP8_E4M3.top * self.element.top)
         return torch.where(found >= torch.finfo(torch.float32).tiny, found, torch.ones_like(found))
 

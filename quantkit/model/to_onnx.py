@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.lazy import torch
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -41,7 +43,6 @@ def write_onnx(
         Exception: whatever the module or torch's exporter raise.
     """
     import onnx_ir
-    import torch
     from onnx_ir.passes import common
     from onnxscript.optimizer import fold_constants_ir
 

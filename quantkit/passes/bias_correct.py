@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quantkit.content import Closed
+from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, decision, declined
 
 if TYPE_CHECKING:
@@ -61,7 +62,6 @@ class BiasCorrect(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Correct the bias of every linear with codes that has one."""
-        import torch
         from torch import nn
 
         biased = [name for name in block.tensors if getattr(block.module.get_submodule(name), "bias", None) is not None]

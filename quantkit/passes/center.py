@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from quantkit.content import Closed
+from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, decision, declined
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 def moves(low: Tensor, high: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     """Shift and scale of channels that lie between `low` and `high` [K]; the scales' geometric mean is 1."""
-    import torch
-
     half = ((high - low) / 2).double()
     reach = half.clamp(min=float(half.max()) * 1e-4)
     scale = torch.where(reach > 0, reach, 1.0).log() * alpha

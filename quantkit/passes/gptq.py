@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from quantkit.content import Closed
+from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
@@ -158,7 +159,6 @@ class Gptq(Pass):
         `correction` is W' = W E[x x̂ᵀ] (E[x̂ x̂ᵀ] + λ)⁻¹. A weight with one scale and several groups is rounded to
         nearest, since each group would find a scale of its own; so is one whose inputs nothing is known of.
         """
-        import torch
 
         from quantkit.formats import QuantTensor, joined
         from quantkit.passes.assign import nearest

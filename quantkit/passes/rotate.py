@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.content import Closed
+from quantkit.lazy import torch
 from quantkit.passes import ModelOutcome, Pass, decision
 
 if TYPE_CHECKING:
@@ -114,7 +115,6 @@ def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
     Raises:
         Unturnable: with the reason.
     """
-    import torch
 
     from quantkit.model.streaming.calls import Call
     from quantkit.model.structure.ends import Ends

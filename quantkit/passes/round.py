@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from quantkit.content import Closed
+from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, declined
 
 if TYPE_CHECKING:
@@ -77,7 +78,6 @@ class Round(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, or improve those that it has."""
-        import torch
 
         from quantkit.model.structure.traced import weight_of
         from quantkit.passes.assign import nearest
@@ -133,8 +133,6 @@ def _learn(
     generator: Generator,
 ) -> tuple[dict[str, QuantTensor], bool]:
     """The best of the states on the held-out sequences, and whether it is not the first."""
-    import torch
-
     targets = stats.original_outputs()
 
     def measured() -> float:
@@ -162,7 +160,6 @@ def _learn(
 
 def _gradients(block: Block, stats: Stats, targets: Tensor, rows: list[int], names: list[str]) -> dict[str, Tensor]:
     """Of the loss on some sequences, one after the other, by the weights, [N, K + padding]."""
-    import torch
 
     from quantkit.model.structure.traced import is_transposed
 

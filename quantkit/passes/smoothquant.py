@@ -14,6 +14,7 @@ from pydantic import Field
 
 from quantkit.content import Closed
 from quantkit.formats.base.grid import load_grid
+from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
@@ -59,7 +60,6 @@ class SmoothQuant(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Measure, choose and fold."""
-        import torch
 
         from quantkit.passes.solvers import smoothquant
 
@@ -110,8 +110,6 @@ class SmoothQuant(Pass):
 
 def _rounded(block: Block, linear: str) -> Callable[[Tensor], Tensor]:
     """A weight [N, K] -> what plain rounding makes of it under the linear's scheme."""
-    import torch
-
     scheme = block.scheme(linear)
     form = load_grid(scheme.format)
 

@@ -21,6 +21,7 @@ from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.exporters import reader
 from quantkit.formats import stored_bits
+from quantkit.lazy import torch
 from quantkit.passes import decision
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, default_out
@@ -202,8 +203,6 @@ class _Search:
         self.progress.at("harm", start / count, f"{len(known)} known" if known else "")
         if start == count:
             return known
-        import torch
-
         generator = torch.Generator().manual_seed(self.request.recipe.seed)
         vocabulary = int(self.text.ids.max()) + 1
         subject: HarmSubject = harm.HarmSubject(
@@ -271,7 +270,6 @@ class _Search:
 
     def _expected(self, start: int) -> dict[str, float]:
         """A first guess of the seconds each stage takes, from its matrix products."""
-        import torch
 
         from quantkit.pipeline.estimate import head_size
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,7 @@ from quantkit.calibrate.tokens import chat, pack, sources
 from quantkit.calibrate.tokens.frame import begins, frame, named
 from quantkit.calibrate.tokens.sources import Conversations, Ids, Texts
 from quantkit.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
+from quantkit.lazy import torch
 
 # which of the tokens that a tokenizer puts before and after a text a sequence has
 Special = Literal["none", "before", "around"]
@@ -133,8 +131,6 @@ def load_tokens(
         ids = np.pad(ids, ((0, 0), (len(before), len(after))))
         ids[:, : len(before)], ids[:, ids.shape[1] - len(after) :] = before, after
     check_vocabulary(ids, vocab_size, part.where)
-
-    import torch
 
     return TokenSet(
         ids=torch.from_numpy(ids),

@@ -20,6 +20,7 @@ from quantkit.calibrate.tokens.frame import begins
 from quantkit.calibrate.tokens.ids import TokenSet, check_vocabulary, demand_tokenizer, ids_sha256
 from quantkit.calibrate.tokens.pack import filled
 from quantkit.errors import InputError
+from quantkit.lazy import torch
 
 # tokens of a text that count, as sentence encoders are trained
 LONGEST = 256
@@ -63,8 +64,6 @@ def load_pair_tokens(
             remedy="more pairs",
         )
     check_vocabulary(rows, vocab_size, reference)
-    import torch
-
     sha256 = ids_sha256(rows) if split == "calib" else pairs.sha256
     opening = begins(rows, tokenizer)
     return TokenSet(torch.from_numpy(rows), pairs.name, split, sha256, pairs.notes, pairs, opening)

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.formats.base.grid import load_grid
+from quantkit.lazy import torch
 
 if TYPE_CHECKING:
-    import torch
-
     from quantkit.scheme import ActivationScheme, CacheScheme
 
 
@@ -52,8 +51,6 @@ def parameters(
     low: torch.Tensor, high: torch.Tensor, scheme: ActivationScheme | CacheScheme
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scale and zero point for values between `low` and `high`, all of one shape and dtype; zero is int8 or None."""
-    import torch
-
     form = load_grid(scheme.format)
     low, high = low.clamp(max=0), high.clamp(min=0)
     if scheme.symmetric:
@@ -65,15 +62,11 @@ def parameters(
 
 
 def _positive(scale: torch.Tensor) -> torch.Tensor:
-    import torch
-
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
 def dynamic(x: torch.Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scale and zero point from the values themselves, [..., 1] a token or group (K split into groups), else [1]."""
-    import torch
-
     if scheme.granularity == "tensor":
         low, high = torch.aminmax(x.reshape(-1))
         return parameters(low.reshape(1), high.reshape(1), scheme)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
+from quantkit.lazy import torch
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes 0 .. 2^bits - 1 [N, K] -> uint8 [N, ceil(K * bits / 8)]; 4 bits [4096, 4096] -> [4096, 2048]."""
-    import torch
-
     rows, columns = codes.shape
     shifts = torch.arange(bits, dtype=torch.int16)
     every = ((codes.to(torch.int16).unsqueeze(2) >> shifts) & 1).reshape(rows, columns * bits)
@@ -22,8 +17,6 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     """uint8 [N, ceil(K * bits / 8)] -> codes [N, K], uint8."""
-    import torch
-
     rows = packed.shape[0]
     places = torch.arange(8, dtype=torch.int16)
     every = ((packed.to(torch.int16).unsqueeze(2) >> places) & 1).reshape(rows, -1)[:, : columns * bits]

@@ -12,12 +12,10 @@ finite number of its sign. NaN stays NaN where the element has one; elsewhere we
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from quantkit.formats.base import bits
-
-if TYPE_CHECKING:
-    import torch
+from quantkit.lazy import torch
 
 # of either sign; the code is the place, plus 8 for negative numbers
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -67,8 +65,6 @@ class Fp8:
 
     def encode(self, units: torch.Tensor) -> torch.Tensor:
         """Saturating cast: torch's own overflows to NaN or infinity."""
-        import torch
-
         found: torch.Tensor = units.float().clamp(-self.top, self.top).to(getattr(torch, self.dtype))
         return found
 
@@ -78,14 +74,10 @@ class Fp8:
 
     def pack(self, codes: torch.Tensor) -> torch.Tensor:
         """The bytes, uint8 [N, K]."""
-        import torch
-
         return codes.contiguous().view(torch.uint8)
 
     def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
         """The inverse of `pack`."""
-        import torch
-
         return packed[:, :columns].contiguous().view(getattr(torch, self.dtype))
 
     def codebook(self) -> None:
@@ -100,8 +92,6 @@ class Fp4:
 
     def snap(self, units: torch.Tensor) -> torch.Tensor:
         """The nearest values, float32: whole multiples of half the power of two below, ties to even."""
-        import torch
-
         units = units.float().clamp(-self.top, self.top)
         size = units.abs()
         step = 0.5 + 0.5 * (size >= 2) + (size >= 4)
@@ -109,8 +99,6 @@ class Fp4:
 
     def encode(self, units: torch.Tensor) -> torch.Tensor:
         """A small negative number becomes minus zero, code 8, as in `ml_dtypes.float4_e2m1fn`."""
-        import torch
-
         place = torch.bucketize(self.snap(units).abs(), torch.tensor(FP4_VALUES))
         return (place + 8 * torch.signbit(units)).to(torch.uint8)
 
@@ -128,8 +116,6 @@ class Fp4:
 
     def codebook(self) -> torch.Tensor:
         """[16]: the positive numbers, then the negative ones."""
-        import torch
-
         values = torch.tensor(FP4_VALUES)
         return torch.cat([values, -values])
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from quantkit.formats import QuantTensor
+from quantkit.lazy import torch
 from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
-    import torch
-
     from quantkit.scheme import WeightScheme
 
 
@@ -29,8 +28,6 @@ class FloatFormat:
 
     def quantize(self, weight: torch.Tensor, scheme: WeightScheme) -> QuantTensor:
         """Round to nearest even in this dtype; the scale is 1."""
-        import torch
-
         return QuantTensor(weight.to(getattr(torch, self.name)), torch.ones(1, 1), None, scheme)
 
     def dequantize(self, tensor: QuantTensor) -> torch.Tensor:
@@ -39,14 +36,10 @@ class FloatFormat:
 
     def pack(self, codes: torch.Tensor) -> torch.Tensor:
         """Little-endian bytes, uint8 [N, K * bits / 8]."""
-        import torch
-
         return codes.contiguous().view(torch.uint8).reshape(codes.shape[0], -1)
 
     def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
         """The inverse of `pack`."""
-        import torch
-
         return packed.contiguous().view(getattr(torch, self.name)).reshape(packed.shape[0], columns)
 
     def bits_per_weight(self, shape: tuple[int, int], scheme: WeightScheme) -> float:

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.layout import against, extremes, scale_shape, split
+from quantkit.lazy import torch
 from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
-    import torch
-
     from quantkit.scheme import WeightScheme
 
 # bits of one scale as it is stored; `double` also has an absmax for every 256, and an offset
@@ -191,24 +190,18 @@ def load_grid(name: str) -> GridFormat:
 
 def storage(scheme: WeightScheme) -> torch.dtype:
     """The dtype in which `QuantTensor.scale` is held."""
-    import torch
-
     own = {"e8m0": torch.float8_e8m0fnu, "fp8_e4m3": torch.float8_e4m3fn, "double": torch.float32}
     return own.get(scheme.scale) or getattr(torch, scheme.scale)
 
 
 def effective(scheme: WeightScheme) -> torch.dtype:
     """The dtype of effective scales: the stored one where a runtime multiplies in it, else float32."""
-    import torch
-
     dtype = storage(scheme)
     return dtype if dtype.itemsize > 1 else torch.float32
 
 
 def stored(scale: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
     """A scale of a wider float type in its dtype; never zero, never infinite there."""
-    import torch
-
     dtype = effective(scheme)
     limits = torch.finfo(dtype)
     # the smallest normal number: a subnormal scale has too few bits to divide by

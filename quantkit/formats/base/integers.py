@@ -16,11 +16,10 @@ from quantkit.formats import load_format
 from quantkit.formats.base import bits as _bits
 from quantkit.formats.base import grid
 from quantkit.formats.base.grid import GridFormat
+from quantkit.lazy import torch
 from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
-    import torch
-
     from quantkit.scheme import WeightScheme
 
 
@@ -32,8 +31,6 @@ def stored(scale: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
     what they compute is what was decided on, to the last bit. It costs 0.2 % of the rounding error, since codes are
     chosen for the scale as stored.
     """
-    import torch
-
     bounded = grid.stored(scale, scheme)
     bits = _exact_bits(scheme)
     if bits is None:
@@ -86,8 +83,6 @@ class IntegerFormat(GridFormat):
         global_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scale (stored dtype) and zero point (int8, None when symmetric) for values between `low` and `high`."""
-        import torch
-
         if scheme.symmetric:
             top = torch.maximum(-low, high)
             return stored(top / (2 ** (self.bits - 1) - 0.5), scheme), None
@@ -110,8 +105,6 @@ class IntegerFormat(GridFormat):
 
     def encode(self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
         """Nearest codes, int8; `scale` and `zero` broadcast against `weight`."""
-        import torch
-
         codes = torch.round(weight.float() / scale.float())
         if zero is not None:
             codes = codes + zero.float()
@@ -127,12 +120,8 @@ class IntegerFormat(GridFormat):
 
         int8 [N, K] -> uint8 [N, ceil(K * bits / 8)]; int4 [4096, 4096] -> [4096, 2048].
         """
-        import torch
-
         return _bits.pack(codes.to(torch.int16) - self.low, self.bits)
 
     def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
         """uint8 [N, ceil(K * bits / 8)] -> int8 [N, K]."""
-        import torch
-
         return (_bits.unpack(packed, self.bits, columns).to(torch.int16) + self.low).to(torch.int8)

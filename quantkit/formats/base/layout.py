@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quantkit.errors import InputError
+from quantkit.lazy import torch
 
 if TYPE_CHECKING:
-    import torch
-
     from quantkit.scheme import WeightScheme
 
 
@@ -57,8 +56,6 @@ def scale_shape(shape: tuple[int, int], scheme: WeightScheme) -> tuple[int, int]
 
 def tiles(weight: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
     """[N, K] -> [n, b, k, b] of `granularity: block`, filled up with zeros at the edges."""
-    import torch
-
     size = scheme.group or max(weight.shape)
     rows, columns = weight.shape
     whole = torch.nn.functional.pad(weight, (0, -columns % size, 0, -rows % size))

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit.formats.base.elements import Element
 from quantkit.formats.base.grid import GridFormat
+from quantkit.lazy import torch
 from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
-    import torch
-
     from quantkit.scheme import WeightScheme
 
 
@@ -44,8 +43,6 @@ class ScaledFormat(GridFormat):
         global_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
         """The scale that puts the largest magnitude on the largest element, as stored."""
-        import torch
-
         return self.stored(torch.maximum(-low, high) / self.element.top, scheme, global_scale), None
 
     def snap(self, units: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
@@ -116,8 +113,6 @@ class MxFormat(ScaledFormat):
         global_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
         """A power of two, float32. A group of zeros gets the smallest one."""
-        import torch
-
         amax = torch.maximum(-low, high).float()
         return _power_of_two(torch.frexp(amax).exponent - 1 - self.exponent, amax), None
 
@@ -125,15 +120,11 @@ class MxFormat(ScaledFormat):
         self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The power of two nearest in ratio."""
-        import torch
-
         mantissa, exponent = torch.frexp(scale.float())
         return _power_of_two(exponent - 1 + (mantissa >= 0.5**0.5).int(), scale)
 
 
 def _power_of_two(exponent: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     """2^exponent as E8M0 has it, -127 to 127, float32; the lowest where `of` is 0."""
-    import torch
-
     code = torch.where(of > 0, exponent + 127, 0).clamp(0, 254)
     return code.to(torch.uint8).view(torch.float8_e8m0fnu).float()

@@ -9,16 +9,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from quantkit.errors import InputError, MissingDependency
 from quantkit.formats import QuantTensor
+from quantkit.lazy import torch
 from quantkit.model.layouts import Expansion, Layout, Read
 from quantkit.model.structure.names import same
 from quantkit.scheme import WeightScheme
-
-if TYPE_CHECKING:
-    import torch
 
 LIBRARY = "compressed_tensors"
 SCALE = ".weight_scale"
@@ -132,8 +130,6 @@ def exact_scale(prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> torch.T
     Raises:
         InputError: `scale-inexact`, a scale that `dtype` cannot hold: loaders cast scales to it.
     """
-    import torch
-
     stored = tensor.scale.to(getattr(torch, tensor.scheme.scale))
     if not torch.equal(stored.to(dtype).float(), tensor.scale.float()):
         raise InputError(

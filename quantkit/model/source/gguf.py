@@ -25,15 +25,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.errors import InputError, MissingDependency
+from quantkit.lazy import torch
 from quantkit.model.source.gguf_tokenizer import tokenizer_config, tokenizer_json
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.weights import Header, write_json, write_safetensors
-
-if TYPE_CHECKING:
-    import torch
 
 PROVENANCE = "provenance.json"
 
@@ -154,7 +152,6 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
 
     def produce(name: str) -> torch.Tensor:
         import numpy as np
-        import torch
 
         tensor = tensors[name]
         array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)

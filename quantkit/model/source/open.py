@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.content import is_path
 from quantkit.errors import InputError, MissingDependency, unknown_name
 from quantkit.kinds import Kind
+from quantkit.lazy import torch
 from quantkit.model.source import converted
 from quantkit.model.source.alias import ALIASES, materialize
 from quantkit.model.source.hashes import file_sha256
@@ -116,8 +117,6 @@ class Source:
             blocks: only the first so many; None is all.
             placed: options that leave its blocks on disk: see `model.offload`.
         """
-        import torch
-
         model_class = _model_class(self.config, self.path, self.ref, self.trust_remote_code)
         config = _load_config(self.path, self.ref, self.trust_remote_code)
         if blocks is not None:
@@ -137,8 +136,6 @@ class Source:
     def can_be_cut(self, blocks: int) -> bool:
         """Whether its class makes the first so many blocks of it alone: some configs name later ones, and in some what
         a block or a table is depends on how many there are."""
-        import torch
-
         config = _load_config(self.path, self.ref, self.trust_remote_code)
         model_class = _model_class(self.config, self.path, self.ref, self.trust_remote_code)
         with torch.device("meta"):
@@ -160,7 +157,6 @@ class Source:
         Raises:
             InputError: `config-invalid`, where the class makes no model of the config.
         """
-        import torch
         from transformers import initialization
 
         from quantkit.model.structure import experts
@@ -234,8 +230,6 @@ def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True
 def in_float32(model: PreTrainedModel) -> PreTrainedModel:
     """The same model, its floats of 16 bits in 32: where a checkpoint is packed, transformers leaves some parameters in
     the dtype of the files, whatever it is asked for, and such a model computes in both."""
-    import torch
-
     if hasattr(model, "ct_decompress_hook"):  # before its scales change, and not when the first forward begins
         model.hf_quantizer.compressor.decompress_model(model)
     for tensor in (*model.parameters(), *model.buffers()):

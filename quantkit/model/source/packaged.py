@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError, MissingDependency
+from quantkit.lazy import torch
 from quantkit.model.source.gguf import PROVENANCE
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.weights import write_json
@@ -99,8 +100,6 @@ def _finish(source: Path, folder: Path, *, licence: str, **more: Any) -> None:
 
 
 def _state_dict(source: Path) -> dict[str, Tensor]:
-    import torch
-
     try:
         found = torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:  # what a damaged or a malicious file makes it raise

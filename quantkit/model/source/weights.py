@@ -20,13 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.bundle import disk
 from quantkit.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
+from quantkit.lazy import torch
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -55,8 +53,6 @@ _TORCH_NAMES = {  # format's name -> (bytes of an element, torch's name)
 
 def torch_dtype(name: str) -> torch.dtype:
     """`"BF16"` -> `torch.bfloat16`."""
-    import torch
-
     found: torch.dtype = getattr(torch, _TORCH_NAMES[name][1])
     return found
 
@@ -154,8 +150,6 @@ class Weights:
         return self._read(replace(entry, shape=(kept, *entry.shape[1:]), end=entry.start + kept * row))
 
     def _read(self, entry: TensorEntry) -> torch.Tensor:
-        import torch
-
         name = entry.name
         raw = torch.empty(entry.bytes, dtype=torch.uint8)
         with (self.folder / entry.shard).open("rb") as file:
@@ -333,8 +327,6 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _check_finite(tensor: torch.Tensor, where: str) -> None:
-    import torch
-
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return
     if tensor.dtype.itemsize == 1:
@@ -453,8 +445,6 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def _raw(tensor: torch.Tensor, name: str, dtype: str, shape: tuple[int, ...]) -> memoryview:
-    import torch
-
     if dtype_name(tensor.dtype) != dtype or tuple(tensor.shape) != tuple(shape):
         raise ValueError(
             f"{name}: the header says {dtype} {tuple(shape)}, got {dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
