@@ -64,7 +64,6 @@ class Awq(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Search, fold and clip."""
-
         from quantkit.passes.solvers import awq
         from quantkit.passes.solvers.factor import factor
 

@@ -162,8 +162,7 @@ class Gptq(Pass):
 
         from quantkit.formats import QuantTensor, joined
         from quantkit.passes.assign import nearest
-        from quantkit.passes.solvers.gptq import gptq
-        from quantkit.passes.solvers.gptq_rows import gptq_rows
+        from quantkit.passes.solvers.gptq import gptq, gptq_rows
 
         if moments is None or (len(moments.hessian) > 1 and not scheme.rows_apart):
             return nearest(weight, scheme)

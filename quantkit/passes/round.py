@@ -78,7 +78,6 @@ class Round(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, or improve those that it has."""
-
         from quantkit.model.structure.traced import weight_of
         from quantkit.passes.assign import nearest
         from quantkit.passes.solvers.round import LearnedRounding
@@ -160,7 +159,6 @@ def _learn(
 
 def _gradients(block: Block, stats: Stats, targets: Tensor, rows: list[int], names: list[str]) -> dict[str, Tensor]:
     """Of the loss on some sequences, one after the other, by the weights, [N, K + padding]."""
-
     from quantkit.model.structure.traced import is_transposed
 
     modules: dict[str, nn.Module] = {name: block.module.get_submodule(name) for name in names}

@@ -60,7 +60,6 @@ class SmoothQuant(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Measure, choose and fold."""
-
         from quantkit.passes.solvers import smoothquant
 
         outcome = Outcome(False)

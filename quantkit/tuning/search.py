@@ -26,7 +26,7 @@ from quantkit.passes import decision
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, default_out
 from quantkit.planning.model.stored import WIDTHS
-from quantkit.tuning import answer, front, store, timings, write
+from quantkit.tuning import answer, front, store, timings
 from quantkit.tuning.answer import RECIPE
 from quantkit.tuning.budget import Budget
 from quantkit.tuning.candidates import Choices, choices, name_of
@@ -270,7 +270,6 @@ class _Search:
 
     def _expected(self, start: int) -> dict[str, float]:
         """A first guess of the seconds each stage takes, from its matrix products."""
-
         from quantkit.pipeline.estimate import head_size
 
         rate = 25e9 * torch.get_num_threads()
@@ -328,7 +327,7 @@ class _Search:
         sizes = {name: rows * columns for name, (rows, columns) in self.found.shapes.items()}
         budget = ", ".join(f"{kind} {value:g}" for kind, value in self.question.budget.as_dict().items())
         summary = f"{self.request.recipe.name} in mixed precision for {self.prepared.source.name}: {budget}"
-        return write.recipe_of(self.request.recipe, assignment, sizes, name=name, summary=summary)
+        return answer.recipe_of(self.request.recipe, assignment, sizes, name=name, summary=summary)
 
     def _checked(self, tables: Tables, chosen: FrontPoint) -> FrontPoint:
         """Compile and score the choice; under a limit on KL, choose again with what was learnt."""

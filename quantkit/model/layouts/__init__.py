@@ -19,6 +19,7 @@ from quantkit.scheme import WeightScheme
 if TYPE_CHECKING:
     import torch
 
+
 # of vLLM's Marlin kernels; -1: per channel
 MARLIN_GROUPS = (-1, 32, 64, 128)
 Header = tuple[str, str, tuple[int, ...]]
@@ -162,3 +163,22 @@ def of(config: Mapping[str, Any]) -> Layout:
         value=f"{method} {config.get('format') or config.get('checkpoint_format') or ''}".strip(),
         rule=f"known: {', '.join(names())}",
     )
+
+
+DENSE = "export: checkpoint: {layout: dense}"
+
+
+def unsupported(where: str, value: str, rule: str, remedy: str = DENSE) -> InputError:
+    """`layout-unsupported` of one linear."""
+    return InputError("layout-unsupported", where=where, value=value, rule=rule, remedy=remedy)
+
+
+def check_format(layout: str, held: str, schemes: Mapping[str, WeightScheme], remedy: str = DENSE) -> None:
+    """Of a layout that holds one format: refuse the first linear of another.
+
+    Raises:
+        InputError: `layout-unsupported`.
+    """
+    for linear, scheme in schemes.items():
+        if scheme.format != held:
+            raise unsupported(linear, f"{layout} of {scheme.format}", f"this layout holds {held}", remedy)

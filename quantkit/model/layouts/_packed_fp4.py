@@ -19,9 +19,8 @@ from typing import Any, ClassVar
 from quantkit.formats import QuantTensor
 from quantkit.formats.base.elements import FP4_E2M1
 from quantkit.lazy import torch
-from quantkit.model.layouts import Header, Read
+from quantkit.model.layouts import Header, Read, check_format
 from quantkit.model.layouts._compressed_tensors import SCALE, CompressedTensors
-from quantkit.model.layouts._refusals import check_format
 from quantkit.scheme import WeightScheme
 
 PACKED, GLOBAL = ".weight_packed", ".weight_global_scale"

@@ -6,7 +6,7 @@ import math
 
 from quantkit.formats import load_format
 from quantkit.lazy import torch
-from quantkit.model.layouts._refusals import unsupported
+from quantkit.model.layouts import unsupported
 from quantkit.scheme import WeightScheme
 
 # safetensors' names of what scales are stored as

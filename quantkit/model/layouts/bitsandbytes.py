@@ -21,8 +21,7 @@ from typing import Any
 
 from quantkit.formats import Nested, QuantTensor
 from quantkit.lazy import torch
-from quantkit.model.layouts import Expansion, Header, Layout, Read, missing, stored_with
-from quantkit.model.layouts._refusals import check_format
+from quantkit.model.layouts import Expansion, Header, Layout, Read, check_format, missing, stored_with
 from quantkit.scheme import WeightScheme
 
 WEIGHT, ABSMAX, MAP = ".weight", ".weight.absmax", ".weight.quant_map"
@@ -68,7 +67,6 @@ class BitsAndBytes(Layout):
 
     def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """See `Layout`."""
-
         from quantkit.formats.nf4 import dynamic_values
 
         state: dict[str, Any] = {

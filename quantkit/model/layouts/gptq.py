@@ -21,8 +21,7 @@ from typing import Any, ClassVar
 
 from quantkit.formats import QuantTensor
 from quantkit.lazy import torch
-from quantkit.model.layouts import MARLIN_GROUPS, Expansion, Header, Layout, Read, missing
-from quantkit.model.layouts._refusals import unsupported
+from quantkit.model.layouts import MARLIN_GROUPS, Expansion, Header, Layout, Read, missing, unsupported
 from quantkit.model.layouts._words import FLOATS, bits_of, pack, unpack
 from quantkit.scheme import WeightScheme
 

@@ -21,9 +21,8 @@ from typing import Any, ClassVar
 
 from quantkit.formats import QuantTensor
 from quantkit.lazy import torch
-from quantkit.model.layouts import MARLIN_GROUPS, Header, Layout, Read
+from quantkit.model.layouts import MARLIN_GROUPS, Header, Layout, Read, unsupported
 from quantkit.model.layouts._compressed_tensors import SCALE, CompressedTensors, exact_scale
-from quantkit.model.layouts._refusals import unsupported
 from quantkit.model.layouts._words import FLOATS, bits_of, pack, unpack
 from quantkit.scheme import WeightScheme
 

@@ -18,9 +18,8 @@ from quantkit.content import is_path
 from quantkit.errors import InputError, MissingDependency, unknown_name
 from quantkit.planning.model import shipped
 from quantkit.planning.model.architecture import Architecture
-from quantkit.planning.model.decoders import decoder
+from quantkit.planning.model.decoders import FAMILIES, assumed_family, decoder
 from quantkit.planning.model.encoders import TEXT, VISION, text_encoder, vision_encoder
-from quantkit.planning.model.families import FAMILIES, assumed_family
 from quantkit.planning.model.figures import Figures
 
 CONFIG = "config.json"
