@@ -110,11 +110,7 @@ class Rotate(Pass):
 
 
 def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
-    """The rotation, proved on every part.
-
-    Raises:
-        Unturnable: with the reason.
-    """
+    """The rotation, proved on every part. Raises Unturnable (with the reason)."""
 
     from quantkit.model.streaming.calls import Call
     from quantkit.model.structure.ends import Ends
@@ -166,11 +162,7 @@ def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
 
 
 def _prove_ends(ends: Ends, outside: Residual, rotation: Rotation, hidden: Tensor) -> None:
-    """Embedding and head.
-
-    Raises:
-        Unturnable: they do not turn.
-    """
+    """Embedding and head. Raises Unturnable (they do not turn)."""
     from quantkit.model.structure.fold import TOLERANCE, disagreement
     from quantkit.model.structure.residual import Unturnable
     from quantkit.model.structure.turn import ModelPart, prove

@@ -91,11 +91,7 @@ def front_of(
 
 
 def write(folder: Path, recipe: Recipe, data: Mapping[str, Any], harms: Sequence[UnitHarm]) -> None:
-    """Write everything but the bundle.
-
-    Raises:
-        MissingDependency: plotly.
-    """
+    """Write everything but the bundle. Raises MissingDependency (plotly)."""
     from quantkit.report.tune.page import page
 
     write_atomic(folder / RECIPE, recipe_text(recipe, comment(data)).encode())

@@ -16,7 +16,7 @@ from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.formats.base import activation
 from quantkit.model.streaming import cache as caches
 from quantkit.model.streaming import inputs
-from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.stream import LoadedModel
 from quantkit.model.structure.traced import SharedInput, trace
 from quantkit.scheme import ActivationScheme, CacheScheme
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import zoo
 
-from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.stream import LoadedModel
 from quantkit.model.structure import ends
 from quantkit.model.structure.ends import Ends
 from quantkit.model.structure.fold import InDouble

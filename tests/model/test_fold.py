@@ -15,8 +15,7 @@ from zoo import shrink
 
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.calls import Call, primary
-from quantkit.model.streaming.loaded import LoadedModel
-from quantkit.model.streaming.stream import StreamedModel
+from quantkit.model.streaming.stream import LoadedModel, StreamedModel
 from quantkit.model.structure import fold
 from quantkit.model.structure.fold import TOLERANCE, Fold
 from quantkit.model.structure.traced import SharedInput, Structure, trace

@@ -25,7 +25,7 @@ from quantkit.calibrate.sets import parts
 from quantkit.calibrate.sets.card import Split
 from quantkit.calibrate.sets.pairs import PairSet
 from quantkit.calibrate.tokens import chat, pack, sources
-from quantkit.calibrate.tokens.frame import begins, frame, named
+from quantkit.calibrate.tokens.pack import begins, frame, named
 from quantkit.calibrate.tokens.sources import Conversations, Ids, Texts
 from quantkit.errors import InputError
 from quantkit.lazy import torch

@@ -16,9 +16,8 @@ import numpy as np
 from quantkit import content
 from quantkit.calibrate.sets.card import Card, Split
 from quantkit.calibrate.sets.pairs import SUFFIX, load_pairs
-from quantkit.calibrate.tokens.frame import begins
 from quantkit.calibrate.tokens.ids import TokenSet, check_vocabulary, demand_tokenizer, ids_sha256
-from quantkit.calibrate.tokens.pack import filled
+from quantkit.calibrate.tokens.pack import begins, filled
 from quantkit.errors import InputError
 from quantkit.lazy import torch
 
@@ -27,11 +26,7 @@ LONGEST = 256
 
 
 def is_pairs(reference: str) -> bool:
-    """Whether a set holds pairs.
-
-    Raises:
-        InputError: `unknown-calibration`, `file-missing`, `card-invalid`.
-    """
+    """Whether a set holds pairs. Raises InputError (`unknown-calibration`, `file-missing`, `card-invalid`)."""
     path = content.find("calibration", reference)
     card = Card.at(path)
     return path.suffix.lower() == SUFFIX if card is None else card.kind == "pairs"

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def groups_of(columns: int, scheme: WeightScheme) -> int:
-    """How many scales lie along K: [4096, 4096] in groups of 128 has 32.
-
-    Raises:
-        InputError: `group-indivisible`.
-    """
+    """How many scales lie along K: [4096, 4096] in groups of 128 has 32. Raises InputError (`group-indivisible`)."""
     if scheme.granularity in ("tensor", "channel"):
         return 1
     group = scheme.group or columns
@@ -41,11 +37,7 @@ def groups_of(columns: int, scheme: WeightScheme) -> int:
 
 
 def scale_shape(shape: tuple[int, int], scheme: WeightScheme) -> tuple[int, int]:
-    """The shape of the scales of a matrix [N, K].
-
-    Raises:
-        InputError: `group-indivisible`.
-    """
+    """The shape of the scales of a matrix [N, K]. Raises InputError (`group-indivisible`)."""
     rows, columns = shape
     if scheme.granularity == "tensor":
         return 1, 1

@@ -126,11 +126,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Layout:
-    """A layout by the name that recipes call it.
-
-    Raises:
-        InputError: `unknown-layout`.
-    """
+    """A layout by the name that recipes call it. Raises InputError (`unknown-layout`)."""
     if name not in names():
         raise unknown_name("layout", name, names())
     return load_layout(name.replace("-", "_"))
@@ -147,11 +143,7 @@ def stored_with(suffix: str, names: Iterable[str]) -> list[str]:
 
 
 def of(config: Mapping[str, Any]) -> Layout:
-    """The layout of a checkpoint, from its `quantization_config`.
-
-    Raises:
-        InputError: `unknown-layout`.
-    """
+    """The layout of a checkpoint, from its `quantization_config`. Raises InputError (`unknown-layout`)."""
     for name in names():
         layout = load(name)
         if layout.wrote(config):

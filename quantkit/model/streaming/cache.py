@@ -92,11 +92,7 @@ class _Storing:
 
 
 def attach(block: nn.Module, scheme: CacheScheme) -> QuantizedCache:
-    """A hook, off, for a block.
-
-    Raises:
-        InputError: `cache-unknown`, a block that takes no cache.
-    """
+    """A hook, off, for a block. Raises InputError (`cache-unknown`, a block that takes no cache)."""
     if "past_key_values" not in inspect.signature(block.forward).parameters:
         raise InputError(
             "cache-unknown",

@@ -46,11 +46,7 @@ class Given:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Given]:
-        """The hidden states out of a block's arguments, and the others.
-
-        Raises:
-            InputError: `stream-unsupported`.
-        """
+        """The hidden states out of a block's arguments, and the others. Raises InputError (`stream-unsupported`)."""
         kwargs = dict(kwargs)
         if _HIDDEN in kwargs:
             return kwargs.pop(_HIDDEN), cls(args, kwargs)

@@ -34,8 +34,7 @@ from quantkit.errors import InputError, QuantkitError
 from quantkit.model.full_memory import is_out_of_memory, out_of_memory
 from quantkit.model.source.open import Source, quiet_loading
 from quantkit.model.streaming.calls import Given, forward, primary, uncached, unsupported
-from quantkit.model.streaming.loaded import LoadedModel
-from quantkit.model.streaming.stream import StreamedModel, answer
+from quantkit.model.streaming.stream import LoadedModel, StreamedModel, answer
 from quantkit.model.structure.flow import Flow
 from quantkit.model.structure.traced import hooked
 

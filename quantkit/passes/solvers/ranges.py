@@ -50,11 +50,7 @@ class Search:
 
 
 def integer_format(scheme: WeightScheme) -> IntegerFormat:
-    """The scheme's format, which has to be a uniform integer one.
-
-    Raises:
-        InputError: `format-not-integer`.
-    """
+    """The scheme's format, which has to be a uniform integer one. Raises InputError (`format-not-integer`)."""
     found = load_format(scheme.format)
     if not isinstance(found, IntegerFormat):
         raise InputError(

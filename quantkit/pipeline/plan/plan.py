@@ -20,8 +20,7 @@ from quantkit.planning.bound import efficiency
 from quantkit.planning.bound.efficiency import Sample
 from quantkit.planning.bound.forecast import Served, TimedStep
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
-from quantkit.planning.bound.roofline import Cache, ModelStep
-from quantkit.planning.bound.serving import FLOATS, WIDTH, compute_type, products
+from quantkit.planning.bound.roofline import FLOATS, WIDTH, Cache, ModelStep, compute_type, products
 from quantkit.planning.compiling.result import Compiling
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture

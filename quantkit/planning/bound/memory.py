@@ -16,6 +16,7 @@ values than devices they are repeated; a latent cache is the same on every devic
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -249,13 +250,7 @@ class Footprint:
 
     def _most(self, fits: Callable[[int], bool], limit: int = _MOST) -> int | None:
         """The largest number that fits; None where `limit` does."""
-        if fits(limit):
-            return None
-        low, high = 0, limit
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        return None if fits(limit) else bisect_left(range(1, limit), True, key=lambda number: not fits(number))
 
 
 def _inner(layer: BlockShapes) -> tuple[int, int]:

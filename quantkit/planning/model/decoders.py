@@ -12,7 +12,7 @@ are made from one small vector (multi-head latent attention, arXiv:2405.04434).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from quantkit.planning.model.architecture import Architecture, Attention, BlockShapes, Matrix
@@ -153,21 +153,15 @@ def decoder(figures: Figures, family: Family, name: str, *, head: bool = True) -
     build = _latent if family.latent else _grouped
     windows = _windows(figures, family, count)
     layers = []
-    attended, others = build(figures, family, hidden)
+    attending, attention, others = build(figures, family, hidden)
     forward = _forwards(figures, family, hidden, count)
     norm = hidden * (2 if family.norm_bias else 1)
     norms = 1 if figures.model_type == "stablelm" and figures.flag("use_parallel_residual") else family.norms
-    for index in range(count):
+    for index, (window, (linears, more)) in enumerate(zip(windows, forward, strict=True)):
         path = f"{prefix}.{index}"
-        linears, more = forward[index]
-        layers.append(
-            BlockShapes(
-                path,
-                [_named(each, path) for each in (*attended.matrices, *linears)],
-                attended.at(windows[index]),
-                others + more + norms * norm,
-            )
-        )
+        named = [replace(each, name=f"{path}.{each.name}") for each in (*attending, *linears)]
+        seen = attention if window is None else replace(attention, kind="sliding", window=window)
+        layers.append(BlockShapes(path, named, seen, others + more + norms * norm))
     tied = figures.flag("tie_word_embeddings", family.tied)
     return Architecture(
         name=name,
@@ -186,36 +180,13 @@ def decoder(figures: Figures, family: Family, name: str, *, head: bool = True) -
     )
 
 
-@dataclass(frozen=True)
-class _Attended:
-    matrices: Sequence[Matrix]
-    attention: Attention
-
-    def at(self, window: int | None) -> Attention:
-        """The attention of a layer that sees no further than `window`."""
-        full = self.attention
-        if window is None:
-            return full
-        return Attention("sliding", full.heads, full.kv_heads, full.head_dim, full.value_dim, window)
-
-
-def _named(matrix: Matrix, path: str) -> Matrix:
-    name = f"{path}.{matrix.name}"
-    return Matrix(name, matrix.N, matrix.K, matrix.count, matrix.active, matrix.bias, matrix.router)
-
-
 def _switch(figures: Figures, value: bool | str) -> bool:
     return figures.flag(value) if isinstance(value, str) else value
 
 
-def heads_of(figures: Figures) -> int:
-    """Attention heads. Raises InputError `config-invalid`."""
-    return figures.size("num_attention_heads")
-
-
-def _grouped(figures: Figures, family: Family, hidden: int) -> tuple[_Attended, int]:
+def _grouped(figures: Figures, family: Family, hidden: int) -> tuple[Sequence[Matrix], Attention, int]:
     """Grouped queries: the linears of attention, and what its own norms hold."""
-    heads = heads_of(figures)
+    heads = figures.size("num_attention_heads")
     shared = figures.size("num_key_value_heads", default=heads)
     if shared > heads or heads % shared:
         raise figures.wrong("num_key_value_heads", f"{shared} for {heads} heads", "heads are a multiple of it")
@@ -237,12 +208,13 @@ def _grouped(figures: Figures, family: Family, hidden: int) -> tuple[_Attended, 
     matrices = [*inward, Matrix("self_attn.o_proj", hidden, q, bias=out_bias)]
     normed = not family.query_norm_key or figures.flag(family.query_norm_key)
     norms = {"": 0, "head": 2 * wide, "all": q + kv}[family.query_norm] if normed else 0
-    return _Attended(matrices, Attention("full", heads, shared, wide, wide)), norms
+    return matrices, Attention("full", heads, shared, wide, wide), norms
 
 
-def _latent(figures: Figures, family: Family, hidden: int) -> tuple[_Attended, int]:
+def _latent(figures: Figures, family: Family, hidden: int) -> tuple[Sequence[Matrix], Attention, int]:
     """Keys and values as one small vector: `c = W_a x`, then `k, v = W_b norm(c)`, with a shared key for positions."""
-    heads, latent, rope = heads_of(figures), figures.size("kv_lora_rank"), figures.size("qk_rope_head_dim")
+    heads, latent = figures.size("num_attention_heads"), figures.size("kv_lora_rank")
+    rope = figures.size("qk_rope_head_dim")
     plain, value = figures.size("qk_nope_head_dim"), figures.size("v_head_dim")
     shared = figures.maybe("num_key_value_heads")
     if shared not in (None, heads):
@@ -260,7 +232,7 @@ def _latent(figures: Figures, family: Family, hidden: int) -> tuple[_Attended, i
         Matrix("self_attn.o_proj", hidden, heads * value, bias=bias),
     ]
     attention = Attention("latent", heads, heads, plain + rope, value, latent=latent, rope_dim=rope)
-    return _Attended(matrices, attention), latent + (rank or 0)
+    return matrices, attention, latent + (rank or 0)
 
 
 def _windows(figures: Figures, family: Family, count: int) -> list[int | None]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -343,13 +343,4 @@ def _sum(steps: int, first: float, slope: float) -> float:
 
 def _until(gap: float, first: float, slope: float, most: int) -> int:
     """How many steps, at most (most), until a gap has passed."""
-    if _sum(most, first, slope) < gap:
-        return most
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _sum(middle, first, slope) < gap:
-            low = middle
-        else:
-            high = middle
-    return high
+    return 1 + bisect_left(range(1, most), gap, key=lambda steps: _sum(steps, first, slope))
