@@ -7,7 +7,8 @@ the offending `value`, the `rule` it breaks and the `remedy`. The command line p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 
@@ -96,6 +97,15 @@ class MissingDependency(QuantkitError):
             rule=f"{purpose} needs it",
             remedy=f"pip install 'quantkit[{extra}]'" if extra else f"pip install {package}",
         )
+
+    @classmethod
+    @contextmanager
+    def unless_found(cls, package: str, *, extra: str | None, purpose: str) -> Iterator[None]:
+        """Makes this error of an import within it that fails."""
+        try:
+            yield
+        except ImportError:
+            raise cls(package, extra=extra, purpose=purpose) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild_missing, (self._asked,))

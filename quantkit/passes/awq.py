@@ -17,13 +17,7 @@ from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.calibrate.statistics.collected import Stats
-    from quantkit.calibrate.statistics.sums import InputStats
-    from quantkit.model.structure.block import Block
-    from quantkit.model.structure.traced import SharedInput
-    from quantkit.planning.compiling.work import SharedLinears, WorkCounts
+    from quantkit.passes import Block, InputStats, SharedInput, SharedLinears, Stats, Tensor, WorkCounts
 
 
 class Awq(Pass):

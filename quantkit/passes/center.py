@@ -21,12 +21,7 @@ from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, decision, declined
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.calibrate.statistics.collected import Stats
-    from quantkit.calibrate.statistics.sums import InputStats
-    from quantkit.model.structure.block import Block
-    from quantkit.model.structure.traced import SharedInput
+    from quantkit.passes import Block, InputStats, SharedInput, Stats, Tensor
 
 
 def moves(low: Tensor, high: Tensor, alpha: float) -> tuple[Tensor, Tensor]:

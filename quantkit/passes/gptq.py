@@ -17,16 +17,18 @@ from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.calibrate.statistics.collected import Stats
-    from quantkit.calibrate.statistics.sums import InputStats
-    from quantkit.formats import QuantTensor
-    from quantkit.model.structure.block import Block
-    from quantkit.model.structure.traced import SharedInput
-    from quantkit.passes.assign import Moments
-    from quantkit.planning.compiling.work import SharedLinears, WorkCounts
-    from quantkit.scheme import WeightScheme
+    from quantkit.passes import (
+        Block,
+        InputStats,
+        Moments,
+        QuantTensor,
+        SharedInput,
+        SharedLinears,
+        Stats,
+        Tensor,
+        WeightScheme,
+        WorkCounts,
+    )
 
 
 class Gptq(Pass):

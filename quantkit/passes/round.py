@@ -30,13 +30,10 @@ from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, declined
 
 if TYPE_CHECKING:
-    from torch import Generator, Tensor, nn
+    from torch import Generator, nn
 
-    from quantkit.calibrate.statistics.collected import Stats
-    from quantkit.formats import QuantTensor
-    from quantkit.model.structure.block import Block
+    from quantkit.passes import Block, QuantTensor, SharedLinears, Stats, Tensor, WorkCounts
     from quantkit.passes.solvers.round import LearnedRounding
-    from quantkit.planning.compiling.work import SharedLinears, WorkCounts
 
 
 class Round(Pass):

@@ -382,7 +382,7 @@ class _Search:
         text = self._guiding(-(-CHECKED // (self._length() - 1)), self._length())
         self.scored = text
         start = 1 - 2.0**-number  # how many there will be is not known: each takes half of what is left
-        within = Within(self.progress, "check", start, start + 2.0 ** -(number + 1))
+        within = Within(self.progress, start, start + 2.0 ** -(number + 1))
         return compile_and_score(self.request, recipe, self.work / folder, text, within)
 
     def _length(self) -> int:

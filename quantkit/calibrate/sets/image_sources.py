@@ -81,13 +81,7 @@ def parse(file: Path | bytes, *, suffix: str, where: str) -> Images:
         return _archive(file, where)
     if suffix in PICTURES:
         return pictures([where], lambda _: file if isinstance(file, bytes) else read_bytes(file), where=where)
-    raise InputError(
-        "calibration-suffix",
-        where=where,
-        value=f"cannot read {suffix or 'a file without a suffix'}",
-        rule=f"images come as {', '.join(SUFFIXES)}, or as a folder of such",
-        remedy="rename or convert it",
-    )
+    raise own.suffix(where, suffix, f"images come as {', '.join(SUFFIXES)}, or as a folder of such")
 
 
 def is_picture(name: str) -> bool:
@@ -300,10 +294,8 @@ def _cut(image: NDArray[np.uint8], how: Preprocess) -> NDArray[np.uint8]:
 
 
 def _pillow() -> tuple[Any, Any]:
-    try:
+    with MissingDependency.unless_found("PIL", extra="compile", purpose="reading and resizing image files (Pillow)"):
         from PIL import Image, ImageOps
-    except ImportError:
-        raise MissingDependency("PIL", extra="compile", purpose="reading and resizing image files (Pillow)") from None
     return Image, ImageOps
 
 

@@ -69,11 +69,8 @@ class InputSet:
     Args:
         arrays: input's name -> [n, ...], in the input's type.
         labels: [n], the class of each sample; None where the set has none.
-        name: of the set: the folder or file name.
-        split: `calib`, `tune` or `eval`.
         sha256: over names, types, shapes and little-endian bytes.
         batch: samples of a feed, where the graph takes no other number.
-        notes: what was decided on the way, one sentence each; for the manifest.
         clusters: [n], samples of one number are alike: crops of one photograph, `views` of one image; None: each was
             drawn alone.
     """
@@ -141,9 +138,7 @@ def load_inputs(
     """Read, draw and check what a graph's inputs are fed.
 
     Args:
-        reference: a shipped name, or a path; see the module.
-        split: which part; only `tune` may guide a choice, `eval` is for scoring.
-        samples: at most so many, drawn from all over the split; None takes all, in their order.
+        reference, split, samples, seed: as of `load_images`.
         preprocess: what becomes of images of bytes where the set does not say.
 
     Raises:

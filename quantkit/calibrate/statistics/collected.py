@@ -171,7 +171,10 @@ class Stats:
                 if group.name in reached:
                     if quantized:
                         reached[group.name] = self.scales.seen(group, reached[group.name])
-                    others = {} if before is None else self._reach_original(group, before, number, drift)
+                    others: dict[str, Tensor] = {}
+                    if before is not None:
+                        original = self._original()
+                        others = self._reach(original.module, group, before, number, drift, original.calls)
                     self._add(sums, group, part, reached, others)
             if sums.tokens:  # as when pausing: what nothing reaches is not visited
                 visit(group, sums)
@@ -194,9 +197,6 @@ class Stats:
                     values = self.scales.moved(group, reached[group.name])
                     observed.add(values.reshape(1, -1), samples_of(values))
             self.scales.settle(group, observed)
-
-    def _reach_original(self, group: SharedInput, part: Tensor, number: int, drift: bool) -> dict[str, Tensor]:
-        return self._reach(self._original().module, group, part, number, drift, self._original().calls)
 
     def _reach(
         self,

@@ -73,13 +73,7 @@ def parse(data: bytes, *, suffix: str, where: str, chat: bool = False) -> Conten
             `calibration-unreadable`.
     """
     if suffix not in SUFFIXES:
-        raise InputError(
-            "calibration-suffix",
-            where=where,
-            value=f"cannot read {suffix or 'a file without a suffix'}",
-            rule=f"one of {', '.join(SUFFIXES)}, or a folder",
-            remedy="rename or convert it",
-        )
+        raise own.suffix(where, suffix, f"one of {', '.join(SUFFIXES)}, or a folder")
     if not data.strip():
         raise own.empty(where, "no text and no ids in it")
     if suffix == ".parquet":
@@ -110,14 +104,10 @@ def read_dataset(folder: Path, split: Split, *, where: str, chat: bool = False) 
         InputError: `calibration-unreadable`, `calibration-split`, `calibration-fields`, `calibration-empty`.
         MissingDependency: datasets is not installed.
     """
-    try:
+    with MissingDependency.unless_found("datasets", extra="compile", purpose="a datasets folder"):
         import datasets
-    except ImportError:
-        raise MissingDependency("datasets", extra="compile", purpose="a datasets folder") from None
-    try:
+    with own.reading(where):
         data = datasets.load_from_disk(str(folder))
-    except Exception as error:  # whatever the files provoke in Arrow, the user's remedy is one
-        raise own.unreadable(where, error) from None
     own_splits = isinstance(data, datasets.DatasetDict)
     if own_splits:
         found = [name for name in _DATASET_SPLITS[split] if name in data]
@@ -133,28 +123,20 @@ def read_dataset(folder: Path, split: Split, *, where: str, chat: bool = False) 
             )
         data = data[found[0]]
     column = _column(list(data.column_names), where, chat)
-    try:
+    with own.reading(where):
         values = list(data.select_columns([column]).with_format(None)[column])
-    except Exception as error:
-        raise own.unreadable(where, error) from None
     return _columnar(column, values, where, chat), own_splits
 
 
 def _parquet(data: bytes, where: str, chat: bool) -> Content:
-    try:
+    with MissingDependency.unless_found("pyarrow", extra="compile", purpose="a .parquet file"):
         import pyarrow.parquet
-    except ImportError:
-        raise MissingDependency("pyarrow", extra="compile", purpose="a .parquet file") from None
-    try:
+    with own.reading(where):
         file = pyarrow.parquet.ParquetFile(io.BytesIO(data))
         names = list(file.schema_arrow.names)
-    except Exception as error:
-        raise own.unreadable(where, error) from None
     column = _column(names, where, chat)
-    try:
+    with own.reading(where):
         values = file.read(columns=[column]).column(column).to_pylist()
-    except Exception as error:
-        raise own.unreadable(where, error) from None
     return _columnar(column, values, where, chat)
 
 

@@ -21,6 +21,8 @@ from quantkit.formats.base.grid import load_grid
 from quantkit.lazy import torch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quantkit.scheme import ActivationScheme, CacheScheme
 
 
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
 class Moved:
     """Channels that are moved before they are quantized: (x - shift) / scale, both [K] float32."""
 
-    shift: torch.Tensor
-    scale: torch.Tensor
+    shift: Tensor
+    scale: Tensor
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,12 @@ class InputScale:
         moved: what becomes of the channels before; nothing here applies it.
     """
 
-    scale: torch.Tensor
-    zero: torch.Tensor | None = None
+    scale: Tensor
+    zero: Tensor | None = None
     moved: Moved | None = None
 
 
-def parameters(
-    low: torch.Tensor, high: torch.Tensor, scheme: ActivationScheme | CacheScheme
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def parameters(low: Tensor, high: Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point for values between `low` and `high`, all of one shape and dtype; zero is int8 or None."""
     form = load_grid(scheme.format)
     low, high = low.clamp(max=0), high.clamp(min=0)
@@ -61,11 +61,11 @@ def parameters(
     return scale, zero.round().to(torch.int8)
 
 
-def _positive(scale: torch.Tensor) -> torch.Tensor:
+def _positive(scale: Tensor) -> Tensor:
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
-def dynamic(x: torch.Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[torch.Tensor, torch.Tensor | None]:
+def dynamic(x: Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point from the values themselves, [..., 1] a token or group (K split into groups), else [1]."""
     if scheme.granularity == "tensor":
         low, high = torch.aminmax(x.reshape(-1))
@@ -74,9 +74,7 @@ def dynamic(x: torch.Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[to
     return parameters(low, high, scheme)
 
 
-def fake_quantize(
-    x: torch.Tensor, scheme: ActivationScheme | CacheScheme, static: InputScale | None = None
-) -> torch.Tensor:
+def fake_quantize(x: Tensor, scheme: ActivationScheme | CacheScheme, static: InputScale | None = None) -> Tensor:
     """The values that the codes of `x` stand for, in its dtype; `x` is not modified.
 
     Args:
@@ -93,9 +91,7 @@ def fake_quantize(
     return apply(x, scheme, scale, zero).reshape(shape)
 
 
-def apply(
-    x: torch.Tensor, scheme: ActivationScheme | CacheScheme, scale: torch.Tensor, zero: torch.Tensor | None
-) -> torch.Tensor:
+def apply(x: Tensor, scheme: ActivationScheme | CacheScheme, scale: Tensor, zero: Tensor | None) -> Tensor:
     """`fake_quantize` with a scale and zero point that broadcast against `x`."""
     form = load_grid(scheme.format)
     scaled = x / scale

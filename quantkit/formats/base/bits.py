@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from quantkit.lazy import torch
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+
+def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes 0 .. 2^bits - 1 [N, K] -> uint8 [N, ceil(K * bits / 8)]; 4 bits [4096, 4096] -> [4096, 2048]."""
     rows, columns = codes.shape
     shifts = torch.arange(bits, dtype=torch.int16)
@@ -15,7 +20,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return (every << places).sum(dim=2).to(torch.uint8)
 
 
-def unpack(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
     """uint8 [N, ceil(K * bits / 8)] -> codes [N, K], uint8."""
     rows = packed.shape[0]
     places = torch.arange(8, dtype=torch.int16)

@@ -19,6 +19,8 @@ from quantkit.lazy import torch
 from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quantkit.scheme import WeightScheme
 
 # bits of one scale as it is stored; `double` also has an absmax for every 256, and an offset
@@ -45,7 +47,7 @@ class GridFormat:
         """The largest value of the grid."""
         raise NotImplementedError
 
-    def global_scale(self, amax: torch.Tensor, scheme: WeightScheme) -> torch.Tensor | None:
+    def global_scale(self, amax: Tensor, scheme: WeightScheme) -> Tensor | None:
         """The factor for a whole matrix whose largest magnitude is `amax` []; None: this format has none."""
         return None
 
@@ -58,12 +60,8 @@ class GridFormat:
         return False
 
     def parameters(
-        self,
-        low: torch.Tensor,
-        high: torch.Tensor,
-        scheme: WeightScheme,
-        global_scale: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, low: Tensor, high: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Effective scale and zero point for values between `low` and `high`.
 
         Args:
@@ -77,33 +75,31 @@ class GridFormat:
         """
         raise NotImplementedError
 
-    def stored(
-        self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def stored(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None) -> Tensor:
         """Wanted scales as the nearest effective ones that can be stored; never zero, never infinite."""
         return stored(scale, scheme)
 
-    def snap(self, units: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
+    def snap(self, units: Tensor, zero: Tensor | None = None) -> Tensor:
         """The nearest values of the grid, float32: `decode(encode(units, 1, zero), 1, zero)`."""
         raise NotImplementedError
 
-    def encode(self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Nearest codes; effective `scale` and `zero` broadcast against `weight`."""
         raise NotImplementedError
 
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """What codes stand for, float32, by broadcasting."""
         raise NotImplementedError
 
-    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+    def pack(self, codes: Tensor) -> Tensor:
         """Codes [N, K] as uint8 [N, ceil(K * bits / 8)]."""
         raise NotImplementedError
 
-    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
         """The inverse of `pack`."""
         raise NotImplementedError
 
-    def quantize(self, weight: torch.Tensor, scheme: WeightScheme) -> QuantTensor:
+    def quantize(self, weight: Tensor, scheme: WeightScheme) -> QuantTensor:
         """Round [N, K] to nearest, each range from the smallest to the largest weight it covers.
 
         Raises:
@@ -116,11 +112,11 @@ class GridFormat:
 
     def nearest(
         self,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        zero: torch.Tensor | None,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
         scheme: WeightScheme,
-        global_scale: torch.Tensor | None = None,
+        global_scale: Tensor | None = None,
     ) -> QuantTensor:
         """Round [N, K] to the nearest codes under given ranges.
 
@@ -142,11 +138,11 @@ class GridFormat:
             global_scale = self.global_scale(weight.float().abs().amax(), scheme)
         return QuantTensor(codes, zero=zero, scheme=scheme, **self.kept(scale, scheme, global_scale))
 
-    def kept(self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None) -> dict[str, Any]:
+    def kept(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None) -> dict[str, Any]:
         """The fields of a `QuantTensor` that hold effective scales: `scale` and what goes with it."""
         return {"scale": scale.to(storage(scheme))}
 
-    def dequantize(self, tensor: QuantTensor) -> torch.Tensor:
+    def dequantize(self, tensor: QuantTensor) -> Tensor:
         """[N, K] float32."""
         scale, zero = tensor.scale.float(), tensor.zero
         if tensor.global_scale is not None:
@@ -200,7 +196,7 @@ def effective(scheme: WeightScheme) -> torch.dtype:
     return dtype if dtype.itemsize > 1 else torch.float32
 
 
-def stored(scale: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+def stored(scale: Tensor, scheme: WeightScheme) -> Tensor:
     """A scale of a wider float type in its dtype; never zero, never infinite there."""
     dtype = effective(scheme)
     limits = torch.finfo(dtype)

@@ -20,10 +20,12 @@ from quantkit.lazy import torch
 from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quantkit.scheme import WeightScheme
 
 
-def stored(scale: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+def stored(scale: Tensor, scheme: WeightScheme) -> Tensor:
     """The scale in its storage dtype; never zero, never infinite there.
 
     Runtimes multiply in the dtype of the scale. A float16 scale of a format up to 4 bits keeps only as many significant
@@ -76,12 +78,8 @@ class IntegerFormat(GridFormat):
         return int(2 ** (self.bits - 1)) - 1
 
     def parameters(
-        self,
-        low: torch.Tensor,
-        high: torch.Tensor,
-        scheme: WeightScheme,
-        global_scale: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, low: Tensor, high: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Scale (stored dtype) and zero point (int8, None when symmetric) for values between `low` and `high`."""
         if scheme.symmetric:
             top = torch.maximum(-low, high)
@@ -91,37 +89,35 @@ class IntegerFormat(GridFormat):
         zero = torch.round(self.low - low / scale.float()).clamp(self.low, self.high)
         return scale, zero.to(torch.int8)
 
-    def stored(
-        self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def stored(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None) -> Tensor:
         """See the function of this name."""
         return stored(scale, scheme)
 
-    def snap(self, units: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
+    def snap(self, units: Tensor, zero: Tensor | None = None) -> Tensor:
         """Whole numbers, ties to even, between the lowest and the highest code less the zero point."""
         if zero is None:
             return units.float().round().clamp(self.low, self.high)
         return units.float().round().clamp(self.low - zero.float(), self.high - zero.float())
 
-    def encode(self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Nearest codes, int8; `scale` and `zero` broadcast against `weight`."""
         codes = torch.round(weight.float() / scale.float())
         if zero is not None:
             codes = codes + zero.float()
         return codes.clamp(self.low, self.high).to(torch.int8)
 
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """`(codes - zero) * scale` in float32, by broadcasting."""
         values = codes.float() if zero is None else codes.float() - zero.float()
         return values * scale.float()
 
-    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+    def pack(self, codes: Tensor) -> Tensor:
         """Unsigned codes (code - low), least significant bit first, rows padded to whole bytes.
 
         int8 [N, K] -> uint8 [N, ceil(K * bits / 8)]; int4 [4096, 4096] -> [4096, 2048].
         """
         return _bits.pack(codes.to(torch.int16) - self.low, self.bits)
 
-    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
         """uint8 [N, ceil(K * bits / 8)] -> int8 [N, K]."""
         return (_bits.unpack(packed, self.bits, columns).to(torch.int16) + self.low).to(torch.int8)

@@ -14,6 +14,8 @@ from quantkit.errors import InputError
 from quantkit.lazy import torch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quantkit.scheme import WeightScheme
 
 
@@ -46,7 +48,7 @@ def scale_shape(shape: tuple[int, int], scheme: WeightScheme) -> tuple[int, int]
     return rows, groups_of(columns, scheme)
 
 
-def tiles(weight: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+def tiles(weight: Tensor, scheme: WeightScheme) -> Tensor:
     """[N, K] -> [n, b, k, b] of `granularity: block`, filled up with zeros at the edges."""
     size = scheme.group or max(weight.shape)
     rows, columns = weight.shape
@@ -54,7 +56,7 @@ def tiles(weight: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
     return whole.reshape(whole.shape[0] // size, size, whole.shape[1] // size, size)
 
 
-def extremes(weight: torch.Tensor, scheme: WeightScheme) -> tuple[torch.Tensor, torch.Tensor]:
+def extremes(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
     """The smallest and the largest weight under each scale, in the shape of the scales, float32.
 
     Raises:
@@ -72,7 +74,7 @@ def extremes(weight: torch.Tensor, scheme: WeightScheme) -> tuple[torch.Tensor, 
     return low, high
 
 
-def by_row(scales: torch.Tensor, rows: int, scheme: WeightScheme) -> torch.Tensor:
+def by_row(scales: Tensor, rows: int, scheme: WeightScheme) -> Tensor:
     """Scales (or zero points) repeated so that each row has its own: [N, G], the same values in another shape."""
     if scheme.granularity == "tensor":
         return scales.expand(rows, 1)
@@ -81,7 +83,7 @@ def by_row(scales: torch.Tensor, rows: int, scheme: WeightScheme) -> torch.Tenso
     return scales
 
 
-def split(weight: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+def split(weight: Tensor, scheme: WeightScheme) -> Tensor:
     """[N, K] in a shape against which `against` broadcasts: [N, G, K / G], or as it is in blocks.
 
     Raises:
@@ -94,7 +96,7 @@ def split(weight: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
     return weight.reshape(rows, groups, columns // groups)
 
 
-def against(scales: torch.Tensor, shape: tuple[int, int], scheme: WeightScheme) -> torch.Tensor:
+def against(scales: Tensor, shape: tuple[int, int], scheme: WeightScheme) -> Tensor:
     """Scales (or zero points) in a shape that broadcasts against `split` of a matrix [N, K]."""
     if scheme.granularity != "block":
         return scales.unsqueeze(2)

@@ -58,10 +58,8 @@ class CompressedTensors(Layout):
         Raises:
             MissingDependency: compressed-tensors.
         """
-        try:
+        with MissingDependency.unless_found(LIBRARY, extra="compile", purpose="a packed checkpoint"):
             from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-        except ImportError:
-            raise MissingDependency(LIBRARY, extra="compile", purpose="a packed checkpoint") from None
 
         groups: dict[tuple[tuple[str, Any], ...], list[str]] = {}
         for name, scheme in layers.items():
@@ -99,11 +97,9 @@ class CompressedTensors(Layout):
         Raises:
             MissingDependency: compressed-tensors.
         """
-        try:
+        with MissingDependency.unless_found(LIBRARY, extra="compile", purpose="a packed checkpoint"):
             from compressed_tensors.compressors import BaseCompressor
             from compressed_tensors.quantization import QuantizationConfig
-        except ImportError:
-            raise MissingDependency(LIBRARY, extra="compile", purpose="a packed checkpoint") from None
 
         known = QuantizationConfig.model_fields.keys()
         parsed = QuantizationConfig.model_validate({key: value for key, value in config.items() if key in known})

@@ -27,7 +27,7 @@ from quantkit.model.source.alias import ALIASES, materialize
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.weights import INDEX, Weights, checked_file, strict_json
 from quantkit.model.structure.kinds import class_name, kind_of, native_class, unknown_architecture
-from quantkit.model.structure.names import Names, match_names
+from quantkit.model.structure.names import match_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -195,10 +195,8 @@ def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True
             `remote-code`, `already-quantized`, and those of `Weights.open`.
         MissingDependency: transformers or torch.
     """
-    try:
+    with MissingDependency.unless_found("transformers", extra="compile", purpose="opening a model"):
         import transformers  # noqa: F401
-    except ImportError:
-        raise MissingDependency("transformers", extra="compile", purpose="opening a model") from None
     was, notes = None, []
     if ref.startswith("hf:"):
         path, full, name = _from_hub(ref, trust_remote_code), ref, ref[3:].split("@", maxsplit=1)[0].rpartition("/")[2]
@@ -257,12 +255,7 @@ def untied(source: Source, files: Mapping[str, str]) -> Source:
 
 def parameter_names(source: Source, skeleton: PreTrainedModel) -> dict[str, str]:
     """Parameter or persistent buffer of the skeleton -> tensor of the files; see names.py for rules and errors."""
-    return names_of(source, skeleton).files
-
-
-def names_of(source: Source, skeleton: PreTrainedModel) -> Names:
-    """As `parameter_names`, with the tensors that nothing uses."""
-    return match_names(source.weights, skeleton)
+    return match_names(source.weights, skeleton).files
 
 
 def cut_config(config: Any, blocks: int) -> None:

@@ -74,11 +74,9 @@ def convert_network(source: Path, folder: Path, *, network: str, licence: str, p
     Raises:
         InputError: `weights-pickle` (more than tensors in it), `weights-names`, `weights-shape`; MissingDependency.
     """
-    try:
+    with MissingDependency.unless_found("torch", extra="compile", purpose="building the network"):
         from quantkit.model import cnn
         from quantkit.model.to_onnx import write_onnx
-    except ImportError:
-        raise MissingDependency("torch", extra="compile", purpose="building the network") from None
     if source.suffix == ".pth":
         built = cnn.Cnn(cnn.CnnConfig.load(NETWORKS / network / cnn.CONFIG)).eval()
         cnn.fill(built, _in_order(_state_dict(source), built, source.name), where=source.name)

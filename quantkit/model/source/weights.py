@@ -368,12 +368,7 @@ def _bad(code: str, where: str, value: str, rule: str = "", remedy: str = "") ->
 Header = tuple[str, str, tuple[int, ...]]
 
 
-def write_safetensors(
-    path: Path,
-    headers: Iterable[Header],
-    producer: Callable[[str], torch.Tensor],
-    metadata: Mapping[str, str] | None = None,
-) -> str:
+def write_safetensors(path: Path, headers: Iterable[Header], producer: Callable[[str], torch.Tensor]) -> str:
     """Writes one safetensors file with one tensor in memory at a time, and returns the file's sha256.
 
     The file appears under `path` complete or not at all (temporary name beside it, fsync, rename). Tensors are laid
@@ -384,7 +379,6 @@ def write_safetensors(
         path: the file to write; one that exists is replaced.
         headers: (name, dtype as in `Entry`, shape) of every tensor.
         producer: name -> the tensor, of just that dtype and shape, on any device.
-        metadata: strings to strings; `{"format": "pt"}` by default, which transformers insists on.
 
     Raises:
         Stopped: `disk-full`.
@@ -392,7 +386,7 @@ def write_safetensors(
         ValueError: a name given twice, or a tensor that is not what its header says: a bug in the caller.
     """
     listed = sorted(headers, key=lambda header: -_TORCH_NAMES[header[1]][0])
-    layout: dict[str, Any] = {_METADATA: dict({"format": "pt"} if metadata is None else metadata)}
+    layout: dict[str, Any] = {_METADATA: {"format": "pt"}}  # which transformers insists on
     at = 0
     for name, dtype, shape in listed:
         if name in layout:

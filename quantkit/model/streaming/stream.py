@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -136,6 +136,15 @@ def record(model: nn.Module, path: str, flow: Flow, ids: Tensor, chunk: int, run
     return Calls(gathered(parts(1), ids.shape[0]), 1, notes)
 
 
+def _begun(model: nn.Module, path: str, flow: Flow, ids: Tensor, chunk: int, runs: nn.Module | None = None) -> Calls:
+    """Recorded, or of a live model its own forwards, which `model` is then for."""
+    if not flow.live:
+        return record(model, path, flow, ids, chunk, runs)
+    from quantkit.model.streaming.live import LiveCalls
+
+    return LiveCalls(model, path, flow.visits, ids, flow.batch, runs)
+
+
 class _AllRecorded(Exception):
     """Ends the skeleton's forward after the last block: what follows is not needed."""
 
@@ -171,24 +180,13 @@ class StreamedModel:
     """A model on disk, block by block.
 
     Args:
-        dtype: what it is computed in.
-        prepare: changes the skeleton before names are matched, e.g. to the layout of a quantized checkpoint.
         files: parameter -> tensor of the files, where that is known already. Parameters that the skeleton ties may have
             tensors of their own here; each then loads its own.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        dtype: torch.dtype = torch.float32,
-        prepare: Callable[[nn.Module], None] | None = None,
-        files: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, source: Source, files: Mapping[str, str] | None = None) -> None:
         self.source = source
-        self.dtype = dtype
         self.skeleton: nn.Module = source.skeleton()
-        if prepare is not None:
-            prepare(self.skeleton)
         self.path = find_blocks(self.skeleton)
         blocks = self.skeleton.get_submodule(self.path)
         assert isinstance(blocks, nn.ModuleList)
@@ -217,9 +215,9 @@ class StreamedModel:
         return find_head(self.skeleton) if self.source.kind == "decoder" else None
 
     def tensor(self, name: str) -> Tensor:
-        """A parameter by its name in the skeleton, in the compute dtype."""
+        """A parameter by its name in the skeleton, its floats in float32."""
         value: Tensor = self.source.weights.read(self.files[name])
-        return value.to(self.dtype) if value.is_floating_point() else value
+        return value.float() if value.is_floating_point() else value
 
     def load(self, index: int) -> nn.Module:
         """Block `index` with its weights, in eval mode."""
@@ -276,13 +274,7 @@ class StreamedModel:
         """Hidden states before block 0 for `ids` [samples, tokens], and how each block is called."""
         model = self.rest()
         flow = self._learn(model, None)
-        if flow.live:
-            from quantkit.model.streaming.live import LiveCalls
-
-            return LiveCalls(model, self.path, flow.visits, ids, flow.batch, self.runs(model))
-        calls = record(model, self.path, flow, ids, chunk, self.runs(model))
-        calls.hidden = calls.hidden.to(self.dtype)
-        return calls
+        return _begun(model, self.path, flow, ids, chunk, self.runs(model))
 
     @torch.no_grad()
     def through(self, ids: Tensor, chunk: int = 4) -> Calls:
@@ -440,8 +432,4 @@ class LoadedModel:
             nothing = [Given()]
             return Calls(ids, chunk, [nothing for _ in ids.split(chunk)], nothing)
         self.flow = learn(self.model, self.path, self.load, ids)
-        if self.flow.live:
-            from quantkit.model.streaming.live import LiveCalls
-
-            return LiveCalls(self.rest(), self.path, self.flow.visits, ids, self.flow.batch)
-        return record(self.model, self.path, self.flow, ids, chunk)
+        return _begun(self.rest() if self.flow.live else self.model, self.path, self.flow, ids, chunk)

@@ -153,11 +153,9 @@ def _missing(path: Path, value: str) -> InputError:
 
 def _cached(reference: str) -> Path:
     """The config of a hub model that was fetched before."""
-    try:
+    with MissingDependency.unless_found("huggingface_hub", extra="compile", purpose="the hub's cache"):
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
-    except ImportError:
-        raise MissingDependency("huggingface_hub", extra="compile", purpose="the hub's cache") from None
     name, _, revision = reference[3:].partition("@")
     try:
         found = try_to_load_from_cache(name, CONFIG, revision=revision or None)
