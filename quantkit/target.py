@@ -320,36 +320,25 @@ class Target(Closed):
             InputError: `target-cannot-run`, with the cell's source and the formats that do run.
         """
         runtime = runtime or self.runtimes[0]
-        where = self.name or "target"
+
+        def refused(value: str, rule: str, remedy: str) -> InputError:
+            return InputError("target-cannot-run", where=self.name or "target", value=value, rule=rule, remedy=remedy)
+
         if runtime not in self.runtimes:
-            raise InputError(
-                "target-cannot-run",
-                where=where,
-                value=f"runtime {runtime}",
-                rule="a target runs the runtimes it lists",
-                remedy=did_you_mean(runtime, self.runtimes),
-            )
+            remedy = did_you_mean(runtime, self.runtimes)
+            raise refused(f"runtime {runtime}", "a target runs the runtimes it lists", remedy)
         emulated = []
         for each in formats:
             stored = Stored(*each)
             use = self.use(stored, runtime)
+            what = f"{stored.words} do not run in {runtime}"
             if use.state == "absent":
-                raise InputError(
-                    "target-cannot-run",
-                    where=where,
-                    value=f"{stored.words} do not run in {runtime}".replace("cache do", "cache does"),
-                    rule=f"source: {use.source}",
-                    remedy=self._instead(stored, runtime),
-                )
+                remedy = self._instead(stored, runtime)
+                raise refused(what.replace("cache do", "cache does"), f"source: {use.source}", remedy)
             if self.supports(stored.format, runtime).symmetric_only and not stored.symmetric:
-                raise InputError(
-                    "target-cannot-run",
-                    where=where,
-                    value=f"asymmetric {stored.words} do not run in {runtime}",
-                    rule=f"only symmetric ones do; source: {use.source}",
-                    remedy="--set scheme.weights.symmetric=true and, where inputs are quantized, "
-                    "--set scheme.activations.symmetric=true",
-                )
+                inputs = "where inputs are quantized, --set scheme.activations.symmetric=true"
+                remedy = f"--set scheme.weights.symmetric=true and, {inputs}"
+                raise refused(f"asymmetric {what}", f"only symmetric ones do; source: {use.source}", remedy)
             if use.state == "emulated":
                 emulated.append(stored)
         return emulated

@@ -103,9 +103,8 @@ class Gptq(Pass):
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, stage by stage."""
         from quantkit.passes.assign import filled
-        from quantkit.passes.solvers.drift import corrected
         from quantkit.passes.solvers.factor import Factor, factor
-        from quantkit.passes.solvers.gptq import gptq_shared
+        from quantkit.passes.solvers.gptq import corrected, gptq_shared
         from quantkit.passes.solvers.unsaturated import bounded, neighbours
 
         outcome = Outcome(True)

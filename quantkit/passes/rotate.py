@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from quantkit.model.streaming.stream import Whole
-    from quantkit.model.structure.ends import Ends
-    from quantkit.model.structure.turn import Residual
+    from quantkit.model.structure.turn import Ends, Residual
     from quantkit.passes.solvers.rotate import Rotation
 
 # tokens to trace and prove on
@@ -113,10 +112,9 @@ def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
     """The rotation, proved on every part. Raises Unturnable (with the reason)."""
 
     from quantkit.model.streaming.calls import Call
-    from quantkit.model.structure.ends import Ends
     from quantkit.model.structure.fold import TOLERANCE
     from quantkit.model.structure.residual import Unturnable, find, find_heads
-    from quantkit.model.structure.turn import ModelPart, Residual, prove
+    from quantkit.model.structure.turn import Ends, ModelPart, Residual, prove
     from quantkit.passes.solvers import rotate as solver
 
     if not model.path:

@@ -133,23 +133,16 @@ def _in_order(values: Mapping[str, Tensor], network: Cnn, where: str) -> dict[st
     from quantkit.model import cnn
 
     wanted = cnn.tensors(network)
-    if len(values) != len(wanted):
-        raise InputError(
-            "weights-names",
-            where=where,
-            value=f"{len(values)} tensors",
-            rule=f"the network has {len(wanted)}",
-            remedy="install the version of the package that is asked for",
-        )
-    for theirs, ours in zip(values, wanted, strict=True):
+    value, rule = f"{len(values)} tensors", f"the network has {len(wanted)}"
+    odd = len(values) != len(wanted)
+    for theirs, ours in () if odd else zip(values, wanted, strict=True):
         if theirs.rpartition(".")[2] != ours.rpartition(".")[2]:
-            raise InputError(
-                "weights-names",
-                where=where,
-                value=f"{theirs} where {ours} should be",
-                rule="both list their tensors in the order of their layers",
-                remedy="install the version of the package that is asked for",
-            )
+            value, rule = f"{theirs} where {ours} should be", "both list their tensors in the order of their layers"
+            odd = True
+            break
+    if odd:
+        remedy = "install the version of the package that is asked for"
+        raise InputError("weights-names", where=where, value=value, rule=rule, remedy=remedy)
     return dict(zip(wanted, values.values(), strict=True))
 
 

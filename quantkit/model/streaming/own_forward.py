@@ -189,7 +189,6 @@ def own_forward(
     """The model as plain `from_pretrained` loads it, run on `ids` [samples, tokens] in one batch.
 
     Args:
-        path: of the `ModuleList` of blocks.
         flow: which dimension of hidden states counts samples.
         blocks: only the first so many; None is all.
         runs: gives the part of the model whose forward runs.

@@ -316,10 +316,7 @@ class Head:
     norms, logit scales and soft caps are whatever the model's class makes of them.
 
     Args:
-        model: with weights everywhere but in its blocks; it is ours from here on.
-        path: of the `ModuleList` of blocks.
-        flow: of the model, which is not live.
-        runs: the part of the model whose forward runs; all of it by default.
+        model, path, flow, runs: as of `record`; the model is ours from here on.
     """
 
     def __init__(self, model: nn.Module, path: str, flow: Flow, runs: nn.Module | None = None) -> None:

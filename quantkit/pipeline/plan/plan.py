@@ -26,9 +26,16 @@ from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.assigned import Assigned, assign_sizes
 from quantkit.planning.model.storage import storage
-from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedCell, PlannedMemory, PlannedRecipe, Workload
+from quantkit.planning.outlook import (
+    Outlook,
+    PlannedBatch,
+    PlannedCell,
+    PlannedMemory,
+    PlannedRecipe,
+    Workload,
+    recommend,
+)
 from quantkit.planning.readers import caveats, stored_formats
-from quantkit.planning.recommend import recommend
 from quantkit.planning.serving.batching import Server
 from quantkit.planning.serving.cost import Bill, RequestTime, bill
 from quantkit.planning.serving.load import Load, simulate
