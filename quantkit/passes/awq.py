@@ -17,7 +17,7 @@ from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
-    from quantkit.passes import Block, InputStats, SharedInput, SharedLinears, Stats, Tensor, WorkCounts
+    from quantkit.passes import Block, SharedLinears, Stats, WorkCounts
 
 
 class Awq(Pass):
@@ -62,12 +62,7 @@ class Awq(Pass):
         from quantkit.passes.solvers.factor import factor
 
         outcome = Outcome(False)
-        hessians: dict[str, Tensor] = {}
-
-        def visit(group: SharedInput, seen: InputStats) -> None:
-            hessians[group.name] = seen.hessian
-
-        stats.staged(visit)
+        hessians = stats.each(lambda seen: seen.hessian)
         for group in block.groups():
             name = block.group_name(group)
             hessian = hessians.get(name)

@@ -21,7 +21,7 @@ from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, decision, declined
 
 if TYPE_CHECKING:
-    from quantkit.passes import Block, InputStats, SharedInput, Stats, Tensor
+    from quantkit.passes import Block, SharedInput, Stats, Tensor
 
 
 def moves(low: Tensor, high: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
@@ -59,12 +59,7 @@ class Center(Pass):
         groups = [group for group in block.groups() if _fixed(block, group)]
         if not groups:
             return declined(self.name, block.name, "no input is quantized with a fixed scale")
-        reaches: dict[str, tuple[Tensor, Tensor]] = {}
-
-        def visit(group: SharedInput, seen: InputStats) -> None:
-            reaches[group.name] = seen.low, seen.high
-
-        stats.staged(visit, products=False)
+        reaches = stats.each(lambda seen: (seen.low, seen.high), products=False)
         outcome = Outcome(False)
         for group in groups:
             name = block.group_name(group)

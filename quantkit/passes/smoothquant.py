@@ -20,7 +20,7 @@ from quantkit.passes import Outcome, Pass, decision
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from quantkit.passes import Block, InputStats, SharedInput, SharedLinears, Stats, Tensor, WorkCounts
+    from quantkit.passes import Block, SharedLinears, Stats, Tensor, WorkCounts
 
 
 class SmoothQuant(Pass):
@@ -57,12 +57,7 @@ class SmoothQuant(Pass):
         from quantkit.passes.solvers import smoothquant
 
         outcome = Outcome(False)
-        reaches: dict[str, tuple[Tensor, Tensor]] = {}
-
-        def visit(group: SharedInput, seen: InputStats) -> None:
-            reaches[group.name] = seen.absmax, seen.sample
-
-        stats.staged(visit)
+        reaches = stats.each(lambda seen: (seen.absmax, seen.sample))
         for group in block.groups():
             name = block.group_name(group)
             fold = block.folds.get(name)

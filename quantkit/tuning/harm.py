@@ -199,12 +199,8 @@ class _Measurement:
         return (before + (mine if index >= count else 0.9 * min(passed, mine))) / whole
 
     def _variants(self, index: int, clean: Tensor, calibration: Tensor | None) -> list[_Variant]:
-        """Every unit of a block in every candidate; only what has to go through the rest of the model has its state.
-
-        Args:
-            index: of the block, which `self.clean` is behind.
-            clean, calibration: what goes into it.
-        """
+        """Every unit of a block, which `self.clean` is behind and `clean` and `calibration` go into, in every
+        candidate; only what has to go through the rest of the model has its state."""
         subject = self.subject
         before = _Before()
         at = next(i for i, step in enumerate(subject.steps) if step.run.name in assigners())

@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ class _Reached(Exception):
     """Ends a replay at the shared input it was for."""
 
 
+Found = TypeVar("Found")
 Visit = Callable[[SharedInput, InputStats], None]
 Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
 
@@ -104,6 +106,12 @@ class Stats:
             self._pausing(visit, products, drift, quantized)
         else:
             self._replaying(visit, products, drift, quantized)
+
+    def each(self, of: Callable[[InputStats], Found], *, products: bool = True) -> dict[str, Found]:
+        """Shared input's name -> what `of` takes of its statistics, by a staged run that changes nothing."""
+        found: dict[str, Found] = {}
+        self.staged(lambda group, seen: found.update({group.name: of(seen)}), products=products)
+        return found
 
     def settled(self) -> Tensor:
         """The block's output with its present weights, [samples, tokens, width], inputs and cache quantized."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from quantkit.formats.base import bits
+from quantkit.formats.base.layout import packed_bits, unpacked_bits
 from quantkit.lazy import torch
 
 if TYPE_CHECKING:
@@ -111,11 +111,11 @@ class Fp4:
 
     def pack(self, codes: Tensor) -> Tensor:
         """Two a byte, the first in the low half, as compressed-tensors does."""
-        return bits.pack(codes, 4)
+        return packed_bits(codes, 4)
 
     def unpack(self, packed: Tensor, columns: int) -> Tensor:
         """The inverse of `pack`."""
-        return bits.unpack(packed, 4, columns)
+        return unpacked_bits(packed, 4, columns)
 
     def codebook(self) -> Tensor:
         """[16]: the positive numbers, then the negative ones."""

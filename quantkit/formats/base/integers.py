@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from quantkit.formats import load_format
-from quantkit.formats.base import bits as _bits
 from quantkit.formats.base import grid
 from quantkit.formats.base.grid import GridFormat
+from quantkit.formats.base.layout import packed_bits, unpacked_bits
 from quantkit.lazy import torch
 from quantkit.plugins import Rules
 
@@ -116,8 +116,8 @@ class IntegerFormat(GridFormat):
 
         int8 [N, K] -> uint8 [N, ceil(K * bits / 8)]; int4 [4096, 4096] -> [4096, 2048].
         """
-        return _bits.pack(codes.to(torch.int16) - self.low, self.bits)
+        return packed_bits(codes.to(torch.int16) - self.low, self.bits)
 
     def unpack(self, packed: Tensor, columns: int) -> Tensor:
         """uint8 [N, ceil(K * bits / 8)] -> int8 [N, K]."""
-        return (_bits.unpack(packed, self.bits, columns).to(torch.int16) + self.low).to(torch.int8)
+        return (unpacked_bits(packed, self.bits, columns).to(torch.int16) + self.low).to(torch.int8)

@@ -4,6 +4,8 @@ tensor    [1, 1]          all
 channel   [N, 1]          a row
 group     [N, K / g]      g consecutive inputs of a row
 block     [⌈N/b⌉, ⌈K/b⌉]  a square tile, cut off at the edges
+
+And how codes of any width lie in bytes: densely, least significant bit first, rows padded to whole bytes.
 """
 
 from __future__ import annotations
@@ -102,3 +104,22 @@ def against(scales: Tensor, shape: tuple[int, int], scheme: WeightScheme) -> Ten
         return scales.unsqueeze(2)
     rows, columns = shape
     return by_row(scales, rows, scheme).repeat_interleave(scheme.group or columns, dim=1)[:, :columns]
+
+
+def packed_bits(codes: Tensor, bits: int) -> Tensor:
+    """Codes 0 .. 2^bits - 1 [N, K] -> uint8 [N, ceil(K * bits / 8)]; 4 bits [4096, 4096] -> [4096, 2048]."""
+    rows, columns = codes.shape
+    shifts = torch.arange(bits, dtype=torch.int16)
+    every = ((codes.to(torch.int16).unsqueeze(2) >> shifts) & 1).reshape(rows, columns * bits)
+    every = torch.nn.functional.pad(every, (0, -every.shape[1] % 8)).reshape(rows, -1, 8)
+    places = torch.arange(8, dtype=torch.int16)
+    return (every << places).sum(dim=2).to(torch.uint8)
+
+
+def unpacked_bits(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """uint8 [N, ceil(K * bits / 8)] -> codes [N, K], uint8."""
+    rows = packed.shape[0]
+    places = torch.arange(8, dtype=torch.int16)
+    every = ((packed.to(torch.int16).unsqueeze(2) >> places) & 1).reshape(rows, -1)[:, : columns * bits]
+    shifts = torch.arange(bits, dtype=torch.int16)
+    return (every.reshape(rows, columns, bits) << shifts).sum(dim=2).to(torch.uint8)

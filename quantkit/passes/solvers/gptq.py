@@ -211,18 +211,8 @@ def _choose(
     form: GridFormat,
     neighbours: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One pass over the columns.
-
-    Args:
-        target: [K, N], the weights transposed.
-        scale, zero: [G, N] float32.
-        group: inputs a group.
-        neighbours: [K], see `gptq_shared`.
-
-    Returns:
-        values in units of the scale (codes less zero) [K, N] float32, the cost of each row [N], and `D` [K, N]; all in
-        the order of the weights.
-    """
+    """One pass over the columns of weights [N, K], which lie transposed in target, with scale and zero [G, N] float32:
+    values in units of the scale (codes less zero) [K, N], the cost of each row [N], and `D` [K, N], in their order."""
     columns, rows = target.shape
     ordered = target[solved.order]
     back = torch.empty_like(solved.order)
