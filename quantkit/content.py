@@ -13,18 +13,19 @@ import math
 import os
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from yaml.composer import Composer
 
 from quantkit import limits
-from quantkit.errors import InputError, unknown_name
+from quantkit.errors import InputError, from_validation, unknown_name
 
+Document = TypeVar("Document", bound=BaseModel)
 Kind = Literal["recipes", "calibration", "export"]
 _SINGULAR = {"recipes": "recipe", "calibration": "calibration", "export": "target"}
 
@@ -108,6 +109,35 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, list[str]]
     return found
 
 
+def validated(
+    model: type[Document],
+    data: Any,
+    *,
+    where: str,
+    code: str,
+    rule: str = "",
+    keys: Mapping[str, list[str]] | None = None,
+    **more: Any,
+) -> Document:
+    """Data as a document, with what `more` says beside it.
+
+    Args:
+        rule: where only a mapping will do: `a card is a YAML mapping`.
+        keys: of places whose names are free: dotted location -> the keys there.
+
+    Raises:
+        InputError: of `code`: one line, with a did-you-mean for a misspelt key.
+    """
+    if rule and not isinstance(data, dict):
+        raise InputError(code, where=where, value="not a mapping", rule=rule)
+    try:
+        return model.model_validate({**data, **more} if more else data)
+    except ValidationError as error:
+        known = {**known_keys(model), **(keys or {})}
+        known[""] = [key for key in known[""] if key not in more]
+        raise from_validation(error, where=where, code=code, known=known) from None
+
+
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
@@ -152,11 +182,7 @@ _UniqueKeyLoader.add_implicit_resolver(
 
 
 def read_yaml(path: Path) -> Any:
-    """Parse a YAML file safely.
-
-    Raises:
-        InputError: `yaml-invalid` with the line, or `file-unreadable`.
-    """
+    """Parse a YAML file safely. Raises InputError (`yaml-invalid` with the line, or `file-unreadable`)."""
     try:
         text = limits.read(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -177,11 +203,7 @@ def _values(value: Any, known: dict[int, float]) -> float:
 
 
 def parse_yaml(text: str, *, where: str) -> Any:
-    """Parse YAML safely.
-
-    Raises:
-        InputError: `yaml-invalid` with the line.
-    """
+    """Parse YAML safely. Raises InputError (`yaml-invalid` with the line)."""
     try:
         found = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
         limits.VALUES.demand(_values(found, {}), where)

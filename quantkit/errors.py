@@ -8,7 +8,8 @@ the offending `value`, the `rule` it breaks and the `remedy`. The command line p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 # what a terminal obeys instead of showing it: controls (C0 but the line feed, DEL, C1) and reversed directions
@@ -124,6 +125,15 @@ class MissingDependency(QuantkitError):
             remedy=f"pip install 'quantkit[{extra}]'" if extra else f"pip install {package}",
         )
 
+    @classmethod
+    @contextmanager
+    def unless_found(cls, package: str, *, extra: str | None, purpose: str) -> Iterator[None]:
+        """Makes this error of an import within it that fails."""
+        try:
+            yield
+        except ImportError:
+            raise cls(package, extra=extra, purpose=purpose) from None
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild_missing, (self._asked,))
 
@@ -162,9 +172,6 @@ def from_validation(
     """One line out of a pydantic ValidationError: the first problem, and how many more there are.
 
     Args:
-        error: a `pydantic.ValidationError`.
-        where: the file or option that was validated.
-        code: the code of the resulting error.
         known: dotted location (without list indices) -> the keys allowed there, for a did-you-mean.
     """
     problems = error.errors()

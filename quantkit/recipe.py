@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
@@ -23,13 +22,12 @@ from pydantic import (
 )
 
 from quantkit import content, plugins
-from quantkit.content import Closed, known_keys, read_yaml
-from quantkit.errors import InputError, did_you_mean, from_validation
+from quantkit.content import Closed, Document, read_yaml, validated
+from quantkit.errors import InputError, did_you_mean
 from quantkit.kinds import Kind, Said, today
 from quantkit.recipe_changes import apply_change, steps_of
 from quantkit.scheme import ActivationScheme, Scheme, WeightScheme
 
-Document = TypeVar("Document", bound=BaseModel)
 SchemeKind = TypeVar("SchemeKind", WeightScheme, ActivationScheme)
 
 
@@ -281,14 +279,11 @@ class Recipe(Closed):
     @classmethod
     def from_dict(cls, data: Any, *, name: str, where: str = "recipe", changes: Sequence[str] = ()) -> Recipe:
         """Validate a mapping as a recipe. Raises InputError (`recipe-invalid`)."""
-        if not isinstance(data, dict):
-            raise InputError("recipe-invalid", where=where, value="not a mapping", rule="a recipe is a YAML mapping")
-        for change in changes:
-            data = apply_change(data, change, keys=_KEYS)
-        try:
-            return cls.model_validate({**data, "name": name})
-        except ValidationError as error:
-            raise from_validation(error, where=where, code="recipe-invalid", known=known_keys(cls)) from None
+        if isinstance(data, dict):
+            for change in changes:
+                data = apply_change(data, change, keys=_KEYS)
+            data = {**data, "name": name}
+        return validated(cls, data, where=where, code="recipe-invalid", rule="a recipe is a YAML mapping")
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's form, which `from_dict` reads back."""

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from quantkit import content, plugins
 from quantkit.bundle.disk import write_atomic
-from quantkit.content import Closed, known_keys, read_yaml
-from quantkit.errors import InputError, did_you_mean, from_validation
+from quantkit.content import Closed, read_yaml, validated
+from quantkit.errors import InputError, did_you_mean
 
 State = Literal["native", "emulated", "absent"]
 # what is stored in a format: weights, the inputs of products whose weights are in it too, keys and values
@@ -71,6 +71,11 @@ class Figure(Closed):
             return "unmeasured"
         return "measured" if self._measured else "stated"
 
+    def demand(self, name: str, unit: str) -> None:
+        """Raises ValueError where it is in another unit."""
+        if self.unit != unit:
+            raise ValueError(f"{name} is in {unit}, not {self.unit}")
+
     def measured(self, value: float, source: str) -> Figure:
         """The same figure with the value that was measured for it."""
         figure = Figure(value=value, unit=self.unit, source=source)
@@ -102,8 +107,7 @@ class Memory(Closed):
     @model_validator(mode="after")
     def _units(self) -> Self:
         for name, unit in (("capacity", "B"), ("read_bandwidth", "B/s"), ("last_level_cache", "B")):
-            if getattr(self, name).unit != unit:
-                raise ValueError(f"{name} is in {unit}, not {getattr(self, name).unit}")
+            getattr(self, name).demand(name, unit)
         return self
 
 
@@ -199,29 +203,20 @@ class Target(Closed):
                 _known_runtime(runtime)
         return value
 
-    @field_validator("runtimes")
+    @field_validator("runtimes", "build")
     @classmethod
-    def _known_runtimes(cls, value: list[str]) -> list[str]:
+    def _known_runtimes(cls, value: Any) -> Any:
         for runtime in value:
             _known_runtime(runtime)
         if len(set(value)) != len(value):
             raise ValueError("a runtime is named twice")
         return value
 
-    @field_validator("build")
-    @classmethod
-    def _known_builders(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        for runtime in value:
-            _known_runtime(runtime)
-        return value
-
     @field_validator("compute")
     @classmethod
     def _compute_units(cls, value: dict[ComputeType, Figure]) -> dict[ComputeType, Figure]:
         for name, figure in value.items():
-            unit = "op/s" if name.startswith("int") else "flop/s"
-            if figure.unit != unit:
-                raise ValueError(f"{name} is in {unit}, not {figure.unit}")
+            figure.demand(name, "op/s" if name.startswith("int") else "flop/s")
         return value
 
     @field_validator("batches")
@@ -237,8 +232,8 @@ class Target(Closed):
             raise ValueError("arch: `sm` goes with `vendor: nvidia`, and only with it")
         if (self.kind == "cpu") != (self.arch.isa is not None):
             raise ValueError("arch: `isa` goes with `kind: cpu`, and only with it")
-        if self.power is not None and self.power.unit != "W":
-            raise ValueError(f"power is in W, not {self.power.unit}")
+        if self.power is not None:
+            self.power.demand("power", "W")
         if self.baseline not in self.compute:
             raise ValueError(f"baseline {self.baseline} has no figure in compute: {', '.join(sorted(self.compute))}")
         return self
@@ -257,18 +252,12 @@ class Target(Closed):
     @classmethod
     def from_dict(cls, data: Any, *, name: str, where: str = "target") -> Target:
         """Validate a mapping as a target, without looking for measured figures; InputError `target-invalid`."""
-        if not isinstance(data, dict):
-            raise InputError("target-invalid", where=where, value="not a mapping", rule="a target is a YAML mapping")
-        known = known_keys(cls)
         # the keys between are free (a compute type, a format, a runtime), so nested tables get their keys by hand
-        known |= {f"compute.{key}": list(Figure.model_fields) for key in _mapping(data.get("compute"))}
-        for key, cells in _mapping(data.get("formats")).items():
-            known |= {f"formats.{key}.{runtime}": list(Cell.model_fields) for runtime in _mapping(cells)}
-        known[""] = [key for key in known[""] if key != "name"]
-        try:
-            return cls.model_validate({**data, "name": name})
-        except ValidationError as error:
-            raise from_validation(error, where=where, code="target-invalid", known=known) from None
+        keys = {f"compute.{key}": list(Figure.model_fields) for key in _mapping(_mapping(data).get("compute"))}
+        for key, cells in _mapping(_mapping(data).get("formats")).items():
+            keys |= {f"formats.{key}.{runtime}": list(Cell.model_fields) for runtime in _mapping(cells)}
+        rule = "a target is a YAML mapping"
+        return validated(cls, data, where=where, code="target-invalid", rule=rule, keys=keys, name=name)
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's form, which `from_dict` reads back; for the manifest."""
@@ -331,36 +320,25 @@ class Target(Closed):
             InputError: `target-cannot-run`, with the cell's source and the formats that do run.
         """
         runtime = runtime or self.runtimes[0]
-        where = self.name or "target"
+
+        def refused(value: str, rule: str, remedy: str) -> InputError:
+            return InputError("target-cannot-run", where=self.name or "target", value=value, rule=rule, remedy=remedy)
+
         if runtime not in self.runtimes:
-            raise InputError(
-                "target-cannot-run",
-                where=where,
-                value=f"runtime {runtime}",
-                rule="a target runs the runtimes it lists",
-                remedy=did_you_mean(runtime, self.runtimes),
-            )
+            remedy = did_you_mean(runtime, self.runtimes)
+            raise refused(f"runtime {runtime}", "a target runs the runtimes it lists", remedy)
         emulated = []
         for each in formats:
             stored = Stored(*each)
             use = self.use(stored, runtime)
+            what = f"{stored.words} do not run in {runtime}"
             if use.state == "absent":
-                raise InputError(
-                    "target-cannot-run",
-                    where=where,
-                    value=f"{stored.words} do not run in {runtime}".replace("cache do", "cache does"),
-                    rule=f"source: {use.source}",
-                    remedy=self._instead(stored, runtime),
-                )
+                remedy = self._instead(stored, runtime)
+                raise refused(what.replace("cache do", "cache does"), f"source: {use.source}", remedy)
             if self.supports(stored.format, runtime).symmetric_only and not stored.symmetric:
-                raise InputError(
-                    "target-cannot-run",
-                    where=where,
-                    value=f"asymmetric {stored.words} do not run in {runtime}",
-                    rule=f"only symmetric ones do; source: {use.source}",
-                    remedy="--set scheme.weights.symmetric=true and, where inputs are quantized, "
-                    "--set scheme.activations.symmetric=true",
-                )
+                inputs = "where inputs are quantized, --set scheme.activations.symmetric=true"
+                remedy = f"--set scheme.weights.symmetric=true and, {inputs}"
+                raise refused(f"asymmetric {what}", f"only symmetric ones do; source: {use.source}", remedy)
             if use.state == "emulated":
                 emulated.append(stored)
         return emulated

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import transformers
 
-from quantkit.calibrate.tokens.frame import frame
 from quantkit.calibrate.tokens.ids import ids_sha256, load_tokens
+from quantkit.calibrate.tokens.pack import frame
 from quantkit.measurement.accuracy.positions import Accuracy, Items
 from quantkit.model.source.open import open_model
 

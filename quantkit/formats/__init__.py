@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from quantkit.lazy import torch
 from quantkit.plugins import FormatFacts, Kind
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from quantkit.scheme import WeightScheme
 
@@ -27,9 +28,9 @@ class Nested:
         offset: [] float32, the mean of the scales.
     """
 
-    codes: torch.Tensor
-    absmax: torch.Tensor
-    offset: torch.Tensor
+    codes: Tensor
+    absmax: Tensor
+    offset: Tensor
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,17 @@ class QuantTensor:
             codebook; torch's float8 types.
         scale: [N, G] (or [1, 1]), in the dtype it is stored in; of nested scales the effective float32 values.
         zero: [N, G], int8, in the range of the codes; None when symmetric.
-        scheme: how codes are to be read.
         codebook: [2^bits] float32, what each code stands for.
         global_scale: [] float32, one more factor for the whole matrix.
         nested: the stored form of scales that are quantized themselves.
     """
 
-    codes: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor | None
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
     scheme: WeightScheme
-    codebook: torch.Tensor | None = None
-    global_scale: torch.Tensor | None = None
+    codebook: Tensor | None = None
+    global_scale: Tensor | None = None
     nested: Nested | None = None
 
     @property
@@ -75,8 +75,6 @@ def joined(parts: Sequence[QuantTensor]) -> QuantTensor:
     Raises:
         ValueError: different schemes, or scales that rows share.
     """
-    import torch
-
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -102,7 +100,7 @@ def apart(tensor: QuantTensor, rows: Sequence[int]) -> list[QuantTensor]:
     if tensor.nested is not None or height not in (1, tensor.shape[0]):
         raise ValueError("only a matrix with scales for every row, or one for all of them, can be cut")
 
-    def cut(part: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    def cut(part: Tensor | None) -> Sequence[Tensor | None]:
         return [part] * len(rows) if part is None or height == 1 else part.split(list(rows))
 
     parts = zip(tensor.codes.split(list(rows)), cut(tensor.scale), cut(tensor.zero), strict=True)
@@ -112,19 +110,19 @@ def apart(tensor: QuantTensor, rows: Sequence[int]) -> list[QuantTensor]:
 class Format(FormatFacts, Protocol):
     """What every format's constant `FORMAT` offers. Tensors are torch's; inputs are never modified."""
 
-    def quantize(self, weight: torch.Tensor, scheme: WeightScheme) -> QuantTensor:
+    def quantize(self, weight: Tensor, scheme: WeightScheme) -> QuantTensor:
         """Round [N, K] to nearest, each range from the smallest to the largest weight it covers."""
         ...
 
-    def dequantize(self, tensor: QuantTensor) -> torch.Tensor:
+    def dequantize(self, tensor: QuantTensor) -> Tensor:
         """The values that the codes stand for, [N, K] float32."""
         ...
 
-    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+    def pack(self, codes: Tensor) -> Tensor:
         """Codes [N, K] as densely packed bytes, uint8 [N, ceil(K * bits / 8)]."""
         ...
 
-    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
         """The inverse of `pack`; K = columns."""
         ...
 

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit.formats import Format, Nested
 from quantkit.formats.base.scaled import ScaledFormat
+from quantkit.lazy import torch
 from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from quantkit.scheme import WeightScheme
 
@@ -44,14 +45,12 @@ class NormalFloat:
 
     top: float = 1.0
 
-    def snap(self, units: torch.Tensor) -> torch.Tensor:
+    def snap(self, units: Tensor) -> Tensor:
         """The nearest values, float32."""
         return self.decode(self.encode(units))
 
-    def encode(self, units: torch.Tensor) -> torch.Tensor:
+    def encode(self, units: Tensor) -> Tensor:
         """The nearest places; halfway between two, the lower one."""
-        import torch
-
         values = self.codebook()
         middles = torch.cat([(values[1:] + values[:-1]) / 2, torch.tensor([torch.inf])])
         # torch.bucketize takes five times as long: a table of fine steps leaves one middle to compare with
@@ -62,27 +61,21 @@ class NormalFloat:
         codes += exact > middles.index_select(0, codes)
         return codes.to(torch.uint8).reshape(units.shape)
 
-    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+    def decode(self, codes: Tensor) -> Tensor:
         """A look-up."""
         return self.codebook().index_select(0, codes.int().reshape(-1)).reshape(codes.shape)
 
-    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+    def pack(self, codes: Tensor) -> Tensor:
         """Two a byte, the first in the high half, as bitsandbytes does; odd rows are filled up."""
-        import torch
-
         even = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
         return (even[:, ::2] << 4) | even[:, 1::2]
 
-    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
         """The inverse of `pack`."""
-        import torch
-
         return torch.stack([packed >> 4, packed & 15], dim=2).reshape(packed.shape[0], -1)[:, :columns]
 
-    def codebook(self) -> torch.Tensor:
+    def codebook(self) -> Tensor:
         """[16] float32, rising."""
-        import torch
-
         return torch.tensor(VALUES)
 
 
@@ -96,17 +89,15 @@ class Nf4(ScaledFormat):
         groups=(32, 64, 128, 256, 512, 1024, 2048, 4096),
     )
 
-    def stored(
-        self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def stored(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None) -> Tensor:
         """As it is: a group of zeros has scale 0."""
         return scale.float()
 
-    def encode(self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Nearest codes."""
         return self.element.encode(weight.float() * (1.0 / scale.float().clamp(min=1e-38)))
 
-    def kept(self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None) -> dict[str, Any]:
+    def kept(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None) -> dict[str, Any]:
         """Scales, doubled if the scheme says so."""
         fields = super().kept(scale, scheme, global_scale)
         if scheme.scale == "double":
@@ -115,10 +106,8 @@ class Nf4(ScaledFormat):
         return fields
 
 
-def dynamic_values() -> torch.Tensor:
+def dynamic_values() -> Tensor:
     """The 8-bit type of doubled scales, [256] float32, rising: seven decades, each with twice the steps of the last."""
-    import torch
-
     values = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
@@ -127,10 +116,8 @@ def dynamic_values() -> torch.Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32)
 
 
-def doubled(scale: torch.Tensor) -> Nested:
+def doubled(scale: Tensor) -> Nested:
     """Scales of any shape, row by row, as 8-bit codes."""
-    import torch
-
     flat = scale.float().reshape(-1)
     offset = flat.mean()
     parts = torch.nn.functional.pad(flat - offset, (0, -len(flat) % _NESTED)).reshape(-1, _NESTED)
@@ -143,7 +130,7 @@ def doubled(scale: torch.Tensor) -> Nested:
     return Nested(nearest[places][: len(flat)].to(torch.uint8), absmax, offset)
 
 
-def undoubled(nested: Nested) -> torch.Tensor:
+def undoubled(nested: Nested) -> Tensor:
     """The scales that are read back, flat float32."""
     values = dynamic_values()[nested.codes.int()]
     return values * nested.absmax.repeat_interleave(_NESTED)[: len(values)] + nested.offset

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from quantkit.formats import Format
 from quantkit.formats.base.elements import FP4_E2M1, FP8_E4M3
 from quantkit.formats.base.scaled import ScaledFormat
+from quantkit.lazy import torch
 from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from quantkit.scheme import WeightScheme
 
@@ -31,10 +32,8 @@ class Nvfp4(ScaledFormat):
     # (Cook et al., "Four Over Six", 2025)
     stretches: ClassVar[tuple[float, ...]] = (1.5,)
 
-    def global_scale(self, amax: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+    def global_scale(self, amax: Tensor, scheme: WeightScheme) -> Tensor:
         """`g` of a matrix whose largest magnitude is `amax`; 1 of zeros."""
-        import torch
-
         found = amax.float() / (FP8_E4M3.top * self.element.top)
         return torch.where(found >= torch.finfo(torch.float32).tiny, found, torch.ones_like(found))
 
@@ -42,14 +41,12 @@ class Nvfp4(ScaledFormat):
         """Always."""
         return True
 
-    def stored(
-        self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def stored(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None) -> Tensor:
         """The nearest `s · g`."""
         whole = self.global_scale(scale.max() * self.element.top, scheme) if global_scale is None else global_scale
         return FP8_E4M3.snap((scale.float() / whole).clamp(min=2**-9)) * whole
 
-    def kept(self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None) -> dict[str, Any]:
+    def kept(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None) -> dict[str, Any]:
         """Effective scales as `s` and `g`."""
         assert global_scale is not None
         fields = super().kept(scale / global_scale, scheme, global_scale)

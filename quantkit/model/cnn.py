@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Literal, Self
 
 import torch
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from quantkit import limits
-from quantkit.content import Closed, known_keys
-from quantkit.errors import InputError, from_validation
+from quantkit.content import Closed, validated
+from quantkit.errors import InputError
 from quantkit.model.source.weights import SINGLE, Weights, dtype_name, strict_json, write_safetensors
 
 CONFIG = "config.json"
@@ -65,7 +65,6 @@ class CnnConfig(Closed):
         classes: of the output.
         activation: relu, or relu6 = min(max(x, 0), 6).
         norm_epsilon: of the batch norms.
-        stem, stages: see the module.
         head: channels; None leaves the head out.
         dropout: before the classifier, while training.
     """
@@ -91,19 +90,13 @@ class CnnConfig(Closed):
 
     @classmethod
     def load(cls, path: Path) -> CnnConfig:
-        """Read a `config.json`.
-
-        Raises:
-            InputError: `config-invalid`, `file-unreadable`.
-        """
+        """Read a `config.json`. Raises InputError (`config-invalid`, `file-unreadable`)."""
         try:
             data = limits.read(path)
         except OSError as error:
             raise InputError("file-unreadable", where=str(path), value=str(error), remedy="check the file") from None
-        try:
-            return cls.model_validate(strict_json(data, str(path), "config-invalid", "config-invalid"))
-        except ValidationError as error:
-            raise from_validation(error, where=str(path), code="config-invalid", known=known_keys(cls)) from None
+        parsed = strict_json(data, str(path), "config-invalid", "config-invalid")
+        return validated(cls, parsed, where=str(path), code="config-invalid")
 
 
 class Convolution(nn.Module):
@@ -197,11 +190,7 @@ def tensors(network: nn.Module) -> dict[str, Tensor]:
 
 
 def fill(network: Cnn, values: Mapping[str, Tensor], *, where: str) -> None:
-    """Give a network its tensors.
-
-    Raises:
-        InputError: `weights-names`, `weights-shape`.
-    """
+    """Give a network its tensors. Raises InputError (`weights-names`, `weights-shape`)."""
     wanted = tensors(network)
     if wanted.keys() != values.keys():
         odd = sorted(wanted.keys() ^ values.keys())

@@ -36,7 +36,6 @@ def save(
     """Write one block's results.
 
     Args:
-        path: the file.
         tensors: linear's full name -> its codes.
         changed: parameter's full name -> its new value, in the dtype it will be stored in.
         inputs: linear's full name -> the fixed scale of its input.
@@ -92,7 +91,8 @@ class Finished:
         self.cache = cache
         self.changed = [key for key in self._places if _MARK not in key]
 
-    def _get(self, key: str, *, shape_alone: bool = False) -> Tensor:
+    def tensor(self, key: str, *, shape_alone: bool = False) -> Tensor:
+        """What is stored under a name: a parameter in `changed`, by its full name."""
         with safe_open(self._places[key], framework="pt") as stored:
             if shape_alone:
                 return torch.empty(stored.get_slice(key).get_shape(), device="meta")
@@ -102,13 +102,13 @@ class Finished:
     def quantized(self, linear: str, *, codes: bool = True) -> QuantTensor:
         """The codes of a linear in `schemes`, by its full name; without `codes`, their shape and all that is small."""
         found: dict[str, Any] = {
-            field: self._get(linear + _MARK + field, shape_alone=field == _CODES and not codes)
+            field: self.tensor(linear + _MARK + field, shape_alone=field == _CODES and not codes)
             if linear + _MARK + field in self._places
             else None
             for field in _FIELDS
         }
         if linear + _MARK + _NESTED + _CODES in self._places:
-            parts = (self._get(linear + _MARK + _NESTED + field.name) for field in fields(Nested))
+            parts = (self.tensor(linear + _MARK + _NESTED + field.name) for field in fields(Nested))
             found["nested"] = Nested(*parts)
         return QuantTensor(**found, scheme=self.schemes[linear])
 
@@ -124,24 +124,19 @@ class Finished:
     def _fixed(self, prefix: str) -> InputScale | None:
         if prefix + "scale" not in self._places:
             return None
-        zero = self._get(prefix + "zero") if prefix + "zero" in self._places else None
+        zero = self.tensor(prefix + "zero") if prefix + "zero" in self._places else None
         moved = None
         if prefix + _SHIFT in self._places:
-            moved = Moved(self._get(prefix + _SHIFT), self._get(prefix + _CHANNELS))
-        return InputScale(self._get(prefix + "scale"), zero, moved)
+            moved = Moved(self.tensor(prefix + _SHIFT), self.tensor(prefix + _CHANNELS))
+        return InputScale(self.tensor(prefix + "scale"), zero, moved)
 
     def dense(self, linear: str, shape: tuple[int, ...], *, transposed: bool) -> Tensor:
         """What a linear's codes stand for, float32, as its weight lies in the source: without padding.
 
         Args:
-            linear: its full name.
             shape: of its weight there.
             transposed: whether it lies [K, N] there.
         """
         tensor = self.quantized(linear)
         values: Tensor = load_format(tensor.scheme.format).dequantize(tensor)
         return (values[:, : shape[0]].T if transposed else values[:, : shape[1]]).contiguous()
-
-    def tensor(self, name: str) -> Tensor:
-        """A parameter in `changed`, by its full name."""
-        return self._get(name)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import limits
-from quantkit.errors import InputError
+from quantkit.model.layouts import unsupported
 from quantkit.model.source.weights import strict_json
 from quantkit.model.structure.names import same
 from quantkit.scheme import ActivationScheme, CacheScheme
@@ -86,7 +86,6 @@ def refuse(
 
     Args:
         layout: of the weights, as recipes call it.
-        symmetric: whether all weights are.
 
     Raises:
         InputError: `layout-unsupported`.
@@ -101,13 +100,8 @@ def refuse(
                 "transformers expands packed weights with zero points as it loads them, and forgets the activations"
             )
         if problem:
-            raise InputError(
-                "layout-unsupported",
-                where=linear,
-                value=f"activations in {scheme.format}",
-                rule=problem,
-                remedy="export: checkpoint: {layout: int-quantized} or {layout: float-quantized}",
-            )
+            remedy = "export: checkpoint: {layout: int-quantized} or {layout: float-quantized}"
+            raise unsupported(linear, f"activations in {scheme.format}", problem, remedy)
     if cache is None:
         return
     problem = ""
@@ -118,13 +112,9 @@ def refuse(
     elif not packed and layout != "dense":
         problem = f"layout {layout} has no place for the cache's scales"
     if problem:
-        raise InputError(
-            "layout-unsupported",
-            where="scheme.kv_cache",
-            value=f"{cache.format} by {cache.granularity}{'' if cache.symmetric else ', asymmetric'}",
-            rule=problem,
-            remedy="--set scheme.kv_cache.granularity=tensor --set scheme.kv_cache.symmetric=true, or another layout",
-        )
+        remedy = "--set scheme.kv_cache.granularity=tensor --set scheme.kv_cache.symmetric=true, or another layout"
+        value = f"{cache.format} by {cache.granularity}{'' if cache.symmetric else ', asymmetric'}"
+        raise unsupported("scheme.kv_cache", value, problem, remedy)
 
 
 def described(
@@ -137,9 +127,7 @@ def described(
 
     Args:
         config: what the weights' layout wrote; None where they are dense.
-        linears: all that are quantized.
         activations: linear's full name, as in the config -> scheme.
-        cache: of keys and values.
     """
     if not activations and cache is None:
         return None if config is None else dict(config)
@@ -202,8 +190,6 @@ def read(
     Args:
         config: `quantization_config` of config.json.
         linears: full names of the linears in its blocks.
-        entries: names of all stored tensors.
-        tensor: reads one of them.
     """
     from quantkit.formats.base.activation import InputScale
 
@@ -283,11 +269,7 @@ def attention_of(block: nn.Module) -> str:
 
     found: list[str] = [name for name, module in block.named_modules() if is_cached_attention_module(module)]
     if len(found) != 1:
-        raise InputError(
-            "layout-unsupported",
-            where=type(block).__name__,
-            value=f"{len(found)} attentions with k_proj and v_proj",
-            rule="compressed-tensors quantizes the cache of attentions that it knows by these names",
-            remedy="--set scheme.kv_cache=null",
-        )
+        rule = "compressed-tensors quantizes the cache of attentions that it knows by these names"
+        value = f"{len(found)} attentions with k_proj and v_proj"
+        raise unsupported(type(block).__name__, value, rule, "--set scheme.kv_cache=null")
     return found[0]

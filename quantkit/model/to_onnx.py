@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.lazy import torch
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -32,10 +34,8 @@ def write_onnx(
     """Writes the module in evaluation mode, as one file, in operator set 21.
 
     Args:
-        module: of tensors to tensors.
         examples: what it is called with, by position or by name: [n, ...] each, n at least 2; all but n is fixed in
             the graph.
-        path: to write.
         inputs: names of the graph's inputs; None: those of the arguments.
         outputs: names of the graph's outputs; None: those by which it returns them, else `output`, or `output_0`, ...
 
@@ -43,7 +43,6 @@ def write_onnx(
         Exception: whatever the module or torch's exporter raise.
     """
     import onnx_ir
-    import torch
     from onnx_ir.passes import common
     from onnxscript.optimizer import fold_constants_ir
 

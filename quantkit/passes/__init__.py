@@ -15,16 +15,19 @@ from quantkit.bundle import Decision
 from quantkit.bundle import decision as decision
 from quantkit.plugins import Kind
 
-if TYPE_CHECKING:
-    from torch import Tensor
+if TYPE_CHECKING:  # the words of a pass's signatures: passes take them from here
+    from torch import Tensor as Tensor
 
-    from quantkit.calibrate.statistics.collected import Stats
-    from quantkit.formats import QuantTensor
+    from quantkit.calibrate.statistics.collected import Stats as Stats
+    from quantkit.calibrate.statistics.sums import InputStats as InputStats
+    from quantkit.formats import QuantTensor as QuantTensor
     from quantkit.model.streaming.stream import Transform, Whole
-    from quantkit.model.structure.block import Block
-    from quantkit.passes.assign import Moments
-    from quantkit.planning.compiling.work import SharedLinears
-    from quantkit.scheme import WeightScheme
+    from quantkit.model.structure.block import Block as Block
+    from quantkit.model.structure.traced import SharedInput as SharedInput
+    from quantkit.passes.assign import Moments as Moments
+    from quantkit.planning.compiling.work import SharedLinears as SharedLinears
+    from quantkit.planning.compiling.work import WorkCounts as WorkCounts
+    from quantkit.scheme import WeightScheme as WeightScheme
 
 # a decision with this code tells how an input was read; it is no fallback
 NOTE = "note"

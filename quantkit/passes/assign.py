@@ -140,7 +140,6 @@ def product(weight: Tensor, moments: Moments | None, scheme: WeightScheme, passe
     Args:
         weight: [N, K].
         moments: of what it multiplies; None where nothing came there, or nothing is asked of it.
-        scheme: of the weight.
         passes: of the recipe, name -> settings.
     """
     found = assigner(passes)
@@ -148,11 +147,7 @@ def product(weight: Tensor, moments: Moments | None, scheme: WeightScheme, passe
 
 
 def assigner(passes: Mapping[str, Any]) -> Pass | None:
-    """The pass of a recipe that gives codes to weights that have none; None where there is none.
-
-    Args:
-        passes: name -> settings.
-    """
+    """The pass of a recipe that gives codes to weights that have none; None where there is none."""
     loaded = (load_pass(name) for name in passes)
     return next((each for each in loaded if "unassigned" in each.requires and "codes" in each.ensures), None)
 

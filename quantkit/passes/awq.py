@@ -13,16 +13,11 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from quantkit.content import Closed
+from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.calibrate.statistics.collected import Stats
-    from quantkit.calibrate.statistics.sums import InputStats
-    from quantkit.model.structure.block import Block
-    from quantkit.model.structure.traced import SharedInput
-    from quantkit.planning.compiling.work import SharedLinears, WorkCounts
+    from quantkit.passes import Block, SharedLinears, Stats, WorkCounts
 
 
 class Awq(Pass):
@@ -63,18 +58,11 @@ class Awq(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Search, fold and clip."""
-        import torch
-
         from quantkit.passes.solvers import awq
         from quantkit.passes.solvers.factor import factor
 
         outcome = Outcome(False)
-        hessians: dict[str, Tensor] = {}
-
-        def visit(group: SharedInput, seen: InputStats) -> None:
-            hessians[group.name] = seen.hessian
-
-        stats.staged(visit)
+        hessians = stats.each(lambda seen: seen.hessian)
         for group in block.groups():
             name = block.group_name(group)
             hessian = hessians.get(name)

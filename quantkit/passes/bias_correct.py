@@ -21,16 +21,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quantkit.content import Closed
+from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, decision, declined
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.calibrate.statistics.collected import Stats
-    from quantkit.calibrate.statistics.sums import InputStats
-    from quantkit.model.structure.block import Block
-    from quantkit.model.structure.traced import SharedInput
-    from quantkit.planning.compiling.work import SharedLinears, WorkCounts
+    from quantkit.passes import Block, InputStats, SharedInput, SharedLinears, Stats, Tensor, WorkCounts
 
 
 def shift(error: Tensor, mean: Tensor) -> Tensor:
@@ -61,7 +56,6 @@ class BiasCorrect(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Correct the bias of every linear with codes that has one."""
-        import torch
         from torch import nn
 
         biased = [name for name in block.tensors if getattr(block.module.get_submodule(name), "bias", None) is not None]

@@ -17,21 +17,15 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from quantkit.content import Closed
+from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, decision, declined
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.calibrate.statistics.collected import Stats
-    from quantkit.calibrate.statistics.sums import InputStats
-    from quantkit.model.structure.block import Block
-    from quantkit.model.structure.traced import SharedInput
+    from quantkit.passes import Block, SharedInput, Stats, Tensor
 
 
 def moves(low: Tensor, high: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     """Shift and scale of channels that lie between `low` and `high` [K]; the scales' geometric mean is 1."""
-    import torch
-
     half = ((high - low) / 2).double()
     reach = half.clamp(min=float(half.max()) * 1e-4)
     scale = torch.where(reach > 0, reach, 1.0).log() * alpha
@@ -65,12 +59,7 @@ class Center(Pass):
         groups = [group for group in block.groups() if _fixed(block, group)]
         if not groups:
             return declined(self.name, block.name, "no input is quantized with a fixed scale")
-        reaches: dict[str, tuple[Tensor, Tensor]] = {}
-
-        def visit(group: SharedInput, seen: InputStats) -> None:
-            reaches[group.name] = seen.low, seen.high
-
-        stats.staged(visit, products=False)
+        reaches = stats.each(lambda seen: (seen.low, seen.high), products=False)
         outcome = Outcome(False)
         for group in groups:
             name = block.group_name(group)

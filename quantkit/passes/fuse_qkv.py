@@ -17,9 +17,7 @@ from quantkit.passes import Outcome, Pass, decision, declined
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from quantkit.calibrate.statistics.collected import Stats
-    from quantkit.formats import QuantTensor
-    from quantkit.model.structure.block import Block
+    from quantkit.passes import Block, QuantTensor, Stats
 
 
 def fuse(tensors: Sequence[QuantTensor]) -> QuantTensor:

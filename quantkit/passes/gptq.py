@@ -13,19 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from quantkit.content import Closed
+from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.calibrate.statistics.collected import Stats
-    from quantkit.calibrate.statistics.sums import InputStats
-    from quantkit.formats import QuantTensor
-    from quantkit.model.structure.block import Block
-    from quantkit.model.structure.traced import SharedInput
-    from quantkit.passes.assign import Moments
-    from quantkit.planning.compiling.work import SharedLinears, WorkCounts
-    from quantkit.scheme import WeightScheme
+    from quantkit.passes import (
+        Block,
+        InputStats,
+        Moments,
+        QuantTensor,
+        SharedInput,
+        SharedLinears,
+        Stats,
+        Tensor,
+        WeightScheme,
+        WorkCounts,
+    )
 
 
 class Gptq(Pass):
@@ -100,9 +103,8 @@ class Gptq(Pass):
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, stage by stage."""
         from quantkit.passes.assign import filled
-        from quantkit.passes.solvers.drift import corrected
         from quantkit.passes.solvers.factor import Factor, factor
-        from quantkit.passes.solvers.gptq import gptq_shared
+        from quantkit.passes.solvers.gptq import corrected, gptq_shared
         from quantkit.passes.solvers.unsaturated import bounded, neighbours
 
         outcome = Outcome(True)
@@ -158,12 +160,10 @@ class Gptq(Pass):
         `correction` is W' = W E[x x̂ᵀ] (E[x̂ x̂ᵀ] + λ)⁻¹. A weight with one scale and several groups is rounded to
         nearest, since each group would find a scale of its own; so is one whose inputs nothing is known of.
         """
-        import torch
 
         from quantkit.formats import QuantTensor, joined
         from quantkit.passes.assign import nearest
-        from quantkit.passes.solvers.gptq import gptq
-        from quantkit.passes.solvers.gptq_rows import gptq_rows
+        from quantkit.passes.solvers.gptq import gptq, gptq_rows
 
         if moments is None or (len(moments.hessian) > 1 and not scheme.rows_apart):
             return nearest(weight, scheme)

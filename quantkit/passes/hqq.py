@@ -20,14 +20,7 @@ from quantkit.formats.base.grid import load_grid
 from quantkit.passes import Outcome, Pass
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.calibrate.statistics.collected import Stats
-    from quantkit.formats import QuantTensor
-    from quantkit.model.structure.block import Block
-    from quantkit.passes.assign import Moments
-    from quantkit.planning.compiling.work import SharedLinears, WorkCounts
-    from quantkit.scheme import WeightScheme
+    from quantkit.passes import Block, Moments, QuantTensor, SharedLinears, Stats, Tensor, WeightScheme, WorkCounts
 
 
 class Hqq(Pass):

@@ -23,8 +23,7 @@ from quantkit.content import Closed
 from quantkit.passes import Outcome, Pass, declined
 
 if TYPE_CHECKING:
-    from quantkit.calibrate.statistics.collected import Stats
-    from quantkit.model.structure.block import Block
+    from quantkit.passes import Block, Stats
 
 
 class Mixed(Pass):

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.content import Closed
+from quantkit.lazy import torch
 from quantkit.passes import ModelOutcome, Pass, decision
 
 if TYPE_CHECKING:
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from quantkit.model.streaming.stream import Whole
-    from quantkit.model.structure.ends import Ends
-    from quantkit.model.structure.turn import Residual
+    from quantkit.model.structure.turn import Ends, Residual
     from quantkit.passes.solvers.rotate import Rotation
 
 # tokens to trace and prove on
@@ -109,18 +109,12 @@ class Rotate(Pass):
 
 
 def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
-    """The rotation, proved on every part.
-
-    Raises:
-        Unturnable: with the reason.
-    """
-    import torch
+    """The rotation, proved on every part. Raises Unturnable (with the reason)."""
 
     from quantkit.model.streaming.calls import Call
-    from quantkit.model.structure.ends import Ends
     from quantkit.model.structure.fold import TOLERANCE
     from quantkit.model.structure.residual import Unturnable, find, find_heads
-    from quantkit.model.structure.turn import ModelPart, Residual, prove
+    from quantkit.model.structure.turn import Ends, ModelPart, Residual, prove
     from quantkit.passes.solvers import rotate as solver
 
     if not model.path:
@@ -166,11 +160,7 @@ def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
 
 
 def _prove_ends(ends: Ends, outside: Residual, rotation: Rotation, hidden: Tensor) -> None:
-    """Embedding and head.
-
-    Raises:
-        Unturnable: they do not turn.
-    """
+    """Embedding and head. Raises Unturnable (they do not turn)."""
     from quantkit.model.structure.fold import TOLERANCE, disagreement
     from quantkit.model.structure.residual import Unturnable
     from quantkit.model.structure.turn import ModelPart, prove

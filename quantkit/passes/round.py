@@ -26,16 +26,14 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from quantkit.content import Closed
+from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, declined
 
 if TYPE_CHECKING:
-    from torch import Generator, Tensor, nn
+    from torch import Generator, nn
 
-    from quantkit.calibrate.statistics.collected import Stats
-    from quantkit.formats import QuantTensor
-    from quantkit.model.structure.block import Block
+    from quantkit.passes import Block, QuantTensor, SharedLinears, Stats, Tensor, WorkCounts
     from quantkit.passes.solvers.round import LearnedRounding
-    from quantkit.planning.compiling.work import SharedLinears, WorkCounts
 
 
 class Round(Pass):
@@ -77,8 +75,6 @@ class Round(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, or improve those that it has."""
-        import torch
-
         from quantkit.model.structure.traced import weight_of
         from quantkit.passes.assign import nearest
         from quantkit.passes.solvers.round import LearnedRounding
@@ -133,8 +129,6 @@ def _learn(
     generator: Generator,
 ) -> tuple[dict[str, QuantTensor], bool]:
     """The best of the states on the held-out sequences, and whether it is not the first."""
-    import torch
-
     targets = stats.original_outputs()
 
     def measured() -> float:
@@ -162,8 +156,6 @@ def _learn(
 
 def _gradients(block: Block, stats: Stats, targets: Tensor, rows: list[int], names: list[str]) -> dict[str, Tensor]:
     """Of the loss on some sequences, one after the other, by the weights, [N, K + padding]."""
-    import torch
-
     from quantkit.model.structure.traced import is_transposed
 
     modules: dict[str, nn.Module] = {name: block.module.get_submodule(name) for name in names}

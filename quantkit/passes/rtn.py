@@ -14,15 +14,17 @@ from quantkit.formats import QuantTensor, joined
 from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantkit.calibrate.statistics.collected import Stats
-    from quantkit.calibrate.statistics.sums import InputStats
-    from quantkit.model.structure.block import Block
-    from quantkit.model.structure.traced import SharedInput
-    from quantkit.passes.assign import Moments
-    from quantkit.planning.compiling.work import SharedLinears, WorkCounts
-    from quantkit.scheme import WeightScheme
+    from quantkit.passes import (
+        Block,
+        InputStats,
+        Moments,
+        SharedInput,
+        SharedLinears,
+        Stats,
+        Tensor,
+        WeightScheme,
+        WorkCounts,
+    )
 
 
 class Rtn(Pass):

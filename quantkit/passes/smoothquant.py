@@ -14,18 +14,13 @@ from pydantic import Field
 
 from quantkit.content import Closed
 from quantkit.formats.base.grid import load_grid
+from quantkit.lazy import torch
 from quantkit.passes import Outcome, Pass, decision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
-    from quantkit.calibrate.statistics.collected import Stats
-    from quantkit.calibrate.statistics.sums import InputStats
-    from quantkit.model.structure.block import Block
-    from quantkit.model.structure.traced import SharedInput
-    from quantkit.planning.compiling.work import SharedLinears, WorkCounts
+    from quantkit.passes import Block, SharedLinears, Stats, Tensor, WorkCounts
 
 
 class SmoothQuant(Pass):
@@ -59,17 +54,10 @@ class SmoothQuant(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Measure, choose and fold."""
-        import torch
-
         from quantkit.passes.solvers import smoothquant
 
         outcome = Outcome(False)
-        reaches: dict[str, tuple[Tensor, Tensor]] = {}
-
-        def visit(group: SharedInput, seen: InputStats) -> None:
-            reaches[group.name] = seen.absmax, seen.sample
-
-        stats.staged(visit)
+        reaches = stats.each(lambda seen: (seen.absmax, seen.sample))
         for group in block.groups():
             name = block.group_name(group)
             fold = block.folds.get(name)
@@ -110,8 +98,6 @@ class SmoothQuant(Pass):
 
 def _rounded(block: Block, linear: str) -> Callable[[Tensor], Tensor]:
     """A weight [N, K] -> what plain rounding makes of it under the linear's scheme."""
-    import torch
-
     scheme = block.scheme(linear)
     form = load_grid(scheme.format)
 

@@ -47,13 +47,8 @@ class MatrixEntry:
     """One cell.
 
     Args:
-        target: where.
-        format: stored so.
-        part: what is stored so.
-        runtime: that reads it.
         state: what it makes of it.
         symmetric_only: whether a zero point is refused.
-        source: how this is known.
     """
 
     target: str

@@ -53,7 +53,6 @@ class Reader:
     """An export and the runtime that reads it.
 
     Args:
-        export: its name.
         runtime: the first of the target's that computes in most of what is stored.
         taken: everything that is stored.
     """
@@ -126,7 +125,6 @@ def caveats(recipe: Recipe, target: Target, runtimes: Sequence[str] | None = Non
     """What runtimes need beside themselves to read the exports of a recipe, or do otherwise than is stored.
 
     Args:
-        recipe, target: as for `ask`.
         runtimes: of these; None: of all that the target has.
     """
     found = []

@@ -1,22 +1,26 @@
 """What a recipe can have on a target: `ask` is the one question, `Support` its answer.
 
-`readers.py` says which runtime reads each of its exports, and whether it computes in the formats; `nearest.py` what to
-ask for instead where none can. No model is opened, torch not needed.
+`readers.py` says which runtime reads each of its exports, and whether it computes in the formats. What a
+recipe asks for and its target cannot, or only emulates, is answered with the nearest recipe, export or target that can,
+among those that ship: the same kind of model, computed in as it is stored, the nearest bits. No model is opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from quantkit import plugins
+import yaml
+
+from quantkit import content, plugins
 from quantkit.bundle import Decision, decision
 from quantkit.errors import InputError
+from quantkit.formats import load_format
 from quantkit.kinds import Kind
-from quantkit.planning.nearest import instead, refusal
-from quantkit.planning.readers import Reader, best, readers
-from quantkit.recipe import Recipe
+from quantkit.planning.readers import ORDER, Reader, best, either, exports, readers, with_remedy
+from quantkit.recipe import ExportStep, Recipe
 from quantkit.target import Target
 
 # code of the decision that nothing on the target computes in what is stored
@@ -29,7 +33,6 @@ class Support:
 
     Args:
         recipe: with the exports that a runtime of the target reads, each with the target's settings.
-        target: where.
         left_out: the other exports.
         readers: who reads each export; of a graph, what it becomes.
     """
@@ -73,7 +76,6 @@ def ask(recipe: Recipe, target: Target, kind: Kind | None = None) -> Support:
 
     Args:
         recipe: as it is asked for; exports for which the target has no runtime are left out, if others are left.
-        target: where.
         kind: of the model; None where it is not known yet: not a graph.
 
     Raises:
@@ -95,7 +97,6 @@ def fitted(recipe: Recipe, target: Target, read_by: Mapping[str, str] | None = N
     `profiles`, the compute capability of its GPU. A recipe none of whose exports can be read is returned whole.
 
     Args:
-        recipe, target: as for `ask`.
         read_by: export -> who reads it; of others the first runtime that the target has.
     """
     kept, left_out = [], []
@@ -113,3 +114,120 @@ def fitted(recipe: Recipe, target: Target, read_by: Mapping[str, str] | None = N
     if not kept:
         return recipe, ()
     return recipe.model_copy(update={"export": kept}), tuple(left_out)
+
+
+def refusal(error: InputError, recipe: Recipe, target: Target, kind: Kind) -> InputError:
+    """A refusal that names the nearest recipe or target that can, and the settings that it named itself."""
+    remedy = either(instead(recipe, target, kind), _elsewhere(recipe, target, kind))
+    if not remedy:
+        alike = sorted(_alike(recipe, kind), key=lambda other: (*_differ(recipe, other), other.name))
+        places = ((other.name, _elsewhere(other, target, kind)) for other in alike)
+        remedy = next((f"--recipe {name} {place}" for name, place in places if place), "")
+    own = error.remedy if not remedy or error.remedy.startswith(("--set", "leave")) else ""
+    return with_remedy(error, either(own, remedy))
+
+
+def instead(recipe: Recipe, target: Target, kind: Kind, *, native: bool = False) -> str:
+    """What to ask for instead: the nearest shipped recipe, or another export; "" without either.
+
+    Args:
+        native: only what is computed in as it is stored.
+    """
+    parts = []
+    others = [each for each in _others(recipe, target, kind) if not native or each[2].state == "native"]
+    if others:
+        _, other, found = min(others, key=lambda each: each[0])
+        how = "native" if found.state == "native" else "computed in floats"
+        parts.append(f"--recipe {other.name} ({how} in {found.runtime})")
+    for name, runtime in _exports(recipe, target, kind):
+        parts.append(f"--set 'export=[{{{name}: {{}}}}]' (native in {runtime})")
+    return either(*parts)
+
+
+def _elsewhere(recipe: Recipe, target: Target, kind: Kind) -> str:
+    """The nearest target that computes in all that a recipe stores."""
+    wanted = {runtime for step in exports(recipe, kind) for runtime in plugins.EXPORTERS.load(step.name).runtimes}
+    for name in sorted(content.names("export"), key=lambda name: _apart(_outline(name), target)):
+        if not wanted & set(_outline(name)["runtimes"]):
+            continue  # to parse all of them would take a second
+        try:
+            found = best(readers(recipe, Target.load(name), kind))
+        except InputError:
+            continue
+        if found.state == "native":
+            return f"--target {name} (native in {found.runtime})"
+    return ""
+
+
+@cache
+def _outline(name: str) -> dict[str, Any]:
+    """A few lines of a shipped target."""
+    lines = content.find("export", name).read_text(encoding="utf-8").splitlines()
+    keys = ("kind: ", "arch: ", "runtimes: ")
+    found = yaml.safe_load("\n".join(line for line in lines if line.startswith(keys)))
+    return {**found, "name": name}
+
+
+def _exports(recipe: Recipe, target: Target, kind: Kind) -> Iterator[tuple[str, str]]:
+    """(export, runtime): the first export that the recipe could have, and that is computed in as it is stored."""
+    for name in sorted({*plugins.EXPORTERS.names()} - {step.name for step in recipe.export}):
+        changed = recipe.model_copy(update={"export": [ExportStep(name=name)]})
+        try:
+            found = best(readers(changed, target, kind))
+        except InputError:
+            continue
+        if found.state == "native" and found.export == name and found.taken:
+            yield name, found.runtime
+            return
+
+
+@cache
+def shipped(name: str) -> Recipe:
+    """A recipe that ships, read once: several candidates and their stand-ins look at the same."""
+    return Recipe.load(name)
+
+
+def _alike(recipe: Recipe, kind: Kind) -> list[Recipe]:
+    """The other shipped recipes for that kind of model."""
+    others = [shipped(name) for name in content.names("recipes") if name != recipe.name]
+    # an add-on is no recipe by itself, and a graph is quantized or left alone
+    quantized = [each for each in others if each.scheme.weights or (each.scheme.kv_cache is None and kind != "network")]
+    return [each for each in quantized if kind in each.models]
+
+
+def _others(recipe: Recipe, target: Target, kind: Kind) -> Iterator[tuple[tuple[Any, ...], Recipe, Reader]]:
+    """Shipped recipes that a target runs, with how far they are from another one."""
+    asked = {step.name for step in recipe.export}
+    for other in _alike(recipe, kind):
+        try:
+            known = readers(other, target, kind)
+        except InputError:
+            continue
+        found = min(known, key=lambda each: (*each.rank, each.export not in asked))
+        yield (ORDER.index(found.state), *_differ(recipe, other), other.name), other, found
+
+
+def _differ(recipe: Recipe, other: Recipe) -> tuple[float | bool, ...]:
+    """How unlike two recipes are, what matters most first: bits, inputs, exports, kind of format, zero points."""
+    one, two = recipe.scheme, other.scheme
+    bits = [float(load_format(x.weights.format).bits) if x.weights else 16.0 for x in (one, two)]
+    inputs = [x.activations.format if x.activations else "" for x in (one, two)]
+    kinds = [x.weights.format[:2] if x.weights else "" for x in (one, two)]
+    exports = [{step.name for step in x.export} for x in (recipe, other)]
+    zeros = [x.weights.symmetric if x.weights else True for x in (one, two)]
+    dynamic = [x.activations.dynamic if x.activations else None for x in (one, two)]
+    return (
+        abs(bits[0] - bits[1]),
+        (inputs[0] == "") != (inputs[1] == ""),
+        not exports[0] & exports[1],
+        kinds[0] != kinds[1],
+        dynamic[0] != dynamic[1],
+        zeros[0] != zeros[1],
+        recipe.passes != other.passes,
+    )
+
+
+def _apart(other: dict[str, Any], target: Target) -> tuple[Any, ...]:
+    """How unlike a target another one is, by its outline."""
+    sm = abs(float(other["arch"].get("sm") or 0) - float(target.arch.sm or 0))
+    return other["kind"] != target.kind, other["arch"]["vendor"] != target.arch.vendor, sm, other["name"]

@@ -2,10 +2,10 @@
 
     candidates.py   which weight schemes a unit may have, and what each costs in bits and bytes
     harm.py         what each does to the model's output, measured unit by unit
-    solve.py        the best choice of one candidate a unit under limits, by scipy's HiGHS
     budget.py       what the user allows
-    front.py        the solutions for a sweep of budgets, and how well the sum of harms predicts the whole
-    write.py        a choice as a recipe that people can read
+    front.py        the best choice of one candidate a unit (scipy's HiGHS), for a sweep of budgets, and how well the
+                    sum of harms predicts the whole
+    answer.py       a choice as a recipe that people can read, and all that is left behind
     search.py       the order of these things
 
 Importing this package is cheap: torch and scipy are imported where they are used.

@@ -28,8 +28,6 @@ class ScoredChoice:
     """A compiled and scored choice.
 
     Args:
-        name: of its recipe.
-        bundle: what was compiled.
         kl: nats a token on the guiding text.
         rows: of the compile: the held-out KL, size.
     """
@@ -56,17 +54,15 @@ class ScoredChoice:
 
 
 class Within(Progress):
-    """A compile's stages as one stage of something larger.
+    """A compile's stages as a part of the stage `check` of a search.
 
     Args:
         outer: whose stage it is.
-        stage: its name there.
         start, stop: the shares of the stage that the compile is.
     """
 
-    def __init__(self, outer: Progress, stage: str, start: float, stop: float) -> None:
-        self.outer, self.stage = outer, stage
-        self.start, self.stop = start, stop
+    def __init__(self, outer: Progress, start: float, stop: float) -> None:
+        self.outer, self.start, self.stop = outer, start, stop
         self.stages: dict[str, float] = {}
 
     def plan(self, stages: Mapping[str, float]) -> None:
@@ -82,7 +78,7 @@ class Within(Progress):
                 break
             before += seconds
         share = before / (sum(self.stages.values()) or 1.0)
-        self.outer.at(self.stage, self.start + (self.stop - self.start) * min(share, 1.0), f"{stage} {detail}".strip())
+        self.outer.at("check", self.start + (self.stop - self.start) * min(share, 1.0), f"{stage} {detail}".strip())
 
 
 def scored_in(runtimes: Sequence[str], where: str) -> str:
@@ -90,7 +86,6 @@ def scored_in(runtimes: Sequence[str], where: str) -> str:
 
     Args:
         runtimes: of the exports.
-        where: the recipe, for errors.
 
     Raises:
         InputError: `tune-unscored`, where none does.

@@ -61,7 +61,6 @@ class UnitHarm:
     Args:
         block: number of its block.
         members: full names of its linears.
-        candidate: its name.
         kl: nats a token.
         error: the squared change of the block's output, as a share of its square.
         scaled: whether the KL follows from another candidate's, see the module.
@@ -80,15 +79,12 @@ class HarmSubject:
     """What is measured.
 
     Args:
-        stream: the model.
-        steps: the recipe's passes.
         candidates: name -> linear's full name -> its scheme; linears that are not named stay as they are.
         calibration: ids [samples, tokens] for passes that look at data; None where none does.
         ids: [samples, tokens] that the harm is measured on.
         probe_ids: a few tokens to trace blocks with.
         widest: the largest number of features of any activation.
         dtype: of what stays in high precision.
-        seed: of the recipe.
         anchor: the candidate that is measured at the output; None measures all.
     """
 
@@ -203,12 +199,8 @@ class _Measurement:
         return (before + (mine if index >= count else 0.9 * min(passed, mine))) / whole
 
     def _variants(self, index: int, clean: Tensor, calibration: Tensor | None) -> list[_Variant]:
-        """Every unit of a block in every candidate; only what has to go through the rest of the model has its state.
-
-        Args:
-            index: of the block, which `self.clean` is behind.
-            clean, calibration: what goes into it.
-        """
+        """Every unit of a block, which `self.clean` is behind and `clean` and `calibration` go into, in every
+        candidate; only what has to go through the rest of the model has its state."""
         subject = self.subject
         before = _Before()
         at = next(i for i, step in enumerate(subject.steps) if step.run.name in assigners())

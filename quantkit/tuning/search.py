@@ -21,11 +21,12 @@ from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.exporters import reader
 from quantkit.formats import stored_bits
+from quantkit.lazy import torch
 from quantkit.passes import decision
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import Request, default_out
 from quantkit.planning.model.stored import WIDTHS
-from quantkit.tuning import answer, front, store, timings, write
+from quantkit.tuning import answer, front, store, timings
 from quantkit.tuning.answer import RECIPE
 from quantkit.tuning.budget import Budget
 from quantkit.tuning.candidates import Choices, choices, name_of
@@ -55,7 +56,6 @@ class TuneQuestion:
 
     Args:
         request: the model, the base recipe, the target; its `out` is the folder of the answer.
-        budget: the limits.
         formats: candidates by format; None tries the usual ones.
         schemes: candidates by the fields they change in the recipe's scheme.
         samples: sequences that a harm is measured on.
@@ -81,7 +81,6 @@ class Tuned:
     """What a search yields.
 
     Args:
-        out: the folder.
         front: what `front.json` holds.
         decisions: what was done otherwise than asked.
         warnings: what a reader must know.
@@ -204,8 +203,6 @@ class _Search:
         self.progress.at("harm", start / count, f"{len(known)} known" if known else "")
         if start == count:
             return known
-        import torch
-
         generator = torch.Generator().manual_seed(self.request.recipe.seed)
         vocabulary = int(self.text.ids.max()) + 1
         subject: HarmSubject = harm.HarmSubject(
@@ -273,8 +270,6 @@ class _Search:
 
     def _expected(self, start: int) -> dict[str, float]:
         """A first guess of the seconds each stage takes, from its matrix products."""
-        import torch
-
         from quantkit.pipeline.estimate import head_size
 
         rate = 25e9 * torch.get_num_threads()
@@ -332,7 +327,7 @@ class _Search:
         sizes = {name: rows * columns for name, (rows, columns) in self.found.shapes.items()}
         budget = ", ".join(f"{kind} {value:g}" for kind, value in self.question.budget.as_dict().items())
         summary = f"{self.request.recipe.name} in mixed precision for {self.prepared.source.name}: {budget}"
-        return write.recipe_of(self.request.recipe, assignment, sizes, name=name, summary=summary)
+        return answer.recipe_of(self.request.recipe, assignment, sizes, name=name, summary=summary)
 
     def _checked(self, tables: Tables, chosen: FrontPoint) -> FrontPoint:
         """Compile and score the choice; under a limit on KL, choose again with what was learnt."""
@@ -387,7 +382,7 @@ class _Search:
         text = self._guiding(-(-CHECKED // (self._length() - 1)), self._length())
         self.scored = text
         start = 1 - 2.0**-number  # how many there will be is not known: each takes half of what is left
-        within = Within(self.progress, "check", start, start + 2.0 ** -(number + 1))
+        within = Within(self.progress, start, start + 2.0 ** -(number + 1))
         return compile_and_score(self.request, recipe, self.work / folder, text, within)
 
     def _length(self) -> int:

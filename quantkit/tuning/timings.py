@@ -13,7 +13,7 @@ import numpy as np
 
 from quantkit.measurement.rows import Row
 from quantkit.tuning.candidates import FLOAT, Candidate
-from quantkit.tuning.solve import Table
+from quantkit.tuning.front import Table
 
 Key = tuple[str, int, int, int]  # format, K, N, M
 _FLOATS = ("float32", "float16", "bfloat16")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.calibrate.tokens.frame import begins, frame, named
+from quantkit.calibrate.tokens.pack import begins, frame, named
 
 
 def tokenizer(single: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.calibrate.tokens.pairs import is_pairs, load_pair_tokens
+from quantkit.calibrate.tokens.ids import is_pairs, load_pair_tokens
 from quantkit.errors import InputError
 
 

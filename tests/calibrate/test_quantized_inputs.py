@@ -16,7 +16,7 @@ from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.formats.base import activation
 from quantkit.model.streaming import cache as caches
 from quantkit.model.streaming import inputs
-from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.stream import LoadedModel
 from quantkit.model.structure.traced import SharedInput, trace
 from quantkit.scheme import ActivationScheme, CacheScheme
 
@@ -115,7 +115,7 @@ def reference_attention(module: Any, hidden: Tensor, calls: Any, change: Any) ->
             return super().update(change(keys), change(values), *args, **kwargs)  # type: ignore[no-any-return]
 
     call = calls.call(0)
-    bound = inspect.signature(module.forward).bind(hidden, *call.args, **call.kwargs)
+    bound = inspect.signature(module.forward).bind(hidden, *call.given.args, **call.given.kwargs)
     bound.arguments["past_key_values"] = Changed()
     output = module(*bound.args, **bound.kwargs)
     return output[0] if isinstance(output, tuple) else output

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quantkit.calibrate.statistics.collected import Original, Stats
 from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.errors import InputError
-from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.stream import LoadedModel
 from quantkit.model.structure import skip
 from quantkit.model.structure.traced import SharedInput, trace
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.calibrate.sets.inputs import InputSet
-from quantkit.calibrate.sets.views import views
+from quantkit.calibrate.sets.inputs import InputSet, views
 
 
 def images(count: int = 3) -> np.ndarray:

@@ -12,7 +12,7 @@ import zoo
 
 from measurement.labelled.made_up import about
 from quantkit.calibrate.sets.pairs import PairSet
-from quantkit.calibrate.tokens.pairs import token_ids
+from quantkit.calibrate.tokens.ids import token_ids
 from quantkit.measurement.accuracy.embed import embeddings, pair_rows
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel

@@ -7,7 +7,7 @@ import zoo
 from torch import Tensor, nn
 
 from quantkit.model.streaming.calls import Call
-from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.stream import LoadedModel
 
 
 class Matrix:

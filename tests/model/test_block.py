@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quantkit.formats import load_format
 from quantkit.model.streaming.calls import Call
-from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.stream import LoadedModel
 from quantkit.model.structure import fold
 from quantkit.model.structure.block import Block
 from quantkit.model.structure.traced import Structure, trace

@@ -6,15 +6,15 @@ import pytest
 import torch
 import zoo
 
-from quantkit.model.streaming.loaded import LoadedModel
-from quantkit.model.structure import ends
-from quantkit.model.structure.ends import Ends
+from quantkit.model.streaming.stream import LoadedModel
+from quantkit.model.structure import turn
 from quantkit.model.structure.fold import InDouble
+from quantkit.model.structure.turn import Ends
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2", "opt"])
 def test_few_rows_give_the_numbers_of_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ends, "ROWS", 40)
+    monkeypatch.setattr(turn, "ROWS", 40)
     model = zoo.tiny(name)
     ids = zoo.ids(2, 12) % 40
     found = Ends(LoadedModel(model), ids)

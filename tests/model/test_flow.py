@@ -14,8 +14,7 @@ from zoo import shrink
 
 from quantkit.errors import InputError
 from quantkit.model.source.open import open_model
-from quantkit.model.streaming.loaded import LoadedModel
-from quantkit.model.streaming.stream import StreamedModel
+from quantkit.model.streaming.stream import LoadedModel, StreamedModel
 
 # class -> whether its forward has to run itself
 CLASSES = {

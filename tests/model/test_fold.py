@@ -14,9 +14,8 @@ from torch.nn import functional
 from zoo import shrink
 
 from quantkit.model.source.open import open_model
-from quantkit.model.streaming.calls import Call, primary
-from quantkit.model.streaming.loaded import LoadedModel
-from quantkit.model.streaming.stream import StreamedModel
+from quantkit.model.streaming.calls import Call, Given, primary
+from quantkit.model.streaming.stream import LoadedModel, StreamedModel
 from quantkit.model.structure import fold
 from quantkit.model.structure.fold import TOLERANCE, Fold
 from quantkit.model.structure.traced import SharedInput, Structure, trace
@@ -275,7 +274,7 @@ class Planted(nn.Module):
 def test_only_what_holds_is_found(wiring: str, found: dict[str, str]) -> None:
     block = Planted(wiring)
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(2))
-    call = Call(x, (), {})
+    call = Call(x)
     structure = traced(block, call)
     folds, declined = fold.find(block, structure, call)
     assert {group: each.producer for group, each in folds.items()} == found
@@ -296,7 +295,7 @@ def test_dead_channels_may_only_be_the_identity() -> None:
     block = Planted("relu")
     with torch.no_grad():
         block.up.bias[3] = -1e3
-    call = Call(torch.randn(2, 5, 8), (), {})
+    call = Call(torch.randn(2, 5, 8))
     structure = traced(block, call)
     folds, _ = fold.find(block, structure, call)
     assert folds["down"].index.tolist() == list(range(12))
@@ -313,21 +312,23 @@ def test_a_linear_that_runs_twice_is_no_place_to_fold_into() -> None:
             return self.b(self.a(x)) + self.a(x * 2)
 
     block = Twice()
-    call = Call(torch.randn(2, 3, 6), (), {})
+    call = Call(torch.randn(2, 3, 6))
     folds, declined = fold.find(block, traced(block, call), call)
     assert not folds
     assert declined["b"].endswith("after folding into a")
 
 
 def test_the_call_in_double_keeps_what_is_not_a_float() -> None:
-    call = Call(torch.ones(1), (torch.ones(2, dtype=torch.long), [torch.ones(1)]), {"a": (None, torch.ones(1)), "b": 3})
+    call = Call(
+        torch.ones(1), Given((torch.ones(2, dtype=torch.long), [torch.ones(1)]), {"a": (None, torch.ones(1)), "b": 3})
+    )
     twice = call.double()
     assert twice.hidden.dtype == torch.float64
-    assert twice.args[0].dtype == torch.long
-    assert twice.args[1][0].dtype == torch.float64
-    assert twice.kwargs["a"][0] is None
-    assert twice.kwargs["a"][1].dtype == torch.float64
-    assert twice.kwargs["b"] == 3
+    assert twice.given.args[0].dtype == torch.long
+    assert twice.given.args[1][0].dtype == torch.float64
+    assert twice.given.kwargs["a"][0] is None
+    assert twice.given.kwargs["a"][1].dtype == torch.float64
+    assert twice.given.kwargs["b"] == 3
 
 
 def test_norms_that_compute_in_float32_are_run_in_float64() -> None:
@@ -348,4 +349,4 @@ def test_folds_hold_on_a_streamed_block_too(tmp_path: Path) -> None:
     folds, declined = fold.find(block, traced(block, call), call)
     assert len(folds) == 4
     assert not declined
-    assert torch.equal(call(block), primary(block(call.hidden, *call.args, **call.kwargs)))
+    assert torch.equal(call(block), primary(block(call.hidden, *call.given.args, **call.given.kwargs)))

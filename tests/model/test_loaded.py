@@ -6,7 +6,7 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.stream import LoadedModel
 
 
 class Stack(nn.Module):

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from zoo import ARCHITECTURES, ids, tiny
 
 from quantkit.errors import InputError
-from quantkit.model.source.open import Source, names_of, open_model, parameter_names, untied
+from quantkit.model.source.open import Source, open_model, parameter_names, untied
+from quantkit.model.structure.names import match_names
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +165,7 @@ def test_a_file_with_a_prefix_that_the_class_lacks(tmp_path: Path) -> None:
     head = {"cls.predictions.bias": torch.zeros(96)}
     edit_weights(folder, lambda tensors: {f"bert.{key}": value for key, value in tensors.items()} | head)
     source = open_model(str(folder))
-    names = names_of(source, source.skeleton())
+    names = match_names(source.weights, source.skeleton())
     assert names.unused == ["cls.predictions.bias"]
     assert names.files["embeddings.word_embeddings.weight"] == "bert.embeddings.word_embeddings.weight"
     with torch.no_grad():
@@ -216,12 +217,12 @@ def test_stored_rotary_tables_and_masks_are_not_missed_nor_used(tmp_path: Path) 
     extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(3)}
     edit_weights(folder, lambda tensors: tensors | extra)
     source = open_model(str(folder))
-    assert names_of(source, source.skeleton()).unused == sorted(extra)
+    assert match_names(source.weights, source.skeleton()).unused == sorted(extra)
 
     folder = saved(tmp_path / "gpt2", "gpt2")
     edit_weights(folder, lambda tensors: tensors | {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64)})
     source = open_model(str(folder))
-    assert names_of(source, source.skeleton()).unused == ["transformer.h.0.attn.bias"]
+    assert match_names(source.weights, source.skeleton()).unused == ["transformer.h.0.attn.bias"]
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

@@ -114,22 +114,21 @@ class Gated(nn.Module):
 
 def test_what_never_ran_is_not_guessed() -> None:
     with pytest.raises(Unturnable, match="no token reached idle"):
-        find(ModelPart.of_block(Gated(), Call(torch.randn(2, 3, 8), (), {})))
+        find(ModelPart.of_block(Gated(), Call(torch.randn(2, 3, 8))))
 
 
 def test_a_bias_behind_a_weight_of_zero_is_not_divided() -> None:
     block = Gated()
     del block.idle
-    found = find(ModelPart.of_block(block, Call(torch.randn(2, 3, 8), (), {})))
+    found = find(ModelPart.of_block(block, Call(torch.randn(2, 3, 8))))
     assert (found.norms[0].readers, found.writers) == (("used",), ("used",))
     assert (
-        prove(ModelPart.of_block(block, Call(torch.randn(2, 3, 8), (), {})), found, orthogonal(8, keeping_means=True))
-        < 1e-12
+        prove(ModelPart.of_block(block, Call(torch.randn(2, 3, 8))), found, orthogonal(8, keeping_means=True)) < 1e-12
     )
     with torch.no_grad():
         block.norm.weight[2] = 0
     with pytest.raises(Unturnable, match="too close to zero"):
-        find(ModelPart.of_block(block, Call(torch.randn(2, 3, 8), (), {})))
+        find(ModelPart.of_block(block, Call(torch.randn(2, 3, 8))))
 
 
 class Routed(nn.Module):
@@ -149,5 +148,5 @@ def test_rows_that_are_handed_on_are_followed() -> None:
     block = Routed()
     with torch.no_grad():
         block.norm.weight[2] = 0  # without a bias, nothing is divided by it
-    found = find(ModelPart.of_block(block, Call(torch.randn(2, 4, 8), (), {})))
+    found = find(ModelPart.of_block(block, Call(torch.randn(2, 4, 8))))
     assert found.norms[0].readers == ("first", "second")

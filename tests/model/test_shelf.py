@@ -15,9 +15,8 @@ from quantkit.model.streaming import calls as calling
 from quantkit.model.streaming import stream as streaming
 from quantkit.model.streaming.calls import Calls
 from quantkit.model.streaming.live import LiveCalls
-from quantkit.model.streaming.loaded import LoadedModel
 from quantkit.model.streaming.shelf import Shelf, held
-from quantkit.model.streaming.stream import Answers
+from quantkit.model.streaming.stream import Answers, LoadedModel
 
 
 @pytest.fixture(autouse=True)

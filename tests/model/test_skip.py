@@ -7,7 +7,7 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.stream import LoadedModel
 from quantkit.model.structure.skip import skips
 
 LLAMA = {"self_attn.o_proj": "input_layernorm", "mlp.down_proj": "post_attention_layernorm"}

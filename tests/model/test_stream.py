@@ -13,8 +13,7 @@ from zoo import shrink
 from quantkit.errors import InputError
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.calls import primary
-from quantkit.model.streaming.loaded import LoadedModel
-from quantkit.model.streaming.stream import Head, StreamedModel, find_blocks, set_tensor
+from quantkit.model.streaming.stream import Head, LoadedModel, StreamedModel, find_blocks, set_tensor
 
 
 @pytest.fixture(scope="module", params=zoo.ARCHITECTURES)

@@ -8,7 +8,7 @@ import transformers
 import zoo
 from torch import nn
 
-from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.stream import LoadedModel
 from quantkit.model.structure.traced import is_linear, is_transposed, set_weight, trace, weight_of
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.stream import LoadedModel
 from quantkit.model.structure.block import Block
 from quantkit.passes import Outcome
 from quantkit.pipeline.blocks.layers import lay_out

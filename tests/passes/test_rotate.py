@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quantkit import Pipeline
 from quantkit.errors import InputError
-from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.stream import LoadedModel
 from quantkit.model.structure.fold import InDouble
 from quantkit.model.structure.turn import ModelPart, Residual, prove
 from quantkit.passes import ModelOutcome, load_pass

@@ -10,7 +10,7 @@ import zoo
 
 from quantkit import Pipeline
 from quantkit.errors import InputError
-from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.stream import LoadedModel
 
 GROUPED = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
 # enough steps and text for a tiny model to learn something

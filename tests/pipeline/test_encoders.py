@@ -76,7 +76,7 @@ def test_a_bundle_measured_again_has_the_same_rows(
         whole = load_pairs(*args, **settings)
         return replace(whole, left=whole.left[:24], right=whole.right[:24])
 
-    monkeypatch.setattr("quantkit.calibrate.tokens.pairs.load_pairs", few)
+    monkeypatch.setattr("quantkit.calibrate.tokens.ids.load_pairs", few)
     changes = [*FEW, "gates={}", "calibration.set=verse-pairs", "export=[{checkpoint: {layout: int-quantized}}]"]
     result = compile_model(
         Request.of(str(encoder), recipe="int8", target="cpu-x86", changes=changes, out=tmp_path / "out", speed=False)

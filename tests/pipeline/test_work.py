@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from quantkit.errors import InputError
-from quantkit.model.streaming.loaded import LoadedModel
+from quantkit.model.streaming.stream import LoadedModel
 from quantkit.model.structure import fold
 from quantkit.passes import load_pass
 from quantkit.pipeline.blocks.layers import lay_out

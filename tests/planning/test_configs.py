@@ -13,8 +13,8 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.planning.model import configs, shipped
+from quantkit.planning.model.decoders import FAMILIES
 from quantkit.planning.model.encoders import TEXT, VISION
-from quantkit.planning.model.families import FAMILIES
 
 BASE = {
     "hidden_size": 64,

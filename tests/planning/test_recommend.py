@@ -11,8 +11,7 @@ import pytest
 from quantkit.errors import InputError
 from quantkit.planning.bound.forecast import TimedStep
 from quantkit.planning.bound.roofline import Bound, ModelStep
-from quantkit.planning.outlook import PlannedBatch, PlannedMemory, PlannedRecipe, Workload
-from quantkit.planning.recommend import recommend
+from quantkit.planning.outlook import PlannedBatch, PlannedMemory, PlannedRecipe, Workload, recommend
 from quantkit.planning.serving.traffic import traffic
 
 WORK = Workload([1, 8], prompt=100, output=10, context=110, traffic=traffic(prompt=100, output=10, rate=2.0))

@@ -30,7 +30,7 @@ def percentile(values: np.ndarray, covered: float, *, symmetric: bool) -> tuple[
 
 
 def divergence(bins: dict[int, int], edges: np.ndarray, low: float, high: float, levels: int = 255) -> float:
-    """KL(P || Q) of a grid of levels + 1 codes from `low` to `high`; see `calibrate/statistics/entropy.py`.
+    """KL(P || Q) of a grid of levels + 1 codes from `low` to `high`; see `calibrate/statistics/observed.py`.
 
     Args:
         bins: bin -> how many values are in it.

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from quantkit.tuning.solve import choose, least, total
+from quantkit.tuning.front import choose, least, total
 
 
 def tried(goal: np.ndarray, limits: list[tuple[np.ndarray, float]]) -> float | None:

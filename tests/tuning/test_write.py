@@ -9,7 +9,7 @@ import pytest
 
 from quantkit.recipe import Recipe
 from quantkit.scheme import WeightScheme
-from quantkit.tuning.write import globs, recipe_of, text
+from quantkit.tuning.answer import globs, recipe_of, recipe_text
 
 INT4 = WeightScheme(format="int4", granularity="group", group=32, symmetric=True)
 INT8 = WeightScheme(format="int8", granularity="channel", symmetric=True)
@@ -37,7 +37,9 @@ def test_any_assignment_is_said_exactly(seed: int, tmp_path: Path) -> None:
     chances = [[0.5, 0.3, 0.2], [0.9, 0.1, 0.0], [0.1, 0.9, 0.0], [0.0, 0.2, 0.8]][seed % 4]
     assignment = {layer: schemes[random.choice(3, p=chances)] for layer in LAYERS}
     path = tmp_path / "tuned.yaml"
-    path.write_text(text(recipe_of(base(), assignment, SIZES, name="tuned", summary="s: a # sign"), ["what it is"]))
+    path.write_text(
+        recipe_text(recipe_of(base(), assignment, SIZES, name="tuned", summary="s: a # sign"), ["what it is"])
+    )
     read = Recipe.load(path)
     assert {layer: read.weights_for(layer) for layer in LAYERS} == assignment
     assert read.summary == "s: a # sign"

@@ -15,11 +15,11 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from quantkit import limits
-from quantkit.content import Closed, known_keys, read_yaml
-from quantkit.errors import InputError, did_you_mean, from_validation
+from quantkit.content import Closed, read_yaml, validated
+from quantkit.errors import InputError, did_you_mean
 from quantkit.model.preprocess import Preprocess
 
 if TYPE_CHECKING:
@@ -99,12 +99,6 @@ class Card(Closed):
     alike: str | None = None
     _folder: Path = PrivateAttr(default=Path())
 
-    @model_validator(mode="after")
-    def _files_with_data(self) -> Self:
-        if (self.kind == "random") == bool(self.files):
-            raise ValueError("a set has `files`, unless it is of kind random")
-        return self
-
     @field_validator("alike")
     @classmethod
     def _pattern(cls, value: str | None) -> str | None:
@@ -115,13 +109,11 @@ class Card(Closed):
         return value
 
     @model_validator(mode="after")
-    def _alike_of_images(self) -> Self:
+    def _goes_together(self) -> Self:
+        if (self.kind == "random") == bool(self.files):
+            raise ValueError("a set has `files`, unless it is of kind random")
         if self.alike is not None and self.kind != "images":
             raise ValueError("`alike` is about image files; this set is of another kind")
-        return self
-
-    @model_validator(mode="after")
-    def _splits_apart(self) -> Self:
         paths = [file.path for file in self.files]
         hashes = [file.sha256 for file in self.files]
         if len(set(paths)) < len(paths) or len(set(hashes)) < len(hashes):
@@ -137,13 +129,8 @@ class Card(Closed):
         """
         if path.is_dir():
             path = path / "card.yaml"
-        data = read_yaml(path)
-        if not isinstance(data, dict):
-            raise InputError("card-invalid", where=str(path), value="not a mapping", rule="a card is a YAML mapping")
-        try:
-            card = cls.model_validate(data)
-        except ValidationError as error:
-            raise from_validation(error, where=str(path), code="card-invalid", known=known_keys(cls)) from None
+        rule = "a card is a YAML mapping"
+        card = validated(cls, read_yaml(path), where=str(path), code="card-invalid", rule=rule)
         card._folder = path.parent
         return card
 

@@ -50,11 +50,9 @@ class Images:
     """Images of one file or folder, none of them decoded.
 
     Args:
-        count: how many.
         labels: [count], of each image its class; None where there are none.
         bytes_: whether they are bytes that need preprocessing, rather than floats that had it.
         read: number -> the image: uint8 [height, width] or [height, width, channels], or float32 as the model takes it.
-        where: for errors.
         clusters: [count], images of one number are alike; None where nothing is said of it.
         names: [count], of their files; None where they are of arrays.
     """
@@ -74,7 +72,6 @@ def parse(file: Path | bytes, *, suffix: str, where: str) -> Images:
     Args:
         file: its path, or its bytes where they were read to be checked.
         suffix: lower case.
-        where: for errors.
 
     Raises:
         InputError: `calibration-suffix`, `calibration-unreadable`, `calibration-pickle`, `calibration-fields`,
@@ -87,13 +84,7 @@ def parse(file: Path | bytes, *, suffix: str, where: str) -> Images:
         return _archive(file, where)
     if suffix in PICTURES:
         return pictures([where], lambda _: file if isinstance(file, bytes) else read_bytes(file), where=where)
-    raise InputError(
-        "calibration-suffix",
-        where=where,
-        value=f"cannot read {suffix or 'a file without a suffix'}",
-        rule=f"images come as {', '.join(SUFFIXES)}, or as a folder of such",
-        remedy="rename or convert it",
-    )
+    raise own.suffix(where, suffix, f"images come as {', '.join(SUFFIXES)}, or as a folder of such")
 
 
 def is_picture(name: str) -> bool:
@@ -315,10 +306,8 @@ def _cut(image: NDArray[np.uint8], how: Preprocess) -> NDArray[np.uint8]:
 
 
 def _pillow() -> tuple[Any, Any]:
-    try:
+    with MissingDependency.unless_found("PIL", extra="compile", purpose="reading and resizing image files (Pillow)"):
         from PIL import Image, ImageOps
-    except ImportError:
-        raise MissingDependency("PIL", extra="compile", purpose="reading and resizing image files (Pillow)") from None
     return Image, ImageOps
 
 

@@ -22,13 +22,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from quantkit import content
 from quantkit.calibrate.sets import image_sources, own
 from quantkit.calibrate.sets.card import Card, SetSampling, Split, read_bytes
 from quantkit.calibrate.sets.image_sources import Images
-from quantkit.errors import InputError, from_validation
+from quantkit.errors import InputError
 from quantkit.model.preprocess import Preprocess
 
 PREPROCESS = "preprocess.yaml"
@@ -78,7 +77,6 @@ def load_images(
         seed: of the recipe. It moves what `calib` draws; `tune` and `eval` stay, or no two runs could be compared.
         shape: of the model's input with the batch first; None where a size is free.
         dtype: of the model's input, numpy's name.
-        where: the model's input, for errors.
         preprocess: what becomes of bytes where the set does not say; known of shipped models.
 
     Raises:
@@ -133,7 +131,10 @@ def _open(reference: str, split: Split) -> _Part:
         found = image_sources.pictures(names, lambda name: read_bytes(folder / name), where=reference)
     else:
         found = image_sources.parse(path, suffix=path.suffix.lower(), where=reference)
-    stated = _stated(folder / PREPROCESS) if (folder / PREPROCESS).is_file() else None
+    stated, beside = None, folder / PREPROCESS
+    if beside.is_file():
+        data = content.read_yaml(beside)
+        stated = content.validated(Preprocess, data, where=str(beside), code="calibration-preprocess")
     name = path.resolve().name
     members, parted = own_split(found.count, found.labels, split, found.clusters)
     if not len(members):
@@ -177,15 +178,6 @@ def _unlike(where: str, value: str, pattern: str) -> InputError:
         rule=f"every image file has {pattern} in its name, and every .npz an array `clusters`",
         remedy="mend `alike`, or leave it out",
     )
-
-
-def _stated(path: Path) -> Preprocess:
-    data = content.read_yaml(path)
-    try:
-        return Preprocess.model_validate(data)
-    except ValidationError as error:
-        known = content.known_keys(Preprocess)
-        raise from_validation(error, where=str(path), code="calibration-preprocess", known=known) from None
 
 
 def own_split(

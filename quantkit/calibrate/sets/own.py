@@ -5,7 +5,8 @@ What calibrates must not score: the last 10 % are kept for `eval`, the 5 % befor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from quantkit.calibrate.sets.card import Split
 from quantkit.errors import InputError
@@ -18,7 +19,6 @@ def bounds(split: Split, count: int, place: Callable[[float], int] | None = None
     """The first of a split's samples, and the first behind them.
 
     Args:
-        split: which part.
         count: of all samples.
         place: share -> the first sample at or after it; None counts them.
     """
@@ -55,6 +55,23 @@ def not_text(where: str, found: str, what: str = "text") -> InputError:
 def empty(where: str, value: str, rule: str = "") -> InputError:
     """A file with nothing in it."""
     return InputError("calibration-empty", where=where, value=value, rule=rule, remedy="give another one")
+
+
+def suffix(where: str, found: str, rule: str) -> InputError:
+    """A file of a kind that is not read; `found`: its suffix."""
+    value = f"cannot read {found or 'a file without a suffix'}"
+    return InputError("calibration-suffix", where=where, value=value, rule=rule, remedy="rename or convert it")
+
+
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Whatever a damaged file makes a library raise within it, the user's remedy is one: `unreadable`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise unreadable(where, error) from None
 
 
 def unreadable(where: str, error: Exception) -> InputError:

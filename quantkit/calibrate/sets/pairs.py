@@ -28,10 +28,7 @@ class PairSet:
 
     Args:
         left, right: of one length; `left[i]` and `right[i]` belong together.
-        name: of the set: the folder or file name.
-        split: `calib`, `tune` or `eval`.
         sha256: over the texts in their order.
-        notes: what was decided on the way, one sentence each; for the manifest.
     """
 
     left: list[str]
@@ -47,9 +44,7 @@ def load_pairs(reference: str, split: Split, *, samples: int | None, seed: int) 
 
     Args:
         reference: a shipped name, or the path of a folder with `card.yaml` or of a `.tsv`.
-        split: which part; only `tune` may guide a choice, `eval` is for scoring.
-        samples: at most so many, drawn from all over the split; None takes all, in their order.
-        seed: of the recipe. It moves what `calib` draws; `tune` and `eval` stay, or no two runs could be compared.
+        split, samples, seed: as of `load_images`.
 
     Raises:
         InputError: `unknown-calibration`, `file-missing`, `card-invalid`, and `calibration-` followed by `checksum`,

@@ -29,8 +29,6 @@ class SplitData:
     Args:
         content: None where ids are drawn.
         sampling: how sequences are made of it.
-        name: of the set.
-        where: it stands, for errors.
         notes: what was decided, one sentence each.
     """
 
@@ -46,7 +44,6 @@ def read(reference: str, split: Split, *, chat: bool) -> SplitData:
 
     Args:
         reference: a shipped name, or a path; see `sets.load_tokens`.
-        split: which part.
         chat: whether a chat template will write what is in it.
 
     Raises:

@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ class _Reached(Exception):
     """Ends a replay at the shared input it was for."""
 
 
+Found = TypeVar("Found")
 Visit = Callable[[SharedInput, InputStats], None]
 Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
 
@@ -47,7 +49,6 @@ class Original:
     Args:
         module: with its original weights, up to exact folds.
         hidden: [samples, tokens, width], its input.
-        calls: how it is called.
         skips: linear -> the module whose input its output is added to (`model/structure/skip.py`).
         outputs: its output, once it has run.
     """
@@ -64,9 +65,7 @@ class Stats:
     """A block together with what it is run on.
 
     Args:
-        module: the block.
         groups: its shared inputs, in the order they run.
-        calls: how the block is called.
         stage: which of the calls.
         hidden: [samples, tokens, width], the block's input.
         outputs: the block's output, once a staged run has ended; passes that change weights afterwards reset it.
@@ -107,6 +106,12 @@ class Stats:
             self._pausing(visit, products, drift, quantized)
         else:
             self._replaying(visit, products, drift, quantized)
+
+    def each(self, of: Callable[[InputStats], Found], *, products: bool = True) -> dict[str, Found]:
+        """Shared input's name -> what `of` takes of its statistics, by a staged run that changes nothing."""
+        found: dict[str, Found] = {}
+        self.staged(lambda group, seen: found.update({group.name: of(seen)}), products=products)
+        return found
 
     def settled(self) -> Tensor:
         """The block's output with its present weights, [samples, tokens, width], inputs and cache quantized."""
@@ -174,7 +179,10 @@ class Stats:
                 if group.name in reached:
                     if quantized:
                         reached[group.name] = self.scales.seen(group, reached[group.name])
-                    others = {} if before is None else self._reach_original(group, before, number, drift)
+                    others: dict[str, Tensor] = {}
+                    if before is not None:
+                        original = self._original()
+                        others = self._reach(original.module, group, before, number, drift, original.calls)
                     self._add(sums, group, part, reached, others)
             if sums.tokens:  # as when pausing: what nothing reaches is not visited
                 visit(group, sums)
@@ -197,9 +205,6 @@ class Stats:
                     values = self.scales.moved(group, reached[group.name])
                     observed.add(values.reshape(1, -1), samples_of(values))
             self.scales.settle(group, observed)
-
-    def _reach_original(self, group: SharedInput, part: Tensor, number: int, drift: bool) -> dict[str, Tensor]:
-        return self._reach(self._original().module, group, part, number, drift, self._original().calls)
 
     def _reach(
         self,

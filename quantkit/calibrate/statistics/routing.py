@@ -29,9 +29,6 @@ def count(block: nn.Module, calls: Calls, stage: int, hidden: Tensor) -> dict[st
     """Expert -> the calibration tokens that are routed to it; empty for a block without experts.
 
     Args:
-        block: with its weights.
-        calls: how it is called.
-        stage: which of the calls.
         hidden: [samples, tokens, width], its input.
     """
     layers = found_in(block)

@@ -24,8 +24,10 @@ class InputStats:
 
     Args:
         inputs: chunks [sequences, tokens, K] in order; or [tokens, K], of which every other token counts as a sequence.
-        name: of the shared input, for errors.
         products: whether products of two inputs are summed, without which there is no Hessian; they take the time.
+
+    Attributes:
+        low, high: `min x_k` and `max x_k` over all tokens, [K] float32.
     """
 
     def __init__(self, inputs: Iterable[Tensor] = (), name: str = "", *, products: bool = True) -> None:
@@ -40,7 +42,7 @@ class InputStats:
         self._sequences = 0
         self._hessian: Tensor | None = None
         self._sum = torch.zeros(0, dtype=torch.float64)
-        self._low, self._high = torch.zeros(0), torch.zeros(0)
+        self.low, self.high = torch.zeros(0), torch.zeros(0)
         self._sample: list[Tensor] = []
         for part in inputs:
             self.add(part)
@@ -75,7 +77,7 @@ class InputStats:
             self._squares = self._squares.new_zeros(width)
             self._drift = torch.zeros(width, width) if original is not None else None
             self._sum = self._sum.new_zeros(width)
-            self._low, self._high = torch.full((width,), math.inf), torch.full((width,), -math.inf)
+            self.low, self.high = torch.full((width,), math.inf), torch.full((width,), -math.inf)
         if original is None:
             self._drift = None
         elif self._drift is not None:
@@ -109,8 +111,8 @@ class InputStats:
         self._sum += flat.sum(dim=0).double()
         # in pieces that a cache holds, and not by torch.aminmax, which takes ten times as long across rows
         for piece in flat.split(_PANEL) if flat.shape[0] else ():
-            self._low = torch.minimum(self._low, piece.amin(dim=0))
-            self._high = torch.maximum(self._high, piece.amax(dim=0))
+            self.low = torch.minimum(self.low, piece.amin(dim=0))
+            self.high = torch.maximum(self.high, piece.amax(dim=0))
         for sequence in part[: max(0, _SAMPLE - len(self._sample))]:
             rows = sequence.reshape(-1, width)
             self._sample += rows[:: max(1, -(-rows.shape[0] // _SAMPLE_EACH))].clone().unbind()
@@ -123,17 +125,7 @@ class InputStats:
     @property
     def absmax(self) -> Tensor:
         """`max |x_k|` over all tokens, [K] float32."""
-        return torch.maximum(-self._low, self._high).clamp(min=0)
-
-    @property
-    def low(self) -> Tensor:
-        """`min x_k` over all tokens, [K] float32."""
-        return self._low
-
-    @property
-    def high(self) -> Tensor:
-        """`max x_k` over all tokens, [K] float32."""
-        return self._high
+        return torch.maximum(-self.low, self.high).clamp(min=0)
 
     @property
     def mean(self) -> Tensor:

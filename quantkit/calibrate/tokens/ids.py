@@ -9,6 +9,13 @@ is like no other: much of attention rests on it, and its activations are often t
 puts after a text closes an encoder's sequences alone: a decoder's are beginnings of texts that go on, as prompts are.
 
     load_tokens("prose-en", "calib", tokenizer=..., samples=16, tokens=512, seed=0, vocab_size=49152).ids   # [16, 512]
+
+A set of pairs -> token ids to calibrate on, and the pairs themselves to score: for encoders.
+
+    row   [CLS] one text [SEP] [CLS] another [SEP] [CLS] the begin
+
+Passes take sequences of one length. Here it is that of the longest text, so that no position is seen which texts do not
+reach; each row begins with a text, as the model's own inputs do, and goes on with others until it is full.
 """
 
 from __future__ import annotations
@@ -16,21 +23,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit import content
 from quantkit.calibrate.sets import parts
-from quantkit.calibrate.sets.card import Split
-from quantkit.calibrate.sets.pairs import PairSet
+from quantkit.calibrate.sets.card import Card, Split
+from quantkit.calibrate.sets.pairs import SUFFIX, PairSet, load_pairs
 from quantkit.calibrate.tokens import chat, pack, sources
-from quantkit.calibrate.tokens.frame import begins, frame, named
+from quantkit.calibrate.tokens.pack import begins, filled, frame, named
 from quantkit.calibrate.tokens.sources import Conversations, Ids, Texts
 from quantkit.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
+from quantkit.lazy import torch
 
 # which of the tokens that a tokenizer puts before and after a text a sequence has
 Special = Literal["none", "before", "around"]
@@ -133,8 +139,6 @@ def load_tokens(
         ids = np.pad(ids, ((0, 0), (len(before), len(after))))
         ids[:, : len(before)], ids[:, ids.shape[1] - len(after) :] = before, after
     check_vocabulary(ids, vocab_size, part.where)
-
-    import torch
 
     return TokenSet(
         ids=torch.from_numpy(ids),
@@ -301,3 +305,53 @@ def _check_range(low: int, high: int, vocab_size: int, where: str, remedy: str =
         wrong = low if low < 0 else high
         rule = f"ids lie in 0..{vocab_size - 1}, the vocabulary"
         raise InputError("calibration-ids", where=where, value=f"id {wrong}", rule=rule, remedy=remedy)
+
+
+# tokens of a text that count, as sentence encoders are trained
+LONGEST = 256
+
+
+def is_pairs(reference: str) -> bool:
+    """Whether a set holds pairs. Raises InputError (`unknown-calibration`, `file-missing`, `card-invalid`)."""
+    path = content.find("calibration", reference)
+    card = Card.at(path)
+    return path.suffix.lower() == SUFFIX if card is None else card.kind == "pairs"
+
+
+def load_pair_tokens(
+    reference: str, split: Split, *, tokenizer: Any, samples: int, tokens: int, seed: int, vocab_size: int
+) -> TokenSet:
+    """Read pairs and pack their texts; the arguments are those of `sets.load_tokens`.
+
+    About `samples` times `tokens` ids are packed, in more rows where texts are shorter than `tokens`. The set's `pairs`
+    are all of the split.
+
+    Raises:
+        InputError: of `load_pairs`; `calibration-tokenizer`, `calibration-short`, `calibration-ids`.
+    """
+    demand_tokenizer(tokenizer, reference, "texts have", "a model folder with a tokenizer")
+    pairs = load_pairs(reference, split, samples=None, seed=seed)
+    order = np.random.default_rng(seed if split == "calib" else 0).permutation(len(pairs.left))
+    texts = [side[place] for place in order for side in (pairs.left, pairs.right)]
+    ids = token_ids(texts, tokenizer, min(tokens, LONGEST))
+    length = max(map(len, ids))
+    rows = filled(ids, length, -(-samples * tokens // length))
+    if not len(rows):
+        raise InputError(
+            "calibration-short",
+            where=reference,
+            value=f"{len(pairs.left)} pairs to {split}",
+            rule="a row of ids is filled with texts",
+            remedy="more pairs",
+        )
+    check_vocabulary(rows, vocab_size, reference)
+    sha256 = ids_sha256(rows) if split == "calib" else pairs.sha256
+    opening = begins(rows, tokenizer)
+    return TokenSet(torch.from_numpy(rows), pairs.name, split, sha256, pairs.notes, pairs, opening)
+
+
+def token_ids(texts: Sequence[str], tokenizer: Any, longest: int = LONGEST) -> list[list[int]]:
+    """The ids of each text with the tokenizer's own around them, at most `longest`."""
+    limit = min(longest, int(getattr(tokenizer, "model_max_length", longest)))
+    found: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=limit)["input_ids"]
+    return found

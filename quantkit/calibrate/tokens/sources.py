@@ -68,9 +68,7 @@ def parse(data: bytes, *, suffix: str, where: str, chat: bool = False) -> Conten
     """The content of one file.
 
     Args:
-        data: its bytes.
         suffix: of its name, with the dot.
-        where: its name, for errors.
         chat: whether a chat template will write what is in it.
 
     Raises:
@@ -79,13 +77,7 @@ def parse(data: bytes, *, suffix: str, where: str, chat: bool = False) -> Conten
             `calibration-unreadable`.
     """
     if suffix not in SUFFIXES:
-        raise InputError(
-            "calibration-suffix",
-            where=where,
-            value=f"cannot read {suffix or 'a file without a suffix'}",
-            rule=f"one of {', '.join(SUFFIXES)}, or a folder",
-            remedy="rename or convert it",
-        )
+        raise own.suffix(where, suffix, f"one of {', '.join(SUFFIXES)}, or a folder")
     if not data.strip():
         raise own.empty(where, "no text and no ids in it")
     if suffix == ".parquet":
@@ -116,14 +108,10 @@ def read_dataset(folder: Path, split: Split, *, where: str, chat: bool = False) 
         InputError: `calibration-unreadable`, `calibration-split`, `calibration-fields`, `calibration-empty`.
         MissingDependency: datasets is not installed.
     """
-    try:
+    with MissingDependency.unless_found("datasets", extra="compile", purpose="a datasets folder"):
         import datasets
-    except ImportError:
-        raise MissingDependency("datasets", extra="compile", purpose="a datasets folder") from None
-    try:
+    with own.reading(where):
         data = datasets.load_from_disk(str(folder))
-    except Exception as error:  # whatever the files provoke in Arrow, the user's remedy is one
-        raise own.unreadable(where, error) from None
     own_splits = isinstance(data, datasets.DatasetDict)
     if own_splits:
         found = [name for name in _DATASET_SPLITS[split] if name in data]
@@ -139,35 +127,25 @@ def read_dataset(folder: Path, split: Split, *, where: str, chat: bool = False) 
             )
         data = data[found[0]]
     column = _column(list(data.column_names), where, chat)
-    try:
+    with own.reading(where):
         values = list(data.select_columns([column]).with_format(None)[column])
-    except Exception as error:
-        raise own.unreadable(where, error) from None
     return _columnar(column, values, where, chat), own_splits
 
 
 def _parquet(data: bytes, where: str, chat: bool) -> Content:
-    try:
+    with MissingDependency.unless_found("pyarrow", extra="compile", purpose="a .parquet file"):
         import pyarrow.parquet
-    except ImportError:
-        raise MissingDependency("pyarrow", extra="compile", purpose="a .parquet file") from None
-    try:
+    with own.reading(where):
         file = pyarrow.parquet.ParquetFile(io.BytesIO(data))
         names = list(file.schema_arrow.names)
-    except Exception as error:
-        raise own.unreadable(where, error) from None
     column = _column(names, where, chat)
-    try:
-        values, size = list[Any](), 0
+    values, size = list[Any](), 0
+    with own.reading(where):
         # in small pieces: a few bytes can stand for any number of rows
         for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
             size += batch.nbytes + _OBJECT * len(batch)
             limits.UNPACKED.demand(size, where)
             values += batch.column(0).to_pylist()
-    except InputError:
-        raise
-    except Exception as error:
-        raise own.unreadable(where, error) from None
     return _columnar(column, values, where, chat)
 
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.formats.base.grid import load_grid
+from quantkit.lazy import torch
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from quantkit.scheme import ActivationScheme, CacheScheme
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 class Moved:
     """Channels that are moved before they are quantized: (x - shift) / scale, both [K] float32."""
 
-    shift: torch.Tensor
-    scale: torch.Tensor
+    shift: Tensor
+    scale: Tensor
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,13 @@ class InputScale:
         moved: what becomes of the channels before; nothing here applies it.
     """
 
-    scale: torch.Tensor
-    zero: torch.Tensor | None = None
+    scale: Tensor
+    zero: Tensor | None = None
     moved: Moved | None = None
 
 
-def parameters(
-    low: torch.Tensor, high: torch.Tensor, scheme: ActivationScheme | CacheScheme
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def parameters(low: Tensor, high: Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point for values between `low` and `high`, all of one shape and dtype; zero is int8 or None."""
-    import torch
-
     form = load_grid(scheme.format)
     low, high = low.clamp(max=0), high.clamp(min=0)
     if scheme.symmetric:
@@ -64,16 +61,12 @@ def parameters(
     return scale, zero.round().to(torch.int8)
 
 
-def _positive(scale: torch.Tensor) -> torch.Tensor:
-    import torch
-
+def _positive(scale: Tensor) -> Tensor:
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
-def dynamic(x: torch.Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[torch.Tensor, torch.Tensor | None]:
+def dynamic(x: Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point from the values themselves, [..., 1] a token or group (K split into groups), else [1]."""
-    import torch
-
     if scheme.granularity == "tensor":
         low, high = torch.aminmax(x.reshape(-1))
         return parameters(low.reshape(1), high.reshape(1), scheme)
@@ -81,14 +74,11 @@ def dynamic(x: torch.Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[to
     return parameters(low, high, scheme)
 
 
-def fake_quantize(
-    x: torch.Tensor, scheme: ActivationScheme | CacheScheme, static: InputScale | None = None
-) -> torch.Tensor:
+def fake_quantize(x: Tensor, scheme: ActivationScheme | CacheScheme, static: InputScale | None = None) -> Tensor:
     """The values that the codes of `x` stand for, in its dtype; `x` is not modified.
 
     Args:
         x: [..., K].
-        scheme: its granularity.
         static: the scale that calibration found; None takes it from the values.
     """
     group = getattr(scheme, "group", None)
@@ -101,9 +91,7 @@ def fake_quantize(
     return apply(x, scheme, scale, zero).reshape(shape)
 
 
-def apply(
-    x: torch.Tensor, scheme: ActivationScheme | CacheScheme, scale: torch.Tensor, zero: torch.Tensor | None
-) -> torch.Tensor:
+def apply(x: Tensor, scheme: ActivationScheme | CacheScheme, scale: Tensor, zero: Tensor | None) -> Tensor:
     """`fake_quantize` with a scale and zero point that broadcast against `x`."""
     form = load_grid(scheme.format)
     scaled = x / scale

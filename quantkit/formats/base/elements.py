@@ -14,10 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from quantkit.formats.base import bits
+from quantkit.formats.base.layout import packed_bits, unpacked_bits
+from quantkit.lazy import torch
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 # of either sign; the code is the place, plus 8 for negative numbers
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -30,22 +31,22 @@ class Element(Protocol):
     def top(self) -> float:
         """The largest value."""
 
-    def snap(self, units: torch.Tensor) -> torch.Tensor:
+    def snap(self, units: Tensor) -> Tensor:
         """The nearest values, float32."""
 
-    def encode(self, units: torch.Tensor) -> torch.Tensor:
+    def encode(self, units: Tensor) -> Tensor:
         """Their codes."""
 
-    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+    def decode(self, codes: Tensor) -> Tensor:
         """What codes stand for, float32."""
 
-    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+    def pack(self, codes: Tensor) -> Tensor:
         """Codes [N, K] as uint8 [N, ceil(K * bits / 8)]."""
 
-    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
         """The inverse of `pack`."""
 
-    def codebook(self) -> torch.Tensor | None:
+    def codebook(self) -> Tensor | None:
         """[2^bits] float32, what each code stands for; None where the code is a number itself."""
 
 
@@ -61,31 +62,25 @@ class Fp8:
     dtype: str
     top: float
 
-    def snap(self, units: torch.Tensor) -> torch.Tensor:
+    def snap(self, units: Tensor) -> Tensor:
         """The nearest values, float32."""
         return self.encode(units).float()
 
-    def encode(self, units: torch.Tensor) -> torch.Tensor:
+    def encode(self, units: Tensor) -> Tensor:
         """Saturating cast: torch's own overflows to NaN or infinity."""
-        import torch
-
-        found: torch.Tensor = units.float().clamp(-self.top, self.top).to(getattr(torch, self.dtype))
+        found: Tensor = units.float().clamp(-self.top, self.top).to(getattr(torch, self.dtype))
         return found
 
-    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+    def decode(self, codes: Tensor) -> Tensor:
         """Exact."""
         return codes.float()
 
-    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+    def pack(self, codes: Tensor) -> Tensor:
         """The bytes, uint8 [N, K]."""
-        import torch
-
         return codes.contiguous().view(torch.uint8)
 
-    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
         """The inverse of `pack`."""
-        import torch
-
         return packed[:, :columns].contiguous().view(getattr(torch, self.dtype))
 
     def codebook(self) -> None:
@@ -98,38 +93,32 @@ class Fp4:
 
     top: float = 6.0
 
-    def snap(self, units: torch.Tensor) -> torch.Tensor:
+    def snap(self, units: Tensor) -> Tensor:
         """The nearest values, float32: whole multiples of half the power of two below, ties to even."""
-        import torch
-
         units = units.float().clamp(-self.top, self.top)
         size = units.abs()
         step = 0.5 + 0.5 * (size >= 2) + (size >= 4)
         return torch.round(units / step) * step
 
-    def encode(self, units: torch.Tensor) -> torch.Tensor:
+    def encode(self, units: Tensor) -> Tensor:
         """A small negative number becomes minus zero, code 8, as in `ml_dtypes.float4_e2m1fn`."""
-        import torch
-
         place = torch.bucketize(self.snap(units).abs(), torch.tensor(FP4_VALUES))
         return (place + 8 * torch.signbit(units)).to(torch.uint8)
 
-    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+    def decode(self, codes: Tensor) -> Tensor:
         """Exact."""
         return self.codebook()[codes.int()]
 
-    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+    def pack(self, codes: Tensor) -> Tensor:
         """Two a byte, the first in the low half, as compressed-tensors does."""
-        return bits.pack(codes, 4)
+        return packed_bits(codes, 4)
 
-    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
         """The inverse of `pack`."""
-        return bits.unpack(packed, 4, columns)
+        return unpacked_bits(packed, 4, columns)
 
-    def codebook(self) -> torch.Tensor:
+    def codebook(self) -> Tensor:
         """[16]: the positive numbers, then the negative ones."""
-        import torch
-
         values = torch.tensor(FP4_VALUES)
         return torch.cat([values, -values])
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from quantkit.formats import QuantTensor
+from quantkit.lazy import torch
 from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from quantkit.scheme import WeightScheme
 
@@ -27,26 +28,20 @@ class FloatFormat:
     bits: int
     rules: ClassVar[Rules] = Rules(granularities={"tensor": None}, symmetric=(True,), scales=("float32",), codes=False)
 
-    def quantize(self, weight: torch.Tensor, scheme: WeightScheme) -> QuantTensor:
+    def quantize(self, weight: Tensor, scheme: WeightScheme) -> QuantTensor:
         """Round to nearest even in this dtype; the scale is 1."""
-        import torch
-
         return QuantTensor(weight.to(getattr(torch, self.name)), torch.ones(1, 1), None, scheme)
 
-    def dequantize(self, tensor: QuantTensor) -> torch.Tensor:
+    def dequantize(self, tensor: QuantTensor) -> Tensor:
         """[N, K] float32."""
         return tensor.codes.float()
 
-    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+    def pack(self, codes: Tensor) -> Tensor:
         """Little-endian bytes, uint8 [N, K * bits / 8]."""
-        import torch
-
         return codes.contiguous().view(torch.uint8).reshape(codes.shape[0], -1)
 
-    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
         """The inverse of `pack`."""
-        import torch
-
         return packed.contiguous().view(getattr(torch, self.name)).reshape(packed.shape[0], columns)
 
     def bits_per_weight(self, shape: tuple[int, int], scheme: WeightScheme) -> float:

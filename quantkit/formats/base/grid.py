@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.layout import against, extremes, scale_shape, split
+from quantkit.lazy import torch
 from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from quantkit.scheme import WeightScheme
 
@@ -28,12 +29,7 @@ _SCALE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "e8m0": 8, "fp8_e4m
 
 @dataclass(frozen=True)
 class GridFormat:
-    """A format of codes and scales.
-
-    Args:
-        name: its name in recipes.
-        bits: of one code.
-    """
+    """A format of codes and scales."""
 
     name: str
     bits: int
@@ -51,7 +47,7 @@ class GridFormat:
         """The largest value of the grid."""
         raise NotImplementedError
 
-    def global_scale(self, amax: torch.Tensor, scheme: WeightScheme) -> torch.Tensor | None:
+    def global_scale(self, amax: Tensor, scheme: WeightScheme) -> Tensor | None:
         """The factor for a whole matrix whose largest magnitude is `amax` []; None: this format has none."""
         return None
 
@@ -64,12 +60,8 @@ class GridFormat:
         return False
 
     def parameters(
-        self,
-        low: torch.Tensor,
-        high: torch.Tensor,
-        scheme: WeightScheme,
-        global_scale: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, low: Tensor, high: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Effective scale and zero point for values between `low` and `high`.
 
         Args:
@@ -83,33 +75,31 @@ class GridFormat:
         """
         raise NotImplementedError
 
-    def stored(
-        self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def stored(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None) -> Tensor:
         """Wanted scales as the nearest effective ones that can be stored; never zero, never infinite."""
         return stored(scale, scheme)
 
-    def snap(self, units: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
+    def snap(self, units: Tensor, zero: Tensor | None = None) -> Tensor:
         """The nearest values of the grid, float32: `decode(encode(units, 1, zero), 1, zero)`."""
         raise NotImplementedError
 
-    def encode(self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Nearest codes; effective `scale` and `zero` broadcast against `weight`."""
         raise NotImplementedError
 
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """What codes stand for, float32, by broadcasting."""
         raise NotImplementedError
 
-    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+    def pack(self, codes: Tensor) -> Tensor:
         """Codes [N, K] as uint8 [N, ceil(K * bits / 8)]."""
         raise NotImplementedError
 
-    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
         """The inverse of `pack`."""
         raise NotImplementedError
 
-    def quantize(self, weight: torch.Tensor, scheme: WeightScheme) -> QuantTensor:
+    def quantize(self, weight: Tensor, scheme: WeightScheme) -> QuantTensor:
         """Round [N, K] to nearest, each range from the smallest to the largest weight it covers.
 
         Raises:
@@ -122,11 +112,11 @@ class GridFormat:
 
     def nearest(
         self,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        zero: torch.Tensor | None,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
         scheme: WeightScheme,
-        global_scale: torch.Tensor | None = None,
+        global_scale: Tensor | None = None,
     ) -> QuantTensor:
         """Round [N, K] to the nearest codes under given ranges.
 
@@ -136,7 +126,6 @@ class GridFormat:
             weight: [N, K] of any float dtype.
             scale: effective, in the shape of the scheme's scales ([N, G]; [1, 1] per tensor).
             zero: int8 of that shape, or None.
-            scheme: how the result is stored.
             global_scale: the one that `scale` was made with; None takes it from `weight`.
 
         Raises:
@@ -149,11 +138,11 @@ class GridFormat:
             global_scale = self.global_scale(weight.float().abs().amax(), scheme)
         return QuantTensor(codes, zero=zero, scheme=scheme, **self.kept(scale, scheme, global_scale))
 
-    def kept(self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None) -> dict[str, Any]:
+    def kept(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None) -> dict[str, Any]:
         """The fields of a `QuantTensor` that hold effective scales: `scale` and what goes with it."""
         return {"scale": scale.to(storage(scheme))}
 
-    def dequantize(self, tensor: QuantTensor) -> torch.Tensor:
+    def dequantize(self, tensor: QuantTensor) -> Tensor:
         """[N, K] float32."""
         scale, zero = tensor.scale.float(), tensor.zero
         if tensor.global_scale is not None:
@@ -197,24 +186,18 @@ def load_grid(name: str) -> GridFormat:
 
 def storage(scheme: WeightScheme) -> torch.dtype:
     """The dtype in which `QuantTensor.scale` is held."""
-    import torch
-
     own = {"e8m0": torch.float8_e8m0fnu, "fp8_e4m3": torch.float8_e4m3fn, "double": torch.float32}
     return own.get(scheme.scale) or getattr(torch, scheme.scale)
 
 
 def effective(scheme: WeightScheme) -> torch.dtype:
     """The dtype of effective scales: the stored one where a runtime multiplies in it, else float32."""
-    import torch
-
     dtype = storage(scheme)
     return dtype if dtype.itemsize > 1 else torch.float32
 
 
-def stored(scale: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+def stored(scale: Tensor, scheme: WeightScheme) -> Tensor:
     """A scale of a wider float type in its dtype; never zero, never infinite there."""
-    import torch
-
     dtype = effective(scheme)
     limits = torch.finfo(dtype)
     # the smallest normal number: a subnormal scale has too few bits to divide by

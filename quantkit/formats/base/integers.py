@@ -13,18 +13,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from quantkit.formats import load_format
-from quantkit.formats.base import bits as _bits
 from quantkit.formats.base import grid
 from quantkit.formats.base.grid import GridFormat
+from quantkit.formats.base.layout import packed_bits, unpacked_bits
+from quantkit.lazy import torch
 from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from quantkit.scheme import WeightScheme
 
 
-def stored(scale: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+def stored(scale: Tensor, scheme: WeightScheme) -> Tensor:
     """The scale in its storage dtype; never zero, never infinite there.
 
     Runtimes multiply in the dtype of the scale. A float16 scale of a format up to 4 bits keeps only as many significant
@@ -32,8 +33,6 @@ def stored(scale: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
     what they compute is what was decided on, to the last bit. It costs 0.2 % of the rounding error, since codes are
     chosen for the scale as stored.
     """
-    import torch
-
     bounded = grid.stored(scale, scheme)
     bits = _exact_bits(scheme)
     if bits is None:
@@ -58,7 +57,6 @@ class IntegerFormat(GridFormat):
     """A uniform integer format.
 
     Args:
-        name: its name in recipes.
         bits: 1 to 8.
     """
 
@@ -80,15 +78,9 @@ class IntegerFormat(GridFormat):
         return int(2 ** (self.bits - 1)) - 1
 
     def parameters(
-        self,
-        low: torch.Tensor,
-        high: torch.Tensor,
-        scheme: WeightScheme,
-        global_scale: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, low: Tensor, high: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Scale (stored dtype) and zero point (int8, None when symmetric) for values between `low` and `high`."""
-        import torch
-
         if scheme.symmetric:
             top = torch.maximum(-low, high)
             return stored(top / (2 ** (self.bits - 1) - 0.5), scheme), None
@@ -97,43 +89,35 @@ class IntegerFormat(GridFormat):
         zero = torch.round(self.low - low / scale.float()).clamp(self.low, self.high)
         return scale, zero.to(torch.int8)
 
-    def stored(
-        self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def stored(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None) -> Tensor:
         """See the function of this name."""
         return stored(scale, scheme)
 
-    def snap(self, units: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
+    def snap(self, units: Tensor, zero: Tensor | None = None) -> Tensor:
         """Whole numbers, ties to even, between the lowest and the highest code less the zero point."""
         if zero is None:
             return units.float().round().clamp(self.low, self.high)
         return units.float().round().clamp(self.low - zero.float(), self.high - zero.float())
 
-    def encode(self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Nearest codes, int8; `scale` and `zero` broadcast against `weight`."""
-        import torch
-
         codes = torch.round(weight.float() / scale.float())
         if zero is not None:
             codes = codes + zero.float()
         return codes.clamp(self.low, self.high).to(torch.int8)
 
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """`(codes - zero) * scale` in float32, by broadcasting."""
         values = codes.float() if zero is None else codes.float() - zero.float()
         return values * scale.float()
 
-    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+    def pack(self, codes: Tensor) -> Tensor:
         """Unsigned codes (code - low), least significant bit first, rows padded to whole bytes.
 
         int8 [N, K] -> uint8 [N, ceil(K * bits / 8)]; int4 [4096, 4096] -> [4096, 2048].
         """
-        import torch
+        return packed_bits(codes.to(torch.int16) - self.low, self.bits)
 
-        return _bits.pack(codes.to(torch.int16) - self.low, self.bits)
-
-    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
         """uint8 [N, ceil(K * bits / 8)] -> int8 [N, K]."""
-        import torch
-
-        return (_bits.unpack(packed, self.bits, columns).to(torch.int16) + self.low).to(torch.int8)
+        return (unpacked_bits(packed, self.bits, columns).to(torch.int16) + self.low).to(torch.int8)

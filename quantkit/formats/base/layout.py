@@ -4,6 +4,8 @@ tensor    [1, 1]          all
 channel   [N, 1]          a row
 group     [N, K / g]      g consecutive inputs of a row
 block     [⌈N/b⌉, ⌈K/b⌉]  a square tile, cut off at the edges
+
+And how codes of any width lie in bytes: densely, least significant bit first, rows padded to whole bytes.
 """
 
 from __future__ import annotations
@@ -11,19 +13,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quantkit.errors import InputError
+from quantkit.lazy import torch
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from quantkit.scheme import WeightScheme
 
 
 def groups_of(columns: int, scheme: WeightScheme) -> int:
-    """How many scales lie along K: [4096, 4096] in groups of 128 has 32.
-
-    Raises:
-        InputError: `group-indivisible`.
-    """
+    """How many scales lie along K: [4096, 4096] in groups of 128 has 32. Raises InputError (`group-indivisible`)."""
     if scheme.granularity in ("tensor", "channel"):
         return 1
     group = scheme.group or columns
@@ -42,11 +41,7 @@ def groups_of(columns: int, scheme: WeightScheme) -> int:
 
 
 def scale_shape(shape: tuple[int, int], scheme: WeightScheme) -> tuple[int, int]:
-    """The shape of the scales of a matrix [N, K].
-
-    Raises:
-        InputError: `group-indivisible`.
-    """
+    """The shape of the scales of a matrix [N, K]. Raises InputError (`group-indivisible`)."""
     rows, columns = shape
     if scheme.granularity == "tensor":
         return 1, 1
@@ -55,17 +50,15 @@ def scale_shape(shape: tuple[int, int], scheme: WeightScheme) -> tuple[int, int]
     return rows, groups_of(columns, scheme)
 
 
-def tiles(weight: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+def tiles(weight: Tensor, scheme: WeightScheme) -> Tensor:
     """[N, K] -> [n, b, k, b] of `granularity: block`, filled up with zeros at the edges."""
-    import torch
-
     size = scheme.group or max(weight.shape)
     rows, columns = weight.shape
     whole = torch.nn.functional.pad(weight, (0, -columns % size, 0, -rows % size))
     return whole.reshape(whole.shape[0] // size, size, whole.shape[1] // size, size)
 
 
-def extremes(weight: torch.Tensor, scheme: WeightScheme) -> tuple[torch.Tensor, torch.Tensor]:
+def extremes(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
     """The smallest and the largest weight under each scale, in the shape of the scales, float32.
 
     Raises:
@@ -83,7 +76,7 @@ def extremes(weight: torch.Tensor, scheme: WeightScheme) -> tuple[torch.Tensor, 
     return low, high
 
 
-def by_row(scales: torch.Tensor, rows: int, scheme: WeightScheme) -> torch.Tensor:
+def by_row(scales: Tensor, rows: int, scheme: WeightScheme) -> Tensor:
     """Scales (or zero points) repeated so that each row has its own: [N, G], the same values in another shape."""
     if scheme.granularity == "tensor":
         return scales.expand(rows, 1)
@@ -92,7 +85,7 @@ def by_row(scales: torch.Tensor, rows: int, scheme: WeightScheme) -> torch.Tenso
     return scales
 
 
-def split(weight: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+def split(weight: Tensor, scheme: WeightScheme) -> Tensor:
     """[N, K] in a shape against which `against` broadcasts: [N, G, K / G], or as it is in blocks.
 
     Raises:
@@ -105,9 +98,28 @@ def split(weight: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
     return weight.reshape(rows, groups, columns // groups)
 
 
-def against(scales: torch.Tensor, shape: tuple[int, int], scheme: WeightScheme) -> torch.Tensor:
+def against(scales: Tensor, shape: tuple[int, int], scheme: WeightScheme) -> Tensor:
     """Scales (or zero points) in a shape that broadcasts against `split` of a matrix [N, K]."""
     if scheme.granularity != "block":
         return scales.unsqueeze(2)
     rows, columns = shape
     return by_row(scales, rows, scheme).repeat_interleave(scheme.group or columns, dim=1)[:, :columns]
+
+
+def packed_bits(codes: Tensor, bits: int) -> Tensor:
+    """Codes 0 .. 2^bits - 1 [N, K] -> uint8 [N, ceil(K * bits / 8)]; 4 bits [4096, 4096] -> [4096, 2048]."""
+    rows, columns = codes.shape
+    shifts = torch.arange(bits, dtype=torch.int16)
+    every = ((codes.to(torch.int16).unsqueeze(2) >> shifts) & 1).reshape(rows, columns * bits)
+    every = torch.nn.functional.pad(every, (0, -every.shape[1] % 8)).reshape(rows, -1, 8)
+    places = torch.arange(8, dtype=torch.int16)
+    return (every << places).sum(dim=2).to(torch.uint8)
+
+
+def unpacked_bits(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """uint8 [N, ceil(K * bits / 8)] -> codes [N, K], uint8."""
+    rows = packed.shape[0]
+    places = torch.arange(8, dtype=torch.int16)
+    every = ((packed.to(torch.int16).unsqueeze(2) >> places) & 1).reshape(rows, -1)[:, : columns * bits]
+    shifts = torch.arange(bits, dtype=torch.int16)
+    return (every.reshape(rows, columns, bits) << shifts).sum(dim=2).to(torch.uint8)

@@ -12,23 +12,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit.formats.base.elements import Element
 from quantkit.formats.base.grid import GridFormat
+from quantkit.lazy import torch
 from quantkit.plugins import Rules
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from quantkit.scheme import WeightScheme
 
 
 @dataclass(frozen=True)
 class ScaledFormat(GridFormat):
-    """A format of scaled elements.
-
-    Args:
-        name: its name in recipes.
-        bits: of one code.
-        element: the grid.
-    """
+    """A format of scaled elements."""
 
     element: Element
 
@@ -43,38 +38,32 @@ class ScaledFormat(GridFormat):
         return self.element.top
 
     def parameters(
-        self,
-        low: torch.Tensor,
-        high: torch.Tensor,
-        scheme: WeightScheme,
-        global_scale: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, None]:
+        self, low: Tensor, high: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None
+    ) -> tuple[Tensor, None]:
         """The scale that puts the largest magnitude on the largest element, as stored."""
-        import torch
-
         return self.stored(torch.maximum(-low, high) / self.element.top, scheme, global_scale), None
 
-    def snap(self, units: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
+    def snap(self, units: Tensor, zero: Tensor | None = None) -> Tensor:
         """The nearest elements."""
         return self.element.snap(units)
 
-    def encode(self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Nearest codes."""
         return self.element.encode(weight.float() / scale.float())
 
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Element times scale, float32."""
         return self.element.decode(codes) * scale.float()
 
-    def kept(self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None) -> dict[str, Any]:
+    def kept(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None) -> dict[str, Any]:
         """Scales, and the codebook if there is one."""
         return {**super().kept(scale, scheme, global_scale), "codebook": self.element.codebook()}
 
-    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+    def pack(self, codes: Tensor) -> Tensor:
         """Codes [N, K] as uint8 [N, ceil(K * bits / 8)]."""
         return self.element.pack(codes)
 
-    def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
+    def unpack(self, packed: Tensor, columns: int) -> Tensor:
         """The inverse of `pack`."""
         return self.element.unpack(packed, columns)
 
@@ -115,31 +104,19 @@ class MxFormat(ScaledFormat):
     stretches: ClassVar[tuple[float, ...]] = (2.0,)
 
     def parameters(
-        self,
-        low: torch.Tensor,
-        high: torch.Tensor,
-        scheme: WeightScheme,
-        global_scale: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, None]:
+        self, low: Tensor, high: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None
+    ) -> tuple[Tensor, None]:
         """A power of two, float32. A group of zeros gets the smallest one."""
-        import torch
-
         amax = torch.maximum(-low, high).float()
         return _power_of_two(torch.frexp(amax).exponent - 1 - self.exponent, amax), None
 
-    def stored(
-        self, scale: torch.Tensor, scheme: WeightScheme, global_scale: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def stored(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None) -> Tensor:
         """The power of two nearest in ratio."""
-        import torch
-
         mantissa, exponent = torch.frexp(scale.float())
         return _power_of_two(exponent - 1 + (mantissa >= 0.5**0.5).int(), scale)
 
 
-def _power_of_two(exponent: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+def _power_of_two(exponent: Tensor, of: Tensor) -> Tensor:
     """2^exponent as E8M0 has it, -127 to 127, float32; the lowest where `of` is 0."""
-    import torch
-
     code = torch.where(of > 0, exponent + 127, 0).clamp(0, 254)
     return code.to(torch.uint8).view(torch.float8_e8m0fnu).float()

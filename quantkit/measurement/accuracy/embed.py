@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.calibrate.sets.pairs import PairSet
-from quantkit.calibrate.tokens.pairs import LONGEST, token_ids
+from quantkit.calibrate.tokens.ids import LONGEST, token_ids
 from quantkit.measurement.accuracy.labelled import About, retrieval
 from quantkit.measurement.rows import Data, Row
 

@@ -19,6 +19,7 @@ from quantkit.scheme import WeightScheme
 if TYPE_CHECKING:
     import torch
 
+
 # of vLLM's Marlin kernels; -1: per channel
 MARLIN_GROUPS = (-1, 32, 64, 128)
 Header = tuple[str, str, tuple[int, ...]]
@@ -85,9 +86,7 @@ class Layout(Protocol):
         """`quantization_config` of config.json.
 
         Args:
-            layers: linear -> scheme.
             ignore: the linears that are not quantized.
-            dtype: what the model is loaded in: `bfloat16`.
         """
 
     def wrote(self, config: Mapping[str, Any]) -> bool:
@@ -111,13 +110,7 @@ class Layout(Protocol):
         """The inverse of `packed` and `companions`, by our own code."""
 
     def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
-        """The weight [N, K] as its library makes it, bit for bit: code times scale in the dtype of the model.
-
-        Args:
-            tensor: its codes.
-            dtype: of the model.
-            config: `quantization_config`.
-        """
+        """The weight [N, K] as its library makes it, bit for bit: code times scale in the dtype of the model."""
         return load_format(tensor.scheme.format).dequantize(tensor).to(dtype)
 
     def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
@@ -133,11 +126,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Layout:
-    """A layout by the name that recipes call it.
-
-    Raises:
-        InputError: `unknown-layout`.
-    """
+    """A layout by the name that recipes call it. Raises InputError (`unknown-layout`)."""
     if name not in names():
         raise unknown_name("layout", name, names())
     return load_layout(name.replace("-", "_"))
@@ -154,11 +143,7 @@ def stored_with(suffix: str, names: Iterable[str]) -> list[str]:
 
 
 def of(config: Mapping[str, Any]) -> Layout:
-    """The layout of a checkpoint, from its `quantization_config`.
-
-    Raises:
-        InputError: `unknown-layout`.
-    """
+    """The layout of a checkpoint, from its `quantization_config`. Raises InputError (`unknown-layout`)."""
     for name in names():
         layout = load(name)
         if layout.wrote(config):
@@ -170,3 +155,22 @@ def of(config: Mapping[str, Any]) -> Layout:
         value=f"{method} {config.get('format') or config.get('checkpoint_format') or ''}".strip(),
         rule=f"known: {', '.join(names())}",
     )
+
+
+DENSE = "export: checkpoint: {layout: dense}"
+
+
+def unsupported(where: str, value: str, rule: str, remedy: str = DENSE) -> InputError:
+    """`layout-unsupported` of one linear."""
+    return InputError("layout-unsupported", where=where, value=value, rule=rule, remedy=remedy)
+
+
+def check_format(layout: str, held: str, schemes: Mapping[str, WeightScheme], remedy: str = DENSE) -> None:
+    """Of a layout that holds one format: refuse the first linear of another.
+
+    Raises:
+        InputError: `layout-unsupported`.
+    """
+    for linear, scheme in schemes.items():
+        if scheme.format != held:
+            raise unsupported(linear, f"{layout} of {scheme.format}", f"this layout holds {held}", remedy)

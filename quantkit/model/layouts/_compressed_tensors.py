@@ -9,16 +9,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from quantkit.errors import InputError, MissingDependency
 from quantkit.formats import QuantTensor
+from quantkit.lazy import torch
 from quantkit.model.layouts import Expansion, Layout, Read
 from quantkit.model.structure.names import same
 from quantkit.scheme import WeightScheme
-
-if TYPE_CHECKING:
-    import torch
 
 LIBRARY = "compressed_tensors"
 SCALE = ".weight_scale"
@@ -30,7 +28,6 @@ class CompressedTensors(Layout):
 
     Args:
         name: the file's stem, and with hyphens the library's name of the layout.
-        serving: see `Layout`.
     """
 
     name: str
@@ -61,10 +58,8 @@ class CompressedTensors(Layout):
         Raises:
             MissingDependency: compressed-tensors.
         """
-        try:
+        with MissingDependency.unless_found(LIBRARY, extra="compile", purpose="a packed checkpoint"):
             from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-        except ImportError:
-            raise MissingDependency(LIBRARY, extra="compile", purpose="a packed checkpoint") from None
 
         groups: dict[tuple[tuple[str, Any], ...], list[str]] = {}
         for name, scheme in layers.items():
@@ -102,11 +97,9 @@ class CompressedTensors(Layout):
         Raises:
             MissingDependency: compressed-tensors.
         """
-        try:
+        with MissingDependency.unless_found(LIBRARY, extra="compile", purpose="a packed checkpoint"):
             from compressed_tensors.compressors import BaseCompressor
             from compressed_tensors.quantization import QuantizationConfig
-        except ImportError:
-            raise MissingDependency(LIBRARY, extra="compile", purpose="a packed checkpoint") from None
 
         known = QuantizationConfig.model_fields.keys()
         parsed = QuantizationConfig.model_validate({key: value for key, value in config.items() if key in known})
@@ -130,16 +123,9 @@ class CompressedTensors(Layout):
 def exact_scale(prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> torch.Tensor:
     """The scales in the dtype that their scheme stores them in.
 
-    Args:
-        prefix: the linear, for the error.
-        tensor: the weight.
-        dtype: what the model will be loaded in.
-
     Raises:
         InputError: `scale-inexact`, a scale that `dtype` cannot hold: loaders cast scales to it.
     """
-    import torch
-
     stored = tensor.scale.to(getattr(torch, tensor.scheme.scale))
     if not torch.equal(stored.to(dtype).float(), tensor.scale.float()):
         raise InputError(

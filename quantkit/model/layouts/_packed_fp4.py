@@ -14,17 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from quantkit.formats import QuantTensor
 from quantkit.formats.base.elements import FP4_E2M1
-from quantkit.model.layouts import Header, Read
+from quantkit.lazy import torch
+from quantkit.model.layouts import Header, Read, check_format
 from quantkit.model.layouts._compressed_tensors import SCALE, CompressedTensors
-from quantkit.model.layouts._refusals import check_format
 from quantkit.scheme import WeightScheme
-
-if TYPE_CHECKING:
-    import torch
 
 PACKED, GLOBAL = ".weight_packed", ".weight_global_scale"
 
@@ -34,8 +31,6 @@ class PackedFp4(CompressedTensors):
     """See the module.
 
     Args:
-        name: see `CompressedTensors`.
-        format: the one that it holds.
         strategy: the library's name of its granularity.
         dtype: safetensors' name of what scales are stored as.
         argument: the library's name of the same.
@@ -74,8 +69,6 @@ class PackedFp4(CompressedTensors):
 
     def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """See `Layout`."""
-        import torch
-
         found = {prefix + SCALE: tensor.scale.view(torch.uint8) if self.dtype == "U8" else tensor.scale}
         if tensor.global_scale is not None:
             found[prefix + GLOBAL] = (1 / tensor.global_scale.float()).reshape(1)
@@ -95,16 +88,12 @@ class PackedFp4(CompressedTensors):
 
     def scale(self, prefix: str, read: Read) -> torch.Tensor:
         """See `Layout`."""
-        import torch
-
         stored = read(prefix + SCALE)
         scale = stored.view(torch.float8_e8m0fnu).float() if self.dtype == "U8" else stored.float()
         return scale / read(prefix + GLOBAL) if self._global else scale
 
     def read_back(self, prefix: str, scheme: WeightScheme, read: Read) -> QuantTensor:
         """See `Layout`."""
-        import torch
-
         packed, scale = read(prefix + PACKED), read(prefix + SCALE)
         codes = torch.stack((packed & 15, packed >> 4), dim=2).reshape(packed.shape[0], -1)
         whole = 1 / read(prefix + GLOBAL).reshape(()) if self._global else None
@@ -114,8 +103,6 @@ class PackedFp4(CompressedTensors):
 
     def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
         """The library divides scales by the global one in float32, and rounds the product to bfloat16."""
-        import torch
-
         if tensor.global_scale is not None:
             # where a product lies between two numbers of bfloat16, the last bit of a factor decides
             tensor = replace(tensor, scale=tensor.scale.float() / (1 / tensor.global_scale.float()), global_scale=None)

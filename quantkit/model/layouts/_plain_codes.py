@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit.formats import QuantTensor
-from quantkit.model.layouts import Header, Read, stored_with
+from quantkit.model.layouts import Header, Read, check_format, stored_with
 from quantkit.model.layouts._compressed_tensors import SCALE, CompressedTensors, exact_scale
-from quantkit.model.layouts._refusals import check_format
 from quantkit.model.layouts._words import FLOATS
 from quantkit.scheme import WeightScheme
 
@@ -35,8 +34,6 @@ class PlainCodes(CompressedTensors):
     """A layout for one format.
 
     Args:
-        name: see `CompressedTensors`.
-        format: whose codes it holds.
         stored: their dtype in safetensors.
         type: what compressed-tensors calls the kind of number.
     """

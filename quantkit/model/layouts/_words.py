@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from quantkit.formats import load_format
-from quantkit.model.layouts._refusals import unsupported
+from quantkit.lazy import torch
+from quantkit.model.layouts import unsupported
 from quantkit.scheme import WeightScheme
-
-if TYPE_CHECKING:
-    import torch
 
 # safetensors' names of what scales are stored as
 FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -29,8 +26,6 @@ def bits_of(scheme: WeightScheme, layout: str = "pack-quantized", linear: str = 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """int8 [N, K] -> int32 [N, ceil(K b / 32)], rows filled up with zero bits."""
-    import torch
-
     rows, columns = codes.shape
     words = math.ceil(columns * bits / 32)
     if bits in (4, 8):
@@ -52,8 +47,6 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     """int32 [N, ceil(K b / 32)] -> int8 [N, K]."""
-    import torch
-
     packed = words.contiguous().view(torch.uint8)
     if bits == 8:
         return (packed[:, :columns] ^ 0x80).view(torch.int8)

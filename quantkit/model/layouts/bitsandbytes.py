@@ -17,15 +17,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.formats import Nested, QuantTensor
-from quantkit.model.layouts import Expansion, Header, Layout, Read, missing, stored_with
-from quantkit.model.layouts._refusals import check_format
+from quantkit.lazy import torch
+from quantkit.model.layouts import Expansion, Header, Layout, Read, check_format, missing, stored_with
 from quantkit.scheme import WeightScheme
-
-if TYPE_CHECKING:
-    import torch
 
 WEIGHT, ABSMAX, MAP = ".weight", ".weight.absmax", ".weight.quant_map"
 NESTED_ABSMAX, NESTED_MAP = ".weight.nested_absmax", ".weight.nested_quant_map"
@@ -70,8 +67,6 @@ class BitsAndBytes(Layout):
 
     def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """See `Layout`."""
-        import torch
-
         from quantkit.formats.nf4 import dynamic_values
 
         state: dict[str, Any] = {
@@ -136,8 +131,6 @@ class BitsAndBytes(Layout):
 
     def read_back(self, prefix: str, scheme: WeightScheme, read: Read) -> QuantTensor:
         """See `Layout`."""
-        import torch
-
         packed, stored = read(prefix + WEIGHT), read(prefix + ABSMAX)
         rows, columns = self.shape(prefix, read)
         codes = torch.cat((packed >> 4, packed & 15), dim=1).reshape(rows, columns)

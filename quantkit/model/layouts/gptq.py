@@ -17,16 +17,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from quantkit.formats import QuantTensor
-from quantkit.model.layouts import MARLIN_GROUPS, Expansion, Header, Layout, Read, missing
-from quantkit.model.layouts._refusals import unsupported
+from quantkit.lazy import torch
+from quantkit.model.layouts import MARLIN_GROUPS, Expansion, Header, Layout, Read, missing, unsupported
 from quantkit.model.layouts._words import FLOATS, bits_of, pack, unpack
 from quantkit.scheme import WeightScheme
-
-if TYPE_CHECKING:
-    import torch
 
 QWEIGHT, QZEROS, SCALES, G_IDX = ".qweight", ".qzeros", ".scales", ".g_idx"
 _IN_A_BLOCK = re.compile(r"(?:^|\.)\d+\.")
@@ -99,8 +96,6 @@ class GptqLayout(Layout):
 
     def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """See `Layout`."""
-        import torch
-
         columns, groups = tensor.codes.shape[1], tensor.scale.shape[1]
         zero = torch.zeros(tensor.scale.shape, dtype=torch.int8) if tensor.zero is None else tensor.zero
         return {
@@ -180,7 +175,6 @@ class GptqLayout(Layout):
         return ((tensor.codes.float() - zero.float()) * scale.float()).to(scale.dtype)
 
     def _theirs(self, config: Mapping[str, Any], prefix: str, read: Read) -> torch.Tensor:
-        import torch
         from gptqmodel.nn_modules.qlinear.torch import TorchLinear
         from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
 

@@ -17,17 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from quantkit.formats import QuantTensor
-from quantkit.model.layouts import MARLIN_GROUPS, Header, Layout, Read
+from quantkit.lazy import torch
+from quantkit.model.layouts import MARLIN_GROUPS, Header, Layout, Read, unsupported
 from quantkit.model.layouts._compressed_tensors import SCALE, CompressedTensors, exact_scale
-from quantkit.model.layouts._refusals import unsupported
 from quantkit.model.layouts._words import FLOATS, bits_of, pack, unpack
 from quantkit.scheme import WeightScheme
-
-if TYPE_CHECKING:
-    import torch
 
 PACKED, ZERO, SHAPE = ".weight_packed", ".weight_zero_point", ".weight_shape"
 
@@ -83,8 +80,6 @@ class PackQuantized(CompressedTensors):
         Raises:
             InputError: `scale-inexact`, a scale that `dtype` cannot hold: loaders cast scales to it.
         """
-        import torch
-
         scheme = tensor.scheme
         stored = exact_scale(prefix, tensor, dtype)
         whole = scheme.granularity == "tensor"

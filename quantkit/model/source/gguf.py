@@ -25,15 +25,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.errors import InputError, MissingDependency
+from quantkit.lazy import torch
 from quantkit.model.source.gguf_tokenizer import tokenizer_config, tokenizer_json
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.weights import Header, write_json, write_safetensors
-
-if TYPE_CHECKING:
-    import torch
 
 PROVENANCE = "provenance.json"
 
@@ -60,8 +58,6 @@ class _Architecture:
     """What an architecture of llama.cpp is in Hugging Face's words.
 
     Args:
-        causal: the class.
-        model_type: as config.json has it.
         layer: names of a layer's tensors, all of which each layer has.
         config: metadata without the architecture's name, and where the model's sizes are known -> what config.json says
             besides what all say; takes what it reads of the metadata out of it.
@@ -132,22 +128,27 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
     Raises:
         InputError: `gguf-damaged`, `gguf-architecture`, `gguf-tokenizer`; MissingDependency: the `gguf` package.
     """
-    try:
+    with MissingDependency.unless_found("gguf", extra="compile", purpose="reading a GGUF file"):
         import gguf
-    except ImportError:
-        raise MissingDependency("gguf", extra="compile", purpose="reading a GGUF file") from None
     where = str(gguf_file)
     try:
         reader = gguf.GGUFReader(gguf_file)
         meta = {key: field.contents() for key, field in reader.fields.items()}
     except Exception as problem:
         raise InputError("gguf-damaged", where=where, value=f"{problem}", remedy="install it again") from problem
-    architecture = _architecture(meta, where)
-    config = _config(
-        meta, architecture, tied=all(tensor.name != "output.weight" for tensor in reader.tensors), where=where
-    )
+    stated = meta.get("general.architecture")
+    if stated not in _ARCHITECTURES:
+        raise InputError(
+            "gguf-architecture", where=where, value=str(stated), rule=f"one of {', '.join(_ARCHITECTURES)}"
+        )
+    architecture, stored = _ARCHITECTURES[stated], {tensor.name: tensor for tensor in reader.tensors}
+    config = _config(meta, architecture, tied="output.weight" not in stored, where=where)
     names = _names(architecture, config)
-    tensors = {_hf_name(tensor.name, names, where): tensor for tensor in reader.tensors}
+    if odd := next((name for name in stored if name not in names), None):
+        raise InputError(
+            "gguf-architecture", where=where, value=f"tensor {odd}", rule="only the architecture's own are converted"
+        )
+    tensors = {names[name]: tensor for name, tensor in stored.items()}
     if missing := next((theirs for theirs, ours in names.items() if ours not in tensors), None):
         raise InputError(
             "gguf-damaged", where=where, value=f"no tensor {missing}", rule="every layer has all of its own"
@@ -156,7 +157,6 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
 
     def produce(name: str) -> torch.Tensor:
         import numpy as np
-        import torch
 
         tensor = tensors[name]
         array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
@@ -202,15 +202,6 @@ def _stored(meta: dict[str, Any], elements: Counter[str]) -> str:
         return elements.most_common(1)[0][0]
 
 
-def _architecture(meta: dict[str, Any], where: str) -> _Architecture:
-    stated = meta.get("general.architecture")
-    if stated not in _ARCHITECTURES:
-        raise InputError(
-            "gguf-architecture", where=where, value=str(stated), rule=f"one of {', '.join(_ARCHITECTURES)}"
-        )
-    return _ARCHITECTURES[stated]
-
-
 def _names(architecture: _Architecture, config: dict[str, Any]) -> dict[str, str]:
     """GGUF's name -> Hugging Face's, of every tensor that the model has."""
     top = {
@@ -221,14 +212,6 @@ def _names(architecture: _Architecture, config: dict[str, Any]) -> dict[str, str
         for i in range(config["num_hidden_layers"])
         for theirs, ours in architecture.layer.items()
     }
-
-
-def _hf_name(name: str, names: Mapping[str, str], where: str) -> str:
-    if name not in names:
-        raise InputError(
-            "gguf-architecture", where=where, value=f"tensor {name}", rule="only the architecture's own are converted"
-        )
-    return names[name]
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

@@ -34,10 +34,6 @@ _QWEN2 = (
 def tokenizer_json(meta: dict[str, Any], where: str) -> str:
     """tokenizer.json of a GGUF file.
 
-    Args:
-        meta: the file's metadata.
-        where: the file, for errors.
-
     Raises:
         InputError: `gguf-tokenizer`: another kind, or a pre-tokenizer that is known by no name here.
     """

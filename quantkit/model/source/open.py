@@ -22,12 +22,13 @@ from quantkit import limits
 from quantkit.content import is_path
 from quantkit.errors import InputError, MissingDependency, unknown_name
 from quantkit.kinds import Kind
+from quantkit.lazy import torch
 from quantkit.model.source import converted, pretrained
 from quantkit.model.source.alias import ALIASES, materialize
 from quantkit.model.source.hashes import file_sha256, source_changed
 from quantkit.model.source.weights import INDEX, Weights, checked_file, strict_json
 from quantkit.model.structure.kinds import class_name, kind_of, native_class, unknown_architecture
-from quantkit.model.structure.names import Names, match_names
+from quantkit.model.structure.names import match_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -64,7 +65,6 @@ class Source:
 
     Args:
         ref: `alias:smollm2-135m`, `hf:org/name` or `path:<folder name>`; holds no path of this machine.
-        path: the folder.
         name: what a bundle is named after.
         config: config.json as it stands.
         dtype: what most bytes of the weights are stored in.
@@ -129,8 +129,6 @@ class Source:
             blocks: only the first so many; None is all.
             placed: options that leave its blocks on disk: see `model.offload`.
         """
-        import torch
-
         model_class = _model_class(self.config, self.path, self.ref, self.trust_remote_code)
         config = _load_config(self.path, self.ref, self.trust_remote_code)
         if blocks is not None:
@@ -142,8 +140,6 @@ class Source:
     def can_be_cut(self, blocks: int) -> bool:
         """Whether its class makes the first so many blocks of it alone: some configs name later ones, and in some what
         a block or a table is depends on how many there are."""
-        import torch
-
         config = _load_config(self.path, self.ref, self.trust_remote_code)
         model_class = _model_class(self.config, self.path, self.ref, self.trust_remote_code)
         with torch.device("meta"):
@@ -165,7 +161,6 @@ class Source:
         Raises:
             InputError: `config-invalid`, where the class makes no model of the config.
         """
-        import torch
         from transformers import initialization
 
         from quantkit.model.structure import experts
@@ -196,8 +191,6 @@ def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True
     """Opens a model by path, hub id or alias.
 
     Args:
-        ref: see the module.
-        trust_remote_code: whether its own code may run.
         hashed: whether its files are hashed, which reads all of them once; else its `sha256` is empty.
 
     Raises:
@@ -206,10 +199,8 @@ def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True
             `remote-code`, `already-quantized`, and those of `Weights.open`.
         MissingDependency: transformers or torch.
     """
-    try:
+    with MissingDependency.unless_found("transformers", extra="compile", purpose="opening a model"):
         import transformers  # noqa: F401
-    except ImportError:
-        raise MissingDependency("transformers", extra="compile", purpose="opening a model") from None
     was, notes = None, []
     if ref.startswith("hf:"):
         path, full, name = _from_hub(ref, trust_remote_code), ref, ref[3:].split("@", maxsplit=1)[0].rpartition("/")[2]
@@ -241,8 +232,6 @@ def open_model(ref: str, *, trust_remote_code: bool = False, hashed: bool = True
 def in_float32(model: PreTrainedModel) -> PreTrainedModel:
     """The same model, its floats of 16 bits in 32: where a checkpoint is packed, transformers leaves some parameters in
     the dtype of the files, whatever it is asked for, and such a model computes in both."""
-    import torch
-
     if hasattr(model, "ct_decompress_hook"):  # before its scales change, and not when the first forward begins
         model.hf_quantizer.compressor.decompress_model(model)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -255,7 +244,6 @@ def untied(source: Source, files: Mapping[str, str]) -> Source:
     """The same model with a tensor of its own, of the same values, for each parameter that shares one.
 
     Args:
-        source: as opened.
         files: parameter of its skeleton -> tensor of the files. The first to share a tensor keeps it.
     """
     entries = dict(source.weights.entries)
@@ -271,12 +259,7 @@ def untied(source: Source, files: Mapping[str, str]) -> Source:
 
 def parameter_names(source: Source, skeleton: PreTrainedModel) -> dict[str, str]:
     """Parameter or persistent buffer of the skeleton -> tensor of the files; see names.py for rules and errors."""
-    return names_of(source, skeleton).files
-
-
-def names_of(source: Source, skeleton: PreTrainedModel) -> Names:
-    """As `parameter_names`, with the tensors that nothing uses."""
-    return match_names(source.weights, skeleton)
+    return match_names(source.weights, skeleton).files
 
 
 def cut_config(config: Any, blocks: int) -> None:

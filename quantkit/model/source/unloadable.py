@@ -32,7 +32,6 @@ class Obstacle:
 
     Args:
         where: the linear or module; a linear that is not packed is none.
-        why: half a sentence.
         libraries: with which of them, by import names; none is all.
         always: whether it is in the way whatever is packed.
     """
@@ -53,7 +52,6 @@ def obstacles(skeleton: PreTrainedModel, files: Mapping[str, str]) -> list[Obsta
     """All of a model.
 
     Args:
-        skeleton: the model without weights.
         files: its parameters -> tensors of the files.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping

@@ -20,14 +20,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit import limits
 from quantkit.bundle import disk
 from quantkit.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
+from quantkit.lazy import torch
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -56,8 +54,6 @@ _TORCH_NAMES = {  # format's name -> (bytes of an element, torch's name)
 
 def torch_dtype(name: str) -> torch.dtype:
     """`"BF16"` -> `torch.bfloat16`."""
-    import torch
-
     found: torch.dtype = getattr(torch, _TORCH_NAMES[name][1])
     return found
 
@@ -155,8 +151,6 @@ class Weights:
         return self._read(replace(entry, shape=(kept, *entry.shape[1:]), end=entry.start + kept * row))
 
     def _read(self, entry: TensorEntry) -> torch.Tensor:
-        import torch
-
         name = entry.name
         raw = torch.empty(entry.bytes, dtype=torch.uint8)
         with (self.folder / entry.shard).open("rb") as file:
@@ -334,8 +328,6 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _check_finite(tensor: torch.Tensor, where: str) -> None:
-    import torch
-
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return
     if tensor.dtype.itemsize == 1:
@@ -377,12 +369,7 @@ def _bad(code: str, where: str, value: str, rule: str = "", remedy: str = "") ->
 Header = tuple[str, str, tuple[int, ...]]
 
 
-def write_safetensors(
-    path: Path,
-    headers: Iterable[Header],
-    producer: Callable[[str], torch.Tensor],
-    metadata: Mapping[str, str] | None = None,
-) -> str:
+def write_safetensors(path: Path, headers: Iterable[Header], producer: Callable[[str], torch.Tensor]) -> str:
     """Writes one safetensors file with one tensor in memory at a time, and returns the file's sha256.
 
     The file appears under `path` complete or not at all (temporary name beside it, fsync, rename). Tensors are laid
@@ -393,7 +380,6 @@ def write_safetensors(
         path: the file to write; one that exists is replaced.
         headers: (name, dtype as in `Entry`, shape) of every tensor.
         producer: name -> the tensor, of just that dtype and shape, on any device.
-        metadata: strings to strings; `{"format": "pt"}` by default, which transformers insists on.
 
     Raises:
         Stopped: `disk-full`.
@@ -401,7 +387,7 @@ def write_safetensors(
         ValueError: a name given twice, or a tensor that is not what its header says: a bug in the caller.
     """
     listed = sorted(headers, key=lambda header: -_TORCH_NAMES[header[1]][0])
-    layout: dict[str, Any] = {_METADATA: dict({"format": "pt"} if metadata is None else metadata)}
+    layout: dict[str, Any] = {_METADATA: {"format": "pt"}}  # which transformers insists on
     at = 0
     for name, dtype, shape in listed:
         if name in layout:
@@ -454,8 +440,6 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def _raw(tensor: torch.Tensor, name: str, dtype: str, shape: tuple[int, ...]) -> memoryview:
-    import torch
-
     if dtype_name(tensor.dtype) != dtype or tuple(tensor.shape) != tuple(shape):
         raise ValueError(
             f"{name}: the header says {dtype} {tuple(shape)}, got {dtype_name(tensor.dtype)} {tuple(tensor.shape)}"

@@ -32,7 +32,6 @@ class QuantizedCache:
     """The pre-hook of one block.
 
     Args:
-        scheme: how keys and values are stored.
         keys, values: their scales, where calibration fixes them.
         on: whether anything is done.
         observer: sees what comes; while it does, nothing is quantized that still lacks its scale.
@@ -93,11 +92,7 @@ class _Storing:
 
 
 def attach(block: nn.Module, scheme: CacheScheme) -> QuantizedCache:
-    """A hook, off, for a block.
-
-    Raises:
-        InputError: `cache-unknown`, a block that takes no cache.
-    """
+    """A hook, off, for a block. Raises InputError (`cache-unknown`, a block that takes no cache)."""
     if "past_key_values" not in inspect.signature(block.forward).parameters:
         raise InputError(
             "cache-unknown",
@@ -131,7 +126,6 @@ class QuantizedCaches:
     """A `Transform` of a streamed model: every block stores its keys and values as `scheme` says.
 
     Args:
-        scheme: for all blocks.
         scales: of keys and values, a block; empty where the scheme takes them from the values.
         dtype: what the model is loaded in; scales are cast to it.
     """

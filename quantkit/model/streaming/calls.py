@@ -37,7 +37,6 @@ class Given:
 
     Args:
         args: positional, those after the hidden states if these are positional.
-        kwargs: by name.
         name: of the hidden states, where they are given by another name than `hidden_states`.
     """
 
@@ -47,11 +46,7 @@ class Given:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Given]:
-        """The hidden states out of a block's arguments, and the others.
-
-        Raises:
-            InputError: `stream-unsupported`.
-        """
+        """The hidden states out of a block's arguments, and the others. Raises InputError (`stream-unsupported`)."""
         kwargs = dict(kwargs)
         if _HIDDEN in kwargs:
             return kwargs.pop(_HIDDEN), cls(args, kwargs)
@@ -146,17 +141,16 @@ class Call:
     """How to run one block on a few tokens: the hidden states and the other arguments."""
 
     hidden: Tensor
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    name: str = ""
+    given: Given = field(default_factory=Given)
 
     def __call__(self, block: nn.Module) -> Tensor:
         """The block's output."""
-        return primary(Given(self.args, self.kwargs, self.name).run(block, self.hidden))
+        return primary(self.given.run(block, self.hidden))
 
     def double(self) -> Call:
         """The same in float64."""
-        return Call(self.hidden.double(), _double(self.args), _double(self.kwargs), self.name)
+        given = Given(_double(self.given.args), _double(self.given.kwargs), self.given.name)
+        return Call(self.hidden.double(), given)
 
 
 def _double(value: Any) -> Any:
@@ -192,8 +186,7 @@ class Calls:
 
     def call(self, stage: int) -> Call:
         """A call as on the first chunk, with the hidden states that the first block is given."""
-        found = self._given[0][stage]
-        return Call(self.hidden[: self.chunk], found.args, found.kwargs, found.name)
+        return Call(self.hidden[: self.chunk], self._given[0][stage])
 
     def forward(self, block: nn.Module, stage: int, hidden: Tensor, part: int = 0) -> Tensor:
         """The block's output on chunk number `part`, with gradients where those are enabled."""
@@ -313,7 +306,6 @@ class Stand(nn.Module):
 
     Args:
         block: whatever a model asks of a block besides calling it, this answers.
-        index: the block's number.
         takes: (number, hidden states, other arguments) -> the block's output.
     """
 

@@ -38,12 +38,10 @@ class LiveCalls(Calls):
     """Forwards that stand still at the same call, one a sequence.
 
     Args:
-        model: with weights everywhere but in its blocks; it is ours from here on.
-        path: of the `ModuleList` of blocks.
+        model, path, runs: as of `stream.record`; the model is ours from here on.
         visits: the number of the block that each call is to.
         ids: [samples, tokens].
         batch: the dimension of hidden states that counts sequences.
-        runs: the part of the model whose forward runs; all of it by default.
     """
 
     live = True
@@ -95,7 +93,7 @@ class LiveCalls(Calls):
     def call(self, stage: int) -> Call:
         """The call that the first sequence's forward stands at."""
         _, hidden, given = self._stands[0]
-        return Call(hidden, given.args, given.kwargs, given.name)
+        return Call(hidden, given)
 
     def forward(self, block: nn.Module, stage: int, hidden: Tensor, part: int = 0) -> Tensor:
         """The block's output on sequence number `part`; the last one is what its forward goes on with."""

@@ -8,10 +8,17 @@ compared, before and behind it, and after the last one what the model gives:
 Nothing of what is compared with comes from quantkit: transformers finds the weights, builds the masks and calls its
 blocks. Where the model does not fit into the memory that a compile takes anyway, its first blocks are compared, as a
 model of so many layers; where its class makes no such model, all of them, left on disk until they are called.
+
+A model that does not fit into memory, as plain transformers runs it: its blocks stay on disk until they are called.
+
+That is `device_map` of `from_pretrained`: accelerate reads each module of a block when its forward begins, and drops it
+when that ends. What has to be converted first (merged experts) is written into a folder. So memory is what lies outside
+the blocks, and a part of one block, at the cost of reading all weights once for each forward.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,16 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit import machine
+from quantkit import content, machine
 from quantkit.bundle import Check
 from quantkit.bundle.disk import is_disk_full
 from quantkit.errors import InputError, QuantkitError
 from quantkit.model.full_memory import is_out_of_memory, out_of_memory
 from quantkit.model.source.open import Source, quiet_loading
 from quantkit.model.streaming.calls import Given, forward, primary, uncached, unsupported
-from quantkit.model.streaming.loaded import LoadedModel
-from quantkit.model.streaming.offload import on_disk
-from quantkit.model.streaming.stream import StreamedModel, answer
+from quantkit.model.streaming.stream import LoadedModel, StreamedModel, answer
 from quantkit.model.structure.flow import Flow
 from quantkit.model.structure.traced import hooked
 
@@ -184,10 +189,7 @@ def own_forward(
     """The model as plain `from_pretrained` loads it, run on `ids` [samples, tokens] in one batch.
 
     Args:
-        source: where it lies.
-        path: of the `ModuleList` of blocks.
         flow: which dimension of hidden states counts samples.
-        ids: what it is run on.
         blocks: only the first so many; None is all.
         runs: gives the part of the model whose forward runs.
         placed: where its blocks are, if not in memory.
@@ -248,3 +250,41 @@ def _held(found: Tensor, own: Tensor, architecture: str, where: str, limit: floa
 def _centered(logits: Tensor) -> Tensor:
     """Logits less their mean, which no probability depends on."""
     return logits.float() - logits.float().mean(dim=-1, keepdim=True)
+
+
+# what `from_pretrained` takes besides
+Options = dict[str, object]
+
+
+@contextmanager
+def on_disk(model: nn.Module, path: str) -> Iterator[Options]:
+    """Options of `from_pretrained` that leave the blocks on disk; the folder is gone behind it.
+
+    Args:
+        model: of the class, with or without weights.
+        path: of its `ModuleList` of blocks.
+    """
+    folder = content.cache_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="offloaded-") as place:
+        yield {"device_map": places(model, path), "offload_folder": place}
+
+
+def places(model: nn.Module, path: str) -> dict[str, str]:
+    """Module or parameter -> `cpu` or `disk`: the blocks on disk, everything else in memory."""
+    found: dict[str, str] = {}
+
+    def look(module: nn.Module, prefix: str) -> None:
+        kept = {*module._parameters, *module._buffers} - module._non_persistent_buffers_set  # others are in no file
+        found.update({f"{prefix}{name}": "cpu" for name in sorted(kept)})
+        for name, child in module.named_children():
+            full = f"{prefix}{name}"
+            if full == path:
+                found.update({f"{full}.{block}": "disk" for block, _ in child.named_children()})
+            elif path.startswith(f"{full}."):
+                look(child, f"{full}.")
+            else:
+                found[full] = "cpu"
+
+    look(model, "")
+    return found

@@ -10,7 +10,8 @@ not listed: the `ModuleList` of like children that owns most of the parameters.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -108,7 +109,6 @@ def record(model: nn.Module, path: str, flow: Flow, ids: Tensor, chunk: int, run
         model: with weights everywhere but in its blocks.
         path: of the `ModuleList` of blocks.
         flow: of the model, which is not live.
-        ids: what it is run on.
         chunk: sequences per forward. Where blocks are given what depends on the text, and that cannot be told apart by
             sequence, it becomes 1.
         runs: the part of the model whose forward runs; all of it by default.
@@ -134,6 +134,15 @@ def record(model: nn.Module, path: str, flow: Flow, ids: Tensor, chunk: int, run
         return Calls(hidden, chunk, notes)
     notes.clear()
     return Calls(gathered(parts(1), ids.shape[0]), 1, notes)
+
+
+def _begun(model: nn.Module, path: str, flow: Flow, ids: Tensor, chunk: int, runs: nn.Module | None = None) -> Calls:
+    """Recorded, or of a live model its own forwards, which `model` is then for."""
+    if not flow.live:
+        return record(model, path, flow, ids, chunk, runs)
+    from quantkit.model.streaming.live import LiveCalls
+
+    return LiveCalls(model, path, flow.visits, ids, flow.batch, runs)
 
 
 class _AllRecorded(Exception):
@@ -171,25 +180,13 @@ class StreamedModel:
     """A model on disk, block by block.
 
     Args:
-        source: an opened model.
-        dtype: what it is computed in.
-        prepare: changes the skeleton before names are matched, e.g. to the layout of a quantized checkpoint.
         files: parameter -> tensor of the files, where that is known already. Parameters that the skeleton ties may have
             tensors of their own here; each then loads its own.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        dtype: torch.dtype = torch.float32,
-        prepare: Callable[[nn.Module], None] | None = None,
-        files: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, source: Source, files: Mapping[str, str] | None = None) -> None:
         self.source = source
-        self.dtype = dtype
         self.skeleton: nn.Module = source.skeleton()
-        if prepare is not None:
-            prepare(self.skeleton)
         self.path = find_blocks(self.skeleton)
         blocks = self.skeleton.get_submodule(self.path)
         assert isinstance(blocks, nn.ModuleList)
@@ -218,9 +215,9 @@ class StreamedModel:
         return find_head(self.skeleton) if self.source.kind == "decoder" else None
 
     def tensor(self, name: str) -> Tensor:
-        """A parameter by its name in the skeleton, in the compute dtype."""
+        """A parameter by its name in the skeleton, its floats in float32."""
         value: Tensor = self.source.weights.read(self.files[name])
-        return value.to(self.dtype) if value.is_floating_point() else value
+        return value.float() if value.is_floating_point() else value
 
     def load(self, index: int) -> nn.Module:
         """Block `index` with its weights, in eval mode."""
@@ -277,13 +274,7 @@ class StreamedModel:
         """Hidden states before block 0 for `ids` [samples, tokens], and how each block is called."""
         model = self.rest()
         flow = self._learn(model, None)
-        if flow.live:
-            from quantkit.model.streaming.live import LiveCalls
-
-            return LiveCalls(model, self.path, flow.visits, ids, flow.batch, self.runs(model))
-        calls = record(model, self.path, flow, ids, chunk, self.runs(model))
-        calls.hidden = calls.hidden.to(self.dtype)
-        return calls
+        return _begun(model, self.path, flow, ids, chunk, self.runs(model))
 
     @torch.no_grad()
     def through(self, ids: Tensor, chunk: int = 4) -> Calls:
@@ -305,7 +296,6 @@ class StreamedModel:
         """What the model gives for `ids` [samples, tokens]: see `Answers`.
 
         Args:
-            ids: what it is run on.
             chunk: sequences per forward.
             hidden: the last block's output, where that is known already.
         """
@@ -326,10 +316,7 @@ class Head:
     norms, logit scales and soft caps are whatever the model's class makes of them.
 
     Args:
-        model: with weights everywhere but in its blocks; it is ours from here on.
-        path: of the `ModuleList` of blocks.
-        flow: of the model, which is not live.
-        runs: the part of the model whose forward runs; all of it by default.
+        model, path, flow, runs: as of `record`; the model is ours from here on.
     """
 
     def __init__(self, model: nn.Module, path: str, flow: Flow, runs: nn.Module | None = None) -> None:
@@ -393,3 +380,53 @@ class Answers:
     def all(self) -> Tensor:
         """Of everything, [samples, tokens, vocabulary or width]."""
         return torch.stack([self(index) for index in range(len(self._ids))])
+
+
+class LoadedModel:
+    """An `nn.Module` with its weights. A transformer's stack of like layers is the blocks; all else is one block.
+
+    Args:
+        model: quantized in place by whoever works on its blocks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model.eval()
+        self.path = ""
+        # how a transformer hands hidden states from layer to layer is known; what another module does is not
+        if "input_ids" in inspect.signature(model.forward).parameters:
+            try:
+                self.path = find_blocks(model)
+            except InputError:
+                self.path = ""
+        self._blocks = list(self.model.get_submodule(self.path).children()) if self.path else [self.model]
+        self.block_names = [f"{self.path}.{index}" for index in range(len(self._blocks))] if self.path else [""]
+        self.flow = Flow(tuple(range(len(self._blocks))), False)
+
+    @property
+    def visits(self) -> tuple[int, ...]:
+        """The number of the block that each call is to, in order; known once a forward has begun."""
+        return self.flow.visits
+
+    def load(self, index: int) -> nn.Module:
+        """The block itself, not a copy."""
+        return self._blocks[index]
+
+    def rest(self) -> nn.Module:
+        """A copy of what lies outside the blocks."""
+        blocks = self.model.get_submodule(self.path)
+        return copy.deepcopy(self.model, {id(blocks): blocks})
+
+    def apply(self, transform: Transform) -> None:
+        """Transform every part, in place."""
+        for index in range(len(self.block_names)):
+            transform.block(index, self.load(index))
+        transform.rest(self.model)
+
+    @torch.no_grad()
+    def begin(self, ids: Tensor, chunk: int) -> Calls:
+        """Hidden states before block 0 for token `ids` [samples, tokens]; for a single block, `ids` is its input."""
+        if not self.path:
+            nothing = [Given()]
+            return Calls(ids, chunk, [nothing for _ in ids.split(chunk)], nothing)
+        self.flow = learn(self.model, self.path, self.load, ids)
+        return _begun(self.rest() if self.flow.live else self.model, self.path, self.flow, ids, chunk)

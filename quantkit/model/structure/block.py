@@ -24,7 +24,6 @@ class Block:
 
     Args:
         name: its full name, such as `model.layers.3`; empty when the whole model is the block.
-        index: its number.
         module: with float32 weights; passes change it in place.
         structure: what tracing found.
         folds: shared input's name -> where its scale can go, proved on this block.

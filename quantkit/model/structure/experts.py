@@ -229,11 +229,7 @@ def prove(experts: Experts) -> float:
 
 
 def demand_equal(block: nn.Module, name: str) -> None:
-    """Refuse experts that are not what the linears make of them.
-
-    Raises:
-        InputError: `architecture-unsupported`.
-    """
+    """Refuse experts that are not what the linears make of them. Raises InputError (`architecture-unsupported`)."""
     for path, experts in found_in(block).items():
         difference = prove(experts)
         if difference > TOLERANCE:

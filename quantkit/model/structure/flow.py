@@ -57,11 +57,9 @@ def learn(
     """The flow of a model.
 
     Args:
-        model: with weights everywhere but in its blocks.
-        path: of the `ModuleList` of blocks.
+        model, path, runs: as of `stream.record`.
         load: a block with its weights, by its number.
         ids: [samples, tokens]; a few are used.
-        runs: the part of the model whose forward runs; all of it by default.
 
     Raises:
         InputError: `stream-unsupported`, with what the model's class said; `out-of-memory`.

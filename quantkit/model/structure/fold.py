@@ -77,7 +77,6 @@ def apply(block: nn.Module, fold: Fold, group: SharedInput, scales: Tensor, dtyp
     """Divide the producer by `scales`, multiply the consumers' input columns by them, in place.
 
     Args:
-        block: holds both.
         scales: [channels] > 0 (or non-zero), one for each of the producer's outputs; channels that no input comes from
             keep 1.
         dtype: what a norm's weight will be stored in. Its new values are rounded to it first and the scales adapted, so

@@ -93,7 +93,6 @@ def rename(
     does it.
 
     Args:
-        file: its name in the files.
         mapping: transformers' rules for the skeleton, of which those that only rename are used.
         rules: the `WeightConverter`s that count.
         prefix: of the base model.

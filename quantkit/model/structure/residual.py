@@ -223,8 +223,6 @@ def find_heads(block: nn.Module, call: Call, writers: Sequence[str], rotation: R
     """The value paths into a block's writers, each with the largest head that holds.
 
     Args:
-        block: with weights.
-        call: how it is run.
         writers: linears that may be the output projection.
         rotation: size -> a random rotation to try.
     """

@@ -27,7 +27,6 @@ def skips(block: nn.Module, run: Callable[[nn.Module], Tensor]) -> Mapping[str, 
     """Linear -> the module whose input its output is added to.
 
     Args:
-        block: with weights.
         run: runs it once, on anything that reaches all of it, and gives its output [..., width].
     """
     inputs: dict[str, tuple[int, Tensor, Tensor, int]] = {}

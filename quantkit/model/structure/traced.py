@@ -119,7 +119,6 @@ def trace(block: nn.Module, run: Callable[[], object]) -> Structure:
     """The structure of a block, from one run of it.
 
     Args:
-        block: with weights.
         run: runs the block once, on anything that reaches all of it.
     """
     seen = _Seen()

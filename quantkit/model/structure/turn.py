@@ -11,6 +11,11 @@ any output, if everything that touches it is turned with it:
 RMSNorm commutes with every Q, LayerNorm with those that keep the mean (`Q 1 = 1`). What touches the stream is found in
 `residual.py`. Proved: in float64, every part before and after; `prove` says how far the outputs are apart.
 (Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021; QuaRot, arXiv 2404.00456.)
+
+What lies before and behind a model's blocks, in float64 and cut to a few rows of its tables.
+
+Each row of an embedding or of a head is treated like every other, so what is proved on some holds for all; a vocabulary
+of 100,000 rows is not copied for it.
 """
 
 from __future__ import annotations
@@ -25,8 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.model.streaming.calls import Call
+from quantkit.model.streaming.stream import Head, Whole, record
+from quantkit.model.structure.flow import learn
 from quantkit.model.structure.fold import InDouble, disagreement
-from quantkit.model.structure.traced import set_parameter, set_weight, weight_of
+from quantkit.model.structure.traced import hooked, is_linear, set_parameter, set_weight, weight_of
 
 Form = Literal["weight", "one_plus_weight", "none"]
 Rotations = Callable[[int], "Orthogonal"]
@@ -48,7 +55,6 @@ class Norm:
     """A norm of the residual stream.
 
     Args:
-        name: its module.
         readers: the linears that read it, and nothing else does.
         form: how its weight multiplies.
         centres: it takes the mean off, as LayerNorm does.
@@ -82,7 +88,6 @@ class Residual:
     """What of one part of a model has to be turned.
 
     Args:
-        norms: with their readers.
         writers: linears that add to the stream.
         embeddings: tables whose rows are added up to the stream's beginning.
         heads: value paths, which may be turned by a rotation of their own.
@@ -110,7 +115,6 @@ def turn(part: nn.Module, found: Residual, rotation: Orthogonal, heads: Rotation
 
     Args:
         part: a block, or the model without its blocks, in any float dtype.
-        found: its residual stream.
         rotation: Q, as wide as the stream.
         heads: size of a head -> R; None leaves the value paths as they are.
     """
@@ -203,3 +207,58 @@ def prove(part: ModelPart, found: Residual, rotation: Orthogonal, heads: Rotatio
         turn(part.module, found, rotation, heads)
         after = part.run(rotation.apply(part.hidden))
         return disagreement(rotation.apply(before) if part.turns_output else before, after)
+
+
+# rows of an embedding or head that are kept; more than there are positions in a probe
+ROWS = 256
+
+
+class Ends:
+    """A model without its blocks.
+
+    Args:
+        ids: [samples, tokens], each below `ROWS`.
+    """
+
+    def __init__(self, stream: Whole, ids: Tensor) -> None:
+        self.path, self.ids = stream.path, ids
+        self.model = stream.rest()
+        self.flow = learn(self.model, self.path, stream.load, ids)
+        self._head = Head(self.model, self.path, self.flow)
+        # in the place of the blocks stands what holds no weights
+        for module in self.model.modules():
+            if isinstance(module, nn.Embedding) and module.weight.shape[0] > ROWS:
+                set_parameter(module, "weight", module.weight.detach()[:ROWS].clone())
+                module.padding_idx = None
+            elif is_linear(module) and weight_of(module).shape[0] > ROWS:
+                set_weight(module, weight_of(module)[:ROWS].clone())
+                if getattr(module, "bias", None) is not None:
+                    set_parameter(module, "bias", module.bias.detach()[:ROWS].clone())  # type: ignore[union-attr, operator]
+        self.model = self.model.double()
+
+    @torch.no_grad()
+    def start(self) -> tuple[Tensor, list[Tensor]]:
+        """The hidden states before block 0, and the other tensors that blocks are given."""
+        with InDouble():  # type: ignore[no-untyped-call]
+            calls = record(self.model, self.path, self.flow, self.ids, len(self.ids))
+        return calls.hidden, calls.tensors()
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """Logits, or an encoder's last hidden states, for the last block's output."""
+        return self._head(hidden, self.ids)
+
+    @torch.no_grad()
+    def embeddings(self, width: int) -> tuple[str, ...]:
+        """The tables with rows of that width which are read before block 0."""
+        read: list[str] = []
+        tables = {
+            name: module
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Embedding) and module.weight.shape[1] == width
+        }
+        with hooked(
+            table.register_forward_pre_hook(lambda _, __, name=name: read.append(name))  # type: ignore[misc]
+            for name, table in tables.items()
+        ):
+            self.start()
+        return tuple(dict.fromkeys(read))

@@ -183,7 +183,7 @@ def samples(request: Request, path: Path, most: int) -> None:
 
 def _encoder(runtime: str, request: Request) -> Callable[[Bundle], _Answers]:
     """Embeds the pairs that a bundle is scored on."""
-    from quantkit.calibrate.tokens.pairs import token_ids
+    from quantkit.calibrate.tokens.ids import token_ids
     from quantkit.measurement.accuracy.embed import embeddings
     from quantkit.measurement.accuracy.labelled.pairs import found_first
     from quantkit.model.source.open import open_model

@@ -56,7 +56,6 @@ def search_scales(
     scheme: WeightScheme,
     *,
     grid: int = 20,
-    magnitude: Tensor | None = None,
     producers: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> AwqScales:
@@ -67,8 +66,6 @@ def search_scales(
         hessian: [K, K] of that input.
         scheme: an integer format, any granularity and symmetry.
         grid: how many α above 0, up to 1, are tried.
-        magnitude: [K], how large each input usually is (the paper's mean |x|); the root of the Hessian's diagonal
-            when left out.
         producers: [K] integers: which channel of the module that absorbs the scale each input comes from. Inputs from
             one channel (grouped heads repeat them) share a scale. None: each its own.
         importance: [K], `Factor.importance`, when GPTQ assigns the codes: the cost is then `sum_k a_k |d_k|²`, what
@@ -82,13 +79,10 @@ def search_scales(
     with one_thread():
         target = torch.cat([weight.float() for weight in weights]).T.contiguous()
         rows = [weight.shape[0] for weight in weights]
-        size = _shared(hessian.diagonal().float().clamp(min=0).sqrt() if magnitude is None else magnitude, producers)
+        size = _shared(hessian.diagonal().float().clamp(min=0).sqrt(), producers)
         costs = hessian.float() if importance is None else importance.float()
-        best = AwqScales(
-            torch.ones_like(size),
-            0.0,
-            *([_cost(target, rows, None, costs, scheme)] * 2),
-        )
+        plain = _cost(target, rows, None, costs, scheme)
+        best = AwqScales(torch.ones_like(size), 0.0, plain, plain)
         for number in range(1, grid + 1):
             scales = _power(size, number / grid)
             cost = _cost(target, rows, scales, costs, scheme)

@@ -53,11 +53,7 @@ class Factor:
 
 
 def check_finite(hessian: Tensor) -> None:
-    """Refuse a Hessian that holds NaN or infinity.
-
-    Raises:
-        InputError: `hessian-nonfinite`.
-    """
+    """Refuse a Hessian that holds NaN or infinity. Raises InputError (`hessian-nonfinite`)."""
     if not bool(torch.isfinite(hessian).all()):
         raise InputError(
             "hessian-nonfinite",

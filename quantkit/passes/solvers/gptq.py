@@ -15,6 +15,21 @@ plane for the lattice of codes (Chen et al., "The Geometry of LLM Quantization",
   product a block. Weights that share an input go through together, with one factor.
 - Sweeps of coordinate descent follow: with all other codes fixed, the best q_j is `round(w_j + d_j - (D H)_j / H_jj)`,
   and the best scale of a group has a closed form (Behdin et al., "QuantEase", 2023, arXiv 2309.01885).
+
+GPTQ of rows that each have a Hessian of their own, all at once: the filters of a depthwise convolution.
+
+One row is a few numbers, and a thousand solves of nine numbers each are a thousand times the overhead of one. The
+algebra is that of `gptq`, with a leading axis of rows.
+
+Weights that make up for what the quantized layers before them get wrong.
+
+The inputs X that a linear receives are not the originals X + Δ: what comes before it is quantized already. It should
+put out `W (X + Δ)ᵀ`, and on X the matrix `W + W ΔᵀX H⁻¹` comes closest to that, with `H = XᵀX`; it is quantized in
+place of W (Li et al., "GPTAQ", 2025, arXiv 2504.02692). Where the output is added to something that lags behind the
+original by R, as the residual stream does, `W + (W ΔᵀX + RᵀX) H⁻¹` makes up for that too.
+
+A few thousand tokens overstate how well Δ and R can be foretold from X, so the regression is a ridge: `(H + λ D)⁻¹` in
+place of `H⁻¹`, D the diagonal of H. What many tokens say is corrected whole, what rests on few hardly at all.
 """
 
 from __future__ import annotations
@@ -24,7 +39,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
+from quantkit.errors import InputError
 from quantkit.formats import QuantTensor
 from quantkit.formats.base.grid import GridFormat, effective, load_grid
 from quantkit.formats.base.integers import IntegerFormat
@@ -38,6 +55,7 @@ if TYPE_CHECKING:
 
     from quantkit.scheme import WeightScheme
 
+
 Range = Literal["minmax", "mse", "hessian"]
 
 # columns chosen one by one before the others hear of it; small enough that a block stays in the cache
@@ -50,7 +68,6 @@ class GptqResult:
     """What a solve yields.
 
     Args:
-        tensor: codes, scales and zero points.
         damping: the share of the Hessian's mean diagonal that was added to it.
         raised: how often that had to be raised for the Cholesky factor to exist; to be recorded unless 0.
         error: `tr(D H Dᵀ)` with the damped Hessian: the squared output error summed over the calibration tokens.
@@ -194,18 +211,8 @@ def _choose(
     form: GridFormat,
     neighbours: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One pass over the columns.
-
-    Args:
-        target: [K, N], the weights transposed.
-        scale, zero: [G, N] float32.
-        group: inputs a group.
-        neighbours: [K], see `gptq_shared`.
-
-    Returns:
-        values in units of the scale (codes less zero) [K, N] float32, the cost of each row [N], and `D` [K, N]; all in
-        the order of the weights.
-    """
+    """One pass over the columns of weights [N, K], which lie transposed in target, with scale and zero [G, N] float32:
+    values in units of the scale (codes less zero) [K, N], the cost of each row [N], and `D` [K, N], in their order."""
     columns, rows = target.shape
     ordered = target[solved.order]
     back = torch.empty_like(solved.order)
@@ -313,3 +320,119 @@ def _descend(
                     wish[offset + 1 :].addr_(inside[offset, offset + 1 :], moved)
             gradient.addmm_(hessian[:, block], delta[block] - before)
     return (gradient * delta).sum(dim=0)
+
+
+# shares of the largest weight that a scale is tried for
+_SHARES = torch.linspace(1.0, 0.6, 81)
+_ATTEMPTS = 6
+
+
+def gptq_rows(
+    weight: Tensor, hessian: Tensor, scheme: WeightScheme, *, damping: float = 0.01, shrink: float = 0.3
+) -> tuple[Tensor, Tensor]:
+    """Codes [N, K] int8 and scales [N] float32.
+
+    Args:
+        weight: [N, K].
+        hessian: [N, K, K], of each row's inputs; one that saw nothing is taken for the identity.
+        scheme: integers without zero points, one scale a row.
+        damping, shrink: as of `factor`; a row whose Hessian then has no Cholesky factor is damped more.
+    """
+    with one_thread():
+        form = load_grid(scheme.format)
+        columns = weight.shape[1]
+        eye = torch.eye(columns)
+        diagonal = hessian.diagonal(dim1=1, dim2=2).float()
+        empty = diagonal.mean(1) <= 0
+        hessian = torch.where(empty[:, None, None], eye, hessian.float())
+        diagonal = torch.where(empty[:, None], 1.0, diagonal)
+        scale = _scales(weight, diagonal, scheme)
+        order = diagonal.argsort(dim=1, descending=True, stable=True)
+        unit = _unit(hessian, diagonal, order, damping, shrink)
+        wanted = weight.gather(1, order)
+        codes, delta = torch.empty_like(wanted), torch.zeros_like(wanted)
+        for column in range(columns):
+            aim = wanted[:, column] - (delta[:, :column] * unit[:, :column, column]).sum(1)
+            codes[:, column] = form.snap(aim / scale)
+            delta[:, column] = codes[:, column] * scale - wanted[:, column]
+        return torch.empty_like(codes).scatter_(1, order, codes).to(torch.int8), scale
+
+
+def _scales(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Tensor:
+    """[N]: of some shares of each row's largest weight, that with the least weighted squared error."""
+    form = load_grid(scheme.format)
+    top = weight.abs().amax(1, keepdim=True)
+    best, least = torch.empty(0), torch.empty(0)
+    for share in _SHARES:
+        scale = form.parameters(-top * share, top * share, scheme)[0].float()
+        error = (importance * (form.snap(weight / scale) * scale - weight).square()).sum(1, keepdim=True)
+        better = error < least if least.numel() else torch.ones_like(error, dtype=torch.bool)
+        best = torch.where(better, scale, best if best.numel() else scale)
+        least = torch.where(better, error, least if least.numel() else error)
+    return best[:, 0]
+
+
+def _unit(hessian: Tensor, diagonal: Tensor, order: Tensor, damping: float, shrink: float) -> Tensor:
+    """[N, K, K] upper triangular with unit diagonal; see `factor`."""
+    mean = diagonal.mean(1, keepdim=True)
+    backwards = order.flip(1)
+    whole = hessian * (1 - shrink)
+    share = torch.full_like(mean, damping)
+    rows = torch.arange(len(hessian))[:, None, None]
+    for _ in range(_ATTEMPTS):
+        raised = diagonal + share * mean + torch.where(diagonal <= 0, mean, 0.0)
+        damped = whole - torch.diag_embed(whole.diagonal(dim1=1, dim2=2)) + torch.diag_embed(raised)
+        lower, info = torch.linalg.cholesky_ex(damped[rows, backwards[:, :, None], backwards[:, None, :]])
+        if not bool(info.any()):
+            break
+        share = torch.where(info[:, None] > 0, (share * 10).clamp(min=1e-4), share)
+    lower = torch.where(info[:, None, None] > 0, torch.eye(diagonal.shape[1]), lower)
+    upper = lower.flip(1, 2)
+    return upper / upper.diagonal(dim1=1, dim2=2)[:, None, :]
+
+
+def corrected(
+    weights: Sequence[Tensor],
+    hessian: Tensor,
+    drift: Tensor,
+    lags: Sequence[Tensor | None] | None = None,
+    *,
+    ridge: float = 2.0,
+    share: float = 1.0,
+    damping: float = 0.01,
+) -> list[Tensor]:
+    """Weights that make up for the drift of their inputs: `W + share (W ΔᵀX + RᵀX) (H + ridge D)⁻¹`, each [N_i, K].
+
+    Args:
+        weights: that receive the same input; never modified.
+        hessian: [K, K] of it, `XᵀX` in any scale. Inputs never seen (zero diagonal) are allowed.
+        drift: [K, K], `ΔᵀX` in that scale, Δ the original inputs less those that are received.
+        lags: for each weight [N_i, K], `RᵀX` in that scale, R what its output is added to in the original less what it
+            is added to; None where that is nothing.
+        ridge: share of the Hessian's diagonal D that is added to it.
+        share: of the correction, 0 to 1.
+        damping: added to the ridged Hessian's diagonal as well, as a share of its mean; raised if it has to be.
+
+    Raises:
+        InputError: `drift-nonfinite`, `hessian-nonfinite`, `hessian-not-positive`.
+    """
+    if not bool(torch.isfinite(drift).all()):
+        raise InputError(
+            "drift-nonfinite",
+            value=f"{int((~torch.isfinite(drift)).sum())} of {drift.numel()} entries are NaN or infinite",
+            rule="the original activations of the calibration text have to be finite",
+            remedy="compute in float32, or set correction: 0",
+        )
+    with one_thread():
+        # (H + ridge D) = (1 + ridge) times H with ridge / (1 + ridge) of its entries beside the diagonal taken off
+        solved = factor(hessian, damping=damping, shrink=ridge / (1 + ridge), act_order=False)
+        rows = [weight.shape[0] for weight in weights]
+        whole = torch.cat([weight.float() for weight in weights])
+        added = whole @ drift
+        for part, lag in zip(added.split(rows), lags or [None] * len(rows), strict=True):
+            if lag is not None:
+                part.add_(lag)
+        root = solved.unit * solved.pivots.sqrt()  # H = root rootᵀ
+        added = torch.linalg.solve_triangular(root.T, added, upper=False, left=False)
+        added = torch.linalg.solve_triangular(root, added, upper=True, left=False)
+        return list(whole.add_(added, alpha=share / (1 + ridge)).split(rows))

@@ -50,11 +50,7 @@ class Search:
 
 
 def integer_format(scheme: WeightScheme) -> IntegerFormat:
-    """The scheme's format, which has to be a uniform integer one.
-
-    Raises:
-        InputError: `format-not-integer`.
-    """
+    """The scheme's format, which has to be a uniform integer one. Raises InputError (`format-not-integer`)."""
     found = load_format(scheme.format)
     if not isinstance(found, IntegerFormat):
         raise InputError(
@@ -71,7 +67,6 @@ def minmax(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]
 
     Args:
         weight: [N, K] of any float dtype.
-        scheme: granularity, symmetry and scale type.
 
     Returns:
         effective scale [N, G] ([1, 1] per tensor, [⌈N/b⌉, ⌈K/b⌉] in blocks) and zero of that shape, int8, None when
@@ -90,9 +85,7 @@ def searched(
 
     Args:
         weight: [N, K] of any float dtype.
-        scheme: granularity, symmetry and scale type.
         importance: [K], not negative: how much an error of each input costs; None is 1 for all.
-        search: how far to look.
 
     Returns:
         effective scale [N, G] ([1, 1] per tensor, [⌈N/b⌉, ⌈K/b⌉] in blocks) and zero of that shape, int8, None when
@@ -113,7 +106,6 @@ def for_output(
         weight: [N, K] of any float dtype.
         scheme: granularity, symmetry and scale type; per tensor and in blocks only the diagonal of the Hessian is used.
         hessian: [K, K].
-        search: how far to look.
 
     Raises:
         InputError: `group-indivisible`, `format-without-scale`.
@@ -181,7 +173,6 @@ def transposed(
         length: weights of a column that share a scale; divides K.
         scheme: symmetry and scale type.
         importance: [K] float32, or the blocks of a Hessian [K / length, length, length], or None.
-        search: how far to look.
         global_scale: [], of formats that have one; None is that of all of target.
 
     Returns:

@@ -30,7 +30,6 @@ class Smoothing:
         scales: [K] float32, positive; all ones where no α costs less than doing nothing.
         alpha: the exponent that won; None for ones.
         cost: squared error at the output, with these scales.
-        plain: the same without.
     """
 
     scales: Tensor
@@ -74,7 +73,6 @@ def search(
 
     Args:
         sample: [T, K], some inputs.
-        reach, weights, producers: as for `scales`.
         rounded: for each weight, what its codes will stand for.
         seen: for each weight, what its kernel sees of an input.
         grid: how many steps; α = 0, 1/grid, ..., 1 are tried.

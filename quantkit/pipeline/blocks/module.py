@@ -78,7 +78,7 @@ class Pipeline:
         import torch
 
         from quantkit.model.streaming import own_forward
-        from quantkit.model.streaming.loaded import LoadedModel
+        from quantkit.model.streaming.stream import LoadedModel
         from quantkit.pipeline.blocks.layers import lay_out
         from quantkit.pipeline.blocks.work import PassRun, check_order, work
 

@@ -41,8 +41,8 @@ from quantkit.pipeline.stages import Stages
 from quantkit.pipeline.subject import Engines, Scores
 from quantkit.pipeline.verdict import try_to_time
 from quantkit.planning.bound import efficiency
-from quantkit.planning.compiling.memory import WHOLE
 from quantkit.planning.compiling.result import Compiling
+from quantkit.planning.compiling.work import WHOLE
 from quantkit.planning.model.assigned import takes_head
 
 # a checkpoint whose tensors were compared, but no logits

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from quantkit import content
 from quantkit.bundle import Decision
 from quantkit.calibrate.tokens import chat
-from quantkit.calibrate.tokens import pairs as pair_tokens
 from quantkit.errors import InputError
 from quantkit.passes import NOTE, decision
 from quantkit.recipe import CalibrationChoice, Recipe
@@ -73,21 +72,19 @@ def load(
     Raises:
         InputError: of `load_tokens`; `nothing-to-score-on`; `calibration-template`, an encoder's.
     """
-    from quantkit.calibrate.tokens.ids import load_tokens
+    from quantkit.calibrate.tokens.ids import LONGEST, is_pairs, load_pair_tokens, load_tokens
 
     choice = recipe.calibration
     demand_talking(choice, source.kind)
     tokenizer = _tokenizer(source, recipe)
     tokens = sequence_length(choice.tokens, source, decisions)
     common = _common(recipe, source, tokenizer, tokens)
-    if source.kind == "encoder" and pair_tokens.is_pairs(choice.set):
-        seen = (
-            pair_tokens.load_pair_tokens(choice.set, "calib", samples=choice.samples, **common) if calibrate else None
-        )
+    if source.kind == "encoder" and is_pairs(choice.set):
+        seen = load_pair_tokens(choice.set, "calib", samples=choice.samples, **common) if calibrate else None
         # whole texts are scored, however short the sequences are that calibrate
-        common["tokens"] = sequence_length(pair_tokens.LONGEST, source, [])
+        common["tokens"] = sequence_length(LONGEST, source, [])
         common["samples"] = -(-SCORED // common["tokens"])
-        return seen, pair_tokens.load_pair_tokens(choice.set, "eval", **common)
+        return seen, load_pair_tokens(choice.set, "eval", **common)
     common |= _as_in_use(recipe, source)
     calibration = None
     if calibrate:

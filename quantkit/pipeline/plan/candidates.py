@@ -9,9 +9,8 @@ from quantkit import content, plugins
 from quantkit.errors import InputError, unknown_name
 from quantkit.exporters import load_exporter
 from quantkit.kinds import Kind
-from quantkit.planning.nearest import shipped
 from quantkit.planning.readers import stored_formats
-from quantkit.planning.support import ask, fitted
+from quantkit.planning.support import ask, fitted, shipped
 from quantkit.recipe import Recipe
 from quantkit.target import Target
 

@@ -20,16 +20,22 @@ from quantkit.planning.bound import efficiency
 from quantkit.planning.bound.efficiency import Sample
 from quantkit.planning.bound.forecast import Served, TimedStep
 from quantkit.planning.bound.memory import Footprint, cache_of, taken_by
-from quantkit.planning.bound.roofline import Cache, ModelStep
-from quantkit.planning.bound.serving import FLOATS, WIDTH, compute_type, products
+from quantkit.planning.bound.roofline import FLOATS, WIDTH, Cache, ModelStep, compute_type, products
 from quantkit.planning.compiling.result import Compiling
 from quantkit.planning.model import configs
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.assigned import Assigned, assign_sizes
 from quantkit.planning.model.storage import storage
-from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedCell, PlannedMemory, PlannedRecipe, Workload
+from quantkit.planning.outlook import (
+    Outlook,
+    PlannedBatch,
+    PlannedCell,
+    PlannedMemory,
+    PlannedRecipe,
+    Workload,
+    recommend,
+)
 from quantkit.planning.readers import caveats, stored_formats
-from quantkit.planning.recommend import recommend
 from quantkit.planning.serving.batching import Server
 from quantkit.planning.serving.cost import Bill, RequestTime, bill
 from quantkit.planning.serving.load import Load, simulate

@@ -46,8 +46,6 @@ class Sample:
     Args:
         device: its id, and its name for people.
         kind: `cpu` or `gpu`.
-        runtime: that ran it.
-        format: of the weights.
         compute: what was multiplied in, as the runtime's settings say: `int8`; "" where they do not.
         phase: a whole step, or one product.
         rows: M: sequences times new tokens.
@@ -87,8 +85,6 @@ class Efficiency:
     Args:
         value: share of the bound.
         low: the least that was seen (of many: all but one in twenty).
-        high: the most.
-        n: samples.
         subjects: models or shapes among them.
         device: that they are from.
         here: whether that is the device in question.
@@ -108,13 +104,9 @@ class ProductQuery:
     """What an efficiency is asked for.
 
     Args:
-        runtime: that will run it.
-        format: of the weights.
         compute: what is multiplied in; samples that do not say serve as well.
-        phase: of the step.
         rows: M.
         bound: seconds.
-        kind: `cpu` or `gpu`.
         device: id of the device, if it is this machine.
         read: bytes a second that its bound rests on, of a step that is bound by memory.
     """

@@ -26,10 +26,8 @@ class TimedStep:
     """A step's time.
 
     Args:
-        bound: its operations.
         least: seconds below which no runtime gets; None where the target lacks figures.
         forecast: seconds; None where nothing was learned.
-        interval: of the forecast.
         because: what the forecast stands on, or why there is none.
         here: whether it was learned on the device in question.
     """
@@ -52,14 +50,9 @@ class Served:
     """A model, stored in one way, on one target.
 
     Args:
-        architecture: its sizes.
         products: its linears as the runtime reads them.
-        cache: of keys and values.
-        target: where it runs.
-        runtime: that runs it.
         format: of most of its weights, as measurements name it.
         compute: what they are multiplied in.
-        attention: what attention is.
         devices: that share the work.
         samples: of efficiencies.
         device: id of this machine, if the target is this machine.

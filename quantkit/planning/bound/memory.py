@@ -16,6 +16,7 @@ values than devices they are repeated; a latent cache is the same on every devic
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,12 +96,10 @@ class Footprint:
     """A model as a runtime holds it.
 
     Args:
-        architecture: its sizes.
         products: its linears as the runtime holds them, the head's too.
         cache: of keys and values.
         width: bytes of an element of activations, norms and tables.
         shared: whether the head reads the table of tokens.
-        runtime: what it takes itself.
         capacity: bytes of a device; None: nothing is bounded.
         chunk: tokens of prompts that run at once; None: all of them.
         groups: linear -> inputs that share a scale, of those in groups.
@@ -122,10 +121,8 @@ class Footprint:
         """Bytes on each device: `weights`, `embeddings`, `others` (norms), `cache`, `activations`, `logits`, `runtime`.
 
         Args:
-            batch: sequences.
             context: tokens of each, prompt and output.
             prompt: those that come in; the whole context by default.
-            devices: that share the model.
         """
         return {
             **self._weights(devices),
@@ -253,13 +250,7 @@ class Footprint:
 
     def _most(self, fits: Callable[[int], bool], limit: int = _MOST) -> int | None:
         """The largest number that fits; None where `limit` does."""
-        if fits(limit):
-            return None
-        low, high = 0, limit
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        return None if fits(limit) else bisect_left(range(1, limit), True, key=lambda number: not fits(number))
 
 
 def _inner(layer: BlockShapes) -> tuple[int, int]:

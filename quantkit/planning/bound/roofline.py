@@ -8,6 +8,13 @@
 
 Norms, activations, sampling, the host and what devices tell each other are not in it, so that no runtime is faster than
 the bound. What runtimes take beyond it is `efficiency.py`.
+
+A model's linears as a runtime reads them: which bytes, multiplied in what.
+
+native      the stored form is read: codes, scales, zeros
+emulated    the weights are expanded to the target's floats when they are loaded, and read so
+inputs too  where the recipe quantizes the inputs as well and the target computes in that format, products are done
+            in it; else in the target's floats, whatever the weights are stored in
 """
 
 from __future__ import annotations
@@ -15,13 +22,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
+from quantkit.formats import stored_bits
 from quantkit.planning.bound import steps
 from quantkit.planning.model.architecture import Architecture, Attention, Matrix
-from quantkit.target import ComputeType, Target
+from quantkit.scheme import ActivationScheme, WeightScheme
+from quantkit.target import ComputeType, Stored, Target
 
-_FLOAT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 # name, format, bytes, those of them that are stored, operations, what in
 _Work = tuple[str, str, float, float, float, ComputeType]
 
@@ -31,7 +39,6 @@ class RooflineProduct:
     """A linear as a runtime reads it.
 
     Args:
-        matrix: its sizes.
         bytes: read for one of its `count`, scales and zeros included.
         format: of its weights: `int4`.
         compute: what its multiplications are done in; `fp16` for weights that are expanded on the way.
@@ -50,7 +57,6 @@ class ModelStep:
     """What is asked for at once.
 
     Args:
-        batch: sequences.
         tokens: new ones of each: 1 in decoding, the prompt in prefill.
         context: tokens of each that are in the cache already.
     """
@@ -77,11 +83,9 @@ class Op:
     Args:
         name: its last word: `q_proj`, `attention`, `lm_head`.
         format: of its weights; the cache's for attention.
-        times: how often it occurs.
         bytes: moved by each.
         stored: those of them that are weights, or keys and values: without what goes in and out.
         operations: of each; a multiplication with its addition counts two.
-        compute: what in.
         seconds: the bound of each; None where the target has no such figure.
         limit: which roof it lies under.
     """
@@ -188,9 +192,7 @@ def bound(
     Args:
         architecture: for its attention; linears that are not among `products` are left out.
         products: all linears that run, the head's too, as `alike` counts them.
-        cache: of keys and values.
         target: its figures; `auto` ones count as missing.
-        step: what is asked for.
         devices: that share the work evenly; nothing is counted for what they tell each other.
         attention: what attention multiplies in.
     """
@@ -259,7 +261,7 @@ def _linear(product: RooflineProduct, rows: int, devices: int) -> _Work:
 
 
 def _attention(each: Attention, cache: Cache, step: ModelStep, devices: int, kind: ComputeType) -> _Work:
-    width = _FLOAT_BYTES.get(kind, 2)
+    width = WIDTH.get(kind, 2)
     tokens = kept(each, step)
     if each.kind == "latent" and step.phase == "decode":
         # queries are carried into the compressed space, where one vector serves all heads (arXiv:2405.04434, 2.1)
@@ -281,3 +283,80 @@ def _roof(
         return None, None
     reading, computing = moved / read, work / rate
     return max(reading, computing), "memory" if reading >= computing else "compute"
+
+
+# bytes of an element of the target's own floats
+WIDTH: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+FLOATS: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# what products of such inputs are done in
+_COMPUTE: Mapping[str, ComputeType] = {
+    "int8": "int8",
+    "int7": "int8",
+    "int4": "int4",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e4m3",
+    "mxfp8": "fp8_e4m3",
+    "mxfp4": "fp4",
+    "nvfp4": "fp4",
+}
+# MatMulNBits quantizes its inputs to 8 bits at this accuracy level
+_LEVEL = 4
+
+
+def products(
+    architecture: Architecture,
+    weights: Mapping[str, WeightScheme],
+    activations: Mapping[str, ActivationScheme],
+    target: Target,
+    runtime: str,
+    *,
+    accuracy_level: int | None = None,
+) -> list[RooflineProduct]:
+    """All linears that run, the head's last.
+
+    Args:
+        weights: name -> how it is stored, of those that are quantized.
+        activations: name -> how its input is, of those whose input is.
+        accuracy_level: of ONNX Runtime's products with integer weights; None of other runtimes.
+    """
+    head = [architecture.head] if architecture.head is not None else []
+    return [
+        _product(each, weights.get(each.name), activations.get(each.name), target, runtime, accuracy_level)
+        for each in (*architecture.inside(), *head)
+    ]
+
+
+def compute_type(
+    weights: WeightScheme | None,
+    activations: ActivationScheme | None,
+    target: Target,
+    runtime: str,
+    accuracy_level: int | None = None,
+) -> ComputeType:
+    """What products with such weights and inputs are done in."""
+    base = cast(ComputeType, target.baseline)
+    if weights is None:
+        return base
+    if activations is None:
+        integers = weights.format.startswith("int") and accuracy_level == _LEVEL
+        return "int8" if integers and "int8" in target.compute else base
+    kind = _COMPUTE.get(activations.format, base)
+    inputs = Stored(activations.format, activations.symmetric, "inputs")
+    return kind if target.use(inputs, runtime).state == "native" and kind in target.compute else base
+
+
+def _product(
+    matrix: Matrix,
+    weights: WeightScheme | None,
+    activations: ActivationScheme | None,
+    target: Target,
+    runtime: str,
+    accuracy_level: int | None,
+) -> RooflineProduct:
+    width = WIDTH[target.baseline]
+    dense = float(matrix.N * matrix.K * width)
+    floats = FLOATS[target.baseline]
+    if weights is None or target.supports(weights.format, runtime).state != "native":
+        return RooflineProduct(matrix, dense, floats, cast(ComputeType, target.baseline), width)
+    kind = compute_type(weights, activations, target, runtime, accuracy_level)
+    return RooflineProduct(matrix, stored_bits((matrix.N, matrix.K), weights) / 8, weights.format, kind, width)

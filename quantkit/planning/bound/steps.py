@@ -48,7 +48,6 @@ class StepQuery:
 
     Args:
         what: most of its weights, `named`.
-        phase: `decode` or `prefill`.
         rows: sequences times new tokens.
         bound: seconds, of the step as one piece.
         shares: of it.
@@ -68,7 +67,6 @@ class StepForecast:
     Args:
         seconds: most likely.
         low: end of the 90 % interval.
-        high: the other.
     """
 
     seconds: float
@@ -147,9 +145,6 @@ def learn(
     """The numbers of the device in question, else of the one that most is known of; two never mix.
 
     Args:
-        samples: of anything.
-        runtime: in question.
-        kind: of device, `cpu` or `gpu`.
         what: `named`; a device without it teaches nothing.
         device: its id, if it is this machine.
         read: bytes a second that the target promises; runs that measured less are taken for what they reached of that.

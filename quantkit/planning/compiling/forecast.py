@@ -4,7 +4,7 @@
     wall seconds                = the same, with what runs on all cores divided by their number
     peak of a part              = sum of what it holds × how often that is there at once
 
-`work.py` counts the work of a transformer's compile, `memory.py` what it holds, `graph.py` both of a float graph's. The
+`work.py` counts the work of a transformer's compile and what it holds, `graph.py` both of a float graph's. The
 efficiencies are learned: `rates.json` holds what `benchmarks/plan_compile.py --fit` found on random models, with the
 machine that it ran on. They stand on the figures that `quantkit doctor` measures: rates of arithmetic on the float32
 rate of a core, those of copying on the read bandwidth. What Python takes by itself (imports, tracing, a graph's nodes)
@@ -18,10 +18,9 @@ from typing import Literal
 from quantkit.errors import InputError
 from quantkit.planning.compiling import graph
 from quantkit.planning.compiling.graph import GraphSpec
-from quantkit.planning.compiling.memory import CONFIRMED, WHOLE, held, packed_bytes
 from quantkit.planning.compiling.result import Compiling, Disk, Machine, Rates, shipped
 from quantkit.planning.compiling.spec import CompileSpec, elements, needs, stores
-from quantkit.planning.compiling.work import counted
+from quantkit.planning.compiling.work import CONFIRMED, WHOLE, counted, held, packed_bytes
 from quantkit.planning.model.architecture import Architecture
 from quantkit.planning.model.assigned import assign_sizes
 from quantkit.recipe import Recipe
@@ -49,7 +48,6 @@ def described(
     """The compile of a model by a recipe, where the model is not opened.
 
     Args:
-        architecture: of the model.
         recipe: its exports those that the target reads (`planning.support`).
         speed: whether a graph that it exports is timed.
         cached: whether the original was scored on the same text before.
@@ -85,7 +83,6 @@ def predict(spec: CompileSpec | GraphSpec, machine: Machine, rates: Rates | None
 
     Args:
         spec: of a transformer, or of a float graph.
-        machine: that it runs on.
         rates: instead of the shipped ones.
 
     Raises:

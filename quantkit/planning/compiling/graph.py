@@ -39,9 +39,7 @@ class GraphSpec:
     """One compile of a graph.
 
     Args:
-        bytes: of its file.
         stored: bytes of its constants.
-        nodes: how many it has.
         macs: multiply-accumulates of one sample.
         inner: numbers in the tensors between its nodes, of one sample.
         products: that are quantized.

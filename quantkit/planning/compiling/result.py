@@ -19,7 +19,6 @@ class Machine:
     """What a compile runs on.
 
     Args:
-        name: for people.
         cores: that torch computes with.
         fp32: flop/s of all of them.
         read: B/s from memory.
@@ -129,8 +128,6 @@ class Compiling:
         interval: factors on `seconds` between which compiles of other models than the fitted ones lay; 1 and 1 where
             no compile was fitted.
         memory: part -> bytes resident at its peak; a graph's timing runs in processes of its own and is not in it.
-        disk: what it writes.
-        machine: it was reckoned for.
         notes: what was assumed.
     """
 

@@ -24,7 +24,6 @@ class CompileSpec:
     """One compile.
 
     Args:
-        architecture: of the model.
         recipe: what to do; its exports those that the target reads.
         schemes: `Matrix.name` -> how it is stored; matrices that are not named stay as they are.
         sequences: to calibrate on; 0 where no pass looks at data.

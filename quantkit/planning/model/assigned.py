@@ -55,8 +55,6 @@ def assign_sizes(recipe: Recipe, architecture: Architecture, names: Mapping[str,
     """Decide for every linear of a model that is not opened.
 
     Args:
-        recipe: as for `assign`.
-        architecture: the model's sizes.
         names: what the linears inside the blocks are called one by one; None: as the architecture calls them.
 
     Raises:
@@ -91,7 +89,6 @@ def assign(
         head: which of them is the head.
         routers: those that choose or weigh experts, and stay as they are.
         shared: those whose weight another linear in another block has too -> that one; they stay as they are.
-        model: what errors call it.
 
     Raises:
         InputError: `override-unmatched`, `keep-unmatched`, `group-indivisible`, `format-unsupported`,
@@ -244,7 +241,6 @@ def padded(linear: str, scheme: WeightScheme, columns: int | None) -> InputError
     """`layout-unsupported`: a layer whose last group is filled up, in an export that stores whole groups alone.
 
     Args:
-        linear: its name.
         scheme: its groups do not divide K.
         columns: K, where it is known.
     """

@@ -19,9 +19,8 @@ from quantkit.content import is_path
 from quantkit.errors import InputError, MissingDependency, unknown_name
 from quantkit.planning.model import shipped
 from quantkit.planning.model.architecture import Architecture
-from quantkit.planning.model.decoders import decoder
+from quantkit.planning.model.decoders import FAMILIES, assumed_family, decoder
 from quantkit.planning.model.encoders import TEXT, VISION, text_encoder, vision_encoder
-from quantkit.planning.model.families import FAMILIES, assumed_family
 from quantkit.planning.model.figures import Figures
 
 CONFIG = "config.json"
@@ -53,7 +52,6 @@ def from_config(config: Mapping[str, Any], name: str) -> Architecture:
 
     Args:
         config: as parsed. Of a model of several modalities the text part is taken.
-        name: what it goes by; named in errors.
 
     Raises:
         InputError: `config-invalid`; `config-unknown`, a `model_type` whose blocks are not known by their config.
@@ -156,11 +154,9 @@ def _missing(path: Path, value: str) -> InputError:
 
 def _cached(reference: str) -> Path:
     """The config of a hub model that was fetched before."""
-    try:
+    with MissingDependency.unless_found("huggingface_hub", extra="compile", purpose="the hub's cache"):
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
-    except ImportError:
-        raise MissingDependency("huggingface_hub", extra="compile", purpose="the hub's cache") from None
     name, _, revision = reference[3:].partition("@")
     try:
         found = try_to_load_from_cache(name, CONFIG, revision=revision or None)

@@ -5,18 +5,135 @@ A block is attention and a gated product of two linears and a third,
     q, k, v = x Wqᵀ, x Wkᵀ, x Wvᵀ        y = Wdown (act(Wgate x) · Wup x)
 
 with as many keys and values as `num_key_value_heads` says (grouped queries, arXiv:2305.13245). Families differ in
-biases, norms, windows, experts and in what is stored as one tensor (`families.py`), DeepSeek's in how keys and values
+biases, norms, windows, experts and in what is stored as one tensor, DeepSeek's in how keys and values
 are made from one small vector (multi-head latent attention, arXiv:2405.04434).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from quantkit.planning.model.architecture import Architecture, Attention, BlockShapes, Matrix
-from quantkit.planning.model.families import Family
 from quantkit.planning.model.figures import MOST_LAYERS, Figures
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a block of a family has.
+
+    Args:
+        norms: vectors as long as a token in each block.
+        last: the same after all blocks.
+        norm_bias: whether each has a bias as long beside it.
+        qkv_bias, out_bias, mlp_bias: whether those linears have biases, or the key that says so.
+        query_norm: norms of queries and keys: one as long as a `head` for all heads, or as long as `all` of them.
+        query_norm_key: the switch for them.
+        joined: q, k, v are one tensor, and so are gate and up.
+        tied: whether the head is the embedding where the config does not say.
+        windows: which layers see a window: `all` if there is one; `switched`: all, if `use_sliding_window`; `late`: the
+            same from `max_window_layers` on; `unrotated`: the same for layers without positions; a number n: all but
+            every nth.
+        head_dim: whether a config's `head_dim` counts; else it is hidden / heads.
+        experts: how they are called and counted, where there are any.
+        corrected: something is added to what a router says, to balance the experts.
+        latent: keys and values come from one small vector.
+        defaults: what transformers takes for absent keys, where it is not what everybody takes.
+    """
+
+    norms: int = 2
+    last: int = 1
+    norm_bias: bool = False
+    qkv_bias: bool | str = "attention_bias"
+    out_bias: bool | str = "attention_bias"
+    mlp_bias: bool | str = False
+    query_norm: Literal["", "head", "all"] = ""
+    query_norm_key: str = ""
+    joined: bool = False
+    tied: bool = False
+    windows: int | Literal["", "all", "switched", "late", "unrotated"] = ""
+    head_dim: bool = True
+    experts: Literal["", "mixtral", "qwen", "deepseek"] = ""
+    corrected: bool = False
+    latent: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_PLAIN: dict[str, Any] = {"qkv_bias": False, "out_bias": False}
+_GEMMA = {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+FAMILIES: dict[str, Family] = {
+    "llama": Family(mlp_bias="mlp_bias"),
+    "mistral": Family(**_PLAIN, windows="all", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "ministral": Family(**_PLAIN, windows="all", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "qwen2": Family(qkv_bias=True, out_bias=False, windows="late", defaults={"sliding_window": 4096}),
+    "qwen3": Family(query_norm="head", windows="late", defaults={"head_dim": 128, "sliding_window": 4096}),
+    "gemma": Family(tied=True, defaults={"head_dim": 256}),
+    "gemma2": Family(norms=4, tied=True, windows=2, defaults={**_GEMMA, "sliding_window": 4096}),
+    "gemma3_text": Family(
+        norms=4,
+        query_norm="head",
+        tied=True,
+        windows=6,
+        defaults={**_GEMMA, "sliding_window": 4096, "vocab_size": 262208, "max_position_embeddings": 131072},
+    ),
+    "granite": Family(mlp_bias="mlp_bias"),
+    "olmo": Family(norms=0, last=0),
+    "olmo2": Family(query_norm="all"),
+    "olmo3": Family(query_norm="all", windows=4, defaults={"sliding_window": 4096}),
+    "smollm3": Family(mlp_bias="mlp_bias", tied=True, windows="unrotated", defaults={"num_key_value_heads": 4}),
+    "cohere": Family(norms=1, query_norm="all", query_norm_key="use_qk_norm", tied=True),
+    "cohere2": Family(norms=1, tied=True, windows=4, head_dim=False, defaults={"sliding_window": 4096}),
+    "stablelm": Family(
+        norm_bias=True,
+        qkv_bias="use_qkv_bias",
+        out_bias=False,
+        query_norm="all",
+        query_norm_key="qk_layernorm",
+        head_dim=False,
+    ),
+    "phi3": Family(**_PLAIN, joined=True, windows="all"),
+    "mixtral": Family(
+        **_PLAIN, windows="all", experts="mixtral", defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2}
+    ),
+    "qwen3_moe": Family(
+        query_norm="head",
+        windows="switched",
+        experts="qwen",
+        defaults={"num_key_value_heads": 4, "sliding_window": 4096},
+    ),
+    "qwen2_moe": Family(
+        qkv_bias="qkv_bias",
+        out_bias=False,
+        windows="late",
+        experts="qwen",
+        defaults={"sliding_window": 4096, "qkv_bias": True},
+    ),
+    "deepseek_v2": Family(experts="deepseek", latent=True, defaults={"q_lora_rank": 1536, "n_shared_experts": 2}),
+    "deepseek_v3": Family(
+        experts="deepseek", corrected=True, latent=True, defaults={"q_lora_rank": 1536, "n_shared_experts": 1}
+    ),
+}
+# keys that a plain block has nothing to do with: a model of an unknown type that has one of them is no Llama
+_FOREIGN = (
+    "expert",
+    "moe_",
+    "lora_rank",
+    "ssm",
+    "state_size",
+    "conv_kernel",
+    "linear_",
+    "vision_config",
+    "is_encoder_",
+)
+_LLAMA = ("num_key_value_heads", "intermediate_size", "rms_norm_eps", "vocab_size")
+
+
+def assumed_family(config: Mapping[str, Any]) -> Family | None:
+    """A Llama's, for a type that is not known but has the keys of one and none of another kind; else None."""
+    foreign = any(value and mark in key for key, value in config.items() for mark in _FOREIGN)
+    return FAMILIES["llama"] if all(key in config for key in _LLAMA) and not foreign else None
+
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -25,9 +142,6 @@ def decoder(figures: Figures, family: Family, name: str, *, head: bool = True) -
     """A decoder by its config.
 
     Args:
-        figures: of the config.
-        family: of its `model_type`.
-        name: what it goes by.
         head: whether it has a language-model head; without one, its blocks are at `layers`, not at `model.layers`.
 
     Raises:
@@ -39,21 +153,15 @@ def decoder(figures: Figures, family: Family, name: str, *, head: bool = True) -
     build = _latent if family.latent else _grouped
     windows = _windows(figures, family, count)
     layers = []
-    attended, others = build(figures, family, hidden)
+    attending, attention, others = build(figures, family, hidden)
     forward = _forwards(figures, family, hidden, count)
     norm = hidden * (2 if family.norm_bias else 1)
     norms = 1 if figures.model_type == "stablelm" and figures.flag("use_parallel_residual") else family.norms
-    for index in range(count):
+    for index, (window, (linears, more)) in enumerate(zip(windows, forward, strict=True)):
         path = f"{prefix}.{index}"
-        linears, more = forward[index]
-        layers.append(
-            BlockShapes(
-                path,
-                [_named(each, path) for each in (*attended.matrices, *linears)],
-                attended.at(windows[index]),
-                others + more + norms * norm,
-            )
-        )
+        named = [replace(each, name=f"{path}.{each.name}") for each in (*attending, *linears)]
+        seen = attention if window is None else replace(attention, kind="sliding", window=window)
+        layers.append(BlockShapes(path, named, seen, others + more + norms * norm))
     tied = figures.flag("tie_word_embeddings", family.tied)
     return Architecture(
         name=name,
@@ -72,36 +180,13 @@ def decoder(figures: Figures, family: Family, name: str, *, head: bool = True) -
     )
 
 
-@dataclass(frozen=True)
-class _Attended:
-    matrices: Sequence[Matrix]
-    attention: Attention
-
-    def at(self, window: int | None) -> Attention:
-        """The attention of a layer that sees no further than `window`."""
-        full = self.attention
-        if window is None:
-            return full
-        return Attention("sliding", full.heads, full.kv_heads, full.head_dim, full.value_dim, window)
-
-
-def _named(matrix: Matrix, path: str) -> Matrix:
-    name = f"{path}.{matrix.name}"
-    return Matrix(name, matrix.N, matrix.K, matrix.count, matrix.active, matrix.bias, matrix.router)
-
-
 def _switch(figures: Figures, value: bool | str) -> bool:
     return figures.flag(value) if isinstance(value, str) else value
 
 
-def heads_of(figures: Figures) -> int:
-    """Attention heads. Raises InputError `config-invalid`."""
-    return figures.size("num_attention_heads")
-
-
-def _grouped(figures: Figures, family: Family, hidden: int) -> tuple[_Attended, int]:
+def _grouped(figures: Figures, family: Family, hidden: int) -> tuple[Sequence[Matrix], Attention, int]:
     """Grouped queries: the linears of attention, and what its own norms hold."""
-    heads = heads_of(figures)
+    heads = figures.size("num_attention_heads")
     shared = figures.size("num_key_value_heads", default=heads)
     if shared > heads or heads % shared:
         raise figures.wrong("num_key_value_heads", f"{shared} for {heads} heads", "heads are a multiple of it")
@@ -123,12 +208,13 @@ def _grouped(figures: Figures, family: Family, hidden: int) -> tuple[_Attended, 
     matrices = [*inward, Matrix("self_attn.o_proj", hidden, q, bias=out_bias)]
     normed = not family.query_norm_key or figures.flag(family.query_norm_key)
     norms = {"": 0, "head": 2 * wide, "all": q + kv}[family.query_norm] if normed else 0
-    return _Attended(matrices, Attention("full", heads, shared, wide, wide)), norms
+    return matrices, Attention("full", heads, shared, wide, wide), norms
 
 
-def _latent(figures: Figures, family: Family, hidden: int) -> tuple[_Attended, int]:
+def _latent(figures: Figures, family: Family, hidden: int) -> tuple[Sequence[Matrix], Attention, int]:
     """Keys and values as one small vector: `c = W_a x`, then `k, v = W_b norm(c)`, with a shared key for positions."""
-    heads, latent, rope = heads_of(figures), figures.size("kv_lora_rank"), figures.size("qk_rope_head_dim")
+    heads, latent = figures.size("num_attention_heads"), figures.size("kv_lora_rank")
+    rope = figures.size("qk_rope_head_dim")
     plain, value = figures.size("qk_nope_head_dim"), figures.size("v_head_dim")
     shared = figures.maybe("num_key_value_heads")
     if shared not in (None, heads):
@@ -146,7 +232,7 @@ def _latent(figures: Figures, family: Family, hidden: int) -> tuple[_Attended, i
         Matrix("self_attn.o_proj", hidden, heads * value, bias=bias),
     ]
     attention = Attention("latent", heads, heads, plain + rope, value, latent=latent, rope_dim=rope)
-    return _Attended(matrices, attention), latent + (rank or 0)
+    return matrices, attention, latent + (rank or 0)
 
 
 def _windows(figures: Figures, family: Family, count: int) -> list[int | None]:

@@ -8,32 +8,23 @@ from the class that the config names; it restates transformers' own, which the t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from quantkit.planning.model.architecture import Architecture, Attention, BlockShapes, Matrix
-from quantkit.planning.model.decoders import heads_of
 from quantkit.planning.model.figures import MOST_LAYERS, Figures
 
 TEXT = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta", "electra": "Electra"}
 VISION = {"vit": "ViT", "deit": "DeiT"}
 
 
-@dataclass(frozen=True)
-class _Ends:
-    """What stands around the blocks: elements, the matrix of the logits, and whether it is the table of tokens."""
-
-    others: int
-    head: Matrix | None = None
-    tied: bool = False
+# behind the blocks: elements, the matrix of the logits, and whether it is the table of tokens
+_Ends = tuple[int, Matrix | None, bool]
 
 
 def text_encoder(figures: Figures, class_name: str, name: str) -> Architecture:
     """BERT, RoBERTa, ELECTRA.
 
     Args:
-        figures: of the config.
         class_name: the first of its `architectures`; "" takes the model without a head.
-        name: what it goes by.
 
     Raises:
         InputError: `config-invalid`.
@@ -43,7 +34,7 @@ def text_encoder(figures: Figures, class_name: str, name: str) -> Architecture:
     hidden, vocabulary = figures.size("hidden_size"), figures.size("vocab_size")
     positions, types = figures.size("max_position_embeddings"), figures.size("type_vocab_size", default=2)
     wide = figures.size("embedding_size", default=hidden) if stem == "Electra" else hidden
-    ends = _ends(figures, stem, task, hidden, wide, vocabulary)
+    ends, head, tied = _ends(figures, stem, task, hidden, wide, vocabulary)
     base = {"Bert": "bert.", "Electra": "electra."}.get(stem, "roberta.") if task.startswith("For") else ""
     entrance = 2 * wide + (hidden * (wide + 1) if wide != hidden else 0)  # a norm, and a linear to the blocks' width
     padding = 2 if stem in ("Roberta", "XLMRoberta") else 0  # its positions begin behind the padding's
@@ -55,13 +46,13 @@ def text_encoder(figures: Figures, class_name: str, name: str) -> Architecture:
         hidden=hidden,
         layers=_blocks(figures, hidden, f"{base}encoder.layer", _BERT),
         embeddings=(vocabulary + positions + types) * wide,
-        others=entrance + ends.others,
-        head=ends.head,
-        tied=ends.tied,
+        others=entrance + ends,
+        head=head,
+        tied=tied,
         vocabulary=vocabulary,
         max_context=positions - padding,
         assumed=tuple(figures.assumed),
-        ends=ends.others,
+        ends=ends,
     )
 
 
@@ -117,7 +108,7 @@ _VIT = (*(f"attention.{leaf}" for leaf in ("q_proj", "k_proj", "v_proj", "o_proj
 def _blocks(
     figures: Figures, hidden: int, prefix: str, names: Sequence[str], *, qkv_bias: bool = True
 ) -> list[BlockShapes]:
-    heads, wide = heads_of(figures), figures.size("intermediate_size")
+    heads, wide = figures.size("num_attention_heads"), figures.size("intermediate_size")
     if hidden % heads:
         raise figures.wrong("num_attention_heads", f"{heads}, hidden_size {hidden}", "heads divide hidden_size")
     attention = Attention("full", heads, heads, hidden // heads, hidden // heads, causal=False)
@@ -150,18 +141,18 @@ def _ends(figures: Figures, stem: str, task: str, hidden: int, wide: int, vocabu
         more = pooler + 2 * (hidden + 1) if task == "ForPreTraining" else 0
         # untied, BERT stores the bias twice: the decoder's own beside the one that both would share
         bias = vocabulary if tied or stem != "Electra" else 0
-        return _Ends(transform + more + bias, Matrix(masked, vocabulary, wide, bias=True), tied)
+        return transform + more + bias, Matrix(masked, vocabulary, wide, bias=True), tied
     if stem == "Electra" and task == "ForPreTraining":
-        return _Ends(dense + hidden + 1)
+        return dense + hidden + 1, None, False
     if task == "ForSequenceClassification":
         before = pooler if stem == "Bert" else dense
-        return _Ends(before + _labels(figures) * (hidden + 1))
+        return before + _labels(figures) * (hidden + 1), None, False
     if task == "ForTokenClassification":
-        return _Ends(_labels(figures) * (hidden + 1))
+        return _labels(figures) * (hidden + 1), None, False
     if task == "ForQuestionAnswering":
-        return _Ends(2 * (hidden + 1))
+        return 2 * (hidden + 1), None, False
     _say_unknown(figures, stem + task, stem, task)
-    return _Ends(pooler)
+    return pooler, None, False
 
 
 def _say_unknown(figures: Figures, class_name: str, stem: str, task: str) -> None:

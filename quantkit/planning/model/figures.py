@@ -19,7 +19,6 @@ class Figures:
     """One config, read figure by figure.
 
     Args:
-        config: as parsed.
         where: the file or name, for errors.
         defaults: key -> what transformers' config class takes where the key is absent.
 

@@ -44,7 +44,6 @@ class LinearShapes:
     Args:
         name: of the model; "" for typed shapes, which are no model: nothing is summed over them.
         linears: as the model has them, fused or separate.
-        source: where they are from.
     """
 
     name: str
@@ -146,7 +145,6 @@ def from_tensors(stored: Mapping[str, Sequence[int]], name: str, *, tied_head: b
 
     Args:
         stored: tensor -> shape.
-        name: of the model.
         tied_head: whether the embedding is the head as well.
 
     Raises:

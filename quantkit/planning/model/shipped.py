@@ -6,10 +6,10 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from quantkit.content import Closed, known_keys, read_yaml
-from quantkit.errors import from_validation, unknown_name
+from quantkit.content import Closed, read_yaml, validated
+from quantkit.errors import unknown_name
 
 FOLDER = Path(__file__).parent / "shipped_configs"
 
@@ -32,8 +32,6 @@ class ShippedModel(Closed):
     """A file of `models/`.
 
     Args:
-        summary: one line.
-        source: where the figures are from.
         published: its parameters, by others.
         config: of its `config.json`, what sizes follow from.
     """
@@ -57,15 +55,8 @@ def summaries() -> dict[str, str]:
 
 
 def read(name: str) -> ShippedModel:
-    """One of them.
-
-    Raises:
-        InputError: `unknown-model`, with a did-you-mean.
-    """
+    """One of them. Raises InputError (`unknown-model`, with a did-you-mean)."""
     if name not in names():
         raise unknown_name("model", name, names())
     path = FOLDER / f"{name}.yaml"
-    try:
-        return ShippedModel.model_validate(read_yaml(path))
-    except ValidationError as error:
-        raise from_validation(error, where=str(path), code="model-invalid", known=known_keys(ShippedModel)) from None
+    return validated(ShippedModel, read_yaml(path), where=str(path), code="model-invalid")

@@ -98,8 +98,6 @@ def storage(architecture: Architecture, recipe: Recipe, export: str | None = Non
     """What a recipe makes of a model's weights.
 
     Args:
-        architecture: the model's sizes.
-        recipe: what to do.
         export: one of its exports; the first of them by default.
 
     Raises:

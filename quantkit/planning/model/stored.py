@@ -63,7 +63,6 @@ class StoredLinear:
         scales, zeros: of the scheme.
         padding: what fills up blocks and words.
         tables: shapes, codebooks, orders, sums, fixed scales of its input.
-        bias: its bias.
     """
 
     matrix: Matrix
@@ -87,7 +86,6 @@ def in_layout(each: StoredLinear, dtype: str, layout: LayoutHeaders | None) -> S
     """In a checkpoint.
 
     Args:
-        each: its sizes and scheme.
         dtype: of what is not quantized.
         layout: of `model/layouts`; None stores values.
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -149,7 +149,6 @@ class Server:
         Args:
             seconds: of a step in which (batch) sequences each add (tokens) new ones to (past) tokens in the cache.
             longest: prompt and output of the longest request.
-            cache_tokens, max_batch, chunk, policy: as in the class.
         """
         longest = max(longest, 4)
         quarters = sorted({1, *(longest * part // 4 for part in (1, 2, 3, 4))})
@@ -189,7 +188,6 @@ class Trace:
         arrival: when it came.
         first: when its first token was there.
         finish: when its last was.
-        prompt: its tokens.
         output: tokens it was given.
         busy: seconds in which anything ran.
         steps: decode steps.
@@ -222,7 +220,6 @@ def run(arrivals: Sequence[float], prompts: Sequence[int], outputs: Sequence[int
         arrivals: seconds, not falling.
         prompts: tokens of each, from 1 up.
         outputs: tokens that each gets, from 1 up.
-        server: what serves them.
 
     Raises:
         InputError: `request-too-long`, where one alone does not fit the cache.
@@ -346,13 +343,4 @@ def _sum(steps: int, first: float, slope: float) -> float:
 
 def _until(gap: float, first: float, slope: float, most: int) -> int:
     """How many steps, at most (most), until a gap has passed."""
-    if _sum(most, first, slope) < gap:
-        return most
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _sum(middle, first, slope) < gap:
-            low = middle
-        else:
-            high = middle
-    return high
+    return 1 + bisect_left(range(1, most), gap, key=lambda steps: _sum(steps, first, slope))

@@ -58,10 +58,8 @@ class RequestTime:
         Args:
             prefill: seconds for the prompts of all its sequences.
             step: seconds for a token of each.
-            batch: sequences.
             prompt: tokens of each prompt.
             output: tokens of each output.
-            devices: that share the work.
         """
         return cls(prefill / (batch * prompt), step / batch, prompt, output, devices)
 
@@ -77,15 +75,11 @@ class RequestCost:
 
     Args:
         basis: whose price, of when.
-        currency: of all amounts.
         per_hour: of the machine, when it works.
         input: a million tokens that go in.
         output: a million that come out.
         blended: a million of the traffic's, in and out together.
-        request: one request.
         utilisation: share of the hours paid for in which it works.
-        notes: what a reader must know.
-        source: of the price.
     """
 
     basis: str
@@ -108,7 +102,6 @@ class Energy:
         watts: of all devices.
         input: a token that goes in.
         output: a token that comes out.
-        request: one request.
         kwh: a million tokens of the traffic.
     """
 
@@ -188,7 +181,6 @@ def bill(
 
     Args:
         work: seconds of a machine.
-        prices: the document.
         device: the target's name.
         watts: that one device draws at most: the target's power.
         model: the model's name, for APIs that rent it out.
@@ -254,7 +246,6 @@ def running(work: RequestTime, bought: Owned, prices: Prices, watts: float | Non
     """Price of the power of an hour of work, all devices; None where something of it is not known.
 
     Args:
-        work: for its devices.
         bought: may say what it draws.
         prices: of electricity, with the PUE.
         watts: that one device draws at most, where `bought` does not say.
@@ -284,11 +275,8 @@ def against_api(work: RequestTime, what: str, fixed: float, power: float, api: A
     """From which load on a machine is cheaper than the same tokens of an API.
 
     Args:
-        work: of the machine.
-        what: its name.
         fixed: price of an hour, whatever it does.
         power: price of an hour of work besides.
-        api: the other.
     """
     asked = (work.prompt * api.input + work.tokens * api.output) / _MILLION
     spared = asked - power / 3600 * work.request

@@ -64,9 +64,6 @@ class Load:
         busy: share of the time in which anything runs.
         refused: share of the requests that need more than the whole cache; they are counted nowhere else.
         cut: share of the requests that were cut to the longest context.
-        policy: how steps are made up.
-        requests: measured.
-        seed: of their randomness.
         notes: what a reader must know, in words.
     """
 
@@ -131,12 +128,9 @@ def simulate(
     """Put a load on a server.
 
     Args:
-        server: what serves.
-        traffic: lengths of the requests.
         rate: of arrivals, requests a second; default: the traffic's.
         limit: tokens of the longest context.
         requests: of each run at least; more where the batch is large or the load close to capacity.
-        seed: of the randomness.
         most: what `capacity` returned, if it was asked before.
 
     Raises:

@@ -11,10 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from quantkit.content import Closed, known_keys, read_yaml
-from quantkit.errors import InputError, from_validation
+from quantkit.content import Closed, read_yaml, validated
 
 # days after which a price is warned of
 STALE = 180
@@ -67,7 +66,19 @@ class Dated(Closed):
         raise NotImplementedError
 
 
-class Cloud(Dated):
+class Offer(Dated):
+    """What somebody rents out."""
+
+    provider: str = Field(min_length=1)
+    offer: str = ""
+
+    @property
+    def label(self) -> str:
+        """`AWS (p5.48xlarge)`."""
+        return f"{self.provider} ({self.offer})" if self.offer else self.provider
+
+
+class Cloud(Offer):
     """A machine to rent.
 
     Args:
@@ -79,8 +90,6 @@ class Cloud(Dated):
     """
 
     device: str = Field(min_length=1)
-    provider: str = Field(min_length=1)
-    offer: str = ""
     devices: int = Field(default=1, ge=1)
     per_hour: Positive | None = None
 
@@ -88,11 +97,6 @@ class Cloud(Dated):
     def known(self) -> bool:
         """Whether there is a price."""
         return self.per_hour is not None
-
-    @property
-    def label(self) -> str:
-        """`AWS (p5.48xlarge)`."""
-        return _label(self.provider, self.offer)
 
     @property
     def per_device(self) -> float:
@@ -166,7 +170,7 @@ class Pue(Dated):
         return f"PUE {self.value:g}, {self.date}"
 
 
-class Api(Dated):
+class Api(Offer):
     """A model that is rented by the token.
 
     Args:
@@ -178,15 +182,12 @@ class Api(Dated):
     """
 
     model: str = Field(min_length=1)
-    provider: str = Field(min_length=1)
-    offer: str = ""
     input: Positive
     output: Positive
 
     def line(self, currency: str) -> str:
         """`DeepInfra (Llama 3.1 8B): 0.02 in and 0.04 USD out a million tokens, 2026-11-05`."""
-        label = _label(self.provider, self.offer)
-        return f"{label}: {self.input:g} in and {self.output:g} {currency} out a million tokens, {self.date}"
+        return f"{self.label}: {self.input:g} in and {self.output:g} {currency} out a million tokens, {self.date}"
 
 
 class Prices(Closed):
@@ -230,14 +231,8 @@ class Prices(Closed):
     @classmethod
     def from_dict(cls, data: Any, *, name: str = "", where: str = "prices") -> Prices:
         """Validate a mapping; InputError `prices-invalid`."""
-        if not isinstance(data, dict):
-            raise InputError("prices-invalid", where=where, value="not a mapping", rule="prices are a YAML mapping")
-        known = known_keys(cls)
-        known[""] = [key for key in known[""] if key != "name"]
-        try:
-            return cls.model_validate({**data, "name": name})
-        except ValidationError as error:
-            raise from_validation(error, where=where, code="prices-invalid", known=known) from None
+        rule = "prices are a YAML mapping"
+        return validated(cls, data, where=where, code="prices-invalid", rule=rule, name=name)
 
     def rented(self, device: str) -> list[Cloud]:
         """Offers of a device that have a price, the cheapest first."""
@@ -260,7 +255,3 @@ class Prices(Closed):
             for each in used
             if each.date is not None and (today - each.date).days > STALE
         ]
-
-
-def _label(provider: str, offer: str) -> str:
-    return f"{provider} ({offer})" if offer else provider

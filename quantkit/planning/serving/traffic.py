@@ -74,8 +74,6 @@ class Traffic:
         """Lengths of some requests.
 
         Args:
-            count: how many.
-            generator: draws them.
             limit: tokens that prompt and output together may have: the model's longest context. A longer prompt is cut
                 to it less one, then the output to what is left, as servers do.
 

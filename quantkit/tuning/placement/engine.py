@@ -42,17 +42,13 @@ def autotune(
     options: Mapping[str, Any],
     *,
     inputs: Path | None = None,
-    harm_max: float | None = None,
     progress: Report | None = None,
 ) -> tuple[FoundPlacement, dict[str, Any]]:
     """Search on this machine's GPU.
 
     Args:
         bundle: with `engine/network.onnx`.
-        options: of the tensorrt exporter.
         inputs: of a graph, `.npz`: an array for each of its inputs, of one batch; text is shipped.
-        harm_max: what a placement may differ from 16-bit inputs (`Measured`); what was compiled is exempt.
-        progress: told how far it is.
 
     Returns:
         (what was found, changes of the recipe: `overrides`, of a graph `keep`; empty where nothing gains).
@@ -105,7 +101,7 @@ def autotune(
 
     groups = pairs.groups(network)
     measure = Placements(folder, groups, build, feed)
-    most = harm_max if harm_max is not None else _KL if bundle.manifest.model.kind == "decoder" else _COSINE
+    most = _KL if bundle.manifest.model.kind == "decoder" else _COSINE
     found = search(groups, measure, harm_max=most, journal=journal, progress=progress)
     if not found.off:
         return found, {}

@@ -84,11 +84,9 @@ def search(
     """Search.
 
     Args:
-        groups: that may be switched.
         measure: a placement, by the groups that are off; called once for each that the journal does not know.
         harm_max: what a placement may differ; the start is exempt, it is what was compiled.
         journal: file of what was measured so far.
-        progress: told how much of the present round is done, and what is measured.
 
     Raises:
         InputError: `nothing-to-tune`, no group.

@@ -3,7 +3,7 @@ import torch
 from reference.gptq_oracle import aimed
 
 from quantkit.errors import InputError
-from quantkit.passes.solvers.drift import corrected
+from quantkit.passes.solvers.gptq import corrected
 
 
 def drifted(columns, tokens=400, seed=0, mixed=0.2):
