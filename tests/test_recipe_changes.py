@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.recipe import Recipe
-from quantkit.recipe_changes import apply_change
+from quantkit.recipe.changes import apply_change
 
 BASE: dict[str, Any] = {
     "schema": 1,

@@ -25,7 +25,7 @@ from quantkit import content, plugins
 from quantkit.content import Closed, Document, read_yaml, validated
 from quantkit.errors import InputError, did_you_mean
 from quantkit.kinds import Kind, Said, today
-from quantkit.recipe_changes import apply_change, steps_of
+from quantkit.recipe.changes import apply_change, steps_of
 from quantkit.scheme import ActivationScheme, Scheme, WeightScheme
 
 SchemeKind = TypeVar("SchemeKind", WeightScheme, ActivationScheme)

@@ -1,0 +1,13 @@
+"""What to do to a model: `recipe.py` is the document, `changes.py` what `--set` changes before it is validated."""
+
+from quantkit.recipe.recipe import (
+    CalibrationChoice,
+    ExportStep,
+    Gates,
+    Override,
+    PassStep,
+    Recipe,
+    assigners,
+)
+
+__all__ = ["CalibrationChoice", "ExportStep", "Gates", "Override", "PassStep", "Recipe", "assigners"]
