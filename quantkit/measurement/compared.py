@@ -248,8 +248,6 @@ def layer_pairs(
     """Every layer that one of the two has quantized, in A's order, then what B alone has.
 
     Args:
-        a: of A's manifest.
-        b: of B's.
         outputs: layer -> relative output error, of A and of B.
     """
     ours, theirs = ({layer.name: layer for layer in side} for side in (a, b))

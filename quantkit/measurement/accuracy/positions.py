@@ -116,11 +116,6 @@ class Items:
         Args:
             subject: `content_sha256` of the candidate.
             baseline: `content_sha256`, or another hash, of the original.
-            runtime: that the candidate ran in.
-            data: what was scored.
-            device: that it ran on.
-            versions: package -> version.
-            settings: of the runtime.
 
         Raises:
             InputError: `nothing-scored`.

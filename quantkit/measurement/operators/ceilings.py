@@ -139,7 +139,6 @@ def measured(
 
     Args:
         threads: that read, copy and launch.
-        names: which.
         size: side of the square matrices whose product is timed.
         runs: repetitions of each.
         pool: of ONNX Runtime; None: all cores.
@@ -194,8 +193,6 @@ def compute_fp32(size: int, runs: int, pool: Pool | None = None) -> Ceiling:
     """The rate of a float32 product of two [size, size] matrices, flop/s: the faster of NumPy's BLAS and ONNX Runtime.
 
     Args:
-        size: side of the matrices.
-        runs: repetitions.
         pool: of ONNX Runtime; None: all cores. NumPy's threads are set before it is imported (`OMP_NUM_THREADS`).
     """
     generator = np.random.default_rng(0)

@@ -108,8 +108,6 @@ def run(
 
     Args:
         bundle: a decoder, with a checkpoint.
-        source: that model, opened.
-        plan: what and how long.
         device: the GPU; a CPU in Triton's interpreter, for tests.
         progress: told the share that is done, and what is being done.
         dtype: of activations, of what is not quantized, and of the baseline.

@@ -41,9 +41,6 @@ def run(
     """Time an engine against the model that its bundle was made from.
 
     Args:
-        model: a decoder, in its engine.
-        bundle: that holds it.
-        source: that model, opened.
         plan: what and how long; contexts and prefills beyond the engine's cache are left out.
         device: the GPU; a CPU for tests.
         progress: told the share that is done, and what is being done.

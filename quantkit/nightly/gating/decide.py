@@ -66,11 +66,6 @@ def decide_night(store: Store, night: str, config: Nightly) -> Judged:
 
     Reads a build at a time; of a large night that is faster on a compacted store.
 
-    Args:
-        store: of the nights.
-        night: its name.
-        config: for its margins.
-
     Raises:
         InputError: `night-missing`.
         MissingDependency: scipy is not installed.
@@ -93,11 +88,7 @@ def judge(
     """Decide all cells of a night together.
 
     Args:
-        config: for its margins.
-        night: whose matrix it is.
         results: of the night, first and second attempts.
-        times: of a cell, by its key.
-        items: of a build, by its key.
     """
     attempts = {(each.cell, each.attempt): each for each in results}
     cells = [NightCell.of(key) for key in night.matrix]

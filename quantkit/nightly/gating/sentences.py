@@ -20,8 +20,6 @@ def because(asked: NightComparison, decision: CellDecision, confirmed: bool | No
     """One sentence.
 
     Args:
-        asked: the comparison.
-        decision: of it.
         confirmed: whether a second run said the same; None where there was none.
     """
     told = f"{_HEADS[asked.thing]} {amount(asked.thing, decision.effect)}"

@@ -22,13 +22,7 @@ _LATELY, _OTHERS = 30, 30
 
 
 def page(history: History, at: int, detail: Detail) -> dict[str, Any]:
-    """What the template is filled with.
-
-    Args:
-        history: of all cells.
-        at: the cell's number in it.
-        detail: of the cell.
-    """
+    """What the template is filled with."""
     key, nights = history.cells[at], history.of(at)
     cell = parts(key)
     night = history.nights[int(nights[-1])] if nights.size else None

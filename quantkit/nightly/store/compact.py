@@ -43,9 +43,7 @@ def fold(kind: type[Record], paths: Sequence[Path], prefix: str, read: Callable[
     """One file in place of several of one folder, sorted so that what belongs to one cell lies together.
 
     Args:
-        kind: of the table.
         paths: of the files; deleted when the new one is durable.
-        prefix: of its name.
         read: a file as a `pyarrow.Table` of this schema.
     """
     import pyarrow as pa

@@ -62,7 +62,6 @@ class Store:
         """Open a store; one of an older schema is rewritten in this one, and a warning says so.
 
         Args:
-            path: its folder.
             create: make it where there is none.
 
         Raises:
@@ -126,8 +125,6 @@ class Store:
         """Write one attempt at one cell, whole or not at all.
 
         Args:
-            result: of the attempt.
-            times: its iterations.
             items: of its build; give them with the first of its cells alone.
 
         Returns:
@@ -236,7 +233,6 @@ class Store:
 
         Args:
             sql: one statement, in DuckDB's dialect, or a table's name; `$name` is a parameter.
-            values: of the parameters.
 
         Raises:
             InputError: `query-invalid`, `query-failed`.

@@ -64,9 +64,7 @@ def classification(
         logits: `[n, C]`, of the candidate.
         labels: `[n]`, 0 to C − 1; None where there are none.
         about: what the rows share.
-        unit: what an item is.
         clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
-        seed: of the resampling.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -135,7 +133,6 @@ def by_item(float_logits: Array, logits: Array, labels: Array | None, where: str
         float_logits: `[n, C]`, of the original.
         logits: `[n, C]`, of the candidate.
         labels: `[n]`, 0 to C − 1.
-        where: what they belong to, for errors.
 
     Raises:
         ValueError: shapes that do not fit.
