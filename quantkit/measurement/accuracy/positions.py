@@ -29,7 +29,6 @@ from quantkit.calibrate.tokens.ids import TokenSet
 from quantkit.errors import GateError, InputError
 from quantkit.measurement.rows import Baseline, Data, Device, Row
 from quantkit.stats.clustered import FEWEST, Estimate, clustered_mean, clusters_of, student
-from quantkit.stats.mcnemar import McNemar, mcnemar
 
 if TYPE_CHECKING:
     import torch
@@ -95,10 +94,6 @@ class Items:
     def mean(self, values: Array) -> Estimate:
         """The mean of some values [n], with its standard error and interval over the clusters."""
         return clustered_mean(values, self.clusters()[0])
-
-    def next_word_test(self) -> McNemar:
-        """Whether original and candidate differ in how many next words they get right."""
-        return mcnemar(self.right_original, self.right_candidate, self.clusters()[0])
 
     def rows(
         self,

@@ -26,8 +26,7 @@ from quantkit.kernels.native import require
 from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda import sides, timing
 from quantkit.measurement.cuda.check import error
-from quantkit.measurement.cuda.device import GpuDevice
-from quantkit.measurement.cuda.memory import fitting
+from quantkit.measurement.cuda.device import GpuDevice, fitting
 from quantkit.measurement.cuda.weights import FormatVariant, known, values, weight
 from quantkit.measurement.operators.products import Runnable
 from quantkit.measurement.operators.tax import StepCost

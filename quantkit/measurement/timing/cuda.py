@@ -21,8 +21,7 @@ from quantkit.errors import InputError
 from quantkit.kernels.dispatch import Table
 from quantkit.kernels.linear import QuantLinear
 from quantkit.measurement.cuda import ceilings as limits
-from quantkit.measurement.cuda.device import GpuDevice
-from quantkit.measurement.cuda.memory import allocated, fitting
+from quantkit.measurement.cuda.device import GpuDevice, allocated, fitting
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row

@@ -15,8 +15,7 @@ import torch
 
 from quantkit import machine
 from quantkit.bundle import Bundle
-from quantkit.measurement.cuda.device import GpuDevice
-from quantkit.measurement.cuda.memory import fitting
+from quantkit.measurement.cuda.device import GpuDevice, fitting
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.cuda import KernelDecoder, ceilings, cost, described, format_of

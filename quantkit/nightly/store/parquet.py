@@ -16,7 +16,6 @@ from quantkit.bundle.disk import write_atomic
 from quantkit.errors import InputError, did_you_mean
 from quantkit.nightly.store import compact as _compact
 from quantkit.nightly.store import files as _files
-from quantkit.nightly.store import migrate as _migrate
 from quantkit.nightly.store import query as _query
 from quantkit.nightly.store import write
 from quantkit.nightly.store.query import QueryRows
@@ -25,7 +24,6 @@ from quantkit.nightly.store.records import (
     TABLES,
     Item,
     Night,
-    NightCell,
     Record,
     Result,
     StoredDecision,
@@ -77,7 +75,7 @@ class Store:
             with _files.locked(store.path):
                 # another process may have done it by now
                 if (schema := _schema(place)) < _files.SCHEMA:
-                    count = _migrate.migrate(store.path, schema)
+                    count = _compact.migrate(store.path, schema)
                     _write_schema(place)
                     store._warn(f"{store.path}: rewritten from schema {schema} to {_files.SCHEMA}, {count} files")
         return store
@@ -212,11 +210,6 @@ class Store:
                     where, values = f"{where} AND cell IN ({', '.join(f'${name}' for name in keys)})", values | keys
                 found |= {cell: each for cell, each in self._accepted(where, **values).items() if cell in left}
         return found
-
-    def last_accepted(self, cell: str | NightCell, before: str | None = None) -> Result | None:
-        """Of one cell."""
-        key = cell.key if isinstance(cell, NightCell) else cell
-        return self.accepted(before, [key]).get(key)
 
     def _accepted(self, where: str, **values: Any) -> dict[str, Result]:
         last = {tuple(row) for row in self.query(_ACCEPTED.format(where=where), **values).rows}
