@@ -87,6 +87,7 @@ def classification(
     chances = _are_chances(original)
     flags = ["outputs-are-chances"] if chances else []
     shape = {"classes": classes}
+    common: dict[str, Any] = {"about": about, "unit": unit, "shape": shape}
     rows: list[Row] = []
     if labels is not None:
         truth = _checked(np.asarray(labels), count, classes, about.data.set)
@@ -95,22 +96,9 @@ def classification(
         for name, first in (("accuracy.top1", 1), ("accuracy.top5", _TOP)):
             if first < classes:
                 right, before = (rank < first for rank in ranks)
-                rows.append(
-                    share_row(
-                        name,
-                        right,
-                        before,
-                        about=about,
-                        unit=unit,
-                        clusters=clusters,
-                        shape=shape,
-                        flags=[*lonely],
-                        seed=seed,
-                    )
-                )
+                rows.append(share_row(name, right, before, clusters=clusters, flags=lonely, seed=seed, **common))
     found = _answers(original, candidate, chances)
     agree, sure = found.best == found.best_original, found.chance > SURE
-    common: dict[str, Any] = {"about": about, "unit": unit, "shape": shape}
     rows.append(share_row("accuracy.top1_agreement", agree, None, clusters=clusters, **common))
     if sure.any():
         among = None if clusters is None else np.asarray(clusters)[sure]
