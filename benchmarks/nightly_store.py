@@ -57,7 +57,7 @@ def questions(path: Path) -> list[Row]:
     asked: dict[str, tuple[Callable[[], object], bool]] = {
         "the baselines of a night: accepted(cells=...)": (lambda: store.accepted(cells=last.matrix), True),
         "of all cells that ever were: accepted()": (store.accepted, True),
-        "of one cell: last_accepted()": (lambda: store.last_accepted(cell), True),
+        "of one cell: accepted(cells=[...])": (lambda: store.accepted(cells=[cell]), True),
         "the results of a night": (lambda: store.results(last.night), True),
         "the decisions of a night": (lambda: store.decisions(last.night), True),
         "what a night has committed": (lambda: store.committed(last.night), True),

@@ -1,8 +1,10 @@
-"""What a command has to say."""
+"""What a command has to say, and how far it is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,3 +31,16 @@ class Answer:
     decisions: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     error: QuantkitError | None = None
+
+
+@contextmanager
+def showing() -> Iterator[Any]:
+    """A progress that shows itself on stderr."""
+    from quantkit.pipeline.progress import Progress
+    from quantkit.report.kit.progress import Display
+
+    class Shown(Display, Progress):
+        """The display, as the pipeline knows it."""
+
+    with Shown(sys.stderr, live=sys.stderr.isatty()) as shown:
+        yield shown

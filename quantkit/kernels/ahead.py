@@ -66,8 +66,6 @@ def weight_only(
 
     Args:
         kind: of the weight, in `matmul.DECODERS`.
-        sm: the architecture.
-        config: tile sizes.
         group: columns that share a scale; 0: a row.
         zero: with zero points.
         nested: scales that are quantized themselves.

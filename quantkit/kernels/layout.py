@@ -229,7 +229,6 @@ def unpack(packed: PackedWeight, like: QuantTensor) -> QuantTensor:
     """The inverse of `pack`, bit for bit, for tests and exports.
 
     Args:
-        packed: the weight.
         like: gives what the kernels do not need: scheme, codebook and, of nested scales, their effective values.
     """
     import torch

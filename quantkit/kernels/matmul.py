@@ -250,7 +250,6 @@ def weight_only(
     Args:
         x: float16 or bfloat16, rows contiguous.
         weight: packed; on the same device.
-        config: tile sizes.
         workspace: memory for the sums of a split K, kept between calls (needed under a CUDA graph); None makes its own.
         decode: False is the raw twin, whose result means nothing.
 

@@ -110,15 +110,10 @@ class DecidedCell:
         """The cell of a decision."""
         low, high = asked.evidence.interval(1 - 2 * EACH_WAY)
         same = {name: getattr(asked, name) for name in asked.__dataclass_fields__ if name != "evidence"}
+        told = {name: getattr(decision, name) for name in decision.__dataclass_fields__ if name != "first"}
         return cls(
             **same,
-            answer=decision.answer,
-            effect=decision.effect,
-            ci95=decision.ci95,
-            margin=decision.margin,
-            p_worse=decision.p_worse,
-            p_better=decision.p_better,
-            detectable=decision.detectable,
+            **told,
             no_worse=high < asked.evidence.margin,
             no_better=low > -asked.evidence.margin,
             confirmed=confirmed,
@@ -248,8 +243,6 @@ def layer_pairs(
     """Every layer that one of the two has quantized, in A's order, then what B alone has.
 
     Args:
-        a: of A's manifest.
-        b: of B's.
         outputs: layer -> relative output error, of A and of B.
     """
     ours, theirs = ({layer.name: layer for layer in side} for side in (a, b))

@@ -263,12 +263,7 @@ def type_of(words: str) -> str:
 
 
 def products(layers: Sequence[EngineLayer], linears: Sequence[LayerEntry]) -> list[EngineProduct]:
-    """What becomes of each quantized layer of the model, the worst of its places where there are several.
-
-    Args:
-        layers: of the engine.
-        linears: of the bundle's manifest.
-    """
+    """What becomes of each quantized layer of the model, the worst of its places where there are several."""
     places: dict[str, _Weights] = {}
     known = {entry.name for entry in linears}
     for layer in layers:
@@ -345,7 +340,6 @@ def costliest(
     """The layers that take the longest.
 
     Args:
-        layers: of the engine.
         times: layer -> seconds of each run, from the profiler.
         tried: layer -> kernels that the build timed.
         count: at most.

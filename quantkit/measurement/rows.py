@@ -51,7 +51,25 @@ class _Part(Closed):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Baseline(_Part):
+# a field that rows of other kinds go without -> that without which it is left out: readers of schema 1 know no such key
+_LEFT_OUT = {
+    **dict.fromkeys(("difference", "difference_ci95", "p_value"), "difference"),
+    **{name: name for name in ("shares", "hp_shares", "begins")},
+}
+
+
+class _Sparse(_Part):
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
+        return {
+            key: value
+            for key, value in data.items()
+            if key not in _LEFT_OUT or getattr(self, _LEFT_OUT[key]) is not None
+        }
+
+
+class Baseline(_Sparse):
     """What the value is set against; `ratio` above 1: the subject is better.
 
     Of shares of the same items (top-1, recall) also `difference`, value − baseline's value, its paired interval, and
@@ -66,15 +84,8 @@ class Baseline(_Part):
     difference_ci95: Interval | None = None
     p_value: Finite | None = Field(default=None, ge=0, le=1)
 
-    @model_serializer(mode="wrap")
-    def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A baseline of other rows has the four keys that every reader of schema 1 knows."""
-        data: dict[str, Any] = handler(self)
-        paired = ("difference", "difference_ci95", "p_value")
-        return {key: value for key, value in data.items() if key not in paired or self.difference is not None}
 
-
-class Operation(_Part):
+class Operation(_Sparse):
     """One matrix product of a tax row: activation [M, K] by weight [N, K], in seconds.
 
     Of whole steps also `shares` and `hp_shares`: what -> seconds of reading and of computing at the ceilings, of the
@@ -93,11 +104,6 @@ class Operation(_Part):
     shares: dict[str, Interval] | None = None
     hp_shares: dict[str, Interval] | None = None
 
-    @model_serializer(mode="wrap")
-    def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        data: dict[str, Any] = handler(self)
-        return {key: value for key, value in data.items() if value is not None or not key.endswith("shares")}
-
 
 class Device(_Part):
     """What it was measured on; `id` tells two machines of one name apart."""
@@ -107,7 +113,7 @@ class Device(_Part):
     name: str
 
 
-class Data(_Part):
+class Data(_Sparse):
     """What it was measured with. `sha256` is of the token ids, `items` what was scored: positions, pairs, sequences.
 
     `begins`: the special tokens that every sequence begins with, as text; rows whose sequences have none go without.
@@ -118,11 +124,6 @@ class Data(_Part):
     sha256: str
     items: int = Field(gt=0)
     begins: str | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        data: dict[str, Any] = handler(self)
-        return {key: value for key, value in data.items() if key != "begins" or value is not None}
 
 
 class Row(_Part):

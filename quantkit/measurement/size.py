@@ -46,12 +46,8 @@ def size_rows(
     """`size.bytes` and `size.bits_per_weight` of one export.
 
     Args:
-        layers: the manifest's quantized layers.
-        files: the manifest's files.
         subject: the bundle's `content_sha256`.
-        baseline: hash of the original.
         baseline_bytes: what the original's weights take as they were given.
-        folder: of the export.
     """
     size = weight_bytes(files, folder=folder)
     against = None

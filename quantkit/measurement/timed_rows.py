@@ -21,13 +21,9 @@ def latency_row(
     """The median of a subject's steps.
 
     Args:
-        name: of the row.
-        found: of the subject and its baseline.
         against: the baseline; None where that is the subject itself.
         settings: of the row; what has no field of its own is added: `baseline_p90`, `baseline_p99`, `p99_ratio` with
             its interval `p99_ratio_low` and `p99_ratio_high`.
-        flags: of the row.
-        common: its other fields.
     """
     beside: dict[str, Any] = {}
     if against is not None:
@@ -68,12 +64,8 @@ def tax_row(
     """`tax.total`: what a step takes beyond its bound; without value, flagged `no-ceiling`, where that is not known.
 
     Args:
-        seconds: that the subject takes.
-        ci95: of that.
         ratio: how many times as fast as the baseline it is.
-        against: the baseline.
         op: with the bounds, and the baseline's seconds.
-        settings, flags, common: of the row.
     """
     row: dict[str, Any] = {"name": "tax.total", "unit": "s", "stat": "median", "better": "lower", "op": op, **common}
     bound, hp_bound, hp_s = op.bound_s, op.hp_bound_s, op.hp_s or seconds
@@ -121,7 +113,6 @@ def break_even_row(points: Sequence[Point], *, settings: Fields, flags: Sequence
         points: M rising.
         settings: of the row; every interval is added (`win_1_from`, `win_1_to`, with `_low` and `_high`; null where
             the measured range cuts it off), and the range itself.
-        flags, common: of the row.
     """
     row: dict[str, Any] = {"name": "tax.break_even", "unit": "1", "better": "higher", **common}
     if not points:

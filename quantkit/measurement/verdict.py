@@ -66,7 +66,6 @@ def verdict(
     Rows flagged `predicted` count only if nothing was measured: the verdict is then a forecast.
 
     Args:
-        subject: what is judged.
         batches: of the target.
         others: other formats measured on this target; asked only when a check of the subject failed.
         traffic: batch -> share of the steps; if given, only its batches matter.

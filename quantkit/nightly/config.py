@@ -246,7 +246,6 @@ class Nightly(Closed):
         """Read a `nightly.yaml` and check all of it.
 
         Args:
-            path: of the file.
             look: for what it names. False for what reads the store alone, which is there when a model or a baseline
                 has gone; it has no cells then.
 

@@ -36,9 +36,6 @@ def summary(
     """A bundle on one screen: the verdict, what it costs, how fast it is, what held, what was decided, what to do next.
 
     Args:
-        path: of the bundle.
-        manifest: its.
-        rows: its measurements.
         notes: what a reader must know about the figures; stands right under them.
         seconds: `quantize_cpu` and `total`, where it has just been made.
         memory_peak_bytes: of the process that made it.

@@ -91,8 +91,6 @@ def compare(
         baseline: the same blocks of the other side.
         rounds: blocks of each round, where they were taken in rounds with something else between them; from six on
             they are what is resampled.
-        resamples: of the bootstrap.
-        seed: of the bootstrap.
 
     Raises:
         ValueError: different shapes, fewer than two blocks, a time that is not positive.

@@ -119,7 +119,7 @@ def test_an_encoder_has_a_cosine_with_its_interval_and_its_least(
     sides = [stream(tmp_path / name) for name in ("a", "b")]
     pooled = [zoo.outputs(zoo.tiny("bert", seed), tokens().ids).mean(dim=1).numpy() for seed in (0, 1)]
     cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(*pooled, strict=True)]
-    (row,), items = rows(*sides, tokens(), subject="aa", runtime="torch", settings={"dtype": "float32"})
+    (row,), items = rows(*sides, tokens(), subject="aa", runtime="torch")
     assert items is None
     assert (row.name, row.value, row.n) == ("accuracy.cosine", pytest.approx(np.mean(cosines), abs=1e-5), 3)
     assert row.quantiles is not None

@@ -26,7 +26,7 @@ def test_an_empty_store_answers(store: Store) -> None:
     assert json.loads((store.path / "store.json").read_text())["schema"] == 1
     assert store.nights() == store.results() == store.decisions() == store.times(FIRST) == store.items(FIRST) == []
     assert store.committed(FIRST) == set()
-    assert store.last_accepted(CELLS[0]) is None
+    assert store.accepted(cells=[CELLS[0].key]) == {}
     assert store.compact() == 0
     assert not store.warnings
 
@@ -118,9 +118,9 @@ def test_the_last_night_that_passed_is_accepted(store: Store, monkeypatch: pytes
             store.commit(result(each, name, attempt=2, content_sha256=f"{name}2"))
     store.decide(FIRST, [decision(cell), decision(cell, what="size", answer="inconclusive"), decision(other)])
     store.decide(SECOND, [decision(cell, SECOND, "missing"), decision(other, SECOND)])
-    assert store.last_accepted(cell).content_sha256 == f"{SECOND}2"  # type: ignore[union-attr]
+    assert store.accepted(cells=[cell.key])[cell.key].content_sha256 == f"{SECOND}2"
     # undecided so far
-    assert store.last_accepted(other).night == SECOND  # type: ignore[union-attr]
+    assert store.accepted(cells=[other.key])[other.key].night == SECOND
     store.decide(THIRD, [decision(cell, THIRD), decision(cell, THIRD, "worse", "accuracy"), decision(other, THIRD)])
     found = store.accepted()
     assert {key: each.night for key, each in found.items()} == {cell.key: SECOND, other.key: THIRD}
@@ -128,9 +128,9 @@ def test_the_last_night_that_passed_is_accepted(store: Store, monkeypatch: pytes
     assert store.accepted(before=FIRST) == {}
     # nights that lie far back are looked at last
     monkeypatch.setattr("quantkit.nightly.store.parquet._RECENT", 1)
-    assert [store.last_accepted(each).night for each in (cell, other)] == [SECOND, THIRD]  # type: ignore[union-attr]
-    assert store.last_accepted(cell, before=SECOND).night == FIRST  # type: ignore[union-attr]
-    assert store.last_accepted(cell, before=FIRST) is None
+    assert [store.accepted(None, [key])[key].night for key in (cell.key, other.key)] == [SECOND, THIRD]
+    assert store.accepted(SECOND, [cell.key])[cell.key].night == FIRST
+    assert store.accepted(FIRST, [cell.key]) == {}
     for named in (16, 0):
         monkeypatch.setattr("quantkit.nightly.store.parquet._NAMED", named)
         assert store.accepted(cells=[cell.key, other.key]) == found

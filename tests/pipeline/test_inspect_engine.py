@@ -94,7 +94,7 @@ def test_measure_scores_an_engine_and_keeps_what_it_says(
     from conftest import CHANGES, recipe
 
     from quantkit.measurement.cuda.device import GpuDevice
-    from quantkit.measurement.timing import engine as speed_engine
+    from quantkit.measurement.timing import cuda as speed_cuda
     from quantkit.measurement.timing.shapes import TimingPlan
     from quantkit.model.source.open import open_model
     from quantkit.pipeline import Request, compile_model, measure_bundle
@@ -132,7 +132,7 @@ def test_measure_scores_an_engine_and_keeps_what_it_says(
     # timed beside torch, on the CPU: plumbing
     plan = TimingPlan((1, 3), (3,), (4,), seconds=0.01, cell_seconds=0.01, rounds=1)
     source = open_model(str(made.model))
-    rows = speed_engine.run(fake.load(after), after, source, plan, GpuDevice("cpu", dry=True))
+    rows = speed_cuda.run_engine(fake.load(after), after, source, plan, GpuDevice("cpu", dry=True))
     step, absent = [row for row in rows if row.name == "latency.decode_step"]
     assert (step.runtime, step.batch, step.settings["baseline_format"]) == ("tensorrt_rtx", 1, "bfloat16")
     assert step.quantiles is not None and {"p50", "p90", "p99"} <= step.quantiles.keys()

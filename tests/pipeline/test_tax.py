@@ -16,7 +16,7 @@ from quantkit import machine
 from quantkit.bundle import Bundle, content_sha256
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError
-from quantkit.kernels.recorded import Recorded
+from quantkit.kernels.dispatch import Recorded
 from quantkit.measurement.operators import run as ops_run
 from quantkit.pipeline.tax.cuda import Graphics
 from quantkit.pipeline.tax.question import Question, batch_range, prepare

@@ -15,8 +15,7 @@ import zoo
 import quantkit
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.kernels.dispatch import Choice, Table
-from quantkit.kernels.recorded import FILE, Recorded
+from quantkit.kernels.dispatch import FILE, Choice, Recorded, Table
 from quantkit.recipe import Recipe
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.torch.decode_graph import DecodeGraph

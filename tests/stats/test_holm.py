@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import plain_decisions as plain
 
-from quantkit.stats.deciding.holm import holm
+from quantkit.stats.deciding.decision import holm
 
 
 @settings(deadline=None, max_examples=50)

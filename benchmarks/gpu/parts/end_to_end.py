@@ -18,8 +18,7 @@ from parts.decoder import Decoder, MakeLinear, Sizes
 from quantkit.kernels.dispatch import EXPANDED, OURS, Choice, KernelTiming, Table, fastest
 from quantkit.kernels.linear import QuantLinear
 from quantkit.kernels.workspace import Workspace
-from quantkit.measurement.cuda.device import GpuDevice
-from quantkit.measurement.cuda.memory import allocated
+from quantkit.measurement.cuda.device import GpuDevice, allocated
 from quantkit.measurement.cuda.timing import Implementation, interleaved, ratio, summary
 from quantkit.measurement.cuda.weights import FormatVariant, weight
 

@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from quantkit._version import __version__
-from quantkit.cli.answer import Answer
+from quantkit.cli.answer import Answer, showing
 from quantkit.cli.options import Html, Json, batches
-from quantkit.cli.progress import showing
 from quantkit.errors import GateError, Inconclusive, QuantkitError
 
 _SIDE = "A bundle, or the model that the other one was made from."

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.answer import Answer
+from quantkit.cli.answer import Answer, showing
 from quantkit.cli.options import Calibration, Changes, Json, Model, Target, TrustRemoteCode
-from quantkit.cli.progress import showing
 
 
 def compile(  # noqa: A001 (the word of the command line)

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.answer import Answer
+from quantkit.cli.answer import Answer, showing
 from quantkit.cli.options import Json
-from quantkit.cli.progress import showing
 
 
 def doctor(

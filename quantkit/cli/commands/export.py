@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import quantkit
-from quantkit.cli.answer import Answer
+from quantkit.cli.answer import Answer, showing
 from quantkit.cli.options import BundlePath, Json
-from quantkit.cli.progress import showing
 
 if TYPE_CHECKING:
     from quantkit.bundle import Bundle

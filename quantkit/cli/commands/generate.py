@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 import quantkit
-from quantkit.cli.answer import Answer
+from quantkit.cli.answer import Answer, showing
 from quantkit.cli.options import BundlePath, Json, Runtime
-from quantkit.cli.progress import showing
 
 
 def generate(

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli.answer import Answer
+from quantkit.cli.answer import Answer, showing
 from quantkit.cli.options import Json
-from quantkit.cli.progress import showing
 from quantkit.errors import InputError
 
 if TYPE_CHECKING:

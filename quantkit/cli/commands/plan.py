@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli.answer import Answer
+from quantkit.cli.answer import Answer, showing
 from quantkit.cli.options import Changes, Json, Target, batches, listed
-from quantkit.cli.progress import showing
 from quantkit.content import is_path
 from quantkit.errors import InputError
 

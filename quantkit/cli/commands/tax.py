@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.answer import Answer
+from quantkit.cli.answer import Answer, showing
 from quantkit.cli.options import Html, Json, Target, batches, listed
-from quantkit.cli.progress import showing
 from quantkit.errors import Inconclusive, QuantkitError
 
 

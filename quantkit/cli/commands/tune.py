@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli.answer import Answer
+from quantkit.cli.answer import Answer, showing
 from quantkit.cli.options import Calibration, Changes, Json, Model, Target, TrustRemoteCode, batches, listed
-from quantkit.cli.progress import showing
 from quantkit.errors import GateError, InputError
 
 

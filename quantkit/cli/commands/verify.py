@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import quantkit
-from quantkit.cli.answer import Answer
+from quantkit.cli.answer import Answer, showing
 from quantkit.cli.options import BundlePath, Json
-from quantkit.cli.progress import showing
 from quantkit.errors import GateError, InputError
 
 if TYPE_CHECKING:

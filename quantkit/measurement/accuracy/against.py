@@ -33,10 +33,8 @@ def against(baseline: Items, candidate: Items, margins: Mapping[str, float], *, 
     """Evidence by the name of the rows that it is about, for `stats.decision.decide`.
 
     Args:
-        baseline: items of what it is set against.
         candidate: items of what is judged, at the same positions of the same text and against the same original.
         margins: by name, which are asked for: a share for `accuracy.next_word`, nats for the other two.
-        where: the cell, for errors.
 
     Raises:
         InputError: `items-differ`, other positions, other text, or another original; `nothing-scored`.

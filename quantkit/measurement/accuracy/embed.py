@@ -44,12 +44,9 @@ def pair_rows(
     """Recall and cosine (`labelled.retrieval`) of a candidate beside its original.
 
     Args:
-        original, candidate: encoders.
-        pairs: what is to be found by what.
         tokenizer: of both, from transformers.
         about: what the rows share; its `data` is replaced by what says which pairs these are.
         longest: tokens of a text that count; less where the model has fewer positions.
-        seed: of the resampling.
         progress: told the share that is done.
 
     Raises:

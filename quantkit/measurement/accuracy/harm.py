@@ -115,7 +115,6 @@ def through_depth(
 
     Args:
         original: of the candidate's class, and in its basis: with the transforms that reach every block.
-        candidate: quantized.
         ids: [samples, tokens]; the beginning of the first sample is used.
         layers: full names of the quantized ones.
         before: the original without those transforms, if there are any: whose outliers the candidate's are set against.
@@ -163,9 +162,7 @@ def worst(items: Items, ids: Tensor, decode: Callable[[list[int]], str]) -> Harm
     """The positions with the largest KL, and how much of all KL lies in the worst hundredth.
 
     Args:
-        items: of every scored position.
         ids: [samples, tokens] that were scored.
-        decode: ids as text.
     """
     import numpy as np
 

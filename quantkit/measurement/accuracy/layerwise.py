@@ -64,7 +64,6 @@ def compared(floats: Path, network: Path, feed: Feed, engine: MakeRunner | None 
 
     Args:
         floats: network of the float model.
-        network: of the quantized one.
         feed: input -> values, of both.
         engine: the network as an engine, as one runner more.
 
@@ -175,11 +174,8 @@ def prepared(
     """Polygraphy's loaders of such an engine: the network with its layers given out, and how it is built.
 
     Args:
-        network: file.
         place: folder that the marked network, and a copy of its weights, are written to.
-        tensors: that come out.
         feed: whose shapes are the one profile.
-        library: that builds.
         sm: "8.9", for a GPU that is not there; None: the one at hand.
 
     Raises:

@@ -46,13 +46,8 @@ def rows(
     """`accuracy.kl` of each candidate, cumulated over growing contexts.
 
     Args:
-        original: what they are held against.
         candidates: `settings.kv_cache` -> the model with that cache.
-        tokens: long sequences.
         subject: `content_sha256` of the bundle.
-        runtime: that the candidates run in.
-        settings: of it.
-        progress: told how far it is.
     """
     tell = progress or (lambda done: None)
     found: list[Row] = []

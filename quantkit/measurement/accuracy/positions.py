@@ -16,10 +16,9 @@ than 8 sequences, contiguous blocks of positions stand in for them. A flag of ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,14 +26,15 @@ from numpy.typing import NDArray
 from quantkit.bundle.disk import stopping_when_full, write_atomic
 from quantkit.calibrate.tokens.ids import TokenSet
 from quantkit.errors import GateError, InputError
-from quantkit.measurement.rows import Baseline, Data, Device, Row
+from quantkit.measurement.accuracy.labelled.about import About
+from quantkit.measurement.rows import Baseline, Data, Interval, Row
 from quantkit.stats.clustered import FEWEST, Estimate, clustered_mean, clusters_of, student
-from quantkit.stats.mcnemar import McNemar, mcnemar
 
 if TYPE_CHECKING:
     import torch
 
 Array = NDArray[Any]
+Better = Literal["lower", "higher"]
 
 # logits worked on at a time: two float32 buffers of this many stay in the cache, twice as fast as in memory
 _ELEMENTS = 1 << 18
@@ -96,110 +96,48 @@ class Items:
         """The mean of some values [n], with its standard error and interval over the clusters."""
         return clustered_mean(values, self.clusters()[0])
 
-    def next_word_test(self) -> McNemar:
-        """Whether original and candidate differ in how many next words they get right."""
-        return mcnemar(self.right_original, self.right_candidate, self.clusters()[0])
-
-    def rows(
-        self,
-        *,
-        subject: str,
-        baseline: str,
-        runtime: str,
-        data: Data,
-        device: Device | None = None,
-        versions: Mapping[str, str] | None = None,
-        settings: Mapping[str, str | bool | int | float | None] | None = None,
-    ) -> list[Row]:
+    def rows(self, about: About) -> list[Row]:
         """`accuracy.perplexity`, `.kl`, `.top1_agreement` and `.next_word`, each with its interval.
-
-        Args:
-            subject: `content_sha256` of the candidate.
-            baseline: `content_sha256`, or another hash, of the original.
-            runtime: that the candidate ran in.
-            data: what was scored.
-            device: that it ran on.
-            versions: package -> version.
-            settings: of the runtime.
 
         Raises:
             InputError: `nothing-scored`.
         """
         if self.n == 0:
             raise InputError(
-                "nothing-scored", where=data.set, value="no scored position", rule="at least two tokens a sequence"
+                "nothing-scored",
+                where=about.data.set,
+                value="no scored position",
+                rule="at least two tokens a sequence",
             )
-        unit = self.clusters()[1]
-        common: dict[str, Any] = {
-            "n": self.n,
-            "subject": subject,
-            "runtime": runtime,
-            "settings": dict(settings or {}),
-            "device": device,
-            "versions": dict(versions or {}),
-            "data": data,
-            "flags": [f"ci95-by-{unit}"],
-            "shape": {"sequences": int(np.unique(self.sequence).size)},
-        }
-        loss = self.mean(self.nll_candidate)
-        original = self.mean(self.nll_original)
-        divergence = self.mean(self.kl)
-        agreement = self.mean(self.agree)
-        right, right_before = self.mean(self.right_candidate), self.mean(self.right_original)
+        common = about.common(flags=[f"ci95-by-{self.clusters()[1]}"])
+        common |= {"n": self.n, "shape": {"sequences": int(np.unique(self.sequence).size)}}
+
+        def row(name: str, value: float, better: Better, against: float, ci95: Interval | None, **others: Any) -> Row:
+            ratios = {key: others.pop(key) for key in ("ratio", "ratio_ci95") if key in others}
+            others = {"unit": "1", "stat": "mean", **others, **common}
+            baseline = Baseline(subject=about.baseline, value=against, **ratios)
+            return Row(name=name, value=value, better=better, ci95=ci95, baseline=baseline, **others)
+
+        loss, original = self.mean(self.nll_candidate), self.mean(self.nll_original)
+        divergence, agreement = self.mean(self.kl), self.mean(self.agree)
+        right, before = self.mean(self.right_candidate), self.mean(self.right_original)
         # on the logarithm, where the two sides are paired and the interval is symmetric
         gain = self.mean(self.nll_original - self.nll_candidate)
-        p50, p90, p99 = (float(x) for x in np.quantile(self.kl, (0.5, 0.9, 0.99)))
+        gained = {"ratio": _exp(gain.value), "ratio_ci95": _exp_interval(gain.ci95), "stat": "exp_mean"}
+        quantiles = dict(zip(("p50", "p90", "p99"), map(float, np.quantile(self.kl, (0.5, 0.9, 0.99))), strict=True))
+        times = right.value / before.value if before.value else None
         return [
-            Row(
-                name="accuracy.perplexity",
-                value=_exp(loss.value),
-                unit="1",
-                stat="exp_mean",
-                better="lower",
-                ci95=_exp_interval(loss.ci95),
-                baseline=Baseline(
-                    subject=baseline,
-                    value=_exp(original.value),
-                    ratio=_exp(gain.value),
-                    ratio_ci95=_exp_interval(gain.ci95),
-                ),
-                **common,
+            row(
+                "accuracy.perplexity",
+                _exp(loss.value),
+                "lower",
+                _exp(original.value),
+                _exp_interval(loss.ci95),
+                **gained,
             ),
-            Row(
-                name="accuracy.kl",
-                value=divergence.value,
-                unit="nat",
-                stat="mean",
-                better="lower",
-                quantiles={"p50": p50, "p90": p90, "p99": p99},
-                ci95=divergence.ci95,
-                baseline=Baseline(subject=baseline, value=0.0),
-                **common,
-            ),
-            Row(
-                name="accuracy.top1_agreement",
-                value=agreement.value,
-                unit="1",
-                stat="mean",
-                better="higher",
-                ci95=_share(agreement.ci95),
-                baseline=Baseline(subject=baseline, value=1.0),
-                **common,
-            ),
-            Row(
-                name="accuracy.next_word",
-                value=right.value,
-                unit="1",
-                stat="mean",
-                better="higher",
-                ci95=_share(right.ci95),
-                baseline=Baseline(
-                    subject=baseline,
-                    value=right_before.value,
-                    ratio=right.value / right_before.value if right_before.value else None,
-                ),
-                **common,
-            ),
+            row("accuracy.kl", divergence.value, "lower", 0.0, divergence.ci95, unit="nat", quantiles=quantiles),
+            row("accuracy.top1_agreement", agreement.value, "higher", 1.0, _share(agreement.ci95)),
+            row("accuracy.next_word", right.value, "higher", before.value, _share(right.ci95), ratio=times),
         ]
 
     def save(self, path: Path) -> None:
@@ -252,7 +190,7 @@ class Accuracy:
     accuracy = Accuracy()
     for ids, o, c in ...:               # [T], [T, V], [T, V]
         accuracy.add(ids, o, c)
-    rows = accuracy.items().rows(...)
+    rows = accuracy.items().rows(about)
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -158,32 +159,22 @@ def rows(
     *,
     subject: str,
     runtime: str,
-    settings: Mapping[str, Any] | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> tuple[list[Row], Items | None]:
     """The accuracy rows of a candidate, and what was found at each position (None for encoders)."""
-    device = Device.model_validate(_device(candidate))
-    if original.source.kind == "decoder":
-        items = score(original, candidate, tokens, progress)
-        found = items.rows(
-            subject=subject,
-            baseline=original.source.sha256,
-            runtime=runtime,
-            data=data_of(tokens),
-            device=device,
-            versions=machine.versions(),
-            settings=settings,
-        )
-        return found, items
     about = About(
         subject=subject,
         baseline=original.source.sha256,
         runtime=runtime,
-        data=data_of(tokens).model_copy(update={"items": counted(original, tokens)[0]}),
-        device=device,
+        data=data_of(tokens),
+        device=Device.model_validate(_device(candidate)),
         versions=machine.versions(),
-        settings=settings or {},
+        settings=settings(candidate),
     )
+    if original.source.kind == "decoder":
+        items = score(original, candidate, tokens, progress)
+        return items.rows(about), items
+    about = replace(about, data=about.data.model_copy(update={"items": counted(original, tokens)[0]}))
     if tokens.pairs is not None:
         from quantkit.measurement.accuracy.embed import pair_rows
 

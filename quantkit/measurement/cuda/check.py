@@ -23,7 +23,6 @@ def error(
     """The largest error of y [M, N] as a share of what is allowed; at most 1 is right.
 
     Args:
-        variant: of the weight.
         plain: what the weight stands for, [N, K] float64.
         x: inputs [M, K], float16 or bfloat16.
         y: the product, in the dtype of x.

@@ -1,8 +1,10 @@
-"""The device at hand: what it is, with which software, and whether its clocks held."""
+"""The device at hand: what it is, with which software, whether its clocks held, and its memory."""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 
 from quantkit import machine
+from quantkit.errors import InputError
 from quantkit.measurement.timing.clocks import SLOWED, asked_of_gpu
 
 PACKAGES = ("torch", "triton", "numpy", "bitsandbytes", "gemlite", "torchao", "vllm", "humming-kernels")
@@ -88,3 +91,19 @@ def _mask(text: str) -> int:
         return int(text, 16)
     except ValueError:
         return 0
+
+
+@contextmanager
+def fitting(where: str) -> Iterator[None]:
+    """Turns "out of memory" in the body into InputError `out-of-memory`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as problem:
+        torch.cuda.empty_cache()
+        value = str(problem).splitlines()[0]
+        raise InputError("out-of-memory", where=where, value=value, remedy="smaller batches") from None
+
+
+def allocated() -> int:
+    """Bytes that this process's tensors take; 0 where there is no GPU."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0

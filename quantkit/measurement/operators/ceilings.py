@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,10 @@ class Pool:
 
     threads: int | None = None
     shared: bool = False
+
+
+# name -> what prepares a product of two matrices
+Kernels = Mapping[str, Callable[[Any, Any, Pool], Callable[[], object]]]
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,6 @@ def measured(
 
     Args:
         threads: that read, copy and launch.
-        names: which.
         size: side of the square matrices whose product is timed.
         runs: repetitions of each.
         pool: of ONNX Runtime; None: all cores.
@@ -194,8 +198,6 @@ def compute_fp32(size: int, runs: int, pool: Pool | None = None) -> Ceiling:
     """The rate of a float32 product of two [size, size] matrices, flop/s: the faster of NumPy's BLAS and ONNX Runtime.
 
     Args:
-        size: side of the matrices.
-        runs: repetitions.
         pool: of ONNX Runtime; None: all cores. NumPy's threads are set before it is imported (`OMP_NUM_THREADS`).
     """
     generator = np.random.default_rng(0)
@@ -203,7 +205,7 @@ def compute_fp32(size: int, runs: int, pool: Pool | None = None) -> Ceiling:
     def pair(size: int) -> tuple[Any, Any]:
         return generator.standard_normal((size, size), np.float32), generator.standard_normal((size, size), np.float32)
 
-    kernels = {"numpy matmul": _fp32_numpy, "onnxruntime MatMul": _fp32_onnxruntime}
+    kernels: Kernels = {"numpy matmul": _fp32_numpy, "onnxruntime MatMul": partial(_product, "MatMul")}
     return _compute("fp32", "flop/s", kernels, pair, size, runs, pool or Pool())
 
 
@@ -213,10 +215,10 @@ def compute_int8(size: int, runs: int, pool: Pool | None = None) -> Ceiling:
     A kernel is first tried on matrices of an eighth of the side: without the instructions for it, a library may fall
     back to a plain loop, a hundred times slower than another kernel.
     """
-    kernels = {
+    kernels: Kernels = {
         "torch _int_mm": _int8_torch,
         "torch quantized linear": _int8_torch_quantized,
-        "onnxruntime MatMulInteger": _int8_onnxruntime,
+        "onnxruntime MatMulInteger": partial(_product, "MatMulInteger"),
     }
     return _compute("int8", "op/s", kernels, _int8_pair, size, runs, pool or Pool())
 
@@ -224,7 +226,7 @@ def compute_int8(size: int, runs: int, pool: Pool | None = None) -> Ceiling:
 def _compute(
     kind: str,
     unit: str,
-    kernels: Mapping[str, Callable[[Any, Any, Pool], Callable[[], object]]],
+    kernels: Kernels,
     pair: Callable[[int], tuple[Any, Any]],
     size: int,
     runs: int,
@@ -285,17 +287,9 @@ def _int8_torch_quantized(left: Bytes, right: Bytes, pool: Pool) -> Callable[[],
     return lambda: torch.ops.quantized.linear(x, packed, 1000.0, 128)
 
 
-def _int8_onnxruntime(left: Bytes, right: Bytes, pool: Pool) -> Callable[[], object]:
-    return _product("MatMulInteger", left, right, pool)
-
-
 def _fp32_numpy(left: Any, right: Any, pool: Pool) -> Callable[[], object]:
     out = np.empty_like(left)
     return lambda: np.matmul(left, right, out=out)
-
-
-def _fp32_onnxruntime(left: Any, right: Any, pool: Pool) -> Callable[[], object]:
-    return _product("MatMul", left, right, pool)
 
 
 def _product(kind: str, left: Any, right: Any, pool: Pool) -> Callable[[], object]:

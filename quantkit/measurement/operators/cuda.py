@@ -26,8 +26,7 @@ from quantkit.kernels.native import require
 from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda import sides, timing
 from quantkit.measurement.cuda.check import error
-from quantkit.measurement.cuda.device import GpuDevice
-from quantkit.measurement.cuda.memory import fitting
+from quantkit.measurement.cuda.device import GpuDevice, fitting
 from quantkit.measurement.cuda.weights import FormatVariant, known, values, weight
 from quantkit.measurement.operators.products import Runnable
 from quantkit.measurement.operators.tax import StepCost
@@ -157,8 +156,18 @@ class CudaBench:
         return lambda M: sides.tokens(variant, sides.inputs(M, K, self.dtype, self.device.torch_device))
 
 
+class _OneProduct:
+    """A step is one product, over weights that no cache holds."""
+
+    def products(self, M: int) -> int:
+        return 1
+
+    def hot(self, M: int) -> Step | None:
+        return None
+
+
 @dataclass(frozen=True)
-class _Plain:
+class _Plain(_OneProduct):
     """The float product, or quantizing inputs: one way at every M."""
 
     cost: StepCost
@@ -173,14 +182,8 @@ class _Plain:
         side = self._ready(M)[1]
         return {"kernel": side.name, "copies": len(side.steps)}
 
-    def products(self, M: int) -> int:
-        return 1
-
     def step(self, M: int) -> Step:
         return self._ready(M)[0]
-
-    def hot(self, M: int) -> Step | None:
-        return None
 
     def _ready(self, M: int) -> tuple[Step, timing.Implementation]:
         if M not in self.ready:
@@ -201,7 +204,7 @@ class _Chosen:
 
 
 @dataclass(frozen=True)
-class _Quantized:
+class _Quantized(_OneProduct):
     """A weight in one format; `own`: only torch's operator multiplies it."""
 
     variant: FormatVariant
@@ -229,9 +232,6 @@ class _Quantized:
             "copies": len(self.held),
             **{f"config.{name}": size for name, size in tiles.items()},
         }
-
-    def products(self, M: int) -> int:
-        return 1
 
     def step(self, M: int) -> Step:
         return self.choose(M).step
@@ -303,7 +303,7 @@ class _Quantized:
 
 
 @dataclass(frozen=True)
-class _Twin:
+class _Twin(_OneProduct):
     """The loads of another side's kernel, at each M in its tile sizes."""
 
     of: _Quantized
@@ -320,16 +320,10 @@ class _Twin:
     def settings(self, M: int) -> Mapping[str, str | bool | int | float | None]:
         return self.of.settings(M)
 
-    def products(self, M: int) -> int:
-        return 1
-
     def step(self, M: int) -> Step:
         if M not in self.ready:
             self.ready[M] = self.of.twin(M)
         return self.ready[M]
-
-    def hot(self, M: int) -> Step | None:
-        return None
 
 
 def _tried(step: Callable[[], Any]) -> float:

@@ -150,11 +150,7 @@ def measure(
     """Time every variant of every shape at every batch against the baseline.
 
     Args:
-        bench: what runs them.
         linears: distinct shapes.
-        baseline: the high-precision variant.
-        variants: the others.
-        plan: batches and time.
         progress: told the share that is done, and what is being done.
         clock: seconds, rising.
 

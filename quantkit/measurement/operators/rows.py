@@ -177,7 +177,6 @@ def _break_even(curve: Sequence[Sequence[TimedVariant]], setting: Setting, *, la
 
     Args:
         curve: for each batch the linears; skipped ones leave their batch out.
-        setting: of the run.
         layer: `all linears` of a sum.
     """
     first = curve[0][0]

@@ -210,9 +210,6 @@ def ideal(
     """The M up to which the roofline promises a gain, where S* = 1, and why there is none.
 
     Args:
-        ours: of the format.
-        theirs: of the baseline.
-        limits: of the machine.
         shape: M -> (batch, new tokens a sequence, tokens in the cache); need not be whole numbers.
 
     Returns:

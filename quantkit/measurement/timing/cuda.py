@@ -1,15 +1,16 @@
-"""A bundle on quantkit's own kernels against the unquantized model in 16 bits, on one GPU: steps and prefills.
+"""A bundle on quantkit's own kernels, or in an engine, against the unquantized model on one GPU: steps and prefills.
 
-Both are transformers' classes; only the linears differ. A decode step of a batch is one CUDA graph on either side
-(`runtimes.torch.decode_graph`), timed by the device's own clock, interleaved (`timing.latency`). Beside each step
-stands the sum of its linears as `quantkit tax` timed them one by one, where the bundle carries that (`kernels.json`);
-the residual is what that sum does not explain: attention, norms, the head, launches, weights that one product leaves in
-the cache for the next.
+Both are transformers' classes, of which only the linears differ, or one is an engine. A decode step of a batch is one
+CUDA graph on either side (`runtimes.torch.decode_graph`), timed by the device's own clock, interleaved
+(`timing.latency`). Beside each step on our kernels stands the sum of its linears as `quantkit tax` timed them one by
+one, where the bundle carries that (`kernels.json`); the residual is what that sum does not explain: attention, norms,
+the head, launches, weights that one product leaves in the cache for the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +22,7 @@ from quantkit.errors import InputError
 from quantkit.kernels.dispatch import Table
 from quantkit.kernels.linear import QuantLinear
 from quantkit.measurement.cuda import ceilings as limits
-from quantkit.measurement.cuda.device import GpuDevice
-from quantkit.measurement.cuda.memory import allocated, fitting
+from quantkit.measurement.cuda.device import GpuDevice, allocated, fitting
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
@@ -37,6 +37,7 @@ from quantkit.runtimes.torch.decode_graph import DecodeGraph
 
 if TYPE_CHECKING:
     from quantkit.model.source.open import Source
+    from quantkit.runtimes.tensorrt.decode import EngineModel
 
 RUNTIME = "torch"
 # steps after which a sequence goes back to where it began
@@ -108,8 +109,6 @@ def run(
 
     Args:
         bundle: a decoder, with a checkpoint.
-        source: that model, opened.
-        plan: what and how long.
         device: the GPU; a CPU in Triton's interpreter, for tests.
         progress: told the share that is done, and what is being done.
         dtype: of activations, of what is not quantized, and of the baseline.
@@ -127,9 +126,7 @@ def run(
         before = allocated()
         packed = _packed.load(bundle, bundle.model_folder, device=at, dtype=dtype, table=table)
         resident = allocated() - before
-        model_class, config = described(source)
-        state = {name: source.weights.read(name).to(dtype) for name in source.weights.entries}
-        theirs = built(model_class, config, state, dtype).to(at)
+        theirs = _floats(source, dtype, at)
         baseline = allocated() - before - resident
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     form = format_of(bundle)
@@ -147,22 +144,83 @@ def run(
             baseline or None,
         ),
     ]
-    generator = np.random.default_rng(plan.seed)
     settings: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "graphs": at == "cuda"}
     settings |= {"baseline_format": entries[1].cost.format, "compute_type": kind}
-    rows = measure(
-        entries[0],
-        entries[1],
-        runtime=RUNTIME,
+    rows = _measured(entries, RUNTIME, settings, plan, device, progress)
+    said = " ".join(part for part in (reason, packed.said()) if part)
+    return [_explained(row, packed.model, table) for row in rows], said
+
+
+def run_engine(
+    model: EngineModel,
+    bundle: Bundle,
+    source: Source,
+    plan: TimingPlan,
+    device: GpuDevice,
+    *,
+    progress: Callable[[float, str], None] | None = None,
+) -> list[Row]:
+    """Time an engine, which multiplies as it was built, against the model that its bundle was made from, in bfloat16.
+
+    Args:
+        plan: contexts and prefills beyond the engine's cache are left out.
+        device: the GPU; a CPU for tests.
+        progress: told the share that is done, and what is being done.
+
+    Raises:
+        InputError: `out-of-memory`, the two do not fit.
+    """
+    with fitting("both models"):
+        theirs = _floats(source, torch.bfloat16, device.torch_device)
+    within = replace(
+        plan,
+        contexts=[each for each in plan.contexts if each < model.capacity],
+        prefills=[each for each in plan.prefills if each <= model.capacity],
+    )
+    baseline = cost(theirs, "bfloat16", "bf16")
+    # the weights of quantized layers as they are stored
+    saved = sum(layer.shape[0] * layer.shape[1] * (2 - layer.bits_per_weight / 8) for layer in bundle.manifest.layers)
+    weights = max(0.0, baseline.weight_bytes - saved)
+    own = replace(baseline, format=format_of(bundle), weight_bytes=weights, compute="fp16")
+    entries = [
+        TimedSide(model, own, bundle.manifest.content_sha256, model.engine.file.path.stat().st_size),
+        TimedSide(KernelDecoder(theirs), baseline, source.sha256),
+    ]
+    settings = {**model.settings, "baseline_format": "bfloat16", "compute_type": "fp16"}
+    return _measured(entries, model.engine.library.name, settings, within, device, progress)
+
+
+def _floats(source: Source, dtype: torch.dtype, at: str) -> Any:
+    """The unquantized model in transformers' class."""
+    import transformers
+
+    from quantkit.model.structure.kinds import class_name, native_class
+
+    found = native_class(class_name(source.config, source.ref)) or transformers.AutoModelForCausalLM
+    config = found.config_class.from_dict(dict(source.config))
+    state = {name: source.weights.read(name).to(dtype) for name in source.weights.entries}
+    return built(found, config, state, dtype).to(at)
+
+
+def _measured(
+    entries: Sequence[TimedSide],
+    runtime: str,
+    settings: Mapping[str, Any],
+    plan: TimingPlan,
+    device: GpuDevice,
+    progress: Callable[[float, str], None] | None,
+) -> list[Row]:
+    generator = np.random.default_rng(plan.seed)
+    return measure(
+        *entries,
+        runtime=runtime,
         settings=settings,
-        device=identity,
+        device=device.identity(),
         versions={**machine.versions(), "driver": str(device.describe().get("driver", ""))},
         plan=plan,
         ceilings=lambda: ceilings(device, generator),
         progress=progress,
     )
-    said = " ".join(part for part in (reason, packed.said()) if part)
-    return [_explained(row, packed.model, table) for row in rows], said
 
 
 def cost(model: Any, name: str, compute: str) -> StepCost:
@@ -218,17 +276,6 @@ def _explained(row: Row, model: Any, table: Table | None) -> Row:
     linears = linears_seconds(model, row.batch, table)
     rest = None if linears is None else row.value - linears
     return row.model_copy(update={"settings": {**row.settings, "linears_s": linears, "residual_s": rest}})
-
-
-def described(source: Source) -> tuple[Any, Any]:
-    """transformers' class of a model, and its config."""
-    import transformers
-
-    from quantkit.model.structure.kinds import class_name, native_class
-
-    name = class_name(source.config, source.ref)
-    found = native_class(name) or transformers.AutoModelForCausalLM
-    return found, found.config_class.from_dict(dict(source.config))
 
 
 def format_of(bundle: Bundle) -> str:

@@ -83,13 +83,9 @@ def measure(
     """Time two loaded models, interleaved, and say what follows from it.
 
     Args:
-        subject: what is judged.
         baseline: what it is set against, in the same runtime with the same threads.
-        runtime: name of the runtime, for the rows.
-        settings: of the runtime, for the rows.
         device: `machine.device()`.
         versions: `machine.versions()`.
-        plan: what to measure and how long.
         ceilings: measures read bandwidth and compute rates, before and after the rest; None takes
             `ceilings.measured` with `settings["threads"]`.
         progress: told the share that is done, and what is being done.

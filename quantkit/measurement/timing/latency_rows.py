@@ -23,15 +23,7 @@ def rows_of(
     common: dict[str, Any],
     settings: dict[str, Any],
 ) -> list[Row]:
-    """All rows of one shape.
-
-    Args:
-        timing: done, or skipped.
-        subject, baseline: the two sides.
-        limits: of the machine.
-        common: fields that all rows have.
-        settings: of the runtime.
-    """
+    """All rows of one shape."""
     shape, found = timing.shape, timing.found
     common = common | {"batch": shape.batch, "shape": shape.sizes, "resident_bytes": subject.resident_bytes}
     if found is None:

@@ -104,7 +104,6 @@ def take(
 
     Args:
         loads: side -> what loads it anew.
-        shapes: to time.
         seconds: after which no further round begins that would not end in time.
         seed: of every order that is drawn.
         progress: told the share that is done, and what is being done.

@@ -16,10 +16,10 @@ from typing import TypeVar
 from quantkit.errors import InputError
 from quantkit.nightly.config import Nightly, NightMargins, builds
 from quantkit.nightly.gating import evidence as ask
-from quantkit.nightly.gating import sentences
 from quantkit.nightly.gating.evidence import NightComparison, Thing
 from quantkit.nightly.store.parquet import Store
 from quantkit.nightly.store.records import Answer, Item, Night, NightCell, Result, StoredDecision, Time, What
+from quantkit.report.kit import words
 from quantkit.stats.deciding import decision as stats
 
 Taken = TypeVar("Taken", Time, Item)
@@ -29,6 +29,14 @@ _GRAVEST: tuple[Answer, ...] = ("worse", "failed", "inconclusive", "missing", "b
 # of two that share a row
 _BESIDES: tuple[Thing, ...] = ("perplexity", "accuracy")
 _FIELDS = ("code", "where", "value", "rule", "remedy")
+_HEADS: dict[Thing, str] = {
+    "latency": "time",
+    "accuracy": "answers lost",
+    "kl": "KL from the float model",
+    "perplexity": "log-perplexity",
+    "size": "bytes",
+}
+_NOT_YET = "; not yet run again"
 _NOTHING = "it holds no times against the same side"
 
 
@@ -66,11 +74,6 @@ def decide_night(store: Store, night: str, config: Nightly) -> Judged:
 
     Reads a build at a time; of a large night that is faster on a compacted store.
 
-    Args:
-        store: of the nights.
-        night: its name.
-        config: for its margins.
-
     Raises:
         InputError: `night-missing`.
         MissingDependency: scipy is not installed.
@@ -93,11 +96,7 @@ def judge(
     """Decide all cells of a night together.
 
     Args:
-        config: for its margins.
-        night: whose matrix it is.
         results: of the night, first and second attempts.
-        times: of a cell, by its key.
-        items: of a build, by its key.
     """
     attempts = {(each.cell, each.attempt): each for each in results}
     cells = [NightCell.of(key) for key in night.matrix]
@@ -169,7 +168,7 @@ def _with(asked: NightComparison, decision: stats.CellDecision, confirmed: bool 
     assert evidence is not None
     better = decision.answer == "better"
     p = evidence.p_below(-evidence.alarm) if better else evidence.p_above(evidence.alarm)
-    said = sentences.because(asked, decision, confirmed)
+    said = _because(asked, decision, confirmed)
     return _Decided(asked, decision.answer, said, decision, p, confirmed)
 
 
@@ -196,7 +195,7 @@ def _repeated(
             second = next((each for each in taken if each.what == first.asked.what), replace(second, because=_NOTHING))
         if second.evidence is None:
             # an alarm that nobody could look into is no silence
-            why = f"{first.because.replace(sentences.NOT_YET, '')}; its second run failed: {second.because}"
+            why = f"{first.because.replace(_NOT_YET, '')}; its second run failed: {second.because}"
             found[number] = _Decided(first.asked, "failed", why)
         else:
             again[number] = second
@@ -241,3 +240,46 @@ def _row(night: str, cell: str, what: What, found: _Decided) -> StoredDecision:
         confirmed=found.confirmed,
         because=found.because,
     )
+
+
+# --- in words --------------------------------------------------------------------------------------------------------
+
+
+def _because(asked: NightComparison, decision: stats.CellDecision, confirmed: bool | None) -> str:
+    """One sentence.
+
+    Args:
+        confirmed: whether a second run said the same; None where there was none.
+    """
+    told = f"{_HEADS[asked.thing]} {_amount(asked.thing, decision.effect)}"
+    if asked.thing != "size":
+        low, high = (_amount(asked.thing, end) for end in decision.ci95)
+        told += f" ({low} to {high})"
+    margin = _amount(asked.thing, decision.margin).lstrip("+")
+    parts = [("against the last release: " if asked.what == "drift" else "") + told]
+    if decision.answer == "same":
+        parts[0] += f", within {margin}"
+    elif decision.answer == "inconclusive":
+        parts.append(f"{_amount(asked.thing, decision.detectable)} would have been called worse")
+    else:
+        parts[0] += f", {_beyond(decision)} {margin}"
+    if decision.answer == "worse" and asked.thing == "latency" and confirmed is None:
+        parts[0] += _NOT_YET
+    elif confirmed is not None:
+        parts.append("a second run said the same" if confirmed else "a first run called it worse")
+    return "; ".join([*parts, *([asked.because] if asked.because else [])])
+
+
+def _amount(thing: Thing, effect: float) -> str:
+    """`+4.8 %`, `+0.012 nats`; nothing is without a sign."""
+    if thing in ("kl", "perplexity"):
+        sign = "−" if effect < 0 else "+" if effect > 0 else ""
+        return f"{sign}{words.figure(abs(effect), 2)} nats"
+    points = words.points(effect, 2 if abs(effect) < 0.01 else 1)
+    return f"{points} %"
+
+
+def _beyond(decision: stats.CellDecision) -> str:
+    low, high = decision.ci95
+    shown = low > decision.margin if decision.answer == "worse" else high < -decision.margin
+    return "more than" if shown else "which may be more than"

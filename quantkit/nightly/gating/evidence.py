@@ -74,7 +74,6 @@ def of_times(result: Result, times: Sequence[Time], margins: NightMargins) -> li
     Args:
         result: one attempt at a cell.
         times: of that attempt.
-        margins: of the cell.
     """
     found = [_timed(result, times, "baseline", margins)]
     if _has_release(result):
@@ -87,8 +86,6 @@ def of_items(results: Sequence[Result], items: Sequence[Item], margins: NightMar
 
     Args:
         results: of cells of one build that share margins.
-        items: of the build.
-        margins: of these cells.
     """
     found = _scored(results, items, "baseline", margins)
     if _has_release(results[0]) and any(each.side == "release" for each in items):

@@ -79,7 +79,6 @@ def gitlab(gated: Gated, config: Path) -> bytes:
     """What is not fine as GitLab's code-quality JSON; an empty list where all is.
 
     Args:
-        gated: the night.
         config: `nightly.yaml`: a finding stands at the first line of it that names its recipe. GitLab asks for a path
             from the root of the repository, which the working directory is taken for.
     """

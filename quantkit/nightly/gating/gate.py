@@ -90,7 +90,6 @@ def gate(store: Store, night: str | None = None) -> Gated:
     """Read a night.
 
     Args:
-        store: of the nights.
         night: its name; None is the last that has begun.
 
     Raises:

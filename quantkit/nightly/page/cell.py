@@ -22,13 +22,7 @@ _LATELY, _OTHERS = 30, 30
 
 
 def page(history: History, at: int, detail: Detail) -> dict[str, Any]:
-    """What the template is filled with.
-
-    Args:
-        history: of all cells.
-        at: the cell's number in it.
-        detail: of the cell.
-    """
+    """What the template is filled with."""
     key, nights = history.cells[at], history.of(at)
     cell = parts(key)
     night = history.nights[int(nights[-1])] if nights.size else None
@@ -176,16 +170,13 @@ def _raw(detail: Detail) -> dict[str, Any] | None:
 
 
 def _scores(detail: Detail) -> list[tuple[str, str, str, str, str]]:
-    def told(value: float | None, form: Any) -> str:
-        return words.or_dash(value, form)
-
     return [
         (
             score.side,
             f"{score.items:,}",
-            told(score.right, lambda v: words.percent(v, 2)),
-            told(score.kl, lambda v: words.figure(v, 4)),
-            told(score.nll, lambda v: words.figure(v, 4)),
+            words.or_dash(score.right, lambda v: words.percent(v, 2)),
+            words.or_dash(score.kl, lambda v: words.figure(v, 4)),
+            words.or_dash(score.nll, lambda v: words.figure(v, 4)),
         )
         for score in sorted(detail.scores, key=lambda score: score.side != "candidate")
     ]

@@ -39,9 +39,7 @@ def lanes(days: Sequence[str], counts: Mapping[str, Array], alt: str) -> Chart:
     """Counts over nights, a lane a name, each to its own height.
 
     Args:
-        days: the nights.
         counts: name -> how many, `[nights]`.
-        alt: what it shows.
     """
     shapes, labels, height = [], [], 20.0
     for i, (name, values) in enumerate(counts.items()):
@@ -98,14 +96,8 @@ def respect(
     """One respect of a cell over its nights: effects with their intervals, the margin, levels, what was answered.
 
     Args:
-        what: the respect.
-        days: the nights.
         codes: numbers of their answers.
-        values: their effects.
-        low: end of their intervals.
-        high: end of their intervals.
         margin: the least effect that counts.
-        found: changes of level.
         updates: nights on which versions changed.
         first: number of the first change.
     """
@@ -196,7 +188,6 @@ def raw(sides: Mapping[str, tuple[Array, Array]], rounds: Sequence[int], count: 
     Args:
         sides: side -> (places in the order of the night, seconds).
         rounds: places at which a round begins.
-        count: of times.
     """
     every = np.concatenate([seconds for _, seconds in sides.values()])
     factor, unit = words.time_unit(float(np.median(every)))

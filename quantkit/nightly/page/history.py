@@ -97,7 +97,6 @@ def read(store: Store, *, now: datetime | None = None) -> History:
     """Read a store.
 
     Args:
-        store: of the nights.
         now: nights that say they began after this have a wrong clock; None: not looked at.
     """
     notes: list[str] = []

@@ -30,7 +30,6 @@ def value(what: What, effect: float | None, *, bare: bool = False) -> str:
     """An effect as people read it: `+5.2 %`, `−0.80 pt`, `+0.0120 nats`, held together; a dash for none.
 
     Args:
-        what: the respect.
         effect: as it is stored.
         bare: without its unit.
     """

@@ -75,7 +75,6 @@ def write(store: Store, out: str | Path) -> Written:
     """Write the site of a store, or what changed of it.
 
     Args:
-        store: of the nights.
         out: its folder; made where there is none.
 
     Raises:

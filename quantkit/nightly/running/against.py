@@ -39,9 +39,6 @@ def against(
     """Find and open them.
 
     Args:
-        config: says what a cell is set against.
-        cell: of the candidate.
-        candidate: its bundle.
         accepted: cell -> its result of the last night that passed.
         bundles: where those lie.
     """

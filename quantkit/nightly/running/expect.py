@@ -9,6 +9,7 @@ Guesses, and called so. Where a plan knows nothing of a model (a graph, the hub)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
@@ -41,11 +42,7 @@ def dry_run(config: Nightly, only: str | None = None) -> dict[str, Any]:
                 {
                     "cell": cell.key,
                     "build": build,
-                    "model": cell.model,
-                    "recipe": cell.recipe,
-                    "target": cell.target,
-                    "runtime": cell.runtime,
-                    "batch": cell.batch,
+                    **asdict(cell),
                     "baseline": config.baseline_of(cell).kind,
                     "seconds": _measuring(config, step),
                 }

@@ -64,7 +64,6 @@ def answered(bundles: Mapping[Side, Bundle], runtime: str, request: Request) -> 
 
     Args:
         bundles: the candidate's, and those that it is set against.
-        runtime: of the build.
         request: what the candidate was compiled by.
     """
     candidate = bundles[CANDIDATE]

@@ -97,7 +97,6 @@ def run_night(
         resume: go on with the last night of the same file that has cells without a result, or no decisions.
         only: a glob of the keys of cells: the night has these alone.
         work: what each job runs.
-        progress: told how far it is.
 
     Raises:
         InputError: of the configuration, the store and the executor; `nothing-to-resume`, `no-such-cells`.

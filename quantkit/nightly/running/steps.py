@@ -33,8 +33,6 @@ def loaded(path: Path, runtime: str, batch: int, samples: Mapping[str, NDArray[A
     """Load a bundle and prepare a step.
 
     Args:
-        path: of the bundle.
-        runtime: that runs it.
         batch: sequences or samples at once.
         samples: of a graph, an array [n, ...] for each input; else empty.
 

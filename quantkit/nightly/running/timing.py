@@ -119,9 +119,7 @@ def measure(task: Task, load: Callable[[Side], Step], look: Callable[[], Clocks]
     """The rows of `run`: of each round its steps, and of a side that does not load, why.
 
     Args:
-        task: what is to be timed.
         load: loads a side anew, and prepares its step.
-        look: at the device.
 
     Raises:
         QuantkitError: what loading the candidate raises.

@@ -1,23 +1,35 @@
-"""Many small files into one: what a night's cells committed, a file a table.
+"""Files in place of others. Many small ones become one: what a night's cells committed, a file a table.
 
     write whole-HASH, with the names it replaces  ->  rename  ->  delete those
 
 Killed before the rename, nothing has changed; killed after it, both are there, readers go by the names in the new one,
 and the next call deletes the rest.
+
+Stores of older schemas are rewritten in this one likewise. Every file says in its metadata which schema it is of, and
+`store.json` is rewritten last, so that a migration that is killed goes on where it was.
+
+    0 -> 1   attempts, rounds and the release came; the files of one commit were called HASH in every table
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quantkit.bundle.disk import fsync
 from quantkit.nightly.store import files as _files
-from quantkit.nightly.store.records import TABLES, Item, Record, Result, Time, schema
+from quantkit.nightly.store.records import TABLES, Item, Night, Record, Result, StoredDecision, Time, schema
 
 # results last: their names are what makes the others count
 KINDS: tuple[type[Record], ...] = (Time, Item, Result)
+# table -> columns that schema 0 has not, and what they were
+_NEW_IN_1: dict[str, dict[str, Any]] = {
+    "results": {"attempt": 1, "release_sha256": None},
+    "times": {"attempt": 1, "round": 0},
+    "items": {"attempt": 1},
+}
 
 
 def compact(root: Path, damaged: set[Path], sound: set[Path]) -> int:
@@ -43,9 +55,7 @@ def fold(kind: type[Record], paths: Sequence[Path], prefix: str, read: Callable[
     """One file in place of several of one folder, sorted so that what belongs to one cell lies together.
 
     Args:
-        kind: of the table.
         paths: of the files; deleted when the new one is durable.
-        prefix: of its name.
         read: a file as a `pyarrow.Table` of this schema.
     """
     import pyarrow as pa
@@ -78,3 +88,49 @@ def tidy(root: Path) -> None:
                 if old and _files.readable(path):
                     for stem in old:
                         (place / f"{stem}.parquet").unlink(missing_ok=True)
+
+
+# --- older schemas ---------------------------------------------------------------------------------------------------
+
+
+def migrate(root: Path, version: int) -> int:
+    """Rewrite all files of a store of schema 0; the number of files read. The caller holds the lock.
+
+    Files that cannot be read stay as they are.
+    """
+    assert version == 0, version
+    tidy(root)
+    count = 0
+    kinds: tuple[type[Record], ...] = (*KINDS, Night, StoredDecision)
+    for kind in kinds:
+        for night in _files.nights(root, kind.table):
+            place = _files.folder(root, kind.table, night)
+            committed = set(_files.stems(root, Result.table, night)) if kind in KINDS else None
+            paths = [
+                place / f"{stem}.parquet"
+                for stem in _files.stems(root, kind.table, night)
+                if committed is None or stem in committed
+            ]
+            paths = [path for path in paths if _files.readable(path) and _files.about(path)["schema"] == 0]
+            if paths:
+                fold(kind, paths, _prefix(kind), partial(_upgraded, kind))
+                count += len(paths)
+    return count
+
+
+def _prefix(kind: type[Record]) -> str:
+    """How the name of the new file begins."""
+    if kind is Night:
+        return ""
+    return "000001-" if kind is StoredDecision else _files.WHOLE
+
+
+def _upgraded(kind: type[Record], path: Path) -> Any:
+    """A file of schema 0 as a table of schema 1."""
+    import pyarrow as pa
+
+    table = _files.parquet().read_table(path, partitioning=None)
+    for name, value in _NEW_IN_1.get(kind.table, {}).items():
+        column = pa.array([value] * table.num_rows, type=schema(kind).field(name).type)
+        table = table.append_column(name, column)
+    return table.select(schema(kind).names).cast(schema(kind))

@@ -188,7 +188,6 @@ def listing(root: Path, damaged: set[Path], sound: set[Path]) -> Listing:
     """The files that count now.
 
     Args:
-        root: of the store.
         damaged: files known to be unreadable, which are passed over; more are added.
         sound: files whose ends were looked at; more are added.
     """

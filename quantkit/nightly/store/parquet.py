@@ -16,7 +16,6 @@ from quantkit.bundle.disk import write_atomic
 from quantkit.errors import InputError, did_you_mean
 from quantkit.nightly.store import compact as _compact
 from quantkit.nightly.store import files as _files
-from quantkit.nightly.store import migrate as _migrate
 from quantkit.nightly.store import query as _query
 from quantkit.nightly.store import write
 from quantkit.nightly.store.query import QueryRows
@@ -25,7 +24,6 @@ from quantkit.nightly.store.records import (
     TABLES,
     Item,
     Night,
-    NightCell,
     Record,
     Result,
     StoredDecision,
@@ -62,7 +60,6 @@ class Store:
         """Open a store; one of an older schema is rewritten in this one, and a warning says so.
 
         Args:
-            path: its folder.
             create: make it where there is none.
 
         Raises:
@@ -78,7 +75,7 @@ class Store:
             with _files.locked(store.path):
                 # another process may have done it by now
                 if (schema := _schema(place)) < _files.SCHEMA:
-                    count = _migrate.migrate(store.path, schema)
+                    count = _compact.migrate(store.path, schema)
                     _write_schema(place)
                     store._warn(f"{store.path}: rewritten from schema {schema} to {_files.SCHEMA}, {count} files")
         return store
@@ -126,8 +123,6 @@ class Store:
         """Write one attempt at one cell, whole or not at all.
 
         Args:
-            result: of the attempt.
-            times: its iterations.
             items: of its build; give them with the first of its cells alone.
 
         Returns:
@@ -216,11 +211,6 @@ class Store:
                 found |= {cell: each for cell, each in self._accepted(where, **values).items() if cell in left}
         return found
 
-    def last_accepted(self, cell: str | NightCell, before: str | None = None) -> Result | None:
-        """Of one cell."""
-        key = cell.key if isinstance(cell, NightCell) else cell
-        return self.accepted(before, [key]).get(key)
-
     def _accepted(self, where: str, **values: Any) -> dict[str, Result]:
         last = {tuple(row) for row in self.query(_ACCEPTED.format(where=where), **values).rows}
         if not last:
@@ -236,7 +226,6 @@ class Store:
 
         Args:
             sql: one statement, in DuckDB's dialect, or a table's name; `$name` is a parameter.
-            values: of the parameters.
 
         Raises:
             InputError: `query-invalid`, `query-failed`.

@@ -89,7 +89,6 @@ def score_exports(
             scoring,
             subject=subject,
             runtime=runtime,
-            settings=score.settings(candidate),
             progress=functools.partial(_scored, progress, number, len(exports)),
         )
         if items is not None:

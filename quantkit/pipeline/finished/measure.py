@@ -250,7 +250,6 @@ def _accuracy(
         scoring,
         subject=manifest.content_sha256,
         runtime=runtime,
-        settings=score.settings(candidate),
         progress=lambda done: progress.at("score", done),
     )
     rows = score.flagged(rows, manifest.model.source.was)
@@ -297,11 +296,11 @@ def _speed(bundle: Bundle, against: _Against, plan: TimingPlan, progress: Progre
 def _on_gpu(model: Any, bundle: Bundle, against: _Against, plan: TimingPlan, progress: Progress) -> list[Row]:
     """An engine against torch in bfloat16."""
     from quantkit.measurement.cuda.device import GpuDevice
-    from quantkit.measurement.timing import engine as speed_engine
+    from quantkit.measurement.timing import cuda as speed_cuda
 
     if against.stream is None:
         return []
-    return speed_engine.run(
+    return speed_cuda.run_engine(
         model,
         bundle,
         against.stream.source,

@@ -8,8 +8,7 @@ from typing import Any
 
 from quantkit._version import __version__
 from quantkit.bundle import Verdict
-from quantkit.kernels.dispatch import EXPANDED, OURS, KernelTiming, fastest
-from quantkit.kernels.recorded import FILE, Recorded
+from quantkit.kernels.dispatch import EXPANDED, FILE, OURS, KernelTiming, Recorded, fastest
 from quantkit.measurement.operators import run as ops_run
 from quantkit.measurement.operators.advice import advise, verdicts
 from quantkit.measurement.operators.rows import ALL

@@ -51,8 +51,6 @@ def card(manifest: Manifest, rows: Sequence[Row], notes: Sequence[str]) -> str:
     """The card's text.
 
     Args:
-        manifest: of the bundle.
-        rows: its measurements.
         notes: what a reader must know about the figures; stands beside them.
     """
     timed = curves.series(manifest, rows)

@@ -33,13 +33,7 @@ class FigureLine:
 
 
 def tables(rows: Sequence[Row], *, layers: int = 0, dtype: str = "") -> list[tuple[str, list[FigureLine]]]:
-    """(export, its lines), first sizes and memory, whose export is empty: they stand for the bundle.
-
-    Args:
-        rows: its measurements.
-        layers: how many were quantized.
-        dtype: of the source.
-    """
+    """(export, its lines), first sizes and memory, whose export is empty: they stand for the bundle."""
     by_export = by(rows, lambda row: variant(row) if row.name.startswith("accuracy.") else "")
     found = [(name, lines(group, layers=layers, dtype=dtype)) for name, group in by_export.items()]
     found.sort(key=lambda pair: pair[0] != "")

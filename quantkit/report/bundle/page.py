@@ -32,8 +32,6 @@ def page(
     """The page as HTML.
 
     Args:
-        manifest: of the bundle.
-        rows: its measurements.
         notes: what a reader must know about the figures; stands beside them.
         harm: where it is hurt, if that was looked for.
         engines: what was found out about each of its engines.

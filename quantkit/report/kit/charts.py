@@ -111,8 +111,6 @@ def lines(
 
     Args:
         curves: lines without points are drawn first, then bounds, under the measurements.
-        x: the lower axis.
-        y: the left axis.
         height: in CSS pixels.
         right: margin for the labels at the ends.
         noise: the band of y within which two measurements of one thing lie.

@@ -49,8 +49,6 @@ def table(
     """A table without lines.
 
     Args:
-        head: of its columns.
-        rows: their cells.
         left: so many first columns are words.
         gap: spaces between columns.
         numbers: so many columns after those are numbers; None: all of them.

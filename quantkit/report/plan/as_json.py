@@ -17,24 +17,16 @@ def as_dict(outlook: Outlook) -> dict[str, Any]:
     model, target, work = outlook.architecture, outlook.target, outlook.workload
     found = {
         "model": {
-            "name": model.name,
-            "kind": model.kind,
-            "model_type": model.model_type,
-            "dtype": model.dtype,
-            "parameters": model.parameters,
-            "active_parameters": model.active_parameters,
+            **_named(model, "name", "kind", "model_type", "dtype", "parameters", "active_parameters"),
             "layers": len(model.layers),
-            "hidden": model.hidden,
-            "vocabulary": model.vocabulary,
+            **_named(model, "hidden", "vocabulary"),
             "max_context_tokens": model.max_context,
             "assumed": model.assumed,
         },
         "target": {
-            "name": target.name,
-            "summary": target.summary,
-            "kind": target.kind,
+            **_named(target, "name", "summary", "kind"),
             "figures": {
-                place: {"value": figure.number, "unit": figure.unit, "state": figure.state, "source": figure.source}
+                place: {"value": figure.number, **_named(figure, "unit", "state", "source")}
                 for place, figure in target.figures().items()
             },
             "unmeasured": target.unmeasured(),
@@ -56,22 +48,21 @@ def as_dict(outlook: Outlook) -> dict[str, Any]:
     return result
 
 
+def _named(thing: object, *names: str) -> dict[str, Any]:
+    """What is called in JSON as it is in Python."""
+    return {name: getattr(thing, name) for name in names}
+
+
 def _candidate(each: PlannedRecipe, output: int) -> dict[str, Any]:
     return {
-        "label": each.label,
-        "recipe": each.recipe,
+        **_named(each, "label", "recipe"),
         "runtime": each.runtime or None,
-        "cells": [dataclasses.asdict(cell) for cell in each.cells],
+        "cells": each.cells,
         "bits_per_weight": each.bits,
         "weights_bytes": each.bytes if each.problem is None else None,
         "memory": _memory(each.memory) if each.memory is not None else None,
         "rows": [_row(row, output) for row in each.rows],
-        "forecast": each.forecast,
-        "load": each.load,
-        "cost": each.cost,
-        "compiling": each.compiling,
-        "problem": each.problem.as_dict() if each.problem is not None else None,
-        "notes": each.notes,
+        **_named(each, "forecast", "load", "cost", "compiling", "problem", "notes"),
     }
 
 
@@ -94,8 +85,7 @@ def _memory(memory: PlannedMemory) -> dict[str, Any]:
 def _row(row: PlannedBatch, output: int) -> dict[str, Any]:
     rate = row.rate(output)
     return {
-        "batch": row.batch,
-        "fits": row.fits,
+        **_named(row, "batch", "fits"),
         "parts_bytes": row.parts,
         "total_bytes": sum(row.parts.values()),
         "prefill": _timed(row.prefill) if row.prefill is not None else None,
@@ -108,6 +98,7 @@ def _row(row: PlannedBatch, output: int) -> dict[str, Any]:
 
 
 def _timed(timed: TimedStep) -> dict[str, Any]:
+    named = ("name", "format", "times", "bytes", "operations", "compute")
     return {
         "bound_s": timed.least,
         "forecast_s": timed.forecast,
@@ -115,21 +106,8 @@ def _timed(timed: TimedStep) -> dict[str, Any]:
         "because": timed.because,
         "measured_here": timed.here,
         "limit": None if timed.least is None else say.limit(timed),
-        "bytes": timed.bound.bytes,
-        "operations": timed.bound.operations,
-        "ops": [
-            {
-                "name": op.name,
-                "format": op.format,
-                "times": op.times,
-                "bytes": op.bytes,
-                "operations": op.operations,
-                "compute": op.compute,
-                "bound_s": op.seconds,
-                "limit": op.limit,
-            }
-            for op in timed.bound.ops
-        ],
+        **_named(timed.bound, "bytes", "operations"),
+        "ops": [{**_named(op, *named), "bound_s": op.seconds, "limit": op.limit} for op in timed.bound.ops],
     }
 
 

@@ -17,7 +17,7 @@ from quantkit import machine
 from quantkit.bundle import Bundle, LayerEntry
 from quantkit.errors import InputError, MissingDependency
 from quantkit.formats import QuantTensor
-from quantkit.kernels.recorded import FILE, Recorded
+from quantkit.kernels.dispatch import FILE, Recorded
 from quantkit.model.source.open import open_written
 from quantkit.model.source.weights import Weights
 from quantkit.model.structure.traced import is_linear

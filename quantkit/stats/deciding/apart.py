@@ -52,9 +52,7 @@ class MeasuredValue:
 
         Args:
             value: the ratio, above zero.
-            ci95: of it.
             spread: what two measurements of one thing differ by, as a share; 0 where both sides were in one run.
-            degrees: see the class.
 
         Raises:
             InputError: `values-invalid`, a ratio that is not above zero.
@@ -139,7 +137,6 @@ def difference(
     """How much worse the candidate is.
 
     Args:
-        candidate: what is judged.
         baseline: what it is set against; `KNOWN` where the candidate's value is the difference itself.
         margin: see `Evidence`.
         alarm: see `Evidence`.

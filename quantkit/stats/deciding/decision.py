@@ -5,7 +5,7 @@
     same            the whole 95 % interval lies within the margin, on both sides
     inconclusive    none of these; `detectable` is the smallest effect that would have been called worse
 
-*Shown among all cells* means Holm's adjusted p-value (`stats.holm`) of at most `ALPHA` = 0.01: on a night on which
+*Shown among all cells* means Holm's adjusted p-value (`holm`) of at most `ALPHA` = 0.01: on a night on which
 nothing changed, the chance that any cell at all is called worse is at most one in a hundred, if every cell lay just at
 its alarm; where the true effects are zero and the alarm is not, it is far smaller. Of times the alarm is the margin: a
 difference is worth a call only if it is large. Of answers the alarm is zero, by McNemar's exact test, and the margin
@@ -21,11 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quantkit.stats.deciding.evidence import EACH_WAY, Evidence, Interval
-from quantkit.stats.deciding.holm import holm
 
+Array = NDArray[Any]
 Answer = Literal["better", "same", "worse", "inconclusive"]
 
 ALPHA = 0.01
@@ -56,11 +59,6 @@ class CellDecision:
     p_better: float
     detectable: float
     first: CellDecision | None = None
-
-    @property
-    def not_worse(self) -> bool:
-        """Shown to be no worse than the margin: what a gate has to know, whatever else is not known."""
-        return self.ci95[1] < self.margin
 
 
 def decide(cells: Sequence[Evidence], *, alpha: float = ALPHA) -> list[CellDecision]:
@@ -107,3 +105,23 @@ def _decision(cell: Evidence, worse: float, better: float, alpha: float, family:
         p_better=better,
         detectable=cell.told(cell.detectable(alpha / family, _POWER)),
     )
+
+
+def holm(p: Sequence[float] | Array) -> Array:
+    """Adjusted p-values [m], in the order given: `holm([0.01, 0.04, 0.03])` is [0.03, 0.06, 0.06].
+
+    With p₁ ≤ … ≤ p_m they are max over j ≤ i of min(1, (m − j + 1) · p_j). Whatever is called at adjusted p ≤ α, the
+    chance of even one false call among all m is at most α, however the tests depend on each other. Source: Holm, A
+    Simple Sequentially Rejective Multiple Test Procedure, Scandinavian Journal of Statistics 6 (1979).
+
+    Raises:
+        ValueError: one is not within 0 and 1.
+    """
+    values = np.asarray(p, dtype=np.float64)
+    if values.ndim != 1 or not np.all((values >= 0) & (values <= 1)):
+        raise ValueError("p-values [m] lie within 0 and 1")
+    order = np.argsort(values, kind="stable")
+    rising = np.maximum.accumulate(np.minimum(1.0, values[order] * np.arange(values.size, 0, -1)))
+    adjusted = np.empty_like(rising)
+    adjusted[order] = rising
+    return adjusted

@@ -114,7 +114,6 @@ def flips(
         alarm: an alarm says that more than this was lost.
         clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
         items: `[n]` of each side, what the items are: an id, a hash, the token that follows; refused where they differ.
-        where: the cell, for errors.
 
     Raises:
         InputError: `items-differ`, `nothing-scored`.

@@ -45,9 +45,6 @@ def increase(
         alarm: an alarm says that it rose by more than this.
         clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
         items: `[n]` of each side, what the items are; refused where they differ.
-        where: the cell, for errors.
-        resamples: of the bootstrap.
-        seed: of the bootstrap.
 
     Raises:
         InputError: `items-differ`, `nothing-scored`; `values-invalid`, one that is NaN or infinite, or fewer than two

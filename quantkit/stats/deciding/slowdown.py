@@ -60,9 +60,6 @@ def slowdown(
         rounds: blocks of each round, where they were taken in rounds with something else between them.
         margin: a slowdown of less is nobody's concern: 0.02 is 2 %.
         quantile: of the steps of a block that stands for them: 0 is the fastest, 0.5 the median.
-        where: the cell, for errors.
-        resamples: of the bootstrap.
-        seed: of the bootstrap.
 
     Raises:
         InputError: `times-invalid`, a time that is NaN, infinite or zero, too few blocks, sides that do not pair;

@@ -64,9 +64,7 @@ def classification(
         logits: `[n, C]`, of the candidate.
         labels: `[n]`, 0 to C − 1; None where there are none.
         about: what the rows share.
-        unit: what an item is.
         clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
-        seed: of the resampling.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -89,6 +87,7 @@ def classification(
     chances = _are_chances(original)
     flags = ["outputs-are-chances"] if chances else []
     shape = {"classes": classes}
+    common: dict[str, Any] = {"about": about, "unit": unit, "shape": shape}
     rows: list[Row] = []
     if labels is not None:
         truth = _checked(np.asarray(labels), count, classes, about.data.set)
@@ -97,22 +96,9 @@ def classification(
         for name, first in (("accuracy.top1", 1), ("accuracy.top5", _TOP)):
             if first < classes:
                 right, before = (rank < first for rank in ranks)
-                rows.append(
-                    share_row(
-                        name,
-                        right,
-                        before,
-                        about=about,
-                        unit=unit,
-                        clusters=clusters,
-                        shape=shape,
-                        flags=[*lonely],
-                        seed=seed,
-                    )
-                )
+                rows.append(share_row(name, right, before, clusters=clusters, flags=lonely, seed=seed, **common))
     found = _answers(original, candidate, chances)
     agree, sure = found.best == found.best_original, found.chance > SURE
-    common: dict[str, Any] = {"about": about, "unit": unit, "shape": shape}
     rows.append(share_row("accuracy.top1_agreement", agree, None, clusters=clusters, **common))
     if sure.any():
         among = None if clusters is None else np.asarray(clusters)[sure]
@@ -135,7 +121,6 @@ def by_item(float_logits: Array, logits: Array, labels: Array | None, where: str
         float_logits: `[n, C]`, of the original.
         logits: `[n, C]`, of the candidate.
         labels: `[n]`, 0 to C − 1.
-        where: what they belong to, for errors.
 
     Raises:
         ValueError: shapes that do not fit.

@@ -43,7 +43,6 @@ def outputs(
         own_outputs: the same names and shapes, of the candidate.
         about: what the rows share.
         clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
-        seed: of the resampling.
 
     Raises:
         ValueError: names or shapes that do not fit.

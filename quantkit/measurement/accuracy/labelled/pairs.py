@@ -40,7 +40,6 @@ def retrieval(
         float_left, float_right: `[n, D]`, the original's embeddings; row i of both is one pair. Of any length.
         left, right: `[n, D]`, the candidate's.
         about: what the rows share.
-        seed: of the resampling.
 
     Raises:
         ValueError: shapes that do not fit.

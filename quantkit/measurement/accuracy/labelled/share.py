@@ -47,14 +47,11 @@ def share_row(
     """A row of the share of `right` [n] bool.
 
     Args:
-        name: of the row.
-        right: what the candidate gets right.
         before: what the original gets right; None where right means "as the original", whose own share is 1.
         about: what rows share.
         unit: what an item is, `image`.
         clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
         shape, flags, settings: of the row; the number of clusters joins `shape`.
-        seed: of the resampling.
     """
     n = right.size
     value = float(np.mean(right))
