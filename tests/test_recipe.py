@@ -10,7 +10,8 @@ import yaml
 
 from quantkit import content
 from quantkit.errors import InputError
-from quantkit.recipe import Recipe, _laid_over, assigners
+from quantkit.recipe import Recipe, assigners
+from quantkit.recipe.recipe import _laid_over
 
 BASE: dict[str, Any] = {
     "schema": 1,
