@@ -8,7 +8,7 @@ the offending `value`, the `rule` it breaks and the `remedy`. The command line p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -74,6 +74,26 @@ class QuantkitError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.as_dict()))
+
+
+@contextmanager
+def reading(refused: Callable[[str], QuantkitError]) -> Iterator[None]:
+    """Whatever a damaged file makes a library raise in the body is one error of ours.
+
+    Our own errors and a lack of memory pass. A panic of a library in Rust is no `Exception`, and counts as one.
+
+    Args:
+        refused: the first line of what the library said -> the error.
+    """
+    try:
+        yield
+    except (QuantkitError, MemoryError, NameError, ImportError, AssertionError):
+        raise  # the last three are mistakes of ours
+    except BaseException as problem:
+        if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":
+            raise
+        lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+        raise refused((lines[0] if lines else type(problem).__name__)[:200]) from None
 
 
 class Rebuilt(UserWarning):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantkit.bundle.disk import sha256
-from quantkit.errors import InputError, MissingDependency
+from quantkit.errors import InputError, MissingDependency, reading
 from quantkit.kinds import Kind
 from quantkit.model.source.hashes import source_changed
 
@@ -101,17 +101,19 @@ def open_graph(path: Path, name: str = "") -> FloatGraph:
             `shape`, `dtype`, `weights`.
         MissingDependency: onnx-ir.
     """
-    try:
-        import onnx_ir as ir
-    except ImportError:
-        raise MissingDependency("onnx-ir", extra="compile", purpose="reading an ONNX file") from None
+    with MissingDependency.unless_found("onnx-ir", extra="compile", purpose="reading an ONNX file"):
+        import onnx_ir  # noqa: F401
     where = path.name
     if not path.is_file():
         raise InputError("file-missing", where=str(path), value="no such file", remedy="check the path")
-    try:
-        model = ir.load(path)
-    except Exception as error:  # whatever protobuf, onnx or a broken tensor raise
-        raise _refused(where, "unreadable", str(error).splitlines()[0][:200] if str(error) else "empty") from None
+    with reading(lambda said: _refused(where, "unreadable", said)):
+        return _opened(path, name, where)
+
+
+def _opened(path: Path, name: str, where: str) -> FloatGraph:
+    import onnx_ir as ir
+
+    model = ir.load(path)
     if not len(model.graph):
         raise _refused(where, "unreadable", "nothing in it")
     files = (path, *sorted(_external(model, path.parent.resolve(), where)))
@@ -123,11 +125,8 @@ def open_graph(path: Path, name: str = "") -> FloatGraph:
         raise _refused(
             where, "opset", f"opset {version}", f"from opset {OPSET} on a weight has a scale a channel", remedy
         )
-    try:
-        ir.external_data.load_to_model(model)
-        _check_weights(model, where)
-    except (ValueError, TypeError, OSError) as error:  # a tensor that is not what it says
-        raise _refused(where, "unreadable", str(error).splitlines()[0][:200]) from None
+    ir.external_data.load_to_model(model)
+    _check_weights(model, where)
     for value in list(model.graph.inputs):
         if value.name in model.graph.initializers:  # a weight that could be given from outside, as old exporters wrote
             model.graph.inputs.remove(value)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import limits
-from quantkit.errors import InputError, MissingDependency
+from quantkit.errors import InputError, MissingDependency, reading
 
 
 class Tokenizer:
@@ -34,12 +34,9 @@ class Tokenizer:
                 rule="text needs the model's tokenizer",
                 remedy="put the model's tokenizer.json there, or use the torch runtime",
             )
-        try:
+        self._where = str(path)
+        with reading(self._damaged):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as problem:
-            raise InputError(
-                "no-tokenizer", where=str(path), value=str(problem)[:200], rule="a tokenizer.json of tokenizers"
-            ) from None
         self.config = _json(folder / "tokenizer_config.json")
         self.generation = _json(folder / "generation_config.json")
         self._template = folder / "chat_template.jinja"
@@ -50,13 +47,18 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids."""
-        found: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        with reading(self._damaged):
+            found: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text, without special tokens."""
-        found: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        with reading(self._damaged):
+            found: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return found
+
+    def _damaged(self, said: str) -> InputError:
+        return InputError("no-tokenizer", where=self._where, value=said, rule="a tokenizer.json of tokenizers")
 
     def chat(self, prompt: str) -> str:
         """One message of a user in the model's chat template, rendered in Jinja's sandbox (CVE-2024-34359).

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from quantkit import errors
 from quantkit.calibrate.sets.card import Split
 from quantkit.errors import InputError
 
@@ -66,15 +67,11 @@ def suffix(where: str, found: str, rule: str) -> InputError:
 @contextmanager
 def reading(where: str) -> Iterator[None]:
     """Whatever a damaged file makes a library raise within it, the user's remedy is one: `unreadable`."""
-    try:
+    with errors.reading(lambda said: unreadable(where, said)):
         yield
-    except InputError:
-        raise
-    except Exception as error:
-        raise unreadable(where, error) from None
 
 
-def unreadable(where: str, error: Exception) -> InputError:
+def unreadable(where: str, said: Exception | str) -> InputError:
     """What cannot be read, whoever says so."""
-    reason = str(error).split("\n", 1)[0][:200] or type(error).__name__
+    reason = str(said).split("\n", 1)[0][:200] or type(said).__name__
     return InputError("calibration-unreadable", where=where, value=reason, remedy="check the file, or write it anew")

@@ -24,10 +24,11 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import InputError, MissingDependency
+from quantkit.errors import InputError, MissingDependency, reading
 from quantkit.lazy import torch
 from quantkit.model.source.gguf_tokenizer import tokenizer_config, tokenizer_json
 from quantkit.model.source.hashes import file_sha256
@@ -131,11 +132,16 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
     with MissingDependency.unless_found("gguf", extra="compile", purpose="reading a GGUF file"):
         import gguf
     where = str(gguf_file)
-    try:
-        reader = gguf.GGUFReader(gguf_file)
-        meta = {key: field.contents() for key, field in reader.fields.items()}
-    except Exception as problem:
-        raise InputError("gguf-damaged", where=where, value=f"{problem}", remedy="install it again") from problem
+    damaged = partial(InputError, "gguf-damaged", where=where, remedy="fetch or install it again")
+    with reading(lambda said: damaged(value=said)):
+        _convert(gguf.GGUFReader(gguf_file), gguf_file, folder)
+
+
+def _convert(reader: Any, gguf_file: Path, folder: Path) -> None:
+    import gguf
+
+    where = str(gguf_file)
+    meta = {key: field.contents() for key, field in reader.fields.items()}
     stated = meta.get("general.architecture")
     if stated not in _ARCHITECTURES:
         raise InputError(
