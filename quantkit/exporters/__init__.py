@@ -49,10 +49,6 @@ class Exporter(ExporterFacts, Protocol):
     def accepts(self, options: Mapping[str, Any], asked: LayerSpec) -> None:
         """Refuse, before any work, what the destination cannot hold.
 
-        Args:
-            options: of the recipe's export step.
-            asked: the layers.
-
         Raises:
             InputError: `layout-unsupported`, naming the first layer.
             MissingDependency: what it is written with.
@@ -131,11 +127,6 @@ class Exporter(ExporterFacts, Protocol):
 
     def build(self, bundle: Path, options: Mapping[str, Any], progress: BuildReport | None = None) -> dict[str, str]:
         """Compile what was written and checked. Of exporters with `builds`.
-
-        Args:
-            bundle: with the exporter's folder.
-            options: of the export.
-            progress: told how far it is.
 
         Returns:
             the hashes of what was built, by path in the bundle: what may be run before there is a manifest; empty if

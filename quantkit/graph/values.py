@@ -56,9 +56,7 @@ def set_input(node: ir.Node, index: int, values: Array, *, name: str) -> None:
     An initializer that nothing else reads keeps its name; a shared one stays as it is for its other readers.
 
     Args:
-        node: the reader.
         index: which input; inputs are appended up to it.
-        values: the new constant.
         name: of the initializer where there has to be a new one.
     """
     if len(node.inputs) <= index:

@@ -48,7 +48,6 @@ def float_onnx(source: Source, options: dict[str, Any]) -> Path:
     """The folder with the float model's `model.onnx`, made if it is not there; one process makes it, others wait.
 
     Args:
-        source: the unquantized model.
         options: of the quantized one's export; what changes the graph has to be the same.
 
     Raises:

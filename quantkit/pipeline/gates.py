@@ -69,8 +69,6 @@ def judge(gates: Gates, rows: Sequence[Row], asked: Container[str] | None = None
     decision for each gate whose measurement there is none of: a note, if nobody asked for it.
 
     Args:
-        gates: of the recipe.
-        rows: measured.
         asked: gates that somebody asked for; None is all.
 
     The first runtime's checks are called `gate.kl_max`; others bear the runtime's name: `gate.onnxruntime.kl_max`.

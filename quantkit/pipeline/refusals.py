@@ -14,8 +14,6 @@ def demand(checks: Iterable[Check], remedy: str, *, of: str = "") -> None:
     """Refuse what failed a check.
 
     Args:
-        checks: of an export.
-        remedy: what follows from a failure, and what to do.
         of: what the checks are of, where that is not what was asked for.
 
     Raises:

@@ -24,10 +24,6 @@ from quantkit.report.kit import words
 def given_back(bundle: Bundle, subject: Subject) -> tuple[list[Row], list[str]]:
     """The measurements of a bundle that had been finished already, and what its decisions warn of.
 
-    Args:
-        bundle: that lies where one is asked for.
-        subject: what is asked for.
-
     Raises:
         InputError: `out-exists`: it is another one.
         GateError: `--strict`, and a decision was taken.

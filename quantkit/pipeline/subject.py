@@ -93,8 +93,6 @@ class Work(Protocol):
         """Accuracy and size against the original.
 
         Args:
-            subject: the bundle's identity in rows.
-            files: of the bundle.
             engines: hashes of what was compiled, by path in the bundle.
         """
 

@@ -19,9 +19,7 @@ def demand_loadable(layout: str, schemes: Mapping[str, WeightScheme], merged: Co
     """Refuse packed experts that transformers would lose or misread.
 
     Args:
-        layout: its name.
         schemes: linear -> scheme, of those to be packed.
-        merged: the linears of experts.
         partly: whether calibration may leave some of them in high precision.
 
     Raises:

@@ -47,8 +47,6 @@ def insert(
     Args:
         model: float; unchanged.
         codes: site's name -> codes, in the order in which the graph runs; the other sites stay float.
-        sites: by name, of `model`.
-        weights: their scheme.
         activations: dynamic, by token or tensor.
         weight_type: how codes are stored; unsigned ones never saturate.
     """

@@ -16,13 +16,7 @@ if TYPE_CHECKING:
 
 
 def genai_config(source: Source, model: ir.Model, context: int) -> dict[str, Any]:
-    """The file's content.
-
-    Args:
-        source: the model's config and generation settings.
-        model: the graph that was written.
-        context: tokens that a sequence can have.
-    """
+    """The file's content."""
     config = source.config
     generation = _read(source.path / "generation_config.json")
     caches = [value for value in model.graph.inputs if (value.name or "").startswith("past_key_values.")]

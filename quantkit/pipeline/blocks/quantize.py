@@ -29,9 +29,7 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
     """Put every block that is not committed yet through the passes, then what lies outside the blocks.
 
     Args:
-        prepared: what to do.
         build: where `block-0000`, ..., `head` and `rest` are committed.
-        progress: told of every block.
     """
     import torch
     from safetensors.torch import load_file, save_file

@@ -29,9 +29,7 @@ def settle(block: Block, counts: Mapping[str, int], rare: Rare) -> tuple[dict[st
     """Force or keep the experts that see too little.
 
     Args:
-        block: before its passes.
         counts: expert -> calibration tokens that are routed to it.
-        rare: what is too little, and what to do.
 
     Returns:
         linear's full name -> the tokens its expert is routed, and the decisions.

@@ -196,17 +196,13 @@ def work(
     """Run every pass on every block, one block at a time.
 
     Args:
-        stream: the model.
-        steps: the passes, in order.
         schemes: linear's full name -> how to store it; those not named stay in high precision.
         ids: [samples, tokens] to calibrate on; None when no pass looks at data.
         probe_ids: a few tokens to trace blocks and prove folds with.
         widest: the largest number of features of any activation.
         dtype: what unquantized tensors will be stored in.
-        seed: for passes that draw random numbers.
         fuses: whether any destination gains from linears that are stored as one.
         activations: linear's full name -> how its input is quantized, for those where it is.
-        cache: how keys and values are quantized, if they are.
         start: the first block to work on; earlier ones are done.
         hidden: the input of block `start` on `ids`, when resuming.
         original: the same in the original stream, where a pass looks at that.

@@ -38,9 +38,6 @@ def takes(
     """The products that are quantized, and what is not and why.
 
     Args:
-        step: the export.
-        recipe: that it is of.
-        graph: as opened.
         chosen: products that the recipe does not keep.
 
     Raises:

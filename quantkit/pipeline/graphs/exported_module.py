@@ -32,7 +32,6 @@ def with_module(request: Request, module: nn.Module, example_inputs: Any) -> Req
     """The request with a module's exported graph for its model.
 
     Args:
-        request: of everything else.
         module: of tensors to tensors, in float32.
         example_inputs: a tensor, several in their order, or by name: [n, ...] each. All sizes but n are fixed in the
             graph; n is free, unless the module fixes it.

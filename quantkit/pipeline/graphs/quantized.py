@@ -117,7 +117,6 @@ class QuantizedGraph:
 
         Args:
             kept: stay in floats; what stands before the first of them has the codes that it has already.
-            report: told the share that is done.
         """
         from quantkit.graph.codes import solve
 

@@ -106,8 +106,6 @@ def rehearse(request: Request, progress: Progress | None = None, *, seconds: flo
     """Find out what a compile would take, and what it would fail with; nothing of it is kept.
 
     Args:
-        request: of the compile.
-        progress: told how far it is.
         seconds: to take, about; a block that needs far more is not run.
 
     Raises:

@@ -39,11 +39,7 @@ class TensorrtRuntime(Runtime):
         self._library, self._gpus, self._device = library, gpus, device
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
-        """Why no engine can be run on this machine; None where one can.
-
-        Args:
-            folder: of a bundle, or of one that is being built: then of its engines.
-        """
+        """Why no engine can be run on this machine; None where one can."""
         gpus, why = self._here()
         if not gpus:
             return f"no NVIDIA GPU: {why}"
@@ -88,12 +84,6 @@ class TensorrtRuntime(Runtime):
 
     def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> EngineModel:
         """What scores a bundle, or the folder of one that is being built.
-
-        Args:
-            path: of it.
-            threads: has no meaning here.
-            built: of one that is being built, the hashes that its build has given out, by their paths in it; None:
-                the manifest says.
 
         Raises:
             InputError: as `load`; `not-a-bundle`.

@@ -89,7 +89,6 @@ def inputs(
     """Everything that goes in, each in the type that the engine has it in.
 
     Args:
-        engine: opened.
         state: whose cache and mask they are.
         tokens, positions: [B, S].
         before: columns of the cache that are filled.

@@ -22,14 +22,7 @@ EXTERNAL = 1024
 
 
 def write_network(folder: Path, values: Values, options: TensorrtOptions, profiles: Sequence[Profile]) -> None:
-    """Write `network.onnx`, its weights, config and tokenizer.
-
-    Args:
-        folder: made if need be.
-        values: the model.
-        options: type and cache.
-        profiles: that fit the model: the cache has room for them.
-    """
+    """Write `network.onnx`, its weights, config and tokenizer."""
     import onnx_ir as ir
     import torch
 

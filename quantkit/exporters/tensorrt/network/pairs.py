@@ -25,9 +25,6 @@ def groups(network: Path) -> dict[str, tuple[str, ...]]:
     """Group -> linears that read one of its pairs, over all blocks: `q_proj k_proj v_proj`, `o_proj`, ...
 
     Of a graph, whose nodes have any names, the products of one shape are a group: `Conv 96x16x1x1`; they take one time.
-
-    Args:
-        network: `network.onnx`; weights are not read.
     """
     import onnx_ir as ir
 
