@@ -1,16 +1,17 @@
-"""A bundle: the folder that a compile leaves, opened by its manifest."""
+"""A bundle: the folder that a compile leaves, opened by its manifest, and held against it byte by byte."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from quantkit.bundle.disk import fsync_tree, sha256, stopping_when_full, write_atomic
+from quantkit.bundle.disk import fsync_tree, sha256, stopping_when_full, walk, write_atomic
 from quantkit.bundle.manifest import (
     MANIFEST,
     MEASUREMENTS,
@@ -21,7 +22,6 @@ from quantkit.bundle.manifest import (
     inventory,
     role_of,
 )
-from quantkit.bundle.verify import verify_files
 from quantkit.errors import InputError
 from quantkit.plugins import Kind
 
@@ -230,3 +230,54 @@ class Bundle:
             manifest = self.manifest.model_copy(update={"files": files, "content_sha256": identity, **changes})
             write_atomic(self.path / MANIFEST, manifest.as_bytes())
         return Bundle(self.path, manifest)
+
+
+def verify_files(folder: Path, manifest: Manifest) -> list[Check]:
+    """Checks `files.present`, `.size`, `.sha256`, `.unlisted`, `.links`, `content_sha256`; each counts its offenders.
+
+    A listed path that is a link is judged by what it points to if that lies inside the folder; a link that leaves the
+    folder is never followed.
+    """
+    listed = {entry.path: entry for entry in manifest.files}
+    root = folder.resolve()
+    missing, sizes, hashes = [], [], []
+    found = {path.relative_to(folder).as_posix() for path in walk(folder)}
+    leaving = {name for name in found if not (folder / name).resolve().is_relative_to(root)}
+    for name, entry in listed.items():
+        path = folder / name
+        # a path through a linked folder is not in `found`: what is listed has to stand where it is listed
+        if name not in found or name in leaving or not _is_file(path):
+            missing.append(name)
+        elif path.stat().st_size != entry.bytes:
+            sizes.append(name)
+        elif _unreadable_or_differs(path, entry.sha256):
+            hashes.append(name)
+    unlisted = sorted(found - set(listed) - {MANIFEST})
+    identity = [] if content_sha256(manifest.files) == manifest.content_sha256 else [MANIFEST]
+    return [
+        _count("files.present", missing),
+        _count("files.size", sizes),
+        _count("files.sha256", hashes),
+        _count("files.unlisted", unlisted),
+        _count("files.links", sorted(leaving)),
+        _count("content_sha256", identity),
+    ]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return False
+
+
+def _unreadable_or_differs(path: Path, expected: str) -> bool:
+    try:
+        return sha256(path) != expected
+    except OSError:
+        return True
+
+
+def _count(name: str, offenders: Sequence[str]) -> Check:
+    more = f" and {len(offenders) - 3} more" if len(offenders) > 3 else ""
+    return Check(name=name, value=len(offenders), limit=0, ok=not offenders, where=", ".join(offenders[:3]) + more)

@@ -84,6 +84,13 @@ def initializer(graph: ir.Graph, values: Array, *, name: str) -> ir.Value:
     return value
 
 
+def drop_unread(graph: ir.Graph) -> None:
+    """Remove the constants that nothing reads any more."""
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            del graph.initializers[name]
+
+
 def bypass(value: ir.Value, source: ir.Value) -> str:
     """Let all readers of `value` read `source`; its node can go. Returns why not, where that is so."""
     if value.is_graph_output():

@@ -19,7 +19,7 @@ from quantkit._version import __version__
 from quantkit.bundle.disk import alone, fsync_tree, is_disk_full
 from quantkit.errors import InputError, Stopped
 from quantkit.exporters import load_exporter
-from quantkit.pipeline.refusals import demand
+from quantkit.pipeline.gates import demand
 from quantkit.report.kit import words
 
 if TYPE_CHECKING:
@@ -111,14 +111,11 @@ def _files() -> list[Path]:
     names = (
         "onnx/exporter",
         "trace/transformer",
-        "trace/traced",
         "trace/repeat",
         "trace/rewrite",
         "onnx/dialect",
-        "onnx/keep_few",
         "trace/rotary",
         "onnx/nbits",
-        "onnx/pack",
         "values",
     )
     return [folder / f"{name}.py" for name in names]

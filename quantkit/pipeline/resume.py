@@ -15,8 +15,7 @@ from quantkit.bundle import Build, Bundle, exists_already
 from quantkit.errors import Stopped
 from quantkit.measurement.rows import Row
 from quantkit.pipeline.blocks import tokens
-from quantkit.pipeline.gates import warnings
-from quantkit.pipeline.refusals import refuse
+from quantkit.pipeline.gates import refuse, warnings
 from quantkit.pipeline.subject import Subject
 from quantkit.report.kit import words
 

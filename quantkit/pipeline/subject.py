@@ -22,9 +22,8 @@ from quantkit.bundle import (
     WeightsEntry,
 )
 from quantkit.measurement.rows import Row
-from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.progress import Progress, Stages
 from quantkit.pipeline.request import Request
-from quantkit.pipeline.stages import Stages
 from quantkit.planning.compiling.result import Compiling
 
 

@@ -16,10 +16,9 @@ from pydantic import field_validator
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, did_you_mean
-from quantkit.exporters import Exporter
+from quantkit.exporters import Exporter, LayerSpec
 from quantkit.exporters.checkpoint import experts, reload
 from quantkit.exporters.checkpoint.writer import Writer
-from quantkit.exporters.layer_spec import LayerSpec
 from quantkit.model import layouts, run_time
 from quantkit.model.layouts import Layout
 from quantkit.model.source import converted

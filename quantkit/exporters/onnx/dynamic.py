@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from quantkit.exporters.onnx.nbits import InputCodes, LinearSpec, WeightsByName
 from quantkit.exporters.onnx.w8a8 import MICROSOFT, Integers
-from quantkit.exporters.trace.rewrite import Rewriting
-from quantkit.exporters.trace.traced import Traced
+from quantkit.exporters.trace.rewrite import Rewriting, Traced
 from quantkit.graph.pairs.qdq import Codes, WeightType, stem_of, unsigned
 from quantkit.graph.sites import Site
+from quantkit.graph.values import drop_unread
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 Array = NDArray[Any]
@@ -96,9 +96,7 @@ class _Dynamic(Rewriting):
                 (made,) = self._node(node, "Add", [made, added], [f"{stem}/biased"])
             self._replace(node, [made])
             made.name = site.output
-        for name, value in list(self.graph.initializers.items()):
-            if not value.uses() and not value.is_graph_output():  # the floats that codes stand in for
-                del self.graph.initializers[name]
+        drop_unread(self.graph)  # the floats that codes stand in for
         return self.traced.model
 
     def _convolution(

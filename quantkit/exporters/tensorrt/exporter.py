@@ -19,8 +19,7 @@ from pydantic import Field
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, MissingDependency
-from quantkit.exporters import BuildReport, Exporter
-from quantkit.exporters.layer_spec import LayerSpec
+from quantkit.exporters import BuildReport, Exporter, LayerSpec
 from quantkit.exporters.onnx.exporter import context_of, demand_packages
 from quantkit.exporters.tensorrt.engine import TENSORRT_ALONE, build_engine
 from quantkit.exporters.tensorrt.network.folder import write_network
@@ -80,6 +79,7 @@ class TensorrtExporter(Exporter):
     stores = "engine"
     moves = True
     adds = True
+    place = FOLDER
     builds = True
     Options = TensorrtOptions
 
@@ -114,36 +114,19 @@ class TensorrtExporter(Exporter):
         _refuse(TensorrtOptions(**options), weights, activations, cache, {})
         return "native"
 
-    def write(
-        self, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]
-    ) -> list[Decision]:
-        """Write `engine/` of a bundle.
+    def export(self, folder: Path, values: Values, options: Mapping[str, Any]) -> list[Decision]:
+        """Write the network; `build` follows when it was checked.
 
         Raises:
-            InputError: `attention-unsupported`, `export-untraceable`, `profile-impossible`, the build's own.
+            InputError: `attention-unsupported`, `export-untraceable`, `profile-impossible`.
             Stopped: `disk-full`.
         """
-        from quantkit.exporters.values import Values
-
-        return self.export(bundle / FOLDER, Values.of_results(source, stream, results), TensorrtOptions(**options))
-
-    def add(self, bundle: Path, folder: Path, options: Mapping[str, Any]) -> list[Decision]:
-        """Export a finished bundle's checkpoint into `folder`.
-
-        Raises:
-            InputError: as `write`, and `bundle-without-checkpoint`, `bundle-dense`.
-        """
-        from quantkit.exporters.values import Values
-
-        return self.export(folder, Values.of_bundle(bundle), TensorrtOptions(**options))
-
-    def export(self, folder: Path, values: Values, options: TensorrtOptions) -> list[Decision]:
-        """Write the network; `build` follows when it was checked."""
+        chosen = TensorrtOptions(**options)
         kind = "decoder" if values.source.kind == "decoder" else "encoder"
-        profiles, cut = fitted(options.profiles, kind=kind, context=context_of(values.source.config))
+        profiles, cut = fitted(chosen.profiles, kind=kind, context=context_of(values.source.config))
         decisions = [decision("tensorrt", NOTE, FOLDER, words) for words in cut]
-        write_network(folder, values, options, profiles)
-        if not options.engine:
+        write_network(folder, values, chosen, profiles)
+        if not chosen.engine:
             reason = "engine: false; `quantkit export BUNDLE --to tensorrt` builds it where the GPU is"
             decisions.append(decision("tensorrt", NOTE, FOLDER, reason))
         return decisions

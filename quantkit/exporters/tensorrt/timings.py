@@ -84,7 +84,7 @@ class Timings:
             write_atomic(self._path, bytes(memoryview(kept.serialize())))
 
     def first(self, network: Path, profiles: Sequence[ProfileShapes], seconds: float) -> float | None:
-        """Seconds of the first build of a network, where that was an earlier one; else this one is noted as the first."""
+        """Seconds of a network's first build, where that was an earlier one; else this one is noted as the first."""
         if self._path is None:
             return None
         shapes = json.dumps([each.model_dump() for each in profiles], sort_keys=True)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
-from quantkit.exporters.trace.traced import DOMAIN
+from quantkit.exporters.trace.rewrite import DOMAIN
 
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype)
 

@@ -14,15 +14,14 @@ from quantkit import plugins
 from quantkit.bundle import Bundle, Check, Decision
 from quantkit.content import parse_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
-from quantkit.exporters import load_exporter
-from quantkit.exporters.layer_spec import LayerSpec
+from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
 from quantkit.pipeline import verdict
 from quantkit.pipeline.finished import engine
+from quantkit.pipeline.gates import demand
 from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, is_network
 from quantkit.pipeline.progress import Progress
-from quantkit.pipeline.refusals import demand
 from quantkit.report.bundle import usage
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 

@@ -65,7 +65,7 @@ def of_exports(
     Raises:
         GateError: `strict`, a layer is multiplied in more bits than asked.
     """
-    from quantkit.pipeline.refusals import refuse
+    from quantkit.pipeline.gates import refuse
     from quantkit.runtimes.tensorrt.decode import EngineModel
 
     found = []

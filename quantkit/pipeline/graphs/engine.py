@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
-from quantkit.exporters import load_exporter
-from quantkit.exporters.layer_spec import LayerSpec
+from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.exporters.tensorrt import EXPORT as TENSORRT
 from quantkit.passes import decision
 from quantkit.recipe import ExportStep, Recipe

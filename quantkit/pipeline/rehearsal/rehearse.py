@@ -210,8 +210,8 @@ class _Rehearsing:
         from quantkit.pipeline.blocks.prepared import prepare
         from quantkit.pipeline.blocks.subject import TransformerSubject
         from quantkit.pipeline.compile import make
+        from quantkit.pipeline.progress import Stages
         from quantkit.pipeline.rehearsal import one_block
-        from quantkit.pipeline.stages import Stages
 
         request = replace(
             self.request,

@@ -17,19 +17,14 @@ if TYPE_CHECKING:
     from quantkit.exporters.tensorrt.network.dialect import CacheScales
     from quantkit.exporters.values import Values
 
-# tensors from this many bytes on go into the data file
-EXTERNAL = 1024
-
 
 def write_network(folder: Path, values: Values, options: TensorrtOptions, profiles: Sequence[Profile]) -> None:
     """Write `network.onnx`, its weights, config and tokenizer."""
-    import onnx_ir as ir
     import torch
 
-    from quantkit.bundle import stopping_when_full
     from quantkit.exporters.carried import carry
-    from quantkit.exporters.onnx.keep_few import keep_few
     from quantkit.exporters.tensorrt.network.dialect import TensorrtDialect
+    from quantkit.exporters.trace.rewrite import keep_few, save
     from quantkit.exporters.trace.transformer import trace
 
     source = values.source
@@ -63,8 +58,7 @@ def write_network(folder: Path, values: Values, options: TensorrtOptions, profil
         keep_few(model, optional=False)
     model.metadata_props.update({"quantkit.kind": source.kind, "quantkit.type": options.type})
     folder.mkdir(parents=True, exist_ok=True)
-    with stopping_when_full(folder):
-        ir.save(model, folder / NETWORK, external_data=DATA, size_threshold_bytes=EXTERNAL, max_workers=1)
+    save(model, folder / NETWORK, DATA)
     carry(source, folder)
 
 

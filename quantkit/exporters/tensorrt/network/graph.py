@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from quantkit.exporters.tensorrt.network.halves import halved
 from quantkit.exporters.tensorrt.network.weights import TYPES, codes, stored
 from quantkit.graph.pairs.qdq import stem_of
+from quantkit.graph.values import drop_unread
 
 if TYPE_CHECKING:
     from quantkit.formats import QuantTensor
@@ -67,9 +68,7 @@ def network(model: ir.Model, products: Mapping[str, NetworkProduct], pairs: Mapp
     mine = {f"{stem_of(product.site)}.values" for product in products.values()}
     for name, scale in pairs.items():
         _pair(graph, values[name], scale, kind, mine)
-    for name, value in list(graph.initializers.items()):
-        if not value.uses() and not value.is_graph_output():  # the floats that codes stand in for
-            del graph.initializers[name]
+    drop_unread(graph)  # the floats that codes stand in for
     _name_batch(graph)
     halved(made)
     made.metadata_props.clear()

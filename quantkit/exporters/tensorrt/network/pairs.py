@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.bundle import stopping_when_full
+from quantkit.graph.values import drop_unread
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -63,9 +64,7 @@ def without(network: Path, to: Path, linears: Collection[str]) -> int:
         if not codes.outputs[0].uses():
             model.graph.remove(codes, safe=True)
         gone += 1
-    unread = [name for name, value in model.graph.initializers.items() if not value.uses()]
-    for name in unread:
-        model.graph.initializers.pop(name)
+    drop_unread(model.graph)
     with stopping_when_full(to.parent):
         # what lies in the data file is referred to as it was
         ir.save(model, to)
