@@ -70,8 +70,7 @@ class Work(Protocol):
     @property
     def layers(self) -> list[LayerEntry]: ...  # noqa: D102
 
-    @property
-    def quantize_cpu(self) -> float: ...  # noqa: D102
+    quantize_cpu: float
 
     def prove(self) -> list[Check]:
         """Hold what calibrates and scores against the model itself. Raises InputError `stream-differs`."""
@@ -113,17 +112,10 @@ class Subject(Protocol):
         expected: what the compile will take.
     """
 
-    @property
-    def request(self) -> Request: ...  # noqa: D102
-
-    @property
-    def out(self) -> Path: ...  # noqa: D102
-
-    @property
-    def decisions(self) -> list[Decision]: ...  # noqa: D102
-
-    @property
-    def notes(self) -> Sequence[str]: ...  # noqa: D102
+    request: Request
+    out: Path
+    decisions: list[Decision]
+    notes: Sequence[str]
 
     @property
     def expected(self) -> Compiling: ...  # noqa: D102

@@ -76,11 +76,8 @@ def export_bundle(
     """Export a bundle's checkpoint to another destination.
 
     Args:
-        bundle: with a checkpoint.
-        to: an exporter's name.
         changes: `NAME=YAML` options of the exporter.
         dry_run: check what can be checked, write nothing.
-        progress: told how far it is.
 
     Raises:
         InputError: `unknown-exporter`, `export-unsupported`, `export-exists`, `bundle-without-checkpoint`,

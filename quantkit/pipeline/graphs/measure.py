@@ -83,7 +83,6 @@ def scored(
     """Accuracy of a file against the float graph.
 
     Args:
-        own: the file, or what runs it.
         subject, baseline: their identities in the rows.
     """
     expected = answers(original, scoring, lambda done: progress.at("score", done / 2))
