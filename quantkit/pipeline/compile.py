@@ -19,7 +19,7 @@ from quantkit.bundle.manifest import MEASUREMENTS
 from quantkit.measurement.rows import Row, write_rows
 from quantkit.pipeline.estimate import demand_disk, line
 from quantkit.pipeline.gates import demand, judge, refuse, warnings
-from quantkit.pipeline.graphs.located import takes_graph
+from quantkit.pipeline.graphs.exported_module import takes_graph
 from quantkit.pipeline.manifest import manifest_of, with_documents
 from quantkit.pipeline.progress import Progress, Stage, Stages
 from quantkit.pipeline.request import Request

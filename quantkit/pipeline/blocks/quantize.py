@@ -40,8 +40,7 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
     from safetensors.torch import load_file, save_file
 
     from quantkit.model import finished
-    from quantkit.pipeline.blocks.rare_experts import Rare
-    from quantkit.pipeline.blocks.work import work
+    from quantkit.pipeline.blocks.work import Rare, work
 
     choice = prepared.request.recipe.calibration
     count = len(prepared.stream.block_names)
