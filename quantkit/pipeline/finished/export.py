@@ -117,14 +117,7 @@ def export_bundle(
     stored = None if cache is None else CacheScheme.model_validate(cache)
     exporter.accepts(options, LayerSpec(schemes, list(schemes), activations=activations, cache=stored))
     place = folder_of(to)
-    if any(entry.path.startswith(f"{place}/") for entry in manifest.files):
-        raise InputError(
-            "export-exists",
-            where=str(bundle.path / place),
-            value="the bundle has it already",
-            rule="content never changes after the build",
-            remedy="compile again with another recipe",
-        )
+    bundle.demand_free(place)
     _demand_codes(bundle)
     bundle.demand_writable()
     bundle.demand_intact()
