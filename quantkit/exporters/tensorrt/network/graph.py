@@ -2,7 +2,7 @@
 
     Conv            codes [O, I/g, ...] under DequantizeLinear, a scale a channel; its bias stays float
     Gemm, MatMul    codes [K, N] under DequantizeLinear, by tensor, channel or block; a bias is added behind
-    inputs          a pair (`graph.placement_inputs`), one scale, zero point 0
+    inputs          a pair (`graph.pairs.placement.before`), one scale, zero point 0
 
 TensorRT adds biases to sums in floats: as 32-bit integers under a DequantizeLinear they would be a product of their
 own. Scales are those of float16, exactly, wherever the solver chose them so; see `weights.fitting`.
