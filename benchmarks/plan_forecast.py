@@ -36,8 +36,7 @@ from quantkit.pipeline.blocks.prepared import prepare
 from quantkit.pipeline.blocks.subject import TransformerSubject
 from quantkit.pipeline.compile import make
 from quantkit.pipeline.plan.plan import PlanQuestion, plan
-from quantkit.pipeline.progress import Progress
-from quantkit.pipeline.stages import Stages
+from quantkit.pipeline.progress import Progress, Stages
 from quantkit.planning.bound import efficiency, steps
 from quantkit.planning.bound.efficiency import Sample, samples
 from quantkit.planning.bound.roofline import ModelStep

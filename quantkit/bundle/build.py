@@ -350,12 +350,7 @@ def _partial(out: Path) -> Path:
 
 
 def exists_already(out: Path, value: str = "exists already") -> InputError:
-    """The error `out-exists`.
-
-    Args:
-        out: the name that is taken.
-        value: what stands there, in the error's words.
-    """
+    """The error `out-exists`."""
     return InputError(
         "out-exists",
         where=str(out),

@@ -126,6 +126,17 @@ class Bundle:
                 remedy="copy it to a place that can be written",
             ) from None
 
+    def demand_free(self, place: str) -> None:
+        """Refuse a folder that the bundle has. Raises InputError `export-exists`."""
+        if any(entry.path.startswith(f"{place}/") for entry in self.manifest.files):
+            raise InputError(
+                "export-exists",
+                where=str(self.path / place),
+                value="the bundle has it already",
+                rule="content never changes after the build",
+                remedy="compile again with another recipe",
+            )
+
     def demand_intact(self, under: str | None = None) -> None:
         """Refuse a bundle whose content is not what its manifest says.
 
@@ -206,14 +217,7 @@ class Bundle:
             Stopped: `disk-full`.
         """
         home = self.path / place
-        if any(entry.path.startswith(f"{place}/") for entry in self.manifest.files):
-            raise InputError(
-                "export-exists",
-                where=str(home),
-                value="the bundle has it already",
-                rule="content never changes after the build",
-                remedy="compile again with another recipe",
-            )
+        self.demand_free(place)
         if home.is_symlink():
             home.unlink()
         elif home.exists():  # of a call that was killed

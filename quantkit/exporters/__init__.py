@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel
 
+from quantkit.errors import InputError
 from quantkit.plugins import ExporterFacts, Kind, Stores
 
 if TYPE_CHECKING:
     from quantkit.bundle import Check, Decision
-    from quantkit.exporters.layer_spec import LayerSpec
+    from quantkit.exporters.values import Values
     from quantkit.model.finished import Finished
     from quantkit.model.source.open import Source
+    from quantkit.model.source.unloadable import Obstacle
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
     from quantkit.target import State
+
 
 # told the share that is done, and what is being done
 BuildReport = Callable[[float, str], None]
@@ -32,6 +36,7 @@ class Exporter(ExporterFacts, Protocol):
         fuses: whether it gains from linears that are stored as one.
         moves: whether it holds inputs whose channels are moved before they are quantized.
         adds: whether it exports a finished bundle's checkpoint, too: `add`.
+        place: the folder of a bundle that it writes.
         builds: whether something is compiled from what was written and checked: `build`.
         stores: what becomes of a model, `plugins.Stores`: plans count its bytes and its checks by that.
         Options: closed pydantic model of its options.
@@ -42,16 +47,13 @@ class Exporter(ExporterFacts, Protocol):
     fuses: bool = False
     moves: bool = False
     adds: bool = False
+    place: str = ""
     builds: bool = False
     stores: Stores
     Options: type[BaseModel]
 
     def accepts(self, options: Mapping[str, Any], asked: LayerSpec) -> None:
         """Refuse, before any work, what the destination cannot hold.
-
-        Args:
-            options: of the recipe's export step.
-            asked: the layers.
 
         Raises:
             InputError: `layout-unsupported`, naming the first layer.
@@ -97,7 +99,13 @@ class Exporter(ExporterFacts, Protocol):
             InputError: the exporter's own.
             Stopped: `disk-full`.
         """
-        ...
+        from quantkit.exporters.values import Values
+
+        return self.export(bundle / self.place, Values.of_results(source, stream, results), options)
+
+    def export(self, folder: Path, values: Values, options: Mapping[str, Any]) -> list[Decision]:
+        """Write everything of a model, from a compile or a finished bundle, into `folder`."""
+        raise AssertionError(f"{self.name} does not write a folder of its own")
 
     def check(
         self,
@@ -127,15 +135,12 @@ class Exporter(ExporterFacts, Protocol):
         Raises:
             InputError: as `write`, and `bundle-without-checkpoint`, `bundle-dense`.
         """
-        raise AssertionError(f"{self.name} adds nothing")
+        from quantkit.exporters.values import Values
+
+        return self.export(folder, Values.of_bundle(bundle), options)
 
     def build(self, bundle: Path, options: Mapping[str, Any], progress: BuildReport | None = None) -> dict[str, str]:
         """Compile what was written and checked. Of exporters with `builds`.
-
-        Args:
-            bundle: with the exporter's folder.
-            options: of the export.
-            progress: told how far it is.
 
         Returns:
             the hashes of what was built, by path in the bundle: what may be run before there is a manifest; empty if
@@ -152,3 +157,43 @@ def reader(name: str, options: Mapping[str, Any]) -> str:
     runtimes = load_exporter(name).runtimes
     asked = options.get("library")
     return str(asked if asked in runtimes else runtimes[0])
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """The layers of a model, before any work is done on them.
+
+    Args:
+        schemes: linear -> how its weight is stored.
+        plain: the linears that are `torch.nn.Linear`.
+        padded: the linears whose last group is filled up.
+        tied: a head that shares its weight with the embedding.
+        shapes: linear -> [N, K]; empty where nobody knows.
+        merged: the linears of experts, which transformers merges while it loads them.
+        partly: whether calibration may leave some experts in high precision.
+        activations: linear -> how its input is quantized.
+        cache: how keys and values are quantized.
+        obstacles: what transformers would not load of it packed.
+    """
+
+    schemes: Mapping[str, WeightScheme] = field(default_factory=dict)
+    plain: Collection[str] = ()
+    padded: Collection[str] = ()
+    tied: Collection[str] = ()
+    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    merged: Collection[str] = ()
+    partly: bool = False
+    activations: Mapping[str, ActivationScheme] = field(default_factory=dict)
+    cache: CacheScheme | None = None
+    obstacles: Sequence[Obstacle] = ()
+
+    def demand_no_experts(self, export: str) -> None:
+        """Raises InputError `layout-unsupported` for a mixture of experts, of which no one graph can be traced."""
+        for linear in sorted(self.merged)[:1]:
+            raise InputError(
+                "layout-unsupported",
+                where=linear,
+                value="belongs to a mixture of experts",
+                rule="the graph is traced once, and which expert runs depends on the data",
+                remedy=f"leave `{export}` out of `export`",
+            )

@@ -25,8 +25,6 @@ def carry(source: Source, folder: Path, config: Mapping[str, Any] | None = None)
     """Write config.json and what goes along unchanged.
 
     Args:
-        source: of the model.
-        folder: it is written to.
         config: None: the source's, and nothing about how its weights are stored.
 
     Raises:

@@ -180,10 +180,8 @@ class Decided(Weights):
         """Of a compile.
 
         Args:
-            source: of what nothing changed.
             stored: parameter -> tensor of the source's files.
             files: parameter -> tensor here, as `apart` has it.
-            results: what was decided.
             transposed: quantized linear -> whether its weight is stored [K, N].
         """
         # a tensor that only a quantized linear has is as large as the one it was shared with

@@ -70,12 +70,7 @@ class IntegerKernels:
 
 
 def found(model: ir.Model, sites: Sequence[QuantizedSite]) -> IntegerKernels:
-    """Which sites run in integer kernels.
-
-    Args:
-        model: as the runtime has optimized it.
-        sites: of the model as it was written.
-    """
+    """Which sites run in integer kernels."""
     graph = model.graph
     readers: dict[str, list[ir.Node]] = {}
     makers: dict[str, ir.Node] = {}

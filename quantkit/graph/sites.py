@@ -111,7 +111,6 @@ def patches(site: Site, x: Array, *, most: int | None = None) -> Array:
     """What the rows of a site's matrix are multiplied with.
 
     Args:
-        site: a product.
         x: its input: [n, C, H, W] of a two-dimensional Conv, [..., K] else.
         most: rows that are enough: of a two-dimensional Conv every second, third, ... place of both axes is taken.
 

@@ -56,9 +56,7 @@ def set_input(node: ir.Node, index: int, values: Array, *, name: str) -> None:
     An initializer that nothing else reads keeps its name; a shared one stays as it is for its other readers.
 
     Args:
-        node: the reader.
         index: which input; inputs are appended up to it.
-        values: the new constant.
         name: of the initializer where there has to be a new one.
     """
     if len(node.inputs) <= index:
@@ -84,6 +82,13 @@ def initializer(graph: ir.Graph, values: Array, *, name: str) -> ir.Value:
     value = ir.Value(name=unique, shape=ir.Shape(values.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value
+
+
+def drop_unread(graph: ir.Graph) -> None:
+    """Remove the constants that nothing reads any more."""
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            del graph.initializers[name]
 
 
 def bypass(value: ir.Value, source: ir.Value) -> str:

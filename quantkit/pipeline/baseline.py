@@ -20,7 +20,7 @@ from quantkit.bundle import cached
 from quantkit.bundle.disk import alone, fsync_tree, is_disk_full
 from quantkit.errors import InputError, Stopped
 from quantkit.exporters import load_exporter
-from quantkit.pipeline.refusals import demand
+from quantkit.pipeline.gates import demand
 from quantkit.report.kit import words
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ def float_onnx(source: Source, options: dict[str, Any]) -> Path:
     """The folder with the float model's `model.onnx`, made if it is not there; one process makes it, others wait.
 
     Args:
-        source: the unquantized model.
         options: of the quantized one's export; what changes the graph has to be the same.
 
     Raises:
@@ -113,14 +112,11 @@ def _files() -> list[Path]:
     names = (
         "onnx/exporter",
         "trace/transformer",
-        "trace/traced",
         "trace/repeat",
         "trace/rewrite",
         "onnx/dialect",
-        "onnx/keep_few",
         "trace/rotary",
         "onnx/nbits",
-        "onnx/pack",
         "values",
     )
     return [folder / f"{name}.py" for name in names]

@@ -18,14 +18,12 @@ from quantkit.bundle import Build, Bundle, Check, Decision, content_sha256, inve
 from quantkit.bundle.manifest import MEASUREMENTS
 from quantkit.measurement.rows import Row, write_rows
 from quantkit.pipeline.estimate import demand_disk, line
-from quantkit.pipeline.gates import judge, warnings
-from quantkit.pipeline.graphs.located import takes_graph
+from quantkit.pipeline.gates import demand, judge, refuse, warnings
+from quantkit.pipeline.graphs.exported_module import takes_graph
 from quantkit.pipeline.manifest import manifest_of, with_documents
-from quantkit.pipeline.progress import Progress
-from quantkit.pipeline.refusals import demand, refuse
+from quantkit.pipeline.progress import Progress, Stage, Stages
 from quantkit.pipeline.request import Request
 from quantkit.pipeline.resume import given_back, stopping_when_interrupted
-from quantkit.pipeline.stages import Stage, Stages
 from quantkit.pipeline.subject import Subject, Work
 from quantkit.pipeline.verdict import decide
 

@@ -47,7 +47,6 @@ def unopened(architecture: Architecture, recipe: Recipe, *, speed: bool) -> Comp
     """For a model whose config alone was read, on this machine.
 
     Args:
-        architecture: of the model.
         recipe: its exports those that the target reads.
         speed: whether the target is this machine, so that what is exported is timed.
 

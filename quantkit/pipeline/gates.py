@@ -1,4 +1,4 @@
-"""Gates: what must hold for a result to be accepted, held against its measurements.
+"""What ends a compile: gates, held against its measurements, a check that failed, a decision that nobody asked for.
 
 A shipped recipe names gates for every kind of model that it is for; those of other kinds are a note. A gate that
 somebody asked for and that nothing scored can judge is said: a decision, a warning, and an error under `--strict`.
@@ -6,14 +6,14 @@ somebody asked for and that nothing scored can judge is said: a decision, a warn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from quantkit.bundle import Check, Decision, Manifest
 from quantkit.errors import GateError
 from quantkit.measurement.rows import Row
 from quantkit.passes import NOTE, decision
-from quantkit.planning.model.assigned import FLOATS
+from quantkit.planning.model.assigned import ASKED, FLOATS
 from quantkit.planning.support import EMULATED
 from quantkit.recipe import Gates
 from quantkit.report.bundle import figures
@@ -69,8 +69,6 @@ def judge(gates: Gates, rows: Sequence[Row], asked: Container[str] | None = None
     decision for each gate whose measurement there is none of: a note, if nobody asked for it.
 
     Args:
-        gates: of the recipe.
-        rows: measured.
         asked: gates that somebody asked for; None is all.
 
     The first runtime's checks are called `gate.kl_max`; others bear the runtime's name: `gate.onnxruntime.kl_max`.
@@ -139,3 +137,39 @@ def failed_gate(manifest: Manifest) -> GateError | None:
         rule=f"{'at least' if first.name.endswith('_min') else 'at most'} {first.limit:g}",
         remedy="the bundle is kept; use another recipe, or change the gate if that is good enough",
     )
+
+
+def demand(checks: Iterable[Check], remedy: str, *, of: str = "") -> None:
+    """Refuse what failed a check.
+
+    Args:
+        of: what the checks are of, where that is not what was asked for.
+
+    Raises:
+        GateError: `check-failed`, with the first that failed.
+    """
+    failed = next((check for check in checks if not check.ok), None)
+    if failed is None:
+        return
+    value = "not known" if failed.value is None else f"{failed.value:.4g}"
+    raise GateError(
+        "check-failed",
+        where=": ".join(part for part in (of, failed.where or failed.name) if part),
+        value=f"{failed.name} is {value}",
+        rule=failed.rule,
+        remedy=remedy,
+    )
+
+
+def refuse(decisions: Sequence[Decision]) -> None:
+    """Raise GateError for the first decision that the recipe did not ask for, if there is any."""
+    unasked = [found for found in decisions if found.code not in {*ASKED, NOTE}]
+    if unasked:
+        first = unasked[0]
+        raise GateError(
+            "strict",
+            where=first.where,
+            value=f"{first.pass_}: {first.code}",
+            rule=f"--strict allows no decision beyond the recipe; {first.reason} ({len(unasked)} in all)",
+            remedy="write it into the recipe (keep, overrides, settings), or leave --strict out (--resume goes on)",
+        )

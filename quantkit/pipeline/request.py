@@ -82,14 +82,8 @@ class Request:
         """Read and check recipe, target and calibration set. Nothing heavy is imported.
 
         Args:
-            model: alias, folder or `hf:org/name`.
-            recipe: name, path or `Recipe`.
-            target: name, path or `Target`; None is the shipped target of this machine's processor.
             calibration: name or path; replaces the recipe's set. None takes a shipped encoder's own set instead of the
                 text that recipes name unless they say otherwise.
-            out: the bundle's name.
-            changes: `PATH=YAML` changes to the recipe.
-            resume, strict, trust_remote_code, speed: see `Request`.
 
         Raises:
             InputError: anything that is not what it has to be.

@@ -15,18 +15,13 @@ from quantkit.bundle import Build, Bundle, exists_already
 from quantkit.errors import Stopped
 from quantkit.measurement.rows import Row
 from quantkit.pipeline.blocks import tokens
-from quantkit.pipeline.gates import warnings
-from quantkit.pipeline.refusals import refuse
+from quantkit.pipeline.gates import refuse, warnings
 from quantkit.pipeline.subject import Subject
 from quantkit.report.kit import words
 
 
 def given_back(bundle: Bundle, subject: Subject) -> tuple[list[Row], list[str]]:
     """The measurements of a bundle that had been finished already, and what its decisions warn of.
-
-    Args:
-        bundle: that lies where one is asked for.
-        subject: what is asked for.
 
     Raises:
         InputError: `out-exists`: it is another one; `hash-mismatch`: it was damaged since.

@@ -22,9 +22,8 @@ from quantkit.bundle import (
     WeightsEntry,
 )
 from quantkit.measurement.rows import Row
-from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.progress import Progress, Stages
 from quantkit.pipeline.request import Request
-from quantkit.pipeline.stages import Stages
 from quantkit.planning.compiling.result import Compiling
 
 
@@ -71,8 +70,7 @@ class Work(Protocol):
     @property
     def layers(self) -> list[LayerEntry]: ...  # noqa: D102
 
-    @property
-    def quantize_cpu(self) -> float: ...  # noqa: D102
+    quantize_cpu: float
 
     def prove(self) -> list[Check]:
         """Hold what calibrates and scores against the model itself. Raises InputError `stream-differs`."""
@@ -93,8 +91,6 @@ class Work(Protocol):
         """Accuracy and size against the original.
 
         Args:
-            subject: the bundle's identity in rows.
-            files: of the bundle.
             engines: hashes of what was compiled, by path in the bundle.
         """
 
@@ -116,17 +112,10 @@ class Subject(Protocol):
         expected: what the compile will take.
     """
 
-    @property
-    def request(self) -> Request: ...  # noqa: D102
-
-    @property
-    def out(self) -> Path: ...  # noqa: D102
-
-    @property
-    def decisions(self) -> list[Decision]: ...  # noqa: D102
-
-    @property
-    def notes(self) -> Sequence[str]: ...  # noqa: D102
+    request: Request
+    out: Path
+    decisions: list[Decision]
+    notes: Sequence[str]
 
     @property
     def expected(self) -> Compiling: ...  # noqa: D102

@@ -187,12 +187,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def main(function: str, where: str) -> None:
-    """What the child does.
-
-    Args:
-        function: `module:name` of its work.
-        where: of an error that has no place of its own.
-    """
+    """What the child does."""
     from quantkit.model.full_memory import is_out_of_memory, out_of_memory
 
     caller = Caller(os.fdopen(os.dup(1), "w", encoding="utf-8"))

@@ -37,12 +37,12 @@ class Tokenizer:
         self._where = str(path)
         with reading(self._damaged):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        self.config = _json(folder / "tokenizer_config.json")
-        self.generation = _json(folder / "generation_config.json")
+        self.config = json_or_empty(folder / "tokenizer_config.json")
+        self.generation = json_or_empty(folder / "generation_config.json")
         self._template = folder / "chat_template.jinja"
         ends = self.generation.get("eos_token_id")
         if ends is None:
-            ends = _json(folder / "config.json").get("eos_token_id")
+            ends = json_or_empty(folder / "config.json").get("eos_token_id")
         self.ends = set(ends if isinstance(ends, list) else [ends]) - {None}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -98,7 +98,8 @@ class Tokenizer:
             raise InputError("no-chat-template", where="--chat", value=str(problem)[:200]) from None
 
 
-def _json(path: Path) -> dict[str, Any]:
+def json_or_empty(path: Path) -> dict[str, Any]:
+    """The object in a file; {} where there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

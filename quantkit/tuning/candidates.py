@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit import plugins
 from quantkit.bundle import Decision
 from quantkit.errors import InputError, did_you_mean
-from quantkit.exporters import load_exporter
-from quantkit.exporters.layer_spec import LayerSpec
+from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.formats import load_format
 from quantkit.passes import decision
 from quantkit.planning.support import ask

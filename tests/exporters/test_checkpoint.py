@@ -14,8 +14,8 @@ from zoo import shrink
 
 from quantkit.bundle import inventory
 from quantkit.errors import InputError
+from quantkit.exporters import LayerSpec
 from quantkit.exporters.checkpoint.exporter import EXPORT
-from quantkit.exporters.layer_spec import LayerSpec
 from quantkit.formats import load_format
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model

@@ -19,9 +19,8 @@ from small_onnx import scheme
 
 from quantkit.errors import InputError
 from quantkit.exporters.onnx.dialect import OrtDialect
-from quantkit.exporters.onnx.nbits import LinearSpec, WeightsByName, block_size
-from quantkit.exporters.onnx.pack import pack
-from quantkit.exporters.trace.traced import DOMAIN, Traced
+from quantkit.exporters.onnx.nbits import LinearSpec, WeightsByName, block_size, pack
+from quantkit.exporters.trace.rewrite import DOMAIN, Traced
 from quantkit.scheme import WeightScheme
 
 GROUP = {"granularity": "group"}
@@ -365,7 +364,7 @@ def test_what_an_encoder_s_operator_has_not_is_refused(changes: dict[str, Any]) 
 
 def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
     """16 linears of 1 MB: while the file is written, none but the one that is being written is alive."""
-    from quantkit.exporters.onnx.exporter import _save
+    from quantkit.exporters.trace.rewrite import save
 
     rows, columns, count = 512, 512, 16
     seen: list[weakref.ref[Any]] = []
@@ -397,7 +396,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
         value = graph.linear(name, value, rows)
     model = OrtDialect(graph.traced(value), stored).apply()
     assert not read, "the graph is rewritten without reading a weight"
-    _save(model, tmp_path)
+    save(model, tmp_path / "model.onnx", "model.onnx.data")
     assert set(read.values()) == {1}
     assert len(read) == count
     assert most <= 2

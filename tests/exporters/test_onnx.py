@@ -18,7 +18,7 @@ from small_onnx import EXPORT, TEXT, Small, expected, export, relative, scheme
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.exporters.layer_spec import LayerSpec
+from quantkit.exporters import LayerSpec
 from quantkit.model.finished import Finished
 from quantkit.scheme import WeightScheme
 

@@ -12,11 +12,10 @@ import pytest
 from small_onnx import LAYERS, Small, export
 
 from quantkit.errors import InputError
-from quantkit.exporters import load_exporter
-from quantkit.exporters.layer_spec import LayerSpec
+from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.exporters.tensorrt import engine as _engine
 from quantkit.exporters.tensorrt.profiles import ProfileShapes, capacity, fitted, inputs_of, shapes
-from quantkit.exporters.trace.traced import DOMAIN, Traced
+from quantkit.exporters.trace.rewrite import DOMAIN, Traced
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 from quantkit.target import Profile, Target
 

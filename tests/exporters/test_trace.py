@@ -16,7 +16,7 @@ from torch import nn
 
 from quantkit.errors import InputError
 from quantkit.exporters.trace import repeat, transformer
-from quantkit.exporters.trace.traced import DOMAIN
+from quantkit.exporters.trace.rewrite import DOMAIN
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel

@@ -20,7 +20,7 @@ from test_dialect_ort import Graph, dense, run, weights  # type: ignore[import-n
 
 from quantkit import machine
 from quantkit.errors import InputError
-from quantkit.exporters.layer_spec import LayerSpec
+from quantkit.exporters import LayerSpec
 from quantkit.exporters.onnx import check_w8a8
 from quantkit.exporters.onnx.dialect import OrtDialect
 from quantkit.exporters.onnx.nbits import InputCodes, LinearSpec, WeightsByName

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from small_graph import Small
 
-from quantkit.graph.pairs.placement_inputs import before
+from quantkit.graph.pairs.placement import before
 from quantkit.graph.sites import sites
 
 

@@ -45,8 +45,7 @@ def test_experts_that_are_no_linears_are_a_warning_and_an_error_under_strict(tmp
     (taken,) = about(entries)
     assert taken.code == "floats-left"
     assert "ffn.experts" in taken.reason and f"{share:.0%}" in taken.reason
-    from quantkit.pipeline.gates import warnings
-    from quantkit.pipeline.refusals import refuse
+    from quantkit.pipeline.gates import refuse, warnings
 
     assert warnings([taken]) == [taken.reason]
     with pytest.raises(GateError):

@@ -6,7 +6,7 @@ import pytest
 
 from quantkit.bundle import Check
 from quantkit.errors import GateError
-from quantkit.pipeline.refusals import demand
+from quantkit.pipeline.gates import demand
 
 
 def check(name: str, value: float | None, *, ok: bool, where: str = "") -> Check:

@@ -19,8 +19,8 @@ from quantkit.model.streaming.stream import Head, StreamedModel
 from quantkit.passes import assign
 from quantkit.passes.assign import nearest_in_pieces
 from quantkit.passes.solvers import ranges
-from quantkit.pipeline.blocks.head import quantize_head
 from quantkit.pipeline.blocks.layers import Layers, lay_out
+from quantkit.pipeline.blocks.quantize import quantize_head
 from quantkit.recipe import Recipe
 from quantkit.scheme import WeightScheme
 

@@ -12,7 +12,7 @@ import zoo
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.pipeline import Request, prepare
-from quantkit.pipeline.refusals import refuse
+from quantkit.pipeline.gates import refuse
 
 
 def test_wrong_weights_in_the_last_block_are_found_before_the_first(

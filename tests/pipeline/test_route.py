@@ -20,8 +20,7 @@ from quantkit.passes import load_pass
 from quantkit.passes.solvers.gptq import factor, gptq_shared
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.blocks.layers import lay_out
-from quantkit.pipeline.blocks.rare_experts import Rare
-from quantkit.pipeline.blocks.work import PassRun, Worked, work
+from quantkit.pipeline.blocks.work import PassRun, Rare, Worked, work
 from quantkit.scheme import WeightScheme
 
 SCHEME = {"format": "int4", "granularity": "group", "group": 32, "symmetric": True, "scale": "float32"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from quantkit.pipeline.stages import Stages
+from quantkit.pipeline.progress import Stages
 
 
 def test_each_stage_has_its_own_share() -> None:

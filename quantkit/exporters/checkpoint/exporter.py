@@ -7,7 +7,7 @@ does. Tokenizer, generation config, chat template and licence are carried over a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +16,15 @@ from pydantic import field_validator
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, did_you_mean
-from quantkit.exporters import Exporter
-from quantkit.exporters.checkpoint import experts, reload
+from quantkit.exporters import Exporter, LayerSpec
+from quantkit.exporters.checkpoint import reload
 from quantkit.exporters.checkpoint.writer import Writer
-from quantkit.exporters.layer_spec import LayerSpec
 from quantkit.model import layouts, run_time
 from quantkit.model.layouts import Layout
 from quantkit.model.source import converted
 from quantkit.passes import decision
 from quantkit.planning.model.assigned import padded
+from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
     from quantkit.target import State
 
+
 DENSE = "dense"
+_DENSE = "export: checkpoint: {layout: dense}"
 
 
 class CheckpointOptions(Closed):
@@ -93,7 +95,7 @@ class Checkpoint(Exporter):
             )
         if layout is None or not schemes:
             return
-        experts.demand_loadable(CheckpointOptions(**options).layout, schemes, asked.merged, asked.partly)
+        demand_loadable(CheckpointOptions(**options).layout, schemes, asked.merged, asked.partly)
         for obstacle in asked.obstacles:
             if obstacle.hinders(schemes, layout.libraries):
                 raise InputError(
@@ -104,7 +106,7 @@ class Checkpoint(Exporter):
                     remedy=(
                         "" if obstacle.always else "an override that leaves it in high precision (weights: null), or "
                     )
-                    + "export: checkpoint: {layout: dense}",
+                    + _DENSE,
                 )
         for linear, scheme in schemes.items():
             if linear in asked.padded:
@@ -115,7 +117,7 @@ class Checkpoint(Exporter):
                     where=linear,
                     value="its weight is stored [K, N]",
                     rule="it packs torch.nn.Linear",
-                    remedy="export: checkpoint: {layout: dense}",
+                    remedy=_DENSE,
                 )
         layout.accepts(schemes, asked.shapes)
 
@@ -220,6 +222,47 @@ class Checkpoint(Exporter):
             run_time=writer.run_time,
         )
         return reload.check(bundle / "model", wanted, inputs=inputs, blocks=blocks)
+
+
+def demand_loadable(layout: str, schemes: Mapping[str, WeightScheme], merged: Collection[str], partly: bool) -> None:
+    """Refuse packed experts that transformers would lose or misread.
+
+    transformers 5 merges a checkpoint's expert linears to 3-D parameters while it loads them, and expands packed ones
+    on the way (`integrations/compressed_tensors.py`, `CompressedTensorsDequantize`). There it reads codes, scales and
+    shapes, but no zero points; of all expert linears of a model it takes one scheme; an expert that is not packed is
+    lost.
+
+    Args:
+        schemes: linear -> scheme, of those to be packed.
+        partly: whether calibration may leave some of them in high precision.
+
+    Raises:
+        InputError: `layout-unsupported`.
+    """
+    if not merged:
+        return
+    if layout != "pack-quantized":
+        raise _refusal(min(merged), f"an expert in {layout}", "export: checkpoint: {layout: pack-quantized}")
+    for linear in sorted(merged):
+        scheme = schemes.get(linear)
+        if scheme is None:
+            raise _refusal(linear, "an expert in high precision among packed layers", "quantize it too")
+        if not scheme.symmetric:
+            raise _refusal(linear, "an expert with zero points", "scheme.weights.symmetric=true")
+    if partly:
+        raise _refusal("calibration.experts", "keep may leave an expert in high precision", "calibration.experts=force")
+    if len({(each.format, each.granularity, each.group, each.symmetric) for each in schemes.values()}) > 1:
+        raise _refusal(min(merged), "one of several schemes of a model with experts", "give all layers one scheme")
+
+
+def _refusal(where: str, value: str, remedy: str) -> InputError:
+    return InputError(
+        "layout-unsupported",
+        where=where,
+        value=value,
+        rule="transformers expands packed experts without zero points, of a single scheme, and all of them",
+        remedy=f"{remedy}, or {_DENSE}",
+    )
 
 
 EXPORT = Checkpoint()

@@ -158,8 +158,6 @@ def reload(
     transformers does of a dense model and not of a packed one.
 
     Args:
-        folder: the checkpoint.
-        wanted: the expected model.
         inputs: keyword arguments of the forward; a fixed batch of ids by default.
         blocks: only the first so many layers, so that memory stays bounded; None is all.
     """

@@ -79,8 +79,6 @@ def check(folder: Path, values: Values, ids: torch.Tensor) -> list[Check]:
     """Both checks; none where no input is quantized.
 
     Args:
-        folder: `onnx/`.
-        values: what was decided.
         ids: [B, S] of a prompt.
     """
     if not values.inputs:

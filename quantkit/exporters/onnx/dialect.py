@@ -24,9 +24,8 @@ import onnx_ir as ir
 from quantkit.errors import InputError
 from quantkit.exporters.onnx.nbits import PackedWeights, block_size
 from quantkit.exporters.onnx.w8a8 import Codes, Integers
-from quantkit.exporters.trace.rewrite import Rewriting
+from quantkit.exporters.trace.rewrite import DOMAIN, Rewriting
 from quantkit.exporters.trace.rotary import RotaryTables
-from quantkit.exporters.trace.traced import DOMAIN
 from quantkit.formats import load_format
 from quantkit.passes import decision
 

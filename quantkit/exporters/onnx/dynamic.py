@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from quantkit.exporters.onnx.nbits import InputCodes, LinearSpec, WeightsByName
 from quantkit.exporters.onnx.w8a8 import MICROSOFT, Integers
-from quantkit.exporters.trace.rewrite import Rewriting
-from quantkit.exporters.trace.traced import Traced
+from quantkit.exporters.trace.rewrite import Rewriting, Traced
 from quantkit.graph.pairs.qdq import Codes, WeightType, stem_of, unsigned
 from quantkit.graph.sites import Site
+from quantkit.graph.values import drop_unread
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 Array = NDArray[Any]
@@ -47,8 +47,6 @@ def insert(
     Args:
         model: float; unchanged.
         codes: site's name -> codes, in the order in which the graph runs; the other sites stay float.
-        sites: by name, of `model`.
-        weights: their scheme.
         activations: dynamic, by token or tensor.
         weight_type: how codes are stored; unsigned ones never saturate.
     """
@@ -98,9 +96,7 @@ class _Dynamic(Rewriting):
                 (made,) = self._node(node, "Add", [made, added], [f"{stem}/biased"])
             self._replace(node, [made])
             made.name = site.output
-        for name, value in list(self.graph.initializers.items()):
-            if not value.uses() and not value.is_graph_output():  # the floats that codes stand in for
-                del self.graph.initializers[name]
+        drop_unread(self.graph)  # the floats that codes stand in for
         return self.traced.model
 
     def _convolution(

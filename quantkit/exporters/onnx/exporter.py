@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import MissingDependency
-from quantkit.exporters import Exporter
-from quantkit.exporters.layer_spec import LayerSpec
+from quantkit.exporters import Exporter, LayerSpec
 from quantkit.exporters.onnx.refusals import refuse
 
 if TYPE_CHECKING:
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 FOLDER, MODEL, DATA = "onnx", "model.onnx", "model.onnx.data"
 # their second input is the weight
 _PRODUCTS = ("MatMul", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat")
-# tensors from this many bytes on go into the data file
-_EXTERNAL = 1024
 
 
 class OnnxOptions(Closed):
@@ -63,6 +60,7 @@ class Onnx(Exporter):
     fuses = True
     moves = True
     adds = True
+    place = FOLDER
     Options = OnnxOptions
 
     def accepts(self, options: Mapping[str, Any], asked: LayerSpec) -> None:
@@ -89,49 +87,32 @@ class Onnx(Exporter):
         refuse(weights, activations, cache)
         return "native"
 
-    def write(
-        self, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]
-    ) -> list[Decision]:
-        """Write `onnx/` of a bundle.
+    def export(self, folder: Path, values: Values, options: Mapping[str, Any]) -> list[Decision]:
+        """Trace, rewrite, and write everything.
 
         Raises:
             InputError: `attention-unsupported`, `export-untraceable`, `layout-unsupported`.
+            MissingDependency: onnx, onnx-ir, onnxscript or onnxruntime.
             Stopped: `disk-full`.
         """
-        from quantkit.exporters.values import Values
-
-        return self.export(bundle / FOLDER, Values.of_results(source, stream, results), OnnxOptions(**options))
-
-    def add(self, bundle: Path, folder: Path, options: Mapping[str, Any]) -> list[Decision]:
-        """Export a finished bundle's checkpoint into `folder`.
-
-        Raises:
-            InputError: as `write`, and `bundle-without-checkpoint`, `bundle-dense`.
-        """
         demand_packages("an ONNX export")
-        from quantkit.exporters.values import Values
-
-        return self.export(folder, Values.of_bundle(bundle), OnnxOptions(**options))
-
-    def export(self, folder: Path, values: Values, options: OnnxOptions) -> list[Decision]:
-        """Trace, rewrite, and write everything."""
         from quantkit.exporters.carried import carry
         from quantkit.exporters.onnx.dialect import OrtDialect
         from quantkit.exporters.onnx.genai import genai_config
-        from quantkit.exporters.onnx.keep_few import keep_few
+        from quantkit.exporters.trace.rewrite import keep_few, save
         from quantkit.exporters.trace.transformer import trace
         from quantkit.model.source.weights import write_json
 
-        source = values.source
+        chosen, source = OnnxOptions(**options), values.source
         kind = "decoder" if source.kind == "decoder" else "encoder"
         context = context_of(source.config)
         dialect = OrtDialect(
             trace(values.skeleton, kind),
             dialect_weights(values),
-            options.accuracy_level,
+            chosen.accuracy_level,
             context,
-            merge=options.merge,
-            codes=options.weight_codes,
+            merge=chosen.merge,
+            codes=chosen.weight_codes,
         )
         model = dialect.apply()
         if kind == "decoder":
@@ -140,12 +121,12 @@ class Onnx(Exporter):
             {
                 "quantkit.kind": kind,
                 "quantkit.context": str(context),
-                "quantkit.accuracy_level": str(_level(values, options)),
+                "quantkit.accuracy_level": str(_level(values, chosen)),
                 **_work(model),
             }
         )
         folder.mkdir(parents=True, exist_ok=True)
-        _save(model, folder)
+        save(model, folder / MODEL, DATA)
         carry(source, folder)
         if kind == "decoder":
             write_json(folder / "genai_config.json", genai_config(source, model, context))
@@ -290,20 +271,6 @@ def _work(model: ir.Model) -> dict[str, str]:
         "quantkit.float_head_flops": str(float_head),
         "quantkit.attention_flops": str(attention),
     }
-
-
-def _save(model: ir.Model, folder: Path) -> None:
-    """The graph and its data file; one tensor in memory at a time.
-
-    Raises:
-        Stopped: `disk-full`.
-    """
-    import onnx_ir as ir
-
-    from quantkit.bundle import stopping_when_full
-
-    with stopping_when_full(folder):
-        ir.save(model, folder / MODEL, external_data=DATA, size_threshold_bytes=_EXTERNAL, max_workers=1)
 
 
 EXPORT = Onnx()

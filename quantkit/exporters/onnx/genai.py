@@ -5,9 +5,9 @@ Format: onnxruntime-genai's docs (`genai_config.json`); its own builder writes t
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from quantkit.runtimes.text import json_or_empty
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -16,15 +16,9 @@ if TYPE_CHECKING:
 
 
 def genai_config(source: Source, model: ir.Model, context: int) -> dict[str, Any]:
-    """The file's content.
-
-    Args:
-        source: the model's config and generation settings.
-        model: the graph that was written.
-        context: tokens that a sequence can have.
-    """
+    """The file's content."""
     config = source.config
-    generation = _read(source.path / "generation_config.json")
+    generation = json_or_empty(source.path / "generation_config.json")
     caches = [value for value in model.graph.inputs if (value.name or "").startswith("past_key_values.")]
     shape = caches[0].shape
     assert shape is not None
@@ -80,11 +74,3 @@ def genai_config(source: Source, model: ir.Model, context: int) -> dict[str, Any
             "top_p": float(generation.get("top_p", 1.0)),
         },
     }
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

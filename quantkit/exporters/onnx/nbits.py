@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError
-from quantkit.exporters.onnx.pack import pack
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 Array = NDArray[Any]
@@ -148,3 +147,15 @@ class PackedWeights:
             filled = np.pad(spread, ((0, 0), (0, -spread.shape[1] % per_byte))).astype(np.uint8)
             found.append(pack(filled, self.bits))
         return np.concatenate(found)
+
+
+def pack(words: Array, bits: int) -> Array:
+    """Unsigned words along the last axis into bytes, least significant first: [..., n] -> [..., n·bits/8]."""
+    per_byte = 8 // bits
+    if per_byte == 1:
+        return words
+    grouped = words.reshape(*words.shape[:-1], -1, per_byte)
+    result = np.zeros(grouped.shape[:-1], np.uint8)
+    for place in range(per_byte):
+        result |= grouped[..., place] << np.uint8(place * bits)
+    return result

@@ -18,11 +18,6 @@ def refuse(
 ) -> None:
     """Refuse what a graph cannot hold.
 
-    Args:
-        weights: linear -> how its weight is quantized.
-        activations: linear -> how its input is.
-        cache: how keys and values are.
-
     Raises:
         InputError: `layout-unsupported`, naming the first layer.
     """

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import InputError, did_you_mean
-from quantkit.exporters.onnx.pack import pack
+from quantkit.exporters.onnx.nbits import pack
 from quantkit.formats import load_format
 from quantkit.scheme import WeightScheme
 

@@ -10,7 +10,7 @@ TensorRT-RTX compiles ahead of time for the GPUs that it lists; TensorRT builds 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,19 +19,18 @@ from pydantic import Field
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, MissingDependency
-from quantkit.exporters import BuildReport, Exporter
-from quantkit.exporters.layer_spec import LayerSpec
-from quantkit.exporters.onnx.exporter import context_of, demand_packages
+from quantkit.exporters import BuildReport, Exporter, LayerSpec
+from quantkit.exporters.onnx.exporter import context_of, demand_packages, dialect_weights
 from quantkit.exporters.tensorrt.engine import TENSORRT_ALONE, build_engine
-from quantkit.exporters.tensorrt.network.folder import write_network
-from quantkit.exporters.tensorrt.profiles import fitted
+from quantkit.exporters.tensorrt.profiles import capacity, fitted
 from quantkit.exporters.tensorrt.refusals import refuse_cache, refuse_gpu, refuse_inputs, refuse_weights
 from quantkit.passes import NOTE, decision
-from quantkit.runtimes.tensorrt.file import FOLDER, NETWORK
+from quantkit.runtimes.tensorrt.file import DATA, FOLDER, NETWORK
 from quantkit.runtimes.tensorrt.library import Name, load, unsupported
 from quantkit.target import Profile, State
 
 if TYPE_CHECKING:
+    from quantkit.exporters.tensorrt.network.dialect import CacheScales
     from quantkit.exporters.values import Values
     from quantkit.model.finished import Finished
     from quantkit.model.source.open import Source
@@ -80,6 +79,7 @@ class TensorrtExporter(Exporter):
     stores = "engine"
     moves = True
     adds = True
+    place = FOLDER
     builds = True
     Options = TensorrtOptions
 
@@ -114,36 +114,19 @@ class TensorrtExporter(Exporter):
         _refuse(TensorrtOptions(**options), weights, activations, cache, {})
         return "native"
 
-    def write(
-        self, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Mapping[str, Any]
-    ) -> list[Decision]:
-        """Write `engine/` of a bundle.
+    def export(self, folder: Path, values: Values, options: Mapping[str, Any]) -> list[Decision]:
+        """Write the network; `build` follows when it was checked.
 
         Raises:
-            InputError: `attention-unsupported`, `export-untraceable`, `profile-impossible`, the build's own.
+            InputError: `attention-unsupported`, `export-untraceable`, `profile-impossible`.
             Stopped: `disk-full`.
         """
-        from quantkit.exporters.values import Values
-
-        return self.export(bundle / FOLDER, Values.of_results(source, stream, results), TensorrtOptions(**options))
-
-    def add(self, bundle: Path, folder: Path, options: Mapping[str, Any]) -> list[Decision]:
-        """Export a finished bundle's checkpoint into `folder`.
-
-        Raises:
-            InputError: as `write`, and `bundle-without-checkpoint`, `bundle-dense`.
-        """
-        from quantkit.exporters.values import Values
-
-        return self.export(folder, Values.of_bundle(bundle), TensorrtOptions(**options))
-
-    def export(self, folder: Path, values: Values, options: TensorrtOptions) -> list[Decision]:
-        """Write the network; `build` follows when it was checked."""
+        chosen = TensorrtOptions(**options)
         kind = "decoder" if values.source.kind == "decoder" else "encoder"
-        profiles, cut = fitted(options.profiles, kind=kind, context=context_of(values.source.config))
+        profiles, cut = fitted(chosen.profiles, kind=kind, context=context_of(values.source.config))
         decisions = [decision("tensorrt", NOTE, FOLDER, words) for words in cut]
-        write_network(folder, values, options, profiles)
-        if not options.engine:
+        write_network(folder, values, chosen, profiles)
+        if not chosen.engine:
             reason = "engine: false; `quantkit export BUNDLE --to tensorrt` builds it where the GPU is"
             decisions.append(decision("tensorrt", NOTE, FOLDER, reason))
         return decisions
@@ -273,6 +256,63 @@ def _demand(options: TensorrtOptions) -> None:
             rule=f"the target is SM {options.sm}",
             remedy="build on the target's GPU, or choose the target of this one",
         )
+
+
+def write_network(folder: Path, values: Values, options: TensorrtOptions, profiles: Sequence[Profile]) -> None:
+    """Write `network.onnx`, its weights, config and tokenizer."""
+    import torch
+
+    from quantkit.exporters.carried import carry
+    from quantkit.exporters.tensorrt.network.dialect import TensorrtDialect
+    from quantkit.exporters.trace.rewrite import keep_few, save
+    from quantkit.exporters.trace.transformer import trace
+
+    source = values.source
+    decoder = source.kind == "decoder"
+    traced = trace(
+        values.skeleton,
+        "decoder" if decoder else "encoder",
+        floats=getattr(torch, options.type),
+        positions=decoder,
+    )
+    needed, most = capacity(profiles, context_of(source.config)), context_of(source.config)
+    if options.capacity is not None and not needed <= options.capacity <= most:
+        raise InputError(
+            "profile-impossible",
+            where="tensorrt.capacity",
+            value=f"a cache of {options.capacity} tokens",
+            rule=f"the profiles need {needed}, the model has {most}",
+            remedy="leave it out: the profiles say how many",
+        )
+    dialect = TensorrtDialect(
+        traced,
+        dialect_weights(values),
+        quantized=values.quantized,
+        type=options.type,
+        cache=options.cache,
+        capacity=options.capacity or needed,
+        stored_cache=_cache_scales(values),
+    )
+    model = dialect.apply()
+    if decoder:
+        keep_few(model, optional=False)
+    model.metadata_props.update({"quantkit.kind": source.kind, "quantkit.type": options.type})
+    folder.mkdir(parents=True, exist_ok=True)
+    save(model, folder / NETWORK, DATA)
+    carry(source, folder)
+
+
+def _cache_scales(values: Values) -> CacheScales | None:
+    from quantkit.exporters.tensorrt.network.dialect import CacheScales
+
+    how = values.run_time
+    if how.cache is None:
+        return None
+    scales = {
+        layer: (float(keys.scale.float().reshape(-1)[0]), float(own.scale.float().reshape(-1)[0]))
+        for layer, (keys, own) in how.cache_scales.items()
+    }
+    return CacheScales(how.cache.format, scales)
 
 
 EXPORT = TensorrtExporter()

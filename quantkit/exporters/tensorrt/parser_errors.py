@@ -71,8 +71,6 @@ def refusal(where: str, library: str, refused: Sequence[Refused]) -> InputError:
     """InputError `network-unsupported`.
 
     Args:
-        where: the file.
-        library: with its version.
         refused: in the order of the graph; the first one decides what to do.
     """
     if not refused:

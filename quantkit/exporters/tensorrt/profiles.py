@@ -44,9 +44,7 @@ def fitted(profiles: Sequence[Profile], *, kind: str, context: int) -> tuple[lis
     """The profiles that fit a model, and what was cut, in words.
 
     Args:
-        profiles: of the target or the recipe.
         kind: decoder, encoder or network: only the first has tokens before the new ones.
-        context: tokens that the model can have.
 
     Raises:
         InputError: `profile-impossible`, a profile that needs more than the model has even at its least.
@@ -96,7 +94,6 @@ def shapes(inputs: Mapping[str, Sequence[int | str | None]], profiles: Sequence[
 
     Args:
         inputs: name -> sizes; a string is a named one.
-        profiles: that fit the model.
 
     Raises:
         InputError: `profile-unknown-size`, a size that no profile speaks of.

@@ -84,13 +84,7 @@ class Timings:
             write_atomic(self._path, bytes(memoryview(kept.serialize())))
 
     def first(self, network: Path, profiles: Sequence[ProfileShapes], seconds: float) -> float | None:
-        """Seconds of the first build of a network, where that was an earlier one; else this one is noted as the first.
-
-        Args:
-            network: the ONNX file.
-            profiles: shapes.
-            seconds: of this build.
-        """
+        """Seconds of a network's first build, where that was an earlier one; else this one is noted as the first."""
         if self._path is None:
             return None
         shapes = json.dumps([each.model_dump() for each in profiles], sort_keys=True)
@@ -128,11 +122,7 @@ class Timings:
 
 
 def said(record: Mapping[str, Any]) -> str:
-    """What a timing cache did for a build, from its description; empty where there is none.
-
-    Args:
-        record: `cache_hit`, `seconds`, `first_seconds` and `cache_problem`.
-    """
+    """What a timing cache did for a build, from its description; empty where there is none."""
     hit, seconds, first = record.get("cache_hit"), float(record.get("seconds", 0.0)), record.get("first_seconds")
     if hit is None:
         return ""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
-from quantkit.exporters.trace.traced import DOMAIN
+from quantkit.exporters.trace.rewrite import DOMAIN
 
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype)
 
@@ -75,14 +75,7 @@ def kinds(blocks: nn.ModuleList) -> list[int]:
 
 
 def share(blocks: nn.ModuleList, like: list[int], cache: Cache, present: Callable[[], Present]) -> None:
-    """Replace blocks by stand-ins that trace each kind once; in place.
-
-    Args:
-        blocks: of the model to be traced.
-        like: what `kinds` found.
-        cache: the cache that goes into a block.
-        present: where what comes out is noted.
-    """
+    """Replace blocks by stand-ins that trace each kind once; in place."""
     firsts: dict[int, _First] = {}
     for index, block in enumerate(list(blocks)):
         if like[index] == index:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.exporters.trace.traced import DOMAIN
+from quantkit.exporters.trace.rewrite import DOMAIN
 
 
 @dataclass(frozen=True)

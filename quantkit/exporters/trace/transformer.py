@@ -28,7 +28,7 @@ from transformers.cache_utils import Cache
 
 from quantkit.errors import InputError
 from quantkit.exporters.trace import repeat as _repeat
-from quantkit.exporters.trace.traced import DOMAIN, Traced
+from quantkit.exporters.trace.rewrite import DOMAIN, Traced
 from quantkit.model.streaming.stream import find_blocks
 from quantkit.model.structure.traced import is_linear, is_transposed
 from quantkit.model.to_onnx import quiet

@@ -51,7 +51,6 @@ class CalibrationRows:
 
         Args:
             found, wanted: x̂ and x.
-            samples: how many are in these rows.
             total: how many there will be in all.
         """
         groups, rows, width = found.shape
@@ -91,12 +90,10 @@ def learned(
     """Better codes [N, K], and of how many channels they are not those of the start.
 
     Args:
-        site: one product.
         start: its codes.
         rows: of two samples at least.
         means: E[x̂] and E[x], [groups, K].
         bias: b, [N]; the product has no mean to give back where it is none and cannot have one (MatMul).
-        settings: of the pass `round`; a sample is what a sequence is there.
         generator: which samples a step is of.
         neighbours: [K], of codes that are bounded (`passes.solvers.unsaturated`): what breaks the bound is not taken.
     """

@@ -75,15 +75,12 @@ def ranges(
     An activation behind a fused bound cannot lie beyond it, and neither can its range.
 
     Args:
-        model: float.
         placement: of the pairs.
         feeds: calibration batches.
         scheme: of activations, with fixed scales.
         signed: whether codes of a symmetric scheme are stored as -128..127; else the same stand as 0..255, and 128 is
             zero. On x86 ONNX Runtime multiplies unsigned ones; it turns signed ones into these while it loads, but
             not those that two nodes read, and a product of codes of both kinds stays float.
-        report: told the share of batches that is done.
-        total: how many batches there are.
 
     Raises:
         InputError: `activations-nonfinite`, `activations-constant`, naming the tensor.
@@ -142,7 +139,6 @@ def solved(
     as any site is still to be solved.
 
     Args:
-        model: float, of the sites.
         quantized: makes the graph with pairs; sites without codes are float in it.
         chosen: what is quantized, in order.
         feeds: calibration batches; what is still to be read of them is held (`Stepwise`).
@@ -155,7 +151,6 @@ def solved(
         known: codes of sites that come first, which are taken as they are.
         again: codes of the sites after those, solved by a call just like this one that did not get to its end.
         keep: given the codes of each site once it is solved, and what was decided: where `round` finds nothing better.
-        report: told the share of sites that is done.
     """
     passes = {"gptq": Gptq.Settings(correction=1.0)} if passes is None else passes
     known, again = known or {}, again or {}

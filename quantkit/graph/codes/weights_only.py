@@ -39,14 +39,12 @@ def rounded(
     """Site -> its weight [N, K] in codes.
 
     Args:
-        model: float, of the sites.
         sites: what is quantized.
         feeds: calibration batches; each runs once.
         scheme: of weights.
         passes: that choose codes, name -> settings; the feeds are looked at for one that needs a Hessian.
         again: site -> its codes, of those that a call just like this one had come to before it was interrupted.
         keep: given the codes of each site once they are chosen.
-        report: told the share of sites that is done.
     """
     again = again or {}
     left = [site for site in sites if site.name not in again]

@@ -9,8 +9,8 @@ from typing import Any
 import onnx_ir as ir
 
 from quantkit.errors import InputError
-from quantkit.graph.fuse._fused import Fused, Fusion
 from quantkit.graph.fuse._proof import LIMIT, Feeds, difference, limit, outputs
+from quantkit.graph.fuse._rule import Fused, Fusion
 from quantkit.graph.fuse.constants import Constants
 from quantkit.graph.fuse.conv_batch_norm import ConvBatchNorm
 from quantkit.graph.fuse.equalize import Equalize

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.graph.fuse._fused import Fused, nodes
+from quantkit.graph.fuse._rule import Fused, nodes
 from quantkit.graph.values import bypass, constant, name_of, scalar
 
 NAME = "activation_bounds"

@@ -18,7 +18,7 @@ import math
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from quantkit.graph.fuse._fused import Fused, nodes
+from quantkit.graph.fuse._rule import Fused, nodes
 from quantkit.graph.values import constant, name_of
 
 LIMIT = 16_384

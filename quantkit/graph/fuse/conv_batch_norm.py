@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.graph.fuse._fused import Fused, nodes
+from quantkit.graph.fuse._rule import Fused, nodes
 from quantkit.graph.values import (
     Array,
     bypass,

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from quantkit.graph.fuse._fused import Fused, nodes
 from quantkit.graph.fuse._proof import Feeds, outputs
+from quantkit.graph.fuse._rule import Fused, nodes
 from quantkit.graph.fuse.activation_bounds import bounds
 from quantkit.graph.values import Array, constant, name_of, set_input, why_not_constant
 

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from quantkit.graph.fuse import _rule
-from quantkit.graph.fuse._fused import Fused, nodes
+from quantkit.graph.fuse._rule import Fused, nodes
 from quantkit.graph.values import name_of, other_readers, scalar
 
 _OPSET = 20

@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quantkit.graph.fuse import _rule
-from quantkit.graph.fuse._fused import Fused
+from quantkit.graph.fuse._rule import Fused
 from quantkit.graph.values import constant, scalar
 
 _OPSET = 17

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quantkit.graph.fuse import _rule
-from quantkit.graph.fuse._fused import Fused, nodes
+from quantkit.graph.fuse._rule import Fused, nodes
 from quantkit.graph.values import constant, initializer, name_of
 
 # the axes of a Squeeze are an input since

@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from quantkit.graph.fuse import _rule
-from quantkit.graph.fuse._fused import Fused
+from quantkit.graph.fuse._rule import Fused
 
 TARGET = 21
 _IR_VERSION = 10

@@ -28,6 +28,7 @@ from quantkit.graph.values import constant
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+
 # with integer kernels in ONNX Runtime between quantized inputs and outputs
 THROUGH = ("Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid")
 # that only move values: what they give has the scale of what they take
@@ -107,3 +108,34 @@ def _activations(node: ir.Node) -> list[str]:
     if node.op_type in ("Add", "Mul") and any(constant(value) is not None for value in node.inputs):
         return []
     return [str(value.name) for value in node.inputs if value is not None and constant(value) is None]
+
+
+def before(model: ir.Model, sites: Sequence[Site]) -> Placement:
+    """Where pairs go for TensorRT: before products, and on one input of a sum behind a convolution.
+
+    TensorRT moves pairs itself (a pooling or a concatenation passes them on) and fuses what stands between a
+    DequantizeLinear and the next QuantizeLinear into the product, so that a convolution, its activation and the next
+    convolution's pair are one kernel from int8 to int8. Outputs have no pair of their own: the one who reads them says
+    whether they are quantized. Of a sum behind a convolution the other input is quantized, which makes it part of that
+    convolution. (NVIDIA TensorRT documentation, "Q/DQ Layer-Placement Recommendations".)
+    """
+    found = dict.fromkeys(site.input for site in sites)
+    summed = {site.output for site in sites if site.is_conv}
+    for node in model.graph:
+        if node.op_type != "Add" or any(value is None or constant(value) is not None for value in node.inputs):
+            continue
+        first, second = (value for value in node.inputs if value is not None)
+        if first is second:
+            continue
+        if _only(second, summed):
+            found[str(first.name)] = None
+        elif _only(first, summed):
+            found[str(second.name)] = None
+    order = [str(value.name) for value in model.graph.inputs]
+    order += [str(value.name) for node in model.graph for value in node.outputs]
+    return Placement(tuple(name for name in order if name in found), {}, {})
+
+
+def _only(value: ir.Value, made: set[str]) -> bool:
+    """Whether a convolution makes it for this sum alone."""
+    return value.name in made and len(value.uses()) == 1 and not value.is_graph_output()

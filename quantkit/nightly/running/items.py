@@ -149,7 +149,7 @@ def _graph(candidate: Bundle, request: Request) -> Callable[[Bundle], _Answers]:
     from quantkit.graph.open import open_graph
     from quantkit.graph.run import Runner
     from quantkit.measurement.accuracy.labelled.classes import by_item
-    from quantkit.pipeline.graphs.located import located
+    from quantkit.pipeline.graphs.exported_module import located
     from quantkit.pipeline.graphs.measure import answers, classes_of
     from quantkit.pipeline.graphs.prepared import inputs_of
 
@@ -172,7 +172,7 @@ def _graph(candidate: Bundle, request: Request) -> Callable[[Bundle], _Answers]:
 def samples(request: Request, path: Path, most: int) -> None:
     """Write the first samples that a graph is scored on into a `.npz` file, for timing."""
     from quantkit.graph.open import open_graph
-    from quantkit.pipeline.graphs.located import located
+    from quantkit.pipeline.graphs.exported_module import located
     from quantkit.pipeline.graphs.prepared import inputs_of
 
     file = located(request)

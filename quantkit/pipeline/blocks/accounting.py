@@ -35,7 +35,6 @@ def account(
     """What becomes of every tensor of the source's files, those of one reason together.
 
     Args:
-        stream: the model as it is exported.
         quantized: full names of its linears with codes.
         decisions: taken so far; those on a linear are its reason.
         head: whether the recipe stores the head in its scheme.

@@ -37,7 +37,6 @@ def confirm(original: StreamedModel, folder: Path | None, ids: Tensor, items: It
     """`score.loss` and `score.kl` of a decoder; of another model `score.original`, and `score.output` of the export.
 
     Args:
-        original: as it was scored against.
         folder: of the written checkpoint; None confirms the original alone.
         ids: [samples, tokens] that were scored.
         items: of every scored position of a decoder.
@@ -63,8 +62,6 @@ def _decoder(
 
     Args:
         before, after: logits [samples, tokens, vocabulary] of plain transformers, of the original and of the export.
-        ids: [samples, tokens].
-        items: of every scored position, of whole sequences.
         limit: nats, of the KL.
         again: logits of the scored candidate on `ids` alone, taken instead of its items; None takes those.
     """

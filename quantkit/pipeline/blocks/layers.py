@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from quantkit.bundle import Decision, LayerEntry, decision
-from quantkit.exporters.layer_spec import LayerSpec
+from quantkit.exporters import LayerSpec
 from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.activation import InputScale
 from quantkit.model.structure import experts

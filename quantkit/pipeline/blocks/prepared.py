@@ -69,7 +69,6 @@ def prepare(request: Request, *, whole: bool = True, seen: Sets | None = None) -
     """Open and check everything a compile needs.
 
     Args:
-        request: what is asked for.
         whole: whether every weight is read, and looked at for NaN and infinity; a rehearsal has no time for that, nor
             for the hash of the files.
         seen: what calibrates and what scores; None loads what the recipe names.

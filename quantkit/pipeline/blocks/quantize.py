@@ -7,10 +7,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from quantkit.bundle import Build
+from quantkit.bundle import Build, LayerEntry
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
+from quantkit.formats import QuantTensor
+from quantkit.model.structure.traced import weight_of
+from quantkit.passes.assign import nearest_in_pieces
 from quantkit.pipeline.blocks import tokens
+from quantkit.pipeline.blocks.layers import Layers
 from quantkit.pipeline.blocks.prepared import Prepared
 from quantkit.pipeline.progress import Progress
 
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.pipeline.blocks.work import Worked
 
+
 # a few tokens are enough to trace a block and to prove its folds
 _PROBE = (2, 12)
 
@@ -29,16 +34,13 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
     """Put every block that is not committed yet through the passes, then what lies outside the blocks.
 
     Args:
-        prepared: what to do.
         build: where `block-0000`, ..., `head` and `rest` are committed.
-        progress: told of every block.
     """
     import torch
     from safetensors.torch import load_file, save_file
 
     from quantkit.model import finished
-    from quantkit.pipeline.blocks.rare_experts import Rare
-    from quantkit.pipeline.blocks.work import work
+    from quantkit.pipeline.blocks.work import Rare, work
 
     choice = prepared.request.recipe.calibration
     count = len(prepared.stream.block_names)
@@ -121,8 +123,6 @@ def _finish_rest(prepared: Prepared, build: Build) -> None:
 
     stream = prepared.stream
     if prepared.layers.head is not None and "head" not in build.done():
-        from quantkit.pipeline.blocks.head import quantize_head
-
         begun = time.process_time()
         tensor, entry = quantize_head(stream, prepared.layers)
         result = build.temporary("head.safetensors")
@@ -184,3 +184,20 @@ def _record(prepared: Prepared, worked: Worked) -> dict[str, Any]:
         "fusions": [[worked.block.full_name(name) for name in members] for members in worked.block.fusions],
         "decisions": [decision.as_dict() for decision in worked.decisions],
     }
+
+
+def quantize_head(stream: StreamedModel, layers: Layers) -> tuple[QuantTensor, LayerEntry]:
+    """Codes of the head `layers.head`, by its scheme there, and its entry in the manifest.
+
+    It is rounded to nearest, each range searched for the least squared error (`passes/solvers/ranges.py`), whichever
+    pass assigns the codes inside the blocks. A few rows are in memory at a time beside the codes. The embedding that a
+    head may share its weight with stays as it is; only the product that makes the logits uses the codes.
+    """
+    assert layers.head is not None
+    if stream.transforms:
+        weight = weight_of(stream.rest().get_submodule(layers.head))
+    else:
+        # as stored: half the memory of float32 where it is large
+        weight = stream.source.weights.read(stream.files[f"{layers.head}.weight"])
+    tensor, error = nearest_in_pieces(weight, layers.schemes[layers.head])
+    return tensor, layers.entry(layers.head, tensor, error)

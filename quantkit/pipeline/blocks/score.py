@@ -43,10 +43,6 @@ def score_exports(
     """Accuracy of every export, each in its own runtime, and sizes; `harm.json` is written with the first.
 
     Args:
-        prepared, build, progress: of the compile.
-        subject: the bundle's identity in the rows.
-        layers: what was quantized.
-        files: of the bundle so far.
         built: hashes of what was compiled for it, by path in it.
         whole: whether the model fits into memory, so that plain transformers can confirm a few of the scores.
 

@@ -34,10 +34,9 @@ from quantkit.pipeline.blocks.score import score_exports, unscored
 from quantkit.pipeline.estimate import estimate, head_size, times
 from quantkit.pipeline.finished import engine
 from quantkit.pipeline.finished.inspect_engine import of_exports
-from quantkit.pipeline.progress import Progress
-from quantkit.pipeline.refusals import demand
+from quantkit.pipeline.gates import demand
+from quantkit.pipeline.progress import Progress, Stages
 from quantkit.pipeline.request import Request
-from quantkit.pipeline.stages import Stages
 from quantkit.pipeline.subject import Engines, Scores
 from quantkit.pipeline.verdict import try_to_time
 from quantkit.planning.bound import efficiency

@@ -64,9 +64,6 @@ def load(
     """What to calibrate on (None if no pass looks at data), and what to score on.
 
     Args:
-        recipe: its calibration choice and seed.
-        source: whose tokenizer and vocabulary.
-        calibrate: whether any pass needs the calibration set.
         decisions: gets what was done otherwise than asked.
 
     Raises:
@@ -124,8 +121,6 @@ def again(
     """What scores a finished bundle: the set that was asked for, it or nothing; else the recipe's.
 
     Args:
-        recipe: the bundle's.
-        source: whose tokenizer and vocabulary.
         asked: a set's name or path; None asks for none.
         seen: what the bundle was calibrated on, if on anything.
         decisions: gets what was done otherwise than the recipe says.
@@ -189,10 +184,6 @@ def guiding(
     """The text that may guide a choice: the `tune` split of the recipe's set, which neither calibrates nor scores.
 
     Args:
-        recipe: its calibration choice and seed.
-        source: whose tokenizer and vocabulary.
-        samples, tokens: how much of it.
-        calibration: what the passes see.
         decisions: gets what was done otherwise than asked.
 
     Raises:

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,6 @@ from quantkit.model.structure.fold import Fold
 from quantkit.model.structure.skip import skips
 from quantkit.model.structure.traced import Structure
 from quantkit.passes import Pass, decision
-from quantkit.pipeline.blocks import rare_experts
-from quantkit.pipeline.blocks.rare_experts import Rare
 from quantkit.planning.compiling.spec import chunk_size
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
@@ -196,17 +194,13 @@ def work(
     """Run every pass on every block, one block at a time.
 
     Args:
-        stream: the model.
-        steps: the passes, in order.
         schemes: linear's full name -> how to store it; those not named stay in high precision.
         ids: [samples, tokens] to calibrate on; None when no pass looks at data.
         probe_ids: a few tokens to trace blocks and prove folds with.
         widest: the largest number of features of any activation.
         dtype: what unquantized tensors will be stored in.
-        seed: for passes that draw random numbers.
         fuses: whether any destination gains from linears that are stored as one.
         activations: linear's full name -> how its input is quantized, for those where it is.
-        cache: how keys and values are quantized, if they are.
         start: the first block to work on; earlier ones are done.
         hidden: the input of block `start` on `ids`, when resuming.
         original: the same in the original stream, where a pass looks at that.
@@ -280,7 +274,7 @@ def work(
             keeps_errors=any("weight_errors" in step.needs for step in block_steps),
         )
         worked = Worked(block, None)
-        worked.routed, worked.decisions = rare_experts.settle(block, counts, rare or Rare())
+        worked.routed, worked.decisions = settle(block, counts, rare or Rare())
         stats = Stats(module, traced.groups, calls or probe, stage, hidden if hidden is not None else probed)
         stats.scales = Scales(block.inputs, block.cache, dtype)
         if block.original is not None and original is not None and originals is not None:
@@ -336,3 +330,45 @@ def _about_scales(block: Block, scales: Scales) -> list[Decision]:
         reason = "its attention wrote nothing to the cache; its keys and values stay as they are"
         found.append(decision("calibrate", "cache-unused", block.name, reason))
     return found
+
+
+_DONE = {
+    "force": ("forced", "it is calibrated on all tokens that reach its layer"),
+    "keep": ("kept", "it stays in high precision"),
+}
+
+
+@dataclass(frozen=True)
+class Rare:
+    """Experts that see fewer than so many calibration tokens, and what is done about them; see `CalibrationChoice`."""
+
+    tokens: int = 64
+    action: Literal["force", "keep"] = "force"
+
+
+def settle(block: Block, counts: Mapping[str, int], rare: Rare) -> tuple[dict[str, int], list[Decision]]:
+    """Force or keep the experts that see too little.
+
+    Args:
+        counts: expert -> calibration tokens that are routed to it.
+
+    Returns:
+        linear's full name -> the tokens its expert is routed, and the decisions.
+    """
+    owners = {linear: owner for linear in block.linears() if (owner := routing.expert_of(linear, block.module))}
+    routed = {block.full_name(linear): counts[owner] for linear, owner in owners.items() if owner in counts}
+    chosen = [expert for expert, seen in counts.items() if seen < rare.tokens and expert in owners.values()]
+    done, reason = _DONE[rare.action]
+    if rare.action == "force":
+        for module in (block.module, block.original):
+            if module is not None:
+                routing.force(module, chosen)
+    else:
+        block.schemes = {linear: None if owners.get(linear) in chosen else how for linear, how in block.schemes.items()}
+    found = []
+    for expert in chosen:
+        seen = f"{counts[expert]} calibration tokens were routed to it, fewer than {rare.tokens}"
+        found.append(
+            decision("calibrate", "expert-unrouted", block.full_name(expert), f"{seen}; {reason}", counts[expert], done)
+        )
+    return routed, found

@@ -93,17 +93,9 @@ def compare_bundles(
     """Set B against A.
 
     Args:
-        a: a bundle, or the model that `b` was made from.
-        b: the same, of what is judged.
-        progress: told how far it is.
         margins: see `Margins`.
-        runtime: whose scores are compared; None is one that both were scored in.
-        calibration: where the text is that was scored, if it was a file: flipped words are shown in it. Of a graph,
-            where its samples are.
-        measure: time both in one run; else what is recorded is compared.
         batches: of that run; None is those of `measure --quick`.
         seconds: for all of that run.
-        speed: whether times are compared.
         examples: flipped words of each kind that are shown.
 
     Raises:

@@ -78,8 +78,6 @@ def prepare(
     """What is timed of two bundles, and what a reader must know of it; whatever can be refused is refused here.
 
     Args:
-        a: what B is set against.
-        b: what is judged.
         batches: None is those of `measure --quick`.
         seconds: for all; None is those of `measure --quick`.
         calibration: where the samples of a graph are, if they were a file.

@@ -71,7 +71,6 @@ def scored_text(side: BundleSide, items: Items, data: Data, calibration: str | N
     """The text that was scored, and what a reader must know where it is not at hand.
 
     Args:
-        side: whose tokenizer reads it.
         items: how many sequences there are, and how long.
         data: its name and hash.
         calibration: where it is; None is the name that the rows have for it.

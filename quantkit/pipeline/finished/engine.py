@@ -34,8 +34,6 @@ def here(options: Mapping[str, Any], asked: Mapping[str, Any], known: list[str])
     """The options with this machine's GPU in place of the target's, where nobody asked for one.
 
     Args:
-        options: of the exporter: the target's, then those that were asked for.
-        asked: the latter alone.
         known: compute capabilities that the library builds for ahead of time; empty where it builds for the GPU here.
     """
     gpus, _ = machine.gpus()
@@ -45,12 +43,7 @@ def here(options: Mapping[str, Any], asked: Mapping[str, Any], known: list[str])
 
 
 def notes(bundle: Path, built: Iterable[str]) -> list[Decision]:
-    """What a reader has to know of builds: what the timing cache has saved.
-
-    Args:
-        bundle: its folder.
-        built: paths in it, of engines and what describes them.
-    """
+    """What a reader has to know of builds: what the timing cache has saved."""
     found = []
     for path in sorted(path for path in built if path.endswith(".json")):
         said = timings.said(json.loads((bundle / path).read_bytes()))
@@ -63,12 +56,6 @@ def add_engine(
     bundle: Bundle, exporter: Any, options: Mapping[str, Any], progress: Progress
 ) -> tuple[Bundle, str, list[Decision]]:
     """Build and put in.
-
-    Args:
-        bundle: with a network, intact.
-        exporter: that builds.
-        options: of it.
-        progress: told how far the build is.
 
     Returns:
         (the bundle with it, the engine's path inside, what is to be known of its build).

@@ -14,15 +14,14 @@ from quantkit import plugins
 from quantkit.bundle import Bundle, Check, Decision
 from quantkit.content import parse_yaml
 from quantkit.errors import InputError, did_you_mean, from_validation
-from quantkit.exporters import load_exporter
-from quantkit.exporters.layer_spec import LayerSpec
+from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
 from quantkit.pipeline import verdict
 from quantkit.pipeline.finished import engine
+from quantkit.pipeline.gates import demand
 from quantkit.pipeline.graphs.remeasure import file_of, holds_graph, is_network
 from quantkit.pipeline.progress import Progress
-from quantkit.pipeline.refusals import demand
 from quantkit.report.bundle import usage
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
@@ -77,11 +76,8 @@ def export_bundle(
     """Export a bundle's checkpoint to another destination.
 
     Args:
-        bundle: with a checkpoint.
-        to: an exporter's name.
         changes: `NAME=YAML` options of the exporter.
         dry_run: check what can be checked, write nothing.
-        progress: told how far it is.
 
     Raises:
         InputError: `unknown-exporter`, `export-unsupported`, `export-exists`, `bundle-without-checkpoint`,
@@ -121,14 +117,7 @@ def export_bundle(
     stored = None if cache is None else CacheScheme.model_validate(cache)
     exporter.accepts(options, LayerSpec(schemes, list(schemes), activations=activations, cache=stored))
     place = folder_of(to)
-    if any(entry.path.startswith(f"{place}/") for entry in manifest.files):
-        raise InputError(
-            "export-exists",
-            where=str(bundle.path / place),
-            value="the bundle has it already",
-            rule="content never changes after the build",
-            remedy="compile again with another recipe",
-        )
+    bundle.demand_free(place)
     _demand_codes(bundle)
     bundle.demand_writable()
     bundle.demand_intact()

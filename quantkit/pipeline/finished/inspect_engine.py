@@ -24,10 +24,6 @@ _CONTEXT, _BATCH = 512, 1
 def look(model: EngineModel, layers: Sequence[LayerEntry]) -> Inspected:
     """Ask an engine for its layers, and time each of them.
 
-    Args:
-        model: loaded.
-        layers: that were quantized.
-
     Raises:
         InputError: `engine-opaque`, `shape-unsupported`.
     """
@@ -66,17 +62,10 @@ def of_exports(
 ) -> list[Inspected]:
     """Look into every engine of a bundle that is being built, where this machine can open it; write what was found.
 
-    Args:
-        exports: of the recipe.
-        bundle: its folder.
-        layers: that were quantized.
-        built: hashes of its engines, by path in it.
-        strict: whether a layer in more bits than asked is an error.
-
     Raises:
         GateError: `strict`, a layer is multiplied in more bits than asked.
     """
-    from quantkit.pipeline.refusals import refuse
+    from quantkit.pipeline.gates import refuse
     from quantkit.runtimes.tensorrt.decode import EngineModel
 
     found = []

@@ -85,13 +85,7 @@ def measure_bundle(
     """Measure what one runtime runs of a bundle. Its rows replace those of their kind; verdict and page follow.
 
     Args:
-        bundle: finished.
-        baseline: a model, or a bundle's path; None is the model it was made from, if that can be found by its name.
-        progress: told how far it is.
-        runtime: `torch` (accuracy and size) or `onnxruntime` (speed too); None is `default_runtime`.
-        calibration: the set whose `eval` split scores, it or none; None is the bundle's own.
         plan: shapes and seconds of the timing; its batches default to the target's, up to 32.
-        speed: whether to time it, in onnxruntime.
         decisions: gets what was done otherwise than asked: text that had to come from elsewhere.
 
     Raises:

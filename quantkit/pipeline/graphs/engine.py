@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.bundle import Decision
 from quantkit.errors import InputError
-from quantkit.exporters import load_exporter
-from quantkit.exporters.layer_spec import LayerSpec
+from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.exporters.tensorrt import EXPORT as TENSORRT
 from quantkit.passes import decision
 from quantkit.recipe import ExportStep, Recipe
@@ -38,9 +37,6 @@ def takes(
     """The products that are quantized, and what is not and why.
 
     Args:
-        step: the export.
-        recipe: that it is of.
-        graph: as opened.
         chosen: products that the recipe does not keep.
 
     Raises:

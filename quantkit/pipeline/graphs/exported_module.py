@@ -1,5 +1,6 @@
-"""A torch module -> the request to compile its graph: exported into the user's cache, named after what it is.
+"""Which models are compiled as float ONNX graphs, and where the file of one lies.
 
+A torch module is exported into the user's cache, and named after what it is.
 A bundle of it says `module:CLASS` and the hash of the exported graph; `quantkit measure` finds that in the cache.
 """
 
@@ -7,18 +8,21 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.content import cache_dir
 from quantkit.errors import InputError, MissingDependency
+from quantkit.graph.open import is_graph
+from quantkit.model.source.alias import ALIASES, Alias, materialize
 from quantkit.model.source.hashes import file_sha256
 from quantkit.model.source.weights import disk_errors
 from quantkit.pipeline.request import Request
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
 
 REF = "module:"
 
@@ -32,7 +36,6 @@ def with_module(request: Request, module: nn.Module, example_inputs: Any) -> Req
     """The request with a module's exported graph for its model.
 
     Args:
-        request: of everything else.
         module: of tensors to tensors, in float32.
         example_inputs: a tensor, several in their order, or by name: [n, ...] each. All sizes but n are fixed in the
             graph; n is free, unless the module fixes it.
@@ -99,3 +102,36 @@ def _not_exported(name: str, problem: Exception) -> InputError:
         rule="torch.onnx.export(module, example_inputs, dynamo=True) makes a graph of it",
         remedy="mend what it names, or export it yourself and give the .onnx file",
     )
+
+
+@dataclass(frozen=True)
+class Located:
+    """The file of a graph.
+
+    Args:
+        path: of the ONNX file.
+        ref: what a manifest calls it.
+        name: what the bundle is named after.
+        alias: of a shipped model, which has a calibration set of its own, and says what becomes of images before it.
+    """
+
+    path: Path
+    ref: str
+    name: str
+    alias: Alias | None = None
+
+
+def takes_graph(model: str) -> bool:
+    """Whether a model is compiled as a float ONNX graph: a file of one, or a shipped network."""
+    alias = ALIASES.get(model)
+    return is_graph(model) or (alias is not None and alias.kind == "network")
+
+
+def located(request: Request) -> Located:
+    """Where the graph of a request lies; a shipped one is materialized."""
+    alias = ALIASES.get(request.model)
+    if alias is not None:
+        return Located(materialize(alias) / "model.onnx", f"alias:{alias.name}", alias.name, alias)
+    path = Path(request.model).expanduser()
+    ref = f"{REF}{request.module}" if request.module else f"path:{path.name}"
+    return Located(path, ref, request.module or path.stem)

@@ -83,11 +83,7 @@ def scored(
     """Accuracy of a file against the float graph.
 
     Args:
-        original: the float graph.
-        own: the file, or what runs it.
-        scoring: what both are given.
         subject, baseline: their identities in the rows.
-        progress: told how far it is.
     """
     expected = answers(original, scoring, lambda done: progress.at("score", done / 2))
     given = answers(own, scoring, lambda done: progress.at("score", (1 + done) / 2))
@@ -149,13 +145,6 @@ def speed(
     ours: SpeedSide, theirs: SpeedSide, samples: InputSet, costs: SampleCost, progress: Progress, plan: TimingPlan
 ) -> list[Row]:
     """Both in turn, on real inputs; a graph of a fixed batch at that alone.
-
-    Args:
-        ours, theirs: files of graphs.
-        samples: that are run.
-        costs: of one sample.
-        progress: told how far it is.
-        plan: its batches, seconds and rounds.
 
     Raises:
         InputError, MissingDependency: see `timing.speed.run`.

@@ -78,8 +78,6 @@ def mix(quantized: QuantizedGraph, held: InputSet, settings: Any, progress: Prog
     Args:
         quantized: with codes for every product. What the search has measured and solved stands in its steps.
         held: the samples to measure on.
-        settings: of the pass.
-        progress: told how far it is.
     """
     return _Search(quantized, held, settings, progress).run()
 

@@ -13,12 +13,12 @@ from quantkit.bundle import Check, Decision, LayerEntry
 from quantkit.exporters import load_exporter
 from quantkit.formats import load_format
 from quantkit.passes import NOTE, decision
+from quantkit.pipeline.gates import demand
 from quantkit.pipeline.graphs.engine import EXPORT, wanted
 from quantkit.pipeline.graphs.prepared import PreparedGraph
 from quantkit.pipeline.graphs.quantized import BATCH, SOLVING
 from quantkit.pipeline.graphs.steps import IntegerForm, Steps, WeightForm
 from quantkit.pipeline.progress import Progress
-from quantkit.pipeline.refusals import demand
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.tensorrt.file import DATA, FOLDER, NETWORK
 
@@ -64,14 +64,12 @@ class Network:
 
     def save(self, path: Path) -> None:
         """Write the network, its weights beside it."""
-        import onnx_ir as ir
-
-        from quantkit.exporters.tensorrt.network.folder import EXTERNAL
         from quantkit.exporters.tensorrt.network.graph import network
+        from quantkit.exporters.trace.rewrite import save
 
         made = network(self.prepared.graph.model, self.products, self.pairs, self.format)
         made.producer_name, made.producer_version = "quantkit", __version__
-        ir.save(made, path, external_data=DATA, size_threshold_bytes=EXTERNAL)
+        save(made, path, DATA)
 
     def checks(self, path: Path) -> list[Check]:
         """The network's numbers, in ONNX Runtime. Raises GateError."""
@@ -150,7 +148,7 @@ class Network:
         """Inputs are quantized: fixed scales, then codes."""
         from quantkit.graph.codes import solve
         from quantkit.graph.pairs import qdq
-        from quantkit.graph.pairs.placement_inputs import before
+        from quantkit.graph.pairs.placement import before
 
         prepared, progress = self.prepared, self.progress
         model, sites = prepared.graph.model, prepared.sites

@@ -14,7 +14,7 @@ from quantkit.kinds import one
 from quantkit.passes import NOTE, decision, load_pass
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.graphs import engine as graph_engine
-from quantkit.pipeline.graphs.located import located
+from quantkit.pipeline.graphs.exported_module import located
 from quantkit.pipeline.graphs.measure import SampleCost, cost
 from quantkit.pipeline.request import Request, default_out
 from quantkit.planning.model.assigned import ROLES

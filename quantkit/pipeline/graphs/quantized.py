@@ -13,10 +13,10 @@ import numpy as np
 from quantkit._version import __version__
 from quantkit.bundle import Check, Decision, LayerEntry
 from quantkit.errors import GateError
+from quantkit.pipeline.gates import demand
 from quantkit.pipeline.graphs.prepared import PreparedGraph
 from quantkit.pipeline.graphs.steps import IntegerForm, Steps
 from quantkit.pipeline.progress import Progress
-from quantkit.pipeline.refusals import demand
 from quantkit.planning.readers import graph_schemes
 
 if TYPE_CHECKING:
@@ -117,7 +117,6 @@ class QuantizedGraph:
 
         Args:
             kept: stay in floats; what stands before the first of them has the codes that it has already.
-            report: told the share that is done.
         """
         from quantkit.graph.codes import solve
 

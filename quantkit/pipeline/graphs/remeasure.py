@@ -112,12 +112,9 @@ def measure_graph(
     """Score and time a bundle's graph against a float one.
 
     Args:
-        bundle: of a graph.
         baseline: a .onnx file or a shipped network; None is what the bundle was made from, where that can be found.
-        progress: told how far it is.
         calibration: the set whose `eval` split scores; None is the one that the bundle was calibrated on.
         plan: whose batches, seconds and rounds are timed.
-        timed: whether speed is measured.
 
     Returns:
         The rows, and what the baseline is called in them: the hash of the float graph.
@@ -221,7 +218,6 @@ def samples_of(bundle: Bundle, calibration: str | None) -> InputSet:
     """What a bundle's graph is scored and timed on: the `eval` split of the set that it was calibrated on.
 
     Args:
-        bundle: of a graph.
         calibration: another set, or where its own is, if that was a file.
 
     Raises:

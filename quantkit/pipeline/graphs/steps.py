@@ -68,13 +68,7 @@ class Steps:
         return {name: Range(*own) for name, own in self.once("ranges", told)["ranges"].items()}
 
     def products(self, stem: str, names: Sequence[str], form: Form[T]) -> Products[T]:
-        """The products of one solve.
-
-        Args:
-            stem: of their steps' keys.
-            names: of all of the graph's products, in order.
-            form: of their files.
-        """
+        """The products of one solve."""
         return Products(self, {name: f"{stem}-{place:04}" for place, name in enumerate(names)}, form)
 
     def drop(self, key: str, stem: str) -> None:

@@ -40,9 +40,8 @@ from quantkit.pipeline.graphs.plan import estimate
 from quantkit.pipeline.graphs.prepared import PreparedGraph
 from quantkit.pipeline.graphs.quantized import MODEL, QuantizedGraph
 from quantkit.pipeline.graphs.steps import Steps
-from quantkit.pipeline.progress import Progress
+from quantkit.pipeline.progress import Progress, Stages
 from quantkit.pipeline.request import Request, runs_here
-from quantkit.pipeline.stages import Stages
 from quantkit.pipeline.subject import Engines, Scores
 from quantkit.pipeline.verdict import HARM
 from quantkit.planning.compiling.result import Compiling

@@ -94,7 +94,6 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
     """Answer it.
 
     Args:
-        question: what is asked.
         samples: of efficiencies, instead of those that are known and those that the question names.
 
     Raises:

@@ -36,8 +36,6 @@ def cut(prepared: Prepared, index: int, folder: Path) -> None:
 
     Args:
         prepared: of the whole model; its weights are read here, those of the block and a few others.
-        index: of the block.
-        folder: new.
 
     Raises:
         InputError: `weights-nonfinite`, `weights-truncated`; `block-not-alone`, where the config of one layer makes

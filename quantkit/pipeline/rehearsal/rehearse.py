@@ -106,14 +106,12 @@ def rehearse(request: Request, progress: Progress | None = None, *, seconds: flo
     """Find out what a compile would take, and what it would fail with; nothing of it is kept.
 
     Args:
-        request: of the compile.
-        progress: told how far it is.
         seconds: to take, about; a block that needs far more is not run.
 
     Raises:
         InputError: `compile-unknown`, of a graph of images.
     """
-    from quantkit.pipeline.graphs.located import takes_graph
+    from quantkit.pipeline.graphs.exported_module import takes_graph
 
     if takes_graph(request.model):
         raise InputError(
@@ -212,8 +210,8 @@ class _Rehearsing:
         from quantkit.pipeline.blocks.prepared import prepare
         from quantkit.pipeline.blocks.subject import TransformerSubject
         from quantkit.pipeline.compile import make
+        from quantkit.pipeline.progress import Stages
         from quantkit.pipeline.rehearsal import one_block
-        from quantkit.pipeline.stages import Stages
 
         request = replace(
             self.request,

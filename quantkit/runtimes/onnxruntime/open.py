@@ -46,7 +46,6 @@ def open_graph(
     """A session.
 
     Args:
-        path: `model.onnx`, its weights beside it.
         threads: of one operator.
         profile: a folder for the profile.
         level: accuracy level, instead of what the file says; with 0 all products are in float32.
@@ -107,10 +106,6 @@ def _changed(path: Path, level: int | None, shown: Sequence[str]) -> bytes:
 
 def write_optimized(path: Path, to: Path) -> None:
     """Write the graph as the runtime runs it on this machine: what it has fused, with its weights beside it.
-
-    Args:
-        path: `model.onnx`.
-        to: the new file, in a folder of its own.
 
     Raises:
         MissingDependency: onnxruntime.

@@ -44,10 +44,6 @@ class OnnxRuntime(Runtime):
     def load(self, bundle: Bundle, **settings: Any) -> OnnxModel:
         """The model in a session; its files are checked against the manifest first.
 
-        Args:
-            bundle: with `onnx/`.
-            settings: of `OnnxModel`.
-
         Raises:
             MissingDependency: onnxruntime.
             InputError: `bundle-without-onnx`, `hash-mismatch`, `onnx-unreadable`.

@@ -1,8 +1,9 @@
-"""A model in an engine: prompts, steps (`_tensorrt_step`), an encoder's texts, and what latency is measured on."""
+"""A model in an engine: prompts, steps, an encoder's texts, and what latency is measured on; and a graph in one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,11 +12,11 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.runtimes.generate import no_cache, too_long
 from quantkit.runtimes.tensorrt.engine import Engine
-from quantkit.runtimes.tensorrt.step import CACHE, EngineState, EngineStep, inputs
 from quantkit.runtimes.torch import events
 
 if TYPE_CHECKING:
     import torch
+
 
 Array = NDArray[Any]
 
@@ -127,16 +128,7 @@ class EngineModel:
             raise too_long(str(self.engine.file.path), tokens, f"its cache holds {self.capacity}", remedy)
 
     def run(self, state: EngineState, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
-        """Feed tokens to the sequences of a state.
-
-        Args:
-            state: grows by the tokens.
-            ids: [B, S]; rows that are shorter are padded on the left.
-            mask: [B, S], 0 where ids are padding; None: nowhere.
-            keep: how many positions from the end to give logits for; 0 is all.
-
-        Returns:
-            logits [B, S or keep, vocabulary], float32.
+        """Feed tokens to the sequences of a state; see `OnnxModel.run`.
 
         Raises:
             InputError: `prompt-too-long`, `shape-unsupported`.
@@ -284,3 +276,132 @@ class EngineModel:
         state.real.fill_(tokens)
         state.length = tokens
         return state
+
+
+CACHE = "past_key_values."
+
+
+@dataclass
+class EngineState:
+    """Some sequences.
+
+    Args:
+        batch: how many.
+        capacity: columns of the cache.
+        caches: input -> buffer [B, H, capacity, D].
+        mask: [B, capacity], 1 where a token is.
+        real: [B], tokens so far, padding left out.
+        length: columns that are filled.
+        step: a step of this state, once there was one.
+    """
+
+    batch: int
+    capacity: int
+    caches: dict[str, torch.Tensor]
+    mask: torch.Tensor
+    real: torch.Tensor
+    length: int = 0
+    step: EngineStep | None = field(default=None, repr=False)
+
+
+class EngineStep:
+    """One token more of each sequence of a state, [B, 1]: captured when it first runs, on a GPU.
+
+    The cache is one buffer a layer, bound as past and as present: the engine writes new keys and values at
+    `write_indices`, and nothing is copied or moved. So every step finds its tensors where the last one did, and what
+    was captured once is right at every position: ids, positions, mask and place are written into the same tensors.
+    """
+
+    def __init__(self, engine: Engine, state: EngineState) -> None:
+        import torch
+
+        self.engine = engine
+        number, _ = engine.profile(state.batch, 1)
+        # of its own: a graph is of the shapes and addresses that its context had when it was captured
+        self._context = engine.new_context(number)
+        empty = torch.zeros(state.batch, 1, dtype=torch.long, device=state.mask.device)
+        self._inputs = inputs(engine, state, empty, empty, 0, 0)
+        self._outputs: dict[str, torch.Tensor] = {}
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, before: int) -> torch.Tensor:
+        """Logits [B, 1, V]; the next step overwrites them."""
+        self._inputs["input_ids"].copy_(tokens)
+        if "position_ids" in self._inputs:
+            self._inputs["position_ids"].copy_(positions)
+        self._inputs["write_indices"].fill_(before)
+        self.replay()
+        self.engine.wait()
+        return self._outputs["logits"]
+
+    def replay(self) -> None:
+        """The same step once more."""
+        if self.engine.device.type != "cuda":
+            self.enqueue()
+            return
+        if self._graph is None:  # what warms up writes what the step that follows writes to the same place
+            self._graph = events.captured(self.enqueue)
+        self._graph.replay()
+
+    def enqueue(self) -> None:
+        """The same step, launched one by one."""
+        if not self._outputs:
+            self._outputs = self.engine.bind(self._context, self._inputs)
+        self.engine.enqueue(self._context)
+
+
+def inputs(
+    engine: Engine, state: EngineState, tokens: torch.Tensor, positions: torch.Tensor, before: int, keep: int
+) -> dict[str, torch.Tensor]:
+    """Everything that goes in, each in the type that the engine has it in.
+
+    Args:
+        state: whose cache and mask they are.
+        tokens, positions: [B, S].
+        before: columns of the cache that are filled.
+        keep: how many positions from the end to give logits for; 0 is all.
+    """
+    made = {name: engine.tensor(name, tuple(tokens.shape)) for name in ("input_ids", "position_ids")}
+    made["input_ids"].copy_(tokens)
+    made["position_ids"].copy_(positions)
+    made["write_indices"] = engine.tensor("write_indices", (state.batch,)).fill_(before)
+    if "logits_to_keep" in engine.inputs:
+        made["logits_to_keep"] = engine.tensor("logits_to_keep", (1,)).fill_(keep)
+    made |= {"attention_mask": state.mask, **state.caches}
+    return {name: tensor for name, tensor in made.items() if name in engine.inputs}
+
+
+class LoadedGraph:
+    """A network of images, or any other graph, in an engine.
+
+    Args:
+        engine: opened; of its profiles the first is run.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
+        """Output -> values, float32. Raises InputError `shape-unsupported`, `engine-failed`."""
+        found = self.engine.run(0, self._given(feed))
+        return {name: np.array(value.float().cpu().numpy()) for name, value in found.items()}
+
+    def repeated(self, feed: Mapping[str, Array]) -> Callable[[], float | None]:
+        """The same run, ready to be repeated: seconds by the device's clock; None where it has none."""
+        context, given = self.engine.context(0), self._given(feed)
+        held = self.engine.bind(context, given)
+
+        def run() -> None:
+            assert held and given  # bound by address alone: they have to live as long as this
+            self.engine.enqueue(context)
+
+        return lambda: events.seconds(run, self.engine.device)
+
+    def _given(self, feed: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+        import torch
+
+        found = {}
+        for name in self.engine.inputs:
+            found[name] = self.engine.tensor(name, feed[name].shape)
+            found[name].copy_(torch.from_numpy(np.ascontiguousarray(feed[name])))
+        return found

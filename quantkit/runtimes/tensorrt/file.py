@@ -100,9 +100,7 @@ def matching(bundle: Path, files: Mapping[Path, str], library: Library, gpu: Map
     """The engine for this GPU.
 
     Args:
-        bundle: its folder.
         files: engines and what describes them, with their hashes, as `verified` gives them.
-        library: that is to load it.
         gpu: of `plan.machine.gpus()`.
 
     Raises:

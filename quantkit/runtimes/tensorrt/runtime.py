@@ -15,9 +15,8 @@ from quantkit.runtimes.tensorrt.file import FOLDER, choose, descriptions, matchi
 from quantkit.runtimes.tensorrt.library import Library, Name
 
 if TYPE_CHECKING:
-    from quantkit.runtimes.tensorrt.decode import EngineModel
+    from quantkit.runtimes.tensorrt.decode import EngineModel, LoadedGraph
     from quantkit.runtimes.tensorrt.engine import Engine
-    from quantkit.runtimes.tensorrt.graph import LoadedGraph
 
 Gpus = Callable[[], tuple[Sequence[Mapping[str, Any]], str]]
 
@@ -39,11 +38,7 @@ class TensorrtRuntime(Runtime):
         self._library, self._gpus, self._device = library, gpus, device
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
-        """Why no engine can be run on this machine; None where one can.
-
-        Args:
-            folder: of a bundle, or of one that is being built: then of its engines.
-        """
+        """See `Runtime`; of a folder, whether one of its engines can be run."""
         gpus, why = self._here()
         if not gpus:
             return f"no NVIDIA GPU: {why}"
@@ -89,12 +84,6 @@ class TensorrtRuntime(Runtime):
     def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> EngineModel:
         """What scores a bundle, or the folder of one that is being built.
 
-        Args:
-            path: of it.
-            threads: has no meaning here.
-            built: of one that is being built, the hashes that its build has given out, by their paths in it; None:
-                the manifest says.
-
         Raises:
             InputError: as `load`; `not-a-bundle`.
         """
@@ -104,7 +93,7 @@ class TensorrtRuntime(Runtime):
 
     def open_graph(self, path: Path, *, built: Mapping[str, str]) -> LoadedGraph:
         """The engine of a graph that is being built; see `open`."""
-        from quantkit.runtimes.tensorrt.graph import LoadedGraph
+        from quantkit.runtimes.tensorrt.decode import LoadedGraph
 
         return LoadedGraph(self._engine(path, {path / name: sha256 for name, sha256 in built.items()}))
 

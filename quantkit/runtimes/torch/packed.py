@@ -76,7 +76,6 @@ def load(
 
     Args:
         bundle: whose manifest says how each linear is stored.
-        folder: of its checkpoint.
         device: `cuda`, `cuda:1`; `cpu` in Triton's interpreter, for tests.
         dtype: float16 or bfloat16; None: the checkpoint's own, float16 for one of float32.
         table: which kernel at which batch, as measured; shapes that it lacks take `linear.unmeasured`.

@@ -27,7 +27,6 @@ def reloaded(folder: Path, *, cache: bool = True) -> StreamedModel:
     """A checkpoint, packed or dense, as a stream of blocks that see inputs and cache as the checkpoint says.
 
     Args:
-        folder: of the checkpoint.
         cache: whether the cache is quantized, if the checkpoint says so.
     """
     source = open_written(folder)

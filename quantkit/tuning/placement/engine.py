@@ -25,8 +25,7 @@ from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime
 from quantkit.tuning.placement.search import FoundPlacement, PlacementTime, Report, search
 
 if TYPE_CHECKING:
-    from quantkit.runtimes.tensorrt.decode import EngineModel
-    from quantkit.runtimes.tensorrt.graph import LoadedGraph
+    from quantkit.runtimes.tensorrt.decode import EngineModel, LoadedGraph
 
 # of the shipped text: tokens that placements are compared on, and steps that are timed
 _TOKENS, _STEPS, _BATCH, _CONTEXT = 256, 60, 1, 512

@@ -84,7 +84,6 @@ def read_back(model: ir.Model, name: str, form: str) -> Array | None:
     """A weight as the file has it, [N, K] float32, by the words of ONNX's DequantizeLinear; None where it is not there.
 
     Args:
-        model: the file.
         name: of the weight; its parts are `NAME.codes`, `NAME.scale` and `NAME.whole`, of a scale that is quantized.
         form: format; of NF4 the codes are places in the `codebook`.
     """

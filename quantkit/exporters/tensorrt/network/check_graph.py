@@ -45,7 +45,6 @@ def check(
     """All checks of a network.
 
     Args:
-        network: the file.
         model: the float graph that it was made from.
         products, pairs, kind: what was decided on; see `graph.network`.
         feed: a few real inputs.

@@ -2,7 +2,7 @@
 
     Conv            codes [O, I/g, ...] under DequantizeLinear, a scale a channel; its bias stays float
     Gemm, MatMul    codes [K, N] under DequantizeLinear, by tensor, channel or block; a bias is added behind
-    inputs          a pair (`graph.placement_inputs`), one scale, zero point 0
+    inputs          a pair (`graph.pairs.placement.before`), one scale, zero point 0
 
 TensorRT adds biases to sums in floats: as 32-bit integers under a DequantizeLinear they would be a product of their
 own. Scales are those of float16, exactly, wherever the solver chose them so; see `weights.fitting`.
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from quantkit.exporters.tensorrt.network.halves import halved
 from quantkit.exporters.tensorrt.network.weights import TYPES, codes, stored
 from quantkit.graph.pairs.qdq import stem_of
+from quantkit.graph.values import drop_unread
 
 if TYPE_CHECKING:
     from quantkit.formats import QuantTensor
@@ -67,9 +68,7 @@ def network(model: ir.Model, products: Mapping[str, NetworkProduct], pairs: Mapp
     mine = {f"{stem_of(product.site)}.values" for product in products.values()}
     for name, scale in pairs.items():
         _pair(graph, values[name], scale, kind, mine)
-    for name, value in list(graph.initializers.items()):
-        if not value.uses() and not value.is_graph_output():  # the floats that codes stand in for
-            del graph.initializers[name]
+    drop_unread(graph)  # the floats that codes stand in for
     _name_batch(graph)
     halved(made)
     made.metadata_props.clear()

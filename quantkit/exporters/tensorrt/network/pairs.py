@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.bundle import stopping_when_full
+from quantkit.graph.values import drop_unread
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -25,9 +26,6 @@ def groups(network: Path) -> dict[str, tuple[str, ...]]:
     """Group -> linears that read one of its pairs, over all blocks: `q_proj k_proj v_proj`, `o_proj`, ...
 
     Of a graph, whose nodes have any names, the products of one shape are a group: `Conv 96x16x1x1`; they take one time.
-
-    Args:
-        network: `network.onnx`; weights are not read.
     """
     import onnx_ir as ir
 
@@ -66,9 +64,7 @@ def without(network: Path, to: Path, linears: Collection[str]) -> int:
         if not codes.outputs[0].uses():
             model.graph.remove(codes, safe=True)
         gone += 1
-    unread = [name for name, value in model.graph.initializers.items() if not value.uses()]
-    for name in unread:
-        model.graph.initializers.pop(name)
+    drop_unread(model.graph)
     with stopping_when_full(to.parent):
         # what lies in the data file is referred to as it was
         ir.save(model, to)
