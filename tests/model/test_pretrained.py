@@ -86,3 +86,6 @@ def test_attention_is_not_fetched_from_the_hub(tmp_path: Path) -> None:
 class _Bundle:
     def __init__(self, folder: Path) -> None:
         self.path, self.model_folder = folder.parent, folder
+
+    def demand_intact(self, under: str) -> None:
+        """As if the manifest listed all of it."""
