@@ -143,4 +143,4 @@ def _late(*_: object) -> None:
 
 
 def _short(number: float) -> str:
-    return f"{number:,.0f}" if number < 1e15 else "too many" if math.isinf(number) else f"{number:.1e}"
+    return f"{number:,.0f}" if number < 1e15 else f"{number:.1e}" if number < 1e300 else "too many"

@@ -171,7 +171,13 @@ class ExporterFacts(Protocol):
     fuses: bool
     moves: bool
     stores: Stores
+    place: str
     Options: type[BaseModel]
+
+
+def exporters_that_store(stores: Stores) -> list[str]:
+    """The exporters of one kind, by name."""
+    return [name for name in EXPORTERS.names() if EXPORTERS.load(name).stores == stores]
 
 
 FORMATS: Kind[FormatFacts] = Kind("formats")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
+from quantkit import plugins
 from quantkit.bundle import FileEntry, LayerEntry
 from quantkit.measurement.rows import Baseline, Row
 
@@ -22,8 +23,8 @@ def bits_per_weight(layers: Iterable[LayerEntry]) -> float | None:
 
 
 def folder_of(export: str) -> str:
-    """Where in a bundle an exporter writes: `model`, `engine`, else a folder of its name."""
-    return {"checkpoint": "model", "tensorrt": "engine"}.get(export, export)
+    """Where in a bundle an exporter writes: `model`, `engine`, `onnx`."""
+    return plugins.EXPORTERS.load(export).place
 
 
 def weight_bytes(files: Iterable[FileEntry], *, folder: str = "model") -> int:

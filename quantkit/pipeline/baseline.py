@@ -21,6 +21,7 @@ from quantkit.bundle.disk import alone, fsync_tree, is_disk_full
 from quantkit.errors import InputError, Stopped
 from quantkit.exporters import load_exporter
 from quantkit.pipeline.gates import demand
+from quantkit.plugins import exporters_that_store
 from quantkit.report.kit import words
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def _make(folder: Path, source: Source, options: dict[str, Any]) -> None:
     need = 4 * sum(entry.bytes for entry in source.weights.entries.values()) // _width(source.dtype)
     if shutil.disk_usage(home).free < 1.1 * need:
         raise OSError(errno.ENOSPC, f"it takes {words.size(need)}, which are not free")
-    exporter = load_exporter("onnx")
+    exporter = load_exporter(exporters_that_store("graph")[0])
     with tempfile.TemporaryDirectory(dir=home, prefix=f"{folder.name}-") as temporary:
         build = Path(temporary) / "bundle"
         build.mkdir()
@@ -107,19 +108,9 @@ def _width(dtype: str) -> int:
 
 
 def _files() -> list[Path]:
-    """The exporter's own code, as far as it shapes a float graph."""
+    """The code that shapes a float graph, and a little more."""
     folder = Path(__file__).parent.parent / "exporters"
-    names = (
-        "onnx/exporter",
-        "trace/transformer",
-        "trace/repeat",
-        "trace/rewrite",
-        "onnx/dialect",
-        "trace/rotary",
-        "onnx/nbits",
-        "values",
-    )
-    return [folder / f"{name}.py" for name in names]
+    return sorted([folder / "values.py", *folder.glob("onnx/*.py"), *folder.glob("trace/*.py")])
 
 
 def _code() -> str:

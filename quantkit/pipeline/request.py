@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from quantkit import content, machine
+from quantkit import content, machine, plugins
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.graph.open import is_graph
@@ -172,12 +172,12 @@ def with_own_runtime(request: Request, kind: str) -> Request:
     """
     recipe, target = request.recipe, request.target
     integers = recipe.scheme.activations is not None and recipe.scheme.activations.format == "int8"
-    exported = [step.name for step in recipe.export]
-    if not (request.as_shipped and kind == "encoder" and integers) or "onnx" in exported:
+    graph = plugins.exporters_that_store("graph")[0]
+    if not (request.as_shipped and kind == "encoder" and integers) or graph in [step.name for step in recipe.export]:
         return request
-    if target.kind != "cpu" or not set(load_exporter("onnx").runtimes) & set(target.runtimes):
+    if target.kind != "cpu" or not set(load_exporter(graph).runtimes) & set(target.runtimes):
         return request
-    steps = [ExportStep(name="onnx"), *recipe.export]
+    steps = [ExportStep(name=graph), *recipe.export]
     return replace(request, recipe=support.ask(recipe.model_copy(update={"export": steps}), target).recipe)
 
 

@@ -17,6 +17,7 @@ from quantkit.errors import InputError, did_you_mean
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.formats import load_format
 from quantkit.passes import decision
+from quantkit.passes.rtn import Rtn
 from quantkit.planning.support import ask
 from quantkit.recipe import Recipe
 from quantkit.scheme import WeightScheme
@@ -147,7 +148,7 @@ def _changed(base: WeightScheme, change: Mapping[str, Any], recipe: str) -> Weig
         fields |= {"granularity": "group"} if "granularity" not in change else {}
     fields |= change
     checked = Recipe.from_dict(
-        {"schema": 1, "summary": "a candidate", "scheme": {"weights": fields}, "passes": [{"rtn": {}}]},
+        {"schema": 1, "summary": "a candidate", "scheme": {"weights": fields}, "passes": [{Rtn.name: {}}]},
         name=recipe,
         where=f"candidate {dict(change)}",
     ).scheme.weights

@@ -183,7 +183,7 @@ def main() -> int:
         outcomes.append(run(name, first=options.seed, count=options.mutants, seconds=share))
         print(f"{name:18} {dict(outcomes[-1].counts)}", flush=True)
         for said, times in _said(outcomes[-1]):
-            print(f"    {times:3} {said}", flush=True)
+            print(ascii(f"    {times:3} {said}")[1:-1], flush=True)
     if options.out is not None:
         options.out.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
     total, bad = sum(each.counts.total() for each in outcomes), sum(each.bad for each in outcomes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,23 +87,23 @@ def test_another_source_exporter_or_version_gets_another(
 
 def test_the_code_that_is_hashed_is_all_of_the_exporter_s() -> None:
     """A module that the exporter imports and the hash does not know would leave old graphs in the cache."""
-    import ast
+    from house.source import files, tree
 
-    folder = Path(baseline.__file__).parent.parent / "exporters"
-    seen, todo = set(), ["onnx"]
+    modules, seen, todo = files(), set(), ["quantkit.exporters.onnx.exporter"]
     while todo:
-        name = todo.pop()
-        if name in seen or not (folder / f"{name}.py").is_file():
+        module = todo.pop()
+        if module in seen or not module.startswith("quantkit.exporters."):
             continue
-        seen.add(name)
-        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("quantkit.exporters"):
-                todo += [str(node.module).rpartition(".")[2], *(alias.name for alias in node.names)]
-    # what checks, refuses, quantizes, reads packed codes, copies files or configures another library changes no float
-    # graph
-    unrelated = {"_asked", "_onnx_refusals", "_check_onnx", "_check_w8a8", "_w8a8", "_reload", "_genai", "_experts"}
-    unrelated |= {"_carried", "checkpoint"}
-    assert {path.stem for path in baseline._files()} >= seen - unrelated
+        seen.add(module)
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.ImportFrom):
+                names = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+                todo += [name for name in names if name in modules]
+    # what copies files and what checks changes no float graph
+    unrelated = {"quantkit.exporters.carried", "quantkit.exporters.check"}
+    hashed = set(baseline._files())
+    assert len(seen) > 8, seen
+    assert {modules[module] for module in seen - unrelated} <= hashed
 
 
 def test_two_at_once_make_one(source: Source, quick: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

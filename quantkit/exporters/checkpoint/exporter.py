@@ -67,6 +67,7 @@ class Checkpoint(Exporter):
     """See the module."""
 
     name = "checkpoint"
+    place = "model"
     runtimes = ("torch", "vllm")
     stores = "tensors"
     Options = CheckpointOptions

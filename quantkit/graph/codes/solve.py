@@ -30,6 +30,7 @@ from quantkit.graph.sites import Site, patches
 from quantkit.passes import decision
 from quantkit.passes.assign import Moments, product
 from quantkit.passes.gptq import Gptq
+from quantkit.passes.round import Round
 from quantkit.passes.solvers.unsaturated import neighbours as unsaturated_neighbours
 from quantkit.scheme import ActivationScheme, WeightScheme
 
@@ -152,7 +153,7 @@ def solved(
         again: codes of the sites after those, solved by a call just like this one that did not get to its end.
         keep: given the codes of each site once it is solved, and what was decided: where `round` finds nothing better.
     """
-    passes = {"gptq": Gptq.Settings(correction=1.0)} if passes is None else passes
+    passes = {Gptq.name: Gptq.Settings(correction=1.0)} if passes is None else passes
     known, again = known or {}, again or {}
     if all(site.name in known or site.name in again for site in chosen):
         return {site.name: (known if site.name in known else again)[site.name] for site in chosen}
@@ -169,16 +170,16 @@ def solved(
         if site.name in again:
             found[site.name] = again[site.name]
         else:
-            rows = CalibrationRows([], []) if "round" in passes else None
+            rows = CalibrationRows([], []) if Round.name in passes else None
             other = neighbours(site) if unsaturated else None
             seen = _seen(site, own, given, behind, rows, other)
             weight = torch.from_numpy(site.matrix().copy())
             tensor = product(weight, seen, scheme, passes)
             taken = []
             if rows is not None:
-                tensor, reason = _learned(site, seen, tensor, rows, passes["round"], other, seed + done)
+                tensor, reason = _learned(site, seen, tensor, rows, passes[Round.name], other, seed + done)
                 if reason:
-                    taken.append(decision("round", "no-better", site.name, reason))
+                    taken.append(decision(Round.name, "no-better", site.name, reason))
             found[site.name] = _with_bias(site, seen, tensor, own)
             if keep is not None:
                 keep(site.name, found[site.name], taken)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.bundle import Build, Check, Decision, FileEntry, LayerEntry
-from quantkit.exporters import reader
+from quantkit.exporters import load_exporter, reader
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of, size_rows
 from quantkit.passes import NOTE, decision
@@ -90,9 +90,10 @@ def score_exports(
         if items is not None:
             items.save(build.bundle / ("items.safetensors" if number == 0 else f"items-{runtime}.safetensors"))
         rows += score.flagged(found, source.was)
-        if whole and (number == 0 or step.name == "checkpoint"):
+        tensors = load_exporter(step.name).stores == "tensors"
+        if whole and (number == 0 or tensors):
             progress.at("score", (number + 0.9) / len(exports), CONFIRMING)
-            folder = build.bundle / "model" if step.name == "checkpoint" else None
+            folder = build.bundle / "model" if tensors else None
             checks += confirm(original, folder, scoring.ids, items)
         if number == 0 and layers:
             dense = candidate if isinstance(candidate, StreamedModel) else _dense(prepared, build)
@@ -107,7 +108,7 @@ def score_exports(
                 where = worst_positions(items, scoring, source)
                 harm = harm.model_copy(update={"worst": where.worst, "worst_share": where.worst_share})
             (build.bundle / HARM).write_text(harm.model_dump_json() + "\n", encoding="utf-8")
-        if step.name == "checkpoint" and prepared.request.recipe.scheme.kv_cache is not None:
+        if tensors and prepared.request.recipe.scheme.kv_cache is not None:
             rows += _score_long(prepared, build.bundle, original, subject, progress)
     # of two exports, the original is confirmed with each
     return rows, list({check.name: check for check in checks}.values())

@@ -148,7 +148,7 @@ class BlocksWork:
                 exporter.write(self.build.bundle, self.prepared.source, self.prepared.stream, stored, step.options)
                 or []
             )
-            if step.name == "checkpoint":
+            if exporter.stores == "tensors":
                 self.quantize_cpu += time.process_time() - before
         self.progress.at("export", 1.0)
         return taken
@@ -201,7 +201,7 @@ class BlocksWork:
             built=engines,
             whole=whole,
         )
-        reason, checkpoint = "", any(step.name == "checkpoint" for step in exports)
+        reason, checkpoint = "", any(load_exporter(step.name).stores == "tensors" for step in exports)
         if not whole:
             why = "plain transformers does not hold the whole model in the memory of this compile"
             reason = f"not confirmed outside of the stream: {why}"
@@ -217,9 +217,9 @@ class BlocksWork:
             return [], self._untimed()
         self.stages.begin("speed")
         self.progress.at("speed", 0.0, "the float model as ONNX, for comparison")
-        step = next(step for step in self.request.recipe.export if step.name == "onnx")
+        step = next(step for step in self.request.recipe.export if load_exporter(step.name).stores == "graph")
         rows, untimed = try_to_time(
-            self.build.bundle / folder_of("onnx"),
+            self.build.bundle / folder_of(step.name),
             subject,
             self.layers,
             self.prepared.original,
@@ -260,7 +260,7 @@ class BlocksWork:
     def _untimed(self) -> list[Decision]:
         """Why an ONNX graph that could have been timed was not, where nobody asked for that."""
         request = self.request
-        exported = any(step.name == "onnx" for step in request.recipe.export)
+        exported = any(load_exporter(step.name).stores == "graph" for step in request.recipe.export)
         if not (request.speed and exported and self.prepared.layers.schemes):
             return []
         return [decision("measure", NOTE, "speed", f"target {request.target.name} is another machine")]

@@ -17,6 +17,7 @@ from typing import Any
 from quantkit import machine
 from quantkit.bundle import Bundle, Decision
 from quantkit.errors import InputError
+from quantkit.exporters.tensorrt import EXPORT as TENSORRT
 from quantkit.exporters.tensorrt import timings
 from quantkit.measurement.engine_layers import SUFFIX
 from quantkit.measurement.size import folder_of
@@ -48,7 +49,7 @@ def notes(bundle: Path, built: Iterable[str]) -> list[Decision]:
     for path in sorted(path for path in built if path.endswith(".json")):
         said = timings.said(json.loads((bundle / path).read_bytes()))
         if said:
-            found.append(decision("tensorrt", NOTE, path.removesuffix(".json") + ".engine", said))
+            found.append(decision(TENSORRT.name, NOTE, path.removesuffix(".json") + ".engine", said))
     return found
 
 

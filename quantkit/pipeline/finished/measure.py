@@ -307,8 +307,9 @@ def _on_gpu(model: Any, bundle: Bundle, against: _Against, plan: TimingPlan, pro
 def _options(bundle: Bundle) -> dict[str, Any]:
     """What the bundle's graph was exported with."""
     for step in bundle.manifest.recipe.get("export", []):
-        if "onnx" in step:
-            return dict(step["onnx"] or {})
+        for name, options in step.items():
+            if plugins.EXPORTERS.load(name).stores == "graph":
+                return dict(options or {})
     return {}
 
 

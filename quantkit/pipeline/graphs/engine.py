@@ -15,13 +15,14 @@ from quantkit.errors import InputError
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.exporters.tensorrt import EXPORT as TENSORRT
 from quantkit.passes import decision
+from quantkit.passes.mixed import Mixed
 from quantkit.recipe import ExportStep, Recipe
 
 if TYPE_CHECKING:
     from quantkit.graph.open import FloatGraph
     from quantkit.graph.sites import Site
 
-EXPORT = "tensorrt"
+EXPORT = TENSORRT.name
 _ONNX = ("", "ai.onnx")
 WEIGHTS = ("int8", "int7", "int4", "fp8_e4m3")
 
@@ -55,7 +56,7 @@ def takes(
             rule="a graph becomes a network in float16: nothing here computes convolutions in bfloat16 to check it by",
             remedy="--set tensorrt.type=float16",
         )
-    if any(each.name == "mixed" for each in recipe.passes):
+    if any(each.name == Mixed.name for each in recipe.passes):
         raise InputError(
             "scheme-unsupported",
             where=f"recipe {recipe.name}",

@@ -22,6 +22,7 @@ from quantkit.bundle import Decision
 from quantkit.measurement.accuracy.mixed import Alone, MixedPoint, MixedSearch
 from quantkit.measurement.rows import Row
 from quantkit.passes import NOTE, decision
+from quantkit.passes.mixed import Mixed
 from quantkit.pipeline.gates import judge, measured
 from quantkit.pipeline.graphs.measure import agreement, answers, classes_of
 from quantkit.pipeline.graphs.quantized import QuantizedGraph, Solved, stem
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from quantkit.graph.pairs.qdq import Codes
 
 Array = NDArray[Any]
-NAME = "mixed"
+NAME = Mixed.name
 # points beside the first that are scored where no gate asks for any, so that there is a curve
 _CURVE = (1, 2, 4)
 

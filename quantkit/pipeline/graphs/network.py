@@ -13,6 +13,8 @@ from quantkit.bundle import Check, Decision, LayerEntry
 from quantkit.exporters import load_exporter
 from quantkit.formats import load_format
 from quantkit.passes import NOTE, decision
+from quantkit.passes.gptq import Gptq
+from quantkit.passes.rtn import Rtn
 from quantkit.pipeline.gates import demand
 from quantkit.pipeline.graphs.engine import EXPORT, wanted
 from quantkit.pipeline.graphs.prepared import PreparedGraph
@@ -129,20 +131,24 @@ class Network:
         """`gptq` with its `damping` and `shrink`, or `rtn` without its statistics; the rest is declined."""
         steps = self.prepared.request.recipe.passes
         for step in steps:
-            if step.name not in ("gptq", "rtn"):
+            if step.name not in (Gptq.name, Rtn.name):
                 reason = (
                     "weights without quantized inputs are solved by gptq here, or rounded to nearest in searched ranges"
                 )
                 self.decisions.append(decision(step.name, "declined", self.prepared.graph.name, reason))
         given = {step.name: step.settings for step in steps}
-        if "gptq" not in given:
-            return {"rtn": given["rtn"]} if "rtn" in given else {}
-        asked = given["gptq"]
+        asked = given.get(Gptq.name)
+        if asked is None:
+            return {Rtn.name: given[Rtn.name]} if Rtn.name in given else {}
+        unread = sorted(asked.model_fields_set - {"damping", "shrink", "correction"})
+        if unread:
+            reason = f"{', '.join(unread)}: not read where weights alone are quantized"
+            self.decisions.append(decision(Gptq.name, NOTE, self.prepared.graph.name, reason))
         if asked.correction > 0:
             reason = "correction: errors of earlier products are made up for with quantized inputs alone"
-            self.decisions.append(decision("gptq", NOTE, self.prepared.graph.name, reason))
+            self.decisions.append(decision(Gptq.name, NOTE, self.prepared.graph.name, reason))
         shrink = _SHRINK if asked.shrink == "auto" else asked.shrink
-        return {"gptq": type(asked)(damping=asked.damping, shrink=shrink)}
+        return {Gptq.name: Gptq.Settings(damping=asked.damping, shrink=shrink)}
 
     def _integers(self) -> dict[str, NetworkProduct]:
         """Inputs are quantized: fixed scales, then codes."""

@@ -8,10 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit import plugins
 from quantkit.bundle import Decision
 from quantkit.errors import InputError, did_you_mean
 from quantkit.kinds import one
 from quantkit.passes import NOTE, decision, load_pass
+from quantkit.passes.gptq import Gptq
+from quantkit.passes.mixed import Mixed
+from quantkit.passes.rtn import Rtn
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.graphs import engine as graph_engine
 from quantkit.pipeline.graphs.exported_module import located
@@ -29,8 +33,6 @@ if TYPE_CHECKING:
     from quantkit.graph.open import FloatGraph
     from quantkit.graph.sites import Site
     from quantkit.model.source.alias import Alias
-
-_MIXED = "mixed"
 
 
 @dataclass(frozen=True)
@@ -117,14 +119,14 @@ def prepare(request: Request) -> PreparedGraph:
             code = NOTE if each.for_blocks else "declined"
             decisions.append(decision(step.name, code, graph.name, each.on_graphs))
     grouped = [site.name for site in chosen if site.group > 1]
-    if by_tensor and grouped and any(step.name == "gptq" for step in recipe.passes):
+    if by_tensor and grouped and any(step.name == Gptq.name for step in recipe.passes):
         reason = f"{len(grouped)} convolutions in groups have one scale, which no group can choose alone"
-        decisions.append(decision("gptq", "nearest", grouped[0], reason, "gptq", "rtn"))
+        decisions.append(decision(Gptq.name, "nearest", grouped[0], reason, Gptq.name, Rtn.name))
     sliding = sum(site.is_conv for site in chosen)
     if activations and activations.dynamic and sliding and not _by_tensor(activations):
         reason = f"{sliding} convolutions sum over space: one scale and one zero point for all that comes in"
         decisions.append(decision("activations", "by-tensor", graph.name, reason, activations.granularity, "tensor"))
-    mixed = next((step.settings for step in recipe.passes if step.name == _MIXED), None)
+    mixed = next((step.settings for step in recipe.passes if step.name == Mixed.name), None)
     dynamic = activations is not None and activations.dynamic
     if mixed is not None and dynamic:
         raise InputError(
@@ -137,7 +139,8 @@ def prepare(request: Request) -> PreparedGraph:
     held = None if mixed is None else inputs_of(request, graph, "tune", alias, mixed.samples)
     sets = [calib, scoring] if held is None else [calib, scoring, held]
     decisions += [decision("calibrate", NOTE, each.name, note) for each in sets for note in each.notes]
-    becomes = ExportStep(name="onnx", options={"dialect": "onnxruntime"}) if engine is None else engine
+    graph_export = plugins.exporters_that_store("graph")[0]
+    becomes = ExportStep(name=graph_export, options={"dialect": "onnxruntime"}) if engine is None else engine
     others = [step.name for step in recipe.export if step.name != becomes.name]
     if others:
         whole = "onnx/model.onnx" if engine is None else "an engine"

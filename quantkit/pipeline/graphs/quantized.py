@@ -70,6 +70,7 @@ class QuantizedGraph:
     def __init__(self, prepared: PreparedGraph, progress: Progress, steps: Steps | None = None) -> None:
         from quantkit.graph.codes import solve
         from quantkit.graph.pairs import placement, qdq
+        from quantkit.passes.gptq import Gptq
         from quantkit.passes.solvers.unsaturated import bounded
 
         self.prepared, self.progress = prepared, progress
@@ -81,7 +82,7 @@ class QuantizedGraph:
         build = prepared.request.target.build.get("onnxruntime", {})
         asked = build.get("weight_codes", "uint8")
         self._passes = {step.name: step.settings for step in prepared.request.recipe.passes}
-        bound = "gptq" in self._passes and self._passes["gptq"].unsaturated and bounded(self.weights)
+        bound = Gptq.name in self._passes and self._passes[Gptq.name].unsaturated and bounded(self.weights)
         # ConvInteger sums in another order, in which others are neighbours
         bound = bound and not self.activations.dynamic
         # where sums never saturate, the fastest kernel is exact

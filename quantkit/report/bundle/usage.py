@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from quantkit import plugins
 from quantkit.bundle import Manifest
 from quantkit.model import layouts
 from quantkit.model.layouts import Layout
@@ -118,8 +119,8 @@ def _measure_engine(manifest: Manifest, place: str) -> list[str]:
 def engine_runtime(manifest: Manifest) -> str:
     """That builds and runs its engines."""
     steps: list[dict[str, Any]] = manifest.recipe.get("export", [])
-    asked = next((step["tensorrt"] for step in steps if "tensorrt" in step), None) or {}
-    return str(asked.get("library", "tensorrt_rtx"))
+    engines = (step[name] for name in plugins.exporters_that_store("engine") for step in steps if name in step)
+    return str((next(engines, None) or {}).get("library", "tensorrt_rtx"))
 
 
 def generate(place: str, runtime: str | None = None) -> str:
@@ -166,6 +167,7 @@ def _served(manifest: Manifest, stored: Layout) -> bool:
 
 def _layout(manifest: Manifest) -> str:
     for step in manifest.recipe.get("export", []):
-        if "checkpoint" in step:
-            return str((step["checkpoint"] or {}).get("layout", "pack-quantized"))
+        for name, options in step.items():
+            if plugins.EXPORTERS.load(name).stores == "tensors":
+                return str((options or {}).get("layout", "pack-quantized"))
     return ""

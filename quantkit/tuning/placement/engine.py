@@ -19,6 +19,7 @@ from quantkit.exporters import load_exporter
 from quantkit.exporters.tensorrt.network import pairs
 from quantkit.exporters.tensorrt.profiles import inputs_of
 from quantkit.pipeline.finished.layerwise import fed
+from quantkit.plugins import exporters_that_store
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.tensorrt.file import FOLDER, NETWORK
 from quantkit.runtimes.tensorrt.runtime import TensorrtRuntime
@@ -56,7 +57,7 @@ def autotune(
         InputError: `gpu-absent`, `engine-missing`, `inputs-missing`, `inputs-differ`, `nothing-to-tune`, those of a
             build.
     """
-    exporter = load_exporter("tensorrt")
+    exporter = load_exporter(exporters_that_store("engine")[0])
     runtime = load_runtime(str(options.get("library", "tensorrt_rtx")))
     assert isinstance(runtime, TensorrtRuntime)
     why = runtime.why_not_here()
