@@ -16,7 +16,7 @@ export GOMP_SPINCOUNT  ?= 0
 # byte code is kept: without it every worker rewrites and compiles every test file each time, which takes 10 seconds
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo models nightly-demo test test-fast lint types floors pytest bench matrix zoo clean
+.PHONY: help venv demo models nightly-demo test test-fast lint types floors pytest bench matrix fuzz zoo clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -66,6 +66,10 @@ floors: venv  ## imports run downward only
 
 matrix: venv  ## docs/matrix.md, from the targets in export/
 	$(BIN)/python -c "from quantkit.planning import matrix; print(matrix.markdown(), end='')" > docs/matrix.md
+
+MINUTES ?= 10
+fuzz: venv  ## mutants of every kind of file that is read, MINUTES in all; tests/fuzz/campaign.py
+	cd tests && ../$(BIN)/python -m fuzz.campaign --minutes $(MINUTES)
 
 zoo: venv  ## every text architecture of transformers, tiny, held against transformers itself: a record, docs/models.md
 	$(BIN)/python benchmarks/zoo.py

@@ -29,6 +29,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -62,12 +63,13 @@ class HangError(BaseException):
     """A mutant took too long."""
 
 
-def _late(*_: object) -> None:
+def late(*_: object) -> None:
     raise HangError
 
 
 def classed(read: Any, folder: Path) -> tuple[str, str]:
     """(outcome, what was said) of one mutant in its folder."""
+    from fuzz.targets import SilentError
     from quantkit.errors import QuantkitError
 
     signal.setitimer(signal.ITIMER_REAL, HANG)
@@ -79,6 +81,8 @@ def classed(read: Any, folder: Path) -> tuple[str, str]:
             return "other", line
     except HangError:
         return "hang", ""
+    except SilentError:
+        return "silent", ""
     except MemoryError as error:
         return "memory", str(error)
     except BaseException as error:
@@ -97,7 +101,7 @@ def work(name: str, first: int, count: int, seconds: float) -> None:
 
     target = BY_NAME[name]
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    signal.signal(signal.SIGALRM, _late)
+    signal.signal(signal.SIGALRM, late)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
@@ -170,6 +174,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--mutants", type=int, default=10**9, help="of each target, at most")
     parser.add_argument("--seed", type=int, default=0, help="number of the first mutant")
+    parser.add_argument("--jobs", type=int, default=2, help="workers at one time")
     parser.add_argument("--out", type=Path, help="a file for the outcomes, as JSON")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -177,13 +182,15 @@ def main() -> int:
         work(options.worker[0], int(options.worker[1]), int(options.worker[2]), float(options.worker[3]))
         return 0
     names = options.targets or [target.name for target in TARGETS]
-    share = 60 * options.minutes / len(names)
+    share = 60 * options.minutes * options.jobs / len(names)
     outcomes = []
-    for name in names:
-        outcomes.append(run(name, first=options.seed, count=options.mutants, seconds=share))
-        print(f"{name:18} {dict(outcomes[-1].counts)}", flush=True)
-        for said, times in _said(outcomes[-1]):
-            print(ascii(f"    {times:3} {said}")[1:-1], flush=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        made = pool.map(lambda name: run(name, first=options.seed, count=options.mutants, seconds=share), names)
+        for outcome in made:
+            outcomes.append(outcome)
+            print(f"{outcome.target:18} {dict(outcome.counts)}", flush=True)
+            for said, times in _said(outcome):
+                print(ascii(f"    {times:3} {said}")[1:-1], flush=True)
     if options.out is not None:
         options.out.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
     total, bad = sum(each.counts.total() for each in outcomes), sum(each.bad for each in outcomes)

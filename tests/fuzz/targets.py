@@ -303,6 +303,35 @@ def _bundle(folder: Path) -> None:
     _ = bundle.measurements
 
 
+class SilentError(Exception):
+    """Something was changed where a hash covers it, and nobody noticed."""
+
+
+def _sealed(folder: Path) -> Path:
+    """A bundle whose manifest is mutated: no mutant verifies."""
+    import planted
+
+    from quantkit.bundle import content_sha256, inventory, seal
+
+    (folder / "model").mkdir()
+    (folder / "model" / "model.safetensors").write_text("weights")
+    files = inventory(folder)
+    manifest = planted.manifest(files=[file.model_dump(by_alias=True) for file in files])
+    manifest = manifest.model_copy(update={"content_sha256": content_sha256(files)})
+    seal.write_manifest(folder, manifest.as_bytes())
+    return folder / "manifest.json"
+
+
+def _verified(folder: Path) -> None:
+    from quantkit.bundle import Bundle
+
+    checks = Bundle.load(folder).verify()
+    sealed = json.loads((folder / "seal.json").read_bytes())["manifest.json"]
+    changed = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest() != sealed
+    if changed and all(check.ok for check in checks):
+        raise SilentError
+
+
 def _rows(folder: Path) -> Path:
     import planted
 
@@ -359,7 +388,7 @@ def _measured(folder: Path) -> None:
 
     from quantkit.target import read_measured
 
-    os.environ["QUANTKIT_CACHE"] = str(folder)
+    os.environ["QUANTKIT_CACHE"] = str(folder)  # the worker, or the test, is alone with it
     read_measured("cpu-x86")
 
 
@@ -399,6 +428,7 @@ TARGETS: tuple[Target, ...] = (
     Target("npy", _arrays("npy"), mutate.of_bytes, _images("npy")),
     Target("npz", _arrays("npz"), mutate.of_bytes, _images("npz")),
     Target("manifest", _manifest, mutate.of_json, _bundle),
+    Target("sealed", _sealed, mutate.of_bytes, _verified),
     Target("rows", _rows, mutate.of_lines, _read_rows),
     Target("nightly", _nightly_example, mutate.of_json, _nightly),
     Target("prices", _prices_example, mutate.of_json, _prices),

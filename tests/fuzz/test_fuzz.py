@@ -1,0 +1,41 @@
+"""A few mutants of every target, and those that once were not clean."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fuzz.campaign import classed, late
+from fuzz.targets import BY_NAME, TARGETS
+
+# mutants of which a campaign said something: target -> their numbers
+FOUND: dict[str, tuple[int, ...]] = {
+    "onnx": (316, 947),
+    "onnx-external": (173, 338, 471, 2235),
+    "config": (14,),
+}
+MUTANTS, OF_SLOW = 30, 5
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, late)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", [target.name for target in TARGETS])
+@pytest.mark.usefixtures("alarm")
+def test_a_mutant_is_read_or_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    target = BY_NAME[name]
+    file = target.seed(tmp_path)
+    honest = file.read_bytes()
+    assert classed(target.read, tmp_path) == ("clean", ""), "the honest file is read"
+    for number in (*FOUND.get(name, ()), *range(OF_SLOW if target.slow else MUTANTS)):
+        file.write_bytes(target.mutate(honest, random.Random(f"{name} {number}")))
+        assert classed(target.read, tmp_path) == ("clean", ""), f"mutant {number}"
