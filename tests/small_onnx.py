@@ -22,7 +22,7 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from quantkit.bundle import Bundle, Check, Decision, Manifest, ModelEntry, SourceEntry, content_sha256, inventory
+from quantkit.bundle import Bundle, Check, Decision, Manifest, ModelEntry, SourceEntry, content_sha256, inventory, seal
 from quantkit.exporters import load_exporter
 from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.activation import InputScale
@@ -267,7 +267,7 @@ def bundle(folder: Path, kind: Any = "decoder", layers: Any = ()) -> Bundle:
         created="2025-01-01T00:00:00Z",
         files=files,
     )
-    (folder / "manifest.json").write_bytes(manifest.as_bytes())
+    seal.write_manifest(folder, manifest.as_bytes())
     return Bundle.load(folder)
 
 

@@ -58,11 +58,11 @@ def of_tree(tree: Any, rng: random.Random) -> Any:
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         places = list(_places(made))
         if not places:
-            return rng.choice(VALUES)
+            return copy.deepcopy(rng.choice(VALUES))
         holder, key = rng.choice(places)
         kind = rng.randrange(8)
         if kind < 3:
-            holder[key] = rng.choice(VALUES)
+            holder[key] = copy.deepcopy(rng.choice(VALUES))
         elif kind == 3:
             del holder[key]
         elif kind == 4:
@@ -77,7 +77,7 @@ def of_tree(tree: Any, rng: random.Random) -> Any:
         elif isinstance(holder[key], str):
             holder[key] = holder[key] + rng.choice(WORDS)
         else:
-            holder[key] = rng.choice(VALUES)
+            holder[key] = copy.deepcopy(rng.choice(VALUES))
     return made
 
 

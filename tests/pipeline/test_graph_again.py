@@ -15,6 +15,7 @@ from small_graph import Small
 
 import quantkit
 from quantkit import cli
+from quantkit.bundle import seal
 from quantkit.errors import InputError
 from quantkit.pipeline.compare.compare import compare_bundles
 from quantkit.pipeline.finished.reload import reload
@@ -113,7 +114,7 @@ def test_another_graph_is_no_baseline(made: Path, bundle: Path, tmp_path: Path) 
 def test_a_bundle_of_before_is_verified_measured_and_compared(made: Path, bundle: Path) -> None:
     path = bundle / "manifest.json"
     assert json.loads(path.read_text())["model"]["kind"] == "network"
-    path.write_text(path.read_text().replace('"network"', '"vision"'))
+    seal.write_manifest(bundle, path.read_bytes().replace(b'"network"', b'"vision"'))
     old = quantkit.load(bundle)
     assert json.loads(path.read_text())["recipe"]["models"] == ["decoder", "encoder", "vision"]
     assert all(check.ok for check in (*old.verify(), *reload(old)[0]))
@@ -162,7 +163,7 @@ def test_a_graph_of_token_ids_is_an_encoder_from_beginning_to_end(
     # an older bundle of it says network, and is compared all the same
     shutil.copytree(made.path, tmp_path / "old")
     path = tmp_path / "old" / "manifest.json"
-    path.write_text(path.read_text().replace('"kind": "encoder"', '"kind": "vision"'))
+    seal.write_manifest(path.parent, path.read_bytes().replace(b'"kind": "encoder"', b'"kind": "vision"'))
     assert quantkit.load(tmp_path / "old").manifest.model.kind == "network"
     assert all(cell.answer != "worse" for cell in compare_bundles(tmp_path / "old", made.path).cells)
     rows = quantkit.measure(made.path, model, calibration=data, speed=False)
