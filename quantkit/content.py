@@ -212,9 +212,11 @@ def parse_yaml(text: str, *, where: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark is not None else where
         problem = getattr(error, "problem", None) or str(error)
-    except (ValueError, TypeError, AttributeError) as error:
-        # the library's own constructors stumble so over impossible dates, keys that are lists, `!!int x`
-        place, problem = where, str(error)
     except RecursionError:
         place, problem = where, "nested too deeply"
+    except InputError:
+        raise
+    except Exception as error:
+        # the library's own constructors stumble so over impossible dates, keys that are lists, `!!int x`, `!!bool x`
+        place, problem = where, str(error)
     raise InputError("yaml-invalid", where=place, value=problem, remedy="mend the YAML")

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-# what a terminal obeys instead of showing it: controls (C0 but the line feed, DEL, C1) and reversed directions
-_OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+# what a terminal obeys or cannot show: controls (C0 but the line feed, DEL, C1), reversed directions, half characters
+_OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:

@@ -252,7 +252,7 @@ class Manifest(_Closed):
         """
         try:
             data = json.loads(limits.read(path))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(
                 "manifest-invalid",
                 where=str(path),

@@ -260,6 +260,10 @@ def _as_error(problem: BaseException, name: str) -> QuantkitError:
         extras = sorted((extra for extra, brought in _OPTIONAL.items() if package in brought), key=group.__ne__)
         if extras:
             return MissingDependency(package, extra=extras[0], purpose=f"`{where}`")
+    if isinstance(problem, RuntimeError) and "home directory" in str(problem):
+        return InputError(
+            "no-home", where=where, value=str(problem), remedy="set HOME, and QUANTKIT_CACHE if it is not it"
+        )
     if is_out_of_memory(problem):
         return out_of_memory(where, problem)
     if isinstance(problem, OSError) and problem.strerror:

@@ -73,7 +73,7 @@ class Tokenizer:
         if self._template.is_file():
             text = self._template.read_text(encoding="utf-8")
         if isinstance(text, list):  # several, by name
-            text = next((entry.get("template") for entry in text if entry.get("name") == "default"), None)
+            text = next((x.get("template") for x in text if isinstance(x, dict) and x.get("name") == "default"), None)
         if not isinstance(text, str):
             raise InputError("no-chat-template", where="--chat", value="the model has none", remedy="leave --chat out")
 

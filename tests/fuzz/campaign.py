@@ -5,7 +5,7 @@
 
     clean    it was read, or refused by an InputError with a code of its own
     other    any other exception: a user would read `internal-error`
-    hang     longer than 5 seconds
+    hang     longer than 5 seconds, or than its target says
     memory   more than 1.5 GB
     died     the process ended: a crash in a library
     silent   a file that was changed where a hash covers it, and was read as if it were not
@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-HANG, MEMORY = 5.0, 3 << 29
+MEMORY = 3 << 29
 KEPT = 20
 
 
@@ -67,17 +67,17 @@ def late(*_: object) -> None:
     raise HangError
 
 
-def classed(read: Any, folder: Path) -> tuple[str, str]:
+def classed(target: Any, folder: Path) -> tuple[str, str]:
     """(outcome, what was said) of one mutant in its folder."""
     from fuzz.targets import SilentError
-    from quantkit.errors import QuantkitError
+    from quantkit.errors import QuantkitError, printable
 
-    signal.setitimer(signal.ITIMER_REAL, HANG)
+    signal.setitimer(signal.ITIMER_REAL, target.hang)
     try:
-        read(folder)
+        target.read(folder)
     except QuantkitError as error:
         line = error.line()
-        if error.code == "internal-error" or not line.isprintable():
+        if error.code == "internal-error" or printable(line) != line:
             return "other", line
     except HangError:
         return "hang", ""
@@ -109,7 +109,7 @@ def work(name: str, first: int, count: int, seconds: float) -> None:
         folder = Path(place)
         file = target.seed(folder)
         honest = file.read_bytes()
-        kind, said = classed(target.read, folder)
+        kind, said = classed(target, folder)
         assert kind == "clean", f"{name}: the honest file is not read: {said}"
         ends = time.monotonic() + seconds  # what is imported first takes seconds
         for number in range(first, first + count):
@@ -119,7 +119,7 @@ def work(name: str, first: int, count: int, seconds: float) -> None:
             file.write_bytes(mutant)
             print(json.dumps({"at": number}), file=out, flush=True)
             with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-                kind, said = classed(target.read, folder)
+                kind, said = classed(target, folder)
             if kind != "clean":
                 print(json.dumps({"outcome": kind, "number": number, "said": said}), file=out, flush=True)
     print(json.dumps({"done": True}), file=out, flush=True)

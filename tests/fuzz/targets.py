@@ -29,6 +29,7 @@ class Target:
         mutate: its content, anew.
         read: reads the folder.
         slow: needs so long for a mutant that a short campaign gives it fewer.
+        hang: seconds after which it hangs.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Target:
     mutate: Mutate
     read: Callable[[Path], object]
     slow: bool = False
+    hang: float = 5.0
 
 
 def _written(name: str, data: bytes | str) -> Callable[[Path], Path]:
@@ -405,7 +407,7 @@ CHATS = "\n".join(json.dumps({"messages": [{"role": "user", "content": "hello"}]
 TARGETS: tuple[Target, ...] = (
     Target("safetensors", _of_model("model.safetensors"), mutate.of_header, _weights),
     Target("index", _of_model("model.safetensors.index.json"), mutate.of_json, _weights),
-    Target("config", _of_model("config.json"), mutate.of_json, _model, slow=True),
+    Target("config", _of_model("config.json"), mutate.of_json, _model, slow=True, hang=40),
     Target("config-plan", _of_model("config.json"), mutate.of_json, _plan),
     Target("tokenizer", _of_model("tokenizer.json"), mutate.of_json, _tokenizer),
     Target("tokenizer-config", _of_model("tokenizer_config.json"), mutate.of_json, _tokenizer),
