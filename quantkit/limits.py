@@ -99,7 +99,7 @@ def read(path: Path, limit: Limit = DOCUMENT) -> bytes:
                 remedy="write its content into a file",
             )
         limit.demand(status.st_size, str(path))
-        return stream.read(int(limit.most) + 1)
+        return stream.read(status.st_size)  # as much as there is: a buffer is made for as much as is asked for
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from quantkit import limits
 from quantkit.bundle import seal
-from quantkit.bundle.disk import fsync_tree, remove, stopping_when_full, write_atomic
+from quantkit.bundle.disk import fsync_tree, one_writer, remove, stopping_when_full, write_atomic
 from quantkit.bundle.manifest import (
     MANIFEST,
     MEASUREMENTS,
@@ -187,7 +187,7 @@ class Bundle:
         A file that is None is removed: a report that no longer holds.
         """
         entries = {entry.path: entry for entry in self.manifest.files}
-        with stopping_when_full(self.path):
+        with stopping_when_full(self.path), one_writer(self.path):
             for name, data in files.items():
                 role, deterministic = role_of(name)
                 if deterministic:
@@ -222,7 +222,7 @@ class Bundle:
             home.unlink()
         elif home.exists():  # of a call that was killed
             shutil.rmtree(home)
-        with stopping_when_full(self.path):
+        with stopping_when_full(self.path), one_writer(self.path):
             # a copy where the bundle is a file system of its own
             shutil.move(folder, home)
             fsync_tree(home)

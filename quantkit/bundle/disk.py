@@ -24,6 +24,8 @@ from quantkit.errors import InputError, Stopped
 
 # no space, over quota, over the file size limit: for the user all three are "it does not fit here"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# the temporary names of `write_atomic`
+_LEFT_OVER = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 # libraries written in Rust (safetensors, tokenizers) raise their own types, with the number only in the text
 _RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
@@ -136,6 +138,29 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview], *, insi
                 os.unlink(temporary, dir_fd=folder)
         os.fsync(folder)
     return digest.hexdigest()
+
+
+def is_left_over(name: str) -> bool:
+    """Whether a file in a folder is what a write that was killed has left there: nobody reads it."""
+    return _LEFT_OVER.fullmatch(name) is not None
+
+
+@contextmanager
+def one_writer(folder: Path) -> Iterator[None]:
+    """One process at a time changes a folder; what killed ones have left in it is cleared away first."""
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        for path in folder.iterdir():
+            if is_left_over(path.name):
+                with suppress(OSError):
+                    path.unlink()
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def remove(path: Path, *, inside: Path) -> None:

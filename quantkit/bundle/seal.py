@@ -24,12 +24,19 @@ from quantkit.bundle.manifest import MANIFEST, SEAL, SIGNED_BY_KEY, SIGNED_BY_LI
 from quantkit.errors import GateError, InputError, MissingDependency
 
 _NAMESPACE = "quantkit"
+# of a seal while the manifest is replaced: the hash that it had
+_BEFORE = "before"
 
 
 def write_manifest(folder: Path, data: bytes) -> None:
-    """Replace the manifest, then the seal. Killed between the two, `verify` says that they differ."""
-    write_atomic(folder / MANIFEST, data)
+    """Replace the manifest and its seal; killed at any moment, one fits the other.
+
+    While the manifest is replaced, the seal holds both: its old hash and its new one.
+    """
     said = {"schema": 1, MANIFEST: hashlib.sha256(data).hexdigest()}
+    if (folder / MANIFEST).is_file():
+        write_atomic(folder / SEAL, (json.dumps({**said, _BEFORE: hash_of(folder)}) + "\n").encode())
+    write_atomic(folder / MANIFEST, data)
     write_atomic(folder / SEAL, (json.dumps(said) + "\n").encode())
 
 
@@ -41,10 +48,11 @@ def hash_of(folder: Path) -> str:
 def is_broken(folder: Path) -> bool:
     """Whether there is a seal, and it is not the manifest's; bundles of before have none."""
     try:
-        return bool(json.loads(limits.read(folder / SEAL))[MANIFEST] != hash_of(folder))
+        said = json.loads(limits.read(folder / SEAL))
+        return hash_of(folder) not in (said[MANIFEST], said.get(_BEFORE))
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, KeyError, TypeError, InputError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, InputError):
         return True
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from quantkit.bundle import seal
-from quantkit.bundle.disk import empty_folders, is_plain, sha256, walk
+from quantkit.bundle.disk import empty_folders, is_left_over, is_plain, sha256, walk
 from quantkit.bundle.manifest import MANIFEST, UNLISTED, Check, FileEntry, Manifest, content_sha256, role_of
 
 
@@ -31,6 +31,7 @@ def offenders(folder: Path, manifest: Manifest, entries: Collection[FileEntry]) 
         entries: of the manifest; only their content is read.
     """
     found = {path.relative_to(folder).as_posix(): os.lstat(path) for path in walk(folder)}
+    found = {name: status for name, status in found.items() if not is_left_over(name) or "/" in name}
     links = sorted(name for name, status in found.items() if not is_plain(status))
     missing, sizes, hashes = [], [], []
     for entry in entries:

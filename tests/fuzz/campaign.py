@@ -110,7 +110,9 @@ def work(name: str, first: int, count: int, seconds: float) -> None:
         file = target.seed(folder)
         honest = file.read_bytes()
         kind, said = classed(target, folder)
-        assert kind == "clean", f"{name}: the honest file is not read: {said}"
+        if kind != "clean":
+            print(json.dumps({"outcome": kind, "number": -1, "said": f"the honest file is not read: {said}"}), file=out)
+            return
         ends = time.monotonic() + seconds  # what is imported first takes seconds
         for number in range(first, first + count):
             if time.monotonic() > ends:
@@ -153,7 +155,10 @@ def run(name: str, *, first: int = 0, count: int = 10**9, seconds: float = 1e9) 
         process.wait()
         left -= time.monotonic() - started
         if at is None:
-            assert done, f"{name}: the worker ended with {process.returncode} before the first mutant"
+            if not found.bad:
+                found.counts["died"] += 1
+                said = f"exit {process.returncode} before the first mutant"
+                found.examples.append({"outcome": "died", "number": first, "said": said})
             break
         if done:
             found.counts["clean"] += at not in said_of
