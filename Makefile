@@ -68,8 +68,9 @@ matrix: venv  ## docs/matrix.md, from the targets in export/
 	$(BIN)/python -c "from quantkit.planning import matrix; print(matrix.markdown(), end='')" > docs/matrix.md
 
 MINUTES ?= 10
-fuzz: venv  ## mutants of every kind of file that is read, MINUTES in all; tests/fuzz/campaign.py
-	cd tests && ../$(BIN)/python -m fuzz.campaign --minutes $(MINUTES)
+fuzz: venv  ## mutants of every kind of file that is read, MINUTES in all, guided by coverage where atheris installs
+	-$(BIN)/python -m pip install --quiet atheris
+	cd tests && ../$(BIN)/python -m fuzz.campaign --minutes $(MINUTES) --guided
 
 zoo: venv  ## every text architecture of transformers, tiny, held against transformers itself: a record, docs/models.md
 	$(BIN)/python benchmarks/zoo.py

@@ -17,6 +17,7 @@ kills it is known, and kept.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -127,14 +128,16 @@ def work(name: str, first: int, count: int, seconds: float) -> None:
     print(json.dumps({"done": True}), file=out, flush=True)
 
 
-def run(name: str, *, first: int = 0, count: int = 10**9, seconds: float = 1e9) -> Outcome:
-    """A target's mutants, in workers; one that dies is followed by another."""
+def run(name: str, *, first: int = 0, count: int = 10**9, seconds: float = 1e9, guided: bool = False) -> Outcome:
+    """A target's mutants, in workers; one that dies is followed by another. `guided`: by coverage, see `guided.py`."""
     found = Outcome(name)
     left = seconds
     while count > 0 and left > 0:
         at, done = None, False
         command = [sys.executable, "-m", "fuzz.campaign", "--worker", name, str(first), str(count)]
         command.append(str(left))
+        if guided:
+            command = [sys.executable, "-m", "fuzz.guided", name, str(left)]
         started = time.monotonic()
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert process.stdout is not None
@@ -153,6 +156,7 @@ def run(name: str, *, first: int = 0, count: int = 10**9, seconds: float = 1e9) 
             else:
                 done = True
         process.wait()
+        done = done or (guided and process.returncode == 0)
         left -= time.monotonic() - started
         if at is None:
             if not found.bad:
@@ -179,6 +183,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--mutants", type=int, default=10**9, help="of each target, at most")
     parser.add_argument("--seed", type=int, default=0, help="number of the first mutant")
+    parser.add_argument("--guided", action="store_true", help="by coverage, where atheris is installed")
     parser.add_argument("--jobs", type=int, default=2, help="workers at one time")
     parser.add_argument("--out", type=Path, help="a file for the outcomes, as JSON")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
@@ -187,10 +192,13 @@ def main() -> int:
         work(options.worker[0], int(options.worker[1]), int(options.worker[2]), float(options.worker[3]))
         return 0
     names = options.targets or [target.name for target in TARGETS]
+    guided = options.guided and importlib.util.find_spec("atheris") is not None
     share = 60 * options.minutes * options.jobs / len(names)
     outcomes = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        made = pool.map(lambda name: run(name, first=options.seed, count=options.mutants, seconds=share), names)
+        made = pool.map(
+            lambda name: run(name, first=options.seed, count=options.mutants, seconds=share, guided=guided), names
+        )
         for outcome in made:
             outcomes.append(outcome)
             print(f"{outcome.target:18} {dict(outcome.counts)}", flush=True)

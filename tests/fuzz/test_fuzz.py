@@ -17,6 +17,7 @@ FOUND: dict[str, tuple[int, ...]] = {
     "onnx": (316, 947),
     "onnx-external": (173, 338, 471, 2235),
     "config": (14, 118, 694),
+    "card": (9023,),
     "index": (7465, 15841),
     "recipe": (3313, 3451),
     "tokenizer-config": (9, 104, 128),

@@ -50,7 +50,7 @@ class SplitFile(Closed):
     @classmethod
     def _inside(cls, value: str) -> str:
         path = PurePosixPath(value)
-        if not value or path.is_absolute() or ".." in path.parts or "\\" in value:
+        if not value or path.is_absolute() or ".." in path.parts or "\\" in value or "\0" in value:
             raise ValueError("a path inside the card's folder, without `..`")
         return value
 
