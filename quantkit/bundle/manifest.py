@@ -137,6 +137,7 @@ class FileEntry(_Closed):
     @field_validator("path")
     @classmethod
     def _inside(cls, value: str) -> str:
+        value.encode()  # half a character is no name
         parts = PurePosixPath(value).parts
         plain = str(PurePosixPath(*parts)) == value and "\\" not in value and "\0" not in value
         if not parts or not plain or value.startswith("/") or ".." in parts or value in UNLISTED:

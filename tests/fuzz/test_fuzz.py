@@ -20,6 +20,8 @@ FOUND: dict[str, tuple[int, ...]] = {
     "card": (9023,),
     "index": (7465, 15841),
     "recipe": (3313, 3451),
+    "manifest": (12659,),
+    "zip": (524, 3341),
     "tokenizer-config": (9, 104, 128),
 }
 MUTANTS, OF_SLOW = 30, 5

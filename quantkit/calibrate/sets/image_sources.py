@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit import limits
+from quantkit import errors, limits
 from quantkit.calibrate.sets import own
 from quantkit.calibrate.sets.card import read_bytes
 from quantkit.errors import InputError, MissingDependency
@@ -163,19 +163,20 @@ def opened_arrays(file: Path | bytes, where: str) -> Iterator[Any]:
     Raises:
         InputError: `calibration-pickle`, `calibration-unreadable`, also of what is read from it meanwhile.
     """
+
+    def source() -> Any:
+        return io.BytesIO(file) if isinstance(file, bytes) else file
+
     try:
-        if zipfile.is_zipfile(io.BytesIO(file) if isinstance(file, bytes) else file):
-            with zipfile.ZipFile(io.BytesIO(file) if isinstance(file, bytes) else file) as archive:
-                limits.UNPACKED.demand(sum(entry.file_size for entry in archive.infolist()), where)
-        loaded = (
-            np.load(io.BytesIO(file), allow_pickle=False)
-            if isinstance(file, bytes)
-            else np.load(file, mmap_mode="r", allow_pickle=False)
-        )
-        with nullcontext(loaded) if isinstance(loaded, np.ndarray) else loaded:
-            yield loaded
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, MemoryError) as error:
-        raise _pickled(where) if "allow_pickle" in str(error) else own.unreadable(where, error) from None
+        with errors.reading(lambda said: _pickled(where) if "allow_pickle" in said else own.unreadable(where, said)):
+            if zipfile.is_zipfile(source()):
+                with zipfile.ZipFile(source()) as archive:
+                    limits.UNPACKED.demand(sum(entry.file_size for entry in archive.infolist()), where)
+            loaded = np.load(source(), mmap_mode=None if isinstance(file, bytes) else "r", allow_pickle=False)
+            with nullcontext(loaded) if isinstance(loaded, np.ndarray) else loaded:
+                yield loaded
+    except MemoryError as error:  # a header that claims more than there is
+        raise own.unreadable(where, error) from None
 
 
 def _arrays(file: Path | bytes, where: str) -> Images:
@@ -250,11 +251,9 @@ def class_numbers(labels: NDArray[Any], count: int, where: str) -> NDArray[np.in
 
 
 def _archive(file: Path | bytes, where: str) -> Images:
-    try:
+    with own.reading(where):
         archive = zipfile.ZipFile(io.BytesIO(file) if isinstance(file, bytes) else file)
         entries = [entry for entry in archive.infolist() if is_picture(entry.filename)]
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
-        raise own.unreadable(where, error) from None
     for entry in entries:
         if entry.file_size > _PICTURE_LIMIT:
             raise own.unreadable(f"{where}: {entry.filename}", ValueError(f"an image file of {entry.file_size} bytes"))
