@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from faults.work import WORK, Work
+from quantkit.bundle import Bundle
 from quantkit.cli import frame
 
 # what an audit hook hears of; writes to a file that is open are heard of as the fsync that follows them
@@ -113,8 +114,15 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     yield found
 
 
-@pytest.mark.parametrize("name", WORK)
-@pytest.mark.parametrize(("call", "fault"), FAULTS, ids=lambda part: part)
+@pytest.mark.parametrize(
+    ("name", "call", "fault"),
+    [
+        pytest.param(name, call, fault, id=f"{name}-{call}-{fault}")
+        for name, work in WORK.items()
+        for call, fault in FAULTS
+        if not work.faults or fault in work.faults
+    ],
+)
 def test_work_that_failed_is_done_again(
     name: str, call: str, fault: str, tmp_path: Path, wanted: dict[str, Any]
 ) -> None:
@@ -134,3 +142,28 @@ def test_work_that_failed_is_done_again(
             work.act(folder)
         assert work.left(folder) == wanted[name], f"call {count}"
     assert hit < TOO_MANY - 1
+
+
+def test_faults_have_names_and_are_many() -> None:
+    assert len(set(FAULTS)) >= 40
+
+
+def test_two_writers_put_into_one_bundle(tmp_path: Path) -> None:
+    """Each writes the same file forty times; what is left is one's, and fits its manifest."""
+    WORK["put"].prepare(tmp_path)
+    children = []
+    for writer in (b"one", b"two"):
+        child = os.fork()
+        if child == 0:
+            code = 0
+            for _ in range(40):
+                try:
+                    Bundle.load(tmp_path / "out").put("report.html", writer * 1000)
+                except BaseException:
+                    code = 1
+            os._exit(code)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    bundle = Bundle.load(tmp_path / "out")
+    assert (bundle.path / "report.html").read_bytes() in (b"one" * 1000, b"two" * 1000)
+    assert [check.name for check in bundle.verify() if not check.ok] == []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quantkit._version import __version__
-from quantkit.bundle.disk import write_atomic
+from quantkit.bundle.disk import is_left_over, write_atomic
 from quantkit.errors import InputError, did_you_mean
 from quantkit.nightly.store import compact as _compact
 from quantkit.nightly.store import files as _files
@@ -83,7 +83,7 @@ class Store:
     def _create(self, place: Path) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            others = [each.name for each in self.path.iterdir() if each.name != ".lock"]
+            others = [each.name for each in self.path.iterdir() if each.name != ".lock" and not is_left_over(each.name)]
         except OSError as error:
             reason = error.strerror or str(error)
             raise InputError("file-unwritable", where=str(self.path), value=reason, remedy="check the path") from None
