@@ -125,8 +125,8 @@ def test_after_a_power_cut_the_work_is_done_again(name: str, tmp_path: Path, mon
     wanted, refusals = work.left(folder), set()
     rng = random.Random(0)
     assert len(recorder.moments) > 2
-    # of work that takes long, a dozen moments
-    every = max(1, len(recorder.moments) // 12) if work.faults else 1
+    # of work that takes long, a few moments
+    every = max(1, len(recorder.moments) // 6) if work.faults else 1
     for moment, (durable, there) in list(enumerate(recorder.moments))[::every]:
         for number, lost in enumerate((1.0, 0.0, *(4 * [0.5]))):
             place = tmp_path / f"{moment}-{number}"

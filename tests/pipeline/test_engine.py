@@ -11,7 +11,7 @@ import pytest
 import small_onnx
 
 from quantkit import machine
-from quantkit.bundle import Bundle
+from quantkit.bundle import Bundle, seal
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.pipeline.finished import engine
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bundle = small_onnx.bundle(made.folder)
     target = {"runtimes": ["tensorrt_rtx"], "arch": {"sm": "8.9"}, "profiles": [PROFILE.model_dump(mode="json")]}
     manifest = bundle.manifest.model_copy(update={"target": target})
-    (made.folder / "manifest.json").write_bytes(manifest.as_bytes())
+    seal.write_manifest(made.folder, manifest.as_bytes())
     return made.folder
 
 
