@@ -144,14 +144,17 @@ def checks(found: Sequence[Check]) -> list[RenderableType]:
     )
 
 
-def verified(path: Path, manifest: Manifest, found: Sequence[Check], notes: Sequence[str]) -> list[RenderableType]:
-    """What `verify` found."""
+def verified(
+    path: Path, manifest: Manifest, found: Sequence[Check], notes: Sequence[str], seals: Sequence[str] = ()
+) -> list[RenderableType]:
+    """What `verify` found; `seals`: lines about the bundle's seal and who signed it."""
     failed = [check for check in found if not check.ok]
     mark, style = MARK[not failed]
     outcome = f"{len(failed)} of {len(found)} checks failed" if failed else f"all {len(found)} checks hold"
     head = Text.assemble((f"{mark} ", style), (manifest.model.name, "bold"), f": {outcome}")
     identity = Text(f"  content_sha256 {manifest.content_sha256}", DIM, no_wrap=True)
-    shown: list[RenderableType] = [head, copied(f"  {path}"), identity, *checks(found)]
+    sealed = [Text(f"  {line}", DIM, no_wrap=True) for line in seals]
+    shown: list[RenderableType] = [head, copied(f"  {path}"), identity, *sealed, *checks(found)]
     return shown + indented(*map(marked, notes))
 
 

@@ -69,14 +69,18 @@ def verify(
             rule=f"it is {failed.limit}" if failed.limit == 0 else f"at most {failed.limit}",
             remedy="fetch or compile the bundle again",
         )
+    sealed = seal.hash_of(opened.path)
+    seals = [f"seal           {sealed}", *([f"signed by      {signed}"] if signed else [])]
     result = {
         "bundle": str(opened.path),
         "content_sha256": opened.manifest.content_sha256,
-        "seal": seal.hash_of(opened.path),
+        "seal": sealed,
         "signed_by": signed,
         "checks": [{**check.model_dump(mode="json"), "where": check.where} for check in found],
     }
-    return Answer(result, terminal.verified(opened.path, opened.manifest, found, notes), warnings=notes, error=error)
+    return Answer(
+        result, terminal.verified(opened.path, opened.manifest, found, notes, seals), warnings=notes, error=error
+    )
 
 
 def _layers(bundle: Bundle, floats: Bundle, inputs: Path | None, runtime: str | None) -> Answer:
