@@ -43,7 +43,7 @@ def test_a_bundle_is_sealed_signed_and_known_again(quantkit: Any, bundle: Path, 
     assert "signed by      ada" in ran.out and f"seal           {signed['seal']}" in ran.out
     for arguments, code in (
         (("verify", bundle, "--expect", "0" * 64), "seal-differs"),
-        (("verify", bundle, "--signer", "nobody@example.org"), "usage"),
+        (("verify", bundle, "--signer", "nobody@example.org"), "signature-missing"),
         (("sign", bundle), "usage"),
     ):
         assert quantkit(*arguments, "--json").envelope["error"]["code"] == code
