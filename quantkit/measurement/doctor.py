@@ -28,7 +28,7 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
         size: side of the square matrices whose product is timed.
 
     Returns:
-        `machine` (as `plan.machine.describe`), `tensorrt` (see there), `measurements` (rows), `figures` (place -> value
+        `machine` (as `machine.describe`), `tensorrt` (see there), `measurements` (rows), `figures` (place -> value
         of every `auto` figure that was measured), `unmeasured` (places that still wait), `written` (path or None),
         `warnings` (why not to trust the figures: a busy machine, runs that differ).
 
@@ -72,7 +72,7 @@ def tensorrt(gpus: Sequence[Mapping[str, Any]], absent: str) -> list[dict[str, A
     """What each of the two libraries can do here, and what is missing.
 
     Args:
-        gpus: of `plan.machine.gpus()`.
+        gpus: of `machine.gpus()`.
         absent: why there are none.
 
     Returns:

@@ -89,7 +89,7 @@ class Operation(_Sparse):
     """One matrix product of a tax row: activation [M, K] by weight [N, K], in seconds.
 
     Of whole steps also `shares` and `hp_shares`: what -> seconds of reading and of computing at the ceilings, of the
-    subject and of its baseline (`plan.steps`); other rows go without these keys.
+    subject and of its baseline (`planning.bound.steps`); other rows go without these keys.
     """
 
     layer: str | None = None

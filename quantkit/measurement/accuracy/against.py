@@ -1,6 +1,6 @@
 """Two candidates of one original, scored on the same text: what a decision between them rests on.
 
-Each comes with its items (`measure.accuracy`), position by position against the original. Set against each other:
+Each comes with its items (`measurement.accuracy`), position by position against the original. Set against each other:
 
     accuracy.next_word     the next words that one gets right and the other wrong         share of positions
     accuracy.kl            KL(original ‖ candidate) − KL(original ‖ baseline), the mean   nats
@@ -30,7 +30,7 @@ _SAME_ORIGINAL = 0.1
 
 
 def against(baseline: Items, candidate: Items, margins: Mapping[str, float], *, where: str = "") -> dict[str, Evidence]:
-    """Evidence by the name of the rows that it is about, for `stats.decision.decide`.
+    """Evidence by the name of the rows that it is about, for `stats.deciding`.
 
     Args:
         candidate: items of what is judged, at the same positions of the same text and against the same original.

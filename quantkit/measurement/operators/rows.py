@@ -35,8 +35,8 @@ class Setting:
     Args:
         runtime: that ran them.
         threads: of one product; None on a GPU.
-        device: `plan.machine.device()`.
-        versions: `plan.machine.versions()`.
+        device: `machine.device()`.
+        versions: `machine.versions()`.
         limits: the measured roofline.
         launch: seconds of running a graph that does nothing; None where it is not known.
         cache: bytes of the last-level cache.

@@ -82,7 +82,7 @@ class StepCost:
         return max(self.bytes(batch, tokens, context) / limits.read, computing)
 
     def shares(self, batch: float, tokens: float, context: float, limits: Limits) -> dict[str, Interval] | None:
-        """What of a step is whose, as `plan.steps` learns from it; None if a ceiling is not known."""
+        """Seconds of a step by component, for `planning.bound.steps` to learn from; None if a ceiling is not known."""
         inside = self.weight_bytes - self.float_bytes + batch * tokens * self.io_bytes_per_token
         flops = batch * (tokens * self.flops_per_token + self.head_flops - self.float_head_flops)
         parts = [

@@ -1,6 +1,6 @@
 """What each side answered, item by item, so that a night can be decided on pairs and read again later.
 
-decoder   the next words that each bundle has kept (`measure.accuracy`); of flipped ones their text
+decoder   the next words that each bundle has kept (`measurement.accuracy`); of flipped ones their text
 graph     the class of each sample of the scoring set, and KL from the float graph, run now
 encoder   whether each pair of the scoring set is found at first, run now
 """

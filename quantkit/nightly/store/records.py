@@ -225,7 +225,7 @@ class StoredDecision(Record):
             lost (0.01 is one in a hundred), nats of KL.
         low: end of its 95 % interval.
         high: end of its 95 % interval.
-        p: one-sided, that it is worse (where it is better: that it is better) than the alarm, see `stats.decision`;
+        p: one-sided, that it is worse (where it is better: that it is better) than the alarm, see `stats.deciding`;
             None of what was counted.
         p_adjusted: the same by Holm, across the matrix.
         margin: the least effect that counts.

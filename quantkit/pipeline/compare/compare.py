@@ -1,6 +1,6 @@
 """Two bundles of one model, or a bundle and its float model: which is better, by token, by batch, by size, by layer.
 
-Everything that was measured is decided together (`stats.decision`), on what both bundles already hold; only `measure`
+Everything that was measured is decided together (`stats.deciding`), on what both bundles already hold; only `measure`
 runs anything.
 """
 

@@ -53,7 +53,7 @@ class BundleTiming:
         """Times of all shapes; of some, in another order and in their share of the seconds.
 
         Raises:
-            InputError: those of `measure.rounds.run`.
+            InputError: those of `timing.rounds.run`.
             MissingDependency: onnxruntime or scipy.
         """
         job = self.job

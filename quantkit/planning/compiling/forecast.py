@@ -55,7 +55,7 @@ def described(
         positions: that are scored, at least.
 
     Raises:
-        InputError: those of `plan.assigned.assign`.
+        InputError: those of `planning.model.assigned.assign`.
     """
     found = assign_sizes(recipe, architecture)
     fixed = recipe.scheme.activations is not None and not recipe.scheme.activations.dynamic

@@ -1,7 +1,7 @@
 """The times of a bundle as curves, and what they say in words. Page, terminal and card share them.
 
 A row of latency holds both sides. The bounds stand in the `tax.total` row of the same cell, win intervals and both
-break-even points in the `tax.break_even` row of the curve (`measure.latency` writes all of them in one run).
+break-even points in the `tax.break_even` row of the curve (`timing.latency` writes all of them in one run).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an engine really does, as sections of the report and as a table on screen: `measure.engine_layers`, said.
+"""What an engine really does, as sections of the report and as a table on screen: `measurement.engine_layers`, said.
 
 Layers of the model that are multiplied in more bits than asked come first, then those that are as asked, by kind.
 """

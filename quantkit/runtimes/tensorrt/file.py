@@ -101,7 +101,7 @@ def matching(bundle: Path, files: Mapping[Path, str], library: Library, gpu: Map
 
     Args:
         files: engines and what describes them, with their hashes, as `verified` gives them.
-        gpu: of `plan.machine.gpus()`.
+        gpu: of `machine.gpus()`.
 
     Raises:
         InputError: `bundle-without-engine`, `engine-unreadable`, `engine-foreign`, `hash-mismatch`.

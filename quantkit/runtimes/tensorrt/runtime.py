@@ -22,7 +22,7 @@ Gpus = Callable[[], tuple[Sequence[Mapping[str, Any]], str]]
 
 
 class TensorrtRuntime(Runtime):
-    """One of the two libraries; see `_tensorrt_library`.
+    """One of the two libraries; see `library.py`.
 
     Args:
         name: of it.
