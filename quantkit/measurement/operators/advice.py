@@ -1,8 +1,8 @@
 """Which of several formats to ship: a pure function of their rows and of the traffic.
 
-Each format has its own verdict (`measurement.verdict`). Of those that win, at every batch or up to one, the best is the one
-whose steps take least time over the traffic; without traffic the one that wins at most batches, and of equals the one
-with the largest mean gain. Swap two formats' times, and the advice swaps.
+Each format has its own verdict (`measurement.verdict`). Of those that win, at every batch or up to one, the best is the
+one whose steps take least time over the traffic; without traffic the one that wins at most batches, and of equals the
+one with the largest mean gain. Swap two formats' times, and the advice swaps.
 
     the subject is the best         its own verdict
     another one is                  use that instead, up to the batch to which it wins
