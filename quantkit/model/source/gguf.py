@@ -21,6 +21,7 @@ Sources: gguf-py (`gguf.quants`), convert_hf_to_gguf.py of llama.cpp (what it ch
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -121,6 +122,10 @@ _ARCHITECTURES = {
 }
 
 
+# elements in a byte, of the format that has most
+_DENSEST = 8
+
+
 def convert_gguf(gguf_file: Path, folder: Path) -> None:
     """Writes config, generation config, float32 weights, tokenizer and `provenance.json` into an existing folder.
 
@@ -142,6 +147,11 @@ def _convert(reader: Any, gguf_file: Path, folder: Path) -> None:
 
     where = str(gguf_file)
     meta = {key: field.contents() for key, field in reader.fields.items()}
+    size = gguf_file.stat().st_size
+    for tensor in reader.tensors:  # the library's own count of elements is of 64 bits, and overflows
+        if math.prod(_shape(tensor)) > _DENSEST * size:
+            value = f"{tensor.name}: {list(_shape(tensor))} in a file of {size} bytes"
+            raise InputError("gguf-damaged", where=where, value=value[:300], remedy="fetch or install it again")
     stated = meta.get("general.architecture")
     if stated not in _ARCHITECTURES:
         raise InputError(
