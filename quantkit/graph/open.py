@@ -125,6 +125,7 @@ def _opened(path: Path, name: str, where: str) -> FloatGraph:
         raise _refused(
             where, "opset", f"opset {version}", f"from opset {OPSET} on a weight has a scale a channel", remedy
         )
+    _check_sizes(model, where, sum(file.stat().st_size for file in files))
     ir.external_data.load_to_model(model)
     _check_weights(model, where)
     for value in list(model.graph.inputs):
@@ -215,6 +216,15 @@ def _check_operators(model: ir.Model, where: str) -> None:
                 "operators are those of ONNX and ONNX Runtime",
                 "export the model without it",
             )
+
+
+def _check_sizes(model: ir.Model, where: str, size: int) -> None:
+    """No weight claims to be larger than all files together: memory is taken for what it claims."""
+    for value in _initializers(model):
+        tensor = value.const_value
+        if tensor is not None and tensor.nbytes > size:
+            shape = f"{value.name} {tensor.shape} in {size:,} bytes"
+            raise _refused(where, "unreadable", shape[:300], "a weight lies in its file", "fetch it again")
 
 
 def _check_weights(model: ir.Model, where: str) -> None:
