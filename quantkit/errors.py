@@ -7,13 +7,17 @@ the offending `value`, the `rule` it breaks and the `remedy`. The command line p
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 # what a terminal obeys or cannot show: controls (C0 but the line feed, DEL, C1), reversed directions, half characters
-_OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_OBEYED = re.compile(
+    "[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
+)
 
 
 def printable(text: str) -> str:
@@ -32,7 +36,7 @@ def _picture(found: re.Match[str]) -> str:
 
 def escaped(text: str) -> str:
     """JSON in which what a terminal would obey is escaped: the same document."""
-    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _OBEYED.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 
 class QuantkitError(Exception):

@@ -6,6 +6,7 @@ far above what honest files need, and is raised by an environment variable: `QUA
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
 import resource
@@ -43,9 +44,12 @@ class Limit:
         if text is None:
             return self.default
         try:
-            return float(text)
+            found = float(text)
         except ValueError:
-            raise InputError("limit-invalid", where=self._variable, value=text, rule="a number") from None
+            found = math.nan
+        if not found > 0:
+            raise InputError("limit-invalid", where=self._variable, value=text, rule="a number above 0, or inf")
+        return found
 
     def demand(self, found: float, where: str) -> None:
         """Refuse what is more. Raises InputError `over-limit`."""
@@ -77,6 +81,10 @@ SECONDS = Limit("seconds", 60, "seconds", "a chat template or a query is waited 
 MEMORY = Limit("memory", 2 << 30, "bytes", "a chat template writes a text")
 
 
+# bytes that are read of a file that says it is empty
+_UNKNOWN = 1 << 24
+
+
 def read(path: Path, limit: Limit = DOCUMENT) -> bytes:
     """The bytes of a regular file.
 
@@ -99,39 +107,55 @@ def read(path: Path, limit: Limit = DOCUMENT) -> bytes:
                 remedy="write its content into a file",
             )
         limit.demand(status.st_size, str(path))
-        return stream.read(status.st_size)  # as much as there is: a buffer is made for as much as is asked for
+        # as much as there is: a buffer is made for as much as is asked for. Files of /proc say that they are empty
+        content = stream.read(status.st_size) if status.st_size else stream.read(_UNKNOWN)
+        limit.demand(len(content), str(path))
+        return content
 
 
 @contextmanager
 def guarded(where: str) -> Iterator[None]:
     """Runs a stranger's program (a chat template) in the body with the limits `SECONDS` and `MEMORY`.
 
-    The time is watched where a signal can be: in the main thread. The memory is a limit of the whole process, for as
-    long as the body runs.
+    The time is watched where a signal can be: in the main thread, between two instructions of Python; one that does not
+    come back is ended with the process, a minute later. The memory is a limit of the whole process, for as long as the
+    body runs, where the system says what is held (`/proc`). In another thread, and inside itself, neither is set.
 
     Raises:
         InputError: `over-limit`.
     """
-    timed = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    held = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * resource.getpagesize()
-    allowed = held + int(MEMORY.most)
-    if timed:
-        signal.signal(signal.SIGALRM, _late)
-        signal.setitimer(signal.ITIMER_REAL, SECONDS.most)
-    if soft == resource.RLIM_INFINITY or allowed < soft:
-        resource.setrlimit(resource.RLIMIT_DATA, (allowed, hard))
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGALRM) != signal.SIG_DFL:
+        yield
+        return
+    seconds, limit = SECONDS.most, resource.getrlimit(resource.RLIMIT_DATA)
     try:
+        if math.isfinite(seconds):
+            signal.signal(signal.SIGALRM, _late)
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            faulthandler.dump_traceback_later(seconds + 60, exit=True)
+        allowed = _held() + MEMORY.most
+        if allowed < (math.inf if limit[0] == resource.RLIM_INFINITY else limit[0]):
+            resource.setrlimit(resource.RLIMIT_DATA, (int(allowed), limit[1]))
         yield
     except _LateError:
         raise SECONDS.exceeded(where) from None
     except (MemoryError, OverflowError):
         raise MEMORY.exceeded(where) from None
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-        if timed:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_DATA, limit)
+
+
+def _held() -> float:
+    """Bytes of data that this process has; infinite where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
+    except (OSError, ValueError, IndexError):
+        return math.inf
+    return float(pages * resource.getpagesize())
 
 
 class _LateError(BaseException):

@@ -16,12 +16,13 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from quantkit.bundle import seal
+from quantkit.bundle import disk, seal
 from quantkit.bundle.bundle import Bundle
 from quantkit.bundle.disk import (
     disk_full,
@@ -371,12 +372,21 @@ def _acquire(folder: Path) -> int:
     """The lock of a build folder, which is made if it is missing; the descriptor holds it."""
     while True:
         folder.mkdir(exist_ok=True)
+        status = os.lstat(folder)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            raise InputError(
+                "unfinished-build",
+                where=str(folder),
+                value="a link, or somebody else's",
+                rule="a build has a folder of its own, which it empties",
+                remedy="move it away, or choose another --out",
+            )
         try:
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         except FileNotFoundError:  # another build finished and removed the folder just now
             continue
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            disk.lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(lock).st_ino == (folder / "lock").stat().st_ino:
                 return lock
             os.close(lock)

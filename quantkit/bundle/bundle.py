@@ -153,8 +153,7 @@ class Bundle:
         files = self.manifest.files
         entries = [each for each in files if (each.deterministic if under is None else each.path.startswith(under))]
         places = {each.path.partition("/")[0] for each in entries if "/" in each.path}
-        if under:
-            places.add(under.partition("/")[0])
+        places |= {under.partition("/")[0]} if under else {"model", "onnx"}
         for check, names in content_offenders(self.path, self.manifest, entries, places).items():
             if names:
                 raise InputError(

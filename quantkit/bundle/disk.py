@@ -145,6 +145,17 @@ def is_left_over(name: str) -> bool:
     return _LEFT_OVER.fullmatch(name) is not None
 
 
+def lock(descriptor: int, how: int) -> None:
+    """`flock`, where the file system has it; some that are mounted from elsewhere have not, and nobody is kept out."""
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+
+
 @contextmanager
 def one_writer(folder: Path) -> Iterator[None]:
     """One process at a time changes a folder; what killed ones have left in it is cleared away first."""
@@ -152,8 +163,7 @@ def one_writer(folder: Path) -> Iterator[None]:
 
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock(descriptor, fcntl.LOCK_EX)
         for path in folder.iterdir():
             if is_left_over(path.name):
                 with suppress(OSError):
@@ -211,12 +221,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def alone(lock: Path) -> Iterator[None]:
+def alone(place: Path) -> Iterator[None]:
     """One process at a time; the kernel frees the lock of one that is killed."""
     import fcntl
 
-    with lock.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+    with place.open("w") as stream:
+        lock(stream.fileno(), fcntl.LOCK_EX)
         yield
 
 

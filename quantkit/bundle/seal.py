@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -24,6 +25,9 @@ from quantkit.bundle.manifest import MANIFEST, SEAL, SIGNED_BY_KEY, SIGNED_BY_LI
 from quantkit.errors import GateError, InputError, MissingDependency
 
 _NAMESPACE = "quantkit"
+# how a line with a public key begins, and who a key without a name is
+_PUBLIC = re.compile(r"(ssh-[a-z0-9@.-]+|ecdsa-[a-z0-9@.-]+|sk-[a-z0-9@.-]+) AAAA")
+_ANYBODY = "signer"
 # of a seal while the manifest is replaced: the hash that it had
 _BEFORE = "before"
 
@@ -33,11 +37,12 @@ def write_manifest(folder: Path, data: bytes) -> None:
 
     While the manifest is replaced, the seal holds both: its old hash and its new one.
     """
-    said = {"schema": 1, MANIFEST: hashlib.sha256(data).hexdigest()}
+    digest = hashlib.sha256(data).hexdigest()
     if (folder / MANIFEST).is_file():
-        write_atomic(folder / SEAL, (json.dumps({**said, _BEFORE: hash_of(folder)}) + "\n").encode())
+        both = {"schema": 1, MANIFEST: digest, _BEFORE: hash_of(folder)}
+        write_atomic(folder / SEAL, (json.dumps(both) + "\n").encode())
     write_atomic(folder / MANIFEST, data)
-    write_atomic(folder / SEAL, (json.dumps(said) + "\n").encode())
+    write_atomic(folder / SEAL, _sealed(digest))
 
 
 def hash_of(folder: Path) -> str:
@@ -95,8 +100,15 @@ def sign(folder: Path, key: Path | None) -> Path:
     """
     if is_broken(folder) or not (folder / SEAL).is_file():
         raise GateError("seal-differs", where=str(folder), value="the manifest is not the sealed one")
+    # what is signed names one manifest: not the one before it, which a killed write may have left in the seal
+    write_atomic(folder / SEAL, _sealed(hash_of(folder)))
     if key is not None and b"OPENSSH PRIVATE KEY" in _content(key):
-        _ssh_keygen("-Y", "sign", "-f", str(key), "-n", _NAMESPACE, str(folder / SEAL), where=str(key))
+        made = _ssh_keygen(
+            "-Y", "sign", "-f", str(key), "-n", _NAMESPACE, where=str(key), given=_content(folder / SEAL)
+        )
+        if not made.startswith(b"-----BEGIN SSH SIGNATURE"):
+            raise _unusable(str(key), "ssh-keygen gave no signature")
+        write_atomic(folder / SIGNED_BY_KEY, made)
         return folder / SIGNED_BY_KEY
     hashing, signing, _ = _model_signing()
     config = signing.Config().set_hashing_config(_all_but_signatures(hashing))
@@ -128,8 +140,10 @@ def demand_signer(folder: Path, signer: str, issuer: str | None = None) -> str:
     signature = folder / (SIGNED_BY_KEY if by_ssh else SIGNED_BY_LIBRARY)
     if not signature.is_file():
         raise GateError("signature-missing", where=str(folder), value=f"no {signature.name} in it", remedy="ask for it")
+    if _content(folder / SEAL) != _sealed(hash_of(folder)):
+        raise _differs(folder, "the seal is not that of the manifest alone")
     if by_ssh:
-        return _ssh_signer(folder, key, signature)
+        return _ssh_signer(folder, key, signature.resolve())
     hashing, _, verifying = _model_signing()
     config = verifying.Config().set_hashing_config(_all_but_signatures(hashing))
     if not key.is_file() and not issuer:
@@ -146,26 +160,32 @@ def demand_signer(folder: Path, signer: str, issuer: str | None = None) -> str:
 
 def _ssh_signer(folder: Path, key: Path, signature: Path) -> str:
     """One of the signers in a file of OpenSSH."""
-    lines = [line for line in _content(key).decode(errors="replace").splitlines() if line.strip() and line[0] != "#"]
-    # the line of a public key begins with its kind, that of `allowed_signers` with who it is
-    if lines and lines[0].startswith(("ssh-", "ecdsa-", "sk-")):
-        lines = [f'{key.stem} namespaces="{_NAMESPACE}" {lines[0]}']
+    lines = [line.strip() for line in _content(key).decode("utf-8-sig", errors="replace").splitlines()]
+    lines = [line for line in lines if line and line[0] != "#"]
+    # the line of a public key begins with its kind and the key; that of `allowed_signers` with who it is
+    bare = [_PUBLIC.match(line) is not None for line in lines]
+    if any(bare):
+        lines = [f"{_ANYBODY} {line}" for line, is_bare in zip(lines, bare, strict=True) if is_bare]
     with tempfile.TemporaryDirectory() as place:
         allowed = Path(place) / "allowed_signers"
         allowed.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        last = ""
-        for who in dict.fromkeys(line.split()[0] for line in lines):
+        try:
+            found = _ssh_keygen("-Y", "find-principals", "-f", str(allowed), "-s", str(signature), where=str(signature))
+            who = found.decode(errors="replace").splitlines()[0]
             arguments = ("-Y", "verify", "-f", str(allowed), "-I", who, "-n", _NAMESPACE, "-s", str(signature))
-            try:
-                _ssh_keygen(*arguments, where=str(signature), given=(folder / SEAL).read_bytes())
-            except InputError as error:
-                last = error.value
-            else:
-                return who
-    raise _differs(folder, last or "nobody is named in the file of signers")
+            _ssh_keygen(*arguments, where=str(signature), given=_content(folder / SEAL))
+        except (InputError, IndexError) as error:
+            said = error.value if isinstance(error, InputError) else "the signer is not in the file of signers"
+            raise _differs(folder, said) from None
+    return key.stem if who == _ANYBODY else who
 
 
-def _ssh_keygen(*arguments: str, where: str, given: bytes = b"") -> None:
+def _sealed(digest: str) -> bytes:
+    """The seal of one manifest."""
+    return (json.dumps({"schema": 1, MANIFEST: digest}) + "\n").encode()
+
+
+def _ssh_keygen(*arguments: str, where: str, given: bytes = b"") -> bytes:
     try:
         done = subprocess.run(["ssh-keygen", *arguments], input=given, capture_output=True, check=False)  # noqa: S603, S607
     except FileNotFoundError:
@@ -173,6 +193,7 @@ def _ssh_keygen(*arguments: str, where: str, given: bytes = b"") -> None:
     if done.returncode:
         said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()
         raise _unusable(where, said[-1] if said else f"ssh-keygen ended with {done.returncode}")
+    return done.stdout
 
 
 def _model_signing() -> tuple[Any, Any, Any]:

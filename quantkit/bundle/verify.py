@@ -31,7 +31,7 @@ def offenders(folder: Path, manifest: Manifest, entries: Collection[FileEntry]) 
         entries: of the manifest; only their content is read.
     """
     found = {path.relative_to(folder).as_posix(): os.lstat(path) for path in walk(folder)}
-    found = {name: status for name, status in found.items() if not is_left_over(name) or "/" in name}
+    found = {name: status for name, status in found.items() if not _is_nobodys(name)}
     links = sorted(name for name, status in found.items() if not is_plain(status))
     missing, sizes, hashes = [], [], []
     for entry in entries:
@@ -69,6 +69,17 @@ def content_offenders(
     for name in ("files.unlisted", "files.links"):
         found[name] = [each for each in found[name] if each.partition("/")[0] in places and role_of(each)[1]]
     return found
+
+
+def _is_nobodys(name: str) -> bool:
+    """What a killed write, a file manager, git or a download leaves in a folder, and no library reads."""
+    place, _, _ = name.partition("/")
+    return (
+        (is_left_over(name) and "/" not in name)
+        or name.rpartition("/")[2] == ".DS_Store"
+        or place in (".git", ".gitattributes", ".gitignore")
+        or name.startswith(".cache/huggingface/")
+    )
 
 
 def _unreadable_or_differs(path: Path, expected: str) -> bool:

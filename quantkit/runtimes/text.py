@@ -71,7 +71,8 @@ class Tokenizer:
 
         text = self.config.get("chat_template")
         if self._template.is_file():
-            text = self._template.read_text(encoding="utf-8")
+            with reading(self._no_template):
+                text = limits.read(self._template).decode("utf-8")
         if isinstance(text, list):  # several, by name
             text = next((x.get("template") for x in text if isinstance(x, dict) and x.get("name") == "default"), None)
         if not isinstance(text, str):
@@ -89,19 +90,19 @@ class Tokenizer:
             for name, value in self.config.items()
             if name.endswith("_token")
         }
-        try:
-            with limits.guarded("--chat"):
-                return environment.from_string(text).render(
-                    messages=[{"role": "user", "content": prompt}], add_generation_prompt=True, **tokens
-                )
-        except (TemplateError, TypeError, ValueError, RecursionError) as problem:
-            raise InputError("no-chat-template", where="--chat", value=str(problem)[:200]) from None
+        with reading(self._no_template), limits.guarded("--chat"):
+            return environment.from_string(text).render(
+                messages=[{"role": "user", "content": prompt}], add_generation_prompt=True, **tokens
+            )
+
+    def _no_template(self, said: str) -> InputError:
+        return InputError("no-chat-template", where="--chat", value=said, remedy="leave --chat out")
 
 
 def json_or_empty(path: Path) -> dict[str, Any]:
     """The object in a file; {} where there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(limits.read(path))
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

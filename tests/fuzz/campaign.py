@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +205,7 @@ def main() -> int:
             for said, times in _said(outcome):
                 print(ascii(f"    {times:3} {said}")[1:-1], flush=True)
     if options.out is not None:
-        options.out.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
+        options.out.write_text(json.dumps([vars(each) for each in outcomes], indent=1))
     total, bad = sum(each.counts.total() for each in outcomes), sum(each.bad for each in outcomes)
     print(f"{total:,} mutants, {bad} not clean")
     return int(bad > 0)

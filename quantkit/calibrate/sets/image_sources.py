@@ -188,8 +188,8 @@ def _arrays(file: Path | bytes, where: str) -> Images:
         else:
             images = loaded["images"]
             labels, clusters = (loaded[name] if name in loaded.files else None for name in ("labels", "clusters"))
-    if images.ndim == 0 or len(images) == 0:
-        raise own.empty(where, "no image in it", "images are [n, …], n at least 1")
+    if images.ndim == 0 or images.size == 0:
+        raise own.empty(where, f"images {list(images.shape)}", "images are [n, …], n at least 1, and no size is 0")
     bytes_ = images.dtype == np.uint8
     if not bytes_ and images.dtype.kind != "f":
         raise InputError(

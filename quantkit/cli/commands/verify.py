@@ -46,14 +46,16 @@ def verify(
     from quantkit.report import terminal
 
     opened = quantkit.load(bundle)
+    if issuer is not None and signer is None:
+        raise InputError("usage", where="--issuer", value="without --signer", rule="it vouches for a signer")
+    if expect is not None:
+        seal.demand(opened.path, expect)
+    signed = None if signer is None else seal.demand_signer(opened.path, signer, issuer)
     if layers is not None:
         return _layers(opened, quantkit.load(layers), inputs, runtime)
     if inputs is not None or runtime is not None:
         said = "--inputs" if inputs is not None else "--runtime"
         raise InputError("usage", where=said, value="without --layers", rule="it says how layers are compared")
-    if expect is not None:
-        seal.demand(opened.path, expect)
-    signed = None if signer is None else seal.demand_signer(opened.path, signer, issuer)
     with showing() as progress:
         progress.begin(f"verifying {bundle}")
         found = opened.verify()

@@ -7,6 +7,7 @@ is never trusted.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,13 @@ from typing import Any
 
 from quantkit import limits
 from quantkit.errors import InputError
+
+# names of counts of layers; `depths` of networks with stages
+_COUNTS = ("layer", "block", "depth", "stage")
+_ATTENTION = (None, "eager", "sdpa", "flex_attention")
+_OF_TOKENIZERS = ("tokenizer_config.json", "special_tokens_map.json")
+# keys of a tokenizer's config that can name a file
+_READ = ("vocab", "merges")
 
 
 def config(folder: Path, *, trust: bool = False) -> Any:
@@ -29,18 +37,22 @@ def config(folder: Path, *, trust: bool = False) -> Any:
     """
     from transformers import AutoConfig
 
+    if (folder / "config.json").is_file():
+        stated = json.loads(limits.read(folder / "config.json"))
+        demand_layers(stated if isinstance(stated, dict) else {}, f"{folder.name}: config.json")
     with _no_code(folder):
         found = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
-    attention = getattr(found, "_attn_implementation", None)
-    if not trust and isinstance(attention, str) and "/" in attention:
-        raise _remote_code(folder, f"attention from {attention}")
+    _demand_own_attention(found, folder, trust)
     return found
 
 
 def tokenizer(folder: Path, *, trust: bool = False) -> Any:
-    """The tokenizer of a folder; `trust` and errors as for `config`."""
+    """The tokenizer of a folder; `trust` and errors as for `config`; `tokenizer-damaged` for one that names files."""
     from transformers import AutoTokenizer
 
+    for name in _OF_TOKENIZERS:
+        if (folder / name).is_file():
+            _demand_no_files(json.loads(limits.read(folder / name)), folder / name)
     with _no_code(folder):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
 
@@ -57,6 +69,8 @@ def network(model_class: Any, folder: Path | None, *, trust: bool = False, **opt
     Returns:
         the model, or (model, loading info) where `output_loading_info` asks for it.
     """
+    if folder is not None and "config" not in options:
+        options["config"] = config(folder, trust=trust)
     with _no_code(folder):
         return model_class.from_pretrained(
             folder, **{"local_files_only": True, "use_safetensors": True, "trust_remote_code": trust, **options}
@@ -68,8 +82,37 @@ def demand_layers(config: dict[str, Any], where: str) -> None:
     for key, value in config.items():
         if isinstance(value, dict):
             demand_layers(value, where)
-        elif isinstance(value, int) and ("layer" in key or "block" in key):
-            limits.LAYERS.demand(value, f"{where}: {key}")
+        elif any(word in key for word in _COUNTS):
+            counts = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)]
+            limits.LAYERS.demand(max(counts, default=0), f"{where}: {key}")
+
+
+def _demand_own_attention(config: Any, folder: Path, trust: bool) -> None:
+    """Attention is torch's: others come from packages, or from the hub."""
+    asked = [getattr(each, "_attn_implementation", None) for each in (config, *_inner(config))]
+    strange = next((each for each in asked if each not in _ATTENTION), None)
+    if strange is not None and not trust:
+        raise _remote_code(folder, f"attention from {strange}")
+
+
+def _inner(config: Any) -> list[Any]:
+    names = getattr(config, "sub_configs", None) or {}
+    return [each for each in (getattr(config, name, None) for name in names) if each is not None]
+
+
+def _demand_no_files(config: Any, path: Path) -> None:
+    """transformers opens what these keys name, wherever it lies, and writes what it finds into the tokenizer."""
+    if not isinstance(config, dict):
+        return
+    for key, value in config.items():
+        if isinstance(value, str) and (key in _READ or key.endswith(("_file", "_spm"))):
+            raise InputError(
+                "tokenizer-damaged",
+                where=f"{path}: {key}",
+                value=value,
+                rule="a tokenizer's files lie beside its config, under their own names",
+                remedy="leave the key out",
+            )
 
 
 @contextmanager

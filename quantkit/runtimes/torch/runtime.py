@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import limits
 from quantkit.bundle import Bundle
-from quantkit.errors import InputError
+from quantkit.errors import InputError, reading
 from quantkit.model import layouts
 from quantkit.model.source import pretrained
 from quantkit.runtimes import Runtime
@@ -160,7 +160,7 @@ class TorchRuntime(Runtime):
         model = self.load(bundle)
         if chat:
             messages = [{"role": "user", "content": prompt}]
-            with limits.guarded("--chat"):
+            with reading(_no_template), limits.guarded("--chat"):
                 inputs = tokenizer.apply_chat_template(
                     messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
                 )
@@ -182,6 +182,10 @@ class TorchRuntime(Runtime):
             "tokens": int(made.numel()),
             "seconds": time.perf_counter() - started,
         }
+
+
+def _no_template(said: str) -> InputError:
+    return InputError("no-chat-template", where="--chat", value=said, remedy="leave --chat out")
 
 
 RUNTIME = TorchRuntime()
